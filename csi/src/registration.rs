@@ -1,0 +1,55 @@
+//! Registration with kubelet, for nodes where no node-driver-registrar sidecar does it.
+
+use kube_kit::health::Check;
+use tonic::{Request, Response, Status};
+
+/// The messages of kubelet's plugin registration.
+#[allow(missing_docs, unreachable_pub, clippy::all)]
+pub mod proto {
+    tonic::include_proto!("pluginregistration");
+}
+
+pub use proto::registration_server::RegistrationServer;
+
+/// Tells kubelet where the driver listens, and remembers what kubelet made of it.
+#[derive(Debug, Clone)]
+pub struct Registration {
+    driver: &'static str,
+    endpoint: String,
+    accepted: Check,
+}
+
+impl Registration {
+    /// `endpoint` is the driver's socket path as kubelet sees it; `accepted` becomes healthy once
+    /// kubelet has taken the driver.
+    pub fn new(driver: &'static str, endpoint: String, accepted: Check) -> Self {
+        Self { driver, endpoint, accepted }
+    }
+}
+
+#[tonic::async_trait]
+impl proto::registration_server::Registration for Registration {
+    async fn get_info(&self, _: Request<proto::InfoRequest>) -> Result<Response<proto::PluginInfo>, Status> {
+        Ok(Response::new(proto::PluginInfo {
+            r#type: "CSIPlugin".to_owned(),
+            name: self.driver.to_owned(),
+            endpoint: self.endpoint.clone(),
+            supported_versions: vec!["1.0.0".to_owned()],
+        }))
+    }
+
+    async fn notify_registration_status(
+        &self,
+        request: Request<proto::RegistrationStatus>,
+    ) -> Result<Response<proto::RegistrationStatusResponse>, Status> {
+        let status = request.into_inner();
+        if status.plugin_registered {
+            tracing::info!(driver = self.driver, "kubelet registered the driver");
+            self.accepted.pass();
+        } else {
+            tracing::error!(driver = self.driver, error = status.error, "kubelet refused the driver");
+            self.accepted.fail(format!("kubelet refused the driver: {}", status.error));
+        }
+        Ok(Response::new(proto::RegistrationStatusResponse {}))
+    }
+}

@@ -1,0 +1,139 @@
+//! Serves a driver on a unix socket that only its owner can open.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use tokio::net::{UnixListener, UnixStream};
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use crate::metrics::CallMetrics;
+
+/// Where a driver listens: `unix:///path`, or the bare path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Endpoint(PathBuf);
+
+impl Endpoint {
+    /// The socket's path.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let path = Path::new(text.strip_prefix("unix://").unwrap_or(text));
+        if !path.is_absolute() {
+            return Err(format!("{text:?} is not the absolute path of a unix socket, as in unix:///csi/csi.sock"));
+        }
+        // sun_path of a unix address holds 108 bytes with the final NUL.
+        if path.as_os_str().len() > 107 {
+            return Err(format!(
+                "{text:?} has {} bytes; a unix socket's path can have 107",
+                path.as_os_str().len()
+            ));
+        }
+        Ok(Self(path.to_owned()))
+    }
+}
+
+/// Why a driver could not serve.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The socket could not be made.
+    #[error("cannot listen on {path}: {source}")]
+    Listen {
+        /// The socket.
+        path: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Somebody else serves there.
+    #[error("cannot listen on {path}: another process is serving there; stop it or choose another --endpoint")]
+    Taken {
+        /// The socket.
+        path: String,
+    },
+    /// The server ended with an error.
+    #[error("the server on {path} failed: {source}")]
+    Serve {
+        /// The socket.
+        path: String,
+        /// What the transport said.
+        source: tonic::transport::Error,
+    },
+}
+
+/// Serves `routes` on `endpoint` until `stop`, lets calls under way end, and removes the socket.
+pub async fn serve(
+    endpoint: &Endpoint,
+    routes: Routes,
+    metrics: CallMetrics,
+    stop: CancellationToken,
+) -> Result<(), ServeError> {
+    let path = endpoint.path();
+    let listener = listen(path).await?;
+    tracing::info!(endpoint = %path.display(), "serving");
+    let served = tonic::transport::Server::builder()
+        .layer(metrics)
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop.cancelled_owned())
+        .await;
+    let _ = std::fs::remove_file(path);
+    served.map_err(|source| ServeError::Serve { path: path.display().to_string(), source })
+}
+
+/// Makes the socket, mode 0600; one that a dead process left behind is replaced, anything else is kept.
+async fn listen(path: &Path) -> Result<UnixListener, ServeError> {
+    let fail = |source| ServeError::Listen { path: path.display().to_string(), source };
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(fail)?;
+    }
+    if let Ok(found) = std::fs::symlink_metadata(path) {
+        if !found.file_type().is_socket() {
+            return Err(fail(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is not a socket")));
+        }
+        if UnixStream::connect(path).await.is_ok() {
+            return Err(ServeError::Taken { path: path.display().to_string() });
+        }
+        std::fs::remove_file(path).map_err(fail)?;
+    }
+    let listener = UnixListener::bind(path).map_err(fail)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(fail)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_endpoint_is_an_absolute_path_that_fits_a_socket_address() {
+        assert_eq!("unix:///csi/csi.sock".parse::<Endpoint>().unwrap().path(), Path::new("/csi/csi.sock"));
+        assert!("tcp://1.2.3.4:5".parse::<Endpoint>().is_err());
+        assert!(format!("unix:///{}", "x".repeat(107)).parse::<Endpoint>().is_err());
+    }
+
+    #[tokio::test]
+    async fn a_file_in_the_sockets_place_is_kept_and_a_dead_socket_is_replaced() {
+        let folder = std::env::temp_dir().join(format!("nestor-listen-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join("file");
+        std::fs::write(&file, "precious").unwrap();
+        assert!(listen(&file).await.is_err());
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
+
+        let socket = folder.join("socket");
+        let first = listen(&socket).await.unwrap();
+        assert!(matches!(listen(&socket).await, Err(ServeError::Taken { .. })));
+        drop(first);
+        assert!(listen(&socket).await.is_ok());
+        assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}

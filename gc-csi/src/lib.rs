@@ -1,1 +1,5 @@
-//! Stub.
+//! Nestor's CSI driver for guest clusters. The controller turns volumes of the guest into claims and
+//! disks of the management cluster; the node plugin, inside each virtual machine, turns disks into mounts.
+
+pub mod controller;
+pub mod node;

@@ -1,1 +1,11 @@
-//! Stub.
+//! What every Nestor controller needs around kube: a client, informers with waits, keyed work queues,
+//! events, telemetry, health, and a `main` that ends well. Nothing here knows storage.
+
+pub mod client;
+pub mod events;
+pub mod health;
+pub mod http;
+pub mod informer;
+pub mod process;
+pub mod queue;
+pub mod telemetry;

@@ -1,0 +1,56 @@
+//! Health as a set of named checks, each failing with a sentence or passing.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError, RwLock};
+
+/// All checks of a process.
+#[derive(Debug, Clone, Default)]
+pub struct Health(Arc<RwLock<BTreeMap<String, Option<String>>>>);
+
+/// One named check of a [`Health`].
+#[derive(Debug, Clone)]
+pub struct Check {
+    health: Health,
+    name: String,
+}
+
+impl Health {
+    /// A check that fails with `why` until it is passed.
+    pub fn check(&self, name: impl Into<String>, why: impl Into<String>) -> Check {
+        let check = Check { health: self.clone(), name: name.into() };
+        check.fail(why);
+        check
+    }
+
+    /// The failing checks: name and why.
+    pub fn failing(&self) -> Vec<(String, String)> {
+        let checks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        checks.iter().filter_map(|(name, why)| Some((name.clone(), why.clone()?))).collect()
+    }
+
+    /// Every check as a line, the way `/readyz` shows it.
+    pub fn report(&self) -> String {
+        let checks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let line = |(name, why): (&String, &Option<String>)| match why {
+            None => format!("ok   {name}\n"),
+            Some(why) => format!("FAIL {name}: {why}\n"),
+        };
+        checks.iter().map(line).collect()
+    }
+
+    fn set(&self, name: &str, why: Option<String>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), why);
+    }
+}
+
+impl Check {
+    /// Marks the check as passing.
+    pub fn pass(&self) {
+        self.health.set(&self.name, None);
+    }
+
+    /// Marks the check as failing, with the reason.
+    pub fn fail(&self, why: impl Into<String>) {
+        self.health.set(&self.name, Some(why.into()));
+    }
+}

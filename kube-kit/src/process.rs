@@ -1,0 +1,59 @@
+//! The frame of a `main`: crypto provider, logs, runtime, signals, and an exit code that means something.
+
+use std::fmt::Display;
+use std::future::Future;
+use std::process::ExitCode;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::telemetry::{self, LogArgs};
+
+/// Runs `app` on `threads` worker threads until it ends by itself, or winds down after SIGTERM or
+/// SIGINT, when the token is cancelled. A failure is printed as one line and ends in exit code 1.
+pub fn run<App, Running, Error>(logs: &LogArgs, threads: usize, app: App) -> ExitCode
+where
+    App: FnOnce(CancellationToken) -> Running,
+    Running: Future<Output = Result<(), Error>>,
+    Error: Display,
+{
+    // Fails only when a provider is installed already, which is what is wanted.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    if let Err(problem) = telemetry::init(logs) {
+        return fail(problem, 2);
+    }
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(format!("cannot start the runtime: {error}"), 1),
+    };
+    let stop = CancellationToken::new();
+    let outcome = runtime.block_on(async {
+        let signals = tokio::spawn(cancel_on_signal(stop.clone()));
+        let outcome = app(stop).await;
+        signals.abort();
+        outcome
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(format!("{error:#}"), 1),
+    }
+}
+
+fn fail(problem: impl Display, code: u8) -> ExitCode {
+    eprintln!("error: {problem}");
+    ExitCode::from(code)
+}
+
+async fn cancel_on_signal(stop: CancellationToken) {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        tracing::error!("signals cannot be handled: the process will not wind down by itself");
+        return;
+    };
+    let name = tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    };
+    tracing::info!(signal = name, "stopping");
+    stop.cancel();
+}

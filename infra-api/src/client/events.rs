@@ -1,0 +1,110 @@
+//! The event stream (`text/event-stream`), read line by line.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use futures::stream::{self, BoxStream, StreamExt};
+use http::Method;
+
+use super::{Answer, Client, ClientError, Result};
+use crate::Event;
+
+/// The server sends a comment every 15 s when nothing happens; a stream silent for this long is dead.
+const SILENCE: Duration = Duration::from_secs(45);
+
+struct Reader {
+    body: BoxStream<'static, reqwest::Result<Vec<u8>>>,
+    buffer: Vec<u8>,
+    ready: VecDeque<Result<Event>>,
+    client: Client,
+}
+
+impl Client {
+    /// Changes as they happen. An event is a hint to read the object again. The stream ends with the connection or
+    /// after its first transport error; the caller then reads everything again and opens a new one.
+    pub async fn events(&self) -> Result<BoxStream<'static, Result<Event>>> {
+        let call = self.call(Method::GET, "/v1/events");
+        let head = tokio::time::timeout(self.timeout, call.request.send()).await.map_err(|_| {
+            ClientError::Timeout { call: call.name.clone(), server: self.base.clone(), after: self.timeout }
+        })?;
+        let response = head.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
+        let status = response.status();
+        if !status.is_success() {
+            let body =
+                response.bytes().await.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
+            return Err(Answer { call: call.name, status, body: body.to_vec() }.into_problem());
+        }
+        let body = response.bytes_stream().map(|chunk| chunk.map(|bytes| bytes.to_vec())).boxed();
+        let reader = Reader { body, buffer: Vec::new(), ready: VecDeque::new(), client: self.clone() };
+        Ok(stream::unfold(Some(reader), |reader| async move { next(reader?).await }).boxed())
+    }
+}
+
+async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
+    loop {
+        if let Some(event) = reader.ready.pop_front() {
+            return Some((event, Some(reader)));
+        }
+        match tokio::time::timeout(SILENCE, reader.body.next()).await {
+            Ok(Some(Ok(chunk))) => {
+                reader.buffer.extend_from_slice(&chunk);
+                for data in take_events(&mut reader.buffer) {
+                    reader.ready.push_back(decode(&data));
+                }
+            }
+            Ok(Some(Err(error))) => {
+                return Some((Err(reader.client.transport_error("GET /v1/events", SILENCE, error)), None));
+            }
+            Ok(None) => return None,
+            Err(_) => {
+                let server = reader.client.base.clone();
+                return Some((
+                    Err(ClientError::Timeout { call: "GET /v1/events".into(), server, after: SILENCE }),
+                    None,
+                ));
+            }
+        }
+    }
+}
+
+/// Takes the complete events off the front of the buffer and gives the data of each.
+fn take_events(buffer: &mut Vec<u8>) -> Vec<String> {
+    let mut events = Vec::new();
+    while let Some(end) = buffer.windows(2).position(|pair| pair == b"\n\n") {
+        let block: Vec<u8> = buffer.drain(..end + 2).collect();
+        let text = String::from_utf8_lossy(&block);
+        let data: Vec<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("data:"))
+            .map(|data| data.strip_prefix(' ').unwrap_or(data))
+            .collect();
+        if !data.is_empty() {
+            events.push(data.join("\n"));
+        }
+    }
+    events
+}
+
+fn decode(data: &str) -> Result<Event> {
+    serde_json::from_str(data).map_err(|e| ClientError::Malformed {
+        call: "GET /v1/events".into(),
+        status: 200,
+        expected: "Event",
+        reason: e.to_string(),
+        excerpt: data.chars().take(super::EXCERPT).collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_cut_out_of_chunks_wherever_these_end() {
+        let mut buffer = b": hello\n\nevent: volume\ndata: {\"a\":1}\n\ndata: {\"b\"".to_vec();
+        assert_eq!(take_events(&mut buffer), ["{\"a\":1}"]);
+        buffer.extend_from_slice(b":2}\n\n");
+        assert_eq!(take_events(&mut buffer), ["{\"b\":2}"]);
+        assert!(buffer.is_empty());
+    }
+}

@@ -62,7 +62,11 @@ pub async fn connect(
             let file = Kubeconfig::read_from(path).map_err(fail)?;
             Config::from_custom_kubeconfig(file, &KubeConfigOptions::default()).await.map_err(fail)?
         }
-        None => Config::incluster().map_err(|error| ConnectError::NotInCluster { cluster, flag, reason: chain(&error) })?,
+        None => Config::incluster().map_err(|error| ConnectError::NotInCluster {
+            cluster,
+            flag,
+            reason: chain(&error),
+        })?,
     };
     let agent = format!("{component}/{}", env!("CARGO_PKG_VERSION"));
     let agent = http::HeaderValue::from_str(&agent)

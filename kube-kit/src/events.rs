@@ -50,8 +50,13 @@ impl Events {
         };
         truncate(&mut note, 1000);
         let recorder = self.recorder.clone();
-        let event =
-            Event { type_, reason: reason.to_owned(), note: Some(note), action: action.to_owned(), secondary: None };
+        let event = Event {
+            type_,
+            reason: reason.to_owned(),
+            note: Some(note),
+            action: action.to_owned(),
+            secondary: None,
+        };
         tokio::spawn(async move {
             if let Err(error) = recorder.publish(&event, &about).await {
                 tracing::warn!(reason = event.reason, "cannot write an event: {}", chain(&error));

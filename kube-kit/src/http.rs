@@ -25,7 +25,8 @@ pub async fn serve(
         let registry = registry.clone();
         async move {
             let mut text = String::new();
-            let content_type = [("content-type", "application/openmetrics-text; version=1.0.0; charset=utf-8")];
+            let content_type =
+                [("content-type", "application/openmetrics-text; version=1.0.0; charset=utf-8")];
             match prometheus_client::encoding::text::encode(&mut text, &registry) {
                 Ok(()) => Ok((content_type, text)),
                 Err(error) => Err((StatusCode::INTERNAL_SERVER_ERROR, error.to_string())),

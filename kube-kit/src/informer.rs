@@ -3,7 +3,6 @@
 
 use std::collections::HashMap;
 use std::fmt::{Debug, Display};
-use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -48,7 +47,11 @@ impl Key {
 
 impl Display for Key {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.namespace.is_empty() { f.write_str(&self.name) } else { write!(f, "{}/{}", self.namespace, self.name) }
+        if self.namespace.is_empty() {
+            f.write_str(&self.name)
+        } else {
+            write!(f, "{}/{}", self.namespace, self.name)
+        }
     }
 }
 
@@ -93,7 +96,6 @@ impl<K> Debug for Informer<K> {
 pub struct Builder<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
-    K::DynamicType: Clone + Debug + Eq + Hash + Default + Send,
 {
     api: Api<DeserializeGuard<K>>,
     what: String,
@@ -106,7 +108,6 @@ where
 impl<K> Informer<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
-    K::DynamicType: Clone + Debug + Eq + Hash + Default + Send,
 {
     /// Prepares an informer. `what` names the objects in logs and health.
     pub fn builder(what: impl Into<String>, api: Api<DeserializeGuard<K>>) -> Builder<K> {
@@ -123,6 +124,19 @@ where
             handlers: Vec::new(),
             informer: Self { shared: Arc::new(shared) },
         }
+    }
+}
+
+impl<K: Resource> Informer<K> {
+    /// A copy that nothing watches, with these objects: for tests of code that reads one.
+    pub fn fixed(objects: impl IntoIterator<Item = K>) -> Self {
+        let objects = objects.into_iter().map(|object| (Key::of(&object), Arc::new(object))).collect();
+        let shared = Shared {
+            objects: RwLock::new(objects),
+            waiting: Mutex::default(),
+            synced: tokio::sync::watch::Sender::new(true),
+        };
+        Self { shared: Arc::new(shared) }
     }
 }
 
@@ -225,7 +239,6 @@ impl<K> Drop for Waiter<'_, K> {
 impl<K> Builder<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
-    K::DynamicType: Clone + Debug + Eq + Hash + Default + Send,
 {
     /// Watches only what the selectors let through.
     #[must_use]

@@ -21,10 +21,11 @@ where
     if let Err(problem) = telemetry::init(logs) {
         return fail(problem, 2);
     }
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => return fail(format!("cannot start the runtime: {error}"), 1),
-    };
+    let runtime =
+        match tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => return fail(format!("cannot start the runtime: {error}"), 1),
+        };
     let stop = CancellationToken::new();
     let outcome = runtime.block_on(async {
         let signals = tokio::spawn(cancel_on_signal(stop.clone()));
@@ -45,7 +46,8 @@ fn fail(problem: impl Display, code: u8) -> ExitCode {
 
 async fn cancel_on_signal(stop: CancellationToken) {
     use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    let (Ok(mut terminate), Ok(mut interrupt)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
         tracing::error!("signals cannot be handled: the process will not wind down by itself");
         return;

@@ -91,7 +91,11 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         let mut delayed = HashMap::new();
         let mut running = FuturesUnordered::new();
         loop {
-            while running.len() < parallel {
+            // All that is pushed by now merges before the next key is begun.
+            while let Ok(key) = self.0.try_recv() {
+                state.push(key);
+            }
+            while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
                 if let Some(timer) = delayed.remove(&key) {
                     later.remove(&timer);
@@ -147,7 +151,12 @@ struct State<K> {
 
 impl<K> Default for State<K> {
     fn default() -> Self {
-        Self { waiting: VecDeque::new(), queued: HashSet::new(), active: HashSet::new(), failures: HashMap::new() }
+        Self {
+            waiting: VecDeque::new(),
+            queued: HashSet::new(),
+            active: HashSet::new(),
+            failures: HashMap::new(),
+        }
     }
 }
 

@@ -26,7 +26,8 @@ pub enum LogFormat {
 pub fn init(args: &LogArgs) -> Result<(), String> {
     let filter = EnvFilter::try_new(&args.log_level)
         .map_err(|error| format!("--log-level {:?} is not understood: {error}", args.log_level))?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
     match args.log_format {
         LogFormat::Text => builder.init(),
         LogFormat::Json => builder.json().init(),

@@ -1,0 +1,126 @@
+//! An informer's copy with the process's own latest writes over it. A watch lags behind the answers to
+//! writes by some milliseconds; whoever decides in between must not decide on what was before.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use kube::{Resource, ResourceExt};
+
+use crate::informer::{Change, Informer, Key};
+
+/// How long an own write is believed without being seen in the watch. Only an object that came and went
+/// while the watch was down gets this old; look at its key again after this time.
+pub const BELIEVED: Duration = Duration::from_secs(10);
+
+/// Reads the newest that is known of an object.
+#[derive(Debug)]
+pub struct Latest<K> {
+    informer: Informer<K>,
+    own: Mutex<HashMap<Key, (Instant, Arc<K>)>>,
+}
+
+impl<K: Resource> Latest<K> {
+    /// Nothing written yet. [`Self::seen`] must be called from the informer's `on_change`.
+    pub fn new(informer: Informer<K>) -> Self {
+        Self { informer, own: Mutex::default() }
+    }
+
+    /// The informer below.
+    pub fn informer(&self) -> &Informer<K> {
+        &self.informer
+    }
+
+    /// The newest of what was seen and what was written.
+    pub fn get(&self, key: &Key) -> Option<Arc<K>> {
+        let own = self.own();
+        let seen = self.informer.get(key);
+        match own.get(key) {
+            Some((at, written)) if at.elapsed() < BELIEVED && is_newer(&**written, seen.as_deref()) => {
+                Some(written.clone())
+            }
+            _ => seen,
+        }
+    }
+
+    /// Takes the answer to a create.
+    pub fn created(&self, object: K) {
+        let key = Key::of(&object);
+        let mut own = self.own();
+        if is_newer(&object, self.informer.get(&key).as_deref()) {
+            own.insert(key, (Instant::now(), Arc::new(object)));
+        }
+    }
+
+    /// Takes the answer to a change of an object that was there. One that the watch says is gone by now
+    /// stays gone.
+    pub fn changed(&self, object: K) {
+        let key = Key::of(&object);
+        let mut own = self.own();
+        let seen = self.informer.get(&key);
+        let was_known = seen.is_some() || own.contains_key(&key);
+        if was_known && is_newer(&object, seen.as_deref()) {
+            own.insert(key, (Instant::now(), Arc::new(object)));
+        }
+    }
+
+    /// Forgets a write once the watch has caught up with it.
+    pub fn seen(&self, change: &Change<'_, K>) {
+        let mut own = self.own();
+        if let Some((_, written)) = own.get(change.key)
+            && change.new.is_none_or(|new| !is_newer(&**written, Some(&**new)))
+        {
+            own.remove(change.key);
+        }
+    }
+
+    fn own(&self) -> MutexGuard<'_, HashMap<Key, (Instant, Arc<K>)>> {
+        self.own.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whether `written` is newer than `seen`. Resource versions are numbers that can be compared (KEP-5504).
+fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
+    let number = |object: &K| object.resource_version().and_then(|version| version.parse::<u64>().ok());
+    match (number(written), seen) {
+        (_, None) => true,
+        (Some(written), Some(seen)) => number(seen).is_some_and(|seen| written > seen),
+        (None, Some(_)) => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::ConfigMap;
+
+    use super::*;
+
+    fn object(version: &str) -> ConfigMap {
+        let mut object = ConfigMap::default();
+        object.metadata.name = Some("a".into());
+        object.metadata.resource_version = Some(version.into());
+        object
+    }
+
+    #[test]
+    fn an_own_write_counts_until_the_watch_has_it() {
+        let latest = Latest::new(Informer::<ConfigMap>::fixed([object("9")]));
+        let key = Key::cluster("a");
+        latest.changed(object("10"));
+        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("10"));
+        let older = Arc::new(object("9"));
+        latest.seen(&Change { key: &key, old: None, new: Some(&older) });
+        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("10"));
+        latest.seen(&Change { key: &key, old: None, new: None });
+        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("9"));
+    }
+
+    #[test]
+    fn a_late_answer_does_not_bring_a_deleted_object_back() {
+        let latest = Latest::new(Informer::<ConfigMap>::fixed([]));
+        latest.changed(object("10"));
+        assert!(latest.get(&Key::cluster("a")).is_none());
+        latest.created(object("11"));
+        assert!(latest.get(&Key::cluster("a")).is_some());
+    }
+}

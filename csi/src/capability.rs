@@ -53,7 +53,9 @@ impl Mode {
     /// The name that Kubernetes users know.
     pub fn kubernetes_name(self) -> &'static str {
         match self {
-            Self::SingleNodeWriter | Self::SingleNodeMultiWriter | Self::SingleNodeReaderOnly => "ReadWriteOnce",
+            Self::SingleNodeWriter | Self::SingleNodeMultiWriter | Self::SingleNodeReaderOnly => {
+                "ReadWriteOnce"
+            }
             Self::SingleNodeSingleWriter => "ReadWriteOncePod",
             Self::MultiNodeReaderOnly => "ReadOnlyMany",
             Self::MultiNodeSingleWriter | Self::MultiNodeMultiWriter => "ReadWriteMany",
@@ -83,7 +85,9 @@ impl TryFrom<&VolumeCapability> for Capability {
                 group: Some(mount.volume_mount_group.clone()).filter(|g| !g.is_empty()),
             },
             None => {
-                return Err(Status::invalid_argument("volume capability has no access type: set block or mount"));
+                return Err(Status::invalid_argument(
+                    "volume capability has no access type: set block or mount",
+                ));
             }
         };
         let number = wanted.access_mode.as_ref().map_or(0, |mode| mode.mode);

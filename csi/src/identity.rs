@@ -56,9 +56,12 @@ impl proto::identity_server::Identity for Identity {
     ) -> Result<Response<proto::GetPluginCapabilitiesResponse>, Status> {
         use proto::plugin_capability::{Service as ServiceCapability, Type, VolumeExpansion};
         let services = self.services.iter().map(|s| Type::Service(ServiceCapability { r#type: *s as i32 }));
-        let expansion = self.expansion.iter().map(|e| Type::VolumeExpansion(VolumeExpansion { r#type: *e as i32 }));
-        let capabilities =
-            services.chain(expansion).map(|r#type| proto::PluginCapability { r#type: Some(r#type) }).collect();
+        let expansion =
+            self.expansion.iter().map(|e| Type::VolumeExpansion(VolumeExpansion { r#type: *e as i32 }));
+        let capabilities = services
+            .chain(expansion)
+            .map(|r#type| proto::PluginCapability { r#type: Some(r#type) })
+            .collect();
         Ok(Response::new(proto::GetPluginCapabilitiesResponse { capabilities }))
     }
 

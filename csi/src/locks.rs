@@ -22,7 +22,9 @@ impl VolumeLocks {
     pub fn acquire(&self, key: &str) -> Result<VolumeGuard, Status> {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !held.insert(key.to_owned()) {
-            return Err(Status::aborted(format!("an operation for volume {key} is already under way: try again later")));
+            return Err(Status::aborted(format!(
+                "an operation for volume {key} is already under way: try again later"
+            )));
         }
         Ok(VolumeGuard { locks: self.clone(), key: key.to_owned() })
     }

@@ -28,8 +28,9 @@ pub struct CallMetrics {
 impl CallMetrics {
     /// Registers the metric.
     pub fn register(registry: &mut Registry) -> Self {
-        let durations =
-            Family::<Labels, Histogram>::new_with_constructor(|| Histogram::new(exponential_buckets(0.001, 2.0, 18)));
+        let durations = Family::<Labels, Histogram>::new_with_constructor(|| {
+            Histogram::new(exponential_buckets(0.001, 2.0, 18))
+        });
         registry.register_with_unit(
             "csi_call_duration",
             "Time of CSI calls by method and status code",

@@ -79,6 +79,9 @@ mod tests {
     #[test]
     fn an_impossible_range_is_refused() {
         assert_eq!(Size::from_range(Some(&range(20, 10)), 5).unwrap_err().code(), tonic::Code::OutOfRange);
-        assert_eq!(Size::from_range(Some(&range(-1, 0)), 5).unwrap_err().code(), tonic::Code::InvalidArgument);
+        assert_eq!(
+            Size::from_range(Some(&range(-1, 0)), 5).unwrap_err().code(),
+            tonic::Code::InvalidArgument
+        );
     }
 }

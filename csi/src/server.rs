@@ -29,7 +29,9 @@ impl FromStr for Endpoint {
     fn from_str(text: &str) -> Result<Self, String> {
         let path = Path::new(text.strip_prefix("unix://").unwrap_or(text));
         if !path.is_absolute() {
-            return Err(format!("{text:?} is not the absolute path of a unix socket, as in unix:///csi/csi.sock"));
+            return Err(format!(
+                "{text:?} is not the absolute path of a unix socket, as in unix:///csi/csi.sock"
+            ));
         }
         // sun_path of a unix address holds 108 bytes with the final NUL.
         if path.as_os_str().len() > 107 {
@@ -54,7 +56,9 @@ pub enum ServeError {
         source: io::Error,
     },
     /// Somebody else serves there.
-    #[error("cannot listen on {path}: another process is serving there; stop it or choose another --endpoint")]
+    #[error(
+        "cannot listen on {path}: another process is serving there; stop it or choose another --endpoint"
+    )]
     Taken {
         /// The socket.
         path: String,
@@ -96,7 +100,10 @@ async fn listen(path: &Path) -> Result<UnixListener, ServeError> {
     }
     if let Ok(found) = std::fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
-            return Err(fail(io::Error::new(io::ErrorKind::AlreadyExists, "there is a file that is not a socket")));
+            return Err(fail(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                "there is a file that is not a socket",
+            )));
         }
         if UnixStream::connect(path).await.is_ok() {
             return Err(ServeError::Taken { path: path.display().to_string() });

@@ -2,4 +2,8 @@
 //! disks of the management cluster; the node plugin, inside each virtual machine, turns disks into mounts.
 
 pub mod controller;
+mod guest;
+mod management;
 pub mod node;
+mod quantity;
+mod reconcile;

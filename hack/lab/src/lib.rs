@@ -1,1 +1,19 @@
-//! Stub.
+//! The lab: a management cluster, guest clusters, virtual machines, the storage infra and the whole system on one
+//! machine, from source.
+//!
+//! `cargo lab` is its command line; tests and benches use [`Lab`] on a run that is up.
+
+pub mod cache;
+pub mod cli;
+pub mod cluster;
+mod down;
+mod kubeconfig;
+mod pki;
+mod ports;
+pub mod process;
+mod ready;
+pub mod run;
+pub mod state;
+pub mod ui;
+mod up;
+pub mod wait;

@@ -1,0 +1,81 @@
+//! What is made once and used by every lab: built tools and the virtual machines' base image.
+//!
+//! Each entry's name holds a hash of all its inputs. It is built in a folder beside it and renamed when whole, under a
+//! lock, so that labs side by side share one build and a crash leaves nothing half-made under the final name.
+
+pub mod cargo;
+mod image;
+mod oci;
+pub mod packages;
+mod tools;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use sha2::{Digest, Sha256};
+
+pub use tools::tools;
+
+use crate::run::lock;
+
+/// The cache's folder: `NESTOR_CACHE`, else `nestor` in the user's cache folder.
+pub fn root() -> Result<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    if let Some(dir) = set("NESTOR_CACHE") {
+        return Ok(dir);
+    }
+    let user = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
+    Ok(user.context("none of NESTOR_CACHE, XDG_CACHE_HOME and HOME is set: no place for the cache")?.join("nestor"))
+}
+
+/// A hash over named inputs.
+pub(crate) struct Key(Sha256);
+
+impl Key {
+    pub(crate) fn new(kind: &str) -> Self {
+        Self(Sha256::new()).with("kind", kind.as_bytes())
+    }
+
+    pub(crate) fn with(mut self, name: &str, bytes: &[u8]) -> Self {
+        for part in [name.as_bytes(), bytes] {
+            self.0.update((part.len() as u64).to_be_bytes());
+            self.0.update(part);
+        }
+        self
+    }
+
+    pub(crate) fn with_file(self, path: &Path) -> Result<Self> {
+        let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        Ok(self.with(&path.to_string_lossy(), &bytes))
+    }
+
+    pub(crate) fn hex(self) -> String {
+        self.0.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+/// The folder of an entry; `build` fills an empty folder when it is not there.
+pub(crate) async fn entry<B>(name: &str, build: B) -> Result<PathBuf>
+where
+    B: AsyncFnOnce(&Path) -> Result<()>,
+{
+    let root = root()?;
+    let path = root.join(name);
+    if path.exists() {
+        return Ok(path);
+    }
+    let lock_file = root.join(format!("{name}.lock"));
+    let _lock = tokio::task::spawn_blocking(move || lock(&lock_file)).await??;
+    if path.exists() {
+        return Ok(path);
+    }
+    let unfinished = root.join(format!("{name}.unfinished"));
+    if unfinished.exists() {
+        fs::remove_dir_all(&unfinished).with_context(|| format!("cannot remove {}", unfinished.display()))?;
+    }
+    fs::create_dir_all(&unfinished).with_context(|| format!("cannot make {}", unfinished.display()))?;
+    build(&unfinished).await?;
+    fs::rename(&unfinished, &path).with_context(|| format!("cannot rename to {}", path.display()))?;
+    Ok(path)
+}

@@ -1,0 +1,64 @@
+//! Debian packages that the lab needs on this machine.
+
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+
+use crate::process::{command, run};
+use crate::ui::Ui;
+
+/// What is needed, and why.
+const PACKAGES: [(&str, &str); 16] = [
+    ("libvirt-daemon", "runs the virtual machines"),
+    ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
+    ("libvirt-clients", "virsh"),
+    ("libvirt-dev", "storage-infra links to libvirt"),
+    ("pkg-config", "storage-infra's build finds libvirt"),
+    ("qemu-system-x86", "the machines"),
+    ("qemu-utils", "their disks"),
+    ("linux-image-cloud-amd64", "their kernel"),
+    ("mmdebstrap", "their root filesystem"),
+    ("busybox-static", "their initramfs, and the containers' image"),
+    ("cpio", "their initramfs"),
+    ("e2fsprogs", "their root image"),
+    ("xfsprogs", "storage pools"),
+    ("btrfs-progs", "a filesystem that volumes can have"),
+    ("util-linux", "losetup, unshare, setsid"),
+    ("kmod", "module dependencies"),
+];
+
+/// Makes sure that all packages are installed: by apt-get when root, else by saying what to do.
+pub async fn ensure(ui: &Ui) -> Result<()> {
+    let missing = missing().await?;
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let words = missing.iter().map(|(name, why)| format!("{name} ({why})")).collect::<Vec<_>>().join(", ");
+    let names: Vec<&str> = missing.iter().map(|(name, _)| *name).collect();
+    let install = format!("apt-get install --yes --no-install-recommends {}", names.join(" "));
+    if !rustix::process::geteuid().is_root() {
+        bail!("Debian packages are missing: {words}. Install them with: sudo apt-get update && sudo {install}");
+    }
+    ui.line(format!("missing Debian packages: {words}"));
+    for line in ["apt-get update", &install] {
+        ui.line(format!("running: {line}"));
+        let step = ui.step(line);
+        let mut words = line.split(' ');
+        let mut apt = command(words.next().unwrap_or_default(), words);
+        apt.env("DEBIAN_FRONTEND", "noninteractive");
+        run(&mut apt).await?;
+        step.done();
+    }
+    Ok(())
+}
+
+async fn missing() -> Result<Vec<(&'static str, &'static str)>> {
+    let mut query = command("dpkg-query", ["--show", "--showformat", "${Package} ${db:Status-Status}\n"]);
+    query.args(PACKAGES.map(|(name, _)| name));
+    // It fails when it knows nothing of a package, and lists the others all the same.
+    let output = query.stdin(Stdio::null()).output().await;
+    let output = output.context("cannot run dpkg-query: the lab needs Debian (12 or later)")?;
+    let listed = String::from_utf8_lossy(&output.stdout).into_owned();
+    let installed: Vec<&str> = listed.lines().filter_map(|line| line.strip_suffix(" installed")).collect();
+    Ok(PACKAGES.into_iter().filter(|(name, _)| !installed.contains(name)).collect())
+}

@@ -1,0 +1,103 @@
+//! Kubernetes, etcd, the sidecars, csi-sanity, containerd and CNI, built from pinned Go modules.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use anyhow::{Context, Result, bail};
+use tokio::io::{AsyncBufReadExt, BufReader};
+
+use super::{Key, entry};
+use crate::process::{command, run};
+use crate::run::repository;
+use crate::ui::Ui;
+
+/// The module folders under `hack/tools`.
+const MODULES: [&str; 2] = ["kubernetes", "containerd"];
+
+/// The folder that holds every tool.
+pub async fn tools(ui: &Ui) -> Result<PathBuf> {
+    let go = run(&mut command("go", ["version"]))
+        .await
+        .context("the lab builds Kubernetes from source and needs Go (see the go line in hack/tools/*/go.mod)")?;
+    let mut key = Key::new("tools").with("go", go.trim().as_bytes()).with("version", &[1]);
+    for module in MODULES {
+        let dir = repository().join("hack/tools").join(module);
+        for file in ["go.mod", "go.sum"] {
+            let bytes = fs::read(dir.join(file)).with_context(|| format!("cannot read {}", dir.join(file).display()))?;
+            key = key.with(&format!("{module}/{file}"), &bytes);
+        }
+    }
+    entry(&format!("tools-{}", key.hex()), async |out: &Path| {
+        for module in MODULES {
+            build(ui, &repository().join("hack/tools").join(module), out).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
+    let manifest = fs::read_to_string(module.join("go.mod"))?;
+    let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut step = ui.step(format!("building {name} tools with Go (minutes when done for the first time)"));
+    let mut go = command("go", ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &stamps(&manifest), "-o"]);
+    go.arg(out).arg("tool").current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
+    go.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = go.spawn().context("cannot run go build")?;
+    // With -v each compiled package is a line; what else is said matters when it fails.
+    let mut said: Vec<String> = Vec::new();
+    let mut compiled = 0;
+    if let Some(stderr) = child.stderr.take() {
+        let mut lines = BufReader::new(stderr).lines();
+        while let Some(line) = lines.next_line().await? {
+            compiled += 1;
+            step.message(format!("{compiled} packages, now {line}"));
+            said.push(line);
+        }
+    }
+    let status = child.wait().await?;
+    if !status.success() {
+        let end = said[said.len().saturating_sub(20)..].join("\n");
+        bail!("go build in {} failed ({status}):\n{end}", module.display());
+    }
+    step.done();
+    Ok(())
+}
+
+/// Linker flags that tell Kubernetes its version, which clients compare; unstamped it says v0.0.0.
+fn stamps(manifest: &str) -> String {
+    let mut flags = "-s -w".to_owned();
+    if let Some(version) = required_version(manifest, "k8s.io/kubernetes") {
+        let mut parts = version.trim_start_matches('v').split('.');
+        let (major, minor) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+        for (field, value) in
+            [("gitVersion", version), ("gitMajor", major), ("gitMinor", minor), ("gitTreeState", "clean")]
+        {
+            flags.push_str(&format!(" -X k8s.io/component-base/version.{field}={value}"));
+        }
+    }
+    flags
+}
+
+fn required_version<'a>(manifest: &'a str, module: &str) -> Option<&'a str> {
+    manifest.lines().find_map(|line| {
+        let mut words = line.trim().trim_start_matches("require ").split_whitespace();
+        (words.next()? == module).then(|| words.next()).flatten().filter(|version| version.starts_with('v'))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kubernetes_is_stamped_with_the_version_of_the_manifest() {
+        let manifest = "require (\n\tk8s.io/kubernetes/x v9.9.9\n\tk8s.io/kubernetes v1.36.3 // indirect\n)";
+        assert!(stamps(manifest).ends_with(
+            "gitVersion=v1.36.3 -X k8s.io/component-base/version.gitMajor=1 \
+             -X k8s.io/component-base/version.gitMinor=36 -X k8s.io/component-base/version.gitTreeState=clean"
+        ));
+        assert_eq!(stamps("module a"), "-s -w");
+    }
+}

@@ -1,0 +1,268 @@
+//! One Kubernetes control plane: etcd, kube-apiserver, kube-controller-manager and, in guests, kube-scheduler.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::kubeconfig::{self, User};
+use crate::pki::{self, Authority};
+use crate::ports;
+use crate::ready::Ready;
+use crate::run::Run;
+use crate::state::{Cluster, Part};
+
+/// This host's loopback address as a virtual machine with user-mode networking reaches it.
+pub const SERVER_SEEN_FROM_VM: &str = "10.0.2.2";
+/// First address of the service range: the `kubernetes` service.
+const KUBERNETES_SERVICE: &str = "10.96.0.1";
+const SERVICE_RANGE: &str = "10.96.0.0/16";
+
+/// What kind of control plane to make.
+pub struct ControlPlanePlan<'a> {
+    /// `mgmt`, or the guest's name.
+    pub name: &'a str,
+    /// Guests run pods.
+    pub scheduler: bool,
+    /// Every request is written down.
+    pub audit: bool,
+}
+
+/// A control plane whose files are written and whose processes can be started.
+pub struct ControlPlane {
+    /// For the state file.
+    pub cluster: Cluster,
+    authority: Authority,
+    dir: PathBuf,
+    etcd: u16,
+    etcd_peer: u16,
+    api: u16,
+    controllers: u16,
+    scheduler: Option<u16>,
+}
+
+impl ControlPlane {
+    /// Draws ports, signs certificates and writes kubeconfigs. Starts nothing.
+    pub fn plan(run: &Run, plan: &ControlPlanePlan<'_>) -> Result<Self> {
+        let dir = run.path("clusters").join(plan.name);
+        fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        let free = ports::free(5)?;
+        let authority = Authority::new(&format!("{} cluster", plan.name))?;
+        let ca = dir.join("ca.crt");
+        pki::write_private(&ca, &authority.cert())?;
+        let cluster = Cluster {
+            name: plan.name.to_owned(),
+            server: format!("https://127.0.0.1:{}", free[2]),
+            kubeconfig: dir.join("admin.kubeconfig"),
+            ca,
+            audit_log: plan.audit.then(|| run.path("logs").join(format!("{}-audit.jsonl", plan.name))),
+        };
+        let this = Self {
+            cluster,
+            authority,
+            dir,
+            etcd: free[0],
+            etcd_peer: free[1],
+            api: free[2],
+            controllers: free[3],
+            scheduler: plan.scheduler.then_some(free[4]),
+        };
+        this.write_files()?;
+        Ok(this)
+    }
+
+    fn write_files(&self) -> Result<()> {
+        let local = ["127.0.0.1", "localhost"];
+        let api = [
+            "127.0.0.1",
+            "localhost",
+            SERVER_SEEN_FROM_VM,
+            KUBERNETES_SERVICE,
+            "kubernetes",
+            "kubernetes.default",
+            "kubernetes.default.svc",
+        ];
+        self.authority.server("kube-apiserver", &api)?.write(&self.dir, "apiserver")?;
+        self.authority.server("kube-controller-manager", &local)?.write(&self.dir, "controller-manager")?;
+        self.authority.server("kube-scheduler", &local)?.write(&self.dir, "scheduler")?;
+        self.authority.client("kube-apiserver-kubelet-client", Some("system:masters"))?.write(&self.dir, "kubelet-client")?;
+        let (private, public) = pki::token_key()?;
+        pki::write_private(&self.dir.join("tokens.key"), &private)?;
+        pki::write_private(&self.dir.join("tokens.pub"), &public)?;
+        self.certificate_kubeconfig("admin", Some("system:masters"), &self.cluster.kubeconfig)?;
+        for user in ["kube-controller-manager", "kube-scheduler"] {
+            let path = self.dir.join(format!("{user}.kubeconfig"));
+            self.certificate_kubeconfig(&format!("system:{user}"), None, &path)?;
+        }
+        Ok(())
+    }
+
+    fn certificate_kubeconfig(&self, user: &str, group: Option<&str>, path: &Path) -> Result<()> {
+        let pair = self.authority.client(user, group)?;
+        kubeconfig::write(path, &self.cluster.server, &self.authority.cert(), &User::Certificate(&pair))
+    }
+
+    /// Files that a virtual machine needs to become the node `name`: its kubeconfig, and its kubelet's certificate.
+    pub fn kubelet_files(&self, name: &str) -> Result<KubeletFiles> {
+        let client = self.authority.client(&format!("system:node:{name}"), Some("system:nodes"))?;
+        let server = format!("https://{SERVER_SEEN_FROM_VM}:{}", self.api);
+        Ok(KubeletFiles {
+            kubeconfig: kubeconfig::render(&server, &self.authority.cert(), &User::Certificate(&client))?,
+            serving: self.authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
+            ca: self.authority.cert(),
+        })
+    }
+
+    /// Starts everything. The API answers when this returns.
+    pub async fn start(&self, run: &Run, tools: &Path) -> Result<()> {
+        let name = &self.cluster.name;
+        run.launch(&format!("{name}-etcd"), self.etcd_part(tools)).await?;
+        run.launch(&format!("{name}-apiserver"), self.apiserver_part(run, tools)?).await?;
+        let controllers = self.controllers_part(tools);
+        let controllers = async { run.launch(&format!("{name}-controller-manager"), controllers).await };
+        let scheduler = async {
+            match self.scheduler {
+                Some(port) => run.launch(&format!("{name}-scheduler"), self.scheduler_part(tools, port)).await,
+                None => Ok(()),
+            }
+        };
+        futures::try_join!(controllers, scheduler).map(drop)
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.dir.join(name).display().to_string()
+    }
+
+    fn etcd_part(&self, tools: &Path) -> Part {
+        let client = format!("http://127.0.0.1:{}", self.etcd);
+        let peer = format!("http://127.0.0.1:{}", self.etcd_peer);
+        Part {
+            argv: argv(tools, "server", &[
+                ("name", self.cluster.name.clone()),
+                ("data-dir", self.file("etcd")),
+                ("listen-client-urls", client.clone()),
+                ("advertise-client-urls", client),
+                ("listen-peer-urls", peer.clone()),
+                ("initial-advertise-peer-urls", peer.clone()),
+                ("initial-cluster", format!("{}={peer}", self.cluster.name)),
+                // A lab's data need not survive the machine, only the process.
+                ("unsafe-no-fsync", "true".into()),
+                ("log-level", "warn".into()),
+            ]),
+            env: Default::default(),
+            ready: Ready::http(self.etcd, "/health"),
+            http: Some(format!("http://127.0.0.1:{}", self.etcd)),
+            grace: 5,
+        }
+    }
+
+    fn apiserver_part(&self, run: &Run, tools: &Path) -> Result<Part> {
+        let mut flags = vec![
+            ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
+            ("bind-address", "127.0.0.1".into()),
+            ("secure-port", self.api.to_string()),
+            // The address in the `kubernetes` endpoints: must not be loopback, and is where pods in VMs reach us.
+            ("advertise-address", SERVER_SEEN_FROM_VM.into()),
+            ("tls-cert-file", self.file("apiserver.crt")),
+            ("tls-private-key-file", self.file("apiserver.key")),
+            ("client-ca-file", self.file("ca.crt")),
+            ("kubelet-certificate-authority", self.file("ca.crt")),
+            ("kubelet-client-certificate", self.file("kubelet-client.crt")),
+            ("kubelet-client-key", self.file("kubelet-client.key")),
+            ("service-account-issuer", "https://kubernetes.default.svc".into()),
+            ("service-account-key-file", self.file("tokens.pub")),
+            ("service-account-signing-key-file", self.file("tokens.key")),
+            ("service-cluster-ip-range", SERVICE_RANGE.into()),
+            ("authorization-mode", "Node,RBAC".into()),
+            ("enable-admission-plugins", "NodeRestriction".into()),
+            ("allow-privileged", "true".into()),
+            ("max-requests-inflight", "2000".into()),
+            ("max-mutating-requests-inflight", "1000".into()),
+        ];
+        if let Some(log) = &self.cluster.audit_log {
+            let policy = self.dir.join("audit-policy.yaml");
+            fs::write(&policy, include_str!("../../manifests/audit-policy.yaml"))
+                .with_context(|| format!("cannot write {}", policy.display()))?;
+            flags.extend([
+                ("audit-policy-file", policy.display().to_string()),
+                ("audit-log-path", log.display().to_string()),
+                ("audit-log-format", "json".into()),
+                // An entry is on disk before its answer is sent, so that tests can count exactly.
+                ("audit-log-mode", "blocking".into()),
+                ("audit-log-maxsize", "4096".into()),
+            ]);
+        }
+        let _ = run;
+        Ok(Part {
+            argv: argv(tools, "kube-apiserver", &flags),
+            env: Default::default(),
+            ready: Ready::https(self.api, "/readyz", &self.cluster.ca),
+            http: None,
+            grace: 10,
+        })
+    }
+
+    fn controllers_part(&self, tools: &Path) -> Part {
+        let kubeconfig = self.file("kube-controller-manager.kubeconfig");
+        Part {
+            argv: argv(tools, "kube-controller-manager", &[
+                ("kubeconfig", kubeconfig.clone()),
+                ("authentication-kubeconfig", kubeconfig.clone()),
+                ("authorization-kubeconfig", kubeconfig),
+                ("bind-address", "127.0.0.1".into()),
+                ("secure-port", self.controllers.to_string()),
+                ("tls-cert-file", self.file("controller-manager.crt")),
+                ("tls-private-key-file", self.file("controller-manager.key")),
+                ("service-account-private-key-file", self.file("tokens.key")),
+                ("root-ca-file", self.file("ca.crt")),
+                ("use-service-account-credentials", "true".into()),
+                ("leader-elect", "false".into()),
+                ("kube-api-qps", "500".into()),
+                ("kube-api-burst", "1000".into()),
+            ]),
+            env: Default::default(),
+            ready: Ready::https(self.controllers, "/healthz", &self.cluster.ca),
+            http: None,
+            grace: 3,
+        }
+    }
+
+    fn scheduler_part(&self, tools: &Path, port: u16) -> Part {
+        let kubeconfig = self.file("kube-scheduler.kubeconfig");
+        Part {
+            argv: argv(tools, "kube-scheduler", &[
+                ("kubeconfig", kubeconfig.clone()),
+                ("authentication-kubeconfig", kubeconfig.clone()),
+                ("authorization-kubeconfig", kubeconfig),
+                ("bind-address", "127.0.0.1".into()),
+                ("secure-port", port.to_string()),
+                ("tls-cert-file", self.file("scheduler.crt")),
+                ("tls-private-key-file", self.file("scheduler.key")),
+                ("leader-elect", "false".into()),
+                ("kube-api-qps", "500".into()),
+                ("kube-api-burst", "1000".into()),
+            ]),
+            env: Default::default(),
+            ready: Ready::https(port, "/healthz", &self.cluster.ca),
+            http: None,
+            grace: 3,
+        }
+    }
+}
+
+/// What makes a virtual machine a node.
+pub struct KubeletFiles {
+    /// Speaks to the API server as `system:node:NAME`.
+    pub kubeconfig: String,
+    /// What the kubelet shows to the API server.
+    pub serving: pki::Pair,
+    /// The cluster's authority.
+    pub ca: String,
+}
+
+/// `PROGRAM --flag=value ...`
+pub fn argv(folder: &Path, program: &str, flags: &[(&str, String)]) -> Vec<String> {
+    let mut words = vec![folder.join(program).display().to_string()];
+    words.extend(flags.iter().map(|(flag, value)| format!("--{flag}={value}")));
+    words
+}

@@ -1,0 +1,81 @@
+//! Applying manifests and getting credentials.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use k8s_openapi::api::authentication::v1::{TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::ServiceAccount;
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::api::{Api, DynamicObject, Patch, PatchParams, PostParams};
+use kube::core::GroupVersionKind;
+use kube::{Client, ResourceExt};
+use serde_json::Value;
+
+use crate::wait::eventually;
+
+/// A lab's credentials last as long as a lab may.
+const TOKEN_SECONDS: i64 = 30 * 24 * 3600;
+
+/// Applies every document of a YAML text (server-side, so that applying again changes nothing).
+pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
+    let documents: Vec<Value> =
+        serde_saphyr::from_multiple(yaml).with_context(|| format!("{what} is not valid YAML"))?;
+    for document in documents {
+        apply_one(client, document).await.with_context(|| format!("cannot apply {what}"))?;
+    }
+    Ok(())
+}
+
+/// Applies one object.
+pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject> {
+    let object: DynamicObject = serde_json::from_value(document).context("not an object of Kubernetes")?;
+    let types = object.types.clone().context("no kind")?;
+    let gvk = GroupVersionKind::try_from(&types)?;
+    let name = object.name_any();
+    let (resource, _) = kube::discovery::pinned_kind(client, &gvk)
+        .await
+        .with_context(|| format!("the cluster does not serve {} {}", types.api_version, types.kind))?;
+    let api: Api<DynamicObject> = match &object.metadata.namespace {
+        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+        None => Api::all_with(client.clone(), &resource),
+    };
+    api.patch(&name, &PatchParams::apply("lab").force(), &Patch::Apply(&object))
+        .await
+        .with_context(|| format!("{} {name}", types.kind))
+}
+
+/// Applies every definition and waits until the API serves it.
+pub async fn apply_definitions(client: &Client, definitions: &[(String, String)]) -> Result<()> {
+    for (file, yaml) in definitions {
+        apply(client, file, yaml).await?;
+    }
+    let api: Api<CustomResourceDefinition> = Api::all(client.clone());
+    eventually("CustomResourceDefinitions established", Duration::from_secs(60), || async {
+        let listed = api.list(&Default::default()).await?;
+        let waiting: Vec<String> = listed
+            .iter()
+            .filter(|crd| {
+                let conditions = crd.status.as_ref().and_then(|status| status.conditions.as_ref());
+                !conditions.is_some_and(|all| all.iter().any(|c| c.type_ == "Established" && c.status == "True"))
+            })
+            .map(ResourceExt::name_any)
+            .collect();
+        let enough = listed.items.len() >= definitions.len();
+        Ok(if waiting.is_empty() && enough { Ok(()) } else { Err(format!("still waiting for {waiting:?}")) })
+    })
+    .await
+}
+
+/// A bearer token of a service account.
+pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<String> {
+    let api: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
+    let request = TokenRequest {
+        spec: Some(TokenRequestSpec { expiration_seconds: Some(TOKEN_SECONDS), ..Default::default() }),
+        ..Default::default()
+    };
+    let answer = api
+        .create_token_request(account, &PostParams::default(), &request)
+        .await
+        .with_context(|| format!("no token for ServiceAccount {namespace}/{account}"))?;
+    answer.status.and_then(|status| status.token).context("the token request has no answer")
+}

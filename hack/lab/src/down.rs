@@ -1,0 +1,116 @@
+//! Taking a lab down: everything that its state names, in the order that lets each thing go.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::mount::{UnmountFlags, unmount};
+
+use crate::process::{boot_id, command};
+use crate::run::{Run, lock};
+use crate::state::State;
+use crate::ui::Ui;
+
+/// Takes a lab down. Goes on after a failure, and then says what is left. Fine where there is no lab.
+pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
+    let _alone = lock(&run.dir().with_extension("lock"))?;
+    if !run.exists() {
+        if !keep_logs {
+            let _ = fs::remove_dir_all(run.dir());
+        }
+        ui.line(format!("no lab at {}", run.dir().display()));
+        return Ok(());
+    }
+    let state = run.state()?;
+    let step = ui.step(format!("taking lab {} down", state.name));
+    let mut problems = Vec::new();
+    let mut note = |outcome: Result<()>| {
+        if let Err(problem) = outcome {
+            problems.push(format!("{problem:#}"));
+        }
+    };
+    if state.boot_id == boot_id() {
+        note(stop_parts(run, &state).await);
+        note(unmount_all(run.dir()));
+        note(detach_loops(run.dir()).await);
+    }
+    note(remove(&state.sockets));
+    if problems.is_empty() {
+        remove_folder(run, keep_logs)?;
+        step.done();
+        return Ok(());
+    }
+    anyhow::bail!(
+        "lab {} is not wholly down; its state is kept for another `cargo lab down`:\n{}",
+        state.name,
+        problems.join("\n")
+    )
+}
+
+/// Nothing of the lab is to survive, so nothing is asked: all are killed at once.
+async fn stop_parts(run: &Run, state: &State) -> Result<()> {
+    let processes = state.parts.keys().filter_map(|name| run.process(name));
+    let stops = processes.map(|process| async move { process.stop(Duration::ZERO).await });
+    futures::future::join_all(stops).await.into_iter().collect()
+}
+
+/// Unmounts whatever is mounted under a folder, innermost first.
+fn unmount_all(dir: &Path) -> Result<()> {
+    let table = fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
+    let mut points: Vec<PathBuf> = table
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(|point| PathBuf::from(point.replace("\\040", " ")))
+        .filter(|point| point.starts_with(dir))
+        .collect();
+    points.reverse();
+    for point in points {
+        unmount(&point, UnmountFlags::empty())
+            .or_else(|_| unmount(&point, UnmountFlags::DETACH))
+            .with_context(|| format!("cannot unmount {}", point.display()))?;
+    }
+    Ok(())
+}
+
+/// Frees loop devices over files under a folder.
+async fn detach_loops(dir: &Path) -> Result<()> {
+    let listed = crate::process::run(&mut command("losetup", ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"])).await?;
+    for line in listed.lines() {
+        if let Some((device, file)) = line.split_once(' ')
+            && Path::new(file).starts_with(dir)
+        {
+            crate::process::run(&mut command("losetup", ["--detach", device])).await?;
+        }
+    }
+    Ok(())
+}
+
+fn remove(dir: &Path) -> Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", dir.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The state goes last: while it is there, another `down` finds what a failed one left.
+fn remove_folder(run: &Run, keep_logs: bool) -> Result<()> {
+    let entries = fs::read_dir(run.dir()).with_context(|| format!("cannot read {}", run.dir().display()))?;
+    for entry in entries {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name == "state.json" || (keep_logs && name == "logs") {
+            continue;
+        }
+        let path = entry.path();
+        let removed = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
+        removed.with_context(|| format!("cannot remove {}", path.display()))?;
+    }
+    fs::remove_file(run.path("state.json")).context("cannot remove state.json")?;
+    if !keep_logs {
+        let _ = fs::remove_dir(run.dir());
+    }
+    Ok(())
+}

@@ -1,0 +1,111 @@
+//! One certificate authority per cluster, and everything it signs.
+//!
+//! The authority's key lives only in this process: what a run needs is signed while it comes up.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+    KeyUsagePurpose,
+};
+
+const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
+/// Clocks of virtual machines may be a little behind.
+const BACKDATED: Duration = Duration::from_secs(24 * 3600);
+
+/// A certificate and its key, PEM.
+#[derive(Clone)]
+pub struct Pair {
+    /// The certificate.
+    pub cert: String,
+    /// The private key (PKCS#8).
+    pub key: String,
+}
+
+/// A certificate authority.
+pub struct Authority {
+    issuer: CertifiedIssuer<'static, KeyPair>,
+}
+
+impl Authority {
+    /// A new authority.
+    pub fn new(name: &str) -> Result<Self> {
+        let mut params = params(name, &[])?;
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign, KeyUsagePurpose::DigitalSignature];
+        let issuer = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+        Ok(Self { issuer })
+    }
+
+    /// The authority's certificate, PEM.
+    pub fn cert(&self) -> String {
+        self.issuer.pem()
+    }
+
+    /// A server's certificate for these host names and addresses.
+    pub fn server(&self, name: &str, hosts: &[&str]) -> Result<Pair> {
+        self.sign(params(name, hosts)?, ExtendedKeyUsagePurpose::ServerAuth)
+    }
+
+    /// A client's certificate: `user` and `group` are what Kubernetes reads out of it.
+    pub fn client(&self, user: &str, group: Option<&str>) -> Result<Pair> {
+        let mut params = params(user, &[])?;
+        if let Some(group) = group {
+            params.distinguished_name.push(DnType::OrganizationName, group);
+        }
+        self.sign(params, ExtendedKeyUsagePurpose::ClientAuth)
+    }
+
+    fn sign(&self, mut params: CertificateParams, usage: ExtendedKeyUsagePurpose) -> Result<Pair> {
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![usage];
+        params.use_authority_key_identifier_extension = true;
+        let key = KeyPair::generate()?;
+        let cert = params.signed_by(&key, &self.issuer)?;
+        Ok(Pair { cert: cert.pem(), key: key.serialize_pem() })
+    }
+}
+
+fn params(name: &str, hosts: &[&str]) -> Result<CertificateParams> {
+    let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
+    let mut params = CertificateParams::new(hosts)?;
+    params.distinguished_name = rcgen::DistinguishedName::new();
+    params.distinguished_name.push(DnType::CommonName, name);
+    let now = SystemTime::now();
+    params.not_before = (now - BACKDATED).into();
+    params.not_after = (now + LIFETIME).into();
+    Ok(params)
+}
+
+/// A key that signs service account tokens, and the public half that checks them.
+pub fn token_key() -> Result<(String, String)> {
+    let key = KeyPair::generate()?;
+    Ok((key.serialize_pem(), key.public_key_pem()))
+}
+
+impl Pair {
+    /// Writes `<name>.crt` and `<name>.key` into a folder.
+    pub fn write(&self, dir: &Path, name: &str) -> Result<(PathBuf, PathBuf)> {
+        let (cert, key) = (dir.join(format!("{name}.crt")), dir.join(format!("{name}.key")));
+        write_private(&cert, &self.cert)?;
+        write_private(&key, &self.key)?;
+        Ok((cert, key))
+    }
+}
+
+/// Writes a file that only its owner may read.
+pub fn write_private(path: &Path, text: &str) -> Result<()> {
+    let write = || -> std::io::Result<()> {
+        if let Some(parent) = path.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(path)?;
+        file.write_all(text.as_bytes())
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}

@@ -1,0 +1,190 @@
+//! Processes that outlive the command that started them, and are never mistaken for others.
+//!
+//! A pid alone can be reused; a pid with the time its process began cannot. The child writes both into its own pid
+//! file before it becomes the wanted program, so no crash of the lab leaves a program running that no file names.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+
+use crate::wait::until;
+
+/// A process, by pid and the time it began (clock ticks after boot, field 22 of `/proc/PID/stat`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Process {
+    /// The process ID.
+    pub pid: i32,
+    /// When it began.
+    pub start: u64,
+}
+
+/// Writes the shell's own stat line into `$1`, then becomes the rest of the arguments, same pid.
+const LAUNCHER: &str = r#"IFS= read -r stat < /proc/$$/stat && printf '%s\n' "$stat" > "$1.new" && mv "$1.new" "$1" && shift && exec "$@""#;
+
+/// Starts a program in a session of its own, its output appended to `log`, its identity written to `pid_file`.
+pub fn spawn(
+    argv: &[String],
+    env: &BTreeMap<String, String>,
+    dir: &Path,
+    log: &Path,
+    pid_file: &Path,
+) -> Result<()> {
+    let output = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .with_context(|| format!("cannot write the log {}", log.display()))?;
+    let _ = fs::remove_file(pid_file);
+    let mut child = Command::new("setsid")
+        .arg("/bin/sh")
+        .args(["-c", LAUNCHER, "sh"])
+        .arg(pid_file)
+        .args(argv)
+        .envs(env)
+        .current_dir(dir)
+        .stdin(Stdio::null())
+        .stdout(output.try_clone().context("cannot share the log")?)
+        .stderr(output)
+        .spawn()
+        .context("cannot start setsid (Debian package util-linux)")?;
+    // Reaped whenever it ends, so that a dead part is not shown as a zombie while this process lives.
+    std::thread::spawn(move || child.wait());
+    Ok(())
+}
+
+impl Process {
+    /// The process that a pid file names, whether it lives or not. `None` where the file is not there yet.
+    pub fn from_pid_file(path: &Path) -> Option<Self> {
+        let (process, _) = parse_stat(&fs::read_to_string(path).ok()?)?;
+        Some(process)
+    }
+
+    /// The process that has this pid now.
+    pub fn current(pid: i32) -> Option<Self> {
+        let (process, state) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
+        (state != 'Z' && state != 'X').then_some(process)
+    }
+
+    /// Whether this very process still runs.
+    pub fn alive(&self) -> bool {
+        Self::current(self.pid) == Some(*self)
+    }
+
+    /// Sends a signal to this very process; nothing happens when it is gone.
+    pub fn signal(&self, signal: Signal) -> Result<()> {
+        let Some(pid) = Pid::from_raw(self.pid) else { bail!("{} is no pid", self.pid) };
+        // The pidfd is taken before the check, so the process cannot be swapped for another in between.
+        let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return Ok(()) };
+        if self.alive() {
+            match pidfd_send_signal(handle, signal) {
+                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+                Err(error) => return Err(error).with_context(|| format!("cannot signal process {}", self.pid)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks it to end (unless `grace` is zero), kills it after `grace`, and waits until it is gone.
+    pub async fn stop(&self, grace: Duration) -> Result<()> {
+        if !grace.is_zero() {
+            self.signal(Signal::TERM)?;
+            if until(grace, || (!self.alive()).then_some(())).await.is_some() {
+                return Ok(());
+            }
+        }
+        self.signal(Signal::KILL)?;
+        let patience = Duration::from_secs(20);
+        until(patience, || (!self.alive()).then_some(()))
+            .await
+            .with_context(|| format!("process {} is still there {patience:?} after SIGKILL", self.pid))
+    }
+}
+
+/// Identity and state letter out of a stat line. The command's name may hold spaces and brackets: fields count from
+/// the last `)`.
+fn parse_stat(line: &str) -> Option<(Process, char)> {
+    let (head, tail) = line.rsplit_once(')')?;
+    let pid = head.split_whitespace().next()?.parse().ok()?;
+    let fields: Vec<&str> = tail.split_whitespace().collect();
+    Some((Process { pid, start: fields.get(19)?.parse().ok()? }, fields.first()?.chars().next()?))
+}
+
+/// The identity of this boot: after another boot no recorded process can be alive.
+pub fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+}
+
+/// The last lines of a log.
+pub fn tail(log: &Path, lines: usize) -> String {
+    use std::io::{Read, Seek, SeekFrom};
+    let read = || -> std::io::Result<String> {
+        let mut file = File::open(log)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(64 * 1024)))?;
+        let mut bytes = Vec::new();
+        file.read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    };
+    let text = read().unwrap_or_default();
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+/// Runs a helper program to its end and gives its standard output; a failure names the command and what it said.
+pub async fn run(command: &mut tokio::process::Command) -> Result<String> {
+    let words = || {
+        let command = command.as_std();
+        let mut words = vec![command.get_program().to_string_lossy().into_owned()];
+        words.extend(command.get_args().map(|arg| arg.to_string_lossy().into_owned()));
+        words.join(" ")
+    };
+    let text = words();
+    let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
+    let output = output.with_context(|| format!("cannot run `{text}`"))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said: Vec<&str> = said.trim().lines().collect();
+        bail!("`{text}` failed ({}): {}", output.status, said[said.len().saturating_sub(20)..].join("\n"));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Shorthand for a command with arguments.
+pub fn command<S: AsRef<std::ffi::OsStr>>(program: &str, args: impl IntoIterator<Item = S>) -> tokio::process::Command {
+    let mut command = tokio::process::Command::new(program);
+    command.args(args);
+    // An interrupt at the terminal is for the lab, which then winds down; its helpers end with it.
+    command.as_std_mut().process_group(0);
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_name_with_brackets_does_not_shift_the_fields() {
+        let line = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
+        assert_eq!(parse_stat(line), Some((Process { pid: 42, start: 777 }, 'S')));
+    }
+
+    #[tokio::test]
+    async fn a_spawned_process_is_known_by_its_file_and_stops() {
+        let dir = tempfile::tempdir().unwrap();
+        let pid_file = dir.path().join("pid");
+        let argv = ["sleep".to_owned(), "1000".to_owned()];
+        spawn(&argv, &BTreeMap::new(), dir.path(), &dir.path().join("log"), &pid_file).unwrap();
+        let process = until(Duration::from_secs(10), || Process::from_pid_file(&pid_file)).await.unwrap();
+        assert!(process.alive());
+        assert!(!Process { start: process.start + 1, ..process }.alive());
+        process.stop(Duration::from_secs(5)).await.unwrap();
+        assert!(!process.alive());
+    }
+}

@@ -1,0 +1,87 @@
+//! When a part counts as ready.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::net::UnixStream;
+
+/// A condition that can be looked at from outside.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ready {
+    /// A GET answers with 200.
+    Http {
+        /// The URL.
+        url: String,
+        /// The authority to trust, for https.
+        ca: Option<PathBuf>,
+    },
+    /// Something accepts connections on a unix socket.
+    Socket(PathBuf),
+    /// Something accepts connections on a TCP port of this host.
+    Port(u16),
+    /// All of these.
+    All(Vec<Ready>),
+}
+
+impl Ready {
+    /// Plain HTTP on a local port.
+    pub fn http(port: u16, path: &str) -> Self {
+        Self::Http { url: format!("http://127.0.0.1:{port}{path}"), ca: None }
+    }
+
+    /// HTTPS on a local port.
+    pub fn https(port: u16, path: &str, ca: &Path) -> Self {
+        Self::Http { url: format!("https://127.0.0.1:{port}{path}"), ca: Some(ca.to_owned()) }
+    }
+
+    /// The unix sockets that the condition names.
+    pub fn sockets(&self) -> Vec<&Path> {
+        match self {
+            Self::Socket(path) => vec![path],
+            Self::All(all) => all.iter().flat_map(Self::sockets).collect(),
+            Self::Http { .. } | Self::Port(_) => Vec::new(),
+        }
+    }
+
+    /// `Err` says why not.
+    pub async fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Http { url, ca } => get(url, ca.as_deref()).await.map(drop),
+            Self::Socket(path) => match UnixStream::connect(path).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(format!("{}: {error}", path.display())),
+            },
+            Self::Port(port) => match tokio::net::TcpStream::connect(("127.0.0.1", *port)).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(format!("127.0.0.1:{port}: {error}")),
+            },
+            Self::All(all) => {
+                for one in all {
+                    Box::pin(one.check()).await?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// The body of a GET that answers 200.
+pub async fn get(url: &str, ca: Option<&Path>) -> Result<String, String> {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let fail = |error: reqwest::Error| kube_kit::client::chain(&error.without_url());
+    let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5));
+    if let Some(path) = ca {
+        let pem = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
+        builder = builder.tls_certs_only([reqwest::Certificate::from_pem(&pem).map_err(fail)?]);
+    }
+    let answer = builder.build().map_err(fail)?.get(url).send().await;
+    let answer = answer.map_err(|error| format!("{url}: {}", fail(error)))?;
+    let status = answer.status();
+    let body = answer.text().await.map_err(fail)?;
+    if status == reqwest::StatusCode::OK {
+        return Ok(body);
+    }
+    Err(format!("{url}: {status}: {}", body.chars().take(300).collect::<String>()))
+}

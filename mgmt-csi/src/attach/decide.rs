@@ -1,0 +1,260 @@
+//! The transition logic of one `VolumeAttachment`, without I/O: from what is known, the next step. The
+//! reconciler does the step, adds what came of it to what is known, and asks again, until there is nothing
+//! left to do.
+//!
+//! What it keeps, in any order of steps, failures and restarts:
+//! - the infra is asked to plug only while the finalizer is held;
+//! - the finalizer is dropped only after the infra said in this very pass that the disk is gone;
+//! - `attached` is written only from the infra's own word, and a failure that says nothing of the disk
+//!   doesn't take it back;
+//! - what is written already is not written again.
+
+use crds::VolumeAttachmentStatus;
+use infra_api::AttachmentSpec;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::failure::{Again, Disk, Failure};
+use super::status;
+
+/// What is known of one order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct View {
+    /// Whether it is being deleted.
+    pub deleting: bool,
+    /// Whether the finalizer is there.
+    pub held: bool,
+    /// Its generation.
+    pub generation: i64,
+    /// What was answered so far.
+    pub status: VolumeAttachmentStatus,
+    /// What the infra is to do, from the order, its claim and its volume; or why that can't be said.
+    pub target: Result<AttachmentSpec, Failure>,
+    /// What the infra said in this pass.
+    pub infra: Infra,
+}
+
+/// What the infra said.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Infra {
+    /// It was not asked.
+    Unasked,
+    /// The disk is plugged and has this UUID.
+    Plugged(String),
+    /// The disk is gone.
+    Unplugged,
+    /// It failed.
+    Failed(Failure),
+}
+
+/// What to do next.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// Add the finalizer.
+    Hold,
+    /// Ask the infra to plug.
+    Plug(AttachmentSpec),
+    /// Ask the infra to unplug.
+    Unplug,
+    /// Write this answer.
+    Report(VolumeAttachmentStatus),
+    /// Drop the finalizer.
+    Release,
+    /// Nothing, until an object changes.
+    Done,
+    /// Nothing now; begin again after a while.
+    Retry(Failure),
+}
+
+/// The next step.
+pub fn decide(view: &View, now: &Time) -> Step {
+    if view.deleting { decide_deleting(view, now) } else { decide_wanted(view, now) }
+}
+
+fn decide_wanted(view: &View, now: &Time) -> Step {
+    let spec = match &view.target {
+        Ok(spec) => spec,
+        Err(failure) => return failed(view, failure, now),
+    };
+    if !view.held {
+        return Step::Hold;
+    }
+    match &view.infra {
+        Infra::Unasked | Infra::Unplugged => Step::Plug(spec.clone()),
+        Infra::Plugged(disk_uuid) => {
+            let answer = status::plugged(&view.status, disk_uuid.clone(), view.generation, now);
+            if answer == view.status { Step::Done } else { Step::Report(answer) }
+        }
+        Infra::Failed(failure) => failed(view, failure, now),
+    }
+}
+
+fn decide_deleting(view: &View, now: &Time) -> Step {
+    if !view.held {
+        return Step::Done;
+    }
+    match &view.infra {
+        Infra::Unasked | Infra::Plugged(_) => Step::Unplug,
+        Infra::Unplugged => Step::Release,
+        Infra::Failed(failure) => report(view, failure, now),
+    }
+}
+
+/// A wanted disk that fails. One that is known to be plugged is not put in doubt by not knowing: an infra
+/// that is away for a while, or a claim that went away under a plugged disk, changes nothing in the machine.
+fn failed(view: &View, failure: &Failure, now: &Time) -> Step {
+    if view.status.attached && failure.disk == Disk::Unknown {
+        return again(failure);
+    }
+    report(view, failure, now)
+}
+
+fn report(view: &View, failure: &Failure, now: &Time) -> Step {
+    let answer = status::failed(&view.status, failure, view.generation, now);
+    if answer == view.status { again(failure) } else { Step::Report(answer) }
+}
+
+fn again(failure: &Failure) -> Step {
+    match failure.again {
+        Again::OnChange => Step::Done,
+        Again::Later => Step::Retry(failure.clone()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use infra_api::{Access, VolumeId};
+    use k8s_openapi::jiff::Timestamp;
+
+    use super::*;
+    use crate::infra::{AttachError, DetachError, Trouble};
+
+    fn at(seconds: i64) -> Time {
+        Time(Timestamp::from_second(seconds).unwrap())
+    }
+
+    fn spec() -> AttachmentSpec {
+        AttachmentSpec {
+            volume: VolumeId::new("v").unwrap(),
+            node: uuid::Uuid::nil(),
+            read_only: false,
+            access: Access::SingleNode,
+        }
+    }
+
+    fn new_order() -> View {
+        View {
+            deleting: false,
+            held: true,
+            generation: 1,
+            status: VolumeAttachmentStatus::default(),
+            target: Ok(spec()),
+            infra: Infra::Unasked,
+        }
+    }
+
+    /// Does every step as the API server and an infra that always says `infra` would; gives the steps.
+    fn run(view: &mut View, infra: &Infra, now: i64) -> Vec<Step> {
+        view.infra = Infra::Unasked;
+        let mut steps = Vec::new();
+        loop {
+            let step = decide(view, &at(now));
+            match &step {
+                Step::Hold => view.held = true,
+                Step::Release => view.held = false,
+                Step::Plug(_) | Step::Unplug => view.infra = infra.clone(),
+                Step::Report(status) => view.status = status.clone(),
+                Step::Done | Step::Retry(_) => return steps,
+            }
+            steps.push(step);
+            assert!(steps.len() < 10, "does not end: {steps:?}");
+        }
+    }
+
+    fn plugged() -> Infra {
+        Infra::Plugged("disk".into())
+    }
+
+    fn in_use() -> Infra {
+        Infra::Failed(AttachError::InUse("on vm-2".into()).into())
+    }
+
+    fn away() -> Infra {
+        Infra::Failed(AttachError::Trouble(Trouble::Unreachable("nobody answers".into())).into())
+    }
+
+    #[test]
+    fn an_attach_is_one_call_and_one_write() {
+        let mut view = new_order();
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug(_), Step::Report(_)]));
+        assert!(view.status.attached);
+        assert_eq!(view.status.disk_uuid.as_deref(), Some("disk"));
+        assert_eq!(view.status.observed_generation, Some(1));
+        assert_eq!(view.status.conditions[0].status, "True");
+    }
+
+    #[test]
+    fn after_a_restart_an_attached_disk_is_looked_at_and_nothing_is_written() {
+        let mut view = new_order();
+        run(&mut view, &plugged(), 5);
+        assert!(matches!(run(&mut view, &plugged(), 9)[..], [Step::Plug(_)]));
+    }
+
+    #[test]
+    fn an_order_without_our_finalizer_gets_it_before_the_infra_is_touched() {
+        let mut view = View { held: false, ..new_order() };
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Hold, Step::Plug(_), Step::Report(_)]));
+    }
+
+    #[test]
+    fn a_failure_is_written_once_and_with_the_time_it_was_first_seen() {
+        let mut view = new_order();
+        assert!(matches!(run(&mut view, &in_use(), 5)[..], [Step::Plug(_), Step::Report(_)]));
+        assert!(matches!(run(&mut view, &in_use(), 9)[..], [Step::Plug(_)]));
+        let error = view.status.error.clone().unwrap();
+        assert_eq!((error.reason.as_str(), error.time), ("VolumeInUse", at(5)));
+        run(&mut view, &plugged(), 12);
+        assert!(view.status.attached && view.status.error.is_none());
+    }
+
+    #[test]
+    fn an_infra_that_is_away_does_not_put_a_plugged_disk_in_doubt_but_its_word_does() {
+        let mut view = new_order();
+        run(&mut view, &plugged(), 5);
+        assert!(matches!(run(&mut view, &away(), 9)[..], [Step::Plug(_)]));
+        assert!(view.status.attached);
+        run(&mut view, &in_use(), 9);
+        assert!(!view.status.attached && view.status.disk_uuid.is_none());
+    }
+
+    #[test]
+    fn a_missing_claim_is_told_without_asking_the_infra() {
+        let mut view = new_order();
+        view.target = Err(Failure::of_objects("ClaimNotFound", "no claim".into()));
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Report(_)]));
+        assert_eq!(decide(&view, &at(6)), Step::Done);
+    }
+
+    #[test]
+    fn a_detach_is_one_call_and_one_write_and_needs_no_claim() {
+        let mut view = new_order();
+        run(&mut view, &plugged(), 5);
+        view.deleting = true;
+        view.target = Err(Failure::of_objects("ClaimNotFound", "no claim".into()));
+        assert_eq!(run(&mut view, &Infra::Unplugged, 9), [Step::Unplug, Step::Release]);
+        assert_eq!(decide(&view, &at(9)), Step::Done);
+    }
+
+    #[test]
+    fn the_finalizer_stays_until_the_infra_says_that_the_disk_is_gone() {
+        let mut view = new_order();
+        run(&mut view, &plugged(), 5);
+        view.deleting = true;
+        let failed = Infra::Failed(DetachError(Trouble::Failed("busy".into())).into());
+        assert!(matches!(run(&mut view, &failed, 9)[..], [Step::Unplug, Step::Report(_)]));
+        assert!(view.held && view.status.attached);
+        assert_eq!(view.status.error.as_ref().unwrap().reason, "DetachFailed");
+        // What was said in an attach that a deletion overtook is not an answer to the detach.
+        view.infra = plugged();
+        assert_eq!(decide(&view, &at(9)), Step::Unplug);
+    }
+}

@@ -1,0 +1,124 @@
+//! Wiring: flags, watches, and the queue of machines.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::Context;
+use crds::{VolumeAttachment, virtual_machine_resource};
+use kube::{Api, Client};
+use kube_kit::client::connect;
+use kube_kit::health::{Check, Health};
+use kube_kit::http;
+use kube_kit::informer::{Change, Informer, Key};
+use kube_kit::latest::Latest;
+use kube_kit::queue::{Retry, queue};
+use prometheus_client::registry::Registry;
+use tokio_util::sync::CancellationToken;
+
+use crate::attachments::Attachments;
+use crate::machine::{self, Machine};
+use crate::reconcile::{Metrics, Reconciler};
+use crate::version;
+
+/// How many machines are worked on at once.
+const PARALLEL: usize = 32;
+
+/// Flags of `vm-operator-shim`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
+    #[arg(long, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+    /// Serve /healthz, /readyz and /metrics here.
+    #[arg(long, value_name = "ADDR:PORT")]
+    http_listen: Option<SocketAddr>,
+}
+
+/// Runs the shim until `stop`, or until a part of it fails.
+pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
+    let client =
+        connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "vm-operator-shim").await?;
+    let mut registry = Registry::with_prefix("vm_operator_shim");
+    let metrics = Metrics::register(&mut registry);
+    let (alive, ready) = (Health::default(), Health::default());
+    let checks = Checks {
+        version: ready.check("version of VirtualMachine", "not asked yet"),
+        machines: ready.check("watch of VirtualMachines", "not started yet"),
+        attachments: ready.check("watch of VolumeAttachments", "not started yet"),
+    };
+    let http = async {
+        let Some(address) = args.http_listen else { return Ok(()) };
+        let _all_stop = stop.clone().drop_guard();
+        http::serve(address, alive, ready, registry, stop.clone())
+            .await
+            .with_context(|| format!("cannot serve health and metrics on {address}"))
+    };
+    let (http, ()) = tokio::join!(http, serve_machines(client, metrics, checks, stop.clone()));
+    http
+}
+
+struct Checks {
+    version: Check,
+    machines: Check,
+    attachments: Check,
+}
+
+async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: CancellationToken) {
+    let Some(version) = version::newest_served(&client, &checks.version, &stop).await else { return };
+    let resource = virtual_machine_resource(version);
+    let (queue, worker) = queue::<Key>();
+
+    let builder = Informer::<Machine>::builder(
+        format!("VirtualMachines ({version})"),
+        Api::all_with(client.clone(), &resource),
+    );
+    let machines = Arc::new(Latest::new(builder.informer()));
+    let handler = {
+        let (machines, queue) = (machines.clone(), queue.clone());
+        move |change: &Change<'_, Machine>| {
+            machines.seen(change);
+            queue.push(change.key.clone());
+        }
+    };
+    builder.trim(machine::trim).on_change(handler).start(checks.machines, stop.clone());
+
+    let builder = Informer::<VolumeAttachment>::builder("VolumeAttachments", Api::all(client.clone()));
+    let informer = builder.informer();
+    let attachments = Arc::new(Attachments::new(informer.clone()));
+    let handler = {
+        let attachments = attachments.clone();
+        move |change: &Change<'_, VolumeAttachment>| {
+            for machine in attachments.seen(change) {
+                queue.push(machine);
+            }
+        }
+    };
+    builder.on_change(handler).start(checks.attachments, stop.clone());
+
+    // A disk must not be called gone because the attachments were not read yet.
+    tokio::select! {
+        () = stop.cancelled() => return,
+        _ = async { tokio::join!(machines.informer().synced(), informer.synced()) } => {}
+    }
+    tracing::info!(
+        version,
+        machines = machines.informer().len(),
+        attachments = informer.len(),
+        "serving machines"
+    );
+    let reconciler = Arc::new(Reconciler {
+        client,
+        resource,
+        machines,
+        attachments,
+        status_written: Default::default(),
+        metrics,
+    });
+    worker
+        .run(PARALLEL, Retry::default(), stop, |key| {
+            let reconciler = reconciler.clone();
+            async move { reconciler.reconcile(&key).await }
+        })
+        .await;
+}

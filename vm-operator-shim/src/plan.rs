@@ -1,0 +1,210 @@
+//! What one machine needs, without I/O: from the machine and the `VolumeAttachment`s that carry its names,
+//! to what must be created, deleted and told.
+//!
+//! The plan is made of what should be, not of what changed, so that it comes to the same end from any
+//! state, after any crash, and from a copy of the objects that is a little old.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crds::names::{self, FINALIZER_DETACH, LABEL_CLUSTER_ID};
+use crds::{VolumeAttachment, VolumeAttachmentSpec};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
+use kube::{Resource, ResourceExt};
+use serde_json::{Value, json};
+
+use crate::machine::Machine;
+
+/// Annotation on a `VolumeAttachment`: name of the entry in `spec.volumes` that it was made for, by which
+/// the disk is told of after that entry has left.
+pub const ANNOTATION_ENTRY: &str = "nestor.dev/volume-entry";
+
+/// The fields of a status entry that the shim writes.
+const OWN_FIELDS: [&str; 4] = ["name", "attached", "diskUUID", "error"];
+
+/// What to do for one machine.
+#[derive(Debug, Default)]
+pub struct Plan {
+    /// Attachments to create.
+    pub create: Vec<VolumeAttachment>,
+    /// Attachments to delete, as they are known.
+    pub delete: Vec<VolumeAttachment>,
+    /// The list to write to `status.volumes`, where it differs from what is there.
+    pub status: Option<Vec<Value>>,
+}
+
+/// The plan for `vm`, given all attachments in its namespace that name it as their owner or have a name
+/// that one of its claims takes. `refused` tells, by claim, why an attachment could not be created.
+/// `api_version` is the one under which the machine is served.
+pub fn plan(
+    vm: &Machine,
+    api_version: &str,
+    attachments: &[impl AsRef<VolumeAttachment>],
+    refused: &BTreeMap<String, String>,
+) -> Plan {
+    let mut plan = Plan::default();
+    let by_name: BTreeMap<String, &VolumeAttachment> =
+        attachments.iter().map(|one| (one.as_ref().name_any(), one.as_ref())).collect();
+    let status = vm.status.clone().unwrap_or_default();
+    let node_uuid = status.node_uuid();
+    let mut told: Vec<(String, Value)> = Vec::new();
+    let mut wanted = BTreeSet::new();
+
+    // A machine that is being deleted wants nothing any more.
+    let entries = if vm.metadata.deletion_timestamp.is_some() { &[][..] } else { &vm.spec.volumes[..] };
+    for entry in entries {
+        let Some(claim) = &entry.persistent_volume_claim else { continue };
+        let name = names::volume_attachment(&vm.name_any(), &claim.claim_name);
+        let first = wanted.insert(name.clone());
+        match by_name.get(&name) {
+            Some(found) if !is_owned(found, vm) => {
+                let text = format!(
+                    "AttachmentNotOwned: VolumeAttachment {name} belongs to {}, not to this VirtualMachine; the disk is \
+                     plugged once that is gone",
+                    owner(found)
+                );
+                told.push((entry.name.clone(), failed(&entry.name, &text)));
+            }
+            Some(found) => {
+                told.extend(mirror(&entry.name, found).map(|value| (entry.name.clone(), value)));
+                // The order can't be changed: another machine UUID or mode is another order.
+                let stale = found.spec.read_only != claim.read_only
+                    || node_uuid
+                        .as_ref()
+                        .is_some_and(|uuid| *uuid != found.spec.node_uuid.to_ascii_lowercase());
+                if first && stale && !is_deleting(found) {
+                    plan.delete.push((*found).clone());
+                }
+            }
+            None => {
+                if let Some(text) = refused.get(&claim.claim_name) {
+                    told.push((entry.name.clone(), failed(&entry.name, text)));
+                }
+                // Without a UUID there is nothing to say to the infra yet: the machine's next change counts.
+                if let (true, Some(node_uuid)) = (first, &node_uuid) {
+                    let spec = VolumeAttachmentSpec {
+                        node_uuid: node_uuid.clone(),
+                        volume_name: claim.claim_name.clone(),
+                        read_only: claim.read_only,
+                    };
+                    plan.create.push(attachment(vm, api_version, name, &entry.name, spec));
+                }
+            }
+        }
+    }
+
+    // What leaves stays in the status until it is really gone.
+    for found in by_name.values().filter(|found| is_owned(found, vm) && !wanted.contains(&found.name_any())) {
+        if !is_deleting(found) {
+            plan.delete.push((*found).clone());
+        }
+        let entry = found
+            .annotations()
+            .get(ANNOTATION_ENTRY)
+            .cloned()
+            .unwrap_or_else(|| names::volume_entry(&found.spec.volume_name));
+        if told.iter().all(|(name, _)| *name != entry) {
+            let value = mirror(&entry, found).unwrap_or_else(|| json!({"name": entry, "attached": false}));
+            told.push((entry, value));
+        }
+    }
+
+    let before = status.volumes.unwrap_or_default();
+    let after = merge(vm, &before, told);
+    plan.status = (after != before).then_some(after);
+    plan
+}
+
+/// The new list: entries of others as they are, ours as told, each where it was.
+fn merge(vm: &Machine, before: &[Value], told: Vec<(String, Value)>) -> Vec<Value> {
+    let mut told: Vec<Option<(String, Value)>> = told.into_iter().map(Some).collect();
+    let mut after = Vec::new();
+    for entry in before {
+        let name = entry["name"].as_str().unwrap_or_default();
+        let ours = told.iter_mut().find(|one| one.as_ref().is_some_and(|(told, _)| told == name));
+        match ours.and_then(Option::take) {
+            Some((_, value)) => after.push(value),
+            None if is_foreign(vm, entry) => after.push(entry.clone()),
+            None => {}
+        }
+    }
+    after.extend(told.into_iter().flatten().map(|(_, value)| value));
+    after
+}
+
+/// Whether an entry of the status is somebody else's: its volume is not a claim, or it has fields that the
+/// shim doesn't write.
+fn is_foreign(vm: &Machine, entry: &Value) -> bool {
+    let wanted = vm.spec.volumes.iter().find(|volume| entry["name"] == volume.name.as_str());
+    match wanted {
+        Some(volume) => volume.persistent_volume_claim.is_none(),
+        None => entry
+            .as_object()
+            .is_none_or(|fields| fields.keys().any(|key| !OWN_FIELDS.contains(&key.as_str()))),
+    }
+}
+
+/// A status entry from the answer to an order; None while there is none.
+fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
+    let status = attachment.status.as_ref()?;
+    let mut value = json!({"name": entry, "attached": status.attached});
+    if let Some(disk_uuid) = &status.disk_uuid {
+        value["diskUUID"] = json!(disk_uuid);
+    }
+    if let Some(error) = &status.error {
+        value["error"] = json!(format!("{}: {}", error.reason, error.message));
+    }
+    Some(value)
+}
+
+fn failed(entry: &str, text: &str) -> Value {
+    json!({"name": entry, "attached": false, "error": text})
+}
+
+fn attachment(
+    vm: &Machine,
+    api_version: &str,
+    name: String,
+    entry: &str,
+    spec: VolumeAttachmentSpec,
+) -> VolumeAttachment {
+    let owner = OwnerReference {
+        api_version: api_version.to_owned(),
+        kind: "VirtualMachine".to_owned(),
+        name: vm.name_any(),
+        uid: vm.uid().unwrap_or_default(),
+        controller: Some(true),
+        block_owner_deletion: Some(false),
+    };
+    let cluster = vm.labels().get(LABEL_CLUSTER_ID).map(|id| (LABEL_CLUSTER_ID.to_owned(), id.clone()));
+    let metadata = ObjectMeta {
+        name: Some(name),
+        namespace: vm.namespace(),
+        labels: cluster.map(|label| [label].into()),
+        annotations: Some([(ANNOTATION_ENTRY.to_owned(), entry.to_owned())].into()),
+        owner_references: Some(vec![owner]),
+        // Set here, so that mgmt-csi needs no write of its own before it begins.
+        finalizers: Some(vec![FINALIZER_DETACH.to_owned()]),
+        ..Default::default()
+    };
+    VolumeAttachment { metadata, spec, status: None }
+}
+
+fn is_owned(attachment: &VolumeAttachment, vm: &Machine) -> bool {
+    vm.metadata.uid.is_some()
+        && attachment.owner_references().iter().any(|owner| Some(&owner.uid) == vm.metadata.uid.as_ref())
+}
+
+fn is_deleting(attachment: &VolumeAttachment) -> bool {
+    attachment.meta().deletion_timestamp.is_some()
+}
+
+fn owner(attachment: &VolumeAttachment) -> String {
+    attachment.owner_references().first().map_or_else(
+        || "nobody".to_owned(),
+        |owner| format!("{} {} with UID {}", owner.kind, owner.name, owner.uid),
+    )
+}
+
+#[cfg(test)]
+#[path = "plan_tests.rs"]
+mod tests;

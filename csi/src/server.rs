@@ -73,6 +73,39 @@ pub enum ServeError {
     },
 }
 
+/// A socket that is listening: callers can connect, and are answered once it is served.
+#[derive(Debug)]
+pub struct Bound {
+    listener: UnixListener,
+    path: PathBuf,
+}
+
+/// Makes the socket. For whoever must know that callers can connect before it tells them to.
+pub async fn bind(endpoint: &Endpoint) -> Result<Bound, ServeError> {
+    let path = endpoint.path().to_owned();
+    Ok(Bound { listener: listen(&path).await?, path })
+}
+
+impl Bound {
+    /// Serves `routes` until `stop`, lets calls under way end, and removes the socket.
+    pub async fn serve(
+        self,
+        routes: Routes,
+        metrics: CallMetrics,
+        stop: CancellationToken,
+    ) -> Result<(), ServeError> {
+        let path = self.path;
+        tracing::info!(endpoint = %path.display(), "serving");
+        let served = tonic::transport::Server::builder()
+            .layer(metrics)
+            .add_routes(routes)
+            .serve_with_incoming_shutdown(UnixListenerStream::new(self.listener), stop.cancelled_owned())
+            .await;
+        let _ = std::fs::remove_file(&path);
+        served.map_err(|source| ServeError::Serve { path: path.display().to_string(), source })
+    }
+}
+
 /// Serves `routes` on `endpoint` until `stop`, lets calls under way end, and removes the socket.
 pub async fn serve(
     endpoint: &Endpoint,
@@ -80,16 +113,7 @@ pub async fn serve(
     metrics: CallMetrics,
     stop: CancellationToken,
 ) -> Result<(), ServeError> {
-    let path = endpoint.path();
-    let listener = listen(path).await?;
-    tracing::info!(endpoint = %path.display(), "serving");
-    let served = tonic::transport::Server::builder()
-        .layer(metrics)
-        .add_routes(routes)
-        .serve_with_incoming_shutdown(UnixListenerStream::new(listener), stop.cancelled_owned())
-        .await;
-    let _ = std::fs::remove_file(path);
-    served.map_err(|source| ServeError::Serve { path: path.display().to_string(), source })
+    bind(endpoint).await?.serve(routes, metrics, stop).await
 }
 
 /// Makes the socket, mode 0600; one that a dead process left behind is replaced, anything else is kept.

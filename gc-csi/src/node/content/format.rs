@@ -1,0 +1,94 @@
+//! Makes a filesystem so that it can be cut off at any moment and done again.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+
+use super::super::blocking::blocking;
+use super::super::command::CommandError;
+use super::super::disk::Disk;
+use super::super::filesystem::Filesystem;
+use super::marker::{self, Mark};
+
+/// Why a filesystem was not made. The mark stays, so that a retry begins anew.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FormatError {
+    /// Something holds the device.
+    #[error(
+        "{} is held by another program or mount, so that it cannot be formatted; it was not touched",
+        device.display()
+    )]
+    InUse {
+        /// The device.
+        device: PathBuf,
+    },
+    /// The mark cannot be written or cleared.
+    #[error("cannot write to {}: {source}", device.display())]
+    Write {
+        /// The device.
+        device: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The tool failed.
+    #[error("{} could not be formatted and will be anew at the next try: {source}", device.display())]
+    Make {
+        /// The device.
+        device: PathBuf,
+        /// What the tool said.
+        source: CommandError,
+    },
+}
+
+/// Makes `filesystem` on a disk that [`super::plan`] gave free.
+pub(crate) async fn format(disk: &Disk, filesystem: Filesystem) -> Result<(), FormatError> {
+    let (uuid, size) = (disk.uuid, disk.size);
+    tracing::info!(disk = %uuid, device = %disk.path.display(), %filesystem, "formatting");
+    let path = disk.path.clone();
+    blocking(move || write_mark(&path, size, &marker::write(uuid))).await?;
+    filesystem
+        .make(&disk.path)
+        .await
+        .map_err(|source| FormatError::Make { device: disk.path.clone(), source })?;
+    let path = disk.path.clone();
+    blocking(move || clear_mark(&path, size, Mark::Of(uuid))).await
+}
+
+fn write_mark(device: &Path, size: u64, mark: &[u8; marker::SIZE]) -> Result<(), FormatError> {
+    let file = open(device)?;
+    let write = file.write_all_at(mark, marker::offset(size)).and_then(|()| file.sync_all());
+    write.map_err(|source| FormatError::Write { device: device.to_owned(), source })
+}
+
+/// Clears the mark, if the tool has not laid anything else there; all of the tool's writes are on the
+/// disk before the mark goes.
+fn clear_mark(device: &Path, size: u64, mark: Mark) -> Result<(), FormatError> {
+    let file = open(device)?;
+    let clear = || {
+        file.sync_all()?;
+        let mut block = [0; marker::SIZE];
+        file.read_exact_at(&mut block, marker::offset(size))?;
+        if marker::read(&block) == mark {
+            file.write_all_at(&[0; marker::SIZE], marker::offset(size))?;
+            file.sync_all()?;
+        }
+        Ok(())
+    };
+    clear().map_err(|source| FormatError::Write { device: device.to_owned(), source })
+}
+
+/// Opens for writing, and only when nobody else holds the device: no mount, and no format that an
+/// earlier life of this process began (open(2), "O_EXCL" on block devices).
+fn open(device: &Path) -> Result<File, FormatError> {
+    let exclusive = i32::try_from(OFlags::EXCL.bits()).unwrap_or_default();
+    OpenOptions::new().read(true).write(true).custom_flags(exclusive).open(device).map_err(|source| {
+        let device = device.to_owned();
+        match source.kind() {
+            io::ErrorKind::ResourceBusy => FormatError::InUse { device },
+            _ => FormatError::Write { device, source },
+        }
+    })
+}

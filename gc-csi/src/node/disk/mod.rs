@@ -1,0 +1,206 @@
+//! Finds the block device of a disk, and proves that it is that disk.
+
+mod identity;
+mod names;
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use self::identity::{Facts, Verdict};
+pub(crate) use self::names::DiskNames;
+use self::names::Found;
+use super::blocking::blocking;
+use super::mounts::{DeviceNumber, Mount};
+
+/// Major number of loop devices, which have no serial (Linux, `Documentation/admin-guide/devices.txt`).
+const LOOP_MAJOR: u32 = 7;
+/// sysfs counts sizes in these, whatever the device's own sectors are.
+const SYSFS_SECTOR: u64 = 512;
+
+/// A disk, proven to be the one that was asked for.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    /// Its UUID.
+    pub(crate) uuid: Uuid,
+    /// The device's node.
+    pub(crate) path: PathBuf,
+    /// The device's number.
+    pub(crate) number: DeviceNumber,
+    /// Size in bytes.
+    pub(crate) size: u64,
+    /// Whether the device refuses writes.
+    pub(crate) read_only: bool,
+    /// Open for as long as the disk is dealt with: an open device keeps its number, so that no other
+    /// disk can take its place under the same path meanwhile.
+    file: File,
+}
+
+impl Disk {
+    /// The open device, for reading.
+    pub(crate) fn file(&self) -> io::Result<File> {
+        self.file.try_clone()
+    }
+}
+
+/// Why a disk was not found, or is not trusted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FindError {
+    /// It is not there.
+    #[error(
+        "disk {uuid} is not in this machine: none of the names {names} is in {}; {there}. \
+         If the volume is shown as attached, look at the machine's disks and at udev", folder.display()
+    )]
+    Absent {
+        /// The disk.
+        uuid: Uuid,
+        /// Where it was looked for.
+        folder: PathBuf,
+        /// Under which names.
+        names: String,
+        /// What is there.
+        there: String,
+    },
+    /// Several devices have its names.
+    #[error(
+        "disk {uuid} is not certain: {} is {} but {} is {}; nothing was touched",
+        first.0.display(), first.1.display(), second.0.display(), second.1.display()
+    )]
+    Ambiguous {
+        /// The disk.
+        uuid: Uuid,
+        /// One name and its device.
+        first: (PathBuf, PathBuf),
+        /// Another.
+        second: (PathBuf, PathBuf),
+    },
+    /// The name points at something that is no whole disk.
+    #[error("{} points at {}, which is {what}; nothing was touched", link.display(), device.display())]
+    NotADisk {
+        /// The name.
+        link: PathBuf,
+        /// Where it points.
+        device: PathBuf,
+        /// What is there.
+        what: &'static str,
+    },
+    /// The device is another disk.
+    #[error(
+        "{} points at {}, but that device says it is {said}, not disk {uuid}; nothing was touched",
+        link.display(), device.display()
+    )]
+    AnotherDisk {
+        /// The name.
+        link: PathBuf,
+        /// Where it points.
+        device: PathBuf,
+        /// What the device says.
+        said: String,
+        /// The disk that was meant.
+        uuid: Uuid,
+    },
+    /// The name points elsewhere than a moment ago.
+    #[error(
+        "{} pointed at {} and now does not; nothing was touched, and a retry will look again",
+        link.display(), device.display()
+    )]
+    Moved {
+        /// The name.
+        link: PathBuf,
+        /// Where it pointed.
+        device: PathBuf,
+    },
+    /// The device has no identity.
+    #[error(
+        "{} has neither serial nor wwid to prove that it is disk {uuid}; nothing was touched. \
+         Is /sys mounted in the driver's container?", device.display()
+    )]
+    Unproven {
+        /// The device.
+        device: PathBuf,
+        /// The disk that was meant.
+        uuid: Uuid,
+    },
+    /// A name or the device cannot be read.
+    #[error("cannot read {}: {source}", what.display())]
+    Io {
+        /// The name or device.
+        what: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl DiskNames {
+    /// The disk, which is waited for until `until`.
+    pub(crate) async fn wait_for_disk(&self, uuid: Uuid, until: Instant) -> Result<Disk, FindError> {
+        let found = self.wait_for(uuid, until).await?;
+        blocking(move || open(&found, uuid)).await
+    }
+
+    /// The disk, which must be there.
+    pub(crate) async fn disk(&self, uuid: Uuid) -> Result<Disk, FindError> {
+        match self.look(uuid).await? {
+            Some(found) => blocking(move || open(&found, uuid)).await,
+            None => Err(self.absent(uuid).await),
+        }
+    }
+}
+
+/// Opens a device and proves its identity.
+fn open(found: &Found, uuid: Uuid) -> Result<Disk, FindError> {
+    let Found { link, device } = found.clone();
+    let io = |what: &Path| {
+        let what = what.to_owned();
+        move |source| FindError::Io { what, source }
+    };
+    let kind = std::fs::metadata(&device).map_err(io(&device))?.file_type();
+    if !kind.is_block_device() {
+        return Err(FindError::NotADisk { link, device, what: "no block device" });
+    }
+    let file = File::open(&device).map_err(io(&device))?;
+    let number = DeviceNumber::from_raw(file.metadata().map_err(io(&device))?.rdev());
+    // From here on the number cannot pass to another disk; the name is asked once more.
+    if !link.canonicalize().is_ok_and(|again| again == device) {
+        return Err(FindError::Moved { link, device });
+    }
+    let sysfs = sysfs(number);
+    if sysfs.join("partition").exists() {
+        return Err(FindError::NotADisk { link, device, what: "a partition" });
+    }
+    // A loop device has no serial: its exact name, asked again above, is all the identity there is.
+    if number.major != LOOP_MAJOR {
+        match Facts::read(&sysfs).judge(&uuid) {
+            Verdict::Proven => {}
+            Verdict::Another(said) => return Err(FindError::AnotherDisk { link, device, said, uuid }),
+            Verdict::Unknown => return Err(FindError::Unproven { device, uuid }),
+        }
+    }
+    let size = size(number).map_err(io(&sysfs))?;
+    let read_only = attribute(number, "ro").map_err(io(&sysfs))? != 0;
+    Ok(Disk { uuid, path: device, number, size, read_only, file })
+}
+
+/// The device's folder in sysfs.
+pub(crate) fn sysfs(number: DeviceNumber) -> PathBuf {
+    PathBuf::from(format!("/sys/dev/block/{number}"))
+}
+
+/// The device's size in bytes.
+pub(crate) fn size(number: DeviceNumber) -> io::Result<u64> {
+    Ok(attribute(number, "size")? * SYSFS_SECTOR)
+}
+
+fn attribute(number: DeviceNumber, name: &str) -> io::Result<u64> {
+    let text = std::fs::read_to_string(sysfs(number).join(name))?;
+    text.trim().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{name}: {error}")))
+}
+
+/// Whether the disk beneath a mount is still in the machine.
+pub(crate) fn is_present(mount: &Mount) -> bool {
+    mount.block_device().is_some_and(|number| sysfs(number).exists())
+}

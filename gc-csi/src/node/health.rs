@@ -1,0 +1,93 @@
+//! Whether the driver works, found out by using it: a call through its own socket, a look at the
+//! mounts and at the disk names.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use csi::proto::ProbeRequest;
+use csi::proto::identity_client::IdentityClient;
+use csi::proto::node_server::NodeServer;
+use kube_kit::health::{Check, Health};
+use tokio_util::sync::CancellationToken;
+use tonic_health::server::HealthReporter;
+
+use super::blocking::blocking;
+use super::disk::DiskNames;
+use super::mounts::MountTable;
+use super::service::Node;
+
+/// How often to look.
+const EVERY: Duration = Duration::from_secs(10);
+/// A socket that does not answer within this is dead.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// The checks behind `/healthz`: what only a restart may mend.
+#[derive(Debug)]
+pub(crate) struct SelfCheck {
+    socket: Check,
+    mounts: Check,
+    disks: Check,
+    registration: Option<(Check, PathBuf)>,
+}
+
+impl SelfCheck {
+    /// Adds the checks to `alive`, failing until they were made. `registration` is the socket that
+    /// kubelet must find.
+    pub(crate) fn new(alive: &Health, registration: Option<&Path>) -> Self {
+        const NOT_YET: &str = "not looked at yet";
+        Self {
+            socket: alive.check("CSI socket", NOT_YET),
+            mounts: alive.check("mounts", NOT_YET),
+            disks: alive.check("disk names", NOT_YET),
+            registration: registration
+                .map(|path| (alive.check("registration socket", NOT_YET), path.to_owned())),
+        }
+    }
+
+    /// Makes the checks until `stop`, and tells gRPC health what came out.
+    pub(crate) async fn run(
+        self,
+        alive: Health,
+        socket: PathBuf,
+        names: DiskNames,
+        reporter: HealthReporter,
+        stop: CancellationToken,
+    ) {
+        let mut ticks = tokio::time::interval(EVERY);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        while stop.run_until_cancelled(ticks.tick()).await.is_some() {
+            record(&self.socket, "the driver's own socket does not answer", answers(&socket).await);
+            record(&self.mounts, "", blocking(|| MountTable::read().map_err(|e| e.to_string())).await);
+            let (looked, folder) = (names.clone(), names.folder().display().to_string());
+            let readable = blocking(move || looked.check().map_err(|error| error.to_string())).await;
+            record(&self.disks, &format!("{folder} cannot be read"), readable);
+            if let Some((check, path)) = &self.registration {
+                let there = std::fs::symlink_metadata(path).map_err(|error| error.to_string());
+                record(check, "kubelet can no longer find the driver's registration socket", there);
+            }
+            if alive.failing().is_empty() {
+                reporter.set_serving::<NodeServer<Node>>().await;
+            } else {
+                reporter.set_not_serving::<NodeServer<Node>>().await;
+            }
+        }
+    }
+}
+
+fn record<T>(check: &Check, what: &str, outcome: Result<T, String>) {
+    match outcome {
+        Ok(_) => check.pass(),
+        Err(why) if what.is_empty() => check.fail(why),
+        Err(why) => check.fail(format!("{what}: {why}")),
+    }
+}
+
+/// Whether a call through the socket is answered; what the answer is matters to who asks, not here.
+async fn answers(socket: &Path) -> Result<(), String> {
+    let ask = async {
+        let channel = csi::client::connect(socket).await.map_err(|error| error.to_string())?;
+        let answer = IdentityClient::new(channel).probe(ProbeRequest {}).await;
+        answer.map(drop).map_err(|status| status.message().to_owned())
+    };
+    tokio::time::timeout(ANSWER_LIMIT, ask).await.map_err(|_| format!("no answer in {ANSWER_LIMIT:?}"))?
+}

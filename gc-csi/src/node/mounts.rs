@@ -1,0 +1,224 @@
+//! What is mounted where, as the kernel says it in `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+const MOUNTINFO: &str = "/proc/self/mountinfo";
+
+/// A device's number: what two paths to one device have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct DeviceNumber {
+    /// Which driver.
+    pub(crate) major: u32,
+    /// Which of its devices.
+    pub(crate) minor: u32,
+}
+
+impl DeviceNumber {
+    /// From a raw `dev_t`.
+    pub(crate) fn from_raw(raw: u64) -> Self {
+        Self { major: rustix::fs::major(raw), minor: rustix::fs::minor(raw) }
+    }
+
+    /// The number of the block device at `path`, when there is one.
+    pub(crate) fn of_block_device(path: &Path) -> Option<Self> {
+        let found = std::fs::metadata(path).ok()?;
+        found.file_type().is_block_device().then(|| Self::from_raw(found.rdev()))
+    }
+}
+
+impl fmt::Display for DeviceNumber {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.major, self.minor)
+    }
+}
+
+/// One mount.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mount {
+    /// Device number of the filesystem; anonymous (major 0) for btrfs and those without a device.
+    pub(crate) device: DeviceNumber,
+    /// Which folder or file of the filesystem is mounted.
+    pub(crate) root: PathBuf,
+    /// Where.
+    pub(crate) point: PathBuf,
+    /// Options of this mount.
+    pub(crate) options: Vec<String>,
+    /// Type of the filesystem.
+    pub(crate) fs_type: String,
+    /// What was mounted; a device's path where there is one.
+    pub(crate) source: PathBuf,
+    /// Options of the filesystem, the same for all of its mounts.
+    pub(crate) super_options: Vec<String>,
+}
+
+impl Mount {
+    /// Whether this mount is read-only.
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.options.iter().any(|option| option == "ro")
+    }
+
+    /// Whether the filesystem is read-only though the mount is not: the kernel does that to a
+    /// filesystem in which it met an error.
+    pub(crate) fn fell_read_only(&self) -> bool {
+        !self.is_read_only() && self.super_options.iter().any(|option| option == "ro")
+    }
+
+    /// Number of the block device beneath. btrfs has an anonymous number, but names its device.
+    pub(crate) fn block_device(&self) -> Option<DeviceNumber> {
+        match self.device.major {
+            0 => DeviceNumber::of_block_device(&self.source),
+            _ => Some(self.device),
+        }
+    }
+
+    /// Whether the two show the same part of the same filesystem.
+    pub(crate) fn shows_the_same_as(&self, other: &Self) -> bool {
+        self.device == other.device && self.root == other.root && self.fs_type == other.fs_type
+    }
+}
+
+/// Why the mounts could not be known.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MountsError {
+    /// The kernel's list cannot be read.
+    #[error("cannot read {MOUNTINFO}: {0}")]
+    Read(#[from] io::Error),
+    /// The kernel's list is not understood.
+    #[error("line {0} of {MOUNTINFO} is not understood: {1:?}")]
+    Malformed(usize, String),
+}
+
+/// All mounts, in the order in which they were made.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct MountTable(Vec<Mount>);
+
+impl MountTable {
+    /// Reads the kernel's list. Blocks.
+    pub(crate) fn read() -> Result<Self, MountsError> {
+        Self::parse(&std::fs::read(MOUNTINFO)?)
+    }
+
+    /// Understands the kernel's list.
+    pub(crate) fn parse(text: &[u8]) -> Result<Self, MountsError> {
+        let lines = text.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty());
+        let mount = |(at, line): (usize, &[u8])| {
+            parse_line(line)
+                .ok_or_else(|| MountsError::Malformed(at + 1, String::from_utf8_lossy(line).into_owned()))
+        };
+        lines.map(mount).collect::<Result<_, _>>().map(Self)
+    }
+
+    /// What is mounted at `path`: the uppermost, where several mounts lie on each other.
+    pub(crate) fn at(&self, path: &Path) -> Option<&Mount> {
+        self.0.iter().rev().find(|mount| mount.point == path)
+    }
+
+    /// All mounts.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Mount> {
+        self.0.iter()
+    }
+
+    /// Other mounts of the filesystem of `mount`, below `folder`.
+    pub(crate) fn others_of<'a>(
+        &'a self,
+        mount: &'a Mount,
+        folder: &'a Path,
+    ) -> impl Iterator<Item = &'a Mount> {
+        self.0.iter().filter(move |other| {
+            other.device == mount.device
+                && other.fs_type == mount.fs_type
+                && other.point != mount.point
+                && other.point.starts_with(folder)
+        })
+    }
+}
+
+/// Fields: id, parent, device, root, point, options, any number of tags, "-", type, source, super options.
+fn parse_line(line: &[u8]) -> Option<Mount> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let (_id, _parent) = (fields.next()?, fields.next()?);
+    let (major, minor) = std::str::from_utf8(fields.next()?).ok()?.split_once(':')?;
+    let device = DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? };
+    let (root, point) = (unescape(fields.next()?), unescape(fields.next()?));
+    let options = list(fields.next()?);
+    fields.find(|field| *field == b"-")?;
+    let fs_type = String::from_utf8_lossy(fields.next()?).into_owned();
+    let source = unescape(fields.next()?);
+    let super_options = list(fields.next()?);
+    Some(Mount { device, root, point, options, fs_type, source, super_options })
+}
+
+fn list(field: &[u8]) -> Vec<String> {
+    String::from_utf8_lossy(field).split(',').map(str::to_owned).collect()
+}
+
+/// The kernel writes space, tab, newline, backslash and '#' as a backslash and three octal digits.
+fn unescape(field: &[u8]) -> PathBuf {
+    let mut plain = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&byte, after)) = rest.split_first() {
+        match after {
+            [a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', tail @ ..] if byte == b'\\' => {
+                plain.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest = tail;
+            }
+            _ => {
+                plain.push(byte);
+                rest = after;
+            }
+        }
+    }
+    OsString::from_vec(plain).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: &[u8] = b"22 1 254:1 / / rw,relatime shared:1 master:2 - ext4 /dev/vda1 rw\n\
+        30 22 8:16 / /a\\040b\\134c rw,noatime - ext4 /dev/sdb ro,errors=remount-ro\n\
+        31 22 8:16 / /pods/one rw,noatime shared:7 - ext4 /dev/sdb rw\n\
+        32 22 0:45 /sub /pods/two ro,nosuid - btrfs /dev/sdc rw,ssd\n\
+        33 22 8:32 / /pods/two rw - xfs /dev/sdd rw\n";
+
+    #[test]
+    fn escaped_paths_and_optional_fields_are_understood() {
+        let table = MountTable::parse(TABLE).unwrap();
+        let odd = table.at(Path::new("/a b\\c")).unwrap();
+        assert_eq!(odd.device, DeviceNumber { major: 8, minor: 16 });
+        assert!(odd.fell_read_only() && !odd.is_read_only());
+        assert_eq!(table.at(Path::new("/")).unwrap().fs_type, "ext4");
+    }
+
+    #[test]
+    fn the_uppermost_mount_counts() {
+        let table = MountTable::parse(TABLE).unwrap();
+        assert_eq!(table.at(Path::new("/pods/two")).unwrap().fs_type, "xfs");
+        assert!(table.at(Path::new("/pods")).is_none());
+    }
+
+    #[test]
+    fn other_mounts_of_a_filesystem_are_found_below_a_folder() {
+        let table = MountTable::parse(TABLE).unwrap();
+        let mount = table.at(Path::new("/a b\\c")).unwrap();
+        let others: Vec<_> = table.others_of(mount, Path::new("/pods")).map(|m| m.point.clone()).collect();
+        assert_eq!(others, [PathBuf::from("/pods/one")]);
+        assert_eq!(table.others_of(mount, Path::new("/elsewhere")).count(), 0);
+    }
+
+    #[test]
+    fn a_line_that_is_not_understood_is_named() {
+        let error = MountTable::parse(b"22 1 254:1 / / rw - ext4 /dev/vda1 rw\n1 2 3\n").unwrap_err();
+        assert_eq!(error.to_string(), "line 2 of /proc/self/mountinfo is not understood: \"1 2 3\"");
+    }
+
+    #[test]
+    fn the_kernels_own_list_is_understood() {
+        assert!(MountTable::read().unwrap().at(Path::new("/")).is_some());
+    }
+}

@@ -1,0 +1,173 @@
+//! The Node service: translates between the protocol and what the driver does.
+
+use std::future::Future;
+use std::path::PathBuf;
+
+use csi::proto::node_service_capability::rpc::Type as Can;
+use csi::proto::{self, volume_usage::Unit};
+use csi::{Status, locks::VolumeLocks};
+use tokio::time::Instant;
+use tonic::{Request, Response};
+
+use super::blocking::blocking;
+use super::disk::DiskNames;
+use super::stats::{Amount, Stats, Usage};
+use super::{deadline, publish, request, stage, stats, status};
+
+/// What the service announces. `SINGLE_NODE_MULTI_WRITER` means that it tells ReadWriteOncePod from
+/// ReadWriteOnce, and holds the former to one target.
+const CAPABILITIES: [Can; 4] =
+    [Can::StageUnstageVolume, Can::GetVolumeStats, Can::VolumeCondition, Can::SingleNodeMultiWriter];
+
+/// The Node service.
+#[derive(Debug, Clone)]
+pub(crate) struct Node {
+    /// The machine's name in both clusters.
+    pub(crate) name: String,
+    /// How many volumes the machine takes.
+    pub(crate) max_volumes: i64,
+    /// kubelet's folder, symlinks followed.
+    pub(crate) kubelet_dir: PathBuf,
+    /// Where disks are found.
+    pub(crate) names: DiskNames,
+    /// Volumes with an operation under way.
+    pub(crate) locks: VolumeLocks,
+}
+
+impl Node {
+    /// Runs an operation on a volume to its end, even when the caller goes away meanwhile: a mkfs or a
+    /// mount that nobody watches would meet the retry. Until then, the retry is told ABORTED.
+    async fn alone<T, E>(
+        &self,
+        volume: &str,
+        work: impl Future<Output = Result<T, E>> + Send + 'static,
+    ) -> Result<T, Status>
+    where
+        T: Send + 'static,
+        E: status::Coded + Send + 'static,
+    {
+        let guard = self.locks.acquire(volume)?;
+        let running = tokio::spawn(async move {
+            let _guard = guard;
+            work.await
+        });
+        match running.await {
+            Ok(done) => done.map_err(|failure| status::of(&failure)),
+            Err(error) => Err(Status::internal(format!("the operation for volume {volume} broke off: {error}"))),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl proto::node_server::Node for Node {
+    async fn node_stage_volume(
+        &self,
+        call: Request<proto::NodeStageVolumeRequest>,
+    ) -> Result<Response<proto::NodeStageVolumeResponse>, Status> {
+        let header = call.metadata().get("grpc-timeout").and_then(|value| value.to_str().ok());
+        let until = Instant::now() + deadline::time_to_wait(header);
+        let wanted = call.into_inner();
+        let volume = request::volume_id(&wanted.volume_id)?;
+        let wanted = request::stage(&wanted, until)?;
+        let names = self.names.clone();
+        self.alone(&volume, async move { stage::stage(&names, wanted).await }).await?;
+        Ok(Response::new(proto::NodeStageVolumeResponse {}))
+    }
+
+    async fn node_unstage_volume(
+        &self,
+        call: Request<proto::NodeUnstageVolumeRequest>,
+    ) -> Result<Response<proto::NodeUnstageVolumeResponse>, Status> {
+        let wanted = call.into_inner();
+        let volume = request::volume_id(&wanted.volume_id)?;
+        let staging = request::path("staging_target_path", &wanted.staging_target_path)?;
+        let kubelet_dir = self.kubelet_dir.clone();
+        self.alone(&volume, blocking(move || stage::unstage(&staging, &kubelet_dir))).await?;
+        Ok(Response::new(proto::NodeUnstageVolumeResponse {}))
+    }
+
+    async fn node_publish_volume(
+        &self,
+        call: Request<proto::NodePublishVolumeRequest>,
+    ) -> Result<Response<proto::NodePublishVolumeResponse>, Status> {
+        let wanted = call.into_inner();
+        let volume = request::volume_id(&wanted.volume_id)?;
+        let wanted = request::publish(&wanted)?;
+        let (names, kubelet_dir) = (self.names.clone(), self.kubelet_dir.clone());
+        self.alone(&volume, async move { publish::publish(&names, wanted, kubelet_dir).await }).await?;
+        Ok(Response::new(proto::NodePublishVolumeResponse {}))
+    }
+
+    async fn node_unpublish_volume(
+        &self,
+        call: Request<proto::NodeUnpublishVolumeRequest>,
+    ) -> Result<Response<proto::NodeUnpublishVolumeResponse>, Status> {
+        let wanted = call.into_inner();
+        let volume = request::volume_id(&wanted.volume_id)?;
+        let target = request::path("target_path", &wanted.target_path)?;
+        self.alone(&volume, blocking(move || publish::unpublish(&target))).await?;
+        Ok(Response::new(proto::NodeUnpublishVolumeResponse {}))
+    }
+
+    async fn node_get_volume_stats(
+        &self,
+        call: Request<proto::NodeGetVolumeStatsRequest>,
+    ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
+        let wanted = call.into_inner();
+        request::volume_id(&wanted.volume_id)?;
+        let path = request::path("volume_path", &wanted.volume_path)?;
+        let stats = blocking(move || stats::stats(&path)).await.map_err(|failure| status::of(&failure))?;
+        Ok(Response::new(stats.into()))
+    }
+
+    async fn node_get_capabilities(
+        &self,
+        _: Request<proto::NodeGetCapabilitiesRequest>,
+    ) -> Result<Response<proto::NodeGetCapabilitiesResponse>, Status> {
+        use proto::node_service_capability::{Rpc, Type};
+        let capability = |can: Can| proto::NodeServiceCapability {
+            r#type: Some(Type::Rpc(Rpc { r#type: can as i32 })),
+        };
+        let capabilities = CAPABILITIES.into_iter().map(capability).collect();
+        Ok(Response::new(proto::NodeGetCapabilitiesResponse { capabilities }))
+    }
+
+    async fn node_get_info(
+        &self,
+        _: Request<proto::NodeGetInfoRequest>,
+    ) -> Result<Response<proto::NodeGetInfoResponse>, Status> {
+        Ok(Response::new(proto::NodeGetInfoResponse {
+            node_id: self.name.clone(),
+            max_volumes_per_node: self.max_volumes,
+            accessible_topology: None,
+        }))
+    }
+}
+
+impl From<Stats> for proto::NodeGetVolumeStatsResponse {
+    fn from(stats: Stats) -> Self {
+        let whole = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        let usage = |amount: Amount, unit: Unit| proto::VolumeUsage {
+            total: whole(amount.total),
+            used: whole(amount.used),
+            available: whole(amount.available),
+            unit: unit as i32,
+        };
+        let usage = match stats.usage {
+            Usage::Block(bytes) => vec![proto::VolumeUsage {
+                total: whole(bytes),
+                unit: Unit::Bytes as i32,
+                ..proto::VolumeUsage::default()
+            }],
+            Usage::Filesystem { bytes, inodes } => [(Some(bytes), Unit::Bytes), (inodes, Unit::Inodes)]
+                .into_iter()
+                .filter_map(|(amount, unit)| Some(usage(amount?, unit)))
+                .collect(),
+        };
+        let condition = proto::VolumeCondition {
+            abnormal: stats.abnormal.is_some(),
+            message: stats.abnormal.unwrap_or_else(|| "the volume is well".to_owned()),
+        };
+        Self { usage, volume_condition: Some(condition) }
+    }
+}

@@ -1,0 +1,280 @@
+//! NodeStageVolume and NodeUnstageVolume: a disk becomes a filesystem that is mounted once on the
+//! machine, at the staging path. Block volumes are not staged; their disk is only looked for.
+
+use std::path::{Path, PathBuf};
+
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::bind::{self, BindError};
+use super::blocking::blocking;
+use super::command::CommandError;
+use super::content::{self, FormatError, Plan, ProbeError, Refusal};
+use super::disk::{Disk, DiskNames, FindError};
+use super::filesystem::{Filesystem, MountOptions};
+use super::holders;
+use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
+
+/// What is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Stage {
+    /// The disk.
+    pub(crate) disk: Uuid,
+    /// Where.
+    pub(crate) staging: PathBuf,
+    /// The filesystem; none for a block volume.
+    pub(crate) filesystem: Option<WantedFilesystem>,
+    /// Whether nobody may write.
+    pub(crate) read_only: bool,
+    /// Until when the disk is waited for.
+    pub(crate) until: Instant,
+}
+
+/// The filesystem that is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct WantedFilesystem {
+    /// Its type; none where any will do.
+    pub(crate) kind: Option<Filesystem>,
+    /// How to mount it.
+    pub(crate) options: MountOptions,
+}
+
+/// Why a volume was not staged.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StageError {
+    /// The disk was not found.
+    #[error(transparent)]
+    Find(#[from] FindError),
+    /// The staging path has another disk.
+    #[error(
+        "staging path {} has {} mounted, not disk {disk}; it was not touched. \
+         Unstage what is there first", staging.display(), there.display()
+    )]
+    AnotherDisk {
+        /// The staging path.
+        staging: PathBuf,
+        /// What is mounted there.
+        there: PathBuf,
+        /// The disk that was meant.
+        disk: Uuid,
+    },
+    /// It is staged already, in another way.
+    #[error("the volume is staged at {} already, but {how}; unstage it first", staging.display())]
+    Differently {
+        /// The staging path.
+        staging: PathBuf,
+        /// In what way.
+        how: String,
+    },
+    /// What is on the disk forbids it.
+    #[error("disk {disk} ({}) cannot be used: {why}", device.display())]
+    Refused {
+        /// The disk.
+        disk: Uuid,
+        /// Its device.
+        device: PathBuf,
+        /// Why.
+        why: Refusal,
+    },
+    /// What is on the disk is not known.
+    #[error("what is on disk {disk} cannot be told: {source}")]
+    Probe {
+        /// The disk.
+        disk: Uuid,
+        /// Why.
+        source: ProbeError,
+    },
+    /// The filesystem was not made.
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    /// The filesystem needs a person.
+    #[error(
+        "the {filesystem} filesystem of disk {disk} ({}) has errors that are not repaired without a person: \
+         {source}", device.display()
+    )]
+    Check {
+        /// The disk.
+        disk: Uuid,
+        /// Its device.
+        device: PathBuf,
+        /// Its filesystem.
+        filesystem: Filesystem,
+        /// What the check said.
+        source: CommandError,
+    },
+    /// The filesystem was not mounted.
+    #[error("disk {disk} ({}) cannot be mounted as {filesystem}{hint}: {source}", device.display())]
+    Mount {
+        /// The disk.
+        disk: Uuid,
+        /// Its device.
+        device: PathBuf,
+        /// Its filesystem.
+        filesystem: Filesystem,
+        /// What else may matter.
+        hint: &'static str,
+        /// What mount said.
+        source: CommandError,
+    },
+    /// The staging path cannot be used.
+    #[error(transparent)]
+    Path(#[from] BindError),
+    /// The folder of the staging path is missing.
+    #[error("staging path {} is in a folder that does not exist", staging.display())]
+    NoFolder {
+        /// The staging path.
+        staging: PathBuf,
+    },
+    /// The mounts are unknown.
+    #[error(transparent)]
+    Mounts(#[from] MountsError),
+}
+
+/// Stages a volume. Repeating it is fine.
+pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageError> {
+    let disk = names.wait_for_disk(wanted.disk, wanted.until).await?;
+    let Some(filesystem) = wanted.filesystem else { return Ok(()) };
+    let read_only = read_only_because(&disk, wanted.read_only);
+    let staging = wanted.staging.clone();
+    let staging = blocking(move || {
+        let Some(staging) = bind::real_path(&staging)? else { return Err(StageError::NoFolder { staging }) };
+        bind::make_staging(&staging)?;
+        Ok(staging)
+    })
+    .await?;
+    let table = blocking(MountTable::read).await?;
+    if let Some(mount) = table.at(&staging) {
+        return already(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some());
+    }
+    let found =
+        content::examine(&disk).await.map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
+    let plan = content::plan(found, filesystem.kind, read_only).map_err(|why| StageError::Refused {
+        disk: disk.uuid,
+        device: disk.path.clone(),
+        why,
+    })?;
+    let kind = match plan {
+        Plan::Format(kind) => {
+            content::format(&disk, kind).await?;
+            kind
+        }
+        Plan::Use(kind) => {
+            // A filesystem that is mounted elsewhere must not be checked; and a check writes.
+            let mounted = table.iter().any(|mount| mount.block_device() == Some(disk.number));
+            if read_only.is_none() && !mounted {
+                check(&disk, kind).await?;
+            }
+            kind
+        }
+    };
+    kind.mount(&disk.path, &staging, &filesystem.options, read_only.is_some()).await.map_err(|source| {
+        let hint = match read_only {
+            Some(_) => " read-only (if it was not unmounted cleanly, it must be used writable once)",
+            None => "",
+        };
+        StageError::Mount { disk: disk.uuid, device: disk.path.clone(), filesystem: kind, hint, source }
+    })?;
+    tracing::info!(disk = %disk.uuid, device = %disk.path.display(), filesystem = %kind, staging = %staging.display(), "staged");
+    Ok(())
+}
+
+async fn check(disk: &Disk, filesystem: Filesystem) -> Result<(), StageError> {
+    filesystem.check(&disk.path).await.map_err(|source| StageError::Check {
+        disk: disk.uuid,
+        device: disk.path.clone(),
+        filesystem,
+        source,
+    })
+}
+
+/// Why the disk is not to be written, if so.
+fn read_only_because(disk: &Disk, asked: bool) -> Option<&'static str> {
+    if disk.read_only {
+        Some("its device is read-only")
+    } else if asked {
+        Some("a read-only use is asked for")
+    } else {
+        None
+    }
+}
+
+/// Whether what is mounted at the staging path is what is asked for.
+fn already(
+    mount: &Mount,
+    beneath: Option<DeviceNumber>,
+    disk: &Disk,
+    wanted: Option<Filesystem>,
+    read_only: bool,
+) -> Result<(), StageError> {
+    if beneath != Some(disk.number) {
+        let (staging, there) = (mount.point.clone(), mount.source.clone());
+        return Err(StageError::AnotherDisk { staging, there, disk: disk.uuid });
+    }
+    let how = match (wanted, mount.is_read_only()) {
+        (Some(wanted), _) if wanted.name() != mount.fs_type => {
+            format!("as {}, and {wanted} is asked for", mount.fs_type)
+        }
+        (_, true) if !read_only => "read-only, and a writable use is asked for".to_owned(),
+        (_, false) if read_only => "writable, and a read-only use is asked for".to_owned(),
+        _ => return Ok(()),
+    };
+    Err(StageError::Differently { staging: mount.point.clone(), how })
+}
+
+/// Why a volume was not unstaged.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UnstageError {
+    /// It is still published.
+    #[error(
+        "the filesystem at {} is still mounted at {}; unpublish it there first, so that all is written \
+         before the disk goes", staging.display(), elsewhere.display()
+    )]
+    Published {
+        /// The staging path.
+        staging: PathBuf,
+        /// Where else it is mounted.
+        elsewhere: PathBuf,
+    },
+    /// What was written does not reach the disk.
+    #[error("what was written below {} did not reach the disk: {source}", staging.display())]
+    Flush {
+        /// The staging path.
+        staging: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// It could not be unmounted.
+    #[error(transparent)]
+    Unmount(#[from] BindError),
+    /// The mounts are unknown.
+    #[error(transparent)]
+    Mounts(#[from] MountsError),
+}
+
+/// Unstages a volume: all is on the disk when this is done. Repeating it is fine. The staging folder is
+/// left to who made it. Blocks.
+pub(crate) fn unstage(staging: &Path, kubelet_dir: &Path) -> Result<(), UnstageError> {
+    let Some(staging) = bind::real_path(staging)? else { return Ok(()) };
+    let table = MountTable::read()?;
+    let Some(mount) = table.at(&staging) else { return Ok(()) };
+    // Unmounting one of several mounts flushes nothing. Only kubelet's folder counts: in a container,
+    // the machine's mounts can show a second time elsewhere.
+    if let Some(other) = table.others_of(mount, kubelet_dir).next() {
+        return Err(UnstageError::Published { staging, elsewhere: other.point.clone() });
+    }
+    flush(mount).map_err(|source| UnstageError::Flush { staging: staging.clone(), source })?;
+    bind::unmount_all(&staging, holders::of)?;
+    tracing::info!(staging = %staging.display(), "unstaged");
+    Ok(())
+}
+
+/// Writes out what is pending, since the filesystem may live on in the mounts of a container that is
+/// just ending. A disk that is gone already cannot hold anything up.
+fn flush(mount: &Mount) -> std::io::Result<()> {
+    if mount.is_read_only() || mount.fell_read_only() || !super::disk::is_present(mount) {
+        return Ok(());
+    }
+    let folder = std::fs::File::open(&mount.point)?;
+    rustix::fs::syncfs(&folder)?;
+    Ok(())
+}

@@ -11,6 +11,7 @@ use crate::process::{boot_id, command};
 use crate::run::{Run, lock};
 use crate::state::State;
 use crate::ui::Ui;
+use crate::vm;
 
 /// Takes a lab down. Goes on after a failure, and then says what is left. Fine where there is no lab.
 pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
@@ -31,6 +32,7 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         }
     };
     if state.boot_id == boot_id() {
+        note(stop_machines(run, &state).await);
         note(stop_parts(run, &state).await);
         note(unmount_all(run.dir()));
         note(detach_loops(run.dir()).await);
@@ -46,6 +48,13 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         state.name,
         problems.join("\n")
     )
+}
+
+/// Machines are libvirt's children, not ours: they go by their own processes, whether libvirt lives or not.
+async fn stop_machines(run: &Run, state: &State) -> Result<()> {
+    let processes = state.vms.iter().filter_map(|(name, machine)| vm::process(run, name, machine));
+    let stops = processes.map(|process| async move { process.stop(Duration::ZERO).await });
+    futures::future::join_all(stops).await.into_iter().collect()
 }
 
 /// Nothing of the lab is to survive, so nothing is asked: all are killed at once.

@@ -16,4 +16,5 @@ pub mod run;
 pub mod state;
 pub mod ui;
 mod up;
+pub mod vm;
 pub mod wait;

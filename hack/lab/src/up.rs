@@ -43,7 +43,9 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     let (tools, binaries) = (cache::tools(ui).await?, PathBuf::new());
     let _ = fs::remove_dir_all(run.dir());
     make_folders(run, options, &tools, &binaries)?;
-    clusters(ui, run, options, &tools).await?;
+    let image = cache::base_image(ui, &tools).await?;
+    crate::vm::libvirtd::start(ui, run).await?;
+    clusters(ui, run, options, &tools, &image).await?;
     run.update(|state| state.complete = true)?;
     Ok(())
 }
@@ -67,7 +69,7 @@ fn make_folders(run: &Run, _options: &UpOptions, tools: &Path, binaries: &Path) 
     Ok(())
 }
 
-async fn clusters(ui: &Ui, run: &Run, options: &UpOptions, tools: &Path) -> Result<()> {
+async fn clusters(ui: &Ui, run: &Run, options: &UpOptions, tools: &Path, image: &cache::BaseImage) -> Result<()> {
     let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
     run.update(|state| state.management = Some(management.cluster.clone()))?;
     let mut guests = Vec::new();
@@ -98,6 +100,20 @@ async fn clusters(ui: &Ui, run: &Run, options: &UpOptions, tools: &Path) -> Resu
             }
         })?;
         step.done();
+    }
+    let accel = crate::vm::accelerator(image).await;
+    ui.line(accel);
+    let client = crate::kubeconfig::client(&guests[0].0.cluster.kubeconfig).await?;
+    for i in 1..=options.vms {
+        let name = format!("vm-{i}");
+        let vm = crate::vm::plan(run, &name, "g1", accel)?;
+        let k = guests[0].0.kubelet_files(&name)?;
+        crate::vm::boot(run, &name, &vm, image, &k, Path::new("target/debug/gc-csi")).await?;
+    }
+    for i in 1..=options.vms {
+        let name = format!("vm-{i}");
+        crate::vm::wait_for_node(run, &client, &name).await?;
+        ui.line(format!("{name} ready"));
     }
     Ok(())
 }

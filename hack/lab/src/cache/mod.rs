@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
+pub use image::{BaseImage, base_image};
 pub use tools::tools;
 
 use crate::run::lock;

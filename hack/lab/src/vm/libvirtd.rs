@@ -1,0 +1,103 @@
+//! A libvirtd of the run's own, that no other on this machine can meet.
+//!
+//! It runs in a mount namespace in which every folder that libvirt uses is the run's, so that labs stand side by side
+//! and beside the system's libvirt.
+
+use std::fs;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+
+use crate::process::{command, run as run_helper};
+use crate::ready::Ready;
+use crate::run::Run;
+use crate::state::Part;
+use crate::ui::Ui;
+
+/// The folders of the host that are hidden, and by which folder of the run.
+const PRIVATE: [(&str, &str); 5] = [
+    ("/run/libvirt", "run"),
+    ("/var/lib/libvirt", "lib"),
+    ("/var/cache/libvirt", "cache"),
+    ("/var/log/libvirt", "log"),
+    ("/etc/libvirt", "etc"),
+];
+
+/// Debian's libvirtd does not start unless this account exists, even where its machines run as root.
+const ACCOUNT: &str = "libvirt-qemu";
+
+const QEMU_CONF: &str = r#"user = "root"
+group = "root"
+security_driver = "none"
+cgroup_controllers = []
+namespaces = []
+stdio_handler = "file"
+remember_owner = 0
+max_core = 0
+"#;
+
+/// The URI of a run's libvirt.
+pub fn uri(run: &Run) -> String {
+    format!("qemu+unix:///system?socket={}", socket(run).display())
+}
+
+fn socket(run: &Run) -> PathBuf {
+    run.socket_dir().join("libvirt-sock")
+}
+
+/// Where the run's libvirt keeps what it does; `run/qemu/NAME.pid` holds a machine's process.
+pub(crate) fn folder(run: &Run) -> PathBuf {
+    run.path("libvirt")
+}
+
+/// Starts libvirtd. It answers when this returns.
+pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
+    ensure_account(ui).await?;
+    let own = folder(run);
+    let mut script = String::from("set -e\n");
+    for (host, name) in PRIVATE {
+        fs::create_dir_all(own.join(name))?;
+        fs::create_dir_all(host).with_context(|| format!("cannot make {host}"))?;
+        script.push_str(&format!("mount --bind '{}' {host}\n", own.join(name).display()));
+    }
+    let config = own.join("etc/libvirtd.conf");
+    let text = format!(
+        "unix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
+        run.socket_dir().display()
+    );
+    fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
+    fs::write(own.join("etc/qemu.conf"), QEMU_CONF)?;
+    script.push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
+    // Pools that are mounted later must show up inside, mounts from inside never outside.
+    let argv = ["unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
+    let part = Part {
+        argv: argv.map(ToOwned::to_owned).to_vec(),
+        env: Default::default(),
+        ready: Ready::Socket(socket(run)),
+        http: None,
+        grace: 10,
+    };
+    run.launch("libvirtd", part).await?;
+    // The socket is there before the drivers are: a connection waits for them.
+    run_helper(&mut command("virsh", ["--connect", &uri(run), "version"]))
+        .await
+        .with_context(|| run.explain("libvirtd", "it does not answer"))
+        .map(drop)
+}
+
+async fn ensure_account(ui: &Ui) -> Result<()> {
+    let missing = async |database: &str| run_helper(&mut command("getent", [database, ACCOUNT])).await.is_err();
+    let mut commands: Vec<Vec<&str>> = Vec::new();
+    if missing("group").await {
+        commands.push(vec!["groupadd", "--system", ACCOUNT]);
+    }
+    if missing("passwd").await {
+        let shell = "/usr/sbin/nologin";
+        commands.push(vec!["useradd", "--system", "--no-create-home", "--gid", ACCOUNT, "--shell", shell, ACCOUNT]);
+    }
+    for words in commands {
+        ui.line(format!("libvirt needs the account {ACCOUNT}; running: {}", words.join(" ")));
+        run_helper(&mut command(words[0], &words[1..])).await?;
+    }
+    Ok(())
+}

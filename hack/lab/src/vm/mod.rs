@@ -1,0 +1,121 @@
+//! Virtual machines: real ones, under libvirt, that join a guest cluster as its nodes.
+
+mod accel;
+pub mod libvirtd;
+mod nodes;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use uuid::Uuid;
+
+pub use nodes::{wait_for_driver, wait_for_node};
+
+use crate::cache::BaseImage;
+use crate::cluster::KubeletFiles;
+use crate::pki::write_private;
+use crate::process::{Process, command, run as run_helper};
+use crate::run::Run;
+use crate::state::Vm;
+use crate::ports;
+
+const DOMAIN: &str = include_str!("../../image/domain.xml");
+const KUBELET: &str = include_str!("../../image/kubelet.yaml");
+
+/// `kvm` or `tcg`: how this machine runs others.
+pub async fn accelerator(image: &BaseImage) -> &'static str {
+    accel::accelerator(&image.kernel).await
+}
+
+/// A machine that can be defined: identity and port drawn, recorded in the state.
+pub fn plan(run: &Run, name: &str, guest: &str, accelerator: &str) -> Result<Vm> {
+    let vm = Vm {
+        guest: guest.to_owned(),
+        uuid: Uuid::new_v4().to_string(),
+        accelerator: accelerator.to_owned(),
+        kubelet_port: ports::free(1)?[0],
+    };
+    run.update(|state| state.vms.insert(name.to_owned(), vm.clone()))?;
+    Ok(vm)
+}
+
+/// Makes a machine's disks, defines it and starts it.
+pub async fn boot(
+    run: &Run,
+    name: &str,
+    vm: &Vm,
+    image: &BaseImage,
+    kubelet: &KubeletFiles,
+    plugin: &Path,
+) -> Result<()> {
+    let dir = run.path("vms").join(name);
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    let root = dir.join("root.qcow2");
+    let mut overlay = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+    run_helper(overlay.arg(&image.root).arg(&root)).await?;
+    let config = config_disk(&dir, name, vm, kubelet, plugin).await?;
+    let kvm = vm.accelerator == "kvm";
+    let mut xml = DOMAIN.to_owned();
+    for (key, value) in [
+        ("TYPE", if kvm { "kvm" } else { "qemu" }.to_owned()),
+        ("CPU", if kvm { "host-passthrough" } else { "maximum" }.to_owned()),
+        ("NAME", name.to_owned()),
+        ("UUID", vm.uuid.clone()),
+        ("KERNEL", image.kernel.display().to_string()),
+        ("INITRAMFS", image.initramfs.display().to_string()),
+        ("ROOT", root.display().to_string()),
+        ("CONFIG", config.display().to_string()),
+        ("LOGS", run.path("logs").join(name).display().to_string()),
+        ("PORT", vm.kubelet_port.to_string()),
+    ] {
+        xml = xml.replace(&format!("${{{key}}}"), &escape(&value));
+    }
+    let file = dir.join("domain.xml");
+    fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
+    virsh(run, ["define", &file.display().to_string()]).await?;
+    start(run, name).await
+}
+
+/// Starts a defined machine.
+pub async fn start(run: &Run, name: &str) -> Result<()> {
+    virsh(run, ["start", name]).await.map(drop).with_context(|| format!("virtual machine {name} does not start"))
+}
+
+/// Runs virsh on the run's own libvirt.
+pub async fn virsh<'a>(run: &Run, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
+    let uri = libvirtd::uri(run);
+    run_helper(command("virsh", ["--connect", &uri, "--quiet"]).args(args)).await
+}
+
+/// The QEMU process of a machine, by libvirt's pid file, if it is really that machine's.
+pub(crate) fn process(run: &Run, name: &str, vm: &Vm) -> Option<Process> {
+    let file = libvirtd::folder(run).join("run/qemu").join(format!("{name}.pid"));
+    let process = Process::current(fs::read_to_string(file).ok()?.trim().parse().ok()?)?;
+    // The file may be old and the pid another's by now: only a command line with this UUID is this machine.
+    let words = fs::read(format!("/proc/{}/cmdline", process.pid)).ok()?;
+    String::from_utf8_lossy(&words).contains(&vm.uuid).then_some(process)
+}
+
+/// The second disk: who the machine is, its credentials, and the driver as it was built last.
+async fn config_disk(dir: &Path, name: &str, vm: &Vm, kubelet: &KubeletFiles, plugin: &Path) -> Result<PathBuf> {
+    let files = dir.join("config");
+    fs::create_dir_all(&files)?;
+    write_private(&files.join("env"), &format!("NODE_NAME={name}\n"))?;
+    write_private(&files.join("kubeconfig"), &kubelet.kubeconfig)?;
+    write_private(&files.join("ca.crt"), &kubelet.ca)?;
+    write_private(&files.join("kubelet.yaml"), &KUBELET.replace("${PORT}", &vm.kubelet_port.to_string()))?;
+    kubelet.serving.write(&files, "kubelet")?;
+    run_helper(command("strip", ["-o"]).arg(files.join("gc-csi")).arg(plugin)).await?;
+    let bytes: u64 = fs::metadata(files.join("gc-csi"))?.len();
+    let disk = dir.join("config.raw");
+    // Room for the filesystem's own tables; the file is sparse.
+    let megabytes = bytes / (1024 * 1024) + 16;
+    let mut make = command("mke2fs", ["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"]);
+    run_helper(make.arg(&files).arg(&disk).arg(format!("{megabytes}M"))).await?;
+    Ok(disk)
+}
+
+fn escape(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
+}

@@ -1,0 +1,71 @@
+//! A virtual machine as a node: what a cloud provider would do for it, and when it counts as one.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::storage::v1::CSINode;
+use kube::api::{Api, Patch, PatchParams};
+use kube::{Client, ResourceExt};
+use serde_json::json;
+
+use crate::run::Run;
+use crate::wait::eventually;
+
+/// Emulated machines boot in a quarter of a minute when alone, and in minutes beside a build.
+const PATIENCE: Duration = Duration::from_secs(420);
+
+/// Waits until kubelet has registered the node, plays the cloud provider for it, and waits until it is ready.
+pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()> {
+    let nodes: Api<Node> = Api::all(client.clone());
+    let joined = eventually("its node has joined", PATIENCE, || async {
+        Ok(nodes.get_opt(name).await?.ok_or_else(|| "no Node object".to_owned()))
+    });
+    let node = joined.await.with_context(|| explain(run, name))?;
+    initialize(&nodes, &node).await.with_context(|| format!("cannot initialize node {name}"))?;
+    eventually("its node is ready", PATIENCE, || async {
+        let node = nodes.get(name).await?;
+        let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
+        let ready = conditions.iter().find(|condition| condition.type_ == "Ready");
+        Ok(match ready {
+            Some(condition) if condition.status == "True" => Ok(()),
+            Some(condition) => Err(condition.message.clone().unwrap_or_default()),
+            None => Err("no Ready condition".to_owned()),
+        })
+    })
+    .await
+    .with_context(|| explain(run, name))
+}
+
+/// Waits until kubelet knows gc-csi on the node.
+pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<()> {
+    let nodes: Api<CSINode> = Api::all(client.clone());
+    eventually("gc-csi is registered with its kubelet", PATIENCE, || async {
+        let drivers = nodes.get_opt(name).await?.map(|node| node.spec.drivers).unwrap_or_default();
+        let known = drivers.iter().any(|driver| driver.name == crds::names::GUEST_DRIVER);
+        Ok(if known { Ok(()) } else { Err("CSINode does not name it".to_owned()) })
+    })
+    .await
+    .with_context(|| run.explain(&format!("{name}-gc-csi"), "the node plugin did not register"))
+}
+
+/// Kubelets in user-mode networks all have one address, which the host cannot reach. As a cloud provider would, the
+/// lab says where each is reached (its forwarded port, which kubelet reports itself), and clears kubelet's taint.
+async fn initialize(nodes: &Api<Node>, node: &Node) -> Result<()> {
+    let name = node.name_any();
+    let status = json!({"status": {"addresses": [
+        {"type": "InternalIP", "address": "127.0.0.1"},
+        {"type": "Hostname", "address": name},
+    ]}});
+    nodes.patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await?;
+    let taints = node.spec.as_ref().and_then(|spec| spec.taints.clone()).unwrap_or_default();
+    let kept: Vec<_> =
+        taints.into_iter().filter(|taint| taint.key != "node.cloudprovider.kubernetes.io/uninitialized").collect();
+    nodes.patch(&name, &PatchParams::default(), &Patch::Merge(&json!({"spec": {"taints": kept}}))).await?;
+    Ok(())
+}
+
+fn explain(run: &Run, name: &str) -> String {
+    let console = run.explain(&format!("{name}-console"), "the virtual machine's console");
+    format!("{}\n{console}", run.explain(&format!("{name}-kubelet"), "the virtual machine did not become a node"))
+}

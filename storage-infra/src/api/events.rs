@@ -1,0 +1,27 @@
+//! `GET /v1/events`: changes as server-sent events.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::IntoResponse;
+use axum::response::sse::{Event as Sse, KeepAlive};
+use futures::StreamExt;
+use infra_api::{Change, Event, EventKind};
+use tokio_stream::wrappers::BroadcastStream;
+
+use super::App;
+
+/// Changes as they happen. Each event is a hint to read the object again. When a reader is too slow, it gets one
+/// event of kind `resync`, and reads everything again.
+#[utoipa::path(get, path = "/v1/events", tag = "The whole", responses(
+    (status = 200, description = "A stream of events; a comment every 15 s keeps it alive", body = Event, content_type = "text/event-stream"),
+))]
+pub(super) async fn stream(State(app): State<App>) -> impl IntoResponse {
+    let resync = Event { kind: EventKind::Resync, id: String::new(), change: Change::Updated };
+    let events = BroadcastStream::new(app.service.events())
+        .map(move |event| event.unwrap_or_else(|_lagged| resync.clone()))
+        .map(|event| Ok::<_, Infallible>(Sse::default().json_data(&event).unwrap_or_default()))
+        .take_until(app.stop.cancelled_owned());
+    axum::response::Sse::new(events).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
+}

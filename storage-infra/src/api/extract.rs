@@ -1,0 +1,98 @@
+//! What comes in, checked; what is wrong with it, as a problem.
+
+use std::time::Duration;
+
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::request::Parts;
+use infra_api::{DEFAULT_WAIT_SECONDS, MAX_WAIT_SECONDS, ProblemCode};
+use serde::de::DeserializeOwned;
+
+use crate::service::Failure;
+
+fn invalid(detail: impl std::fmt::Display) -> Failure {
+    Failure::new(ProblemCode::Invalid, detail.to_string())
+}
+
+/// The id in the path.
+pub(super) struct Id<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Id<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        let path = Path::<T>::from_request_parts(parts, state).await;
+        path.map(|Path(id)| Self(id)).map_err(|e| invalid(e.body_text()))
+    }
+}
+
+/// The parameters after the `?`.
+pub(super) struct Params<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        let query = Query::<T>::from_request_parts(parts, state).await;
+        query.map(|Query(params)| Self(params)).map_err(|e| invalid(e.body_text()))
+    }
+}
+
+/// A JSON body.
+pub(super) struct Body<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = Failure;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Failure> {
+        let json = axum::Json::<T>::from_request(request, state).await;
+        json.map(|axum::Json(body)| Self(body)).map_err(|e| invalid(e.body_text()))
+    }
+}
+
+/// `Prefer: wait=SECONDS` (RFC 7240), if it is there.
+pub(super) struct Wait(Option<Duration>);
+
+impl Wait {
+    /// For calls that wait unless told otherwise.
+    pub(super) fn or_default(&self) -> Duration {
+        self.0.unwrap_or(Duration::from_secs(DEFAULT_WAIT_SECONDS))
+    }
+
+    /// For calls that answer at once unless told otherwise.
+    pub(super) fn or_none(&self) -> Duration {
+        self.0.unwrap_or(Duration::ZERO)
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for Wait {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Failure> {
+        let preferences = parts.headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
+        Ok(Self(preferences.flat_map(|value| value.split([',', ';'])).find_map(wait)))
+    }
+}
+
+/// Preferences that make no sense are ignored, as RFC 7240 wants it.
+fn wait(preference: &str) -> Option<Duration> {
+    let (name, value) = preference.split_once('=')?;
+    if !name.trim().eq_ignore_ascii_case("wait") {
+        return None;
+    }
+    let seconds: u64 = value.trim().trim_matches('"').parse().ok()?;
+    Some(Duration::from_secs(seconds.min(MAX_WAIT_SECONDS)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_preference_to_wait_is_bounded_and_nonsense_is_ignored() {
+        assert_eq!(wait("wait=3"), Some(Duration::from_secs(3)));
+        assert_eq!(wait(" Wait = \"0\""), Some(Duration::ZERO));
+        assert_eq!(wait("wait=9999"), Some(Duration::from_secs(60)));
+        assert_eq!(wait("wait=soon"), None);
+        assert_eq!(wait("respond-async"), None);
+    }
+}

@@ -1,0 +1,192 @@
+//! Wiring of the server: flags in, everything started, everything stopped.
+
+use std::collections::BTreeMap;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context;
+use axum_server::tls_rustls::RustlsConfig;
+use rustls::RootCertStore;
+use rustls::server::WebPkiClientVerifier;
+use rustls_pki_types::pem::PemObject;
+use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::api;
+use crate::catalog::Catalog;
+use crate::engine::file::private_dir;
+use crate::hypervisor::Hypervisor;
+use crate::hypervisor::libvirt::Libvirt;
+use crate::hypervisor::loop_device::LoopDevices;
+use crate::metrics::Metrics;
+use crate::service::Service;
+
+/// How long work and connections get to end once the server is told to stop.
+const GRACE: Duration = Duration::from_secs(10);
+/// How often the certificate files are looked at.
+const RELOAD: Duration = Duration::from_secs(30);
+
+/// A hypervisor as it stands in a flag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HypervisorFlag {
+    /// Its name, which nodes are registered with.
+    pub name: String,
+    /// What it is and where.
+    pub target: HypervisorTarget,
+}
+
+/// What a hypervisor is and where.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum HypervisorTarget {
+    /// A libvirt URI.
+    Libvirt(String),
+    /// The root directory for links to loop devices.
+    Loop(PathBuf),
+}
+
+/// What `serve` needs.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Where the catalog is.
+    pub data_dir: PathBuf,
+    /// Where the API listens.
+    pub listen: SocketAddr,
+    /// The server's certificate chain.
+    pub tls_cert: PathBuf,
+    /// The server's private key.
+    pub tls_key: PathBuf,
+    /// Who signs the certificates of those who may connect.
+    pub client_ca: PathBuf,
+    /// The hypervisors.
+    pub hypervisors: Vec<HypervisorFlag>,
+    /// Where health and metrics listen.
+    pub http_listen: Option<SocketAddr>,
+}
+
+/// Serves until SIGTERM or SIGINT.
+pub async fn serve(options: Options) -> anyhow::Result<()> {
+    let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
+    private_dir(&options.data_dir)
+        .with_context(|| format!("cannot make the data directory {}", options.data_dir.display()))?;
+    let catalog = Catalog::open(&options.data_dir)?;
+    let service = Service::new(catalog, hypervisors(&options)?, Metrics::default());
+    service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
+
+    let stop = CancellationToken::new();
+    let mut tasks = tokio::task::JoinSet::new();
+    if let Some(address) = options.http_listen {
+        let listener = tokio::net::TcpListener::bind(address)
+            .await
+            .with_context(|| format!("cannot listen for health and metrics on {address}"))?;
+        tracing::info!(address = %listener.local_addr()?, "health and metrics");
+        let server = axum::serve(listener, api::ops_router(service.clone()))
+            .with_graceful_shutdown(stop.clone().cancelled_owned());
+        tasks.spawn(async move { server.await.context("health and metrics") });
+    }
+    let listener =
+        TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
+    listener.set_nonblocking(true)?;
+    tracing::info!(address = %listener.local_addr()?, "serving the API");
+    let handle = axum_server::Handle::new();
+    let router = api::router(service.clone(), stop.clone());
+    let server = axum_server::from_tcp_rustls(listener, tls.clone())?.handle(handle.clone());
+    tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
+    let repairing = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_repaired(stop).await }
+    });
+    let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
+
+    let ended = tokio::select! {
+        result = told_to_stop() => result,
+        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener ended by itself"))),
+    };
+    tracing::info!("stopping");
+    stop.cancel();
+    handle.graceful_shutdown(Some(GRACE));
+    let finish = async {
+        while tasks.join_next().await.is_some() {}
+        let _ = tokio::join!(repairing, reloading);
+        service.drain().await;
+    };
+    if tokio::time::timeout(GRACE, finish).await.is_err() {
+        tracing::warn!("work is still under way; the next start finishes it");
+    }
+    ended
+}
+
+async fn told_to_stop() -> anyhow::Result<()> {
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
+    Ok(())
+}
+
+fn hypervisors(options: &Options) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
+    let mut all: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
+    for flag in &options.hypervisors {
+        let hypervisor: Arc<dyn Hypervisor> = match &flag.target {
+            HypervisorTarget::Libvirt(uri) => Arc::new(Libvirt::new(uri)),
+            HypervisorTarget::Loop(root) => Arc::new(LoopDevices::new(root)),
+        };
+        if all.insert(flag.name.clone(), hypervisor).is_some() {
+            anyhow::bail!("two hypervisors are named {}", flag.name);
+        }
+    }
+    Ok(all)
+}
+
+fn certificates(path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {
+    let found = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let found = found.with_context(|| format!("cannot read certificates from {}", path.display()))?;
+    anyhow::ensure!(!found.is_empty(), "{} has no certificate", path.display());
+    Ok(found)
+}
+
+/// Mutual TLS: who has no certificate from the client CA is not spoken to.
+fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
+    let mut roots = RootCertStore::empty();
+    for ca in certificates(&options.client_ca)? {
+        roots.add(ca).with_context(|| format!("{} is no usable CA", options.client_ca.display()))?;
+    }
+    let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build()?;
+    let key = PrivateKeyDer::from_pem_file(&options.tls_key)
+        .with_context(|| format!("cannot read the private key {}", options.tls_key.display()))?;
+    let mut config = rustls::ServerConfig::builder()
+        .with_client_cert_verifier(clients)
+        .with_single_cert(certificates(&options.tls_cert)?, key)
+        .context("the server's certificate and key do not go together")?;
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(config)
+}
+
+/// Takes renewed certificates into use for new connections.
+async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
+    let read =
+        || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
+    let mut current = read();
+    let mut tick = tokio::time::interval(RELOAD);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = tick.tick() => {}
+        }
+        let now = read();
+        if now == current {
+            continue;
+        }
+        match tls_config(&options) {
+            Ok(config) => {
+                tls.reload_from_config(Arc::new(config));
+                tracing::info!("new certificates are in use");
+                current = now;
+            }
+            // Perhaps one file is written and the next is not: the old ones stay in use until all fit.
+            Err(error) => {
+                tracing::warn!(error = format!("{error:#}"), "the new certificates cannot be used yet");
+            }
+        }
+    }
+}

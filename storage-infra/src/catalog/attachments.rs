@@ -1,0 +1,122 @@
+//! The table of attachments.
+
+use infra_api::{Access, AttachmentId, AttachmentSpec, AttachmentState, VolumeId};
+use rusqlite::{OptionalExtension, Row, params};
+use uuid::Uuid;
+
+use super::{Result, Tx, from_word, parse};
+
+/// An attachment as the catalog keeps it.
+#[derive(Debug, Clone)]
+pub struct AttachmentRow {
+    /// Its id.
+    pub id: AttachmentId,
+    /// The volume.
+    pub volume: VolumeId,
+    /// The node.
+    pub node: Uuid,
+    /// The node cannot write.
+    pub read_only: bool,
+    /// Who may have the volume at the same time.
+    pub access: Access,
+    /// How far it is.
+    pub state: AttachmentState,
+    /// What kept it from getting further.
+    pub message: Option<String>,
+    /// RFC 3339.
+    pub created_at: String,
+}
+
+impl AttachmentRow {
+    /// What was asked for.
+    pub fn spec(&self) -> AttachmentSpec {
+        AttachmentSpec {
+            volume: self.volume.clone(),
+            node: self.node,
+            read_only: self.read_only,
+            access: self.access,
+        }
+    }
+}
+
+const COLUMNS: &str = "id, volume, node, read_only, access, state, message, created_at";
+
+fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
+    let (id, volume, node, read_only): (String, String, String, bool) =
+        (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
+    let (access, state, message, created_at): (String, String, Option<String>, String) =
+        (row.get(4)?, row.get(5)?, row.get(6)?, row.get(7)?);
+    Ok((|| {
+        Ok(AttachmentRow {
+            id: parse("attachments.id", &id)?,
+            volume: parse("attachments.volume", &volume)?,
+            node: parse("attachments.node", &node)?,
+            read_only,
+            access: from_word("attachments.access", &access)?,
+            state: from_word("attachments.state", &state)?,
+            message,
+            created_at,
+        })
+    })())
+}
+
+impl Tx<'_> {
+    /// One attachment.
+    pub fn attachment(&self, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE id = ?1"))?
+            .query_row([id.as_str()], read)
+            .optional()?
+            .transpose()
+    }
+
+    /// All attachments, or those of a node, a volume, or both; by id.
+    pub fn attachments(&self, node: Option<Uuid>, volume: Option<&VolumeId>) -> Result<Vec<AttachmentRow>> {
+        self.0
+            .prepare_cached(&format!(
+                "SELECT {COLUMNS} FROM attachments \
+                 WHERE (?1 IS NULL OR node = ?1) AND (?2 IS NULL OR volume = ?2) ORDER BY id"
+            ))?
+            .query_map(params![node.map(|uuid| uuid.to_string()), volume.map(VolumeId::as_str)], read)?
+            .map(|row| row?)
+            .collect()
+    }
+
+    /// Adds an attachment. Fails where the volume would have a second writer.
+    pub fn insert_attachment(&self, row: &AttachmentRow) -> Result<()> {
+        self.0
+            .prepare_cached(&format!(
+                "INSERT INTO attachments ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)"
+            ))?
+            .execute(params![
+                row.id.as_str(),
+                row.volume.as_str(),
+                row.node.to_string(),
+                row.read_only,
+                row.access.to_string(),
+                row.state.to_string(),
+                row.message,
+                row.created_at,
+            ])?;
+        Ok(())
+    }
+
+    /// Moves an attachment to another state and says what keeps it from getting further.
+    pub fn set_attachment_state(
+        &self,
+        id: &AttachmentId,
+        state: AttachmentState,
+        message: Option<&str>,
+    ) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE attachments SET state = ?2, message = ?3 WHERE id = ?1")?
+            .execute(params![id.as_str(), state.to_string(), message])?;
+        Ok(())
+    }
+
+    /// Removes an attachment.
+    pub fn delete_attachment(&self, id: &AttachmentId) -> Result<()> {
+        self.0.prepare_cached("DELETE FROM attachments WHERE id = ?1")?.execute([id.as_str()])?;
+        Ok(())
+    }
+}

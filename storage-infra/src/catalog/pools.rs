@@ -1,0 +1,97 @@
+//! The table of pools.
+
+use infra_api::{PoolName, PoolSpec};
+use rusqlite::{OptionalExtension, Row, params};
+use uuid::Uuid;
+
+use super::{Result, Tx, from_json, from_word, parse, to_json};
+
+/// A pool as the catalog keeps it.
+#[derive(Debug, Clone)]
+pub struct PoolRow {
+    /// Its name.
+    pub name: PoolName,
+    /// What its marker file must say.
+    pub uuid: Uuid,
+    /// What was asked for.
+    pub spec: PoolSpec,
+    /// Whether the marker file was written.
+    pub marked: bool,
+}
+
+const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked";
+
+fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
+    let (name, uuid, engine): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
+    let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
+    let (cordoned, marked) = (row.get(5)?, row.get(6)?);
+    Ok((|| {
+        Ok(PoolRow {
+            name: parse("pools.name", &name)?,
+            uuid: parse("pools.uuid", &uuid)?,
+            spec: PoolSpec {
+                engine: from_word("pools.engine", &engine)?,
+                path,
+                labels: from_json("pools.labels", &labels)?,
+                cordoned,
+            },
+            marked,
+        })
+    })())
+}
+
+impl Tx<'_> {
+    /// One pool.
+    pub fn pool(&self, name: &PoolName) -> Result<Option<PoolRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM pools WHERE name = ?1"))?
+            .query_row([name.as_str()], read)
+            .optional()?
+            .transpose()
+    }
+
+    /// All pools by name.
+    pub fn pools(&self) -> Result<Vec<PoolRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM pools ORDER BY name"))?
+            .query_map([], read)?
+            .map(|row| row?)
+            .collect()
+    }
+
+    /// Adds a pool.
+    pub fn insert_pool(&self, pool: &PoolRow) -> Result<()> {
+        self.0
+            .prepare_cached(&format!("INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)"))?
+            .execute(params![
+                pool.name.as_str(),
+                pool.uuid.to_string(),
+                pool.spec.engine.to_string(),
+                pool.spec.path,
+                to_json(&pool.spec.labels)?,
+                pool.spec.cordoned,
+                pool.marked,
+            ])?;
+        Ok(())
+    }
+
+    /// Changes what may change of a pool.
+    pub fn update_pool(&self, name: &PoolName, spec: &PoolSpec) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE pools SET labels = ?2, cordoned = ?3 WHERE name = ?1")?
+            .execute(params![name.as_str(), to_json(&spec.labels)?, spec.cordoned])?;
+        Ok(())
+    }
+
+    /// Notes that the marker file is there.
+    pub fn set_pool_marked(&self, name: &PoolName) -> Result<()> {
+        self.0.prepare_cached("UPDATE pools SET marked = 1 WHERE name = ?1")?.execute([name.as_str()])?;
+        Ok(())
+    }
+
+    /// Removes a pool. Fails while it has volumes.
+    pub fn delete_pool(&self, name: &PoolName) -> Result<()> {
+        self.0.prepare_cached("DELETE FROM pools WHERE name = ?1")?.execute([name.as_str()])?;
+        Ok(())
+    }
+}

@@ -1,0 +1,290 @@
+//! Hypervisor `loop`: this host plays every virtual machine. A disk is a loop device; what udev would make of it in a
+//! virtual machine, `wwn-0x…`, is a symbolic link in a directory per node.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{MetadataExt, symlink};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use infra_api::NodeState;
+use rustix::fs::{major, minor};
+use serde::Deserialize;
+use tokio::process::Command;
+use tokio::sync::Mutex;
+use uuid::Uuid;
+
+use super::{Disk, Hypervisor, HypervisorError, Presence, Result, Unplugged, wwn};
+use crate::engine::DiskSource;
+
+/// How long an unplug waits for the kernel to let go of a device.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Loop devices on this host, with links below a root directory.
+pub struct LoopDevices {
+    root: PathBuf,
+    // Setting up a device and linking it are two steps; nobody may look in between.
+    lock: Mutex<()>,
+}
+
+/// One loop device, as `losetup` tells of it.
+#[derive(Debug, Clone, Deserialize)]
+struct Device {
+    name: PathBuf,
+    #[serde(rename = "back-ino")]
+    inode: u64,
+    #[serde(rename = "back-maj:min")]
+    filesystem: String,
+    #[serde(rename = "ro")]
+    read_only: bool,
+    autoclear: bool,
+}
+
+#[derive(Deserialize)]
+struct Devices {
+    loopdevices: Vec<Device>,
+}
+
+fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
+    let what = format!("cannot {what} {}", path.display());
+    move |error| HypervisorError::Uncertain(format!("{what}: {error}"))
+}
+
+async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
+    let output =
+        Command::new("losetup").args(arguments).output().await.map_err(|e| {
+            HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}"))
+        })?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
+}
+
+/// All loop devices in use. The kernel's own view, not a record of ours.
+async fn devices() -> Result<Vec<Device>> {
+    let columns = "NAME,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
+    let text =
+        losetup(&["--list".as_ref(), "--json".as_ref(), "--output".as_ref(), columns.as_ref()]).await?;
+    if text.trim().is_empty() {
+        return Ok(Vec::new());
+    }
+    serde_json::from_str::<Devices>(&text)
+        .map(|list| list.loopdevices)
+        .map_err(|e| HypervisorError::Uncertain(format!("losetup's list cannot be read: {e}")))
+}
+
+/// Which file a device would have to be backed by. By inode: paths can be written in many ways.
+struct Backing {
+    path: PathBuf,
+    inode: u64,
+    filesystem: String,
+}
+
+impl Backing {
+    fn of(disk: &Disk) -> Result<Option<Self>> {
+        let DiskSource::File(path) = &disk.source;
+        match fs::metadata(path) {
+            Ok(meta) => Ok(Some(Self {
+                path: path.clone(),
+                inode: meta.ino(),
+                filesystem: format!("{}:{}", major(meta.dev()), minor(meta.dev())),
+            })),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(uncertain("look at", path)(error)),
+        }
+    }
+
+    fn backs(&self, device: &Device) -> bool {
+        device.inode == self.inode && device.filesystem == self.filesystem
+    }
+}
+
+impl LoopDevices {
+    /// Links go to `<root>/<node>/wwn-0x<wwn>`.
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into(), lock: Mutex::new(()) }
+    }
+
+    fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
+        self.root.join(node.to_string()).join(format!("wwn-0x{}", wwn(disk)))
+    }
+
+    /// The devices that some node's link points to.
+    fn linked(&self) -> Result<HashSet<PathBuf>> {
+        let mut found = HashSet::new();
+        for node in list(&self.root)? {
+            for link in list(&node)? {
+                if let Ok(target) = fs::read_link(&link) {
+                    found.insert(target);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// The device that a node's link points to, if it is still backed by the disk's file.
+    fn linked_device(&self, node: Uuid, disk: &Disk, devices: &[Device]) -> Result<Option<Device>> {
+        let Ok(target) = fs::read_link(self.link(node, disk.uuid)) else { return Ok(None) };
+        let Some(backing) = Backing::of(disk)? else { return Ok(None) };
+        // After a reboot, or when someone detached by hand, the number may stand for another file.
+        Ok(devices.iter().find(|device| device.name == target && backing.backs(device)).cloned())
+    }
+
+    async fn plugged(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
+        self.linked_device(node, disk, &devices().await?)
+    }
+
+    fn set_link(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
+        let link = self.link(node, disk);
+        let dir = self.root.join(node.to_string());
+        fs::create_dir_all(&dir).map_err(uncertain("make", &dir))?;
+        let fresh = dir.join(format!(".new-{}", disk.simple()));
+        remove(&fresh)?;
+        symlink(device, &fresh).map_err(uncertain("make", &fresh))?;
+        fs::rename(&fresh, &link).map_err(uncertain("make", &link))
+    }
+
+    async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {
+        let attempt = |direct: bool| {
+            let mut arguments: Vec<&std::ffi::OsStr> = vec!["--find".as_ref(), "--show".as_ref()];
+            if direct {
+                arguments.push("--direct-io=on".as_ref());
+            }
+            if disk.read_only {
+                arguments.push("--read-only".as_ref());
+            }
+            arguments.push(path.as_os_str());
+            async move { losetup(&arguments).await }
+        };
+        // Without direct I/O every page would be cached twice; some filesystems do not have it.
+        let name = match attempt(true).await {
+            Ok(name) => name,
+            Err(_) => attempt(false).await.map_err(|e| HypervisorError::Refused(e.to_string()))?,
+        };
+        Ok(PathBuf::from(name.trim()))
+    }
+}
+
+fn list(dir: &Path) -> Result<Vec<PathBuf>> {
+    match fs::read_dir(dir) {
+        Ok(entries) => Ok(entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(Vec::new())
+        }
+        Err(error) => Err(uncertain("list", dir)(error)),
+    }
+}
+
+fn remove(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(uncertain("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+#[async_trait]
+impl Hypervisor for LoopDevices {
+    fn kind(&self) -> &'static str {
+        "loop"
+    }
+
+    async fn check(&self) -> Result<()> {
+        fs::create_dir_all(&self.root)
+            .map_err(|e| HypervisorError::Unreachable(format!("cannot make {}: {e}", self.root.display())))?;
+        devices().await.map(drop)
+    }
+
+    /// This host runs, or nobody would answer.
+    async fn state(&self, _node: Uuid) -> Result<NodeState> {
+        Ok(NodeState::Running)
+    }
+
+    async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
+        let devices = devices().await?;
+        let mut present = HashSet::new();
+        for disk in disks {
+            if self.linked_device(node, disk, &devices)?.is_some() {
+                present.insert(disk.uuid);
+            }
+        }
+        Ok(Presence { state: NodeState::Running, disks: present })
+    }
+
+    async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let _guard = self.lock.lock().await;
+        let Some(backing) = Backing::of(disk)? else {
+            let DiskSource::File(path) = &disk.source;
+            return Err(HypervisorError::Refused(format!("{} is not there", path.display())));
+        };
+        if let Some(device) = self.plugged(node, disk).await? {
+            if device.autoclear {
+                return Err(HypervisorError::Uncertain(format!(
+                    "{} is being detached and still in use; unmount it, then repeat",
+                    device.name.display()
+                )));
+            }
+            return Ok(());
+        }
+        // A device without a link is what a crash between the two steps left behind.
+        let linked = self.linked()?;
+        let stray = devices().await?.into_iter().find(|device| {
+            backing.backs(device)
+                && !linked.contains(&device.name)
+                && device.read_only == disk.read_only
+                && !device.autoclear
+        });
+        let device = match stray {
+            Some(device) => device.name,
+            None => self.set_up(disk, &backing.path).await?,
+        };
+        self.set_link(node, disk.uuid, &device)
+    }
+
+    async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
+        let _guard = self.lock.lock().await;
+        let link = self.link(node, disk.uuid);
+        let linked = self.plugged(node, disk).await?.map(|device| device.name);
+        let others = self.linked()?;
+        let start = Instant::now();
+        let mut asked = false;
+        let mut pause = Duration::from_millis(5);
+        while let Some(backing) = Backing::of(disk)? {
+            // Besides the linked device also one that a crash left without a link, so that nothing of the file stays.
+            let ours: Vec<Device> = devices()
+                .await?
+                .into_iter()
+                .filter(|d| {
+                    backing.backs(d) && (Some(&d.name) == linked.as_ref() || !others.contains(&d.name))
+                })
+                .collect();
+            let Some(device) = ours.first() else { break };
+            if !asked || ours.iter().any(|device| !device.autoclear) {
+                for device in &ours {
+                    losetup(&["--detach".as_ref(), device.name.as_os_str()]).await?;
+                }
+                asked = true;
+            } else if start.elapsed() > PATIENCE {
+                return Ok(Unplugged::StillThere(format!(
+                    "{} is still in use on this host; unmount it",
+                    device.name.display()
+                )));
+            } else {
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_millis(200));
+            }
+        }
+        remove(&link)?;
+        Ok(Unplugged::Gone)
+    }
+
+    async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
+        match self.plugged(node, disk).await? {
+            Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
+            None => Err(HypervisorError::Refused(format!("the disk {} is not plugged", disk.uuid))),
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! Metrics, in the OpenMetrics text format.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use infra_api::{Pool, PoolName};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::registry::{Registry, Unit};
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RequestLabels {
+    method: String,
+    route: String,
+    code: u16,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RouteLabels {
+    method: String,
+    route: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PoolLabels {
+    pool: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct HypervisorLabels {
+    hypervisor: String,
+}
+
+type PoolGauge = Family<PoolLabels, Gauge>;
+
+/// Upper bounds in seconds: an attach takes some 50 ms, a wait up to a minute.
+const LATENCIES: [f64; 11] = [0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 60.0];
+
+/// All metrics of the server. Cheap to clone.
+#[derive(Clone)]
+pub struct Metrics(Arc<Inner>);
+
+struct Inner {
+    registry: Registry,
+    requests: Family<RequestLabels, Counter>,
+    latency: Family<RouteLabels, Histogram>,
+    repairs: Counter,
+    hypervisors: Family<HypervisorLabels, Gauge>,
+    capacity: PoolGauge,
+    reserved: PoolGauge,
+    used: PoolGauge,
+    free: PoolGauge,
+    healthy: PoolGauge,
+    unknown_files: PoolGauge,
+    known: Mutex<Vec<PoolName>>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("nestor_infra");
+        let requests = Family::default();
+        registry.register("requests", "Requests answered, by route and HTTP status", requests.clone());
+        let latency: Family<RouteLabels, Histogram> =
+            Family::new_with_constructor(|| Histogram::new(LATENCIES));
+        let help = "Time until the head of the answer";
+        registry.register_with_unit("request_duration", help, Unit::Seconds, latency.clone());
+        let repairs = Counter::default();
+        registry.register("repairs", "Disks plugged again after a machine lost them", repairs.clone());
+        let hypervisors = Family::default();
+        registry.register("hypervisor_reachable", "1 where the hypervisor answers", hypervisors.clone());
+        let mut pool = |name: &str, help: &str, unit: Option<Unit>| {
+            let gauge = PoolGauge::default();
+            match unit {
+                Some(unit) => registry.register_with_unit(name, help, unit, gauge.clone()),
+                None => registry.register(name, help, gauge.clone()),
+            }
+            gauge
+        };
+        let capacity = pool("pool_capacity", "Size of the pool's filesystem", Some(Unit::Bytes));
+        let reserved =
+            pool("pool_reserved", "Sum of the capacities of the pool's volumes", Some(Unit::Bytes));
+        let used = pool("pool_used", "What the pool's filesystem has in use", Some(Unit::Bytes));
+        let free = pool("pool_free", "What a new volume can have", Some(Unit::Bytes));
+        let healthy = pool("pool_healthy", "1 where the pool is there and ours", None);
+        let unknown_files = pool("pool_unknown_files", "Files that no volume owns; never removed", None);
+        let known = Mutex::default();
+        Self(Arc::new(Inner {
+            registry,
+            requests,
+            latency,
+            repairs,
+            hypervisors,
+            capacity,
+            reserved,
+            used,
+            free,
+            healthy,
+            unknown_files,
+            known,
+        }))
+    }
+}
+
+impl Metrics {
+    /// Counts one answered request.
+    pub fn request(&self, method: &str, route: &str, code: u16, took: Duration) {
+        let (method, route) = (method.to_owned(), route.to_owned());
+        let labels = RouteLabels { method: method.clone(), route: route.clone() };
+        self.0.latency.get_or_create(&labels).observe(took.as_secs_f64());
+        self.0.requests.get_or_create(&RequestLabels { method, route, code }).inc();
+    }
+
+    /// Counts one repaired attachment.
+    pub fn repaired(&self) {
+        self.0.repairs.inc();
+    }
+
+    /// Notes whether a hypervisor answers.
+    pub fn set_hypervisor(&self, name: &str, reachable: bool) {
+        let labels = HypervisorLabels { hypervisor: name.to_owned() };
+        self.0.hypervisors.get_or_create(&labels).set(i64::from(reachable));
+    }
+
+    /// Notes what the pools are like, and forgets those that are no more.
+    pub fn set_pools(&self, pools: &[Pool], unknown_files: impl Fn(&PoolName) -> u64) {
+        let clamp = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        let label = |name: &PoolName| PoolLabels { pool: name.to_string() };
+        let inner = &self.0;
+        for pool in pools {
+            let labels = label(&pool.name);
+            inner.capacity.get_or_create(&labels).set(clamp(pool.capacity_bytes));
+            inner.reserved.get_or_create(&labels).set(clamp(pool.reserved_bytes));
+            inner.used.get_or_create(&labels).set(clamp(pool.used_bytes));
+            inner.free.get_or_create(&labels).set(clamp(pool.free_bytes));
+            inner.healthy.get_or_create(&labels).set(i64::from(pool.healthy));
+            inner.unknown_files.get_or_create(&labels).set(clamp(unknown_files(&pool.name)));
+        }
+        let now: Vec<PoolName> = pools.iter().map(|pool| pool.name.clone()).collect();
+        let mut known = inner.known.lock().unwrap_or_else(PoisonError::into_inner);
+        for gone in known.iter().filter(|name| !now.contains(name)) {
+            for family in [
+                &inner.capacity,
+                &inner.reserved,
+                &inner.used,
+                &inner.free,
+                &inner.healthy,
+                &inner.unknown_files,
+            ] {
+                family.remove(&label(gone));
+            }
+        }
+        *known = now;
+    }
+
+    /// All metrics as text.
+    pub fn encode(&self) -> Result<String, std::fmt::Error> {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.0.registry)?;
+        Ok(text)
+    }
+}

@@ -1,0 +1,154 @@
+//! The use cases. Each writes its intent to the catalog, then acts, then writes what came of it; so what a crash
+//! interrupts is known, and [`recovery`] finishes it.
+//!
+//! A volume's lock is held from the first look at it to the last write about it. Work runs in tasks of its own: a
+//! caller that goes away stops waiting, not the work.
+
+mod attachments;
+mod locks;
+mod nodes;
+mod pools;
+mod problems;
+mod recovery;
+mod volumes;
+
+use std::collections::{BTreeMap, HashMap};
+use std::future::Future;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use infra_api::{AttachmentId, Change, Event, EventKind, PoolName, ProblemCode, What};
+use tokio::sync::broadcast;
+use tokio_util::task::TaskTracker;
+
+use crate::catalog::{Catalog, PoolRow};
+use crate::engine::{Engine, FileEngine};
+use crate::hypervisor::Hypervisor;
+use crate::metrics::Metrics;
+
+pub use attachments::Progress;
+pub use problems::{Failure, Result};
+
+/// How many events a slow reader may fall behind before it is told to read everything again.
+const EVENTS_KEPT: usize = 1024;
+
+/// The storage infra. Cheap to clone.
+#[derive(Clone)]
+pub struct Service(Arc<Inner>);
+
+struct Inner {
+    catalog: Catalog,
+    hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
+    engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
+    /// Per volume.
+    locks: locks::Locks,
+    /// From measuring the pools to reserving space in one of them; also while a pool comes or goes.
+    placing: tokio::sync::Mutex<()>,
+    operations: Mutex<HashMap<AttachmentId, attachments::Operation>>,
+    unknown_files: Mutex<HashMap<PoolName, Vec<String>>>,
+    events: broadcast::Sender<Event>,
+    tasks: TaskTracker,
+    metrics: Metrics,
+}
+
+impl Service {
+    /// The service over an open catalog and these hypervisors, by name.
+    pub fn new(
+        catalog: Catalog,
+        hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
+        metrics: Metrics,
+    ) -> Self {
+        Self(Arc::new(Inner {
+            catalog,
+            hypervisors,
+            engines: Mutex::default(),
+            locks: locks::Locks::default(),
+            placing: tokio::sync::Mutex::default(),
+            operations: Mutex::default(),
+            unknown_files: Mutex::default(),
+            events: broadcast::channel(EVENTS_KEPT).0,
+            tasks: TaskTracker::new(),
+            metrics,
+        }))
+    }
+
+    /// Changes from now on.
+    pub fn events(&self) -> broadcast::Receiver<Event> {
+        self.0.events.subscribe()
+    }
+
+    /// The metrics that this service keeps.
+    pub fn metrics(&self) -> &Metrics {
+        &self.0.metrics
+    }
+
+    /// Waits for the work under way. Nothing new may be begun meanwhile.
+    pub async fn drain(&self) {
+        self.0.tasks.close();
+        self.0.tasks.wait().await;
+    }
+
+    fn emit(&self, kind: EventKind, id: impl ToString, change: Change) {
+        // An error means that nobody listens.
+        let _ = self.0.events.send(Event { kind, id: id.to_string(), change });
+    }
+
+    /// Runs work that its caller must not be able to break off.
+    async fn unbroken<T, F>(&self, work: F) -> Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T>> + Send + 'static,
+    {
+        self.0.tasks.spawn(work).await.unwrap_or_else(|error| {
+            Err(Failure::new(ProblemCode::Internal, format!("the work broke off: {error}")))
+        })
+    }
+
+    /// Runs an engine's blocking call.
+    async fn engine<T, E, F>(&self, engine: Arc<dyn Engine>, work: F) -> std::result::Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<crate::engine::EngineError> + Send + 'static,
+        F: FnOnce(&dyn Engine) -> std::result::Result<T, E> + Send + 'static,
+    {
+        tokio::task::spawn_blocking(move || work(engine.as_ref())).await.unwrap_or_else(|error| {
+            let what = "finish a call to the pool".to_owned();
+            Err(crate::engine::EngineError::Io { what, source: std::io::Error::other(error) }.into())
+        })
+    }
+
+    fn engine_of(&self, pool: &PoolRow) -> Arc<dyn Engine> {
+        let mut engines = self.0.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        let fresh = || match pool.spec.engine {
+            infra_api::EngineKind::File => {
+                Arc::new(FileEngine::new(&pool.spec.path, pool.uuid)) as Arc<dyn Engine>
+            }
+        };
+        engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
+    }
+
+    fn forget_engine(&self, pool: &PoolName) {
+        self.0.engines.lock().unwrap_or_else(PoisonError::into_inner).remove(pool);
+    }
+
+    fn hypervisor(&self, name: &str) -> Result<Arc<dyn Hypervisor>> {
+        self.0.hypervisors.get(name).cloned().ok_or_else(|| {
+            infra_api::Problem::new(
+                ProblemCode::Unavailable,
+                format!("the hypervisor {name} is not among this server's: {}", self.hypervisor_names()),
+            )
+            .about(What::Hypervisor, name)
+            .into()
+        })
+    }
+
+    fn hypervisor_names(&self) -> String {
+        let names: Vec<&str> = self.0.hypervisors.keys().map(String::as_str).collect();
+        if names.is_empty() { "none (see --hypervisor)".into() } else { names.join(", ") }
+    }
+}
+
+/// The time now, RFC 3339 in UTC, whole seconds.
+fn now() -> String {
+    let now = jiff::Timestamp::now();
+    jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
+}

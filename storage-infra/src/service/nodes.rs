@@ -1,0 +1,121 @@
+//! Nodes: which virtual machines there are, and where.
+
+use std::time::Duration;
+
+use infra_api::{Change, EventKind, Node, NodeSpec, NodeState, Problem, ProblemCode, What};
+use uuid::Uuid;
+
+use super::{Failure, Result, Service};
+use crate::catalog::NodeRow;
+
+/// How long a hypervisor may take to say how a virtual machine is.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+impl Service {
+    /// One node, with what its hypervisor says now.
+    pub async fn node(&self, uuid: Uuid) -> Result<Node> {
+        let row = self.node_row(uuid).await?;
+        Ok(self.to_node(row).await)
+    }
+
+    /// All nodes, with what their hypervisors say now.
+    pub async fn nodes(&self) -> Result<Vec<Node>> {
+        let rows = self.0.catalog.run(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
+        Ok(futures::future::join_all(rows.into_iter().map(|row| self.to_node(row))).await)
+    }
+
+    pub(super) async fn node_row(&self, uuid: Uuid) -> Result<NodeRow> {
+        self.0
+            .catalog
+            .run(move |tx| -> Result<_> {
+                tx.node(uuid)?.ok_or_else(|| Failure::not_found(What::Node, uuid))
+            })
+            .await
+    }
+
+    async fn to_node(&self, row: NodeRow) -> Node {
+        let asked = match self.hypervisor(&row.spec.hypervisor) {
+            Ok(hypervisor) => match tokio::time::timeout(PATIENCE, hypervisor.state(row.uuid)).await {
+                Ok(state) => state.map_err(|error| error.to_string()),
+                Err(_) => Err(format!("no answer from {} within {PATIENCE:?}", row.spec.hypervisor)),
+            },
+            Err(failure) => Err(failure.0.detail.clone()),
+        };
+        let NodeSpec { name, hypervisor, zone, labels } = row.spec;
+        let message = asked.as_ref().err().cloned();
+        let state = asked.unwrap_or(NodeState::Unknown);
+        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, message }
+    }
+
+    /// Registers a node, or changes it. True when it is new.
+    pub async fn put_node(&self, uuid: Uuid, spec: NodeSpec) -> Result<(Node, bool)> {
+        if uuid.is_nil() || spec.name.is_empty() {
+            let detail = format!("the node {uuid} must have a UUID that is not zero, and a name");
+            return Err(Failure::new(ProblemCode::Invalid, detail));
+        }
+        if !self.0.hypervisors.contains_key(&spec.hypervisor) {
+            let detail = format!(
+                "the node {uuid} is to run on hypervisor {:?}, and this server has: {}",
+                spec.hypervisor,
+                self.hypervisor_names()
+            );
+            return Err(Failure::new(ProblemCode::Invalid, detail));
+        }
+        let created = self
+            .0
+            .catalog
+            .run(move |tx| -> Result<_> {
+                let before = tx.node(uuid)?;
+                if let Some(before) = &before
+                    && before.spec.hypervisor != spec.hypervisor
+                    && !tx.attachments(Some(uuid), None)?.is_empty()
+                {
+                    let detail = format!(
+                        "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves",
+                        before.spec.name, before.spec.hypervisor
+                    );
+                    return Err(Problem::new(ProblemCode::InUse, detail).about(What::Node, uuid).into());
+                }
+                tx.put_node(&NodeRow { uuid, spec })?;
+                Ok(before.is_none())
+            })
+            .await?;
+        self.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
+        Ok((self.node(uuid).await?, created))
+    }
+
+    /// Forgets a node. Its disks must be detached, or its hypervisor must confirm that the machine is gone.
+    pub async fn delete_node(&self, uuid: Uuid) -> Result<bool> {
+        let service = self.clone();
+        self.unbroken(async move {
+            let found = service
+                .0
+                .catalog
+                .run(move |tx| -> Result<_> { Ok((tx.node(uuid)?, tx.attachments(Some(uuid), None)?)) })
+                .await?;
+            let (Some(row), attachments) = found else { return Ok(false) };
+            if !attachments.is_empty() {
+                let state = service.hypervisor(&row.spec.hypervisor)?.state(uuid).await?;
+                if state != NodeState::Gone {
+                    let volumes: Vec<&str> = attachments.iter().map(|a| a.volume.as_str()).collect();
+                    let detail = format!(
+                        "the node {} ({uuid}) is {state} and has the volumes {}; detach them first",
+                        row.spec.name,
+                        volumes.join(", ")
+                    );
+                    return Err(Problem::new(ProblemCode::InUse, detail)
+                        .about(What::Node, uuid)
+                        .used_by(vec![infra_api::NodeRef { uuid, name: row.spec.name }])
+                        .into());
+                }
+                for attachment in attachments {
+                    service.detach(attachment.id, Duration::MAX).await?;
+                }
+            }
+            service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
+            service.emit(EventKind::Node, uuid, Change::Deleted);
+            Ok(true)
+        })
+        .await
+    }
+}

@@ -17,6 +17,7 @@ use kube_kit::client::{connect, wait_until_reachable};
 use kube_kit::health::Health;
 use kube_kit::http;
 use prometheus_client::registry::Registry;
+use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 
@@ -72,6 +73,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let routes = Routes::new(IdentityServer::new(identity))
         .add_service(ControllerServer::new(Controller::new(infra.clone())));
 
+    let infra_back = Notify::new();
     let csi = async {
         let _all_stop = stop_with_me(&stop);
         server::serve(&args.endpoint, routes, calls, stop.clone()).await.map_err(anyhow::Error::from)
@@ -85,10 +87,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let attachments = async {
         if wait_until_reachable(&client, "management", &reachable, &stop).await {
-            attach.run(client.clone(), infra.clone(), &ready, stop.clone()).await;
+            attach.run(client.clone(), infra.clone(), &infra_back, &ready, stop.clone()).await;
         }
     };
-    let watch_infra = monitor(infra.clone(), infra_answers, stop.clone());
+    let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
     let (csi, http, (), ()) = tokio::join!(csi, http, attachments, watch_infra);
     csi.and(http)
 }

@@ -25,6 +25,8 @@ pub struct View {
     pub held: bool,
     /// Its generation.
     pub generation: i64,
+    /// Whether it was first seen only now, so that the claim's or volume's news may be on their way.
+    pub fresh: bool,
     /// What was answered so far.
     pub status: VolumeAttachmentStatus,
     /// What the infra is to do, from the order, its claim and its volume; or why that can't be said.
@@ -59,6 +61,8 @@ pub enum Step {
     Report(VolumeAttachmentStatus),
     /// Drop the finalizer.
     Release,
+    /// Nothing for a moment: the watches of claims and volumes may be behind that of orders.
+    Settle,
     /// Nothing, until an object changes.
     Done,
     /// Nothing now; begin again after a while.
@@ -73,6 +77,7 @@ pub fn decide(view: &View, now: &Time) -> Step {
 fn decide_wanted(view: &View, now: &Time) -> Step {
     let spec = match &view.target {
         Ok(spec) => spec,
+        Err(_) if view.fresh => return Step::Settle,
         Err(failure) => return failed(view, failure, now),
     };
     if !view.held {
@@ -146,6 +151,7 @@ mod tests {
             deleting: false,
             held: true,
             generation: 1,
+            fresh: false,
             status: VolumeAttachmentStatus::default(),
             target: Ok(spec()),
             infra: Infra::Unasked,
@@ -163,7 +169,7 @@ mod tests {
                 Step::Release => view.held = false,
                 Step::Plug(_) | Step::Unplug => view.infra = infra.clone(),
                 Step::Report(status) => view.status = status.clone(),
-                Step::Done | Step::Retry(_) => return steps,
+                Step::Settle | Step::Done | Step::Retry(_) => return steps,
             }
             steps.push(step);
             assert!(steps.len() < 10, "does not end: {steps:?}");
@@ -232,6 +238,15 @@ mod tests {
         view.target = Err(Failure::of_objects("ClaimNotFound", "no claim".into()));
         assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Report(_)]));
         assert_eq!(decide(&view, &at(6)), Step::Done);
+    }
+
+    #[test]
+    fn a_claim_that_is_just_being_bound_is_not_called_missing() {
+        let mut view = View { fresh: true, ..new_order() };
+        view.target = Err(Failure::of_objects("ClaimNotBound", "not bound".into()));
+        assert_eq!(decide(&view, &at(5)), Step::Settle);
+        view.target = Ok(spec());
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug(_), Step::Report(_)]));
     }
 
     #[test]

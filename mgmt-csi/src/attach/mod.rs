@@ -23,11 +23,12 @@ use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
 use kube_kit::queue::{Queue, Retry, queue};
 use prometheus_client::registry::Registry;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::infra::StorageInfra;
 use metrics::Metrics;
-use reconcile::{Answers, Reconciler};
+use reconcile::{Memories, Reconciler};
 
 /// The reconciler, registered but not started.
 #[derive(Debug)]
@@ -42,28 +43,30 @@ impl Attach {
         Self { metrics: Metrics::register(registry), parallel }
     }
 
-    /// Runs until `stop`. `ready` gets a check for each watch.
+    /// Runs until `stop`. `ready` gets a check for each watch. Orders that wait to be tried again are looked
+    /// at as soon as `infra_back` is notified.
     pub async fn run(
         self,
         client: Client,
         infra: Arc<dyn StorageInfra>,
+        infra_back: &Notify,
         ready: &Health,
         stop: CancellationToken,
     ) {
         let (queue, worker) = queue::<Key>();
         let by_claim = Arc::new(Index::default());
-        let answers = Arc::new(Answers::default());
+        let memories = Arc::new(Memories::default());
         let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
 
         let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
         let orders = Arc::new(Latest::new(builder.informer()));
         let handler = {
-            let (orders, answers) = (orders.clone(), answers.clone());
+            let (orders, memories) = (orders.clone(), memories.clone());
             let (by_claim, queue) = (by_claim.clone(), queue.clone());
             move |change: &Change<'_, VolumeAttachment>| {
                 by_claim.put(change.key, change.new.map(|order| target::claim_key(order)));
                 orders.seen(change);
-                if answers.is_news(change) {
+                if memories.is_news(change) {
                     queue.push(change.key.clone());
                 }
             }
@@ -104,6 +107,7 @@ impl Attach {
             _ = async { tokio::join!(orders.informer().synced(), claims.synced(), volumes.synced()) } => {}
         }
         tracing::info!(attachments = orders.informer().len(), "carrying out VolumeAttachments");
+        let look_again = push_unfinished(orders.clone(), queue, infra_back);
         let reconciler = Arc::new(Reconciler {
             events: Events::new(client.clone(), "mgmt-csi"),
             client,
@@ -111,16 +115,31 @@ impl Attach {
             orders,
             claims,
             volumes,
-            answers,
+            memories,
             metrics: self.metrics,
             stop: stop.clone(),
         });
-        worker
-            .run(self.parallel, Retry::default(), stop, |key| {
-                let reconciler = reconciler.clone();
-                async move { reconciler.reconcile(&key).await }
-            })
-            .await;
+        let work = worker.run(self.parallel, Retry::default(), stop, |key| {
+            let reconciler = reconciler.clone();
+            async move { reconciler.reconcile(&key).await }
+        });
+        tokio::select! {
+            () = work => {}
+            () = look_again => {}
+        }
+    }
+}
+
+/// Asks for a look at every order that is not carried out, each time the infra is back.
+async fn push_unfinished(orders: Arc<Latest<VolumeAttachment>>, queue: Queue<Key>, infra_back: &Notify) {
+    loop {
+        infra_back.notified().await;
+        for order in orders.informer().list() {
+            let attached = order.status.as_ref().is_some_and(|status| status.attached);
+            if !attached || order.metadata.deletion_timestamp.is_some() {
+                queue.push(Key::of(&*order));
+            }
+        }
     }
 }
 

@@ -27,6 +27,8 @@ use crate::infra::{StorageInfra, attachment_id};
 
 /// How long one pass waits for the infra. It goes on by itself; the next pass picks the result up.
 const WAIT: Duration = Duration::from_secs(30);
+/// How long the watches of claims and volumes may be behind that of orders.
+const SETTLE: Duration = Duration::from_millis(300);
 /// How often a plugged disk is looked at again, at most: it may have been unplugged behind our back.
 const LOOK_AGAIN: Duration = Duration::from_secs(600);
 
@@ -41,19 +43,30 @@ pub(super) enum Unfinished {
     Write { what: &'static str, reason: String },
 }
 
-/// The answers that this process wrote or is writing. Their echo in the watch is no news.
-#[derive(Debug, Default)]
-pub(super) struct Answers(Mutex<HashMap<Key, VolumeAttachmentStatus>>);
+/// What this process remembers of each order.
+#[derive(Debug)]
+struct Memory {
+    first_seen: Instant,
+    /// The answer that it wrote or is writing. Its echo in the watch is no news.
+    answer: Option<VolumeAttachmentStatus>,
+}
 
-impl Answers {
+/// The memories of all orders.
+#[derive(Debug, Default)]
+pub(super) struct Memories(Mutex<HashMap<Key, Memory>>);
+
+impl Memories {
     /// Whether a change asks for a look at the order.
     pub(super) fn is_news(&self, change: &Change<'_, VolumeAttachment>) -> bool {
         let (old, new) = match (change.old, change.new) {
             (_, None) => {
-                self.held().remove(change.key);
+                self.all().remove(change.key);
                 return false;
             }
-            (None, Some(_)) => return true,
+            (None, Some(_)) => {
+                self.all().insert(change.key.clone(), Memory { first_seen: Instant::now(), answer: None });
+                return true;
+            }
             (Some(old), Some(new)) => (old, new),
         };
         let (before, now) = (old.meta(), new.meta());
@@ -64,10 +77,21 @@ impl Answers {
         {
             return true;
         }
-        old.status != new.status && new.status.as_ref() != self.held().get(change.key)
+        let answer = self.all().get(change.key).and_then(|memory| memory.answer.clone());
+        old.status != new.status && new.status != answer
     }
 
-    fn held(&self) -> MutexGuard<'_, HashMap<Key, VolumeAttachmentStatus>> {
+    fn is_fresh(&self, key: &Key) -> bool {
+        self.all().get(key).is_some_and(|memory| memory.first_seen.elapsed() < SETTLE)
+    }
+
+    fn answering(&self, key: &Key, answer: Option<VolumeAttachmentStatus>) {
+        if let Some(memory) = self.all().get_mut(key) {
+            memory.answer = answer;
+        }
+    }
+
+    fn all(&self) -> MutexGuard<'_, HashMap<Key, Memory>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -79,7 +103,7 @@ pub(super) struct Reconciler {
     pub(super) orders: Arc<Latest<VolumeAttachment>>,
     pub(super) claims: Informer<PersistentVolumeClaim>,
     pub(super) volumes: Informer<PersistentVolume>,
-    pub(super) answers: Arc<Answers>,
+    pub(super) memories: Arc<Memories>,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
     pub(super) stop: CancellationToken,
@@ -93,7 +117,7 @@ impl Reconciler {
         loop {
             // Read anew before each step: the order can be deleted while the infra works.
             let Some(order) = self.orders.get(key) else { return Ok(Next::Wait) };
-            let view = self.view(&order, infra.clone());
+            let view = self.view(key, &order, infra.clone());
             let still_there = match decide(&view, &now()) {
                 Step::Plug(spec) => {
                     let started = Instant::now();
@@ -132,6 +156,7 @@ impl Reconciler {
                 }
                 Step::Hold => self.hold(key, &order).await?,
                 Step::Release => self.release(key, &order).await?,
+                Step::Settle => return Ok(Next::After(SETTLE)),
                 Step::Done if view.status.attached && !view.deleting => {
                     return Ok(Next::After(LOOK_AGAIN.mul_f64(0.5 + fastrand::f64() / 2.0)));
                 }
@@ -153,7 +178,7 @@ impl Reconciler {
         self.orders.informer().wait_for(key, beyond_the_call, is_deleted).await;
     }
 
-    fn view(&self, order: &VolumeAttachment, infra: Infra) -> View {
+    fn view(&self, key: &Key, order: &VolumeAttachment, infra: Infra) -> View {
         let status = order.status.clone().unwrap_or_default();
         let claim_key = claim_key(order);
         let claim = self.claims.get(&claim_key);
@@ -164,6 +189,7 @@ impl Reconciler {
             held: is_held(order),
             generation: order.metadata.generation.unwrap_or_default(),
             target: target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), status.attached),
+            fresh: order.status.is_none() && self.memories.is_fresh(key),
             status,
             infra,
         }
@@ -176,7 +202,7 @@ impl Reconciler {
         order: &VolumeAttachment,
         status: &VolumeAttachmentStatus,
     ) -> Result<bool, Unfinished> {
-        self.answers.held().insert(key.clone(), status.clone());
+        self.memories.answering(key, Some(status.clone()));
         let patch =
             json_patch(json!([same_object(order), {"op": "add", "path": "/status", "value": status}]));
         let written = self.api(key).patch_status(&key.name, &PatchParams::default(), &patch).await;
@@ -190,7 +216,7 @@ impl Reconciler {
                 "answered"
             );
         } else {
-            self.answers.held().remove(key);
+            self.memories.answering(key, None);
         }
         taken
     }

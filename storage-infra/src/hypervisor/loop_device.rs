@@ -99,7 +99,8 @@ impl Backing {
     }
 
     fn backs(&self, device: &Device) -> bool {
-        device.inode == self.inode && device.filesystem == self.filesystem
+        // Some versions of losetup pad the numbers with spaces.
+        device.inode == self.inode && device.filesystem.trim() == self.filesystem
     }
 }
 

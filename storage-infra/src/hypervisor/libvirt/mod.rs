@@ -47,6 +47,8 @@ static EVENTS: Once = Once::new();
 /// Runs libvirt's event loop, which sends the keep-alives that tell a dead connection from a slow one.
 fn start_event_loop() {
     EVENTS.call_once(|| {
+        // Errors are told by whoever gets them; libvirt would print each to the process's own output besides.
+        virt::error::clear_error_callback();
         if let Err(error) = virt::event::event_register_default_impl() {
             tracing::warn!(%error, "libvirt has no event loop: dead connections are noticed late");
             return;

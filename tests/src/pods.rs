@@ -1,0 +1,442 @@
+//! Pods on the guest's virtual machines: small scripts whose words come back as termination messages, so that nothing
+//! has to reach a kubelet from outside.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use crds::names;
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim, Pod, ServiceAccount};
+use k8s_openapi::api::storage::v1::StorageClass;
+use kube::api::{DeleteParams, ListParams, PostParams};
+use kube::runtime::wait::{Condition, await_condition};
+use kube::{Api, Resource, ResourceExt};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+
+use crate::{Scenario, eventually, guest};
+
+/// How long a pod may take from its creation to its end: machines can be emulated, and share this one.
+const POD: Duration = Duration::from_secs(240);
+/// How long a pod or a disk may take to be gone: kubelet tells only every 10 s which volumes it uses.
+const GONE: Duration = Duration::from_secs(180);
+/// The only image that the machines have.
+const IMAGE: &str = "localhost/busybox:1";
+
+/// The machines are small: so many tests use them at once.
+static SLOTS: Semaphore = Semaphore::const_new(4);
+/// Tests take turns at which machine they begin on.
+static TURN: AtomicUsize = AtomicUsize::new(0);
+
+/// A scenario, and two virtual machines to run its pods.
+pub struct Machines {
+    scenario: Arc<Scenario>,
+    /// The node to begin on.
+    pub here: String,
+    /// The node to move to.
+    pub there: String,
+    made: Arc<Mutex<Vec<Volume>>>,
+}
+
+/// A bound claim, followed down to its bytes.
+#[derive(Debug, Clone)]
+pub struct Volume {
+    /// The guest's claim.
+    pub claim: String,
+    /// The guest's PersistentVolume.
+    pub pv: String,
+    /// Its volume handle, which is the management claim's name.
+    pub handle: String,
+    /// The file that holds its bytes.
+    pub file: PathBuf,
+    /// What a machine finds its disk by.
+    pub disk: String,
+}
+
+/// What to ask for in a claim.
+#[derive(Debug, Clone, Default)]
+pub struct Ask {
+    /// `ext4`, `xfs`, `btrfs`, or `None` for a raw block device.
+    pub filesystem: Option<&'static str>,
+    /// The StorageClass's `mountOptions`.
+    pub options: &'static [&'static str],
+}
+
+/// A claim with this filesystem and no mount options.
+pub fn filesystem(name: &'static str) -> Ask {
+    Ask { filesystem: Some(name), options: &[] }
+}
+
+/// A claim with `volumeMode: Block`.
+pub fn block() -> Ask {
+    Ask::default()
+}
+
+/// Runs a test as a scenario. When it ends, however it ends, its pods go first, and every disk must have left its
+/// machine, before the scenario cleans up.
+pub async fn run<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Machines>) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let _slot = SLOTS.acquire().await.context("the semaphore is never closed")?;
+    let made = Arc::new(Mutex::new(Vec::new()));
+    let volumes = made.clone();
+    crate::run(|scenario| async move {
+        let machines = Arc::new(Machines::new(scenario, volumes).await?);
+        let outcome =
+            tokio::spawn(body(machines.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
+        let outcome = match outcome {
+            Ok(()) => Ok(()),
+            Err(error) => Err(anyhow!("{error:#}\n{}", machines.describe().await)),
+        };
+        let cleaned = machines.remove_pods().await.context("removing pods");
+        outcome.and(cleaned)
+    })
+    .await?;
+    let left: Vec<PathBuf> =
+        lock(&made).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
+    ensure!(left.is_empty(), "files of volumes are left: {left:?}");
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Machines {
+    async fn new(scenario: Arc<Scenario>, made: Arc<Mutex<Vec<Volume>>>) -> Result<Self> {
+        let nodes = scenario.lab.vms();
+        let turn = TURN.fetch_add(1, Ordering::Relaxed) % 2;
+        let [here, there] = [turn, 1 - turn].map(|index| nodes.get(index).cloned());
+        let (here, there) = here.zip(there).context("the guest needs two nodes: `cargo lab up --vms 2`")?;
+        let machines = Self { scenario, here, there, made };
+        // Pods are refused until their namespace has its account.
+        let is_made = |account: Option<&ServiceAccount>| account.is_some();
+        machines.wait("default", "made", crate::PATIENCE, is_made).await?;
+        Ok(machines)
+    }
+
+    fn api<K>(&self) -> Api<K>
+    where
+        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
+    {
+        Api::namespaced(self.scenario.guest.clone(), &self.scenario.name)
+    }
+
+    async fn wait<K>(
+        &self,
+        name: &str,
+        what: &str,
+        limit: Duration,
+        condition: impl Condition<K>,
+    ) -> Result<Option<K>>
+    where
+        K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
+        K: Clone + std::fmt::Debug + Send + DeserializeOwned + 'static,
+    {
+        let waited = tokio::time::timeout(limit, await_condition(self.api(), name, condition)).await;
+        Ok(waited.with_context(|| format!("{} {name} {what}: not within {limit:?}", K::kind(&())))??)
+    }
+
+    // ---- volumes ----
+
+    /// Makes a StorageClass and a claim, and follows the bound volume to its bytes.
+    pub async fn claim(&self, name: &str, ask: &Ask) -> Result<Volume> {
+        let class = self.scenario.new_guest_class();
+        let mut parameters = json!({names::PARAMETER_MANAGEMENT_CLASS: "nestor"});
+        if let Some(filesystem) = ask.filesystem {
+            parameters["csi.storage.k8s.io/fstype"] = json!(filesystem);
+        }
+        let wanted: StorageClass = serde_json::from_value(json!({
+            "metadata": {"name": class}, "provisioner": names::GUEST_DRIVER, "parameters": parameters,
+            "reclaimPolicy": "Delete", "mountOptions": ask.options,
+        }))?;
+        Api::all(self.scenario.guest.clone()).create(&PostParams::default(), &wanted).await?;
+        let mode = if ask.filesystem.is_some() { "Filesystem" } else { "Block" };
+        // There is no xfs below 300 MiB.
+        let wanted: PersistentVolumeClaim = serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "storageClassName": class, "volumeMode": mode,
+                "resources": {"requests": {"storage": "320Mi"}},
+            },
+        }))?;
+        self.api().create(&PostParams::default(), &wanted).await?;
+        let (_, pv) = self.scenario.bound(name).await?;
+        let handle = guest::handle(&pv)?;
+        let infra = self.scenario.infra_volume(&handle).await?;
+        let file = self.scenario.file_of(&infra).await?;
+        let disk = infra.disk_uuid.to_string();
+        let volume = Volume { claim: name.to_owned(), pv: pv.name_any(), handle, file, disk };
+        lock(&self.made).push(volume.clone());
+        Ok(volume)
+    }
+
+    /// Waits until no machine has the disk any more: in the guest's eyes, in the management cluster's, and in the
+    /// hypervisor's.
+    pub async fn detached(&self, volume: &Volume) -> Result<()> {
+        eventually(&format!("disk {} left its machine", volume.disk), GONE, || async {
+            let left = self.traces(volume).await?;
+            Ok(if left.is_empty() { Ok(()) } else { Err(left.join(", ")) })
+        })
+        .await
+    }
+
+    async fn traces(&self, volume: &Volume) -> Result<Vec<String>> {
+        let all = ListParams::default();
+        let mut left = Vec::new();
+        for one in self.scenario.guest_attachments().list(&all).await? {
+            if one.spec.source.persistent_volume_name.as_ref() == Some(&volume.pv) {
+                left.push(format!("storage.k8s.io/VolumeAttachment {}", one.name_any()));
+            }
+        }
+        for one in self.scenario.attachments().list(&all).await? {
+            if one.spec.volume_name == volume.handle {
+                left.push(format!("VolumeAttachment {}", one.name_any()));
+            }
+        }
+        for machine in self.scenario.machines().list(&all).await? {
+            let claims =
+                machine.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
+            if claims.into_iter().any(|claim| claim.claim_name == volume.handle) {
+                left.push(format!("an entry in VirtualMachine {}", machine.name_any()));
+            }
+        }
+        for node in [&self.here, &self.there] {
+            if self.scenario.lab.libvirt_disks(node).await?.contains(&volume.disk) {
+                left.push(format!("a disk in domain {node}"));
+            }
+        }
+        Ok(left)
+    }
+
+    // ---- pods ----
+
+    /// Runs a pod to its end, removes it, and gives its words.
+    pub async fn run(&self, script: Script) -> Result<String> {
+        let name = self.start(script).await?;
+        let said = self.finish(&name).await?;
+        self.remove(&name).await?;
+        Ok(said)
+    }
+
+    /// Creates a pod and gives its name.
+    pub async fn start(&self, script: Script) -> Result<String> {
+        Ok(self.api::<Pod>().create(&PostParams::default(), &script.pod()?).await?.name_any())
+    }
+
+    /// Waits until the pod's container runs.
+    pub async fn running(&self, pod: &str) -> Result<Pod> {
+        let begun = |pod: Option<&Pod>| matches!(phase(pod), Some("Running" | "Succeeded" | "Failed"));
+        let pod = self.wait(pod, "running", POD, begun).await?.context("the pod went away")?;
+        ensure!(phase(Some(&pod)) == Some("Running"), "pod {} ended: {:?}", pod.name_any(), words(&pod));
+        Ok(pod)
+    }
+
+    /// Waits until the pod has ended, and gives its words. A script that failed is an error.
+    pub async fn finish(&self, pod: &str) -> Result<String> {
+        let over = |pod: Option<&Pod>| matches!(phase(pod), Some("Succeeded" | "Failed"));
+        let pod = self.wait(pod, "ended", POD, over).await?.context("the pod went away")?;
+        let said = words(&pod).unwrap_or_default();
+        ensure!(
+            phase(Some(&pod)) == Some("Succeeded"),
+            "the script of pod {} failed: {said}",
+            pod.name_any()
+        );
+        Ok(said)
+    }
+
+    /// Deletes a pod and waits until it is gone.
+    pub async fn remove(&self, pod: &str) -> Result<()> {
+        let soon = DeleteParams { grace_period_seconds: Some(1), ..DeleteParams::default() };
+        let Some(left) = self.api::<Pod>().delete(pod, &soon).await?.left() else { return Ok(()) };
+        let uid = left.uid().unwrap_or_default();
+        let is_gone = kube::runtime::conditions::is_deleted(&uid);
+        self.wait::<Pod>(pod, "gone", GONE, is_gone).await.map(drop)
+    }
+
+    /// Waits until kubelet tells that it cannot mount, in words that have all of `expected`; gives them.
+    pub async fn mount_failure(&self, pod: &str, expected: &[&str]) -> Result<String> {
+        let api = self.api::<Event>();
+        let of_pod = ListParams::default().fields(&format!("involvedObject.name={pod},reason=FailedMount"));
+        eventually(&format!("event FailedMount of pod {pod} with {expected:?}"), POD, || async {
+            let events = api.list(&of_pod).await?.items;
+            let told: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
+            let found = told.iter().find(|text| expected.iter().all(|word| text.contains(word)));
+            Ok(found.cloned().ok_or_else(|| told.join(" | ")))
+        })
+        .await
+    }
+
+    /// Why the pod's container does not run yet.
+    pub async fn waits_for(&self, pod: &str) -> Result<String> {
+        let status = self.api::<Pod>().get(pod).await?.status;
+        let container = status.and_then(|status| status.container_statuses?.into_iter().next());
+        let waiting = container.and_then(|container| container.state?.waiting?.reason);
+        waiting.context("the container is not waiting")
+    }
+
+    /// What kubelet tells of a pod's volume, once it tells that at least `least` bytes are used: bytes used, and
+    /// capacity in bytes.
+    pub async fn usage(&self, node: &str, pod_uid: &str, claim: &str, least: u64) -> Result<(u64, u64)> {
+        let kubelet = self.scenario.lab.kubelet(node).await?;
+        eventually(&format!("kubelet of {node} tells how full {claim} is"), GONE, || async {
+            let request = http::Request::get("/stats/summary").body(Vec::new())?;
+            let summary: Value = kubelet.request(request).await?;
+            let of = |list: &Value, is_it: &dyn Fn(&Value) -> bool| {
+                list.as_array()?.iter().find(|one| is_it(one)).cloned()
+            };
+            let pod = of(&summary["pods"], &|pod| pod["podRef"]["uid"] == pod_uid).unwrap_or_default();
+            let volume = of(&pod["volume"], &|volume| volume["pvcRef"]["name"] == claim).unwrap_or_default();
+            let numbers = volume["usedBytes"].as_u64().zip(volume["capacityBytes"].as_u64());
+            let full = numbers.filter(|(used, _)| *used >= least);
+            Ok(full.ok_or_else(|| if volume.is_null() { format!("{pod}") } else { format!("{volume}") }))
+        })
+        .await
+    }
+
+    /// Removes all pods, and waits until their disks have left the machines.
+    async fn remove_pods(&self) -> Result<()> {
+        for pod in self.api::<Pod>().list(&ListParams::default()).await? {
+            self.remove(&pod.name_any()).await?;
+        }
+        let volumes = lock(&self.made).clone();
+        for volume in volumes {
+            self.detached(&volume).await?;
+        }
+        Ok(())
+    }
+
+    /// Pods and events, for the error of a test that failed.
+    async fn describe(&self) -> String {
+        let all = ListParams::default();
+        let mut lines = vec![format!("what there was in guest namespace {}:", self.scenario.name)];
+        for pod in self.api::<Pod>().list(&all).await.map(|list| list.items).unwrap_or_default() {
+            let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or("no node");
+            let phase = phase(Some(&pod)).unwrap_or_default();
+            lines.push(format!(
+                "pod {} on {node}: {phase} {}",
+                pod.name_any(),
+                words(&pod).unwrap_or_default()
+            ));
+        }
+        for event in self.api::<Event>().list(&all).await.map(|list| list.items).unwrap_or_default() {
+            let about = event.involved_object.name.unwrap_or_default();
+            let (reason, message) = (event.reason.unwrap_or_default(), event.message.unwrap_or_default());
+            lines.push(format!("{about}: {reason}: {message}"));
+        }
+        lines.join("\n  ")
+    }
+}
+
+/// A pod that runs one script once. What the script prints is what the test gets.
+#[derive(Debug, Clone)]
+pub struct Script {
+    name: String,
+    node: String,
+    command: Vec<String>,
+    pod: Value,
+    container: Value,
+}
+
+impl Script {
+    /// A shell script, which stops at the first error.
+    pub fn new(name: &str, node: &str, script: &str) -> Self {
+        let script = format!("exec >/dev/termination-log 2>&1\nset -eu\n{script}");
+        Self {
+            name: name.to_owned(),
+            node: node.to_owned(),
+            command: vec!["sh".to_owned(), "-c".to_owned(), script],
+            pod: json!({"volumes": []}),
+            container: json!({"volumeMounts": [], "volumeDevices": []}),
+        }
+    }
+
+    /// A shell script that runs in the virtual machine itself, as its root.
+    pub fn in_machine(name: &str, node: &str, script: &str) -> Self {
+        let enter = "exec chroot /host nsenter --target 1 --mount -- sh -euc \"$0\"";
+        let mut this = Self::new(name, node, enter);
+        this.command.push(script.to_owned());
+        this.pod["hostPID"] = json!(true);
+        this.container["securityContext"] = json!({"privileged": true});
+        this.add("volumes", json!({"name": "host", "hostPath": {"path": "/"}}));
+        this.add("volumeMounts", json!({"name": "host", "mountPath": "/host"}));
+        this
+    }
+
+    fn add(&mut self, list: &str, item: Value) {
+        let side = if list == "volumes" { &mut self.pod } else { &mut self.container };
+        if let Some(items) = side[list].as_array_mut() {
+            items.push(item);
+        }
+    }
+
+    fn volume(&mut self, volume: &Volume, read_only: bool) {
+        let source = json!({"claimName": volume.claim, "readOnly": read_only});
+        self.add("volumes", json!({"name": volume.claim, "persistentVolumeClaim": source}));
+    }
+
+    /// Mounts a volume.
+    pub fn mount(mut self, volume: &Volume, path: &str) -> Self {
+        self.volume(volume, false);
+        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
+        self
+    }
+
+    /// Mounts a volume that this pod may only read.
+    pub fn mount_read_only(mut self, volume: &Volume, path: &str) -> Self {
+        self.volume(volume, true);
+        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
+        self
+    }
+
+    /// Mounts a folder of a volume that the pod mounts already.
+    pub fn and_sub_path(mut self, volume: &Volume, sub_path: &str, path: &str) -> Self {
+        self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path, "subPath": sub_path}));
+        self
+    }
+
+    /// Gives the pod a volume as a block device.
+    pub fn device(mut self, volume: &Volume, path: &str) -> Self {
+        self.volume(volume, false);
+        self.add("volumeDevices", json!({"name": volume.claim, "devicePath": path}));
+        self
+    }
+
+    /// Runs as this user, with a group that volumes are given to.
+    pub fn as_user(mut self, user: u32, fs_group: u32) -> Self {
+        self.pod["securityContext"] = json!({"runAsUser": user, "runAsGroup": user, "fsGroup": fs_group});
+        self
+    }
+
+    fn pod(self) -> Result<Pod> {
+        let (mut spec, mut container) = (self.pod, self.container);
+        container["name"] = json!("script");
+        container["image"] = json!(IMAGE);
+        container["imagePullPolicy"] = json!("Never");
+        container["command"] = json!(self.command);
+        spec["containers"] = json!([container]);
+        spec["nodeSelector"] = json!({"kubernetes.io/hostname": self.node});
+        spec["restartPolicy"] = json!("Never");
+        spec["automountServiceAccountToken"] = json!(false);
+        spec["enableServiceLinks"] = json!(false);
+        let pod = json!({"metadata": {"name": self.name}, "spec": spec});
+        serde_json::from_value(pod).with_context(|| format!("the test's own pod {} is not one", self.name))
+    }
+}
+
+fn phase(pod: Option<&Pod>) -> Option<&str> {
+    pod?.status.as_ref()?.phase.as_deref()
+}
+
+/// What the pod's container said when it ended.
+fn words(pod: &Pod) -> Option<String> {
+    let status = pod.status.as_ref()?.container_statuses.as_ref()?.first()?;
+    let ended = status.state.as_ref()?.terminated.as_ref()?;
+    ended.message.as_ref().map(|message| message.trim().to_owned())
+}

@@ -1,0 +1,316 @@
+//! What pods see of their volumes, on real virtual machines: data that outlives them, and disks that nobody formats.
+
+use std::fs::File;
+use std::io::{Seek, SeekFrom, Write};
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use kube::ResourceExt;
+use tests::pods::{self, Ask, Machines, Script, block, filesystem};
+
+// ---- data holds ----
+
+/// Says the filesystem's type, and the checksum of what is there.
+const READ: &str = "grep ' /data ' /proc/mounts | cut -d' ' -f3; cat /data/*.bin | sha256sum | cut -d' ' -f1";
+
+async fn data_outlives_pods(kind: &'static str, machines: Arc<Machines>) -> Result<()> {
+    let (here, there) = (&machines.here, &machines.there);
+    let volume = machines.claim("data", &filesystem(kind)).await?;
+    let write = "dd if=/dev/urandom of=/data/1.bin bs=64k count=64 conv=fsync 2>/dev/null";
+    let writer = Script::new("writer", here, &format!("{write}\n{READ}")).mount(&volume, "/data");
+    let written = machines.run(writer).await?;
+    ensure!(
+        written.starts_with(&format!("{kind}\n")),
+        "{kind} was asked for, and this is mounted: {written}"
+    );
+
+    let restarted = Script::new("restarted", here, READ).mount(&volume, "/data");
+    let read = machines.run(restarted).await?;
+    ensure!(read == written, "after a restart: {read}, written was {written}");
+
+    let moved = format!("{READ}\necho more > /data/2.bin\nsync");
+    let moved = Script::new("moved", there, &moved).mount(&volume, "/data");
+    let read = machines.run(moved).await?;
+    ensure!(read == written, "on another machine: {read}, written was {written}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn data_on_ext4_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
+    pods::run(|machines| data_outlives_pods("ext4", machines)).await
+}
+
+#[tokio::test]
+async fn data_on_xfs_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
+    pods::run(|machines| data_outlives_pods("xfs", machines)).await
+}
+
+#[tokio::test]
+async fn data_on_btrfs_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
+    pods::run(|machines| data_outlives_pods("btrfs", machines)).await
+}
+
+#[tokio::test]
+async fn what_one_pod_writes_to_a_block_device_another_pod_reads() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("raw", &block()).await?;
+        // At both ends of the device, so that its size is right, too.
+        let write = "size=$(blockdev --getsize64 /dev/volume)
+            printf 'the first block' | dd of=/dev/volume conv=notrunc,fsync 2>/dev/null
+            printf 'the last block' | dd of=/dev/volume bs=512 seek=$((size / 512 - 1)) conv=notrunc,fsync 2>/dev/null
+            echo $size";
+        let writer = Script::new("writer", &machines.here, write).device(&volume, "/dev/volume");
+        let size: u64 = machines.run(writer).await?.parse().context("blockdev says no size")?;
+        ensure!(size == 320 << 20, "the device has {size} bytes");
+        let read = "size=$(blockdev --getsize64 /dev/volume)
+            dd if=/dev/volume bs=15 count=1 2>/dev/null; echo
+            dd if=/dev/volume bs=512 skip=$((size / 512 - 1)) 2>/dev/null | head -c 14";
+        let reader = Script::new("reader", &machines.there, read).device(&volume, "/dev/volume");
+        let said = machines.run(reader).await?;
+        ensure!(said == "the first block\nthe last block", "{said}");
+        Ok(())
+    })
+    .await
+}
+
+// ---- how pods use a volume ----
+
+#[tokio::test]
+async fn a_pod_that_asks_for_a_read_only_volume_cannot_write() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let writer =
+            Script::new("writer", &machines.here, "echo kept > /data/file; sync").mount(&volume, "/data");
+        machines.run(writer).await?;
+        let script =
+            "cat /data/file; touch /data/new && exit 1; echo more >> /data/file && exit 1; cat /data/file";
+        let reader = Script::new("reader", &machines.here, script).mount_read_only(&volume, "/data");
+        let said = machines.run(reader).await?;
+        let refused = said.matches("Read-only file system").count();
+        ensure!(refused == 2 && said.matches("kept").count() == 2 && !said.contains("more"), "{said}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn sub_paths_of_a_volume_are_mounted_apart() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let script = "echo one > /one/file; echo two > /two/file
+            cd /all; find one two -type f | sort; cat one/file two/file; ls /one";
+        let pod = Script::new("pod", &machines.here, script)
+            .mount(&volume, "/all")
+            .and_sub_path(&volume, "one", "/one")
+            .and_sub_path(&volume, "two", "/two");
+        let said = machines.run(pod).await?;
+        ensure!(said == "one/file\ntwo/file\none\ntwo\nfile", "{said}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_is_given_to_the_group_that_the_pod_names() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let script = "umask 077; echo secret > /data/file; sync";
+        machines.run(Script::new("root", &machines.here, script).mount(&volume, "/data")).await?;
+        let script = "id -u; stat -c %g /data /data/file; echo more >> /data/file
+            echo new > /data/new; stat -c %g /data/new; cat /data/file";
+        let user = Script::new("user", &machines.here, script).mount(&volume, "/data").as_user(1000, 2000);
+        let said = machines.run(user).await?;
+        ensure!(said == "1000\n2000\n2000\n2000\nsecret\nmore", "{said}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn two_pods_on_one_machine_share_a_volume() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let script = |mine: &str, other: &str| {
+            format!(
+                "echo {mine} > /data/{mine}.new; mv /data/{mine}.new /data/{mine}
+                until [ -e /data/{other} ]; do sleep 0.2; done; cat /data/{other}"
+            )
+        };
+        for (mine, other) in [("one", "two"), ("two", "one")] {
+            let pod = Script::new(mine, &machines.here, &script(mine, other)).mount(&volume, "/data");
+            machines.start(pod).await?;
+        }
+        for (mine, other) in [("one", "two"), ("two", "one")] {
+            let said = machines.finish(mine).await?;
+            ensure!(said == other, "pod {mine} read {said:?}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn mount_options_of_the_class_reach_the_mount() -> Result<()> {
+    pods::run(|machines| async move {
+        let ask = Ask { filesystem: Some("ext4"), options: &["noatime", "commit=17", "nosuid"] };
+        let volume = machines.claim("data", &ask).await?;
+        let script = "grep ' /data ' /proc/mounts | cut -d' ' -f4";
+        let said = machines.run(Script::new("pod", &machines.here, script).mount(&volume, "/data")).await?;
+        let options: Vec<&str> = said.split(',').collect();
+        let missing: Vec<_> = ask.options.iter().filter(|option| !options.contains(option)).collect();
+        ensure!(missing.is_empty(), "{missing:?} are missing in {said}");
+        Ok(())
+    })
+    .await
+}
+
+// ---- disks that are not empty ----
+
+/// The volume's bytes are changed by `prepare` before its first use; then a pod asks for ext4. It must not start,
+/// kubelet must say why in these words, and no byte may change.
+async fn is_never_formatted(
+    machines: Arc<Machines>,
+    prepare: impl AsyncFnOnce(&Path) -> Result<()>,
+    words: &[&str],
+) -> Result<()> {
+    let volume = machines.claim("data", &filesystem("ext4")).await?;
+    prepare(&volume.file).await?;
+    let before = checksum(&volume.file).await?;
+    let pod = machines.start(Script::new("pod", &machines.here, "ls /data").mount(&volume, "/data")).await?;
+    let said = machines.mount_failure(&pod, words).await?;
+    ensure!(said.contains(&volume.disk), "the event does not name the disk: {said}");
+    let waits = machines.waits_for(&pod).await?;
+    ensure!(waits == "ContainerCreating", "the pod waits for {waits}");
+    machines.remove(&pod).await?;
+    machines.detached(&volume).await?;
+    let after = checksum(&volume.file).await?;
+    ensure!(before == after, "the disk was written to: {before} became {after}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_disk_with_another_filesystem_is_never_formatted() -> Result<()> {
+    pods::run(|machines| async move {
+        let prepare = async |file: &Path| {
+            let path = file.to_string_lossy();
+            lab::process::run(&mut lab::process::command("mkfs.xfs", ["-q", "-f", &path])).await.map(drop)
+        };
+        is_never_formatted(machines, prepare, &["xfs", "ext4", "not touched"]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_disk_with_a_partition_table_is_never_formatted() -> Result<()> {
+    pods::run(|machines| async move {
+        // A DOS partition table with one Linux partition (type 0x83) of 64 MiB, beginning at 1 MiB.
+        let mut entry = [0; 16];
+        entry[4] = 0x83;
+        entry[8..12].copy_from_slice(&2048_u32.to_le_bytes());
+        entry[12..16].copy_from_slice(&131_072_u32.to_le_bytes());
+        let prepare = async |file: &Path| write_at(file, &[(446, &entry), (510, &[0x55, 0xaa])]);
+        is_never_formatted(machines, prepare, &["dos partition table", "not touched"]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_disk_with_unknown_data_is_never_formatted() -> Result<()> {
+    pods::run(|machines| async move {
+        // Keystream-like: bytes that look like nothing any tool knows.
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let noise: Vec<u8> = std::iter::repeat_with(|| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        })
+        .take(256 * 1024)
+        .collect();
+        let prepare = async |file: &Path| write_at(file, &[(0, &noise)]);
+        is_never_formatted(machines, prepare, &["not empty", "not touched"]).await
+    })
+    .await
+}
+
+fn write_at(file: &Path, pieces: &[(u64, &[u8])]) -> Result<()> {
+    let mut file = File::options().write(true).open(file).with_context(|| format!("{}", file.display()))?;
+    for (at, bytes) in pieces {
+        file.seek(SeekFrom::Start(*at))?;
+        file.write_all(bytes)?;
+    }
+    Ok(file.sync_all()?)
+}
+
+async fn checksum(file: &Path) -> Result<String> {
+    lab::process::run(&mut lab::process::command("sha256sum", [file])).await
+}
+
+// ---- the machine ----
+
+#[tokio::test]
+async fn beneath_a_mount_the_target_is_shut() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let wait = "until [ -e /data/enough ]; do sleep 0.2; done";
+        let pod = machines.start(Script::new("pod", &machines.here, wait).mount(&volume, "/data")).await?;
+        let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
+        // Unmounted in a mount namespace of its own: the pod keeps its volume.
+        let look = format!(
+            "target='/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~csi/{}/mount'
+            mountpoint -q \"$target\"
+            unshare --mount sh -euc 'umount \"$0\"; stat -c %a \"$0\"' \"$target\"
+            touch \"$target/enough\"",
+            volume.pv
+        );
+        let mode = machines.run(Script::in_machine("look", &machines.here, &look)).await?;
+        ensure!(mode == "0", "the target has mode {mode}");
+        machines.finish(&pod).await.map(drop)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_machine_keeps_nothing_of_a_volume_that_has_left() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        // What shows the volume: its disk by its WWN, mounts, kubelet's folders for pods and for staging.
+        let wwn = format!("wwn-0x{}", &volume.disk.replace('-', "")[..16]);
+        let look = format!(
+            "staged=$(printf %s '{}' | sha256sum | cut -d' ' -f1)
+            ls -d /dev/disk/by-id/{wwn} 2>/dev/null || true
+            grep -e '{}' -e \"$staged\" /proc/self/mountinfo | cut -d' ' -f5 || true
+            ls -d /var/lib/kubelet/plugins/kubernetes.io/csi/*/$staged 2>/dev/null || true
+            ls -d /var/lib/kubelet/pods/*/volumes/kubernetes.io~csi/{} 2>/dev/null || true",
+            volume.handle, volume.pv, volume.pv
+        );
+        let pod = machines
+            .start(Script::new("pod", &machines.here, "exec sleep 1000").mount(&volume, "/data"))
+            .await?;
+        machines.running(&pod).await?;
+        let during = machines.run(Script::in_machine("during", &machines.here, &look)).await?;
+        ensure!(during.lines().count() == 5, "a disk, two mounts and two folders, but: {during}");
+        machines.remove(&pod).await?;
+        machines.detached(&volume).await?;
+        let after = machines.run(Script::in_machine("after", &machines.here, &look)).await?;
+        ensure!(after.is_empty(), "the machine still has: {after}");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn kubelet_tells_how_full_a_volume_is() -> Result<()> {
+    pods::run(|machines| async move {
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let script = "dd if=/dev/zero of=/data/file bs=1M count=64 conv=fsync 2>/dev/null
+            exec sleep 1000";
+        let pod = machines.start(Script::new("pod", &machines.here, script).mount(&volume, "/data")).await?;
+        let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
+        let (used, capacity) = machines.usage(&machines.here, &uid, &volume.claim, 64 << 20).await?;
+        let size = 320 << 20;
+        ensure!(capacity > size / 10 * 8 && capacity <= size, "a volume of {size} bytes tells {capacity}");
+        ensure!(used < 96 << 20, "64 MiB are written, and {used} bytes are told");
+        Ok(())
+    })
+    .await
+}

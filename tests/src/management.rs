@@ -1,0 +1,170 @@
+//! Objects in the management cluster and in the infra.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use crds::{VirtualMachine, VirtualMachineVolumeStatus, VolumeAttachment, names};
+use infra_api::{Volume, VolumeId};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, ResourceQuota};
+use k8s_openapi::api::storage::v1::StorageClass;
+use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+
+use crate::{PATIENCE, Scenario, eventually};
+
+impl Scenario {
+    /// Claims in the guest's namespace of the management cluster.
+    pub fn claims(&self) -> Api<PersistentVolumeClaim> {
+        Api::namespaced(self.management.clone(), &self.namespace)
+    }
+
+    /// Volumes of the management cluster.
+    pub fn volumes(&self) -> Api<PersistentVolume> {
+        Api::all(self.management.clone())
+    }
+
+    /// The guest's machines.
+    pub fn machines(&self) -> Api<VirtualMachine> {
+        Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
+    }
+
+    /// The guest's machines with every field, known or not.
+    pub fn raw_machines(&self) -> Api<DynamicObject> {
+        Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
+    }
+
+    /// Our attachments in the guest's namespace.
+    pub fn attachments(&self) -> Api<VolumeAttachment> {
+        Api::namespaced(self.management.clone(), &self.namespace)
+    }
+
+    /// Quotas of the guest's namespace.
+    pub fn quotas(&self) -> Api<ResourceQuota> {
+        Api::namespaced(self.management.clone(), &self.namespace)
+    }
+
+    /// Name of the management claim for a volume of this CSI name.
+    pub fn claim_name(&self, csi_name: &str) -> String {
+        names::management_pvc("pvc", &self.cluster_id, csi_name)
+    }
+
+    /// Makes a StorageClass of the scenario's own in the management cluster, with these parameters.
+    pub async fn management_class(&self, parameters: &[(&str, &str)]) -> Result<String> {
+        let name = self.new_management_class();
+        let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
+        let class: StorageClass = serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "provisioner": names::MANAGEMENT_DRIVER,
+            "parameters": parameters,
+            "reclaimPolicy": "Delete",
+        }))?;
+        Api::all(self.management.clone()).create(&PostParams::default(), &class).await?;
+        Ok(name)
+    }
+
+    /// Limits how much storage of a management class the guest may have, and waits until that counts.
+    pub async fn quota(&self, class: &str, storage: &str) -> Result<()> {
+        let name = self.new_quota(class);
+        let resource = format!("{class}.storageclass.storage.k8s.io/requests.storage");
+        let quota = json!({
+            "apiVersion": "v1", "kind": "ResourceQuota",
+            "metadata": {"name": name},
+            "spec": {"hard": {&resource: storage}},
+        });
+        let quotas = self.quotas();
+        quotas.patch(&name, &PatchParams::apply("test").force(), &Patch::Apply(&quota)).await?;
+        eventually(&format!("quota {name} counts {storage}"), PATIENCE, || async {
+            let status = quotas.get(&name).await?.status.unwrap_or_default();
+            let counts = |map: &Option<std::collections::BTreeMap<String, _>>| {
+                map.as_ref().is_some_and(|map| map.contains_key(&resource))
+            };
+            let hard = status.hard.as_ref().and_then(|hard| hard.get(&resource)).map(|hard| hard.0.clone());
+            let ready = hard.as_deref() == Some(storage) && counts(&status.used);
+            Ok(if ready { Ok(()) } else { Err(format!("{status:?}")) })
+        })
+        .await
+    }
+
+    /// The infra's volume behind a bound management claim.
+    pub async fn infra_volume(&self, claim: &str) -> Result<Volume> {
+        let claim = self.claims().get(claim).await?;
+        let name =
+            claim.spec.and_then(|spec| spec.volume_name).context("the management claim has no volume")?;
+        let volume = self.volumes().get(&name).await?;
+        let csi = volume.spec.and_then(|spec| spec.csi).context("the management volume is not of CSI")?;
+        anyhow::ensure!(csi.driver == names::MANAGEMENT_DRIVER, "the driver is {}", csi.driver);
+        let volume = self.infra.get_volume(&VolumeId::new(csi.volume_handle)?).await?;
+        volume.context("the infra has no such volume")
+    }
+
+    /// The file that holds a volume of the infra.
+    pub async fn file_of(&self, volume: &Volume) -> Result<PathBuf> {
+        let pool = self.infra.get_pool(&volume.pool).await?.context("the volume's pool is gone")?;
+        Ok(PathBuf::from(pool.path).join(format!("{}.raw", volume.id)))
+    }
+
+    /// What a machine says of a claim's disk.
+    pub async fn disk(&self, machine: &str, claim: &str) -> Result<Option<VirtualMachineVolumeStatus>> {
+        let entry = names::volume_entry(claim);
+        let machine = self.machines().get(machine).await?;
+        let disks = machine.status.map(|status| status.volumes).unwrap_or_default();
+        Ok(disks.into_iter().find(|disk| disk.name == entry))
+    }
+
+    /// Our attachment of a claim to a machine.
+    pub async fn attachment(&self, machine: &str, claim: &str) -> Result<Option<VolumeAttachment>> {
+        let uuid = self.node_uuid(machine).await?;
+        let list = self.attachments().list(&ListParams::default()).await?;
+        Ok(list
+            .into_iter()
+            .find(|one| one.spec.volume_name == claim && one.spec.node_uuid.eq_ignore_ascii_case(&uuid)))
+    }
+
+    /// UUID of a machine.
+    pub async fn node_uuid(&self, machine: &str) -> Result<String> {
+        let machine = self.machines().get(machine).await?;
+        let uuid = machine.status.as_ref().and_then(crds::node_uuid);
+        uuid.context("the machine has no UUID")
+    }
+
+    /// Appends an entry to a machine's spec.volumes, as somebody other than gc-csi.
+    pub async fn add_entry(&self, machine: &str, entry: Value) -> Result<()> {
+        let machines = self.raw_machines();
+        eventually("an entry added by another writer", PATIENCE, || async {
+            let mut vm = machines.get(machine).await?;
+            let volumes = &mut vm.data["spec"]["volumes"];
+            if volumes.is_null() {
+                *volumes = json!([]);
+            }
+            volumes.as_array_mut().context("spec.volumes is no list")?.push(entry.clone());
+            // With the resourceVersion that was read: nobody's entries are overwritten.
+            match machines.replace(machine, &PostParams::default(), &vm).await {
+                Ok(_) => Ok(Ok(())),
+                Err(kube::Error::Api(status)) if status.code == 409 => Ok(Err(status.message)),
+                Err(error) => Err(error.into()),
+            }
+        })
+        .await
+    }
+
+    /// Takes the entries that `whose` picks out of a machine's spec.volumes, as somebody other than gc-csi.
+    pub async fn remove_entries(&self, machine: &str, whose: impl Fn(&Value) -> bool) -> Result<()> {
+        let machines = self.raw_machines();
+        eventually("entries removed by another writer", PATIENCE, || async {
+            let Some(mut vm) = machines.get_opt(machine).await? else { return Ok(Ok(())) };
+            if let Some(volumes) = vm.data["spec"]["volumes"].as_array_mut() {
+                volumes.retain(|entry| !whose(entry));
+            }
+            match machines.replace(machine, &PostParams::default(), &vm).await {
+                Ok(_) => Ok(Ok(())),
+                Err(kube::Error::Api(status)) if status.code == 409 => Ok(Err(status.message)),
+                Err(error) => Err(error.into()),
+            }
+        })
+        .await
+    }
+}
+
+fn machine_resource() -> ApiResource {
+    crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
+}

@@ -1,0 +1,340 @@
+//! Attach and detach over both tiers, down to the device; the machines are played by this host.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use crds::{VolumeAttachment, names};
+use kube::ResourceExt;
+use kube::api::DeleteParams;
+use lab::LoopNode;
+use serde_json::json;
+use tests::{PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+/// Type of the condition on a guest claim.
+const CONDITION: &str = "nestor.dev/Attached";
+
+#[tokio::test]
+async fn an_attach_ends_with_a_device_and_is_shown_in_both_tiers() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let handle = s.bound_claim("data").await?;
+        let disk = s.driver.publish(&handle, &node.name).await?;
+
+        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        assert_eq!(order.name_any(), names::volume_attachment(&node.name, &handle));
+        let status = order.status.context("the VolumeAttachment has no status")?;
+        assert!(status.attached && status.error.is_none(), "{status:?}");
+        assert_eq!(status.disk_uuid.as_ref(), Some(&disk));
+        let shown = s.disk(&node.name, &handle).await?.context("the machine does not show the disk")?;
+        assert!(shown.attached && shown.error.is_none(), "{shown:?}");
+        assert_eq!(shown.disk_uuid.as_ref(), Some(&disk));
+        assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
+        assert!(device(&node, &disk)?, "the disk is a device of the machine");
+        condition(&s, "data", "True", &node.name).await?;
+        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+
+        assert_eq!(s.driver.publish(&handle, &node.name).await?, disk, "the same again is the same");
+        s.driver.unpublish(&handle, &node.name).await?;
+        assert!(s.disk(&node.name, &handle).await?.is_none());
+        assert!(s.attachment(&node.name, &handle).await?.is_none());
+        assert!(!device(&node, &disk)?);
+        s.nothing_is_attached(&node).await?;
+        condition(&s, "data", "False", "").await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_order_of_the_guests_attach_detach_controller_is_carried_out_and_taken_back() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let handle = s.bound_claim("data").await?;
+        let (_, volume) = s.bound("data").await?;
+        s.lab.join_guest(&node).await?;
+        let order = s.order_attach(&volume.name_any(), &node.name).await?;
+        let disk = s.attached(&order).await?;
+        assert!(device(&node, &disk)?);
+        assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
+        s.order_detach(&order).await?;
+        s.nothing_is_attached(&node).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn many_volumes_come_and_go_on_one_machine_at_once() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let mut handles = Vec::new();
+        for _ in 0..8 {
+            handles.push(s.volume().await?);
+        }
+        for _ in 0..2 {
+            together(&handles, |handle| {
+                let (s, node) = (s.clone(), node.name.clone());
+                async move { Ok(s.driver.publish(&handle, &node).await.map(drop)?) }
+            })
+            .await?;
+            together(&handles, |handle| {
+                let (s, node) = (s.clone(), node.name.clone());
+                async move { Ok(s.driver.unpublish(&handle, &node).await?) }
+            })
+            .await?;
+        }
+        s.nothing_is_attached(&node).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_is_not_there_is_not_found() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let handle = s.volume().await?;
+        let absent = unique("absent");
+        let refused = s.driver.publish(&handle, &absent).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{refused}");
+        assert!(refused.message().contains(&format!("VirtualMachine {absent}")), "{refused}");
+        let refused = s.driver.publish(&absent, &node.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{refused}");
+        assert!(refused.message().contains(&absent), "{refused}");
+        s.driver.unpublish(&handle, &absent).await?;
+        s.driver.unpublish(&absent, &node.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_failure_of_the_infra_is_told_on_every_tier_and_heals_by_itself() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let handle = s.bound_claim("data").await?;
+        let uuid = node.uuid.to_string().parse()?;
+        let known = s.infra.get_node(uuid).await?.context("the infra does not know the machine")?;
+        s.infra.delete_node(uuid).await?;
+
+        let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::Unavailable, "it goes on trying: {refused}");
+        let text = node.uuid.to_string();
+        assert!(refused.message().contains(&text), "{refused}");
+        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        let status = order.status.unwrap_or_default();
+        assert!(!status.attached);
+        let error = status.error.context("the VolumeAttachment says no error")?;
+        assert_eq!(error.reason, "NodeNotFound");
+        assert!(error.message.contains(&text), "{error:?}");
+        let shown = s.disk(&node.name, &handle).await?.and_then(|disk| disk.error);
+        assert!(shown.as_ref().is_some_and(|error| error.contains(&text)), "{shown:?}");
+        s.told("data", &["VirtualMachine", &node.name, &text]).await?;
+        condition(&s, "data", "False", &text).await?;
+
+        let spec = infra_api::NodeSpec {
+            name: known.name,
+            hypervisor: known.hypervisor,
+            zone: known.zone,
+            labels: known.labels,
+        };
+        s.infra.put_node(uuid, &spec).await?;
+        let disk = eventually("the attach after the cause is gone", PATIENCE, || async {
+            Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
+        })
+        .await?;
+        assert!(device(&node, &disk)?);
+        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        assert!(order.status.is_some_and(|status| status.attached && status.error.is_none()));
+        condition(&s, "data", "True", &node.name).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_detach_needs_no_management_claim() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &node.name).await?;
+        s.claims().delete(&handle, &DeleteParams::default()).await?;
+        eventually("the management claim gone", PATIENCE, || async {
+            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        })
+        .await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        s.nothing_is_attached(&node).await?;
+        s.nothing_is_left().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_detach_needs_no_volume_attachment() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &node.name).await?;
+        let order = names::volume_attachment(&node.name, &handle);
+        s.attachments().delete(&order, &DeleteParams::default()).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        s.nothing_is_attached(&node).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_machine_that_is_gone_has_no_disks() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        s.machines().delete(&node.name, &DeleteParams::default()).await?;
+        eventually("the machine gone", PATIENCE, || async {
+            Ok(s.machines().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        })
+        .await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        // Its VolumeAttachment goes with it, and is held until the infra has unplugged.
+        s.nothing_is_attached(&node).await?;
+        assert!(!device(&node, &disk)?);
+        let other = s.node().await?;
+        s.driver.publish(&handle, &other.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_of_one_writer_is_refused_to_a_second_machine_by_the_firsts_name() -> Result<()> {
+    run(|s| async move {
+        let (first, second, handle) = (s.node().await?, s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &first.name).await?;
+        let refused = s.driver.publish(&handle, &second.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&first.name), "{refused}");
+        let refused = s.driver.delete(&handle).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&first.name), "{refused}");
+
+        // Past gc-csi, the infra refuses.
+        let entry = json!({"name": handle, "persistentVolumeClaim": {"claimName": handle}});
+        s.add_entry(&second.name, entry).await?;
+        let error = eventually("the second VolumeAttachment's error", PATIENCE, || async {
+            let order = s.attachment(&second.name, &handle).await?;
+            let status = order.and_then(|order| order.status).unwrap_or_default();
+            assert!(!status.attached);
+            Ok(status.error.ok_or_else(|| "no error".to_owned()))
+        })
+        .await?;
+        assert_eq!(error.reason, "VolumeInUse");
+        assert!(error.message.contains(&first.name), "{error:?}");
+        assert!(std::fs::read_dir(&second.by_id_dir).map_or(true, |mut disks| disks.next().is_none()));
+
+        // Once the first lets go, the second has it.
+        s.driver.unpublish(&handle, &first.name).await?;
+        let disk = eventually("the second machine's disk", PATIENCE, || async {
+            let disk = s.disk(&second.name, &handle).await?;
+            Ok(disk.filter(|disk| disk.attached).and_then(|disk| disk.disk_uuid).ok_or("not yet".to_owned()))
+        })
+        .await?;
+        assert!(device(&second, &disk)?);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let mut handles = Vec::new();
+        for _ in 0..6 {
+            handles.push(s.volume().await?);
+        }
+        let foreign: Vec<String> = (0..20).map(|number| format!("foreign-{number}")).collect();
+        let (other, machine, names) = (s.clone(), node.name.clone(), foreign.clone());
+        let writing = tokio::spawn(async move {
+            for name in names {
+                // A kind of volume that is not Nestor's, with fields that Nestor does not know.
+                let entry = json!({"name": name, "cdrom": {"image": name, "connected": true}});
+                other.add_entry(&machine, entry).await?;
+            }
+            anyhow::Ok(())
+        });
+        while !writing.is_finished() {
+            together(&handles, |handle| {
+                let (s, node) = (s.clone(), node.name.clone());
+                async move { Ok(s.driver.publish(&handle, &node).await.map(drop)?) }
+            })
+            .await?;
+            together(&handles, |handle| {
+                let (s, node) = (s.clone(), node.name.clone());
+                async move { Ok(s.driver.unpublish(&handle, &node).await?) }
+            })
+            .await?;
+        }
+        writing.await??;
+        let machine = s.raw_machines().get(&node.name).await?;
+        let entries = machine.data["spec"]["volumes"].as_array().cloned().unwrap_or_default();
+        for name in &foreign {
+            let entry = entries.iter().find(|entry| entry["name"] == json!(name));
+            assert_eq!(entry.map(|entry| &entry["cdrom"]["image"]), Some(&json!(name)), "{entries:?}");
+        }
+        assert_eq!(entries.len(), foreign.len());
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_order_never_changes() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &node.name).await?;
+        let order = names::volume_attachment(&node.name, &handle);
+        let patch = kube::api::Patch::Merge(json!({"spec": {"volumeName": "another"}}));
+        let refused = s.attachments().patch(&order, &Default::default(), &patch).await.unwrap_err();
+        assert!(refused.to_string().contains("immutable"), "{refused}");
+        let order: VolumeAttachment = s.attachments().get(&order).await?;
+        assert_eq!(order.spec.volume_name, handle);
+        Ok(())
+    })
+    .await
+}
+
+/// Whether the machine has a block device for the disk.
+fn device(node: &LoopNode, disk: &str) -> Result<bool> {
+    use std::os::unix::fs::FileTypeExt;
+    let [link, ..] = names::disk_by_id(disk);
+    match std::fs::metadata(node.by_id_dir.join(link)) {
+        Ok(found) => Ok(found.file_type().is_block_device()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Waits for the condition of a guest claim.
+async fn condition(s: &Scenario, claim: &str, status: &str, text: &str) -> Result<()> {
+    eventually(&format!("condition {CONDITION}={status} of {claim}"), PATIENCE, || async {
+        let conditions = s.guest_claims().get(claim).await?.status.and_then(|status| status.conditions);
+        let found = conditions.unwrap_or_default().into_iter().find(|one| one.type_ == CONDITION);
+        Ok(match found {
+            Some(one) if one.status == status && one.message.as_deref().unwrap_or("").contains(text) => {
+                Ok(())
+            }
+            other => Err(format!("{other:?}")),
+        })
+    })
+    .await
+}
+
+/// Does the same for all at once.
+async fn together<F, R>(handles: &[String], act: F) -> Result<()>
+where
+    F: Fn(String) -> R,
+    R: Future<Output = Result<()>> + Send + 'static,
+{
+    let tasks: Vec<_> = handles.iter().map(|handle| tokio::spawn(act(handle.clone()))).collect();
+    for task in tasks {
+        tokio::time::timeout(Duration::from_secs(120), task).await???;
+    }
+    Ok(())
+}

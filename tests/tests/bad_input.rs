@@ -1,0 +1,407 @@
+//! What each binary does with input that is wrong: flags, files, credentials, objects, names, certificates.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use crds::names;
+use infra_api::ClientOptions;
+use kube::api::{Api, DeleteParams, DynamicObject, ListParams, PostParams};
+use kube_kit::client::chain;
+use serde_json::json;
+use tests::driver::{Driver, new_volume};
+use tests::program::{Running, binary, kubeconfig, run_to_end};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+/// Every binary with the verb that runs for long.
+const SERVERS: [(&str, &[&str]); 5] = [
+    ("gc-csi", &["controller"]),
+    ("gc-csi", &["node"]),
+    ("mgmt-csi", &[]),
+    ("vm-operator-shim", &[]),
+    ("storage-infra", &["serve"]),
+];
+
+#[tokio::test]
+async fn a_flag_that_is_not_known_is_a_usage_error_that_names_it() -> Result<()> {
+    run(|s| async move {
+        for (program, verb) in SERVERS {
+            let arguments = [verb, &["--no-such-flag"]].concat();
+            let ended = run_to_end(&binary(&s.lab, program), &arguments).await?;
+            assert_eq!(ended.code, Some(2), "{program}: {}", ended.stderr);
+            assert!(ended.stderr.contains("--no-such-flag"), "{program}: {}", ended.stderr);
+            assert!(!ended.stderr.contains("panicked"), "{program}: {}", ended.stderr);
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// The flags of the binaries that speak to a cluster, with a kubeconfig in place of each in turn.
+struct Case {
+    program: &'static str,
+    flag: &'static str,
+    arguments: Vec<String>,
+}
+
+/// Each binary that takes a kubeconfig, with `wrong` in that flag's place and all else right.
+fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Result<Vec<Case>> {
+    let state = s.lab.state().clone();
+    let management = state.management.context("the lab has no management cluster")?;
+    let guest = state.guests.get("g1").context("the lab has no guest g1")?;
+    let infra = state.infra.context("the lab has no infra")?;
+    let endpoint = || format!("unix://{}", folder.join(unique("csi")).display());
+    let pki = |file: &str| infra.pki.join(file).display().to_string();
+    let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let guest_config = guest.cluster.kubeconfig_of("gc-csi-controller").display().to_string();
+    let own_config = management.kubeconfig_of(&guest.namespace).display().to_string();
+    let controller = |guest_config: &str, own_config: &str| {
+        owned(&[
+            "controller",
+            "--endpoint",
+            &endpoint(),
+            "--guest-kubeconfig",
+            guest_config,
+            "--management-kubeconfig",
+            own_config,
+            "--management-namespace",
+            &guest.namespace,
+            "--cluster-id",
+            &guest.cluster_id,
+        ])
+    };
+    Ok(vec![
+        Case {
+            program: "gc-csi",
+            flag: "--management-kubeconfig",
+            arguments: controller(&guest_config, wrong),
+        },
+        Case { program: "gc-csi", flag: "--guest-kubeconfig", arguments: controller(wrong, &own_config) },
+        Case {
+            program: "mgmt-csi",
+            flag: "--kubeconfig",
+            arguments: owned(&[
+                "--endpoint",
+                &endpoint(),
+                "--kubeconfig",
+                wrong,
+                "--infra-url",
+                &infra.url,
+                "--infra-ca",
+                &pki("ca.crt"),
+                "--infra-cert",
+                &pki("client.crt"),
+                "--infra-key",
+                &pki("client.key"),
+            ]),
+        },
+        Case {
+            program: "vm-operator-shim",
+            flag: "--kubeconfig",
+            arguments: owned(&["--kubeconfig", wrong]),
+        },
+    ])
+}
+
+fn words(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+#[tokio::test]
+async fn a_kubeconfig_that_cannot_be_used_ends_the_process_naming_file_and_flag() -> Result<()> {
+    run(|s| async move {
+        let folder = tempfile::tempdir()?;
+        let missing = folder.path().join("missing.kubeconfig");
+        let garbage = folder.path().join("garbage.kubeconfig");
+        std::fs::write(&garbage, "clusters: [")?;
+        let empty = folder.path().join("empty.kubeconfig");
+        std::fs::write(&empty, "")?;
+        for wrong in [missing, garbage, empty] {
+            let wrong = wrong.display().to_string();
+            for case in with_kubeconfig(&s, folder.path(), &wrong)? {
+                let ended = run_to_end(&binary(&s.lab, case.program), &words(&case.arguments)).await?;
+                let what = format!("{} {} {wrong}: {}", case.program, case.flag, ended.stderr);
+                assert_eq!(ended.code, Some(1), "{what}");
+                let line = ended.stderr.lines().last().unwrap_or_default();
+                assert!(line.contains(&wrong) && line.contains(case.flag), "{what}");
+                assert!(!ended.stderr.contains("panicked"), "{what}");
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_file_of_the_storage_infra_that_cannot_be_used_is_named_with_its_flag() -> Result<()> {
+    run(|s| async move {
+        let folder = tempfile::tempdir()?;
+        let garbage = folder.path().join("garbage.pem");
+        std::fs::write(&garbage, "no certificate")?;
+        let state = s.lab.state().clone();
+        let pki = state.infra.context("the lab has no infra")?.pki;
+        let file = |name: &str| pki.join(name).display().to_string();
+        for flag in ["--tls-cert", "--tls-key", "--client-ca"] {
+            for wrong in [garbage.display().to_string(), folder.path().join("missing").display().to_string()]
+            {
+                let chosen = |name: &'static str, own: &str| {
+                    if name == flag { wrong.clone() } else { file(own) }
+                };
+                let arguments = [
+                    "serve".to_owned(),
+                    "--data-dir".to_owned(),
+                    folder.path().join("data").display().to_string(),
+                    "--listen".to_owned(),
+                    "127.0.0.1:0".to_owned(),
+                    "--tls-cert".to_owned(),
+                    chosen("--tls-cert", "server.crt"),
+                    "--tls-key".to_owned(),
+                    chosen("--tls-key", "server.key"),
+                    "--client-ca".to_owned(),
+                    chosen("--client-ca", "ca.crt"),
+                    "--hypervisor".to_owned(),
+                    format!("loop=loop:{}", folder.path().display()),
+                ];
+                let ended = run_to_end(&binary(&s.lab, "storage-infra"), &words(&arguments)).await?;
+                let what = format!("{flag} {wrong}: {}", ended.stderr);
+                assert_eq!(ended.code, Some(1), "{what}");
+                assert!(ended.stderr.contains(&wrong) && ended.stderr.contains(flag), "{what}");
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_cluster_that_does_not_answer_is_waited_for_and_told_on_readyz() -> Result<()> {
+    run(|s| async move {
+        let folder = tempfile::tempdir()?;
+        let nobody = folder.path().join("nobody.kubeconfig");
+        // Port 1 is nobody's.
+        kubeconfig(&nobody, "https://127.0.0.1:1", None, "token")?;
+        refused_as_not_ready(&s, folder.path(), nobody, &["127.0.0.1:1"]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn credentials_that_are_refused_are_told_on_readyz() -> Result<()> {
+    run(|s| async move {
+        let folder = tempfile::tempdir()?;
+        let state = s.lab.state().clone();
+        let management = state.management.context("the lab has no management cluster")?;
+        let stale = folder.path().join("stale.kubeconfig");
+        kubeconfig(&stale, &management.server, Some(&management.ca), "no-such-token")?;
+        refused_as_not_ready(&s, folder.path(), stale, &["Unauthorized"]).await
+    })
+    .await
+}
+
+/// Every binary with this kubeconfig keeps running, says why it is not ready, and ends well when asked.
+async fn refused_as_not_ready(
+    s: &Scenario,
+    folder: &std::path::Path,
+    config: PathBuf,
+    texts: &[&str],
+) -> Result<()> {
+    for case in with_kubeconfig(s, folder, &config.display().to_string())? {
+        let program = binary(&s.lab, case.program);
+        let what = format!("{} {}", case.program, case.flag);
+        let running = Running::start(&program, &words(&case.arguments)).await?;
+        running.not_ready_because(texts).await.with_context(|| what.clone())?;
+        let (alive, _) = running.get("/healthz").await?;
+        assert_eq!(alive, 200, "{what}: a restart would not help");
+        let status = running.stop().await.with_context(|| what.clone())?;
+        assert!(status.success(), "{what} ended with {status}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
+    run(|s| async move {
+        let odd = unique("odd");
+        let orders: Api<DynamicObject> = Api::namespaced_with(
+            s.management.clone(),
+            &s.namespace,
+            &kube::core::ApiResource::erase::<crds::VolumeAttachment>(&()),
+        );
+        let order = |name: &str, node: &str, volume: &str| {
+            json!({
+                "apiVersion": "nestor.dev/v1alpha1", "kind": "VolumeAttachment",
+                "metadata": {"name": format!("{odd}-{name}"), "labels": {"test": odd}},
+                "spec": {"nodeUUID": node, "volumeName": volume},
+            })
+        };
+        let somewhere = uuid::Uuid::new_v4().to_string();
+        for one in [
+            order("node", "no uuid at all ../", "absent"),
+            order("volume", &somewhere, &"x".repeat(253)),
+            order("path", &somewhere, "../../etc/passwd"),
+            order(&"l".repeat(200), &somewhere, "absent"),
+        ] {
+            orders.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
+        }
+        let machines = s.raw_machines();
+        let machine = |name: &str, spec: serde_json::Value| {
+            json!({
+                "apiVersion": format!("vmoperator.vmware.com/{}", crds::VIRTUAL_MACHINE_VERSIONS[0]),
+                "kind": "VirtualMachine",
+                "metadata": {"name": format!("{odd}-{name}"), "labels": {"test": odd}},
+                "spec": spec,
+            })
+        };
+        let long = "n".repeat(253);
+        let claim = |name: &str| json!({"name": name, "persistentVolumeClaim": {"claimName": "absent"}});
+        for one in [
+            // Without status, so that nobody knows its UUID.
+            machine("bare", json!({"volumes": [claim("a")]})),
+            machine("foreign", json!({"className": {"deep": [1, null, {}]}, "volumes": [{"name": "iso", "cdrom": 7}]})),
+            machine("long", json!({"volumes": [claim(&long), {"name": "", "persistentVolumeClaim": {"claimName": ""}}]})),
+        ] {
+            machines.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
+        }
+        let strange = json!({"status": {"biosUUID": "not a uuid", "powerState": "Melting",
+            "volumes": [{"name": "ghost", "attached": true, "diskUUID": "", "error": "", "extra": {"a": [1]}}]}});
+        for name in ["foreign", "long"] {
+            let patch = kube::api::Patch::Merge(&strange);
+            machines.patch_status(&format!("{odd}-{name}"), &Default::default(), &patch).await?;
+        }
+
+        // Beside all of these, a good attach and detach.
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &node.name).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+
+        for (name, text) in [("node", "not a UUID"), ("volume", "is not in the management cluster")] {
+            let name = format!("{odd}-{name}");
+            eventually(&format!("VolumeAttachment {name} says what is wrong"), PATIENCE, || async {
+                let order = s.attachments().get(&name).await?;
+                let error = order.status.and_then(|status| status.error).map(|error| error.message);
+                Ok(match error {
+                    Some(error) if error.contains(text) || error.contains("absent") => Ok(()),
+                    other => Err(format!("{other:?}")),
+                })
+            })
+            .await?;
+        }
+        let refused = s.driver.publish(&handle, &format!("{odd}-bare")).await;
+        assert!(refused.is_err(), "a machine without a UUID has no disks");
+        s.remove_entries(&format!("{odd}-bare"), |_| true).await?;
+
+        let own = ListParams::default().labels(&format!("test={odd}"));
+        machines.delete_collection(&DeleteParams::default(), &own).await?;
+        orders.delete_collection(&DeleteParams::default(), &own).await?;
+        eventually("the odd objects gone", PATIENCE, || async {
+            let left = orders.list(&own).await?.items.len() + machines.list(&own).await?.items.len();
+            Ok(if left == 0 { Ok(()) } else { Err(format!("{left} left")) })
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn names_beyond_all_measure_are_refused_or_hashed_and_harm_nobody() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let endless = "v".repeat(300);
+        for refused in [
+            s.driver.delete(&endless).await.unwrap_err(),
+            s.driver.delete("").await.unwrap_err(),
+            s.driver.publish(&endless, &node.name).await.unwrap_err(),
+            s.driver.publish(&handle, &endless).await.unwrap_err(),
+            s.driver.publish(&handle, "").await.unwrap_err(),
+            s.driver.unpublish(&endless, &node.name).await.unwrap_err(),
+            s.driver.unpublish(&handle, &endless).await.unwrap_err(),
+            s.driver.create(new_volume("", MIB, "nestor")).await.unwrap_err(),
+            s.driver.create(new_volume(&s.csi_name(), i64::MIN, "nestor")).await.unwrap_err(),
+        ] {
+            assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        }
+        for odd in ["../../etc/passwd", "a b", "Ünï", ".", "-", "a\0b"] {
+            s.driver.delete(odd).await.with_context(|| format!("{odd:?}"))?;
+            let refused = s.driver.publish(odd, &node.name).await.unwrap_err();
+            assert_eq!(refused.code(), Code::NotFound, "{odd:?}: {refused}");
+            let refused = s.driver.publish(&handle, odd).await.unwrap_err();
+            assert_eq!(refused.code(), Code::NotFound, "{odd:?}: {refused}");
+            s.driver.unpublish(odd, &node.name).await.with_context(|| format!("{odd:?}"))?;
+            s.driver.unpublish(&handle, odd).await.with_context(|| format!("{odd:?}"))?;
+        }
+        let name = s.own(&format!("{}{}", s.name, "n".repeat(300)));
+        s.driver.create(new_volume(&name, MIB, "nestor")).await?;
+
+        let below = Driver::connect(&s.lab.mgmt_socket()?).await?;
+        let refused = below.delete(&endless).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        for odd in ["../../etc/passwd", "a b", "Ünï"] {
+            below.delete(odd).await.with_context(|| format!("{odd:?}"))?;
+        }
+        let mut request = new_volume(&format!("{}/../ü", s.name), MIB, "");
+        request.parameters.clear();
+        let made = below.create(request.clone()).await?;
+        assert_eq!(below.create(request).await?, made);
+        below.delete(&made.volume_id).await?;
+        // They all still serve.
+        s.driver.publish(&handle, &node.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn nobody_without_a_certificate_of_the_infra_gets_in() -> Result<()> {
+    run(|s| async move {
+        let state = s.lab.state().clone();
+        let infra = state.infra.context("the lab has no infra")?;
+        let mut options = ClientOptions::from_pki_dir(&infra.url, &infra.pki)?;
+        options.timeout = Duration::from_secs(10);
+        infra_api::Client::new(&options)?.health().await.context("the right certificate is let in")?;
+
+        // Signed by itself, with the name of the right one.
+        let key = rcgen::KeyPair::generate()?;
+        let own = rcgen::CertificateParams::new(vec!["client".to_owned()])?.self_signed(&key)?;
+        let mut stranger = options.clone();
+        stranger.cert = own.pem().into_bytes();
+        stranger.key = key.serialize_pem().into_bytes();
+        let refused = infra_api::Client::new(&stranger)?.health().await.unwrap_err();
+        let text = chain(&refused);
+        assert!(refused.problem().is_none(), "no answer of the API, but: {text}");
+
+        // Nor does our client speak to a server that the infra's authority does not know.
+        let mut elsewhere = options;
+        elsewhere.ca = own.pem().into_bytes();
+        let refused = infra_api::Client::new(&elsewhere)?.health().await.unwrap_err();
+        assert!(chain(&refused).to_lowercase().contains("certificate"), "{}", chain(&refused));
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_of_another_guest_is_as_good_as_absent() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let name = unique("stranger");
+        let claim = json!({
+            "metadata": {"name": name, "labels": {names::LABEL_CLUSTER_ID: "another-guest"}},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "storageClassName": "nestor",
+                "resources": {"requests": {"storage": "1Mi"}},
+            },
+        });
+        s.claims().create(&PostParams::default(), &serde_json::from_value(claim)?).await?;
+        let refused = s.driver.publish(&name, &node.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{refused}");
+        s.driver.delete(&name).await?;
+        assert!(s.claims().get(&name).await?.metadata.deletion_timestamp.is_none(), "left alone");
+        s.claims().delete(&name, &DeleteParams::default()).await?;
+        eventually("the other guest's claim gone", PATIENCE, || async {
+            Ok(s.claims().get_opt(&name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        })
+        .await
+    })
+    .await
+}

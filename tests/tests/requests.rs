@@ -1,0 +1,131 @@
+//! What an attach costs the management cluster's API, counted in its audit log. One test at a time, since
+//! each counts everything that our parts ask.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use lab::LoopNode;
+use lab::audit::{Entry, Mark};
+use tests::{PATIENCE, Scenario, alone, eventually, run};
+
+/// Our parts, by the beginning of their user agents.
+const PARTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
+
+#[tokio::test]
+async fn an_attach_is_four_writes_and_gc_csi_reads_nothing_for_it() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        warm(&s, &node, &handle).await?;
+        let mark = s.lab.audit()?.mark()?;
+        s.driver.publish(&handle, &node.name).await?;
+        let entries = settled(&s, mark).await?;
+        let writes = tally(&entries, Entry::is_write);
+        let expected = [
+            "gc-csi patch virtualmachines",
+            "mgmt-csi patch volumeattachments/status",
+            "vm-operator-shim create volumeattachments",
+            "vm-operator-shim patch virtualmachines/status",
+        ];
+        assert_eq!(writes, expected.map(|line| (line.to_owned(), 1)).into());
+        nothing_read_for(&entries, &node, &handle);
+
+        let mark = s.lab.audit()?.mark()?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        let entries = settled(&s, mark).await?;
+        let writes = tally(&entries, Entry::is_write);
+        assert_eq!(writes.values().sum::<usize>(), 4, "{writes:?}");
+        nothing_read_for(&entries, &node, &handle);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_without_conflicts() -> Result<()>
+{
+    let _alone = alone().await;
+    run(|s| async move {
+        let node = s.node().await?;
+        let mut handles = Vec::new();
+        for _ in 0..20 {
+            handles.push(s.volume().await?);
+        }
+        warm(&s, &node, &handles[0]).await?;
+        let mark = s.lab.audit()?.mark()?;
+        let tasks: Vec<_> = handles
+            .iter()
+            .map(|handle| {
+                let (s, node, handle) = (s.clone(), node.name.clone(), handle.clone());
+                tokio::spawn(async move { s.driver.publish(&handle, &node).await })
+            })
+            .collect();
+        for task in tasks {
+            task.await??;
+        }
+        let entries = settled(&s, mark).await?;
+        let patches = tally(&entries, |entry| {
+            entry.verb == "patch" && entry.resource == "virtualmachines" && part(entry) == Some("gc-csi")
+        });
+        let patches: usize = patches.values().sum();
+        assert!((1..=5).contains(&patches), "{patches} PATCHes of the machine by gc-csi");
+        let refused = tally(&entries, |entry| entry.code >= 400);
+        assert_eq!(refused, BTreeMap::new(), "nothing was refused, as a conflict or otherwise");
+        let reads = tally(&entries, |entry| part(entry) == Some("gc-csi") && entry.verb == "get");
+        assert_eq!(reads, BTreeMap::new());
+        Ok(())
+    })
+    .await
+}
+
+/// One attach and detach before, so that nothing is done for the first time.
+async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
+    s.driver.publish(handle, &node.name).await?;
+    s.driver.unpublish(handle, &node.name).await?;
+    s.nothing_is_attached(node).await
+}
+
+/// The entries of our parts since `mark`, once no more come: the last answer of a call is written before the
+/// call ends, but a write that should not be there may come later.
+async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
+    let audit = s.lab.audit()?;
+    let mut seen = usize::MAX;
+    let mut calm = 0;
+    eventually("no more requests of our parts", PATIENCE, || {
+        let entries: Result<Vec<Entry>> =
+            audit.since(mark).map(|all| all.into_iter().filter(|entry| part(entry).is_some()).collect());
+        let result = entries.map(|entries| {
+            calm = if entries.len() == seen { calm + 1 } else { 0 };
+            seen = entries.len();
+            if calm >= 5 { Ok(entries) } else { Err(format!("{seen} so far")) }
+        });
+        async move { result }
+    })
+    .await
+}
+
+fn part(entry: &Entry) -> Option<&'static str> {
+    PARTS.into_iter().find(|part| entry.user_agent.starts_with(part))
+}
+
+/// How often each kind of request was made.
+fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
+    let mut counts = BTreeMap::new();
+    for entry in entries.iter().filter(|entry| pick(entry)) {
+        let separator = if entry.subresource.is_empty() { "" } else { "/" };
+        let Entry { verb, resource, subresource, .. } = entry;
+        let line = format!("{} {verb} {resource}{separator}{subresource}", part(entry).unwrap_or("?"));
+        *counts.entry(line).or_default() += 1;
+    }
+    counts
+}
+
+/// The shared watches are renewed now and then; a read that names an object is made for a call.
+fn nothing_read_for(entries: &[Entry], node: &LoopNode, claim: &str) {
+    let reads = tally(entries, |entry| {
+        let own = entry.name == node.name || entry.name == claim;
+        part(entry) == Some("gc-csi")
+            && (["get", "list"].contains(&entry.verb.as_str()) || entry.verb == "watch" && own)
+    });
+    assert_eq!(reads, BTreeMap::new(), "gc-csi answered from what it knows");
+}

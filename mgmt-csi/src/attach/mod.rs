@@ -69,6 +69,14 @@ impl Attach {
                 if memories.is_news(change) {
                     queue.push(change.key.clone());
                 }
+                // A disk that left one machine may be what another waits for.
+                if let (Some(gone), None) = (change.old, change.new) {
+                    for waiting in by_claim.members(&target::claim_key(gone)) {
+                        if orders.get(&waiting).is_some_and(|order| !is_attached(&order)) {
+                            queue.push(waiting);
+                        }
+                    }
+                }
             }
         };
         builder.on_change(handler).start(check("VolumeAttachments"), stop.clone());
@@ -135,12 +143,15 @@ async fn push_unfinished(orders: Arc<Latest<VolumeAttachment>>, queue: Queue<Key
     loop {
         infra_back.notified().await;
         for order in orders.informer().list() {
-            let attached = order.status.as_ref().is_some_and(|status| status.attached);
-            if !attached || order.metadata.deletion_timestamp.is_some() {
+            if !is_attached(&order) || order.metadata.deletion_timestamp.is_some() {
                 queue.push(Key::of(&*order));
             }
         }
     }
+}
+
+fn is_attached(order: &VolumeAttachment) -> bool {
+    order.status.as_ref().is_some_and(|status| status.attached)
 }
 
 fn tell_orders_of_claim(by_claim: &Arc<Index>, queue: &Queue<Key>) -> impl Fn(&Key) + Send + Sync + use<> {

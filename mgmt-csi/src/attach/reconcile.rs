@@ -155,7 +155,12 @@ impl Reconciler {
                     there
                 }
                 Step::Hold => self.hold(key, &order).await?,
-                Step::Release => self.release(key, &order).await?,
+                Step::Release => {
+                    // The answer to the write that ends an object has no newer version than the object had,
+                    // so the copy at hand can't tell that it is done.
+                    self.release(key, &order).await?;
+                    return Ok(Next::Wait);
+                }
                 Step::Settle => return Ok(Next::After(SETTLE)),
                 Step::Done if view.status.attached && !view.deleting => {
                     return Ok(Next::After(LOOK_AGAIN.mul_f64(0.5 + fastrand::f64() / 2.0)));

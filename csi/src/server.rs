@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 
 use tokio::net::{UnixListener, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
@@ -11,6 +12,10 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
 use crate::metrics::CallMetrics;
+
+/// How long calls under way may go on after the stop: less than the 30 s that Kubernetes gives a pod, so
+/// that the socket is removed in any case. A caller whose connection is stuck would hold it for ever.
+const GRACE: Duration = Duration::from_secs(20);
 
 /// Where a driver listens: `unix:///path`, or the bare path.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,7 +92,7 @@ pub async fn bind(endpoint: &Endpoint) -> Result<Bound, ServeError> {
 }
 
 impl Bound {
-    /// Serves `routes` until `stop`, lets calls under way end, and removes the socket.
+    /// Serves `routes` until `stop`, lets calls under way end (for 20 s at most), and removes the socket.
     pub async fn serve(
         self,
         routes: Routes,
@@ -99,14 +104,27 @@ impl Bound {
         let served = tonic::transport::Server::builder()
             .layer(metrics)
             .add_routes(routes)
-            .serve_with_incoming_shutdown(UnixListenerStream::new(self.listener), stop.cancelled_owned())
-            .await;
+            .serve_with_incoming_shutdown(
+                UnixListenerStream::new(self.listener),
+                stop.clone().cancelled_owned(),
+            );
+        let out_of_patience = async {
+            stop.cancelled().await;
+            tokio::time::sleep(GRACE).await;
+        };
+        let served = tokio::select! {
+            served = served => served,
+            () = out_of_patience => {
+                tracing::warn!(endpoint = %path.display(), "calls or connections did not end within {GRACE:?}: cut off");
+                Ok(())
+            }
+        };
         let _ = std::fs::remove_file(&path);
         served.map_err(|source| ServeError::Serve { path: path.display().to_string(), source })
     }
 }
 
-/// Serves `routes` on `endpoint` until `stop`, lets calls under way end, and removes the socket.
+/// Serves `routes` on `endpoint` until `stop`, lets calls under way end (for 20 s at most), and removes the socket.
 pub async fn serve(
     endpoint: &Endpoint,
     routes: Routes,

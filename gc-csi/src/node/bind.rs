@@ -11,6 +11,9 @@ use super::mounts::{Mount, MountTable, MountsError};
 /// More mounts than this on one path are no accident of ours.
 const MAX_LAYERS: usize = 16;
 
+/// Mode of a target beneath its mount: nobody may do anything.
+const SHUT: u32 = 0o000;
+
 /// What a target is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TargetKind {
@@ -90,9 +93,9 @@ pub(crate) fn real_path(path: &Path) -> Result<Option<PathBuf>, BindError> {
 /// mount ever be missing, nobody writes to the machine's own disk instead of the volume.
 pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError> {
     let made = match kind {
-        TargetKind::Folder => std::fs::DirBuilder::new().mode(0).create(path),
+        TargetKind::Folder => std::fs::DirBuilder::new().mode(SHUT).create(path),
         TargetKind::File => {
-            std::fs::OpenOptions::new().write(true).create_new(true).mode(0).open(path).map(drop)
+            std::fs::OpenOptions::new().write(true).create_new(true).mode(SHUT).open(path).map(drop)
         }
     };
     match made {
@@ -109,7 +112,7 @@ pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError
         TargetKind::File if found.len() > 0 => return occupied("a file that is not empty"),
         TargetKind::Folder | TargetKind::File => {}
     }
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0)).map_err(failed("shut", path))
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(SHUT)).map_err(failed("shut", path))
 }
 
 /// Makes a folder for a filesystem to be mounted on, in a folder that exists.
@@ -144,8 +147,7 @@ pub(crate) fn make_read_only(mount: &Mount) -> Result<(), BindError> {
         _ => MountFlags::empty(),
     });
     let flags = kept.fold(MountFlags::BIND | MountFlags::RDONLY, MountFlags::union);
-    rustix::mount::mount_remount(&mount.point, flags, "")
-        .map_err(failed("remount read-only", &mount.point))
+    rustix::mount::mount_remount(&mount.point, flags, "").map_err(failed("remount read-only", &mount.point))
 }
 
 /// Unmounts everything at `path`; nothing to do is fine. `who` says who uses a mount that is busy.
@@ -179,7 +181,8 @@ pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     } else if kind.is_file() {
         return Err(BindError::NotEmpty { path: path.to_owned() });
     } else {
-        let what = if kind.is_block_device() { "a block device of its own" } else { "neither folder nor file" };
+        let what =
+            if kind.is_block_device() { "a block device of its own" } else { "neither folder nor file" };
         return Err(BindError::Occupied { path: path.to_owned(), what });
     };
     match removed {

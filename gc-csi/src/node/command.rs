@@ -79,7 +79,8 @@ pub(crate) async fn run(
         .map_err(|_| CommandError::TimedOut { program, limit })?
         .map_err(|source| CommandError::Start { program, source })?;
     let stderr = complaint(&output.stderr);
-    let code = output.status.code().ok_or_else(|| CommandError::Killed { program, stderr: stderr.clone() })?;
+    let code =
+        output.status.code().ok_or_else(|| CommandError::Killed { program, stderr: stderr.clone() })?;
     Ok(Output { code, stdout: String::from_utf8_lossy(&output.stdout).into_owned(), stderr })
 }
 

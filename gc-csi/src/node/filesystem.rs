@@ -17,7 +17,17 @@ const MOUNT_LIMIT: Duration = Duration::from_secs(10 * 60);
 
 /// Options that change what is mounted, or the mounts around it, instead of how.
 const FORBIDDEN_OPTIONS: [&str; 12] = [
-    "bind", "rbind", "move", "remount", "loop", "offset", "sizelimit", "shared", "rshared", "slave", "rslave",
+    "bind",
+    "rbind",
+    "move",
+    "remount",
+    "loop",
+    "offset",
+    "sizelimit",
+    "shared",
+    "rshared",
+    "slave",
+    "rslave",
     "subdir",
 ];
 
@@ -37,7 +47,9 @@ pub(crate) enum Filesystem {
 
 /// Why a filesystem type is not taken.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("filesystem type {0:?} is not supported: use ext4, xfs or btrfs (parameter csi.storage.k8s.io/fstype)")]
+#[error(
+    "filesystem type {0:?} is not supported: use ext4, xfs or btrfs (parameter csi.storage.k8s.io/fstype)"
+)]
 pub(crate) struct UnsupportedFilesystem(String);
 
 impl FromStr for Filesystem {
@@ -77,9 +89,7 @@ impl Filesystem {
         let (program, options): (_, &[&str]) = match self {
             // No blocks kept back for root: a volume is no system disk. Inode tables are zeroed by the
             // kernel after the mount.
-            Self::Ext4 => {
-                ("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=1"])
-            }
+            Self::Ext4 => ("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=1"]),
             Self::Xfs => ("mkfs.xfs", &["-q", "-f", "-K"]),
             Self::Btrfs => ("mkfs.btrfs", &["-q", "-f", "-K"]),
         };
@@ -144,7 +154,9 @@ pub(crate) struct MountOptions(Vec<String>);
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum InvalidOption {
     /// It changes what is mounted.
-    #[error("mount option {0:?} is refused: it changes what is mounted, not how; remove it from mountOptions")]
+    #[error(
+        "mount option {0:?} is refused: it changes what is mounted, not how; remove it from mountOptions"
+    )]
     Forbidden(String),
     /// It is no option.
     #[error("mount option {0:?} has a character that no option has; correct mountOptions")]

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use uuid::Uuid;
 
 use super::bind::{self, BindError, TargetKind};
-use super::disk::{Disk, DiskNames, FindError};
 use super::blocking::blocking;
+use super::disk::{Disk, DiskNames, FindError};
 use super::holders;
 use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
 
@@ -203,9 +203,7 @@ fn publish_block(disk: &Disk, wanted: &Publish, kubelet_dir: &Path) -> Result<()
     }
     if wanted.single_writer
         && let Some(other) = table.iter().find(|mount| {
-            mount.point != target
-                && mount.point.starts_with(kubelet_dir)
-                && is_node_of(mount, disk)
+            mount.point != target && mount.point.starts_with(kubelet_dir) && is_node_of(mount, disk)
         })
     {
         return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });

@@ -53,7 +53,9 @@ impl Node {
         });
         match running.await {
             Ok(done) => done.map_err(|failure| status::of(&failure)),
-            Err(error) => Err(Status::internal(format!("the operation for volume {volume} broke off: {error}"))),
+            Err(error) => {
+                Err(Status::internal(format!("the operation for volume {volume} broke off: {error}")))
+            }
         }
     }
 }
@@ -125,9 +127,8 @@ impl proto::node_server::Node for Node {
         _: Request<proto::NodeGetCapabilitiesRequest>,
     ) -> Result<Response<proto::NodeGetCapabilitiesResponse>, Status> {
         use proto::node_service_capability::{Rpc, Type};
-        let capability = |can: Can| proto::NodeServiceCapability {
-            r#type: Some(Type::Rpc(Rpc { r#type: can as i32 })),
-        };
+        let capability =
+            |can: Can| proto::NodeServiceCapability { r#type: Some(Type::Rpc(Rpc { r#type: can as i32 })) };
         let capabilities = CAPABILITIES.into_iter().map(capability).collect();
         Ok(Response::new(proto::NodeGetCapabilitiesResponse { capabilities }))
     }

@@ -115,7 +115,9 @@ fn abnormal(mount: &Mount) -> Option<String> {
 }
 
 fn gone(device: DeviceNumber) -> String {
-    format!("the disk beneath (device {device}) is gone from this machine; restart the pod so that it is attached anew")
+    format!(
+        "the disk beneath (device {device}) is gone from this machine; restart the pod so that it is attached anew"
+    )
 }
 
 /// How many errors ext4 has counted, when there are any (Linux, `Documentation/ABI/testing/sysfs-fs-ext4`).

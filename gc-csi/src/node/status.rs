@@ -67,7 +67,9 @@ impl Coded for StageError {
             Self::Path(error) => error.code(),
             Self::Differently { .. } => Code::AlreadyExists,
             // Another volume's mount, or a disk whose content somebody must decide about.
-            Self::AnotherDisk { .. } | Self::Refused { .. } | Self::NoFolder { .. } => Code::FailedPrecondition,
+            Self::AnotherDisk { .. } | Self::Refused { .. } | Self::NoFolder { .. } => {
+                Code::FailedPrecondition
+            }
             Self::Probe { .. } | Self::Check { .. } | Self::Mount { .. } | Self::Mounts(_) => Code::Internal,
         }
     }

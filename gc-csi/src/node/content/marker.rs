@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn a_mark_lies_within_the_disk_on_a_block() {
         for size in [1 << 20, 300 << 20, 5_000_000_512, 1 << 44] {
-            assert!(offset(size) % 4096 == 0 && offset(size) + 4096 <= size, "{size}");
+            assert!(offset(size).is_multiple_of(4096) && offset(size) + 4096 <= size, "{size}");
         }
     }
 }

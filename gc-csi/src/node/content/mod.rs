@@ -119,7 +119,9 @@ fn classify(disk: Uuid, signatures: Signatures, mark: Mark, data_at: Option<u64>
         (_, Signatures::Ambivalent) => Content::Ambivalent,
         (_, Signatures::Known { partition_table: Some(kind), .. }) => Content::PartitionTable(kind),
         (_, Signatures::Known { content: Some(known), .. }) => Content::Known(known),
-        (Mark::Of(uuid), Signatures::None | Signatures::Known { .. }) => Content::CopyOfInterruptedFormat(uuid),
+        (Mark::Of(uuid), Signatures::None | Signatures::Known { .. }) => {
+            Content::CopyOfInterruptedFormat(uuid)
+        }
         (Mark::Nothing | Mark::Data, Signatures::None | Signatures::Known { .. }) => match data_at {
             Some(at) => Content::Unknown(at),
             None => Content::Empty,

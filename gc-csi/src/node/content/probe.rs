@@ -76,9 +76,10 @@ fn understand(output: &Output) -> Result<Signatures, ProbeError> {
     match output.code {
         0 => match (value("TYPE"), value("PTTYPE")) {
             // Something was found that has neither type nor partitions, as a lone label.
-            (None, None) => {
-                Ok(Signatures::Known { content: Some("an unknown signature".to_owned()), partition_table: None })
-            }
+            (None, None) => Ok(Signatures::Known {
+                content: Some("an unknown signature".to_owned()),
+                partition_table: None,
+            }),
             (content, partition_table) => Ok(Signatures::Known { content, partition_table }),
         },
         // blkid also answers 2 when it cannot read the device, but then it complains.

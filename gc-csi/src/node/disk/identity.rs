@@ -50,11 +50,12 @@ impl Facts {
     pub(super) fn judge(&self, uuid: &Uuid) -> Verdict {
         let wanted = uuid.simple().to_string();
         let wwn = self.wwid.as_deref().and_then(|wwid| wwid.strip_prefix("naa."));
-        let whole: Vec<String> = [self.scsi_serial.as_deref(), self.serial.as_deref(), self.nvme_uuid.as_deref(), wwn]
-            .into_iter()
-            .flatten()
-            .filter_map(whole_uuid)
-            .collect();
+        let whole: Vec<String> =
+            [self.scsi_serial.as_deref(), self.serial.as_deref(), self.nvme_uuid.as_deref(), wwn]
+                .into_iter()
+                .flatten()
+                .filter_map(whole_uuid)
+                .collect();
         let cut_serial: String = uuid.hyphenated().to_string().chars().take(VIRTIO_SERIAL).collect();
         let proven = if whole.is_empty() {
             let by_wwn = wwn.is_some_and(|wwn| wwn.eq_ignore_ascii_case(&wanted[..16]));
@@ -87,7 +88,8 @@ impl std::fmt::Display for Facts {
 /// The 32 hex digits of a text that is a whole UUID, with or without hyphens; all zero means unset.
 fn whole_uuid(text: &str) -> Option<String> {
     let hex: String = text.chars().filter(|c| *c != '-').collect::<String>().to_ascii_lowercase();
-    let whole = hex.len() == 32 && hex.bytes().all(|b| b.is_ascii_hexdigit()) && hex.bytes().any(|b| b != b'0');
+    let whole =
+        hex.len() == 32 && hex.bytes().all(|b| b.is_ascii_hexdigit()) && hex.bytes().any(|b| b != b'0');
     whole.then_some(hex)
 }
 

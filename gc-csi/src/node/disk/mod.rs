@@ -151,38 +151,49 @@ impl DiskNames {
     }
 }
 
-/// Opens a device and proves its identity.
+/// Opens a device and proves its identity: before the device is opened, so that another's is not, and
+/// once more when its number cannot pass to another disk any more.
 fn open(found: &Found, uuid: Uuid) -> Result<Disk, FindError> {
-    let Found { link, device } = found.clone();
+    let Found { link, device } = found;
     let io = |what: &Path| {
         let what = what.to_owned();
         move |source| FindError::Io { what, source }
     };
-    let kind = std::fs::metadata(&device).map_err(io(&device))?.file_type();
-    if !kind.is_block_device() {
-        return Err(FindError::NotADisk { link, device, what: "no block device" });
+    let named = std::fs::metadata(device).map_err(io(device))?;
+    if !named.file_type().is_block_device() {
+        let what = "no block device";
+        return Err(FindError::NotADisk { link: link.clone(), device: device.clone(), what });
     }
-    let file = File::open(&device).map_err(io(&device))?;
-    let number = DeviceNumber::from_raw(file.metadata().map_err(io(&device))?.rdev());
-    // From here on the number cannot pass to another disk; the name is asked once more.
-    if !link.canonicalize().is_ok_and(|again| again == device) {
-        return Err(FindError::Moved { link, device });
+    let number = DeviceNumber::from_raw(named.rdev());
+    prove(found, number, uuid)?;
+    let file = File::open(device).map_err(io(device))?;
+    let opened = DeviceNumber::from_raw(file.metadata().map_err(io(device))?.rdev());
+    if opened != number || !link.canonicalize().is_ok_and(|again| again == *device) {
+        return Err(FindError::Moved { link: link.clone(), device: device.clone() });
     }
+    prove(found, number, uuid)?;
+    let sysfs = sysfs(number);
+    let size = size(number).map_err(io(&sysfs))?;
+    let read_only = attribute(number, "ro").map_err(io(&sysfs))? != 0;
+    Ok(Disk { uuid, path: device.clone(), number, size, read_only, file })
+}
+
+/// Proves that the device with this number is the whole disk that it is taken for.
+fn prove(found: &Found, number: DeviceNumber, uuid: Uuid) -> Result<(), FindError> {
+    let Found { link, device } = found.clone();
     let sysfs = sysfs(number);
     if sysfs.join("partition").exists() {
         return Err(FindError::NotADisk { link, device, what: "a partition" });
     }
-    // A loop device has no serial: its exact name, asked again above, is all the identity there is.
-    if number.major != LOOP_MAJOR {
-        match Facts::read(&sysfs).judge(&uuid) {
-            Verdict::Proven => {}
-            Verdict::Another(said) => return Err(FindError::AnotherDisk { link, device, said, uuid }),
-            Verdict::Unknown => return Err(FindError::Unproven { device, uuid }),
-        }
+    // A loop device has no serial: its exact name is all the identity there is.
+    if number.major == LOOP_MAJOR {
+        return Ok(());
     }
-    let size = size(number).map_err(io(&sysfs))?;
-    let read_only = attribute(number, "ro").map_err(io(&sysfs))? != 0;
-    Ok(Disk { uuid, path: device, number, size, read_only, file })
+    match Facts::read(&sysfs).judge(&uuid) {
+        Verdict::Proven => Ok(()),
+        Verdict::Another(said) => Err(FindError::AnotherDisk { link, device, said, uuid }),
+        Verdict::Unknown => Err(FindError::Unproven { device, uuid }),
+    }
 }
 
 /// The device's folder in sysfs.
@@ -197,7 +208,9 @@ pub(crate) fn size(number: DeviceNumber) -> io::Result<u64> {
 
 fn attribute(number: DeviceNumber, name: &str) -> io::Result<u64> {
     let text = std::fs::read_to_string(sysfs(number).join(name))?;
-    text.trim().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{name}: {error}")))
+    text.trim()
+        .parse()
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{name}: {error}")))
 }
 
 /// Whether the disk beneath a mount is still in the machine.

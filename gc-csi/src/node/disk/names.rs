@@ -168,8 +168,12 @@ async fn keep_watching(folder: &Path, changed: &watch::Sender<()>) -> io::Result
         | Flags::DELETE_SELF
         | Flags::MOVE_SELF
         | Flags::ONLYDIR;
-    let inotify =
-        AsyncFd::new(inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?)?;
+    let inotify = inotify::init(inotify::CreateFlags::NONBLOCK | inotify::CreateFlags::CLOEXEC)?;
+    #[allow(
+        deprecated,
+        reason = "its successor is an unsafe function, for types unlike OwnedFd that may change their file"
+    )]
+    let inotify = AsyncFd::new(inotify)?;
     loop {
         // After every change the watch is set again, on the folder or on what there is of its path:
         // that is a no-op for the kernel while nothing about the path changed.
@@ -239,7 +243,10 @@ mod tests {
         let (names, _stop) = names(root.path());
         let until = Instant::now() + Duration::from_millis(20);
         let error = names.wait_for(UUID.parse().unwrap(), until).await.unwrap_err().to_string();
-        assert!(error.contains("wwn-0x6f9c1b2a0d3e4f5a, ") && error.contains("the folder has wwn-0x1"), "{error}");
+        assert!(
+            error.contains("wwn-0x6f9c1b2a0d3e4f5a, ") && error.contains("the folder has wwn-0x1"),
+            "{error}"
+        );
     }
 
     #[tokio::test]

@@ -1,0 +1,318 @@
+//! A machine for the driver: a folder with kubelet's folders and by-id names in it, loop devices as
+//! disks, and the real binary. Everything is taken away again when it is dropped.
+
+use std::fmt::Write as _;
+use std::io::{Read, Write};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use csi::proto;
+use csi::proto::node_client::NodeClient;
+use tonic::Status;
+use tonic::transport::Channel;
+
+/// How long a driver may take to start or to stop.
+const LIMIT: Duration = Duration::from_secs(10);
+
+pub(crate) struct Machine {
+    root: tempfile::TempDir,
+    driver: Option<Child>,
+    loops: Vec<PathBuf>,
+    pub(crate) http: u16,
+}
+
+/// A disk of the machine, and the volume on it.
+#[derive(Clone)]
+pub(crate) struct Disk {
+    pub(crate) id: String,
+    pub(crate) uuid: String,
+    pub(crate) image: PathBuf,
+    pub(crate) device: PathBuf,
+}
+
+impl Machine {
+    /// A machine whose driver runs.
+    pub(crate) async fn start() -> Self {
+        let mut machine = Self::new();
+        machine.start_driver(None).await;
+        machine
+    }
+
+    /// A machine without a driver yet.
+    pub(crate) fn new() -> Self {
+        let root = tempfile::Builder::new().prefix("nestor-node-").tempdir().unwrap();
+        for folder in ["by-id", "kubelet/plugins", "kubelet/plugins_registry", "kubelet/pods", "images"] {
+            std::fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Self { root, driver: None, loops: Vec::new(), http: port }
+    }
+
+    pub(crate) fn path(&self, below: &str) -> PathBuf {
+        self.root.path().join(below)
+    }
+
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.path("kubelet/plugins/csi.sock")
+    }
+
+    pub(crate) fn registration_socket(&self) -> PathBuf {
+        self.path("kubelet/plugins_registry/guest.csi.nestor.dev-reg.sock")
+    }
+
+    /// Starts the driver; tools in `tools` come before the system's. Returns once it answers.
+    pub(crate) async fn start_driver(&mut self, tools: Option<&Path>) {
+        let path = std::env::var("PATH").unwrap_or_default();
+        let path = tools.map_or_else(|| path.clone(), |tools| format!("{}:{path}", tools.display()));
+        let driver = Command::new(env!("CARGO_BIN_EXE_gc-csi"))
+            .args(["node", "--node-name", "vm-1", "--endpoint"])
+            .arg(format!("unix://{}", self.socket().display()))
+            .arg("--kubelet-dir")
+            .arg(self.path("kubelet"))
+            .arg("--by-id-dir")
+            .arg(self.path("by-id"))
+            .arg(format!("--http-listen=127.0.0.1:{}", self.http))
+            .env("PATH", path)
+            .env("NESTOR_LOG", "debug")
+            .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap())
+            .spawn()
+            .unwrap();
+        self.driver = Some(driver);
+        let deadline = Instant::now() + LIMIT;
+        while csi::client::connect(&self.socket()).await.is_err() {
+            assert!(Instant::now() < deadline, "the driver does not answer:\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Asks the driver to stop, and returns its exit code.
+    pub(crate) async fn stop_driver(&mut self) -> Option<i32> {
+        let driver = self.driver.as_ref().unwrap();
+        rustix::process::kill_process(
+            rustix::process::Pid::from_child(driver),
+            rustix::process::Signal::TERM,
+        )
+        .unwrap();
+        self.wait_for_driver().await
+    }
+
+    /// Waits for the driver's end.
+    pub(crate) async fn wait_for_driver(&mut self) -> Option<i32> {
+        let mut driver = self.driver.take().unwrap();
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            if let Some(status) = driver.try_wait().unwrap() {
+                return status.code();
+            }
+            assert!(Instant::now() < deadline, "the driver does not end:\n{}", self.log());
+            // Not blocking: the connections of this side must answer the driver's good-bye.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.path("log")).unwrap_or_default()
+    }
+
+    pub(crate) async fn node(&self) -> NodeClient<Channel> {
+        NodeClient::new(csi::client::connect(&self.socket()).await.unwrap())
+    }
+
+    /// Status and body of a page of the driver's HTTP port.
+    pub(crate) fn get(&self, page: &str) -> (u16, String) {
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", self.http)).unwrap();
+        write!(stream, "GET {page} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        let status = answer.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
+    }
+
+    /// An image file of `mib` MiB that is not a disk yet.
+    pub(crate) fn image(&self, mib: u64) -> Disk {
+        let uuid = uuid::Uuid::new_v4().to_string();
+        let id = format!("pvc-{}", &uuid[..8]);
+        let image = self.path("images").join(&id);
+        std::fs::File::create(&image).unwrap().set_len(mib << 20).unwrap();
+        Disk { id, uuid, image, device: PathBuf::new() }
+    }
+
+    /// Plugs an image: a loop device, and its name under by-id.
+    pub(crate) fn plug(&mut self, mut disk: Disk, options: &[&str]) -> Disk {
+        let output = Command::new("losetup")
+            .args(["--find", "--show"])
+            .args(options)
+            .arg(&disk.image)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        disk.device = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim());
+        self.loops.push(disk.device.clone());
+        self.name(&disk);
+        disk
+    }
+
+    /// Gives a device its name.
+    pub(crate) fn name(&self, disk: &Disk) {
+        symlink(&disk.device, self.link(disk)).unwrap();
+    }
+
+    pub(crate) fn link(&self, disk: &Disk) -> PathBuf {
+        self.path("by-id").join(&crds::names::disk_by_id(&disk.uuid)[0])
+    }
+
+    /// An empty disk.
+    pub(crate) fn disk(&mut self, mib: u64) -> Disk {
+        let image = self.image(mib);
+        self.plug(image, &[])
+    }
+
+    pub(crate) fn staging(&self, disk: &Disk) -> PathBuf {
+        let folder = self.path("kubelet/plugins").join(&disk.id);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder.join("globalmount")
+    }
+
+    pub(crate) fn target(&self, disk: &Disk, pod: &str) -> PathBuf {
+        let folder = self.path("kubelet/pods").join(pod).join(&disk.id);
+        std::fs::create_dir_all(&folder).unwrap();
+        folder.join("mount")
+    }
+
+    pub(crate) async fn stage(&self, disk: &Disk, wanted: proto::VolumeCapability) -> Result<(), Status> {
+        let request = self.stage_request(disk, wanted);
+        self.node().await.node_stage_volume(request).await.map(drop)
+    }
+
+    pub(crate) fn stage_request(
+        &self,
+        disk: &Disk,
+        wanted: proto::VolumeCapability,
+    ) -> proto::NodeStageVolumeRequest {
+        proto::NodeStageVolumeRequest {
+            volume_id: disk.id.clone(),
+            publish_context: context(disk),
+            staging_target_path: text(&self.staging(disk)),
+            volume_capability: Some(wanted),
+            ..proto::NodeStageVolumeRequest::default()
+        }
+    }
+
+    pub(crate) async fn unstage(&self, disk: &Disk) -> Result<(), Status> {
+        let request = proto::NodeUnstageVolumeRequest {
+            volume_id: disk.id.clone(),
+            staging_target_path: text(&self.staging(disk)),
+        };
+        self.node().await.node_unstage_volume(request).await.map(drop)
+    }
+
+    pub(crate) async fn publish(
+        &self,
+        disk: &Disk,
+        pod: &str,
+        wanted: proto::VolumeCapability,
+        readonly: bool,
+    ) -> Result<PathBuf, Status> {
+        let target = self.target(disk, pod);
+        let request = proto::NodePublishVolumeRequest {
+            volume_id: disk.id.clone(),
+            publish_context: context(disk),
+            staging_target_path: text(&self.staging(disk)),
+            target_path: text(&target),
+            volume_capability: Some(wanted),
+            readonly,
+            ..proto::NodePublishVolumeRequest::default()
+        };
+        self.node().await.node_publish_volume(request).await.map(|_| target)
+    }
+
+    pub(crate) async fn unpublish(&self, disk: &Disk, pod: &str) -> Result<(), Status> {
+        let request = proto::NodeUnpublishVolumeRequest {
+            volume_id: disk.id.clone(),
+            target_path: text(&self.target(disk, pod)),
+        };
+        self.node().await.node_unpublish_volume(request).await.map(drop)
+    }
+
+    pub(crate) async fn stats(
+        &self,
+        disk: &Disk,
+        path: &Path,
+    ) -> Result<proto::NodeGetVolumeStatsResponse, Status> {
+        let request = proto::NodeGetVolumeStatsRequest {
+            volume_id: disk.id.clone(),
+            volume_path: text(path),
+            ..proto::NodeGetVolumeStatsRequest::default()
+        };
+        self.node().await.node_get_volume_stats(request).await.map(tonic::Response::into_inner)
+    }
+
+    /// The options of what is mounted at `path`.
+    pub(crate) fn mounted(&self, path: &Path) -> Option<String> {
+        let path = path.parent().unwrap().canonicalize().unwrap().join(path.file_name().unwrap());
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let mut fields = table.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+        fields.find(|fields| Path::new(fields[4]) == path).map(|fields| fields[5].to_owned())
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(mut driver) = self.driver.take() {
+            let _ = driver.kill();
+            let _ = driver.wait();
+        }
+        if std::thread::panicking() {
+            let mut log = String::from("the driver's log:\n");
+            let _ = writeln!(log, "{}", self.log());
+            let _ = std::io::stderr().write_all(log.as_bytes());
+        }
+        let root = self.root.path().canonicalize().unwrap_or_else(|_| self.root.path().to_owned());
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+        for point in points.filter(|point| point.starts_with(&root)).collect::<Vec<_>>().iter().rev() {
+            let _ = rustix::mount::unmount(point, rustix::mount::UnmountFlags::DETACH);
+        }
+        for device in &self.loops {
+            let _ = Command::new("losetup").arg("--detach").arg(device).stderr(Stdio::null()).status();
+        }
+    }
+}
+
+fn context(disk: &Disk) -> std::collections::HashMap<String, String> {
+    [(crds::names::CONTEXT_DISK_UUID.to_owned(), disk.uuid.clone())].into()
+}
+
+fn text(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// A capability for a filesystem.
+pub(crate) fn filesystem(
+    fs_type: &str,
+    mode: proto::volume_capability::access_mode::Mode,
+) -> proto::VolumeCapability {
+    use proto::volume_capability::{AccessMode, AccessType, MountVolume};
+    let mount = MountVolume { fs_type: fs_type.to_owned(), ..MountVolume::default() };
+    proto::VolumeCapability {
+        access_type: Some(AccessType::Mount(mount)),
+        access_mode: Some(AccessMode { mode: mode as i32 }),
+    }
+}
+
+/// A capability for a block device.
+pub(crate) fn block(mode: proto::volume_capability::access_mode::Mode) -> proto::VolumeCapability {
+    use proto::volume_capability::{AccessMode, AccessType, BlockVolume};
+    proto::VolumeCapability {
+        access_type: Some(AccessType::Block(BlockVolume {})),
+        access_mode: Some(AccessMode { mode: mode as i32 }),
+    }
+}
+
+/// Runs a tool of the system.
+pub(crate) fn tool(program: &str, args: &[&str], device: &Path) {
+    let output = Command::new(program).args(args).arg(device).output().unwrap();
+    assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+}

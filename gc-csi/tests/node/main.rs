@@ -1,0 +1,9 @@
+//! The Node service from outside: the real binary, its real sockets, real loop devices and mounts.
+//! Needs root, and the tools that the driver's image has.
+#![allow(clippy::unwrap_used)]
+
+mod lifecycle;
+mod machine;
+mod refusals;
+mod resilience;
+mod serving;

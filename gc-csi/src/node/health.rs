@@ -9,6 +9,8 @@ use csi::proto::identity_client::IdentityClient;
 use csi::proto::node_server::NodeServer;
 use kube_kit::health::{Check, Health};
 use tokio_util::sync::CancellationToken;
+use tonic::server::NamedService;
+use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 use super::blocking::blocking;
@@ -65,10 +67,14 @@ impl SelfCheck {
                 let there = std::fs::symlink_metadata(path).map_err(|error| error.to_string());
                 record(check, "kubelet can no longer find the driver's registration socket", there);
             }
-            if alive.failing().is_empty() {
-                reporter.set_serving::<NodeServer<Node>>().await;
-            } else {
-                reporter.set_not_serving::<NodeServer<Node>>().await;
+            let failing = alive.failing();
+            for (check, why) in &failing {
+                tracing::warn!(check, why, "the driver is not well");
+            }
+            let status = if failing.is_empty() { ServingStatus::Serving } else { ServingStatus::NotServing };
+            // The empty name stands for the whole server (gRPC health checking protocol).
+            for service in ["", NodeServer::<Node>::NAME] {
+                reporter.set_service_status(service, status).await;
             }
         }
     }
@@ -85,7 +91,9 @@ fn record<T>(check: &Check, what: &str, outcome: Result<T, String>) {
 /// Whether a call through the socket is answered; what the answer is matters to who asks, not here.
 async fn answers(socket: &Path) -> Result<(), String> {
     let ask = async {
-        let channel = csi::client::connect(socket).await.map_err(|error| error.to_string())?;
+        // The transport's own text says nothing; what is beneath it does.
+        let channel =
+            csi::client::connect(socket).await.map_err(|e| anyhow::Error::new(e).root_cause().to_string())?;
         let answer = IdentityClient::new(channel).probe(ProbeRequest {}).await;
         answer.map(drop).map_err(|status| status.message().to_owned())
     };

@@ -81,9 +81,11 @@ impl Machine {
             .unwrap();
         self.driver = Some(driver);
         let deadline = Instant::now() + LIMIT;
-        while csi::client::connect(&self.socket()).await.is_err() {
-            assert!(Instant::now() < deadline, "the driver does not answer:\n{}", self.log());
-            tokio::time::sleep(Duration::from_millis(10)).await;
+        for socket in [self.socket(), self.registration_socket()] {
+            while csi::client::connect(&socket).await.is_err() {
+                assert!(Instant::now() < deadline, "the driver does not answer:\n{}", self.log());
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
         }
     }
 

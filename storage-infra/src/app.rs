@@ -26,6 +26,8 @@ use crate::service::Service;
 
 /// How long work and connections get to end once the server is told to stop.
 const GRACE: Duration = Duration::from_secs(10);
+/// How long a server that is just ending may hold the catalog.
+const HANDOVER: Duration = Duration::from_secs(5);
 /// How often the certificate files are looked at.
 const RELOAD: Duration = Duration::from_secs(30);
 
@@ -71,9 +73,14 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot make the data directory {}", options.data_dir.display()))?;
-    let catalog = Catalog::open(&options.data_dir)?;
+    let catalog = Catalog::open(&options.data_dir, HANDOVER)?;
     let service = Service::new(catalog, hypervisors(&options)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
+
+    // Before health is served: who is told that the server is well must be able to connect.
+    let listener =
+        TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
+    listener.set_nonblocking(true)?;
 
     let stop = CancellationToken::new();
     let mut tasks = tokio::task::JoinSet::new();
@@ -86,9 +93,6 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
             .with_graceful_shutdown(stop.clone().cancelled_owned());
         tasks.spawn(async move { server.await.context("health and metrics") });
     }
-    let listener =
-        TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
-    listener.set_nonblocking(true)?;
     tracing::info!(address = %listener.local_addr()?, "serving the API");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());

@@ -9,10 +9,10 @@ mod pools;
 mod schema;
 mod volumes;
 
-use std::fs::File;
+use std::fs::{File, TryLockError};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, ErrorCode, Transaction, TransactionBehavior};
 
@@ -61,8 +61,9 @@ pub struct Catalog {
 pub struct Tx<'a>(Transaction<'a>);
 
 impl Catalog {
-    /// Opens or creates the catalog in a data directory, and keeps every other server out of it.
-    pub fn open(data_dir: &Path) -> Result<Self> {
+    /// Opens or creates the catalog in a data directory, and keeps every other server out of it. One that is just
+    /// being killed has so long to let go.
+    pub fn open(data_dir: &Path, patience: Duration) -> Result<Self> {
         let unusable = |what: &str, why: &dyn std::fmt::Display| {
             CatalogError::Unusable(format!("{what} {}: {why}", data_dir.display()))
         };
@@ -73,10 +74,18 @@ impl Catalog {
             .write(true)
             .open(data_dir.join("lock"))
             .map_err(|e| unusable("cannot open the lock file in", &e))?;
-        lock.try_lock().map_err(|e| match e {
-            std::fs::TryLockError::WouldBlock => unusable("another server runs on", &"stop that one first"),
-            std::fs::TryLockError::Error(e) => unusable("cannot lock", &e),
-        })?;
+        let start = Instant::now();
+        while let Err(error) = lock.try_lock() {
+            match error {
+                TryLockError::WouldBlock if start.elapsed() < patience => {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                TryLockError::WouldBlock => {
+                    return Err(unusable("another server runs on", &"stop that one first"));
+                }
+                TryLockError::Error(error) => return Err(unusable("cannot lock", &error)),
+            }
+        }
         let mut connection = Connection::open(data_dir.join("catalog.sqlite"))?;
         connection.busy_timeout(Duration::from_secs(5))?;
         connection.pragma_update(None, "journal_mode", "wal")?;
@@ -185,7 +194,7 @@ mod tests {
     }
 
     async fn catalog(dir: &Path, volume: &VolumeRow, nodes: &[Uuid]) -> Catalog {
-        let catalog = Catalog::open(dir).unwrap();
+        let catalog = Catalog::open(dir, Duration::ZERO).unwrap();
         let (volume, nodes) = (volume.clone(), nodes.to_vec());
         catalog
             .run::<_, CatalogError, _>(move |tx| {
@@ -272,9 +281,9 @@ mod tests {
         let found = catalog.run::<_, CatalogError, _>(move |tx| tx.volume(&id)).await.unwrap().unwrap();
         assert_eq!(found.state, VolumeState::Ready);
         catalog.probe().await.unwrap();
-        let error = Catalog::open(dir.path()).err().unwrap().to_string();
+        let error = Catalog::open(dir.path(), Duration::ZERO).err().unwrap().to_string();
         assert!(error.contains("another server"), "{error}");
         drop(catalog);
-        Catalog::open(dir.path()).unwrap();
+        Catalog::open(dir.path(), Duration::ZERO).unwrap();
     }
 }

@@ -1,5 +1,8 @@
 //! Hypervisor `loop`: this host plays every virtual machine. A disk is a loop device; what udev would make of it in a
 //! virtual machine, `wwn-0x…`, is a symbolic link in a directory per node.
+//!
+//! Setting up a device and linking it are two steps. Nobody looks in between, since callers keep the volume locked
+//! and only devices of the volume's own file are ever touched.
 
 use std::collections::HashSet;
 use std::fs;
@@ -13,20 +16,17 @@ use infra_api::NodeState;
 use rustix::fs::{major, minor};
 use serde::Deserialize;
 use tokio::process::Command;
-use tokio::sync::Mutex;
 use uuid::Uuid;
 
 use super::{Disk, Hypervisor, HypervisorError, Presence, Result, Unplugged, wwn};
 use crate::engine::DiskSource;
 
 /// How long an unplug waits for the kernel to let go of a device.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Loop devices on this host, with links below a root directory.
 pub struct LoopDevices {
     root: PathBuf,
-    // Setting up a device and linking it are two steps; nobody may look in between.
-    lock: Mutex<()>,
 }
 
 /// One loop device, as `losetup` tells of it.
@@ -107,7 +107,7 @@ impl Backing {
 impl LoopDevices {
     /// Links go to `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into(), lock: Mutex::new(()) }
+        Self { root: root.into() }
     }
 
     fn link(&self, node: Uuid, disk: Uuid) -> PathBuf {
@@ -216,7 +216,6 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        let _guard = self.lock.lock().await;
         let Some(backing) = Backing::of(disk)? else {
             let DiskSource::File(path) = &disk.source;
             return Err(HypervisorError::Refused(format!("{} is not there", path.display())));
@@ -246,7 +245,6 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
-        let _guard = self.lock.lock().await;
         let link = self.link(node, disk.uuid);
         let linked = self.plugged(node, disk).await?.map(|device| device.name);
         let others = self.linked()?;

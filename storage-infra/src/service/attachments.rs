@@ -318,30 +318,33 @@ impl Service {
     }
 
     async fn do_attach(&self, id: &AttachmentId, wanted: Wanted) -> Result<Progress> {
-        let volume = match &wanted {
-            Wanted::ByCaller(spec) => Some(spec.volume.clone()),
-            Wanted::ByCatalog => self.row(id).await?.map(|row| row.volume),
-        };
-        let Some(volume) = volume else { return Ok(Progress::Gone) };
-        let _lock = self.0.locks.lock(volume.as_str()).await;
+        // Admitted before the lock is had: whoever cannot have the volume is told so at once, and does not wait for
+        // what is done to it. From here on the row keeps others out.
         let key = id.clone();
         let admitted = self
             .0
             .catalog
             .run(move |tx| -> Result<_> {
-                let (row, created) = match wanted {
-                    Wanted::ByCaller(spec) => admit(tx, &key, &spec)?,
-                    Wanted::ByCatalog => match tx.attachment(&key)? {
-                        Some(row) if row.state != AttachmentState::Detaching => (row, false),
-                        _ => return Ok(None),
-                    },
-                };
-                Ok(Some((Parts::of(tx, row)?, created)))
+                Ok(match wanted {
+                    Wanted::ByCaller(spec) => Some(admit(tx, &key, &spec)?),
+                    Wanted::ByCatalog => tx.attachment(&key)?.map(|row| (row, false)),
+                })
             })
             .await?;
-        let Some((mut parts, created)) = admitted else { return Ok(Progress::Gone) };
+        let Some((row, created)) = admitted else { return Ok(Progress::Gone) };
         if created {
             self.emit(EventKind::Attachment, id, Change::Created);
+        }
+        let _lock = self.0.locks.lock(row.volume.as_str()).await;
+        let key = id.clone();
+        let current = self
+            .0
+            .catalog
+            .run(move |tx| -> Result<_> { tx.attachment(&key)?.map(|row| Parts::of(tx, row)).transpose() })
+            .await?;
+        let Some(mut parts) = current else { return Ok(Progress::Gone) };
+        if parts.row.state == AttachmentState::Detaching {
+            return Ok(Progress::UnderWay(parts.to_attachment()));
         }
         match self.plug(&parts).await {
             Ok(()) => {

@@ -167,6 +167,9 @@ impl Service {
     pub async fn delete_volume(&self, id: VolumeId) -> Result<bool> {
         let service = self.clone();
         self.unbroken(async move {
+            // Told at once, not after what is done to the volume, which may be an unplug that takes its time.
+            let name = id.clone();
+            service.0.catalog.run(move |tx| refuse_attached(tx, &name)).await?;
             let _lock = service.0.locks.lock(id.as_str()).await;
             if !service.mark_deleting(&id).await? {
                 return Ok(false);
@@ -186,17 +189,7 @@ impl Service {
                 if tx.volume(&id)?.is_none() {
                     return Ok(false);
                 }
-                let attachments = tx.attachments(None, Some(&id))?;
-                if !attachments.is_empty() {
-                    let nodes = super::attachments::node_refs(tx, &attachments)?;
-                    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
-                    let detail =
-                        format!("the volume {id} is attached to {}; detach it first", names.join(", "));
-                    return Err(Problem::new(ProblemCode::InUse, detail)
-                        .about(What::Volume, id)
-                        .used_by(nodes)
-                        .into());
-                }
+                refuse_attached(tx, &id)?;
                 tx.set_volume_state(&id, VolumeState::Deleting)?;
                 Ok(true)
             })
@@ -314,6 +307,18 @@ impl Service {
         self.emit(EventKind::Volume, id, Change::Updated);
         Ok(())
     }
+}
+
+/// Refuses where something is or may be plugged.
+fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
+    let attachments = tx.attachments(None, Some(id))?;
+    if attachments.is_empty() {
+        return Ok(());
+    }
+    let nodes = super::attachments::node_refs(tx, &attachments)?;
+    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+    let detail = format!("the volume {id} is attached to {}; detach it first", names.join(", "));
+    Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
 }
 
 /// The volume, where the very same was asked for before.

@@ -1,0 +1,213 @@
+//! Disks in nodes, over the real server and real loop devices. Runs as root.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::time::Duration;
+
+use infra_api::{AttachmentState, ClientError, ProblemCode, VolumeSize, What};
+use support::*;
+use uuid::Uuid;
+
+fn sectors(link: &std::path::Path) -> u64 {
+    let device = fs::read_link(link).unwrap();
+    let name = device.file_name().unwrap().to_owned();
+    fs::read_to_string(std::path::Path::new("/sys/block").join(name).join("size"))
+        .unwrap()
+        .trim()
+        .parse()
+        .unwrap()
+}
+
+#[tokio::test]
+async fn a_disk_is_plugged_written_grown_live_and_unplugged() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("data");
+    let made = server.client.put_volume(&id, &size(4 * MIB)).await.unwrap();
+    let name = attachment("ns.vm-data");
+    let attached = server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
+    assert_eq!((attached.state, attached.disk_uuid), (AttachmentState::Attached, made.disk_uuid));
+    assert_eq!(server.client.attach(&name, &writer(&id, node), SOON).await.unwrap(), attached);
+    let link = site.link(node, made.disk_uuid);
+    let disk = fs::File::options().write(true).open(&link).unwrap();
+    disk.write_all_at(b"hello", 0).unwrap();
+    disk.sync_all().unwrap();
+    drop(disk);
+
+    let refused = server.client.delete_volume(&id).await.unwrap_err();
+    assert_eq!(refused.problem().unwrap().nodes[0].uuid, node);
+    assert_eq!(code(server.client.delete_node(node).await), ProblemCode::InUse);
+    let bigger = VolumeSize { capacity_bytes: 6 * MIB, limit_bytes: None };
+    let grown = server.client.grow_volume(&id, &bigger).await.unwrap();
+    assert_eq!((grown.capacity_bytes, grown.attached_to), (6 * MIB, vec![node]));
+    assert_eq!(sectors(&link) * 512, 6 * MIB);
+
+    server.client.detach(&name, SOON).await.unwrap();
+    server.client.detach(&name, SOON).await.unwrap();
+    assert!(fs::symlink_metadata(&link).is_err() && site.devices().is_empty());
+    let mut bytes = [0; 5];
+    fs::File::open(site.file(&id)).unwrap().read_exact_at(&mut bytes, 0).unwrap();
+    assert_eq!(&bytes, b"hello");
+    server.client.delete_node(node).await.unwrap();
+    server.client.delete_volume(&id).await.unwrap();
+}
+
+#[tokio::test]
+async fn one_writer_at_most_and_readers_only_among_themselves() {
+    let site = Site::new();
+    let nodes = [Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4()];
+    let server = site.ready(&nodes).await;
+    let id = volume("shared");
+    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let names = [attachment("w0"), attachment("w1"), attachment("w2")];
+    let specs = nodes.map(|node| writer(&id, node));
+    let race = names.iter().zip(&specs).map(|(name, spec)| server.client.attach(name, spec, SOON));
+    let answers = futures::future::join_all(race).await;
+    let winner = answers.iter().position(Result::is_ok).expect("somebody wins");
+    for (index, answer) in answers.into_iter().enumerate().filter(|(index, _)| *index != winner) {
+        let error = answer.unwrap_err();
+        let problem = error.problem().unwrap();
+        assert_eq!(problem.code, ProblemCode::InUse, "{index}");
+        assert_eq!(problem.nodes[0].uuid, nodes[winner]);
+        assert_eq!(problem.nodes[0].name, format!("node-{winner}"));
+    }
+    assert_eq!(site.devices().len(), 1);
+    let loser = nodes[(winner + 1) % 3];
+    assert_eq!(
+        code(server.client.attach(&attachment("r"), &reader(&id, loser), SOON).await),
+        ProblemCode::InUse
+    );
+    // An id stands for one thing.
+    assert_eq!(
+        code(server.client.attach(&names[winner], &writer(&id, loser), SOON).await),
+        ProblemCode::Exists
+    );
+    server.client.detach(&names[winner], SOON).await.unwrap();
+
+    for (index, node) in nodes.iter().take(2).enumerate() {
+        let name = attachment(&format!("r{index}"));
+        server.client.attach(&name, &reader(&id, *node), SOON).await.unwrap();
+    }
+    assert_eq!(code(server.client.attach(&names[2], &specs[2], SOON).await), ProblemCode::InUse);
+    for device in site.devices() {
+        let disk = fs::File::options().write(true).open(&device);
+        let written = disk.and_then(|disk| disk.write_all_at(&[1; 4096], 0).and_then(|()| disk.sync_all()));
+        assert!(written.is_err(), "{device:?} can be written");
+    }
+    server.client.detach(&attachment("r0"), SOON).await.unwrap();
+    assert_eq!(site.devices().len(), 1);
+    let mut wrong = reader(&id, nodes[2]);
+    wrong.read_only = false;
+    assert_eq!(code(server.client.attach(&names[2], &wrong, SOON).await), ProblemCode::Invalid);
+}
+
+#[tokio::test]
+async fn what_is_missing_is_named() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let missing = async |spec| {
+        let error = server.client.attach(&attachment("a"), &spec, SOON).await.unwrap_err();
+        let problem = error.problem().unwrap().clone();
+        assert_eq!(problem.code, ProblemCode::NotFound);
+        (problem.what.unwrap(), problem.id.unwrap())
+    };
+    assert_eq!(missing(writer(&volume("other"), node)).await, (What::Volume, "other".to_owned()));
+    let stranger = Uuid::new_v4();
+    assert_eq!(missing(writer(&id, stranger)).await, (What::Node, stranger.to_string()));
+    assert_eq!(server.client.list_attachments(None, None).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn a_server_killed_at_any_moment_finishes_its_work_after_the_next_start() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let mut server = site.ready(&[node]).await;
+    let name = attachment("a");
+    for round in 0..4_u64 {
+        let id = volume(&format!("v{round}"));
+        let moment = Duration::from_millis(round * 7);
+        // Each kill hits another moment between the first byte of the request and its answer.
+        let (client, volume) = (server.client.clone(), id.clone());
+        let create = tokio::spawn(async move { client.put_volume(&volume, &size(MIB)).await });
+        tokio::time::sleep(moment / 2).await;
+        server.kill();
+        let _ = create.await.unwrap();
+        server = site.start();
+        let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+
+        let (client, spec, key) = (server.client.clone(), writer(&id, node), name.clone());
+        let attach = tokio::spawn(async move { client.attach(&key, &spec, SOON).await });
+        tokio::time::sleep(moment).await;
+        server.kill();
+        if let Err(error) = attach.await.unwrap() {
+            assert!(error.problem().is_none(), "{error}");
+        }
+        server = site.start();
+        server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
+        assert_eq!((site.devices().len(), sectors(&site.link(node, made.disk_uuid))), (1, MIB / 512));
+
+        let (client, key) = (server.client.clone(), name.clone());
+        let detach = tokio::spawn(async move { client.detach(&key, SOON).await });
+        tokio::time::sleep(moment).await;
+        server.kill();
+        let _ = detach.await.unwrap();
+        server = site.start();
+        server.client.detach(&name, SOON).await.unwrap();
+        assert_eq!(site.devices(), Vec::<std::path::PathBuf>::new());
+
+        server.client.delete_volume(&id).await.unwrap();
+        assert!(!site.file(&id).exists());
+    }
+}
+
+#[tokio::test]
+async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let name = attachment("a");
+    server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
+    server.kill();
+    // The machine lost its disk while nobody looked.
+    let device = fs::read_link(site.link(node, made.disk_uuid)).unwrap();
+    assert!(Command::new("losetup").arg("--detach").arg(device).status().unwrap().success());
+    let server = site.start();
+    until("the disk is back", async || site.devices().len() == 1).await;
+    until("the repair is counted", async || {
+        server.ops("/metrics").await.1.contains("nestor_infra_repairs_total 1")
+    })
+    .await;
+    server.client.detach(&name, SOON).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_disk_in_use_is_not_said_to_be_gone() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let name = attachment("a");
+    server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
+    let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
+    let error = server.client.detach(&name, Duration::from_secs(2)).await.unwrap_err();
+    assert!(matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(), "{error}");
+    assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::InUse);
+    let waiting = server.client.get_attachment(&name).await.unwrap().unwrap();
+    assert_eq!(waiting.state, AttachmentState::Detaching);
+    assert_eq!(code(server.client.attach(&name, &writer(&id, node), SOON).await), ProblemCode::Unavailable);
+    drop(held);
+    server.client.detach(&name, SOON).await.unwrap();
+    assert!(site.devices().is_empty());
+}

@@ -1,0 +1,114 @@
+//! The server as a process: who may speak to it, what it tells, how it ends; and its command line.
+
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
+
+use futures::StreamExt;
+use infra_api::{Change, Client, ClientError, ClientOptions, EventKind};
+use support::*;
+
+#[tokio::test]
+async fn only_those_with_our_certificate_are_spoken_to() {
+    let (site, other) = (Site::new(), Site::new());
+    let server = site.ready(&[]).await;
+    let url = format!("https://{}", server.api);
+    // A stranger's certificate, and a server that a stranger's authority does not vouch for.
+    let pki = |name: &str| site.path("pki").join(name);
+    let strange = |name: &str| other.path("pki").join(name);
+    let stranger =
+        ClientOptions::from_files(&url, &pki("ca.crt"), &strange("client.crt"), &strange("client.key"))
+            .unwrap();
+    let wary =
+        ClientOptions::from_files(&url, &strange("ca.crt"), &pki("client.crt"), &pki("client.key")).unwrap();
+    for options in [stranger, wary] {
+        let error = Client::new(&options).unwrap().health().await.unwrap_err();
+        assert!(matches!(error, ClientError::Connect { .. } | ClientError::Interrupted { .. }), "{error}");
+    }
+    assert!(matches!(
+        Client::new(&ClientOptions::from_pki_dir("http://x", &site.path("pki")).unwrap()),
+        Err(ClientError::Config(_))
+    ));
+    assert!(server.client.health().await.unwrap().healthy);
+}
+
+#[tokio::test]
+async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let mut events = server.client.events().await.unwrap();
+    server.client.put_volume(&volume("v"), &size(MIB)).await.unwrap();
+    let first = tokio::time::timeout(SOON, events.next()).await.unwrap().unwrap().unwrap();
+    assert_eq!((first.kind, first.id.as_str(), first.change), (EventKind::Volume, "v", Change::Created));
+    for path in ["/healthz", "/readyz"] {
+        assert_eq!(server.ops(path).await.0, 200, "{path}");
+    }
+    let (_, metrics) = server.ops("/metrics").await;
+    for line in [
+        r#"nestor_infra_requests_total{method="PUT",route="/v1/volumes/{id}",code="201"} 1"#,
+        r#"nestor_infra_pool_reserved_bytes{pool="pool"} 1048576"#,
+        r#"nestor_infra_hypervisor_reachable{hypervisor="here"} 1"#,
+    ] {
+        assert!(metrics.contains(line), "{line} is not in {metrics}");
+    }
+    // The open event stream must not keep the server.
+    let fresh = site.client(server.api);
+    assert_eq!(server.stop(), Some(0));
+    assert!(matches!(fresh.health().await.unwrap_err(), ClientError::Connect { .. }));
+    assert!(tokio::time::timeout(SOON, events.collect::<Vec<_>>()).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_is_told_from_one_that_is_not_there() {
+    let site = Site::new();
+    // Accepts connections and never says a word.
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("https://{}", silent.local_addr().unwrap());
+    let mut options = ClientOptions::from_pki_dir(&url, &site.path("pki")).unwrap();
+    options.connect_timeout = Duration::from_millis(200);
+    let error = Client::new(&options).unwrap().health().await.unwrap_err();
+    assert!(matches!(error, ClientError::Connect { .. }) && !error.may_have_happened(), "{error}");
+    drop(silent);
+    let error = Client::new(&options).unwrap().health().await.unwrap_err();
+    assert!(matches!(error, ClientError::Connect { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn the_command_line_does_what_it_says_and_fails_in_one_line() {
+    let site = Site::new();
+    let again = run(&["pki", "--dir", text(&site.path("pki")), "--host", "x"]);
+    assert_eq!(again.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("nothing was written"));
+    let mode = fs::metadata(site.path("pki/client.key")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(run(&["volume", "fly"]).status.code(), Some(2));
+
+    let server = site.ready(&[]).await;
+    let url = format!("https://{}", server.api);
+    let (ca, cert, key) = (site.path("pki/ca.crt"), site.path("pki/client.crt"), site.path("pki/client.key"));
+    let access = ["--server", &url, "--ca", text(&ca), "--cert", text(&cert), "--key", text(&key)];
+    let cli = |arguments: &[&str]| {
+        let output = run(&[arguments, &access].concat());
+        let out = String::from_utf8(output.stdout).unwrap();
+        (output.status.code().unwrap(), out, String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, out, _) = cli(&["volume", "create", "v", "--size", "5Mi"]);
+    assert_eq!(status, 0);
+    assert!(out.starts_with("ID ") && out.contains("5Mi"), "{out}");
+    let (_, out, _) = cli(&["volume", "list", "-o", "json"]);
+    let listed: Vec<infra_api::Volume> = serde_json::from_str(&out).unwrap();
+    assert_eq!(listed[0].capacity_bytes, 5 * MIB);
+    let (_, out, _) = cli(&["pool", "cordon", "pool", "-o", "json"]);
+    assert!(out.contains("\"cordoned\": true"), "{out}");
+    let (status, _, err) = cli(&["volume", "create", "w", "--size", "1Mi"]);
+    assert_eq!((status, err.lines().count()), (1, 1), "{err}");
+    assert!(err.contains("1 cordoned"), "{err}");
+    let node = uuid::Uuid::new_v4().to_string();
+    let (status, _, err) = cli(&["node", "register", &node, "--name", "n", "--hypervisor", "none"]);
+    assert!(status == 1 && err.contains("this server has: here"), "{err}");
+    for verb in [["volume", "delete", "v"], ["pool", "remove", "pool"]] {
+        assert_eq!(cli(&verb).0, 0, "{verb:?}");
+    }
+}

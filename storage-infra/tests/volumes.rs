@@ -1,0 +1,164 @@
+//! Pools and volumes, over the real server.
+
+mod support;
+
+use std::collections::HashSet;
+use std::fs;
+
+use infra_api::{CapacityQuery, Placement, PoolName, ProblemCode, Rejection, VolumeSize, VolumeState};
+use support::*;
+
+#[tokio::test]
+async fn a_volume_is_made_once_grows_and_goes_with_its_bytes() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let id = volume("pvc-1");
+    let made = server.client.put_volume(&id, &size(5 * MIB)).await.unwrap();
+    assert_eq!((made.capacity_bytes, made.state), (5 * MIB, VolumeState::Ready));
+    assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), 5 * MIB);
+    assert_eq!(server.client.put_volume(&id, &size(5 * MIB)).await.unwrap(), made);
+    assert_eq!(code(server.client.put_volume(&id, &size(6 * MIB)).await), ProblemCode::Exists);
+
+    let to = |capacity_bytes| VolumeSize { capacity_bytes, limit_bytes: None };
+    let grown = server.client.grow_volume(&id, &to(8 * MIB)).await.unwrap();
+    assert_eq!(grown.capacity_bytes, 8 * MIB);
+    assert_eq!(server.client.grow_volume(&id, &to(8 * MIB)).await.unwrap(), grown);
+    let shrink = server.client.grow_volume(&id, &to(MIB)).await.unwrap_err();
+    assert_eq!(shrink.problem().unwrap().status, 409);
+    assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), 8 * MIB);
+
+    assert_eq!(code(server.client.delete_pool(&pool()).await), ProblemCode::InUse);
+    server.client.delete_volume(&id).await.unwrap();
+    server.client.delete_volume(&id).await.unwrap();
+    assert!(!site.file(&id).exists());
+    assert_eq!(server.client.get_volume(&id).await.unwrap(), None);
+    server.client.delete_pool(&pool()).await.unwrap();
+    assert!(site.path("pool").is_dir());
+}
+
+#[tokio::test]
+async fn ten_requests_for_one_volume_at_once_make_one_volume() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let id = volume("same");
+    let spec = size(MIB);
+    let calls = (0..10).map(|_| server.client.put_volume(&id, &spec));
+    let answers = futures::future::join_all(calls).await;
+    let disks: HashSet<_> = answers.into_iter().map(|answer| answer.unwrap().disk_uuid).collect();
+    assert_eq!(disks.len(), 1);
+}
+
+#[tokio::test]
+async fn space_is_promised_once_even_to_requests_at_once() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let free = server.client.capacity(&CapacityQuery::default()).await.unwrap().max_volume_bytes;
+    // Others use this filesystem too, so the third is chosen such that two can never fit.
+    let spec = size(free / 3 * 2);
+    let ids = [volume("a"), volume("b"), volume("c")];
+    let answers = futures::future::join_all(ids.iter().map(|id| server.client.put_volume(id, &spec))).await;
+    assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1, "{answers:?}");
+    let refused = answers.into_iter().find_map(Result::err).unwrap();
+    let problem = refused.problem().unwrap();
+    assert_eq!(problem.code, ProblemCode::OutOfSpace);
+    assert_eq!(problem.rejections[0].reason, Rejection::TooSmall);
+}
+
+#[tokio::test]
+async fn a_list_comes_in_pages() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    for name in ["a", "b", "c", "d", "e"] {
+        server.client.put_volume(&volume(name), &size(MIB)).await.unwrap();
+    }
+    let mut seen = Vec::new();
+    let mut after = None;
+    loop {
+        let page = server.client.list_volumes(Some(2), after.as_deref()).await.unwrap();
+        assert!(page.items.len() <= 2);
+        seen.extend(page.items.into_iter().map(|volume| volume.id.to_string()));
+        after = page.next;
+        if after.is_none() {
+            break;
+        }
+    }
+    assert_eq!(seen, ["a", "b", "c", "d", "e"]);
+}
+
+#[tokio::test]
+async fn a_pool_whose_directory_is_another_serves_nothing_and_loses_nothing() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let id = volume("kept");
+    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    // What an unmounted filesystem looks like: the directory is there, and empty.
+    fs::rename(site.path("pool"), site.path("away")).unwrap();
+    fs::create_dir(site.path("pool")).unwrap();
+    let sick = server.client.get_pool(&pool()).await.unwrap().unwrap();
+    assert!(!sick.healthy && sick.free_bytes == 0, "{sick:?}");
+    let refused = server.client.put_volume(&volume("new"), &size(MIB)).await.unwrap_err();
+    assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
+    assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::Unavailable);
+    assert_eq!(fs::read_dir(site.path("pool")).unwrap().count(), 0);
+    let (status, _) = server.ops("/readyz").await;
+    assert_eq!(status, 503);
+    // Back again, the deletion that was begun is finished at the next start.
+    fs::remove_dir(site.path("pool")).unwrap();
+    fs::rename(site.path("away"), site.path("pool")).unwrap();
+    assert_eq!(server.stop(), Some(0));
+    let server = site.start();
+    assert_eq!(server.client.get_volume(&id).await.unwrap(), None);
+    assert!(!site.file(&id).exists());
+}
+
+#[tokio::test]
+async fn files_that_no_volume_owns_are_reported_and_never_touched() {
+    let site = Site::new();
+    fs::write(site.path("pool/taken.raw"), "precious").unwrap();
+    fs::write(site.path("pool/other.txt"), "precious").unwrap();
+    let server = site.ready(&[]).await;
+    assert_eq!(server.client.health().await.unwrap().unknown_files, 2);
+    assert_eq!(code(server.client.put_volume(&volume("taken"), &size(MIB)).await), ProblemCode::Exists);
+    server.client.delete_volume(&volume("taken")).await.unwrap();
+    let (_, metrics) = server.ops("/metrics").await;
+    assert!(metrics.contains("nestor_infra_pool_unknown_files{pool=\"pool\"} 2"), "{metrics}");
+    for name in ["pool/taken.raw", "pool/other.txt"] {
+        assert_eq!(fs::read_to_string(site.path(name)).unwrap(), "precious");
+    }
+}
+
+#[tokio::test]
+async fn placement_follows_labels_zones_groups_and_cordons() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    let second = PoolName::new("second").unwrap();
+    fs::create_dir(site.path("second")).unwrap();
+    let mut spec = site.pool_spec();
+    spec.path = text(&site.path("second")).to_owned();
+    spec.labels.insert("tier".into(), "fast".into());
+    server.client.put_pool(&second, &spec).await.unwrap();
+
+    let mut fast = size(MIB);
+    fast.placement.pool_labels = spec.labels.clone();
+    assert_eq!(server.client.put_volume(&volume("fast"), &fast).await.unwrap().pool, second);
+    let mut group = size(MIB);
+    group.placement = Placement { anti_affinity_id: Some("db".into()), ..Placement::default() };
+    let one = server.client.put_volume(&volume("db-1"), &group).await.unwrap();
+    let two = server.client.put_volume(&volume("db-2"), &group).await.unwrap();
+    assert_ne!(one.pool, two.pool);
+    let refused = server.client.put_volume(&volume("db-3"), &group).await.unwrap_err();
+    assert!(refused.to_string().contains("2 holds a volume of the same anti-affinity group"), "{refused}");
+
+    spec.cordoned = true;
+    server.client.put_pool(&second, &spec).await.unwrap();
+    fast.placement.pool = Some(second.clone());
+    let refused = server.client.put_volume(&volume("late"), &fast).await.unwrap_err();
+    let reasons: Vec<_> = refused.problem().unwrap().rejections.iter().map(|one| one.reason).collect();
+    assert_eq!(reasons, [Rejection::NotNamed, Rejection::Cordoned]);
+    // The directory of one pool cannot become another's.
+    let mut stolen = site.pool_spec();
+    stolen.path.push_str("/.");
+    let third = PoolName::new("third").unwrap();
+    assert_eq!(code(server.client.put_pool(&third, &stolen).await), ProblemCode::InUse);
+    assert_eq!(server.client.list_pools().await.unwrap().len(), 2);
+}

@@ -55,19 +55,26 @@ impl Guest {
         self.claims.is_synced() && self.volumes.is_synced() && self.classes.is_synced()
     }
 
-    /// StorageClass of a guest claim. csi-provisioner can be ahead of this watch, so the claim is waited
-    /// for until `deadline`; None when it does not come.
-    pub(crate) async fn class_of(&self, claim: &Key, deadline: Instant) -> Option<String> {
-        let class = self.claims.wait_for(claim, deadline, |claim| {
-            Some(claim?.spec.as_ref()?.storage_class_name.clone().unwrap_or_default())
-        });
-        class.await.filter(|class| !class.is_empty())
+    /// StorageClass (or nothing) of the guest claim for which csi-provisioner asks for the volume
+    /// `csi_name`. It can be ahead of this watch, so the claim is waited for until `deadline`; None when it
+    /// does not come.
+    pub(crate) async fn class_of(&self, claim: &Key, csi_name: &str, deadline: Instant) -> Option<String> {
+        self.claims
+            .wait_for(claim, deadline, |claim| {
+                let claim = claim.filter(|claim| is_for(csi_name, claim.metadata.uid.as_deref()))?;
+                Some(claim.spec.as_ref()?.storage_class_name.clone().unwrap_or_default())
+            })
+            .await
     }
 
-    /// Reclaim policy of a guest class.
-    pub(crate) fn reclaim_policy(&self, class: &str) -> Option<String> {
-        let class = self.classes.get(&Key::cluster(class))?;
-        Some(class.reclaim_policy.clone().unwrap_or_else(|| "Delete".to_owned()))
+    /// Reclaim policy of a guest class. One that was made just now is waited for until `deadline`; None when
+    /// it does not come.
+    pub(crate) async fn reclaim_policy(&self, class: &str, deadline: Instant) -> Option<String> {
+        self.classes
+            .wait_for(&Key::cluster(class), deadline, |class| {
+                Some(class?.reclaim_policy.clone().unwrap_or_else(|| "Delete".to_owned()))
+            })
+            .await
     }
 
     /// The guest claim that a volume is bound to.
@@ -83,6 +90,14 @@ impl Guest {
             ..ObjectReference::default()
         })
     }
+}
+
+/// Whether a volume of this name is for the claim of this UID. csi-provisioner ends the name with the UID
+/// unless it is told to cut it off; a name that ends with another UID is for an earlier claim of that name.
+fn is_for(csi_name: &str, uid: Option<&str>) -> bool {
+    let tail = csi_name.len().checked_sub(36).and_then(|start| csi_name.get(start..));
+    let is_uid = |tail: &str| tail.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
+    tail.filter(|tail| is_uid(tail)).is_none_or(|tail| Some(tail) == uid)
 }
 
 /// Handle of a volume of ours that has a claim.
@@ -125,5 +140,20 @@ fn trim_volume(volume: &mut PersistentVolume) {
         });
         let claim_ref = spec.claim_ref.take().filter(|_| csi.is_some());
         *spec = k8s_openapi::api::core::v1::PersistentVolumeSpec { csi, claim_ref, ..Default::default() };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_named_after_another_uid_is_not_for_this_claim() {
+        let (uid, other) = ("6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "00000000-0d3e-4f5a-8b7c-1234567890ab");
+        assert!(is_for(&format!("pvc-{uid}"), Some(uid)));
+        assert!(!is_for(&format!("pvc-{other}"), Some(uid)));
+        for unknown in ["pvc-6f9c1b2a", "a-name-that-somebody-chose-in-another-way", ""] {
+            assert!(is_for(unknown, Some(uid)), "{unknown}");
+        }
     }
 }

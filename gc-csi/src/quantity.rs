@@ -38,6 +38,18 @@ pub fn bytes(quantity: &Quantity) -> Option<u64> {
     u64::try_from(scaled.div_ceil(fraction_scale * scale_down)).ok()
 }
 
+/// Bytes as people read them, with the largest binary unit that leaves a whole number: quotas and events
+/// repeat a quantity as it was written.
+pub fn of(bytes: u64) -> Quantity {
+    let units = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
+    let (mut number, mut unit) = (bytes, 0);
+    while number > 0 && number.is_multiple_of(1024) && unit + 1 < units.len() {
+        number /= 1024;
+        unit += 1;
+    }
+    Quantity(format!("{number}{}", units[unit]))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -55,6 +67,10 @@ mod tests {
         ] {
             assert_eq!(bytes(&Quantity(text.to_owned())), Some(expected), "{text}");
         }
+        for number in [0, 1, 1023, 1024, 5 << 20, 3 << 29, 1 << 30, 1 << 60, u64::MAX] {
+            assert_eq!(bytes(&of(number)), Some(number), "{number}");
+        }
+        assert_eq!(of(20 << 20).0, "20Mi");
         for text in ["", "Gi", "1Zi", "-1", "99999999999E"] {
             assert_eq!(bytes(&Quantity(text.to_owned())), None, "{text}");
         }

@@ -17,14 +17,14 @@ use tonic::{Request, Response};
 use super::errors;
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::management::claims::{self, NewClaim};
+use crate::management::claims::{self, Abandoned, NewClaim};
 use crate::management::disks::Attach;
 
 /// Size of a volume for which none was asked: 1 GiB, as most drivers give.
 const DEFAULT_BYTES: u64 = 1 << 30;
 
-/// How long a guest claim is waited for that csi-provisioner saw before this process did.
-const CLAIM_BEHIND: Duration = Duration::from_secs(2);
+/// How long an object is waited for that csi-provisioner, or whoever made it, saw before this process did.
+const BEHIND: Duration = Duration::from_secs(2);
 
 /// Keys that csi-provisioner adds to the StorageClass's parameters.
 const EXTRA_PREFIX: &str = "csi.storage.k8s.io/";
@@ -62,6 +62,7 @@ impl Controller {
     /// Annotations that tell people in the management cluster whom a claim is for.
     async fn annotations(
         &self,
+        csi_name: &str,
         parameters: &HashMap<String, String>,
         management_class: &str,
         deadline: Instant,
@@ -70,10 +71,14 @@ impl Controller {
         let mut annotations = BTreeMap::new();
         if let (Some(name), Some(namespace)) = (extra("pvc/name"), extra("pvc/namespace")) {
             let claim = Key::new(namespace.clone(), name.clone());
-            let behind = deadline.min(Instant::now() + CLAIM_BEHIND);
-            if let Some(class) = self.guest.class_of(&claim, behind).await {
-                self.check_policies(&class, management_class)?;
-                annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
+            let behind = deadline.min(Instant::now() + BEHIND);
+            match self.guest.class_of(&claim, csi_name, behind).await {
+                Some(class) if class.is_empty() => {}
+                Some(class) => {
+                    self.check_policies(&class, management_class, behind).await?;
+                    annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
+                }
+                None => self.give_up(csi_name, &claim, deadline).await?,
             }
             annotations.insert(names::ANNOTATION_GUEST_PVC.to_owned(), name);
             annotations.insert(names::ANNOTATION_GUEST_NAMESPACE.to_owned(), namespace);
@@ -84,10 +89,29 @@ impl Controller {
         Ok(annotations)
     }
 
+    /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
+    /// final code, and nothing of it may stay below. One that is bound already is given out all the same,
+    /// since csi-provisioner then deletes it.
+    async fn give_up(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
+        match self.management.abandon_claim(csi_name, deadline).await {
+            Ok(Abandoned::Bound) => Ok(()),
+            Ok(Abandoned::Gone) => Err(Status::not_found(format!(
+                "there is no PersistentVolumeClaim {claim} in the guest any more for which volume {csi_name} was to \
+                 be made: nothing of it is left in the management cluster"
+            ))),
+            Err(error) => Err(errors::delete(&error)),
+        }
+    }
+
     /// Both tiers must agree on what becomes of a volume when its claim goes.
-    fn check_policies(&self, guest_class: &str, management_class: &str) -> Result<(), Status> {
-        let guest = self.guest.reclaim_policy(guest_class);
-        let management = self.management.reclaim_policy(management_class);
+    async fn check_policies(
+        &self,
+        guest_class: &str,
+        management_class: &str,
+        behind: Instant,
+    ) -> Result<(), Status> {
+        let guest = self.guest.reclaim_policy(guest_class, behind).await;
+        let management = self.management.reclaim_policy(management_class, behind).await;
         let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
         if guest == management {
             return Ok(());
@@ -125,7 +149,10 @@ impl proto::controller_server::Controller for Controller {
         let class = management_class(&request.parameters)?.to_owned();
         let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
         let _guard = self.locks.acquire(&request.name)?;
-        let annotations = self.annotations(&request.parameters, &class, deadline).await?;
+        // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
+        let behind = deadline.min(Instant::now() + BEHIND);
+        self.management.reclaim_policy(&class, behind).await;
+        let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
         let claim = NewClaim {
             csi_name: request.name,
             size,

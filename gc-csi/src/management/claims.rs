@@ -7,9 +7,9 @@ use csi::request::Size;
 use k8s_openapi::api::core::v1::{
     PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus, VolumeResourceRequirements,
 };
-use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::api::{DeleteParams, PostParams, Preconditions};
+use kube_kit::informer::Key;
 use tokio::time::Instant;
 
 use super::{ApiError, Management};
@@ -42,6 +42,15 @@ pub struct BoundClaim {
     pub name: String,
     /// What it really has, in bytes.
     pub capacity: u64,
+}
+
+/// What became of a claim that nobody waits for any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Abandoned {
+    /// It is not there.
+    Gone,
+    /// It is bound, so it may be in use; it was left alone.
+    Bound,
 }
 
 /// Why no claim was made or bound.
@@ -163,10 +172,14 @@ impl Management {
         self.claims.get(&self.key(name)).filter(|claim| self.owns(claim))
     }
 
-    /// The reclaim policy of a management StorageClass.
-    pub fn reclaim_policy(&self, class: &str) -> Option<String> {
-        let class = self.classes.get(&kube_kit::informer::Key::cluster(class))?;
-        Some(class.reclaim_policy.clone().unwrap_or_else(|| "Delete".to_owned()))
+    /// The reclaim policy of a management StorageClass. One that was made just now is waited for until
+    /// `deadline`; None when it does not come.
+    pub async fn reclaim_policy(&self, class: &str, deadline: Instant) -> Option<String> {
+        self.classes
+            .wait_for(&Key::cluster(class), deadline, |class| {
+                Some(class?.reclaim_policy.clone().unwrap_or_else(|| "Delete".to_owned()))
+            })
+            .await
     }
 
     /// Makes the claim unless it is there, and waits until it is bound.
@@ -179,7 +192,7 @@ impl Management {
         let mark = self.warnings.mark();
         let bytes = whole_mebibytes(wanted.size)?;
         if self.claims.get(&self.key(&name)).is_none() {
-            if self.reclaim_policy(&wanted.class).is_none() {
+            if self.classes.get(&Key::cluster(&wanted.class)).is_none() {
                 return Err(CreateError::NoClass { class: wanted.class.clone() });
             }
             let claim = self.new_claim(&name, wanted, bytes);
@@ -236,6 +249,24 @@ impl Management {
         })
     }
 
+    /// Deletes the claim of a volume that was never given out, and waits until it is gone; unless it is
+    /// bound.
+    pub async fn abandon_claim(&self, csi_name: &str, deadline: Instant) -> Result<Abandoned, DeleteError> {
+        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), csi_name);
+        // Nobody asks again, so what the informer has not seen yet would stay: the API is read.
+        let found = self.claims_api.get_opt(&name).await;
+        let found = found.map_err(|error| DeleteError::Api { claim: name.clone(), source: error.into() })?;
+        match found.filter(|claim| self.owns(claim)) {
+            Some(claim) if is_bound(&claim) => Ok(Abandoned::Bound),
+            // Only as it was seen: one that was bound in between is not deleted.
+            Some(claim) => {
+                let seen = claim.metadata.resource_version.clone();
+                self.delete_seen(&name, &claim, seen, deadline).await.map(|()| Abandoned::Gone)
+            }
+            None => Ok(Abandoned::Gone),
+        }
+    }
+
     /// Deletes the guest's claim and waits until it is gone. A claim that is not there, or not this
     /// guest's, is left as it is: to this guest it does not exist.
     pub async fn delete_claim(&self, name: &str, deadline: Instant) -> Result<(), DeleteError> {
@@ -248,10 +279,21 @@ impl Management {
         if let Some(machine) = self.machines_with(name).first() {
             return Err(DeleteError::Attached { claim: name.to_owned(), machine: machine.clone() });
         }
+        self.delete_seen(name, &claim, None, deadline).await
+    }
+
+    /// Deletes this very claim, if it is still in the version that is given, and waits until it is gone.
+    async fn delete_seen(
+        &self,
+        name: &str,
+        claim: &PersistentVolumeClaim,
+        resource_version: Option<String>,
+        deadline: Instant,
+    ) -> Result<(), DeleteError> {
         let uid = claim.metadata.uid.clone();
         if claim.metadata.deletion_timestamp.is_none() {
             let parameters = DeleteParams {
-                preconditions: Some(Preconditions { uid: uid.clone(), resource_version: None }),
+                preconditions: Some(Preconditions { uid: uid.clone(), resource_version }),
                 ..Default::default()
             };
             match self.claims_api.delete(name, &parameters).await.map_err(ApiError::from) {
@@ -285,7 +327,7 @@ impl Management {
     fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> PersistentVolumeClaim {
         let labels = [(names::LABEL_CLUSTER_ID.to_owned(), self.home.cluster.to_string())];
         let mode = if wanted.read_only_many { "ReadOnlyMany" } else { "ReadWriteOnce" };
-        let requests = [("storage".to_owned(), Quantity(bytes.to_string()))];
+        let requests = [("storage".to_owned(), quantity::of(bytes))];
         PersistentVolumeClaim {
             metadata: ObjectMeta {
                 name: Some(name.to_owned()),

@@ -178,9 +178,9 @@ impl Scenario {
 
     async fn clean_up(&self) -> Result<()> {
         self.take_stock().await?;
-        self.clean_guest().await?;
-        self.take_stock().await?;
+        self.clean_orders().await?;
         self.clean_nodes().await?;
+        self.clean_guest().await?;
         let claims = self.made().claims.clone();
         for claim in &claims {
             eventually(&format!("volume {claim} deleted"), PATIENCE, || async {
@@ -209,7 +209,7 @@ impl Scenario {
         Ok(())
     }
 
-    async fn clean_guest(&self) -> Result<()> {
+    async fn clean_orders(&self) -> Result<()> {
         let own = ListParams::default().labels(&format!("test={}", self.name));
         let orders = self.guest_attachments();
         for order in orders.list(&own).await? {
@@ -218,7 +218,10 @@ impl Scenario {
         gone("storage.k8s.io/VolumeAttachments of the guest", || async {
             Ok(orders.list(&own).await?.items.iter().map(ResourceExt::name_any).collect())
         })
-        .await?;
+        .await
+    }
+
+    async fn clean_guest(&self) -> Result<()> {
         let claims = self.guest_claims();
         for claim in claims.list(&ListParams::default()).await? {
             delete(&claims, &claim.name_any()).await?;

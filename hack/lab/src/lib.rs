@@ -3,11 +3,16 @@
 //!
 //! `cargo lab` is its command line; tests and benches use [`Lab`] on a run that is up.
 
+pub mod audit;
 pub mod cache;
 pub mod cli;
 pub mod cluster;
 mod down;
+mod drivers;
+pub mod infra;
 mod kubeconfig;
+mod lab;
+pub mod machines;
 mod pki;
 mod ports;
 pub mod process;
@@ -18,3 +23,5 @@ pub mod ui;
 mod up;
 pub mod vm;
 pub mod wait;
+
+pub use lab::{Lab, LoopNode, Machine, NodePlugin};

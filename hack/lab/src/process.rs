@@ -121,7 +121,10 @@ pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// The last lines of a log.
+/// How much of a line is shown.
+const LINE: usize = 400;
+
+/// The last lines of a log, the long ones cut.
 pub fn tail(log: &Path, lines: usize) -> String {
     use std::io::{Read, Seek, SeekFrom};
     let read = || -> std::io::Result<String> {
@@ -134,7 +137,11 @@ pub fn tail(log: &Path, lines: usize) -> String {
     };
     let text = read().unwrap_or_default();
     let all: Vec<&str> = text.lines().collect();
-    all[all.len().saturating_sub(lines)..].join("\n")
+    let cut = |line: &&str| match line.char_indices().nth(LINE) {
+        Some((end, _)) => format!("{} ...", &line[..end]),
+        None => (*line).to_owned(),
+    };
+    all[all.len().saturating_sub(lines)..].iter().map(cut).collect::<Vec<_>>().join("\n")
 }
 
 /// Runs a helper program to its end and gives its standard output; a failure names the command and what it said.

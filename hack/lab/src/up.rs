@@ -1,16 +1,21 @@
 //! Bringing a lab up: what depends on nothing starts at once, the rest as soon as what it needs is ready.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::cache;
+use crate::cache::{self, BaseImage};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::process::boot_id;
 use crate::run::{Run, lock};
-use crate::state::{Guest, State};
+use crate::state::{Guest, State, Vm};
 use crate::ui::Ui;
+use crate::vm::{self, libvirtd};
+use crate::{drivers, infra, kubeconfig, machines};
+
+/// The guest whose nodes the virtual machines are.
+const VM_GUEST: &str = "g1";
 
 /// What to bring up.
 #[derive(Debug, Clone, clap::Args)]
@@ -21,9 +26,19 @@ pub struct UpOptions {
     /// Guest clusters, named g1, g2 and so on.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub guests: u32,
-    /// Leave something out.
-    #[arg(long, hide = true)]
-    pub without: Vec<String>,
+}
+
+/// What was built or found in the cache.
+struct Built {
+    tools: PathBuf,
+    image: BaseImage,
+    binaries: PathBuf,
+}
+
+/// A guest that is planned: its control plane, and its record in the state.
+struct PlannedGuest {
+    plane: ControlPlane,
+    guest: Guest,
 }
 
 /// Brings a lab up; when it returns, every part is ready.
@@ -39,26 +54,53 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
             run.dir().display()
         );
     }
-    cache::packages::ensure(ui).await?;
-    let (tools, binaries) = (cache::tools(ui).await?, PathBuf::new());
-    let _ = fs::remove_dir_all(run.dir());
-    make_folders(run, options, &tools, &binaries)?;
-    let image = cache::base_image(ui, &tools).await?;
-    crate::vm::libvirtd::start(ui, run).await?;
-    clusters(ui, run, options, &tools, &image).await?;
-    run.update(|state| state.complete = true)?;
-    Ok(())
+    let built = prepare(ui).await?;
+    make_folders(run, &built)?;
+    let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
+    run.update(|state| state.management = Some(management.cluster.clone()))?;
+    let guests: Vec<PlannedGuest> =
+        (1..=options.guests).map(|number| plan_guest(run, &format!("g{number}"))).collect::<Result<_>>()?;
+    let accelerator = vm::accelerator(&built.image).await;
+    let vms: Vec<(String, Vm)> = (1..=options.vms)
+        .map(|number| format!("vm-{number}"))
+        .map(|name| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, accelerator)?)))
+        .collect::<Result<_>>()?;
+
+    // The machines boot while the control planes come up: it is what takes longest.
+    futures::try_join!(
+        start_infra(ui, run, &built, &guests, &vms),
+        start_management(ui, run, &built, &management),
+        futures::future::try_join_all(guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
+    )?;
+    start_system(ui, run, &management, &guests, &vms).await?;
+    join_nodes(ui, run, &guests, &vms).await?;
+    run.update(|state| state.complete = true)
 }
 
-fn make_folders(run: &Run, _options: &UpOptions, tools: &Path, binaries: &Path) -> Result<()> {
+/// Builds or finds everything that is needed before the first process starts.
+pub async fn prepare_cache(ui: &Ui) -> Result<()> {
+    prepare(ui).await.map(drop)
+}
+
+async fn prepare(ui: &Ui) -> Result<Built> {
+    cache::packages::ensure(ui).await?;
+    let tools = cache::tools(ui).await?;
+    let image = cache::base_image(ui, &tools).await?;
+    let binaries = cache::cargo::build(ui).await?;
+    Ok(Built { tools, image, binaries })
+}
+
+fn make_folders(run: &Run, built: &Built) -> Result<()> {
+    // Logs that a failed run left.
+    let _ = fs::remove_dir_all(run.dir());
     fs::create_dir_all(run.dir()).with_context(|| format!("cannot make {}", run.dir().display()))?;
     let name = run.dir().file_name().unwrap_or_default().to_string_lossy().into_owned();
     run.update(|state| {
         *state = State {
             name,
             boot_id: boot_id(),
-            tools: tools.to_owned(),
-            binaries: binaries.to_owned(),
+            tools: built.tools.clone(),
+            binaries: built.binaries.clone(),
             sockets: run.socket_dir(),
             ..State::default()
         };
@@ -69,51 +111,109 @@ fn make_folders(run: &Run, _options: &UpOptions, tools: &Path, binaries: &Path) 
     Ok(())
 }
 
-async fn clusters(ui: &Ui, run: &Run, options: &UpOptions, tools: &Path, image: &cache::BaseImage) -> Result<()> {
-    let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
-    run.update(|state| state.management = Some(management.cluster.clone()))?;
-    let mut guests = Vec::new();
-    for number in 1..=options.guests {
-        let name = format!("g{number}");
-        let plane = ControlPlane::plan(run, &ControlPlanePlan { name: &name, scheduler: true, audit: false })?;
-        let guest = Guest {
-            cluster: plane.cluster.clone(),
-            namespace: format!("guest-{name}"),
-            cluster_id: String::new(),
-            controller_socket: run.socket_dir().join(format!("{name}-gc-csi.sock")),
-        };
-        run.update(|state| state.guests.insert(name.clone(), guest.clone()))?;
-        guests.push((plane, guest));
+fn plan_guest(run: &Run, name: &str) -> Result<PlannedGuest> {
+    let plane = ControlPlane::plan(run, &ControlPlanePlan { name, scheduler: true, audit: false })?;
+    let guest = Guest {
+        cluster: plane.cluster.clone(),
+        namespace: format!("guest-{name}"),
+        cluster_id: String::new(),
+        controller_socket: run.socket_dir().join(format!("{name}-gc-csi.sock")),
+    };
+    run.update(|state| state.guests.insert(name.to_owned(), guest.clone()))?;
+    Ok(PlannedGuest { plane, guest })
+}
+
+async fn start_infra(
+    ui: &Ui,
+    run: &Run,
+    built: &Built,
+    guests: &[PlannedGuest],
+    vms: &[(String, Vm)],
+) -> Result<()> {
+    let step = ui.step("pools and libvirt");
+    // libvirt's mount namespace begins with what is mounted now.
+    let pools = infra::mount_pools(run).await?;
+    libvirtd::start(ui, run).await?;
+    step.done();
+    for (name, machine) in vms {
+        let guest = planned(guests, &machine.guest)?;
+        let kubelet = guest.plane.kubelet_files(name)?;
+        vm::boot(run, name, machine, &built.image, &kubelet, &built.binaries.join("gc-csi")).await?;
+        ui.line(format!("{name} boots ({})", machine.accelerator));
     }
+    let step = ui.step("storage infra");
+    infra::start(run, &built.binaries, pools).await?;
+    step.done();
+    Ok(())
+}
+
+async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {
     let step = ui.step("management control plane");
-    management.start(run, tools).await?;
+    management.start(run, &built.tools).await?;
     cluster::prepare_management(&management.cluster).await?;
     step.done();
-    for (plane, guest) in &guests {
-        let step = ui.step(format!("control plane of {}", guest.cluster.name));
-        plane.start(run, tools).await?;
-        let cluster_id = cluster::prepare_guest(&plane.cluster).await?;
-        cluster::prepare_guest_namespace(&management.cluster, guest).await?;
-        run.update(|state| {
-            if let Some(guest) = state.guests.get_mut(&guest.cluster.name) {
-                guest.cluster_id = cluster_id;
-            }
-        })?;
-        step.done();
-    }
-    let accel = crate::vm::accelerator(image).await;
-    ui.line(accel);
-    let client = crate::kubeconfig::client(&guests[0].0.cluster.kubeconfig).await?;
-    for i in 1..=options.vms {
-        let name = format!("vm-{i}");
-        let vm = crate::vm::plan(run, &name, "g1", accel)?;
-        let k = guests[0].0.kubelet_files(&name)?;
-        crate::vm::boot(run, &name, &vm, image, &k, Path::new("target/debug/gc-csi")).await?;
-    }
-    for i in 1..=options.vms {
-        let name = format!("vm-{i}");
-        crate::vm::wait_for_node(run, &client, &name).await?;
-        ui.line(format!("{name} ready"));
-    }
     Ok(())
+}
+
+async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) -> Result<()> {
+    let name = &guest.guest.cluster.name;
+    let step = ui.step(format!("control plane of guest {name}"));
+    guest.plane.start(run, &built.tools).await?;
+    let cluster_id = cluster::prepare_guest(&guest.plane.cluster).await?;
+    run.update(|state| {
+        if let Some(guest) = state.guests.get_mut(name) {
+            guest.cluster_id = cluster_id;
+        }
+    })?;
+    step.done();
+    Ok(())
+}
+
+/// Namespaces, machines' objects, and all of our own parts.
+async fn start_system(
+    ui: &Ui,
+    run: &Run,
+    management: &ControlPlane,
+    guests: &[PlannedGuest],
+    vms: &[(String, Vm)],
+) -> Result<()> {
+    let step = ui.step("drivers and sidecars");
+    for guest in guests {
+        cluster::prepare_guest_namespace(&management.cluster, &guest.guest).await?;
+    }
+    let state = run.state()?;
+    let infra = state.infra.as_ref().context("no storage infra")?;
+    let client = kubeconfig::client(&management.cluster.kubeconfig).await?;
+    let machines = async {
+        for (name, machine) in vms {
+            let namespace = &planned(guests, &machine.guest)?.guest.namespace;
+            machines::create(&client, namespace, name, &machine.uuid).await?;
+            infra::register_node(infra, name, &machine.uuid, infra::LIBVIRT).await?;
+        }
+        Ok(())
+    };
+    let drivers = guests.iter().map(|guest| drivers::start_guest(run, &state, &guest.guest.cluster.name));
+    futures::try_join!(
+        machines,
+        drivers::start_management(run, &state),
+        futures::future::try_join_all(drivers)
+    )?;
+    step.done();
+    Ok(())
+}
+
+async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, Vm)]) -> Result<()> {
+    let joins = vms.iter().map(|(name, machine)| async move {
+        let step = ui.step(format!("{name} is a ready node with the driver"));
+        let client = kubeconfig::client(&planned(guests, &machine.guest)?.plane.cluster.kubeconfig).await?;
+        vm::wait_for_node(run, &client, name).await?;
+        vm::wait_for_driver(run, &client, name).await?;
+        step.done();
+        Ok(())
+    });
+    futures::future::try_join_all(joins).await.map(drop)
+}
+
+fn planned<'a>(guests: &'a [PlannedGuest], name: &str) -> Result<&'a PlannedGuest> {
+    guests.iter().find(|guest| guest.guest.cluster.name == name).with_context(|| format!("no guest {name}"))
 }

@@ -1,32 +1,51 @@
 //! The system's own binaries, built where the lab itself was built.
 
 use std::path::PathBuf;
+use std::process::Stdio;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use tokio::io::{AsyncBufReadExt, BufReader};
 
+use crate::process::command;
 use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
 /// The crates whose binaries a lab runs.
 const CRATES: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
-/// Builds the system and gives the folder of its binaries. Cargo's own progress is shown as it is.
+/// Builds the system in the lab's own profile, and gives the folder of its binaries.
 pub async fn build(ui: &Ui) -> Result<PathBuf> {
     let exe = std::env::current_exe().context("cannot tell where this program is")?;
     let target = target_dir()?;
     let release = exe.starts_with(target.join("release"));
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = tokio::process::Command::new(cargo);
-    command.arg("build").current_dir(repository()).arg("--target-dir").arg(&target);
-    for name in CRATES {
-        command.args(["-p", name]);
-    }
+    let mut cargo = cargo(["build"]);
+    cargo.args(CRATES.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(&target);
     if release {
-        command.arg("--release");
+        cargo.arg("--release");
     }
-    let step = ui.step("building the system with cargo");
-    let status = command.kill_on_drop(true).status().await.context("cannot run cargo build")?;
-    anyhow::ensure!(status.success(), "cargo build of {} failed ({status})", CRATES.join(", "));
+    cargo.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut step = ui.step("building the system with cargo");
+    let mut child = cargo.spawn().context("cannot run cargo build")?;
+    let mut said = Vec::new();
+    if let Some(stderr) = child.stderr.take() {
+        let mut lines = BufReader::new(stderr).lines();
+        while let Some(line) = lines.next_line().await? {
+            step.message(line.trim());
+            said.push(line);
+        }
+    }
+    let status = child.wait().await?;
+    if !status.success() {
+        bail!("cargo build of {} failed ({status}):\n{}", CRATES.join(", "), said.join("\n"));
+    }
     step.done();
     Ok(target.join(if release { "release" } else { "debug" }))
+}
+
+/// The cargo that runs us, in the repository.
+pub fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> tokio::process::Command {
+    let program = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
+    let mut command = command(&program, args);
+    command.current_dir(repository());
+    command
 }

@@ -109,6 +109,7 @@ impl ControlPlane {
         Ok(KubeletFiles {
             kubeconfig: kubeconfig::render(&server, &self.authority.cert(), &User::Certificate(&client))?,
             serving: self.authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
+            client: self.authority.client("lab", Some("system:masters"))?,
             ca: self.authority.cert(),
         })
     }
@@ -117,7 +118,7 @@ impl ControlPlane {
     pub async fn start(&self, run: &Run, tools: &Path) -> Result<()> {
         let name = &self.cluster.name;
         run.launch(&format!("{name}-etcd"), self.etcd_part(tools)).await?;
-        run.launch(&format!("{name}-apiserver"), self.apiserver_part(run, tools)?).await?;
+        run.launch(&format!("{name}-apiserver"), self.apiserver_part(tools)?).await?;
         let controllers = self.controllers_part(tools);
         let controllers = async { run.launch(&format!("{name}-controller-manager"), controllers).await };
         let scheduler = async {
@@ -156,7 +157,7 @@ impl ControlPlane {
         }
     }
 
-    fn apiserver_part(&self, run: &Run, tools: &Path) -> Result<Part> {
+    fn apiserver_part(&self, tools: &Path) -> Result<Part> {
         let mut flags = vec![
             ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
             ("bind-address", "127.0.0.1".into()),
@@ -166,6 +167,7 @@ impl ControlPlane {
             ("tls-cert-file", self.file("apiserver.crt")),
             ("tls-private-key-file", self.file("apiserver.key")),
             ("client-ca-file", self.file("ca.crt")),
+            ("kubelet-preferred-address-types", "InternalIP".into()),
             ("kubelet-certificate-authority", self.file("ca.crt")),
             ("kubelet-client-certificate", self.file("kubelet-client.crt")),
             ("kubelet-client-key", self.file("kubelet-client.key")),
@@ -192,7 +194,6 @@ impl ControlPlane {
                 ("audit-log-maxsize", "4096".into()),
             ]);
         }
-        let _ = run;
         Ok(Part {
             argv: argv(tools, "kube-apiserver", &flags),
             env: Default::default(),
@@ -256,6 +257,8 @@ pub struct KubeletFiles {
     pub kubeconfig: String,
     /// What the kubelet shows to the API server.
     pub serving: pki::Pair,
+    /// What the lab shows to the kubelet.
+    pub client: pki::Pair,
     /// The cluster's authority.
     pub ca: String,
 }

@@ -4,10 +4,11 @@
 //! and beside the system's libvirt.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::cache;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
 use crate::run::Run;
@@ -15,10 +16,9 @@ use crate::state::Part;
 use crate::ui::Ui;
 
 /// The folders of the host that are hidden, and by which folder of the run.
-const PRIVATE: [(&str, &str); 5] = [
+const PRIVATE: [(&str, &str); 4] = [
     ("/run/libvirt", "run"),
     ("/var/lib/libvirt", "lib"),
-    ("/var/cache/libvirt", "cache"),
     ("/var/log/libvirt", "log"),
     ("/etc/libvirt", "etc"),
 ];
@@ -54,11 +54,15 @@ pub(crate) fn folder(run: &Run) -> PathBuf {
 pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
     ensure_account(ui).await?;
     let own = folder(run);
+    let mut binds: Vec<(&str, PathBuf)> = PRIVATE.map(|(host, name)| (host, own.join(name))).to_vec();
+    // What QEMU can do is the same for every run, and takes seconds to find out.
+    binds.push(("/var/cache/libvirt", cache::root()?.join("libvirt")));
     let mut script = String::from("set -e\n");
-    for (host, name) in PRIVATE {
-        fs::create_dir_all(own.join(name))?;
-        fs::create_dir_all(host).with_context(|| format!("cannot make {host}"))?;
-        script.push_str(&format!("mount --bind '{}' {host}\n", own.join(name).display()));
+    for (host, private) in &binds {
+        for folder in [Path::new(host), private] {
+            fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        }
+        script.push_str(&format!("mount --bind '{}' {host}\n", private.display()));
     }
     let config = own.join("etc/libvirtd.conf");
     let text = format!(

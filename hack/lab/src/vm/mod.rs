@@ -10,10 +10,11 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use uuid::Uuid;
 
-pub use nodes::{wait_for_driver, wait_for_node};
+pub use nodes::{join_without_kubelet, leave_guest, wait_for_driver, wait_for_node};
 
 use crate::cache::BaseImage;
 use crate::cluster::KubeletFiles;
+use crate::kubeconfig::{self, User};
 use crate::pki::write_private;
 use crate::process::{Process, command, run as run_helper};
 use crate::run::Run;
@@ -22,6 +23,16 @@ use crate::ports;
 
 const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
+
+/// The node plugin's arguments, one a line.
+///
+/// The `@` in the registration socket's name is needed. Go's gRPC makes an HTTP authority of the path, with `/` as
+/// `%2F`, and kubelet does not tell it otherwise for this socket; Rust's `http` takes `%` only before an `@`.
+const PLUGIN_ARGS: &str = "node
+--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
+--registration-socket=/var/lib/kubelet/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock
+--node-name=${NAME}
+";
 
 /// `kvm` or `tcg`: how this machine runs others.
 pub async fn accelerator(image: &BaseImage) -> &'static str {
@@ -55,6 +66,8 @@ pub async fn boot(
     let mut overlay = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
     run_helper(overlay.arg(&image.root).arg(&root)).await?;
     let config = config_disk(&dir, name, vm, kubelet, plugin).await?;
+    let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
+    kubeconfig::write(&kubelet_kubeconfig(run, name), &server, &kubelet.ca, &User::Certificate(&kubelet.client))?;
     let kvm = vm.accelerator == "kvm";
     let mut xml = DOMAIN.to_owned();
     for (key, value) in [
@@ -106,6 +119,7 @@ async fn config_disk(dir: &Path, name: &str, vm: &Vm, kubelet: &KubeletFiles, pl
     write_private(&files.join("ca.crt"), &kubelet.ca)?;
     write_private(&files.join("kubelet.yaml"), &KUBELET.replace("${PORT}", &vm.kubelet_port.to_string()))?;
     kubelet.serving.write(&files, "kubelet")?;
+    write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;
     run_helper(command("strip", ["-o"]).arg(files.join("gc-csi")).arg(plugin)).await?;
     let bytes: u64 = fs::metadata(files.join("gc-csi"))?.len();
     let disk = dir.join("config.raw");
@@ -118,4 +132,27 @@ async fn config_disk(dir: &Path, name: &str, vm: &Vm, kubelet: &KubeletFiles, pl
 
 fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
+}
+
+/// The kubeconfig that speaks to a machine's kubelet.
+pub(crate) fn kubelet_kubeconfig(run: &Run, name: &str) -> PathBuf {
+    run.path("vms").join(name).join("kubelet.kubeconfig")
+}
+
+/// The serials of the disks in a domain's XML. The machine's own disks have none.
+pub(crate) fn serials(xml: &str) -> Vec<String> {
+    xml.split("<serial>")
+        .skip(1)
+        .filter_map(|rest| rest.split_once("</serial>"))
+        .map(|(serial, _)| serial.to_owned())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn serials_are_those_of_disks() {
+        let xml = "<serial type='file'><target/></serial><disk><serial>a-1</serial></disk><disk><serial>b</serial>";
+        assert_eq!(super::serials(xml), ["a-1", "b"]);
+    }
 }

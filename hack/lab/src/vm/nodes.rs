@@ -5,10 +5,11 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::storage::v1::CSINode;
-use kube::api::{Api, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
 use serde_json::json;
 
+use crate::cluster::objects::apply_one;
 use crate::run::Run;
 use crate::wait::eventually;
 
@@ -68,4 +69,30 @@ async fn initialize(nodes: &Api<Node>, node: &Node) -> Result<()> {
 fn explain(run: &Run, name: &str) -> String {
     let console = run.explain(&format!("{name}-console"), "the virtual machine's console");
     format!("{}\n{console}", run.explain(&format!("{name}-kubelet"), "the virtual machine did not become a node"))
+}
+
+/// Node and CSINode objects for a machine that has no kubelet.
+pub async fn join_without_kubelet(client: &Client, name: &str) -> Result<()> {
+    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": true}});
+    let node = apply_one(client, node).await?;
+    let driver = json!({"name": crds::names::GUEST_DRIVER, "nodeID": name, "topologyKeys": []});
+    let csi_node = json!({
+        "apiVersion": "storage.k8s.io/v1", "kind": "CSINode", "spec": {"drivers": [driver]},
+        "metadata": {"name": name, "ownerReferences": [
+            {"apiVersion": "v1", "kind": "Node", "name": name, "uid": node.metadata.uid},
+        ]},
+    });
+    apply_one(client, csi_node).await.map(drop)
+}
+
+/// Removes what [`join_without_kubelet`] made. Fine when there is nothing.
+pub async fn leave_guest(client: &Client, name: &str) -> Result<()> {
+    let gone = |outcome: kube::Result<()>| match outcome {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+        other => other,
+    };
+    let none = DeleteParams::default();
+    gone(Api::<CSINode>::all(client.clone()).delete(name, &none).await.map(drop))?;
+    gone(Api::<Node>::all(client.clone()).delete(name, &none).await.map(drop))?;
+    Ok(())
 }

@@ -1,0 +1,163 @@
+//! The management API's audit log: every request, written before it was answered.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use serde::Deserialize;
+
+/// A reader over the audit log of the management cluster.
+#[derive(Debug, Clone)]
+pub struct Audit {
+    log: PathBuf,
+}
+
+/// A place in the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mark(u64);
+
+/// One request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Who asked, as it names itself (`gc-csi/0.1.0`).
+    pub user_agent: String,
+    /// Who asked, as it proved to be (`system:serviceaccount:guest-g1:gc-csi`).
+    pub user: String,
+    /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`.
+    pub verb: String,
+    /// Plural resource; empty for requests that are not about objects.
+    pub resource: String,
+    /// API group; empty for the core.
+    pub group: String,
+    /// `status` and such; empty for the object itself.
+    pub subresource: String,
+    /// Empty for the cluster-wide.
+    pub namespace: String,
+    /// Empty for collections.
+    pub name: String,
+    /// HTTP status of the answer; 0 where there was none.
+    pub code: u16,
+    /// `ResponseComplete`; for a long watch `ResponseStarted` comes first.
+    pub stage: String,
+}
+
+impl Entry {
+    /// Whether the request may change anything.
+    pub fn is_write(&self) -> bool {
+        matches!(self.verb.as_str(), "create" | "update" | "patch" | "delete" | "deletecollection")
+    }
+}
+
+impl Audit {
+    pub(crate) fn new(log: PathBuf) -> Self {
+        Self { log }
+    }
+
+    /// The end of the log now.
+    pub fn mark(&self) -> Result<Mark> {
+        let about = std::fs::metadata(&self.log).with_context(|| self.unreadable())?;
+        Ok(Mark(about.len()))
+    }
+
+    /// The requests that were answered since a mark, in the order of their answers.
+    pub fn since(&self, mark: Mark) -> Result<Vec<Entry>> {
+        let mut file = File::open(&self.log).with_context(|| self.unreadable())?;
+        file.seek(SeekFrom::Start(mark.0)).with_context(|| self.unreadable())?;
+        let mut entries = Vec::new();
+        let mut reader = BufReader::new(file);
+        let mut line = String::new();
+        loop {
+            line.clear();
+            let read = reader.read_line(&mut line).with_context(|| self.unreadable())?;
+            // A line without its end is still being written: it is of a request that nobody has an answer to.
+            if read == 0 || !line.ends_with('\n') {
+                return Ok(entries);
+            }
+            let event: Event = serde_json::from_str(&line).with_context(|| format!("bad line in the audit log: {line}"))?;
+            entries.push(event.into());
+        }
+    }
+
+    fn unreadable(&self) -> String {
+        format!("cannot read the audit log {}", self.log.display())
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Event {
+    stage: String,
+    verb: String,
+    #[serde(default)]
+    user: User,
+    #[serde(default)]
+    user_agent: String,
+    #[serde(default)]
+    object_ref: ObjectRef,
+    #[serde(default)]
+    response_status: Status,
+}
+
+#[derive(Deserialize, Default)]
+struct User {
+    #[serde(default)]
+    username: String,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct ObjectRef {
+    resource: String,
+    namespace: String,
+    name: String,
+    api_group: String,
+    subresource: String,
+}
+
+#[derive(Deserialize, Default)]
+struct Status {
+    #[serde(default)]
+    code: u16,
+}
+
+impl From<Event> for Entry {
+    fn from(event: Event) -> Self {
+        Self {
+            user_agent: event.user_agent,
+            user: event.user.username,
+            verb: event.verb,
+            resource: event.object_ref.resource,
+            group: event.object_ref.api_group,
+            subresource: event.object_ref.subresource,
+            namespace: event.object_ref.namespace,
+            name: event.object_ref.name,
+            code: event.response_status.code,
+            stage: event.stage,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn only_whole_lines_after_the_mark_are_read() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let line = |name: &str| {
+            format!(
+                r#"{{"stage":"ResponseComplete","verb":"patch","userAgent":"gc-csi/1","objectRef":{{"resource":"virtualmachines","name":"{name}"}},"responseStatus":{{"code":200}}}}"#
+            )
+        };
+        writeln!(file, "{}", line("before")).unwrap();
+        let audit = Audit::new(file.path().to_owned());
+        let mark = audit.mark().unwrap();
+        write!(file, "{}\n{}", line("after"), &line("unfinished")[..40]).unwrap();
+        let seen = audit.since(mark).unwrap();
+        assert_eq!(seen.len(), 1);
+        assert_eq!((seen[0].name.as_str(), seen[0].code, seen[0].is_write()), ("after", 200, true));
+    }
+}

@@ -1,0 +1,123 @@
+//! The storage infra of a run: two reflink pools, and the server over them.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use infra_api::{ClientOptions, EngineKind, NodeSpec, PoolName, PoolSpec};
+
+use crate::cluster::argv;
+use crate::ports;
+use crate::process::{command, run as run_helper};
+use crate::ready::Ready;
+use crate::run::Run;
+use crate::state::{Infra, Part};
+use crate::vm::libvirtd;
+use crate::wait::eventually;
+
+/// One filesystem each. Sparse: only what is written takes space.
+const POOLS: [&str; 2] = ["pool-a", "pool-b"];
+const POOL_BYTES: u64 = 8 << 30;
+/// Where every machine of the lab is.
+pub const ZONE: &str = "zone-a";
+/// The names of the hypervisors in the server's flags.
+pub const LIBVIRT: &str = "libvirt";
+/// This host plays the machine.
+pub const LOOP: &str = "loop";
+
+/// Makes and mounts the pools. Must be done before libvirt starts, which sees what is mounted then.
+pub async fn mount_pools(run: &Run) -> Result<BTreeMap<String, PathBuf>> {
+    let made = futures::future::try_join_all(POOLS.map(|name| mount_pool(run, name))).await?;
+    Ok(POOLS.map(ToOwned::to_owned).into_iter().zip(made).collect())
+}
+
+async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
+    let dir = run.path("pools").join(name);
+    let file = run.path("pools").join(format!("{name}.xfs"));
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    File::create(&file)
+        .and_then(|file| file.set_len(POOL_BYTES))
+        .with_context(|| format!("cannot make {}", file.display()))?;
+    run_helper(command("mkfs.xfs", ["-q", "-m", "reflink=1"]).arg(&file)).await?;
+    // `down` finds the mount and its loop device by the run folder's path.
+    run_helper(command("mount", ["-o", "loop"]).arg(&file).arg(&dir)).await?;
+    Ok(dir)
+}
+
+/// Starts the server and gives it the pools.
+pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>) -> Result<()> {
+    let free = ports::free(2)?;
+    let dir = run.path("infra");
+    let infra = Infra {
+        url: format!("https://127.0.0.1:{}", free[0]),
+        pki: dir.join("pki"),
+        pools,
+        loop_root: dir.join("loop"),
+        libvirt_uri: libvirtd::uri(run),
+        mgmt_socket: run.socket_dir().join("mgmt-csi.sock"),
+    };
+    run.update(|state| state.infra = Some(infra.clone()))?;
+    fs::create_dir_all(&infra.loop_root).with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
+    let program = binaries.join("storage-infra").display().to_string();
+    let mut certificates = command(&program, ["pki", "--host", "127.0.0.1", "--dir"]);
+    run_helper(certificates.arg(&infra.pki)).await?;
+    let file = |name: &str| infra.pki.join(name).display().to_string();
+    let mut words = vec![program, "serve".to_owned()];
+    words.extend(argv(Path::new(""), "", &[
+        ("data-dir", dir.join("data").display().to_string()),
+        ("listen", format!("127.0.0.1:{}", free[0])),
+        ("tls-cert", file("server.crt")),
+        ("tls-key", file("server.key")),
+        ("client-ca", file("ca.crt")),
+        ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
+        ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
+        ("http-listen", format!("127.0.0.1:{}", free[1])),
+    ]).into_iter().skip(1));
+    let part = Part {
+        argv: words,
+        env: BTreeMap::new(),
+        ready: Ready::http(free[1], "/readyz"),
+        http: Some(format!("http://127.0.0.1:{}", free[1])),
+        grace: 15,
+    };
+    run.launch("storage-infra", part).await?;
+    let client = client(&infra)?;
+    for (name, path) in &infra.pools {
+        let spec = PoolSpec {
+            engine: EngineKind::File,
+            path: path.display().to_string(),
+            labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into(),
+            cordoned: false,
+        };
+        client
+            .put_pool(&PoolName::new(name.clone())?, &spec)
+            .await
+            .with_context(|| format!("cannot register pool {name}"))?;
+    }
+    Ok(())
+}
+
+/// A client with the run's own certificate.
+pub fn client(infra: &Infra) -> Result<infra_api::Client> {
+    Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki)?)?)
+}
+
+/// Tells the infra of a virtual machine, and waits until its hypervisor knows it.
+pub async fn register_node(infra: &Infra, name: &str, uuid: &str, hypervisor: &str) -> Result<()> {
+    let client = client(infra)?;
+    let spec = NodeSpec {
+        name: name.to_owned(),
+        hypervisor: hypervisor.to_owned(),
+        zone: Some(ZONE.to_owned()),
+        labels: BTreeMap::new(),
+    };
+    let uuid = uuid.parse().with_context(|| format!("{uuid:?} is no UUID"))?;
+    eventually(&format!("{name} runs, as the storage infra sees it"), Duration::from_secs(60), || async {
+        let node = client.put_node(uuid, &spec).await?;
+        let running = node.state == infra_api::NodeState::Running;
+        Ok(if running { Ok(()) } else { Err(format!("it is {}", node.state)) })
+    })
+    .await
+}

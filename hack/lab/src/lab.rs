@@ -1,0 +1,345 @@
+//! A lab that is up, for tests and benches.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use uuid::Uuid;
+
+use crate::audit::Audit;
+use crate::process::Process;
+use crate::run::Run;
+use crate::state::{Guest, Infra, LoopNodeRecord, Part, State};
+use crate::{drivers, infra, kubeconfig, machines, ports, vm};
+
+/// A lab that is up.
+#[derive(Debug, Clone)]
+pub struct Lab {
+    run: Run,
+    state: State,
+}
+
+/// A node that this host plays: its disks are loop devices, shown as links.
+#[derive(Debug, Clone)]
+pub struct LoopNode {
+    /// Name of the `VirtualMachine`, and of the node.
+    pub name: String,
+    /// The machine's UUID.
+    pub uuid: Uuid,
+    /// The guest it belongs to.
+    pub guest: String,
+    /// Its `/dev/disk/by-id`.
+    pub by_id_dir: PathBuf,
+}
+
+/// A gc-csi node plugin on this host.
+#[derive(Debug, Clone)]
+pub struct NodePlugin {
+    /// Its name among the parts.
+    pub part: String,
+    /// Its CSI socket.
+    pub socket: PathBuf,
+    /// What it takes for kubelet's folder.
+    pub kubelet_dir: PathBuf,
+}
+
+/// A virtual machine of the lab.
+#[derive(Debug, Clone)]
+pub struct Machine {
+    run: Run,
+    record: crate::state::Vm,
+    /// Name of the domain, of the `VirtualMachine` and of the node.
+    pub name: String,
+    /// Its UUID.
+    pub uuid: Uuid,
+    /// The guest whose node it is.
+    pub guest: String,
+    /// Port on 127.0.0.1 that leads to its kubelet.
+    pub kubelet_port: u16,
+}
+
+impl Lab {
+    /// The lab whose folder is in `NESTOR_LAB`.
+    pub fn from_env() -> Result<Self> {
+        let Some(dir) = std::env::var_os("NESTOR_LAB").filter(|dir| !dir.is_empty()) else {
+            bail!(
+                "NESTOR_LAB is not set: run `cargo lab test`, or `cargo lab up` and then with \
+                 NESTOR_LAB=target/lab/default (an absolute path)"
+            );
+        };
+        Self::open(Run::at(PathBuf::from(dir)))
+    }
+
+    /// The lab of a run. Fails unless it came up wholly.
+    pub fn open(run: Run) -> Result<Self> {
+        let state = run.state()?;
+        if !state.complete {
+            bail!(
+                "the lab at {} did not come up wholly: `cargo lab down`, then `cargo lab up`",
+                run.dir().display()
+            );
+        }
+        Ok(Self { run, state })
+    }
+
+    /// The run folder.
+    pub fn dir(&self) -> &Path {
+        self.run.dir()
+    }
+
+    /// Log, state and parts of the run.
+    pub fn run(&self) -> &Run {
+        &self.run
+    }
+
+    /// What was recorded of the run when this was opened.
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    // ---- clusters ----
+
+    /// A client of the management cluster, as administrator. Belongs to the runtime that it is made in.
+    pub async fn management(&self) -> Result<kube::Client> {
+        kubeconfig::client(&self.management_cluster()?.kubeconfig).await
+    }
+
+    /// A client of a guest cluster, as administrator.
+    pub async fn guest(&self, name: &str) -> Result<kube::Client> {
+        kubeconfig::client(&self.guest_record(name)?.cluster.kubeconfig).await
+    }
+
+    /// A client of the management cluster with the rights of a guest's gc-csi.
+    pub async fn management_as_guest(&self, name: &str) -> Result<kube::Client> {
+        let path = self.management_cluster()?.kubeconfig_of(&self.guest_record(name)?.namespace);
+        kubeconfig::client(&path).await
+    }
+
+    /// A client of a virtual machine's kubelet, with the API server's rights there.
+    pub async fn kubelet(&self, vm: &str) -> Result<kube::Client> {
+        self.vm(vm)?;
+        kubeconfig::client(&vm::kubelet_kubeconfig(&self.run, vm)).await
+    }
+
+    /// A guest's namespace in the management cluster.
+    pub fn guest_namespace(&self, guest: &str) -> Result<String> {
+        Ok(self.guest_record(guest)?.namespace.clone())
+    }
+
+    /// A guest's identity in the management cluster.
+    pub fn cluster_id(&self, guest: &str) -> Result<String> {
+        Ok(self.guest_record(guest)?.cluster_id.clone())
+    }
+
+    /// The socket of a guest's gc-csi controller.
+    pub fn controller_socket(&self, guest: &str) -> Result<PathBuf> {
+        Ok(self.guest_record(guest)?.controller_socket.clone())
+    }
+
+    /// The socket of mgmt-csi.
+    pub fn mgmt_socket(&self) -> Result<PathBuf> {
+        Ok(self.infra_record()?.mgmt_socket.clone())
+    }
+
+    /// A client of the storage infra.
+    pub fn infra(&self) -> Result<infra_api::Client> {
+        infra::client(self.infra_record()?)
+    }
+
+    /// Every request to the management API.
+    pub fn audit(&self) -> Result<Audit> {
+        let log = self.management_cluster()?.audit_log.clone();
+        Ok(Audit::new(log.context("the management cluster keeps no audit log")?))
+    }
+
+    fn management_cluster(&self) -> Result<&crate::state::Cluster> {
+        self.state.management.as_ref().context("the lab has no management cluster")
+    }
+
+    fn guest_record(&self, name: &str) -> Result<&Guest> {
+        self.state.guests.get(name).with_context(|| {
+            let known: Vec<&str> = self.state.guests.keys().map(String::as_str).collect();
+            format!("the lab has no guest {name:?}, only {}; `cargo lab up --guests N` makes more", known.join(", "))
+        })
+    }
+
+    fn infra_record(&self) -> Result<&Infra> {
+        self.state.infra.as_ref().context("the lab has no storage infra")
+    }
+
+    // ---- parts ----
+
+    /// The process of a part, where it runs.
+    pub fn pid(&self, part: &str) -> Option<i32> {
+        self.run.process(part).filter(Process::alive).map(|process| process.pid)
+    }
+
+    /// Starts a part that is stopped, and waits until it is ready.
+    pub async fn start(&self, part: &str) -> Result<()> {
+        self.run.start(part).await
+    }
+
+    /// Stops a part as its orchestrator would: asks, waits, kills.
+    pub async fn stop(&self, part: &str) -> Result<()> {
+        self.run.stop(part).await
+    }
+
+    /// Kills a part, as a crash would.
+    pub async fn kill(&self, part: &str) -> Result<()> {
+        self.run.kill(part).await
+    }
+
+    /// Stops a part and starts it again.
+    pub async fn restart(&self, part: &str) -> Result<()> {
+        self.run.stop(part).await?;
+        self.run.start(part).await
+    }
+
+    /// Base URL of a part's metrics.
+    pub fn metrics_url(&self, part: &str) -> Result<String> {
+        let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
+        part.http.map(|base| format!("{base}/metrics")).context("it has no metrics")
+    }
+
+    /// A part's metrics, as Prometheus text.
+    pub async fn metrics(&self, part: &str) -> Result<String> {
+        crate::ready::get(&self.metrics_url(part)?, None).await.map_err(anyhow::Error::msg)
+    }
+
+    // ---- machines ----
+
+    /// The names of the virtual machines.
+    pub fn vms(&self) -> Vec<String> {
+        self.state.vms.keys().cloned().collect()
+    }
+
+    /// A virtual machine.
+    pub fn vm(&self, name: &str) -> Result<Machine> {
+        let record = self.state.vms.get(name).with_context(|| {
+            format!("the lab has no virtual machine {name:?}, only {}", self.vms().join(", "))
+        })?;
+        Ok(Machine {
+            run: self.run.clone(),
+            name: name.to_owned(),
+            uuid: record.uuid.parse().context("the recorded UUID is damaged")?,
+            guest: record.guest.clone(),
+            kubelet_port: record.kubelet_port,
+            record: record.clone(),
+        })
+    }
+
+    /// The serials of the disks that are hot-plugged into a virtual machine, as its live state says.
+    pub async fn libvirt_disks(&self, vm: &str) -> Result<Vec<String>> {
+        let xml = vm::virsh(&self.run, ["dumpxml", vm]).await?;
+        Ok(vm::serials(&xml))
+    }
+
+    /// Adds a machine to guest `g1` that this host plays.
+    pub async fn add_loop_node(&self, name: &str) -> Result<LoopNode> {
+        self.add_loop_node_to("g1", name).await
+    }
+
+    /// Adds a machine to a guest that this host plays: a `VirtualMachine` with its status, and a node of the infra.
+    pub async fn add_loop_node_to(&self, guest: &str, name: &str) -> Result<LoopNode> {
+        let namespace = self.guest_namespace(guest)?;
+        let uuid = Uuid::new_v4();
+        let record = LoopNodeRecord { guest: guest.to_owned(), uuid: uuid.to_string() };
+        self.run.update(|state| state.loop_nodes.insert(name.to_owned(), record))?;
+        machines::create(&self.management().await?, &namespace, name, &uuid.to_string()).await?;
+        let infra_record = self.infra_record()?;
+        infra::register_node(infra_record, name, &uuid.to_string(), infra::LOOP).await?;
+        Ok(LoopNode {
+            name: name.to_owned(),
+            uuid,
+            guest: guest.to_owned(),
+            by_id_dir: infra_record.loop_root.join(uuid.to_string()),
+        })
+    }
+
+    /// Makes a loop node known to its guest, so that csi-attacher attaches to it: Node and CSINode objects.
+    pub async fn join_guest(&self, node: &LoopNode) -> Result<()> {
+        let client = self.guest(&node.guest).await?;
+        vm::join_without_kubelet(&client, &node.name).await
+    }
+
+    /// Removes a loop node. Its disks must be detached.
+    pub async fn remove_loop_node(&self, name: &str) -> Result<()> {
+        let record = self.run.state()?.loop_nodes.remove(name).with_context(|| format!("no loop node {name:?}"))?;
+        vm::leave_guest(&self.guest(&record.guest).await?, name).await?;
+        machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name).await?;
+        let uuid = record.uuid.parse().context("the recorded UUID is damaged")?;
+        self.infra()?.delete_node(uuid).await.with_context(|| format!("cannot remove loop node {name}"))?;
+        self.run.update(|state| state.loop_nodes.remove(name)).map(drop)
+    }
+
+    /// Runs gc-csi's node plugin on this host for a loop node.
+    pub async fn spawn_node_plugin(&self, node: &LoopNode) -> Result<NodePlugin> {
+        let part = format!("{}-plugin", node.name);
+        let short: String = node.uuid.simple().to_string().chars().take(12).collect();
+        let plugin = NodePlugin {
+            socket: self.state.sockets.join(format!("node-{short}.sock")),
+            kubelet_dir: self.run.path("kubelets").join(&node.name),
+            part,
+        };
+        std::fs::create_dir_all(&plugin.kubelet_dir)
+            .with_context(|| format!("cannot make {}", plugin.kubelet_dir.display()))?;
+        let words = vec![
+            self.state.binaries.join("gc-csi").display().to_string(),
+            "node".to_owned(),
+            format!("--endpoint={}", drivers::endpoint(&plugin.socket)),
+            format!("--node-name={}", node.name),
+            format!("--kubelet-dir={}", plugin.kubelet_dir.display()),
+            "--registration-socket=none".to_owned(),
+            format!("--by-id-dir={}", node.by_id_dir.display()),
+        ];
+        let part: Part = drivers::part(words, ports::free(1)?[0], Some(&plugin.socket));
+        self.run.launch(&plugin.part, part).await?;
+        Ok(plugin)
+    }
+
+    /// Stops a node plugin and forgets it.
+    pub async fn remove_node_plugin(&self, plugin: &NodePlugin) -> Result<()> {
+        self.run.stop(&plugin.part).await?;
+        self.run.forget(&plugin.part)
+    }
+}
+
+impl Machine {
+    /// Whether its QEMU runs.
+    pub fn is_running(&self) -> bool {
+        vm::process(&self.run, &self.name, &self.record).is_some()
+    }
+
+    /// Cuts its power.
+    pub async fn power_off(&self) -> Result<()> {
+        vm::virsh(&self.run, ["destroy", &self.name]).await.map(drop)
+    }
+
+    /// Kills its QEMU, as a crash of the hypervisor would.
+    pub async fn crash(&self) -> Result<()> {
+        match vm::process(&self.run, &self.name, &self.record) {
+            Some(process) => process.stop(std::time::Duration::ZERO).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Switches it on. It becomes a node again some time later: see [`Machine::wait_for_node`].
+    pub async fn power_on(&self) -> Result<()> {
+        vm::start(&self.run, &self.name).await
+    }
+
+    /// Freezes it; nothing of it runs, and disks cannot leave it.
+    pub async fn pause(&self) -> Result<()> {
+        vm::virsh(&self.run, ["suspend", &self.name]).await.map(drop)
+    }
+
+    /// Lets it go on.
+    pub async fn resume(&self) -> Result<()> {
+        vm::virsh(&self.run, ["resume", &self.name]).await.map(drop)
+    }
+
+    /// Waits until its node is ready and knows gc-csi. `client` is the guest's.
+    pub async fn wait_for_node(&self, client: &kube::Client) -> Result<()> {
+        vm::wait_for_node(&self.run, client, &self.name).await?;
+        vm::wait_for_driver(&self.run, client, &self.name).await
+    }
+}

@@ -1,0 +1,47 @@
+//! `VirtualMachine` objects: what a VM Operator would make for each machine of the lab.
+
+use anyhow::{Context, Result};
+use crds::{VirtualMachine, newest_virtual_machine_version, virtual_machine_resource};
+use kube::Client;
+use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use serde_json::json;
+
+use crate::cluster::objects::apply_one;
+use crate::infra::ZONE;
+
+/// The API of `VirtualMachine`s in a namespace, in the newest version that the cluster serves and we know.
+pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
+    let group = kube::discovery::group(client, "vmoperator.vmware.com").await?;
+    let served: Vec<&str> = group.versions().collect();
+    let version = newest_virtual_machine_version(&served)
+        .with_context(|| format!("no known version of VirtualMachine is served, only {}", served.join(", ")))?;
+    Ok(Api::namespaced_with(client.clone(), namespace, &virtual_machine_resource(version)))
+}
+
+/// Makes a machine's object, with the status of one that runs.
+pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str) -> Result<()> {
+    let api = api(client, namespace).await?;
+    let resource = api.resource_url();
+    let version = resource.trim_start_matches('/').split('/').nth(2).unwrap_or_default();
+    let object = json!({
+        "apiVersion": format!("vmoperator.vmware.com/{version}"), "kind": "VirtualMachine",
+        "metadata": {"name": name, "namespace": namespace}, "spec": {},
+    });
+    apply_one(client, object).await?;
+    let status = json!({"status": {
+        "biosUUID": uuid, "instanceUUID": uuid, "powerState": "PoweredOn", "zone": ZONE,
+    }});
+    api.patch_status(name, &PatchParams::default(), &Patch::Merge(&status))
+        .await
+        .with_context(|| format!("cannot write the status of VirtualMachine {namespace}/{name}"))
+        .map(drop)
+}
+
+/// Removes a machine's object. Fine when it is gone.
+pub async fn delete(client: &Client, namespace: &str, name: &str) -> Result<()> {
+    match api(client, namespace).await?.delete(name, &DeleteParams::default()).await {
+        Ok(_) => Ok(()),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+        Err(error) => Err(error).with_context(|| format!("cannot delete VirtualMachine {namespace}/{name}")),
+    }
+}

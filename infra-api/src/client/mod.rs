@@ -365,3 +365,30 @@ fn short_name<T>() -> &'static str {
     let head = name.split('<').next().unwrap_or(name);
     head.rsplit("::").next().unwrap_or(head)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(status: u16, body: &str) -> Answer {
+        let status = StatusCode::from_u16(status).unwrap();
+        Answer { call: "GET /v1/health".into(), status, body: body.as_bytes().to_vec() }
+    }
+
+    #[test]
+    fn an_answer_of_something_else_is_named_and_shown() {
+        let error = answer(200, "<html>a proxy's page</html>").decode::<Health>().unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("not a valid Health") && text.contains("<html>a proxy"), "{text}");
+        assert!(error.may_have_happened() && error.code().is_none());
+        let error = answer(502, &"x".repeat(5000)).into_problem();
+        assert!(matches!(error, ClientError::Malformed { status: 502, .. }) && error.to_string().len() < 500);
+    }
+
+    #[test]
+    fn what_the_server_refused_did_not_happen_and_what_it_could_not_tell_may_have() {
+        let of = |code: &str| answer(409, &format!(r#"{{"status":409,"code":"{code}"}}"#)).into_problem();
+        assert!(!of("in-use").may_have_happened());
+        assert!(of("unavailable").may_have_happened() && of("of-tomorrow").may_have_happened());
+    }
+}

@@ -29,22 +29,46 @@ pub struct LoopDevices {
     root: PathBuf,
 }
 
-/// One loop device, as `losetup` tells of it.
-#[derive(Debug, Clone, Deserialize)]
+/// One loop device that is backed by a file.
+#[derive(Debug, Clone, PartialEq)]
 struct Device {
     name: PathBuf,
-    #[serde(rename = "back-ino")]
     inode: u64,
-    #[serde(rename = "back-maj:min")]
     filesystem: String,
-    #[serde(rename = "ro")]
     read_only: bool,
     autoclear: bool,
 }
 
+/// One device as `losetup` lists it. What it could not find out because the device went away meanwhile is null.
+#[derive(Deserialize)]
+struct Listed {
+    name: PathBuf,
+    #[serde(rename = "back-ino")]
+    inode: Option<u64>,
+    #[serde(rename = "back-maj:min")]
+    filesystem: Option<String>,
+    #[serde(rename = "ro")]
+    read_only: Option<bool>,
+    autoclear: Option<bool>,
+}
+
+impl Listed {
+    /// None for a device without a file: the kernel has let go of it.
+    fn backed(self) -> Option<Device> {
+        Some(Device {
+            name: self.name,
+            inode: self.inode?,
+            filesystem: self.filesystem?,
+            read_only: self.read_only.unwrap_or(false),
+            // Half known is on its way out.
+            autoclear: self.autoclear.unwrap_or(true),
+        })
+    }
+}
+
 #[derive(Deserialize)]
 struct Devices {
-    loopdevices: Vec<Device>,
+    loopdevices: Vec<Listed>,
 }
 
 fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
@@ -72,9 +96,12 @@ async fn devices() -> Result<Vec<Device>> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }
-    serde_json::from_str::<Devices>(&text)
-        .map(|list| list.loopdevices)
-        .map_err(|e| HypervisorError::Uncertain(format!("losetup's list cannot be read: {e}")))
+    parse(&text).map_err(|e| HypervisorError::Uncertain(format!("losetup's list cannot be read: {e}")))
+}
+
+fn parse(list: &str) -> serde_json::Result<Vec<Device>> {
+    let list: Devices = serde_json::from_str(list)?;
+    Ok(list.loopdevices.into_iter().filter_map(Listed::backed).collect())
 }
 
 /// Which file a device would have to be backed by. By inode: paths can be written in many ways.
@@ -285,5 +312,20 @@ impl Hypervisor for LoopDevices {
             Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
             None => Err(HypervisorError::Refused(format!("the disk {} is not plugged", disk.uuid))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_that_goes_away_while_it_is_listed_is_not_there() {
+        let list = r#"{"loopdevices": [
+            {"name": "/dev/loop0", "back-ino": 7, "back-maj:min": "254:0", "ro": true, "autoclear": false},
+            {"name": "/dev/loop1", "back-ino": null, "back-maj:min": null, "ro": false, "autoclear": false}]}"#;
+        let devices = parse(list).unwrap();
+        assert_eq!(devices.len(), 1);
+        assert_eq!((devices[0].inode, devices[0].read_only, devices[0].autoclear), (7, true, false));
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use anyhow::{Context, Result, anyhow, bail};
 use crds::names;
-use infra_api::{PoolName, PoolSpec, VolumeId};
+use infra_api::{Pool, PoolName, PoolSpec, VolumeId};
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolumeClaim};
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
@@ -48,7 +48,7 @@ struct Made {
     guest_classes: Vec<String>,
     management_classes: Vec<String>,
     quotas: BTreeSet<String>,
-    pools: Vec<(PoolName, std::path::PathBuf)>,
+    pool_labels: Vec<(PoolName, String)>,
 }
 
 /// Runs a test, removes what it made, however it ended, and then looks for what is left.
@@ -125,20 +125,15 @@ impl Scenario {
         Ok(node)
     }
 
-    /// Registers a pool of the scenario's own with this label.
-    pub async fn pool(&self, label: &str, value: &str) -> Result<PoolName> {
-        let name = PoolName::new(unique("test"))?;
-        let path = self.lab.dir().join(name.as_str());
-        std::fs::create_dir_all(&path)?;
-        self.made().pools.push((name.clone(), path.clone()));
-        let spec = PoolSpec {
-            engine: infra_api::EngineKind::File,
-            path: path.display().to_string(),
-            labels: [(label.to_owned(), value.to_owned())].into(),
-            cordoned: false,
-        };
+    /// Gives one of the infra's pools a label, until the scenario ends.
+    pub async fn label_pool(&self, key: &str, value: &str) -> Result<()> {
+        let pool = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
+        let name = pool.name.clone();
+        self.made().pool_labels.push((name.clone(), key.to_owned()));
+        let mut spec = spec_of(pool);
+        spec.labels.insert(key.to_owned(), value.to_owned());
         self.infra.put_pool(&name, &spec).await?;
-        Ok(name)
+        Ok(())
     }
 
     pub(crate) fn new_guest_class(&self) -> String {
@@ -201,10 +196,12 @@ impl Scenario {
             delete(&Api::<StorageClass>::all(self.management.clone()), &class).await?;
         }
         self.nothing_is_left().await?;
-        let pools = std::mem::take(&mut self.made().pools);
-        for (pool, path) in pools {
-            self.infra.delete_pool(&pool).await?;
-            std::fs::remove_dir_all(path)?;
+        let labels = std::mem::take(&mut self.made().pool_labels);
+        for (name, key) in labels {
+            let pool = self.infra.get_pool(&name).await?.context("a pool went away")?;
+            let mut spec = spec_of(pool);
+            spec.labels.remove(&key);
+            self.infra.put_pool(&name, &spec).await?;
         }
         Ok(())
     }
@@ -314,6 +311,11 @@ impl Scenario {
         })
         .await
     }
+}
+
+/// What would register a pool as it is.
+fn spec_of(pool: Pool) -> PoolSpec {
+    PoolSpec { engine: pool.engine, path: pool.path, labels: pool.labels, cordoned: pool.cordoned }
 }
 
 /// Deletes an object that may be gone.

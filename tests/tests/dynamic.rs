@@ -146,7 +146,8 @@ async fn a_quota_of_the_management_cluster_is_told_with_its_numbers_and_heals() 
 async fn no_room_in_the_infra_is_told_in_its_own_words_and_heals_when_there_is_room() -> Result<()> {
     run(|s| async move {
         // A class that only pools of this label can serve, of which there are none yet.
-        let below = s.management_class(&[("pool.test", &s.name)]).await?;
+        let label = unique("label");
+        let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         s.claim("data", &class, "4Mi").await?;
         s.told("data", &["no pool for", "labels do not match"]).await?;
@@ -155,7 +156,7 @@ async fn no_room_in_the_infra_is_told_in_its_own_words_and_heals_when_there_is_r
             .iter()
             .any(|claim| claim.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name));
         assert!(waiting, "the management claim waits for room");
-        s.pool("test", &s.name).await?;
+        s.label_pool(&label, &s.name).await?;
         s.bound("data").await?;
         Ok(())
     })

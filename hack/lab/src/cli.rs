@@ -2,13 +2,18 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
+use crate::demo::demo;
+use crate::down::down;
 use crate::run::Run;
-use crate::ui::Ui;
-use crate::up::UpOptions;
-use crate::{down, up};
+use crate::sanity::{Tier, sanity};
+use crate::session::{After, interrupted, with_any_lab, with_lab};
+use crate::status::status;
+use crate::ui::{Ui, say};
+use crate::up::{UpOptions, up};
+use crate::{verbs, verify};
 
 /// Brings up both clusters, virtual machines, the storage infra and the system on this machine, from source.
 #[derive(Debug, Parser)]
@@ -31,6 +36,50 @@ enum Verb {
         #[arg(long)]
         keep_logs: bool,
     },
+    /// Shows every part, whether it is well, its process and where it is. Exits with 1 unless all are well.
+    Status,
+    /// Shows the log of a part.
+    Logs {
+        /// A part, or a virtual machine's `-console`, `-kubelet` or `-gc-csi`.
+        part: String,
+        /// Go on as the log grows.
+        #[arg(short, long)]
+        follow: bool,
+    },
+    /// Runs kubectl against a cluster of the lab.
+    Kubectl {
+        /// `mgmt`, `guest` (which is g1), or a guest's name.
+        cluster: String,
+        /// What kubectl is given.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
+    /// A volume's whole life, shown in both clusters: made, written, moved to another machine, checked, removed.
+    Demo {
+        /// Leave the lab up.
+        #[arg(long)]
+        keep: bool,
+    },
+    /// Formatting, lints, unit tests, and then the black-box tests and csi-sanity over a lab of their own.
+    Test {
+        /// Only black-box tests whose names hold this.
+        filter: Option<String>,
+    },
+    /// Runs csi-sanity against a driver, over this lab or, where it is not up, one of its own.
+    Sanity {
+        /// Which driver.
+        tier: Tier,
+    },
+    /// Writes the CustomResourceDefinitions under crds/yaml from the types.
+    Generate,
+    /// Runs a bench over this lab or, where it is not up, one of its own.
+    Bench {
+        /// Which bench.
+        bench: String,
+        /// What the bench is given.
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<String>,
+    },
 }
 
 /// Runs one command.
@@ -38,8 +87,43 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
     let ui = Ui::default();
     let run = Run::named(&cli.name)?;
     match cli.verb {
-        Verb::Up(options) => up::up(&ui, &run, &options).await?,
-        Verb::Down { keep_logs } => down::down(&ui, &run, keep_logs).await?,
+        Verb::Up(options) => {
+            tokio::select! {
+                outcome = up(&ui, &run, &options) => outcome.with_context(|| unfinished(&run))?,
+                interrupt = interrupted() => return Err(interrupt?.context(unfinished(&run))),
+            }
+            say(format!("lab {} is up: `cargo lab status` shows it; NESTOR_LAB={}", cli.name, run.dir().display()));
+        }
+        Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await?,
+        Verb::Status => return Ok(if status(&run).await? { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
+        Verb::Logs { part, follow } => return verbs::logs(&run, &part, follow).await,
+        Verb::Kubectl { cluster, args } => return verbs::kubectl(&run, &cluster, &args).await,
+        Verb::Demo { keep } => {
+            let after = if keep { After::Keep } else { After::Down };
+            let run = Run::named("demo")?;
+            with_lab(&ui, &run, &UpOptions::default(), after, async |lab| demo(&ui, lab).await).await?;
+            say("the demo's claims all held");
+        }
+        Verb::Test { filter } => return verify::verify(&ui, filter.as_deref()).await,
+        Verb::Sanity { tier } => {
+            let options = UpOptions { vms: 0, ..UpOptions::default() };
+            let work = async |lab: &crate::Lab| sanity(&ui, lab, tier).await;
+            let counts = with_any_lab(&ui, &run, "sanity", &options, work).await?;
+            say(counts.to_string());
+            if !counts.good() {
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+        Verb::Generate => verbs::generate()?,
+        Verb::Bench { bench, args } => {
+            let options = UpOptions { release: true, ..UpOptions::default() };
+            let work = async |lab: &crate::Lab| verbs::bench(lab, &bench, &args).await;
+            return with_any_lab(&ui, &run, "bench", &options, work).await;
+        }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn unfinished(run: &Run) -> String {
+    format!("the lab at {} is not up (`cargo lab down` clears what was begun)", run.dir().display())
 }

@@ -32,8 +32,9 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         }
     };
     if state.boot_id == boot_id() {
-        note(stop_machines(run, &state).await);
+        // Once libvirt is gone no further machine can begin.
         note(stop_parts(run, &state).await);
+        note(stop_machines(run, &state).await);
         note(unmount_all(run.dir()));
         note(detach_loops(run.dir()).await);
     }

@@ -19,8 +19,6 @@ pub enum Ready {
     },
     /// Something accepts connections on a unix socket.
     Socket(PathBuf),
-    /// Something accepts connections on a TCP port of this host.
-    Port(u16),
     /// All of these.
     All(Vec<Ready>),
 }
@@ -41,7 +39,16 @@ impl Ready {
         match self {
             Self::Socket(path) => vec![path],
             Self::All(all) => all.iter().flat_map(Self::sockets).collect(),
-            Self::Http { .. } | Self::Port(_) => Vec::new(),
+            Self::Http { .. } => Vec::new(),
+        }
+    }
+
+    /// Where the part is reached, for people.
+    pub fn place(&self) -> String {
+        match self {
+            Self::Http { url, .. } => url.rsplit_once('/').map_or(url.as_str(), |(base, _)| base).to_owned(),
+            Self::Socket(path) => path.display().to_string(),
+            Self::All(all) => all.iter().map(Self::place).collect::<Vec<_>>().join(" "),
         }
     }
 
@@ -52,10 +59,6 @@ impl Ready {
             Self::Socket(path) => match UnixStream::connect(path).await {
                 Ok(_) => Ok(()),
                 Err(error) => Err(format!("{}: {error}", path.display())),
-            },
-            Self::Port(port) => match tokio::net::TcpStream::connect(("127.0.0.1", *port)).await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(format!("127.0.0.1:{port}: {error}")),
             },
             Self::All(all) => {
                 for one in all {

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::process::Process;
 use crate::ready::Ready;
 
 /// Everything about a run. Lives in `state.json` of the run folder.
@@ -119,17 +118,4 @@ pub struct LoopNodeRecord {
     pub guest: String,
     /// Its UUID.
     pub uuid: String,
-}
-
-/// A part and what is known of its process.
-#[derive(Debug, Clone)]
-pub struct PartStatus {
-    /// The part's name.
-    pub name: String,
-    /// Its process, where it was ever started.
-    pub process: Option<Process>,
-    /// Whether that process runs.
-    pub alive: bool,
-    /// `Ok`, or why it is not ready.
-    pub ready: Result<(), String>,
 }

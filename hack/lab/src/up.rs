@@ -26,6 +26,15 @@ pub struct UpOptions {
     /// Guest clusters, named g1, g2 and so on.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub guests: u32,
+    /// Run the system's release build.
+    #[arg(long)]
+    pub release: bool,
+}
+
+impl Default for UpOptions {
+    fn default() -> Self {
+        Self { vms: 2, guests: 1, release: false }
+    }
 }
 
 /// What was built or found in the cache.
@@ -54,7 +63,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
             run.dir().display()
         );
     }
-    let built = prepare(ui).await?;
+    let built = prepare(ui, options.release).await?;
     make_folders(run, &built)?;
     let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
     run.update(|state| state.management = Some(management.cluster.clone()))?;
@@ -78,15 +87,11 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
 }
 
 /// Builds or finds everything that is needed before the first process starts.
-pub async fn prepare_cache(ui: &Ui) -> Result<()> {
-    prepare(ui).await.map(drop)
-}
-
-async fn prepare(ui: &Ui) -> Result<Built> {
+async fn prepare(ui: &Ui, release: bool) -> Result<Built> {
     cache::packages::ensure(ui).await?;
     let tools = cache::tools(ui).await?;
     let image = cache::base_image(ui, &tools).await?;
-    let binaries = cache::cargo::build(ui).await?;
+    let binaries = cache::cargo::build(ui, release).await?;
     Ok(Built { tools, image, binaries })
 }
 

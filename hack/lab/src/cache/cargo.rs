@@ -1,4 +1,4 @@
-//! The system's own binaries, built where the lab itself was built.
+//! The system's own binaries, built in the target folder that the lab itself is in.
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,12 +13,12 @@ use crate::ui::Ui;
 /// The crates whose binaries a lab runs.
 const CRATES: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
-/// Builds the system in the lab's own profile, and gives the folder of its binaries.
-pub async fn build(ui: &Ui) -> Result<PathBuf> {
-    let exe = std::env::current_exe().context("cannot tell where this program is")?;
+/// Builds the system, and gives the folder of its binaries.
+pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     let target = target_dir()?;
-    let release = exe.starts_with(target.join("release"));
-    let mut cargo = cargo(["build"]);
+    let program = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
+    let mut cargo = command(&program, ["build"]);
+    cargo.current_dir(repository());
     cargo.args(CRATES.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(&target);
     if release {
         cargo.arg("--release");
@@ -40,12 +40,4 @@ pub async fn build(ui: &Ui) -> Result<PathBuf> {
     }
     step.done();
     Ok(target.join(if release { "release" } else { "debug" }))
-}
-
-/// The cargo that runs us, in the repository.
-pub fn cargo<'a>(args: impl IntoIterator<Item = &'a str>) -> tokio::process::Command {
-    let program = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
-    let mut command = command(&program, args);
-    command.current_dir(repository());
-    command
 }

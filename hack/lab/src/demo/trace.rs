@@ -1,0 +1,225 @@
+//! Follows one volume through guest, management cluster, hypervisor and storage infra.
+
+use std::fmt;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use crds::{VirtualMachine, VolumeAttachment};
+use infra_api::VolumeId;
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::api::storage::v1::VolumeAttachment as GuestAttachment;
+use kube::api::{Api, ListParams};
+use kube::{Client, ResourceExt};
+
+use crate::lab::Lab;
+use crate::machines;
+use crate::wait::eventually;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Reads both clusters, the hypervisor and the infra.
+pub(super) struct Tracer {
+    lab: Lab,
+    guest: Client,
+    management: Client,
+    machines: Api<VirtualMachine>,
+    infra: infra_api::Client,
+    namespace: String,
+}
+
+/// The objects that a guest claim is made of, top to bottom.
+pub(super) struct Chain {
+    claim: String,
+    volume: String,
+    management_claim: String,
+    management_volume: String,
+    infra: infra_api::Volume,
+}
+
+/// A place, and what it holds.
+pub(super) struct Place {
+    name: &'static str,
+    pub(super) found: Vec<String>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let found = if self.found.is_empty() { "none".to_owned() } else { self.found.join(", ") };
+        write!(f, "{}: {found}", self.name)
+    }
+}
+
+impl Chain {
+    /// One line per object.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let Self { claim, volume, management_claim, management_volume, infra } = self;
+        vec![
+            format!("guest       PersistentVolumeClaim {claim}"),
+            format!("guest       PersistentVolume {volume}"),
+            format!("management  PersistentVolumeClaim {management_claim}"),
+            format!("management  PersistentVolume {management_volume}"),
+            format!(
+                "infra       volume {}: {} MiB in {}, disk UUID {}",
+                infra.id,
+                infra.capacity_bytes >> 20,
+                infra.pool,
+                infra.disk_uuid
+            ),
+        ]
+    }
+}
+
+impl Tracer {
+    pub(super) async fn new(lab: &Lab, guest: &Client) -> Result<Self> {
+        let (management, namespace) = (lab.management().await?, lab.guest_namespace("g1")?);
+        Ok(Self {
+            lab: lab.clone(),
+            guest: guest.clone(),
+            machines: machines::api(&management, &namespace).await?,
+            management,
+            infra: lab.infra()?,
+            namespace,
+        })
+    }
+
+    /// Waits until a guest claim is bound, and follows it down to the infra's volume.
+    pub(super) async fn chain(&self, namespace: &str, claim: &str) -> Result<Chain> {
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.guest.clone(), namespace);
+        let volume = bound(&claims, "guest", claim).await?;
+        let handle = handle(&Api::all(self.guest.clone()), "guest", &volume).await?;
+        let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.management.clone(), &self.namespace);
+        let management_volume = bound(&claims, "management", &handle).await?;
+        let id = self::handle(&Api::all(self.management.clone()), "management", &management_volume).await?;
+        let infra = self.infra.get_volume(&VolumeId::new(id.clone())?).await?;
+        Ok(Chain {
+            claim: format!("{namespace}/{claim}"),
+            volume,
+            management_claim: format!("{}/{handle}", self.namespace),
+            management_volume,
+            infra: infra.with_context(|| format!("the storage infra has no volume {id}"))?,
+        })
+    }
+
+    /// Checks that a volume is plugged into a machine, and into no other, and gives a line per object that says so.
+    pub(super) async fn attachment(&self, chain: &Chain, machine: &str, device: &str) -> Result<Vec<String>> {
+        let claim = self.claim_name(chain);
+        let disk = chain.infra.disk_uuid.to_string();
+        let object = self.machines.get(machine).await.with_context(|| format!("VirtualMachine {machine}"))?;
+        let entry = object.spec.volumes.iter().find(|entry| {
+            entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name == claim)
+        });
+        let entry = entry.with_context(|| format!("VirtualMachine {machine} has no entry in spec.volumes for {claim}"))?;
+        let status = object.status.unwrap_or_default();
+        let seen = status.volumes.iter().find(|volume| volume.name == entry.name);
+        let seen = seen.with_context(|| format!("VirtualMachine {machine} has no status of volume {}", entry.name))?;
+        anyhow::ensure!(seen.attached, "VirtualMachine {machine} says that {claim} is not attached");
+        anyhow::ensure!(
+            seen.disk_uuid.as_deref() == Some(&disk),
+            "VirtualMachine {machine} says disk UUID {:?}, the infra {disk}",
+            seen.disk_uuid
+        );
+        let orders = self.orders(claim).await?;
+        let [order] = &orders[..] else {
+            anyhow::bail!("{} VolumeAttachments are of {claim}, not one", orders.len());
+        };
+        for vm in self.lab.vms() {
+            let plugged = self.lab.libvirt_disks(&vm).await?.contains(&disk);
+            anyhow::ensure!(plugged == (vm == machine), "disk {disk} is {} {vm}", if plugged { "in" } else { "not in" });
+        }
+        Ok(vec![
+            format!("management  VirtualMachine {machine}, spec.volumes entry {}", entry.name),
+            format!("management  VolumeAttachment {order}, attached"),
+            format!("hypervisor  {machine} alone has the disk with serial {disk}"),
+            format!("in {machine}     {device} on /data"),
+        ])
+    }
+
+    /// Everything on every tier that could be left of a volume, place by place.
+    pub(super) async fn leftovers(&self, chain: &Chain) -> Result<Vec<Place>> {
+        let claims: Api<PersistentVolumeClaim> = Api::all(self.guest.clone());
+        let volumes: Api<PersistentVolume> = Api::all(self.guest.clone());
+        let attachments: Api<GuestAttachment> = Api::all(self.guest.clone());
+        let management_claims: Api<PersistentVolumeClaim> = Api::all(self.management.clone());
+        let management_volumes: Api<PersistentVolume> = Api::all(self.management.clone());
+        let orders: Api<VolumeAttachment> = Api::all(self.management.clone());
+        let mut entries = Vec::new();
+        for machine in self.machines.list(&ListParams::default()).await? {
+            let status = machine.status.clone().unwrap_or_default();
+            let names = machine.spec.volumes.iter().map(|volume| &volume.name);
+            let names = names.chain(status.volumes.iter().map(|volume| &volume.name));
+            entries.extend(names.map(|name| format!("{} of {}", name, machine.name_any())));
+        }
+        let mut disks = Vec::new();
+        for vm in self.lab.vms() {
+            let serials = self.lab.libvirt_disks(&vm).await?;
+            disks.extend(serials.into_iter().map(|serial| format!("{serial} in {vm}")));
+        }
+        let infra_volumes = self.infra.list_volumes(None, None).await?.items;
+        let infra_attachments = self.infra.list_attachments(None, None).await?;
+        Ok(vec![
+            Place { name: "guest       PersistentVolumeClaims", found: names(&claims).await? },
+            Place { name: "guest       PersistentVolumes", found: names(&volumes).await? },
+            Place { name: "guest       storage.k8s.io/VolumeAttachments", found: names(&attachments).await? },
+            Place { name: "management  PersistentVolumeClaims", found: names(&management_claims).await? },
+            Place { name: "management  PersistentVolumes", found: names(&management_volumes).await? },
+            Place { name: "management  VolumeAttachments", found: names(&orders).await? },
+            Place { name: "management  VirtualMachine volumes", found: entries },
+            Place { name: "hypervisor  hot-plugged disks", found: disks },
+            Place { name: "infra       volumes", found: infra_volumes.iter().map(|one| one.id.to_string()).collect() },
+            Place { name: "infra       attachments", found: infra_attachments.iter().map(|one| one.id.to_string()).collect() },
+            Place { name: "infra       files in pools", found: self.files(chain)? },
+        ])
+    }
+
+    /// Files of the volume in any pool.
+    fn files(&self, chain: &Chain) -> Result<Vec<String>> {
+        let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
+        let mut found = Vec::new();
+        for pool in infra.pools.values() {
+            for entry in std::fs::read_dir(pool).with_context(|| format!("cannot read {}", pool.display()))? {
+                let name = entry?.file_name().to_string_lossy().into_owned();
+                if name.contains(chain.infra.id.as_str()) {
+                    found.push(name);
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// The attached VolumeAttachments of a management claim, as `namespace/name`.
+    async fn orders(&self, claim: &str) -> Result<Vec<String>> {
+        let orders: Api<VolumeAttachment> = Api::namespaced(self.management.clone(), &self.namespace);
+        let listed = orders.list(&ListParams::default()).await?;
+        let own = listed.iter().filter(|order| order.spec.volume_name == claim);
+        let attached = own.filter(|order| order.status.as_ref().is_some_and(|status| status.attached));
+        Ok(attached.map(|order| format!("{}/{}", self.namespace, order.name_any())).collect())
+    }
+
+    fn claim_name<'a>(&self, chain: &'a Chain) -> &'a str {
+        chain.management_claim.rsplit('/').next().unwrap_or(&chain.management_claim)
+    }
+}
+
+async fn bound(api: &Api<PersistentVolumeClaim>, tier: &str, name: &str) -> Result<String> {
+    eventually(&format!("{tier} PersistentVolumeClaim {name} is bound"), PATIENCE, || async {
+        let Some(claim) = api.get_opt(name).await? else { return Ok(Err("it does not exist".to_owned())) };
+        let phase = claim.status.and_then(|status| status.phase).unwrap_or_default();
+        let volume = claim.spec.and_then(|spec| spec.volume_name).filter(|_| phase == "Bound");
+        Ok(volume.ok_or_else(|| format!("it is {phase}")))
+    })
+    .await
+}
+
+/// The CSI volume handle of a PersistentVolume.
+async fn handle(api: &Api<PersistentVolume>, tier: &str, name: &str) -> Result<String> {
+    let volume = api.get(name).await.with_context(|| format!("{tier} PersistentVolume {name}"))?;
+    let source = volume.spec.and_then(|spec| spec.csi);
+    Ok(source.with_context(|| format!("{tier} PersistentVolume {name} has no CSI source"))?.volume_handle)
+}
+
+async fn names<K>(api: &Api<K>) -> Result<Vec<String>>
+where
+    K: kube::Resource + Clone + fmt::Debug + serde::de::DeserializeOwned,
+{
+    Ok(api.list(&ListParams::default()).await?.iter().map(ResourceExt::name_any).collect())
+}

@@ -1,0 +1,70 @@
+//! Work over a lab that is brought up for it, and always taken down after it, whatever ends it.
+
+use anyhow::{Context, Result, anyhow};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::down::down;
+use crate::lab::Lab;
+use crate::run::Run;
+use crate::ui::Ui;
+use crate::up::{UpOptions, up};
+
+/// What becomes of the lab after the work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum After {
+    /// Taken down; after a failure its logs stay.
+    Down,
+    /// Left as it is.
+    Keep,
+}
+
+/// Brings a lab up, works, and takes it down, also after a failure or an interrupt.
+pub(crate) async fn with_lab<T, W>(ui: &Ui, run: &Run, options: &UpOptions, after: After, work: W) -> Result<T>
+where
+    W: AsyncFnOnce(&Lab) -> Result<T>,
+{
+    let whole = async {
+        up(ui, run, options).await?;
+        work(&Lab::open(run.clone())?).await
+    };
+    // A lab that was there before is not ours to take down.
+    anyhow::ensure!(
+        !run.exists(),
+        "there is a lab at {} already: `cargo lab --name {} down` takes it down",
+        run.dir().display(),
+        run.dir().file_name().unwrap_or_default().to_string_lossy()
+    );
+    let outcome = tokio::select! {
+        outcome = whole => outcome,
+        interrupt = interrupted() => Err(interrupt?),
+    };
+    if after == After::Keep {
+        ui.line(format!("the lab is left up, at {}", run.dir().display()));
+        return outcome;
+    }
+    let failed = outcome.is_err();
+    let down = down(ui, run, failed).await;
+    if failed {
+        ui.line(format!("logs are kept in {}", run.path("logs").display()));
+    }
+    outcome.and_then(|value| down.map(|()| value))
+}
+
+/// Works over the lab of a run where it is up, else over one of its own.
+pub(crate) async fn with_any_lab<T, W>(ui: &Ui, run: &Run, own: &str, options: &UpOptions, work: W) -> Result<T>
+where
+    W: AsyncFnOnce(&Lab) -> Result<T>,
+{
+    if run.exists() {
+        return work(&Lab::open(run.clone())?).await;
+    }
+    with_lab(ui, &Run::named(own)?, options, After::Down, work).await
+}
+
+/// Ends when this process is asked to.
+pub(crate) async fn interrupted() -> Result<anyhow::Error> {
+    let mut terminate = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;
+    tokio::select! { _ = terminate.recv() => {} _ = interrupt.recv() => {} }
+    Ok(anyhow!("interrupted"))
+}

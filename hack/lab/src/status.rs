@@ -1,0 +1,83 @@
+//! What a lab is made of, and how each part is.
+
+use anyhow::Result;
+use futures::future::join_all;
+use k8s_openapi::api::core::v1::Node;
+use kube::Api;
+
+use crate::kubeconfig;
+use crate::process::boot_id;
+use crate::run::Run;
+use crate::state::{Part, State, Vm};
+use crate::ui::{say, table};
+use crate::vm;
+
+/// Prints every part, and tells whether all are well.
+pub async fn status(run: &Run) -> Result<bool> {
+    let state = run.state()?;
+    let parts = join_all(state.parts.iter().map(|(name, part)| part_row(run, name, part))).await;
+    let vms = join_all(state.vms.iter().map(|(name, machine)| vm_row(run, &state, name, machine))).await;
+    let rows: Vec<Row> = parts.into_iter().chain(vms).collect();
+    let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
+    for line in table(&["PART", "STATE", "PID", "WHERE"], &cells) {
+        say(line);
+    }
+    say(format!("\nrun folder  {}", run.dir().display()));
+    for (name, cluster) in state.management.iter().map(|cluster| ("mgmt", cluster)).chain(
+        state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster)),
+    ) {
+        say(format!("kubeconfig  {name:<5} {}", cluster.kubeconfig.display()));
+    }
+    let well = state.complete && rows.iter().all(|row| row.state == "ready");
+    if state.boot_id != boot_id() {
+        say("\nthe machine was restarted since: `cargo lab down`, then `cargo lab up`");
+    } else if !state.complete {
+        say("\n`up` did not end well: `cargo lab down`, then `cargo lab up`");
+    }
+    Ok(well)
+}
+
+struct Row {
+    name: String,
+    state: String,
+    pid: Option<i32>,
+    place: String,
+}
+
+impl Row {
+    fn cells(&self) -> Vec<String> {
+        let pid = self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
+        vec![self.name.clone(), self.state.clone(), pid, self.place.clone()]
+    }
+}
+
+async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
+    let process = run.process(name).filter(|process| process.alive());
+    let state = match process {
+        None => "DEAD".to_owned(),
+        Some(_) => match part.ready.check().await {
+            Ok(()) => "ready".to_owned(),
+            Err(reason) => format!("NOT READY: {}", reason.lines().next().unwrap_or_default()),
+        },
+    };
+    Row { name: name.to_owned(), state, pid: process.map(|process| process.pid), place: part.ready.place() }
+}
+
+async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
+    let process = vm::process(run, name, machine);
+    let health = match process {
+        None => "DEAD".to_owned(),
+        Some(_) => node_state(state, name, machine).await.unwrap_or_else(|error| format!("NOT READY: {error:#}")),
+    };
+    let place = format!("{} of {}, {}, kubelet on {}", machine.uuid, machine.guest, machine.accelerator, machine.kubelet_port);
+    Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), place }
+}
+
+async fn node_state(state: &State, name: &str, machine: &Vm) -> Result<String> {
+    let Some(guest) = state.guests.get(&machine.guest) else { return Ok("NOT READY: no guest".to_owned()) };
+    let nodes: Api<Node> = Api::all(kubeconfig::client(&guest.cluster.kubeconfig).await?);
+    let Some(node) = nodes.get_opt(name).await? else { return Ok("NOT READY: no node".to_owned()) };
+    let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
+    let ready = conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True");
+    Ok(if ready { "ready" } else { "NOT READY: the node is not" }.to_owned())
+}

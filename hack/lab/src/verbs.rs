@@ -1,0 +1,96 @@
+//! The small verbs: logs, kubectl, generate, bench.
+
+use std::fs;
+use std::process::{ExitCode, Stdio};
+
+use anyhow::{Context, Result, bail};
+use tokio::process::Command;
+
+use crate::lab::Lab;
+use crate::run::{Run, repository};
+use crate::state::Cluster;
+use crate::ui::say;
+
+/// Shows a log, or follows it.
+pub async fn logs(run: &Run, name: &str, follow: bool) -> Result<ExitCode> {
+    let path = run.log(name);
+    if !path.exists() {
+        let entries = fs::read_dir(run.path("logs"))
+            .with_context(|| format!("no logs: there is no lab at {}", run.dir().display()))?;
+        let mut known: Vec<String> = entries
+            .filter_map(|entry| Some(entry.ok()?.file_name().into_string().ok()?.strip_suffix(".log")?.to_owned()))
+            .collect();
+        known.sort();
+        bail!("no log of {name:?}; there are: {}", known.join(", "));
+    }
+    let mut show = if follow { Command::new("tail") } else { Command::new("cat") };
+    if follow {
+        show.args(["--lines=100", "--follow=name", "--retry"]);
+    }
+    foreground(show.arg(path)).await
+}
+
+/// Runs kubectl against one of the clusters.
+pub async fn kubectl(run: &Run, cluster: &str, args: &[String]) -> Result<ExitCode> {
+    let state = run.state()?;
+    let guest = if cluster == "guest" { "g1" } else { cluster };
+    let found: Option<&Cluster> = match cluster {
+        "mgmt" | "management" => state.management.as_ref(),
+        _ => state.guests.get(guest).map(|guest| &guest.cluster),
+    };
+    let found = found.with_context(|| {
+        let guests: Vec<&str> = state.guests.keys().map(String::as_str).collect();
+        format!("no cluster {cluster:?}; there are: mgmt, guest (g1), {}", guests.join(", "))
+    })?;
+    let mut kubectl = Command::new(state.tools.join("kubectl"));
+    foreground(kubectl.arg("--kubeconfig").arg(&found.kubeconfig).args(args)).await
+}
+
+/// Writes the definitions under `crds/yaml/` as the types are now.
+pub fn generate() -> Result<()> {
+    let folder = repository().join("crds/yaml");
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let wanted = crds::generate::all();
+    for entry in fs::read_dir(&folder)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if !wanted.iter().any(|(file, _)| *file == name) {
+            fs::remove_file(entry.path())?;
+            say(format!("removed crds/yaml/{name}"));
+        }
+    }
+    for (name, yaml) in wanted {
+        let path = folder.join(&name);
+        let changed = fs::read_to_string(&path).ok().as_ref() != Some(&yaml);
+        if changed {
+            fs::write(&path, yaml).with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        say(format!("{} crds/yaml/{name}", if changed { "wrote" } else { "same " }));
+    }
+    Ok(())
+}
+
+/// Runs a bench over a lab.
+pub async fn bench(lab: &Lab, name: &str, args: &[String]) -> Result<ExitCode> {
+    let mut bench = cargo();
+    bench.args(["run", "--quiet", "--release", "-p", "bench", "--", name]).args(args);
+    foreground(bench.env("NESTOR_LAB", lab.dir())).await
+}
+
+/// The cargo that runs us, in the repository and in the foreground: an interrupt reaches it too.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
+    command.current_dir(repository());
+    command
+}
+
+/// Runs a program with our own input and output, and gives its exit code.
+pub(crate) async fn foreground(command: &mut Command) -> Result<ExitCode> {
+    command.stdin(Stdio::inherit()).kill_on_drop(true);
+    let program = command.as_std().get_program().to_string_lossy().into_owned();
+    let status = command.status().await.with_context(|| format!("cannot run {program}"))?;
+    Ok(match status.code().and_then(|code| u8::try_from(code).ok()) {
+        Some(code) => ExitCode::from(code),
+        None => ExitCode::FAILURE,
+    })
+}

@@ -3,9 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
+use tower::BoxError;
+use tower::util::MapErrLayer;
 
 use crate::health::Check;
 
@@ -13,10 +16,12 @@ use crate::health::Check;
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The named kubeconfig can't be used.
-    #[error("cannot use kubeconfig {path} for the {cluster} cluster: {reason}")]
+    #[error("cannot use kubeconfig {path} of {flag} for the {cluster} cluster: {reason}")]
     Kubeconfig {
         /// Which cluster it was for.
         cluster: &'static str,
+        /// The flag that named it.
+        flag: &'static str,
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
@@ -56,6 +61,7 @@ pub async fn connect(
         Some(path) => {
             let fail = |error: kube::config::KubeconfigError| ConnectError::Kubeconfig {
                 cluster,
+                flag,
                 path: path.to_owned(),
                 reason: chain(&error),
             };
@@ -73,7 +79,26 @@ pub async fn connect(
         .map_err(|error| ConnectError::Client { cluster, reason: error.to_string() })?;
     config.headers.push((http::header::USER_AGENT, agent));
     config.connect_timeout = Some(Duration::from_secs(5));
-    Client::try_from(config).map_err(|error| ConnectError::Client { cluster, reason: chain(&error) })
+    let server: std::sync::Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
+    let builder = ClientBuilder::try_from(config)
+        .map_err(|error| ConnectError::Client { cluster, reason: chain(&error) })?;
+    // What the transport says ("connection refused") doesn't say where.
+    let named = MapErrLayer::new(move |source: BoxError| -> BoxError {
+        if source.is::<kube::Error>() {
+            source
+        } else {
+            Box::new(NoAnswer { server: server.clone(), source })
+        }
+    });
+    Ok(builder.with_layer(&named).build())
+}
+
+/// A request that the API server at this address did not answer.
+#[derive(Debug, thiserror::Error)]
+#[error("{server}: {source}")]
+struct NoAnswer {
+    server: std::sync::Arc<str>,
+    source: BoxError,
 }
 
 /// Waits until the API server answers, since it may only be starting; says on the way what is wrong.

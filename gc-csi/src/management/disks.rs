@@ -278,6 +278,10 @@ impl Management {
 
     /// The machine as it is now; None when there is none.
     async fn read(&self, machine: &str) -> Result<Option<VirtualMachine>, CommitError> {
+        // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
+        if !super::is_object_name(machine) {
+            return Ok(None);
+        }
         let answer = self.machines_api.get_opt(machine).await;
         answer.map_err(|error| CommitError::Api { machine: machine.to_owned(), source: error.into() })
     }

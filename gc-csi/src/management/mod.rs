@@ -185,6 +185,15 @@ pub async fn find_virtual_machine_version(client: &Client, stop: &CancellationTo
     }
 }
 
+/// Whether an object can have this name: a DNS subdomain (RFC 1123), as the API server demands.
+fn is_object_name(name: &str) -> bool {
+    let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+    name.len() <= 253
+        && name.split('.').all(|label| {
+            !label.is_empty() && label.chars().all(legal) && !label.starts_with('-') && !label.ends_with('-')
+        })
+}
+
 /// Keeps identity, ownership, size and phase.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.metadata.owner_references = None;
@@ -205,4 +214,19 @@ fn trim_machine(machine: &mut VirtualMachine) {
     machine.metadata.annotations = None;
     machine.metadata.labels = None;
     machine.metadata.owner_references = None;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_could_lead_elsewhere_in_a_url_is_no_object() {
+        for good in ["vm-1", "a", "a.b-c.9"] {
+            assert!(is_object_name(good), "{good}");
+        }
+        for bad in ["", ".", "..", "a/b", "../a", "a b", "A", "a?x", "a%2f", "-a", "a.", &"a".repeat(254)] {
+            assert!(!is_object_name(bad), "{bad}");
+        }
+    }
 }

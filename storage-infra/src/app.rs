@@ -142,25 +142,27 @@ fn hypervisors(options: &Options) -> anyhow::Result<BTreeMap<String, Arc<dyn Hyp
     Ok(all)
 }
 
-fn certificates(path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {
+fn certificates(flag: &str, path: &Path) -> anyhow::Result<Vec<CertificateDer<'static>>> {
     let found = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
-    let found = found.with_context(|| format!("cannot read certificates from {}", path.display()))?;
-    anyhow::ensure!(!found.is_empty(), "{} has no certificate", path.display());
+    let found = found.with_context(|| format!("{flag}: cannot read certificates from {}", path.display()))?;
+    anyhow::ensure!(!found.is_empty(), "{flag}: {} has no certificate", path.display());
     Ok(found)
 }
 
 /// Mutual TLS: who has no certificate from the client CA is not spoken to.
 fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     let mut roots = RootCertStore::empty();
-    for ca in certificates(&options.client_ca)? {
-        roots.add(ca).with_context(|| format!("{} is no usable CA", options.client_ca.display()))?;
+    for ca in certificates("--client-ca", &options.client_ca)? {
+        roots
+            .add(ca)
+            .with_context(|| format!("--client-ca: {} is no usable CA", options.client_ca.display()))?;
     }
     let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build()?;
     let key = PrivateKeyDer::from_pem_file(&options.tls_key)
-        .with_context(|| format!("cannot read the private key {}", options.tls_key.display()))?;
+        .with_context(|| format!("--tls-key: cannot read the private key {}", options.tls_key.display()))?;
     let mut config = rustls::ServerConfig::builder()
         .with_client_cert_verifier(clients)
-        .with_single_cert(certificates(&options.tls_cert)?, key)
+        .with_single_cert(certificates("--tls-cert", &options.tls_cert)?, key)
         .context("the server's certificate and key do not go together")?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(config)

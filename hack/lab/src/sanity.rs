@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use serde_json::json;
+use serde_json::{Value, json};
 use uuid::Uuid;
 
 use crate::cluster::argv;
@@ -18,7 +18,7 @@ use crate::ui::Ui;
 pub enum Tier {
     /// gc-csi: its controller, and a node plugin on this host.
     Guest,
-    /// mgmt-csi: its controller.
+    /// mgmt-csi: its identity and controller.
     Mgmt,
 }
 
@@ -31,7 +31,7 @@ pub struct Counts {
     pub passed: u32,
     /// Tests that did not.
     pub failed: u32,
-    /// Tests of capabilities that the driver does not have.
+    /// Tests of what the driver does not have: services, capabilities.
     pub skipped: u32,
 }
 
@@ -53,59 +53,95 @@ impl fmt::Display for Counts {
     }
 }
 
-/// Runs csi-sanity against a driver.
-pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
-    let dir = lab.run().path("sanity");
-    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    match tier {
-        Tier::Mgmt => {
-            let socket = lab.mgmt_socket()?;
-            // mgmt-csi has no node part: its disks go to virtual machines by VolumeAttachments.
-            run(ui, lab, tier, &dir, &[("csi.endpoint", endpoint(&socket)), ("ginkgo.skip", "Node Service".to_owned())])
-                .await
-        }
-        Tier::Guest => {
-            let name = format!("sanity-{}", &Uuid::new_v4().simple().to_string()[..8]);
-            let node = lab.add_loop_node(&name).await?;
-            let plugin = lab.spawn_node_plugin(&node).await?;
-            let parameters = dir.join("parameters.json");
-            fs::write(&parameters, json!({"managementStorageClass": "nestor"}).to_string())?;
-            let flags = [
-                ("csi.endpoint", endpoint(&plugin.socket)),
-                ("csi.controllerendpoint", endpoint(&lab.controller_socket("g1")?)),
-                ("csi.testvolumeparameters", parameters.display().to_string()),
-            ];
-            let counts = run(ui, lab, tier, &dir, &flags).await?;
-            lab.remove_node_plugin(&plugin).await?;
-            lab.remove_loop_node(&name).await?;
-            Ok(counts)
-        }
-    }
+/// One run of csi-sanity.
+struct Session<'a> {
+    /// Name of its log and report.
+    name: &'static str,
+    /// The socket of the node part, or of the whole.
+    endpoint: &'a Path,
+    /// The socket of the controller part, where it is another.
+    controller: Option<&'a Path>,
+    /// Only tests whose names match.
+    focus: Option<&'static str>,
+    /// StorageClass parameters, as csi-provisioner would hand them over.
+    parameters: Value,
 }
 
-async fn run(ui: &Ui, lab: &Lab, tier: Tier, dir: &Path, more: &[(&str, String)]) -> Result<Counts> {
-    let name = format!("csi-sanity-{}", if tier == Tier::Guest { "guest" } else { "mgmt" });
-    let report: PathBuf = dir.join(format!("{name}.xml"));
+/// Runs csi-sanity against a driver, with a node that this host plays.
+pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
+    let name = format!("sanity-{}", &Uuid::new_v4().simple().to_string()[..8]);
+    let node = lab.add_loop_node(&name).await?;
+    let plugin = lab.spawn_node_plugin(&node).await?;
+    let (mgmt, guest) = (lab.mgmt_socket()?, lab.controller_socket("g1")?);
+    let sessions = match tier {
+        Tier::Guest => vec![Session {
+            name: "csi-sanity-guest",
+            endpoint: &plugin.socket,
+            controller: Some(&guest),
+            focus: None,
+            parameters: json!({"managementStorageClass": "nestor"}),
+        }],
+        // mgmt-csi has no node part, and csi-sanity wants one beside every controller: gc-csi's, as in production.
+        Tier::Mgmt => vec![
+            Session {
+                name: "csi-sanity-mgmt-identity",
+                endpoint: &mgmt,
+                controller: None,
+                focus: Some("Identity Service"),
+                parameters: json!({}),
+            },
+            Session {
+                name: "csi-sanity-mgmt",
+                endpoint: &plugin.socket,
+                controller: Some(&mgmt),
+                focus: Some("Controller Service"),
+                parameters: json!({}),
+            },
+        ],
+    };
+    let mut total = Counts { tier, passed: 0, failed: 0, skipped: 0 };
+    let mut all = 0;
+    for session in &sessions {
+        let counts = run(ui, lab, tier, session).await?;
+        total.passed += counts.passed;
+        total.failed += counts.failed;
+        // A test that one session leaves to another is not skipped.
+        all = counts.passed + counts.failed + counts.skipped;
+    }
+    lab.remove_node_plugin(&plugin).await?;
+    lab.remove_loop_node(&name).await?;
+    total.skipped = all.saturating_sub(total.passed + total.failed);
+    Ok(total)
+}
+
+async fn run(ui: &Ui, lab: &Lab, tier: Tier, session: &Session<'_>) -> Result<Counts> {
+    let (name, dir) = (session.name, lab.run().path("sanity").join(session.name));
+    fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    let (report, parameters) = (dir.join("report.xml"), dir.join("parameters.json"));
     let _ = fs::remove_file(&report);
+    fs::write(&parameters, session.parameters.to_string())?;
     let text = |path: PathBuf| path.display().to_string();
     let mut flags = vec![
+        ("csi.endpoint", endpoint(session.endpoint)),
         ("csi.mountdir", text(dir.join("mount"))),
         ("csi.stagingdir", text(dir.join("staging"))),
         ("csi.testvolumesize", (64_u64 << 20).to_string()),
+        ("csi.testvolumeparameters", text(parameters)),
         ("ginkgo.junit-report", text(report.clone())),
         ("ginkgo.no-color", "true".to_owned()),
         ("ginkgo.v", "true".to_owned()),
     ];
-    flags.extend(more.iter().map(|(flag, value)| (*flag, value.clone())));
+    flags.extend(session.controller.map(|socket| ("csi.controllerendpoint", endpoint(socket))));
+    flags.extend(session.focus.map(|focus| ("ginkgo.focus", focus.to_owned())));
     let words = argv(&lab.state().tools, "csi-sanity", &flags);
-    let log = lab.run().log(&name);
+    let log = lab.run().log(name);
     let output = fs::File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
-    let mut step = ui.step(format!("csi-sanity {}", if tier == Tier::Guest { "guest" } else { "mgmt" }));
+    let mut step = ui.step(name);
     step.message(format!("see {}", log.display()));
     let mut command = tokio::process::Command::new(&words[0]);
     command.args(&words[1..]).stdout(output.try_clone()?).stderr(output).kill_on_drop(true);
     command.status().await.context("cannot run csi-sanity")?;
-    let xml = fs::read_to_string(&report).with_context(|| lab.run().explain(&name, "it left no report"))?;
+    let xml = fs::read_to_string(&report).with_context(|| lab.run().explain(name, "it left no report"))?;
     let counts = counts(tier, &xml).with_context(|| format!("{} is no report", report.display()))?;
     step.done();
     if !counts.good() {

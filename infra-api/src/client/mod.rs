@@ -305,7 +305,12 @@ impl Client {
     }
 
     async fn delete(&self, path: &str) -> Result<()> {
-        self.send(self.call(Method::DELETE, path)).await.map(drop)
+        let answer = self.send(self.call(Method::DELETE, path)).await?;
+        // Any other success is somebody else's, such as a proxy's: it says nothing of the object.
+        match answer.status {
+            StatusCode::NO_CONTENT => Ok(()),
+            _ => Err(answer.malformed("end of a DELETE", &"only 204 without a body is one")),
+        }
     }
 
     /// Sends, reads the whole answer, and turns everything but 2xx into an error.

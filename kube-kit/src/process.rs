@@ -40,7 +40,10 @@ where
 }
 
 fn fail(problem: impl Display, code: u8) -> ExitCode {
-    eprintln!("error: {problem}");
+    // Some errors draw what they found over several lines.
+    let problem = problem.to_string();
+    let lines: Vec<&str> = problem.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    eprintln!("error: {}", lines.join(" "));
     ExitCode::from(code)
 }
 

@@ -28,7 +28,7 @@ const GONE: Duration = Duration::from_secs(180);
 const IMAGE: &str = "localhost/busybox:1";
 
 /// The machines are small: so many tests use them at once.
-static SLOTS: Semaphore = Semaphore::const_new(4);
+static SLOTS: Semaphore = Semaphore::const_new(3);
 /// Tests take turns at which machine they begin on.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 

@@ -49,6 +49,7 @@ struct Made {
     management_classes: Vec<String>,
     quotas: BTreeSet<String>,
     pool_labels: Vec<(PoolName, String)>,
+    stopped: BTreeSet<String>,
 }
 
 /// Runs a test, removes what it made, however it ended, and then looks for what is left.
@@ -136,6 +137,18 @@ impl Scenario {
         Ok(())
     }
 
+    /// Stops a part of the lab as its orchestrator would. It runs again when the scenario ends, at the latest.
+    pub async fn stop_part(&self, part: &str) -> Result<()> {
+        self.made().stopped.insert(part.to_owned());
+        self.lab.stop(part).await
+    }
+
+    /// Kills a part of the lab as a crash would. It runs again when the scenario ends, at the latest.
+    pub async fn kill_part(&self, part: &str) -> Result<()> {
+        self.made().stopped.insert(part.to_owned());
+        self.lab.kill(part).await
+    }
+
     pub(crate) fn new_guest_class(&self) -> String {
         let name = unique(&self.name);
         self.made().guest_classes.push(name.clone());
@@ -172,6 +185,10 @@ impl Scenario {
     }
 
     async fn clean_up(&self) -> Result<()> {
+        let stopped = std::mem::take(&mut self.made().stopped);
+        for part in stopped {
+            self.lab.start(&part).await?;
+        }
         self.take_stock().await?;
         self.clean_orders().await?;
         self.clean_nodes().await?;

@@ -65,7 +65,7 @@ async fn work_goes_on_after_each_part_was_killed_in_its_midst() -> Result<()> {
     run(|s| async move {
         for part in ["vm-operator-shim", "mgmt-csi", "storage-infra"] {
             let (node, handle) = (s.node().await?, s.volume().await?);
-            s.lab.kill(part).await?;
+            s.kill_part(part).await?;
             let early =
                 s.driver.publish_within(&handle, &node.name, Duration::from_secs(2)).await.unwrap_err();
             assert!(
@@ -77,7 +77,7 @@ async fn work_goes_on_after_each_part_was_killed_in_its_midst() -> Result<()> {
                 Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
             })
             .await?;
-            s.lab.kill(part).await?;
+            s.kill_part(part).await?;
             s.lab.start(part).await?;
             eventually(&format!("a detach after {part} is back"), PATIENCE, || async {
                 Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
@@ -100,7 +100,7 @@ async fn nonsense_from_the_infra_is_told_and_tried_again_and_nothing_is_lost() -
 
         // Another mgmt-csi in the place of the real one, with the fake as its infra.
         let management = s.lab.state().management.clone().context("the lab has no management cluster")?;
-        s.lab.stop("mgmt-csi").await?;
+        s.stop_part("mgmt-csi").await?;
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("csi.sock");
         let (endpoint, file) =

@@ -134,7 +134,7 @@ async fn two_pods_on_one_machine_share_a_volume() -> Result<()> {
         let script = |mine: &str, other: &str| {
             format!(
                 "echo {mine} > /data/{mine}.new; mv /data/{mine}.new /data/{mine}
-                until [ -e /data/{other} ]; do sleep 0.2; done; cat /data/{other}"
+                until [ -e /data/{other} ]; do sleep 1; done; cat /data/{other}"
             )
         };
         for (mine, other) in [("one", "two"), ("two", "one")] {
@@ -251,20 +251,19 @@ async fn checksum(file: &Path) -> Result<String> {
 async fn beneath_a_mount_the_target_is_shut() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
-        let wait = "until [ -e /data/enough ]; do sleep 0.2; done";
-        let pod = machines.start(Script::new("pod", &machines.here, wait).mount(&volume, "/data")).await?;
+        let pod = Script::new("pod", &machines.here, "exec sleep 1000").mount(&volume, "/data");
+        let pod = machines.start(pod).await?;
         let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
         // Unmounted in a mount namespace of its own: the pod keeps its volume.
         let look = format!(
             "target='/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~csi/{}/mount'
             mountpoint -q \"$target\"
-            unshare --mount sh -euc 'umount \"$0\"; stat -c %a \"$0\"' \"$target\"
-            touch \"$target/enough\"",
+            unshare --mount sh -euc 'umount \"$0\"; stat -c %a \"$0\"' \"$target\"",
             volume.pv
         );
         let mode = machines.run(Script::in_machine("look", &machines.here, &look)).await?;
         ensure!(mode == "0", "the target has mode {mode}");
-        machines.finish(&pod).await.map(drop)
+        Ok(())
     })
     .await
 }

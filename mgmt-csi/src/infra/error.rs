@@ -241,7 +241,12 @@ fn trouble(error: &ClientError) -> Trouble {
 
 /// The problem's text, with the machines it names if the text itself doesn't.
 fn text(problem: &Problem) -> String {
-    let mut text = if problem.detail.is_empty() { problem.title.clone() } else { problem.detail.clone() };
+    let mut text = if problem.detail.is_empty() {
+        // Not our own server's answer: it always says why.
+        format!("the storage infra answered HTTP {} ({}) without saying why", problem.status, problem.code)
+    } else {
+        problem.detail.clone()
+    };
     let unnamed: Vec<String> =
         problem.nodes.iter().filter(|node| !text.contains(&node.name)).map(ToString::to_string).collect();
     if !unnamed.is_empty() {

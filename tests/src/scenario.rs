@@ -149,6 +149,16 @@ impl Scenario {
         self.lab.kill(part).await
     }
 
+    /// Starts a part of the lab again, and the sidecars that end when their driver does, as an orchestrator
+    /// would.
+    pub async fn start_part(&self, part: &str) -> Result<()> {
+        self.lab.start(part).await?;
+        if part == "mgmt-csi" {
+            self.lab.restart("mgmt-provisioner").await?;
+        }
+        Ok(())
+    }
+
     pub(crate) fn new_guest_class(&self) -> String {
         let name = unique(&self.name);
         self.made().guest_classes.push(name.clone());
@@ -187,7 +197,7 @@ impl Scenario {
     async fn clean_up(&self) -> Result<()> {
         let stopped = std::mem::take(&mut self.made().stopped);
         for part in stopped {
-            self.lab.start(&part).await?;
+            self.start_part(&part).await?;
         }
         self.take_stock().await?;
         self.clean_orders().await?;

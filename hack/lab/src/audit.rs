@@ -74,7 +74,8 @@ impl Audit {
             if read == 0 || !line.ends_with('\n') {
                 return Ok(entries);
             }
-            let event: Event = serde_json::from_str(&line).with_context(|| format!("bad line in the audit log: {line}"))?;
+            let event: Event =
+                serde_json::from_str(&line).with_context(|| format!("bad line in the audit log: {line}"))?;
             entries.push(event.into());
         }
     }

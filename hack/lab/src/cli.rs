@@ -92,7 +92,11 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
                 outcome = up(&ui, &run, &options) => outcome.with_context(|| unfinished(&run))?,
                 interrupt = interrupted() => return Err(interrupt?.context(unfinished(&run))),
             }
-            say(format!("lab {} is up: `cargo lab status` shows it; NESTOR_LAB={}", cli.name, run.dir().display()));
+            say(format!(
+                "lab {} is up: `cargo lab status` shows it; NESTOR_LAB={}",
+                cli.name,
+                run.dir().display()
+            ));
         }
         Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await?,
         Verb::Status => return Ok(if status(&run).await? { ExitCode::SUCCESS } else { ExitCode::FAILURE }),

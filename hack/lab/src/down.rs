@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 
 use crate::process::{boot_id, command};
@@ -12,6 +13,9 @@ use crate::run::{Run, lock};
 use crate::state::State;
 use crate::ui::Ui;
 use crate::vm;
+use crate::wait::eventually;
+
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Takes a lab down. Goes on after a failure, and then says what is left. Fine where there is no lab.
 pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
@@ -35,8 +39,11 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         // Once libvirt is gone no further machine can begin.
         note(stop_parts(run, &state).await);
         note(stop_machines(run, &state).await);
-        note(unmount_all(run.dir()));
+        // Volumes lie in the pools: their loop devices go before the pools can.
+        let pools = run.path("pools");
+        note(unmount_all(run.dir(), |point| !point.starts_with(&pools)).await);
         note(detach_loops(run.dir()).await);
+        note(unmount_all(&pools, |_| true).await);
     }
     note(remove(&state.sockets));
     if problems.is_empty() {
@@ -65,27 +72,37 @@ async fn stop_parts(run: &Run, state: &State) -> Result<()> {
     futures::future::join_all(stops).await.into_iter().collect()
 }
 
-/// Unmounts whatever is mounted under a folder, innermost first.
-fn unmount_all(dir: &Path) -> Result<()> {
+/// Unmounts whatever is mounted under a folder and wanted, innermost first.
+async fn unmount_all(dir: &Path, wanted: impl Fn(&Path) -> bool) -> Result<()> {
     let table = fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
     let mut points: Vec<PathBuf> = table
         .lines()
         .filter_map(|line| line.split(' ').nth(4))
         .map(|point| PathBuf::from(point.replace("\\040", " ")))
-        .filter(|point| point.starts_with(dir))
+        .filter(|point| point.starts_with(dir) && wanted(point))
         .collect();
     points.reverse();
     for point in points {
-        unmount(&point, UnmountFlags::empty())
-            .or_else(|_| unmount(&point, UnmountFlags::DETACH))
-            .with_context(|| format!("cannot unmount {}", point.display()))?;
+        // What a killed process held is let go a moment after it is gone.
+        eventually(&format!("{} is unmounted", point.display()), PATIENCE, || async {
+            match unmount(&point, UnmountFlags::empty()) {
+                Ok(()) => Ok(Ok(())),
+                Err(Errno::BUSY) => Ok(Err("it is busy".to_owned())),
+                Err(error) => Err(error).with_context(|| format!("cannot unmount {}", point.display())),
+            }
+        })
+        .await?;
     }
     Ok(())
 }
 
-/// Frees loop devices over files under a folder.
+/// Frees loop devices over files under a folder; one that is mounted goes with its mount.
 async fn detach_loops(dir: &Path) -> Result<()> {
-    let listed = crate::process::run(&mut command("losetup", ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"])).await?;
+    let listed = crate::process::run(&mut command(
+        "losetup",
+        ["--list", "--noheadings", "--raw", "--output", "NAME,BACK-FILE"],
+    ))
+    .await?;
     for line in listed.lines() {
         if let Some((device, file)) = line.split_once(' ')
             && Path::new(file).starts_with(dir)

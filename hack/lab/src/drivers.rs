@@ -1,6 +1,6 @@
 //! The system itself: both drivers with their sidecars, and the VM Operator's stand-in.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use anyhow::{Context, Result};
 
@@ -35,7 +35,8 @@ pub async fn start_guest(run: &Run, state: &State, name: &str) -> Result<()> {
     let provisioner = provisioner(state, &kubeconfig, &guest.controller_socket)?;
     let attacher = attacher(state, &kubeconfig, &guest.controller_socket)?;
     let sidecars = [("provisioner", provisioner), ("attacher", attacher)];
-    let starts = sidecars.map(|(kind, part)| async move { run.launch(&format!("{name}-{kind}"), part).await });
+    let starts =
+        sidecars.map(|(kind, part)| async move { run.launch(&format!("{name}-{kind}"), part).await });
     futures::future::try_join_all(starts).await.map(drop)
 }
 
@@ -63,14 +64,18 @@ fn text(path: &Path) -> String {
 
 fn mgmt_csi(state: &State, cluster: &Cluster, infra: &Infra) -> Result<Part> {
     let file = |name: &str| text(&infra.pki.join(name));
-    let words = argv(&state.binaries, "mgmt-csi", &[
-        ("endpoint", endpoint(&infra.mgmt_socket)),
-        ("kubeconfig", text(&cluster.kubeconfig_of("mgmt-csi"))),
-        ("infra-url", infra.url.clone()),
-        ("infra-ca", file("ca.crt")),
-        ("infra-cert", file("client.crt")),
-        ("infra-key", file("client.key")),
-    ]);
+    let words = argv(
+        &state.binaries,
+        "mgmt-csi",
+        &[
+            ("endpoint", endpoint(&infra.mgmt_socket)),
+            ("kubeconfig", text(&cluster.kubeconfig_of("mgmt-csi"))),
+            ("infra-url", infra.url.clone()),
+            ("infra-ca", file("ca.crt")),
+            ("infra-cert", file("client.crt")),
+            ("infra-key", file("client.key")),
+        ],
+    );
     Ok(part(words, ports::free(1)?[0], Some(&infra.mgmt_socket)))
 }
 
@@ -93,7 +98,13 @@ fn gc_csi(state: &State, management: &Cluster, guest: &Guest) -> Result<Part> {
 }
 
 /// A sidecar counts as ready when it has found its driver: only then it serves metrics.
-fn sidecar(state: &State, program: &str, kubeconfig: &Path, socket: &Path, more: &[(&str, &str)]) -> Result<Part> {
+fn sidecar(
+    state: &State,
+    program: &str,
+    kubeconfig: &Path,
+    socket: &Path,
+    more: &[(&str, &str)],
+) -> Result<Part> {
     let port = ports::free(1)?[0];
     let mut flags = vec![
         ("kubeconfig", text(kubeconfig)),
@@ -118,10 +129,10 @@ fn sidecar(state: &State, program: &str, kubeconfig: &Path, socket: &Path, more:
     })
 }
 
-fn provisioner(state: &State, kubeconfig: &PathBuf, socket: &Path) -> Result<Part> {
+fn provisioner(state: &State, kubeconfig: &Path, socket: &Path) -> Result<Part> {
     sidecar(state, "csi-provisioner", kubeconfig, socket, &[("extra-create-metadata", "true")])
 }
 
-fn attacher(state: &State, kubeconfig: &PathBuf, socket: &Path) -> Result<Part> {
+fn attacher(state: &State, kubeconfig: &Path, socket: &Path) -> Result<Part> {
     sidecar(state, "csi-attacher", kubeconfig, socket, &[])
 }

@@ -59,22 +59,31 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
         mgmt_socket: run.socket_dir().join("mgmt-csi.sock"),
     };
     run.update(|state| state.infra = Some(infra.clone()))?;
-    fs::create_dir_all(&infra.loop_root).with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
+    fs::create_dir_all(&infra.loop_root)
+        .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     let program = binaries.join("storage-infra").display().to_string();
     let mut certificates = command(&program, ["pki", "--host", "127.0.0.1", "--dir"]);
     run_helper(certificates.arg(&infra.pki)).await?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let mut words = vec![program, "serve".to_owned()];
-    words.extend(argv(Path::new(""), "", &[
-        ("data-dir", dir.join("data").display().to_string()),
-        ("listen", format!("127.0.0.1:{}", free[0])),
-        ("tls-cert", file("server.crt")),
-        ("tls-key", file("server.key")),
-        ("client-ca", file("ca.crt")),
-        ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
-        ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
-        ("http-listen", format!("127.0.0.1:{}", free[1])),
-    ]).into_iter().skip(1));
+    words.extend(
+        argv(
+            Path::new(""),
+            "",
+            &[
+                ("data-dir", dir.join("data").display().to_string()),
+                ("listen", format!("127.0.0.1:{}", free[0])),
+                ("tls-cert", file("server.crt")),
+                ("tls-key", file("server.key")),
+                ("client-ca", file("ca.crt")),
+                ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
+                ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
+                ("http-listen", format!("127.0.0.1:{}", free[1])),
+            ],
+        )
+        .into_iter()
+        .skip(1),
+    );
     let part = Part {
         argv: words,
         env: BTreeMap::new(),

@@ -158,7 +158,10 @@ impl Lab {
     fn guest_record(&self, name: &str) -> Result<&Guest> {
         self.state.guests.get(name).with_context(|| {
             let known: Vec<&str> = self.state.guests.keys().map(String::as_str).collect();
-            format!("the lab has no guest {name:?}, only {}; `cargo lab up --guests N` makes more", known.join(", "))
+            format!(
+                "the lab has no guest {name:?}, only {}; `cargo lab up --guests N` makes more",
+                known.join(", ")
+            )
         })
     }
 
@@ -263,7 +266,8 @@ impl Lab {
 
     /// Removes a loop node. Its disks must be detached.
     pub async fn remove_loop_node(&self, name: &str) -> Result<()> {
-        let record = self.run.state()?.loop_nodes.remove(name).with_context(|| format!("no loop node {name:?}"))?;
+        let record =
+            self.run.state()?.loop_nodes.remove(name).with_context(|| format!("no loop node {name:?}"))?;
         vm::leave_guest(&self.guest(&record.guest).await?, name).await?;
         machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name).await?;
         let uuid = record.uuid.parse().context("the recorded UUID is damaged")?;

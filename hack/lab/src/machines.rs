@@ -13,8 +13,9 @@ use crate::infra::ZONE;
 pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
     let group = kube::discovery::group(client, "vmoperator.vmware.com").await?;
     let served: Vec<&str> = group.versions().collect();
-    let version = newest_virtual_machine_version(&served)
-        .with_context(|| format!("no known version of VirtualMachine is served, only {}", served.join(", ")))?;
+    let version = newest_virtual_machine_version(&served).with_context(|| {
+        format!("no known version of VirtualMachine is served, only {}", served.join(", "))
+    })?;
     Ok(Api::namespaced_with(client.clone(), namespace, &virtual_machine_resource(version)))
 }
 

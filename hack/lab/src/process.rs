@@ -85,7 +85,9 @@ impl Process {
         if self.alive() {
             match pidfd_send_signal(handle, signal) {
                 Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                Err(error) => return Err(error).with_context(|| format!("cannot signal process {}", self.pid)),
+                Err(error) => {
+                    return Err(error).with_context(|| format!("cannot signal process {}", self.pid));
+                }
             }
         }
         Ok(())
@@ -164,7 +166,10 @@ pub async fn run(command: &mut tokio::process::Command) -> Result<String> {
 }
 
 /// Shorthand for a command with arguments.
-pub fn command<S: AsRef<std::ffi::OsStr>>(program: &str, args: impl IntoIterator<Item = S>) -> tokio::process::Command {
+pub fn command<S: AsRef<std::ffi::OsStr>>(
+    program: &str,
+    args: impl IntoIterator<Item = S>,
+) -> tokio::process::Command {
     let mut command = tokio::process::Command::new(program);
     command.args(args);
     // An interrupt at the terminal is for the lab, which then winds down; its helpers end with it.

@@ -28,7 +28,9 @@ impl Run {
 
     /// The run of a name, beside the other build results.
     pub fn named(name: &str) -> Result<Self> {
-        let legal = !name.is_empty() && name.len() <= 40 && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
+        let legal = !name.is_empty()
+            && name.len() <= 40
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
         if !legal {
             bail!("lab name {name:?}: 1 to 40 letters, digits and '-' are allowed");
         }
@@ -202,9 +204,9 @@ pub fn lock(path: &Path) -> Result<File> {
 pub fn target_dir() -> Result<PathBuf> {
     let exe = std::env::current_exe().context("cannot tell where this program is")?;
     let folder = exe.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
-    folder.map(Path::to_owned).with_context(|| {
-        format!("{} is not in a cargo target folder: run it by `cargo lab`", exe.display())
-    })
+    folder
+        .map(Path::to_owned)
+        .with_context(|| format!("{} is not in a cargo target folder: run it by `cargo lab`", exe.display()))
 }
 
 /// The root of the repository.

@@ -155,16 +155,23 @@ async fn run(ui: &Ui, lab: &Lab, tier: Tier, session: &Session<'_>) -> Result<Co
 
 fn counts(tier: Tier, xml: &str) -> Option<Counts> {
     let suite = xml.split("<testsuite ").nth(1)?.split('>').next()?;
-    let number = |name: &str| suite.split(&format!(" {name}=\"")).nth(1)?.split('"').next()?.parse::<u32>().ok();
+    let number =
+        |name: &str| suite.split(&format!(" {name}=\"")).nth(1)?.split('"').next()?.parse::<u32>().ok();
     let (all, failed, errors) = (number("tests")?, number("failures")?, number("errors")?);
     let skipped = number("skipped")? + number("disabled").unwrap_or_default();
-    Some(Counts { tier, passed: all.checked_sub(failed + errors + skipped)?, failed: failed + errors, skipped })
+    Some(Counts {
+        tier,
+        passed: all.checked_sub(failed + errors + skipped)?,
+        failed: failed + errors,
+        skipped,
+    })
 }
 
 /// Names of the tests that failed.
 fn failures(xml: &str) -> Vec<&str> {
     let cases = xml.split("<testcase ").skip(1);
-    let failed = cases.filter(|case| case.contains("status=\"failed\"") || case.contains("status=\"panicked\""));
+    let failed =
+        cases.filter(|case| case.contains("status=\"failed\"") || case.contains("status=\"panicked\""));
     failed.filter_map(|case| case.split("name=\"").nth(1)?.split('"').next()).collect()
 }
 

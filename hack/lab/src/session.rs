@@ -19,7 +19,13 @@ pub(crate) enum After {
 }
 
 /// Brings a lab up, works, and takes it down, also after a failure or an interrupt.
-pub(crate) async fn with_lab<T, W>(ui: &Ui, run: &Run, options: &UpOptions, after: After, work: W) -> Result<T>
+pub(crate) async fn with_lab<T, W>(
+    ui: &Ui,
+    run: &Run,
+    options: &UpOptions,
+    after: After,
+    work: W,
+) -> Result<T>
 where
     W: AsyncFnOnce(&Lab) -> Result<T>,
 {
@@ -51,7 +57,13 @@ where
 }
 
 /// Works over the lab of a run where it is up, else over one of its own.
-pub(crate) async fn with_any_lab<T, W>(ui: &Ui, run: &Run, own: &str, options: &UpOptions, work: W) -> Result<T>
+pub(crate) async fn with_any_lab<T, W>(
+    ui: &Ui,
+    run: &Run,
+    own: &str,
+    options: &UpOptions,
+    work: W,
+) -> Result<T>
 where
     W: AsyncFnOnce(&Lab) -> Result<T>,
 {

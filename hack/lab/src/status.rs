@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::Node;
 use kube::Api;
 
 use crate::kubeconfig;
-use crate::process::boot_id;
+use crate::process::{Process, boot_id};
 use crate::run::Run;
 use crate::state::{Part, State, Vm};
 use crate::ui::{say, table};
@@ -23,9 +23,12 @@ pub async fn status(run: &Run) -> Result<bool> {
         say(line);
     }
     say(format!("\nrun folder  {}", run.dir().display()));
-    for (name, cluster) in state.management.iter().map(|cluster| ("mgmt", cluster)).chain(
-        state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster)),
-    ) {
+    for (name, cluster) in state
+        .management
+        .iter()
+        .map(|cluster| ("mgmt", cluster))
+        .chain(state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster)))
+    {
         say(format!("kubeconfig  {name:<5} {}", cluster.kubeconfig.display()));
     }
     let well = state.complete && rows.iter().all(|row| row.state == "ready");
@@ -52,7 +55,7 @@ impl Row {
 }
 
 async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
-    let process = run.process(name).filter(|process| process.alive());
+    let process = run.process(name).filter(Process::alive);
     let state = match process {
         None => "DEAD".to_owned(),
         Some(_) => match part.ready.check().await {
@@ -67,9 +70,14 @@ async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
     let process = vm::process(run, name, machine);
     let health = match process {
         None => "DEAD".to_owned(),
-        Some(_) => node_state(state, name, machine).await.unwrap_or_else(|error| format!("NOT READY: {error:#}")),
+        Some(_) => {
+            node_state(state, name, machine).await.unwrap_or_else(|error| format!("NOT READY: {error:#}"))
+        }
     };
-    let place = format!("{} of {}, {}, kubelet on {}", machine.uuid, machine.guest, machine.accelerator, machine.kubelet_port);
+    let place = format!(
+        "{} of {}, {}, kubelet on {}",
+        machine.uuid, machine.guest, machine.accelerator, machine.kubelet_port
+    );
     Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), place }
 }
 

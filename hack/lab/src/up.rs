@@ -65,7 +65,8 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     }
     let built = prepare(ui, options.release).await?;
     make_folders(run, &built)?;
-    let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
+    let management =
+        ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
     run.update(|state| state.management = Some(management.cluster.clone()))?;
     let guests: Vec<PlannedGuest> =
         (1..=options.guests).map(|number| plan_guest(run, &format!("g{number}"))).collect::<Result<_>>()?;

@@ -18,7 +18,9 @@ pub async fn logs(run: &Run, name: &str, follow: bool) -> Result<ExitCode> {
         let entries = fs::read_dir(run.path("logs"))
             .with_context(|| format!("no logs: there is no lab at {}", run.dir().display()))?;
         let mut known: Vec<String> = entries
-            .filter_map(|entry| Some(entry.ok()?.file_name().into_string().ok()?.strip_suffix(".log")?.to_owned()))
+            .filter_map(|entry| {
+                Some(entry.ok()?.file_name().into_string().ok()?.strip_suffix(".log")?.to_owned())
+            })
             .collect();
         known.sort();
         bail!("no log of {name:?}; there are: {}", known.join(", "));

@@ -43,7 +43,9 @@ impl Stages {
         let rows: Vec<Vec<String>> = self
             .rows
             .iter()
-            .map(|(name, outcome, took)| vec![name.clone(), outcome.clone(), format!("{:.1}s", took.as_secs_f64())])
+            .map(|(name, outcome, took)| {
+                vec![name.clone(), outcome.clone(), format!("{:.1}s", took.as_secs_f64())]
+            })
             .collect();
         for line in table(&["STAGE", "OUTCOME", "TIME"], &rows) {
             say(line);

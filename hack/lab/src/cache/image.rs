@@ -37,6 +37,7 @@ const ROOT_SIZE: &str = "4G";
 
 const INIT: &str = include_str!("../../image/init");
 const BOOT: &str = include_str!("../../image/boot");
+const FSTAB: &str = include_str!("../../image/fstab");
 const CONTAINERD: &str = include_str!("../../image/containerd.toml");
 const CNI: &str = include_str!("../../image/cni.conflist");
 
@@ -64,6 +65,7 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
         .with("modules", EARLY_MODULES.join(" ").as_bytes())
         .with("init", INIT.as_bytes())
         .with("boot", BOOT.as_bytes())
+        .with("fstab", FSTAB.as_bytes())
         .with("containerd", CONTAINERD.as_bytes())
         .with("cni", CNI.as_bytes())
         .with("tools", tools.to_string_lossy().as_bytes())
@@ -86,7 +88,11 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
         Ok(())
     })
     .await?;
-    Ok(BaseImage { kernel: dir.join("vmlinuz"), initramfs: dir.join("initramfs"), root: dir.join("root.raw") })
+    Ok(BaseImage {
+        kernel: dir.join("vmlinuz"),
+        initramfs: dir.join("initramfs"),
+        root: dir.join("root.raw"),
+    })
 }
 
 async fn install_debian(suite: &str, root: &Path) -> Result<()> {
@@ -99,13 +105,16 @@ async fn install_debian(suite: &str, root: &Path) -> Result<()> {
 }
 
 fn add_tools(tools: &Path, root: &Path) -> Result<()> {
-    let copies = NODE_TOOLS.iter().map(|name| (*name, "opt/bin")).chain(CNI_PLUGINS.map(|name| (name, "opt/cni/bin")));
+    let copies =
+        NODE_TOOLS.iter().map(|name| (*name, "opt/bin")).chain(CNI_PLUGINS.map(|name| (name, "opt/cni/bin")));
     for (name, folder) in copies {
         fs::create_dir_all(root.join(folder))?;
-        fs::copy(tools.join(name), root.join(folder).join(name)).with_context(|| format!("cannot copy tool {name}"))?;
+        fs::copy(tools.join(name), root.join(folder).join(name))
+            .with_context(|| format!("cannot copy tool {name}"))?;
     }
     for (path, text, mode) in [
         ("sbin/boot", BOOT, 0o755),
+        ("etc/fstab", FSTAB, 0o644),
         ("etc/containerd/config.toml", CONTAINERD, 0o644),
         ("etc/cni/net.d/10-lab.conflist", CNI, 0o644),
     ] {
@@ -124,7 +133,9 @@ fn write_file(path: &Path, text: &str, mode: u32) -> Result<()> {
 
 async fn copy_tree(from: &Path, name: &str, to: &Path) -> Result<()> {
     fs::create_dir_all(to)?;
-    run(command("cp", ["--archive", "--no-target-directory"]).arg(from.join(name)).arg(to.join(name))).await.map(drop)
+    run(command("cp", ["--archive", "--no-target-directory"]).arg(from.join(name)).arg(to.join(name)))
+        .await
+        .map(drop)
 }
 
 /// An uncompressed cpio archive: busybox, the modules numbered in loading order, and our init.
@@ -135,7 +146,8 @@ async fn initramfs(kernel: &str, busybox: &Path, work: &Path, archive: &Path) ->
     fs::copy(busybox, work.join("bin/busybox"))?;
     symlink("busybox", work.join("bin/sh"))?;
     write_file(&work.join("init"), INIT, 0o755)?;
-    let mut query = command("modprobe", ["--show-depends", "--ignore-install", "--set-version", kernel, "--all"]);
+    let mut query =
+        command("modprobe", ["--show-depends", "--ignore-install", "--set-version", kernel, "--all"]);
     let listed = run(query.args(EARLY_MODULES)).await?;
     let mut loaded: Vec<&str> = Vec::new();
     for path in listed.lines().filter_map(|line| line.strip_prefix("insmod ")).map(str::trim) {
@@ -166,7 +178,9 @@ fn newest_cloud_kernel() -> Result<String> {
     let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
     let versions = names.filter_map(|name| Some(name.strip_prefix("vmlinuz-")?.to_owned()));
     versions
-        .filter(|version| version.ends_with("-cloud-amd64") && Path::new("/lib/modules").join(version).exists())
+        .filter(|version| {
+            version.ends_with("-cloud-amd64") && Path::new("/lib/modules").join(version).exists()
+        })
         .max_by_key(|version| version_key(version))
         .context("no kernel of the cloud flavour in /boot (Debian package linux-image-cloud-amd64)")
 }
@@ -180,7 +194,10 @@ fn version_key(version: &str) -> Vec<u64> {
 fn debian_suite() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
     let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
-    Ok(name.context("/etc/os-release has no VERSION_CODENAME: the lab needs Debian (12 or later)")?.trim_matches('"').to_owned())
+    Ok(name
+        .context("/etc/os-release has no VERSION_CODENAME: the lab needs Debian (12 or later)")?
+        .trim_matches('"')
+        .to_owned())
 }
 
 #[cfg(test)]

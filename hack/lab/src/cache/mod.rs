@@ -27,7 +27,9 @@ pub fn root() -> Result<PathBuf> {
         return Ok(dir);
     }
     let user = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
-    Ok(user.context("none of NESTOR_CACHE, XDG_CACHE_HOME and HOME is set: no place for the cache")?.join("nestor"))
+    Ok(user
+        .context("none of NESTOR_CACHE, XDG_CACHE_HOME and HOME is set: no place for the cache")?
+        .join("nestor"))
 }
 
 /// A hash over named inputs.

@@ -11,10 +11,8 @@ use sha2::{Digest, Sha256};
 use crate::process::{command, run};
 
 /// Image names, and what each runs when nothing is said.
-const IMAGES: [(&str, &[&str]); 2] = [
-    ("localhost/busybox:1", &["/bin/sh"]),
-    ("localhost/pause:1", &["/bin/sleep", "infinity"]),
-];
+const IMAGES: [(&str, &[&str]); 2] =
+    [("localhost/busybox:1", &["/bin/sh"]), ("localhost/pause:1", &["/bin/sleep", "infinity"])];
 
 /// Writes an OCI archive with the images to `archive`. `work` is an empty folder to use.
 pub(super) async fn write_images(busybox: &Path, work: &Path, archive: &Path) -> Result<()> {
@@ -22,12 +20,16 @@ pub(super) async fn write_images(busybox: &Path, work: &Path, archive: &Path) ->
     for folder in ["bin", "etc", "tmp", "proc", "sys", "dev", "root"] {
         fs::create_dir_all(root.join(folder))?;
     }
-    fs::copy(busybox, root.join("bin/busybox")).with_context(|| format!("cannot copy {}", busybox.display()))?;
+    fs::copy(busybox, root.join("bin/busybox"))
+        .with_context(|| format!("cannot copy {}", busybox.display()))?;
     let applets = run(&mut command("busybox", ["--list"])).await?;
     for applet in applets.lines().filter(|name| *name != "busybox") {
         symlink("busybox", root.join("bin").join(applet))?;
     }
-    fs::write(root.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n")?;
+    fs::write(
+        root.join("etc/passwd"),
+        "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
+    )?;
     fs::write(root.join("etc/group"), "root:x:0:\nnobody:x:65534:\n")?;
 
     let layout = work.join("layout");
@@ -56,7 +58,9 @@ pub(super) async fn write_images(busybox: &Path, work: &Path, archive: &Path) ->
 
 async fn tar(folder: &Path, archive: &Path) -> Result<()> {
     let mut tar = command("tar", ["--sort=name", "--mtime=@0", "--owner=0", "--group=0", "--numeric-owner"]);
-    run(tar.arg("--directory").arg(folder).arg("--create").arg("--file").arg(archive).arg(".")).await.map(drop)
+    run(tar.arg("--directory").arg(folder).arg("--create").arg("--file").arg(archive).arg("."))
+        .await
+        .map(drop)
 }
 
 fn json_blob(layout: &Path, value: &Value, kind: &str) -> Result<Value> {

@@ -37,7 +37,9 @@ pub async fn ensure(ui: &Ui) -> Result<()> {
     let names: Vec<&str> = missing.iter().map(|(name, _)| *name).collect();
     let install = format!("apt-get install --yes --no-install-recommends {}", names.join(" "));
     if !rustix::process::geteuid().is_root() {
-        bail!("Debian packages are missing: {words}. Install them with: sudo apt-get update && sudo {install}");
+        bail!(
+            "Debian packages are missing: {words}. Install them with: sudo apt-get update && sudo {install}"
+        );
     }
     ui.line(format!("missing Debian packages: {words}"));
     for line in ["apt-get update", &install] {

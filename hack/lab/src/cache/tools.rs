@@ -17,14 +17,15 @@ const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
 /// The folder that holds every tool.
 pub async fn tools(ui: &Ui) -> Result<PathBuf> {
-    let go = run(&mut command("go", ["version"]))
-        .await
-        .context("the lab builds Kubernetes from source and needs Go (see the go line in hack/tools/*/go.mod)")?;
+    let go = run(&mut command("go", ["version"])).await.context(
+        "the lab builds Kubernetes from source and needs Go (see the go line in hack/tools/*/go.mod)",
+    )?;
     let mut key = Key::new("tools").with("go", go.trim().as_bytes()).with("version", &[1]);
     for module in MODULES {
         let dir = repository().join("hack/tools").join(module);
         for file in ["go.mod", "go.sum"] {
-            let bytes = fs::read(dir.join(file)).with_context(|| format!("cannot read {}", dir.join(file).display()))?;
+            let bytes = fs::read(dir.join(file))
+                .with_context(|| format!("cannot read {}", dir.join(file).display()))?;
             key = key.with(&format!("{module}/{file}"), &bytes);
         }
     }
@@ -41,7 +42,8 @@ async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
     let manifest = fs::read_to_string(module.join("go.mod"))?;
     let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut step = ui.step(format!("building {name} tools with Go (minutes when done for the first time)"));
-    let mut go = command("go", ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &stamps(&manifest), "-o"]);
+    let mut go =
+        command("go", ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &stamps(&manifest), "-o"]);
     go.arg(out).arg("tool").current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
     go.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     let mut child = go.spawn().context("cannot run go build")?;

@@ -85,7 +85,9 @@ impl ControlPlane {
         self.authority.server("kube-apiserver", &api)?.write(&self.dir, "apiserver")?;
         self.authority.server("kube-controller-manager", &local)?.write(&self.dir, "controller-manager")?;
         self.authority.server("kube-scheduler", &local)?.write(&self.dir, "scheduler")?;
-        self.authority.client("kube-apiserver-kubelet-client", Some("system:masters"))?.write(&self.dir, "kubelet-client")?;
+        self.authority
+            .client("kube-apiserver-kubelet-client", Some("system:masters"))?
+            .write(&self.dir, "kubelet-client")?;
         let (private, public) = pki::token_key()?;
         pki::write_private(&self.dir.join("tokens.key"), &private)?;
         pki::write_private(&self.dir.join("tokens.pub"), &public)?;
@@ -123,7 +125,9 @@ impl ControlPlane {
         let controllers = async { run.launch(&format!("{name}-controller-manager"), controllers).await };
         let scheduler = async {
             match self.scheduler {
-                Some(port) => run.launch(&format!("{name}-scheduler"), self.scheduler_part(tools, port)).await,
+                Some(port) => {
+                    run.launch(&format!("{name}-scheduler"), self.scheduler_part(tools, port)).await
+                }
                 None => Ok(()),
             }
         };
@@ -138,18 +142,22 @@ impl ControlPlane {
         let client = format!("http://127.0.0.1:{}", self.etcd);
         let peer = format!("http://127.0.0.1:{}", self.etcd_peer);
         Part {
-            argv: argv(tools, "server", &[
-                ("name", self.cluster.name.clone()),
-                ("data-dir", self.file("etcd")),
-                ("listen-client-urls", client.clone()),
-                ("advertise-client-urls", client),
-                ("listen-peer-urls", peer.clone()),
-                ("initial-advertise-peer-urls", peer.clone()),
-                ("initial-cluster", format!("{}={peer}", self.cluster.name)),
-                // A lab's data need not survive the machine, only the process.
-                ("unsafe-no-fsync", "true".into()),
-                ("log-level", "warn".into()),
-            ]),
+            argv: argv(
+                tools,
+                "server",
+                &[
+                    ("name", self.cluster.name.clone()),
+                    ("data-dir", self.file("etcd")),
+                    ("listen-client-urls", client.clone()),
+                    ("advertise-client-urls", client),
+                    ("listen-peer-urls", peer.clone()),
+                    ("initial-advertise-peer-urls", peer.clone()),
+                    ("initial-cluster", format!("{}={peer}", self.cluster.name)),
+                    // A lab's data need not survive the machine, only the process.
+                    ("unsafe-no-fsync", "true".into()),
+                    ("log-level", "warn".into()),
+                ],
+            ),
             env: Default::default(),
             ready: Ready::http(self.etcd, "/health"),
             http: Some(format!("http://127.0.0.1:{}", self.etcd)),
@@ -206,21 +214,25 @@ impl ControlPlane {
     fn controllers_part(&self, tools: &Path) -> Part {
         let kubeconfig = self.file("kube-controller-manager.kubeconfig");
         Part {
-            argv: argv(tools, "kube-controller-manager", &[
-                ("kubeconfig", kubeconfig.clone()),
-                ("authentication-kubeconfig", kubeconfig.clone()),
-                ("authorization-kubeconfig", kubeconfig),
-                ("bind-address", "127.0.0.1".into()),
-                ("secure-port", self.controllers.to_string()),
-                ("tls-cert-file", self.file("controller-manager.crt")),
-                ("tls-private-key-file", self.file("controller-manager.key")),
-                ("service-account-private-key-file", self.file("tokens.key")),
-                ("root-ca-file", self.file("ca.crt")),
-                ("use-service-account-credentials", "true".into()),
-                ("leader-elect", "false".into()),
-                ("kube-api-qps", "500".into()),
-                ("kube-api-burst", "1000".into()),
-            ]),
+            argv: argv(
+                tools,
+                "kube-controller-manager",
+                &[
+                    ("kubeconfig", kubeconfig.clone()),
+                    ("authentication-kubeconfig", kubeconfig.clone()),
+                    ("authorization-kubeconfig", kubeconfig),
+                    ("bind-address", "127.0.0.1".into()),
+                    ("secure-port", self.controllers.to_string()),
+                    ("tls-cert-file", self.file("controller-manager.crt")),
+                    ("tls-private-key-file", self.file("controller-manager.key")),
+                    ("service-account-private-key-file", self.file("tokens.key")),
+                    ("root-ca-file", self.file("ca.crt")),
+                    ("use-service-account-credentials", "true".into()),
+                    ("leader-elect", "false".into()),
+                    ("kube-api-qps", "500".into()),
+                    ("kube-api-burst", "1000".into()),
+                ],
+            ),
             env: Default::default(),
             ready: Ready::https(self.controllers, "/healthz", &self.cluster.ca),
             http: None,
@@ -231,18 +243,22 @@ impl ControlPlane {
     fn scheduler_part(&self, tools: &Path, port: u16) -> Part {
         let kubeconfig = self.file("kube-scheduler.kubeconfig");
         Part {
-            argv: argv(tools, "kube-scheduler", &[
-                ("kubeconfig", kubeconfig.clone()),
-                ("authentication-kubeconfig", kubeconfig.clone()),
-                ("authorization-kubeconfig", kubeconfig),
-                ("bind-address", "127.0.0.1".into()),
-                ("secure-port", port.to_string()),
-                ("tls-cert-file", self.file("scheduler.crt")),
-                ("tls-private-key-file", self.file("scheduler.key")),
-                ("leader-elect", "false".into()),
-                ("kube-api-qps", "500".into()),
-                ("kube-api-burst", "1000".into()),
-            ]),
+            argv: argv(
+                tools,
+                "kube-scheduler",
+                &[
+                    ("kubeconfig", kubeconfig.clone()),
+                    ("authentication-kubeconfig", kubeconfig.clone()),
+                    ("authorization-kubeconfig", kubeconfig),
+                    ("bind-address", "127.0.0.1".into()),
+                    ("secure-port", port.to_string()),
+                    ("tls-cert-file", self.file("scheduler.crt")),
+                    ("tls-private-key-file", self.file("scheduler.key")),
+                    ("leader-elect", "false".into()),
+                    ("kube-api-qps", "500".into()),
+                    ("kube-api-burst", "1000".into()),
+                ],
+            ),
             env: Default::default(),
             ready: Ready::https(port, "/healthz", &self.cluster.ca),
             http: None,

@@ -56,7 +56,8 @@ pub async fn apply_definitions(client: &Client, definitions: &[(String, String)]
             .iter()
             .filter(|crd| {
                 let conditions = crd.status.as_ref().and_then(|status| status.conditions.as_ref());
-                !conditions.is_some_and(|all| all.iter().any(|c| c.type_ == "Established" && c.status == "True"))
+                !conditions
+                    .is_some_and(|all| all.iter().any(|c| c.type_ == "Established" && c.status == "True"))
             })
             .map(ResourceExt::name_any)
             .collect();

@@ -48,7 +48,9 @@ pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     let mut demo = Demo { ui, tracer: Tracer::new(lab, &guest).await?, guest, steps: 0 };
     demo.tell(&[&first, &second], lab).await?;
 
-    demo.step("a person applies a StorageClass and a StatefulSet with a claim; the second machine is cordoned");
+    demo.step(
+        "a person applies a StorageClass and a StatefulSet with a claim; the second machine is cordoned",
+    );
     demo.cordon(&second, true).await?;
     apply(&demo.guest, "manifests/demo.yaml", MANIFEST).await?;
     let chain = demo.tracer.chain(NAMESPACE, CLAIM).await?;
@@ -108,7 +110,8 @@ impl Demo<'_> {
         let nodes: Api<Node> = Api::all(self.guest.clone());
         for name in machines {
             let node = nodes.get(name).await.with_context(|| format!("guest Node {name}"))?;
-            let info = node.status.and_then(|status| status.node_info).context("the node says nothing of itself")?;
+            let info =
+                node.status.and_then(|status| status.node_info).context("the node says nothing of itself")?;
             let uuid = lab.vm(name)?.uuid;
             ensure!(
                 info.system_uuid.eq_ignore_ascii_case(&uuid.to_string()),
@@ -163,7 +166,11 @@ impl Demo<'_> {
                 return Ok(Err(format!("it is {}", status.phase.unwrap_or_default())));
             };
             if ended.exit_code != 0 {
-                bail!("its first container failed with code {} ({})", ended.exit_code, ended.reason.unwrap_or_default());
+                bail!(
+                    "its first container failed with code {} ({})",
+                    ended.exit_code,
+                    ended.reason.unwrap_or_default()
+                );
             }
             if status.phase.as_deref() != Some("Running") {
                 return Ok(Err("its first container ended, its second has not begun".to_owned()));

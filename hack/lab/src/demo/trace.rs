@@ -108,10 +108,12 @@ impl Tracer {
         let entry = object.spec.volumes.iter().find(|entry| {
             entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name == claim)
         });
-        let entry = entry.with_context(|| format!("VirtualMachine {machine} has no entry in spec.volumes for {claim}"))?;
+        let entry = entry
+            .with_context(|| format!("VirtualMachine {machine} has no entry in spec.volumes for {claim}"))?;
         let status = object.status.unwrap_or_default();
         let seen = status.volumes.iter().find(|volume| volume.name == entry.name);
-        let seen = seen.with_context(|| format!("VirtualMachine {machine} has no status of volume {}", entry.name))?;
+        let seen =
+            seen.with_context(|| format!("VirtualMachine {machine} has no status of volume {}", entry.name))?;
         anyhow::ensure!(seen.attached, "VirtualMachine {machine} says that {claim} is not attached");
         anyhow::ensure!(
             seen.disk_uuid.as_deref() == Some(&disk),
@@ -124,7 +126,11 @@ impl Tracer {
         };
         for vm in self.lab.vms() {
             let plugged = self.lab.libvirt_disks(&vm).await?.contains(&disk);
-            anyhow::ensure!(plugged == (vm == machine), "disk {disk} is {} {vm}", if plugged { "in" } else { "not in" });
+            anyhow::ensure!(
+                plugged == (vm == machine),
+                "disk {disk} is {} {vm}",
+                if plugged { "in" } else { "not in" }
+            );
         }
         Ok(vec![
             format!("management  VirtualMachine {machine}, spec.volumes entry {}", entry.name),
@@ -165,8 +171,14 @@ impl Tracer {
             Place { name: "management  VolumeAttachments", found: names(&orders).await? },
             Place { name: "management  VirtualMachine volumes", found: entries },
             Place { name: "hypervisor  hot-plugged disks", found: disks },
-            Place { name: "infra       volumes", found: infra_volumes.iter().map(|one| one.id.to_string()).collect() },
-            Place { name: "infra       attachments", found: infra_attachments.iter().map(|one| one.id.to_string()).collect() },
+            Place {
+                name: "infra       volumes",
+                found: infra_volumes.iter().map(|one| one.id.to_string()).collect(),
+            },
+            Place {
+                name: "infra       attachments",
+                found: infra_attachments.iter().map(|one| one.id.to_string()).collect(),
+            },
             Place { name: "infra       files in pools", found: self.files(chain)? },
         ])
     }

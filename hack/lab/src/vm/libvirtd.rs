@@ -71,7 +71,8 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
     );
     fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;
     fs::write(own.join("etc/qemu.conf"), QEMU_CONF)?;
-    script.push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
+    script
+        .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
     // Pools that are mounted later must show up inside, mounts from inside never outside.
     let argv = ["unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
     let part = Part {
@@ -90,14 +91,24 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
 }
 
 async fn ensure_account(ui: &Ui) -> Result<()> {
-    let missing = async |database: &str| run_helper(&mut command("getent", [database, ACCOUNT])).await.is_err();
+    let missing =
+        async |database: &str| run_helper(&mut command("getent", [database, ACCOUNT])).await.is_err();
     let mut commands: Vec<Vec<&str>> = Vec::new();
     if missing("group").await {
         commands.push(vec!["groupadd", "--system", ACCOUNT]);
     }
     if missing("passwd").await {
         let shell = "/usr/sbin/nologin";
-        commands.push(vec!["useradd", "--system", "--no-create-home", "--gid", ACCOUNT, "--shell", shell, ACCOUNT]);
+        commands.push(vec![
+            "useradd",
+            "--system",
+            "--no-create-home",
+            "--gid",
+            ACCOUNT,
+            "--shell",
+            shell,
+            ACCOUNT,
+        ]);
     }
     for words in commands {
         ui.line(format!("libvirt needs the account {ACCOUNT}; running: {}", words.join(" ")));

@@ -16,10 +16,10 @@ use crate::cache::BaseImage;
 use crate::cluster::KubeletFiles;
 use crate::kubeconfig::{self, User};
 use crate::pki::write_private;
+use crate::ports;
 use crate::process::{Process, command, run as run_helper};
 use crate::run::Run;
 use crate::state::Vm;
-use crate::ports;
 
 const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
@@ -33,6 +33,22 @@ const PLUGIN_ARGS: &str = "node
 --registration-socket=/var/lib/kubelet/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock
 --node-name=${NAME}
 ";
+
+/// What a domain says about how it is run.
+struct Hardware {
+    domain_type: &'static str,
+    cpu: &'static str,
+    cmdline: &'static str,
+}
+
+const KVM: Hardware = Hardware { domain_type: "kvm", cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
+/// Emulated: the simplest CPU is the fastest. The kernel distrusts its time stamp counter and would take the HPET, each
+/// reading of which leaves the emulated code.
+const TCG: Hardware = Hardware {
+    domain_type: "qemu",
+    cpu: "<cpu mode='custom' match='exact'><model>qemu64</model></cpu>",
+    cmdline: "tsc=reliable no_timer_check",
+};
 
 /// `kvm` or `tcg`: how this machine runs others.
 pub async fn accelerator(image: &BaseImage) -> &'static str {
@@ -67,12 +83,17 @@ pub async fn boot(
     run_helper(overlay.arg(&image.root).arg(&root)).await?;
     let config = config_disk(&dir, name, vm, kubelet, plugin).await?;
     let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
-    kubeconfig::write(&kubelet_kubeconfig(run, name), &server, &kubelet.ca, &User::Certificate(&kubelet.client))?;
-    let kvm = vm.accelerator == "kvm";
+    kubeconfig::write(
+        &kubelet_kubeconfig(run, name),
+        &server,
+        &kubelet.ca,
+        &User::Certificate(&kubelet.client),
+    )?;
+    let hardware = if vm.accelerator == "kvm" { &KVM } else { &TCG };
     let mut xml = DOMAIN.to_owned();
     for (key, value) in [
-        ("TYPE", if kvm { "kvm" } else { "qemu" }.to_owned()),
-        ("CPU", if kvm { "host-passthrough" } else { "maximum" }.to_owned()),
+        ("TYPE", hardware.domain_type.to_owned()),
+        ("CMDLINE", hardware.cmdline.to_owned()),
         ("NAME", name.to_owned()),
         ("UUID", vm.uuid.clone()),
         ("KERNEL", image.kernel.display().to_string()),
@@ -84,6 +105,7 @@ pub async fn boot(
     ] {
         xml = xml.replace(&format!("${{{key}}}"), &escape(&value));
     }
+    let xml = xml.replace("${CPU}", hardware.cpu);
     let file = dir.join("domain.xml");
     fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
     virsh(run, ["define", &file.display().to_string()]).await?;
@@ -92,7 +114,10 @@ pub async fn boot(
 
 /// Starts a defined machine.
 pub async fn start(run: &Run, name: &str) -> Result<()> {
-    virsh(run, ["start", name]).await.map(drop).with_context(|| format!("virtual machine {name} does not start"))
+    virsh(run, ["start", name])
+        .await
+        .map(drop)
+        .with_context(|| format!("virtual machine {name} does not start"))
 }
 
 /// Runs virsh on the run's own libvirt.
@@ -111,7 +136,13 @@ pub(crate) fn process(run: &Run, name: &str, vm: &Vm) -> Option<Process> {
 }
 
 /// The second disk: who the machine is, its credentials, and the driver as it was built last.
-async fn config_disk(dir: &Path, name: &str, vm: &Vm, kubelet: &KubeletFiles, plugin: &Path) -> Result<PathBuf> {
+async fn config_disk(
+    dir: &Path,
+    name: &str,
+    vm: &Vm,
+    kubelet: &KubeletFiles,
+    plugin: &Path,
+) -> Result<PathBuf> {
     let files = dir.join("config");
     fs::create_dir_all(&files)?;
     write_private(&files.join("env"), &format!("NODE_NAME={name}\n"))?;
@@ -152,7 +183,8 @@ pub(crate) fn serials(xml: &str) -> Vec<String> {
 mod tests {
     #[test]
     fn serials_are_those_of_disks() {
-        let xml = "<serial type='file'><target/></serial><disk><serial>a-1</serial></disk><disk><serial>b</serial>";
+        let xml =
+            "<serial type='file'><target/></serial><disk><serial>a-1</serial></disk><disk><serial>b</serial>";
         assert_eq!(super::serials(xml), ["a-1", "b"]);
     }
 }

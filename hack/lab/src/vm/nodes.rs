@@ -60,15 +60,20 @@ async fn initialize(nodes: &Api<Node>, node: &Node) -> Result<()> {
     ]}});
     nodes.patch_status(&name, &PatchParams::default(), &Patch::Merge(&status)).await?;
     let taints = node.spec.as_ref().and_then(|spec| spec.taints.clone()).unwrap_or_default();
-    let kept: Vec<_> =
-        taints.into_iter().filter(|taint| taint.key != "node.cloudprovider.kubernetes.io/uninitialized").collect();
+    let kept: Vec<_> = taints
+        .into_iter()
+        .filter(|taint| taint.key != "node.cloudprovider.kubernetes.io/uninitialized")
+        .collect();
     nodes.patch(&name, &PatchParams::default(), &Patch::Merge(&json!({"spec": {"taints": kept}}))).await?;
     Ok(())
 }
 
 fn explain(run: &Run, name: &str) -> String {
     let console = run.explain(&format!("{name}-console"), "the virtual machine's console");
-    format!("{}\n{console}", run.explain(&format!("{name}-kubelet"), "the virtual machine did not become a node"))
+    format!(
+        "{}\n{console}",
+        run.explain(&format!("{name}-kubelet"), "the virtual machine did not become a node")
+    )
 }
 
 /// Node and CSINode objects for a machine that has no kubelet.

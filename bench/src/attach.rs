@@ -102,20 +102,19 @@ async fn nestor(direction: Direction, disks: &[Disk]) -> Result<(Vec<Duration>, 
     let unpublish = |disk: Disk| -> BoxFuture<'static, Result<()>> {
         Box::pin(async move { Ok(disk.s.driver.unpublish(&disk.handle, &disk.node.name).await?) })
     };
-    let mark = || lab.audit()?.mark();
     match direction {
         Direction::Attach => {
-            let start = mark()?;
+            let start = requests::mark(lab).await?;
             let times = timed(disks, publish).await?;
-            let tally = requests::since(lab, start)?;
+            let tally = requests::since(lab, start).await?;
             timed(disks, unpublish).await?;
             Ok((times, tally))
         }
         Direction::Detach => {
             timed(disks, publish).await?;
-            let start = mark()?;
+            let start = requests::mark(lab).await?;
             let times = timed(disks, unpublish).await?;
-            Ok((times, requests::since(lab, start)?))
+            Ok((times, requests::since(lab, start).await?))
         }
     }
 }

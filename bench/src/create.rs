@@ -46,9 +46,9 @@ async fn measure(s: &Arc<Scenario>, report: &mut Report, count: usize, burst: us
     let mut tally = requests::Tally::new();
     for _ in 0..count {
         floor.extend(below.batch(1).await?);
-        let mark = s.lab.audit()?.mark()?;
+        let mark = requests::mark(&s.lab).await?;
         times.extend(above.batch(1).await?);
-        for (key, number) in requests::since(&s.lab, mark)? {
+        for (key, number) in requests::since(&s.lab, mark).await? {
             *tally.entry(key).or_default() += number;
         }
     }
@@ -60,9 +60,9 @@ async fn measure(s: &Arc<Scenario>, report: &mut Report, count: usize, burst: us
     let case = format!("burst{burst}");
     let floor = below.batch(burst).await?;
     below.clear().await?;
-    let mark = s.lab.audit()?.mark()?;
+    let mark = requests::mark(&s.lab).await?;
     let times = above.batch(burst).await?;
-    report.requests(&case, requests::since(&s.lab, mark)?, burst);
+    report.requests(&case, requests::since(&s.lab, mark).await?, burst);
     report.times(&case, &times, &floor);
     above.clear().await?;
     Ok(())

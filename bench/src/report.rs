@@ -107,14 +107,14 @@ impl Report {
         let mut out = std::io::stdout().lock();
         writeln!(
             out,
-            "{:<24} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
+            "{:<28} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
             "case", "metric", "n", "p50", "p90", "p99", "max", "floor p50", "ratio"
         )?;
         for row in &self.rows {
             let number = |value: f64| format!("{value:.1}");
             writeln!(
                 out,
-                "{:<24} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
+                "{:<28} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
                 format!("{} ({})", row.case, row.unit),
                 row.metric,
                 row.n,

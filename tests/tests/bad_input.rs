@@ -287,7 +287,8 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
             })
             .await?;
         }
-        let refused = s.driver.publish(&handle, &format!("{odd}-bare")).await;
+        let short = Duration::from_secs(3);
+        let refused = s.driver.publish_within(&handle, &format!("{odd}-bare"), short).await;
         assert!(refused.is_err(), "a machine without a UUID has no disks");
         s.remove_entries(&format!("{odd}-bare"), |_| true).await?;
 

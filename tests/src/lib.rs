@@ -18,7 +18,7 @@ pub use lab::wait::eventually;
 pub use scenario::{Scenario, alone, run};
 
 /// How long anything that should happen may take: generous, since a test machine may be building too.
-pub const PATIENCE: Duration = Duration::from_secs(90);
+pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// One mebibyte, in bytes.
 pub const MIB: i64 = 1 << 20;

@@ -23,7 +23,7 @@ const NAMESPACE: &str = "demo";
 const POD: &str = "writer-0";
 const CLAIM: &str = "data-writer-0";
 /// Emulated machines take their time beside other work.
-const PATIENCE: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 struct Demo<'a> {
     ui: &'a Ui,

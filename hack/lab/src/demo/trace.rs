@@ -15,7 +15,7 @@ use crate::lab::Lab;
 use crate::machines;
 use crate::wait::eventually;
 
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Reads both clusters, the hypervisor and the infra.
 pub(super) struct Tracer {

@@ -14,7 +14,7 @@ use crate::run::Run;
 use crate::wait::eventually;
 
 /// Emulated machines boot in a quarter of a minute when alone, and in minutes beside a build.
-const PATIENCE: Duration = Duration::from_secs(420);
+const PATIENCE: Duration = Duration::from_secs(900);
 
 /// Waits until kubelet has registered the node, plays the cloud provider for it, and waits until it is ready.
 pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()> {

@@ -54,13 +54,19 @@ impl Row {
     }
 }
 
+/// As much of a reason as a table can hold.
+fn not_ready(reason: &str) -> String {
+    let line: String = reason.lines().next().unwrap_or_default().chars().take(90).collect();
+    format!("NOT READY: {line}")
+}
+
 async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
     let process = run.process(name).filter(Process::alive);
     let state = match process {
         None => "DEAD".to_owned(),
         Some(_) => match part.ready.check().await {
             Ok(()) => "ready".to_owned(),
-            Err(reason) => format!("NOT READY: {}", reason.lines().next().unwrap_or_default()),
+            Err(reason) => not_ready(&reason),
         },
     };
     Row { name: name.to_owned(), state, pid: process.map(|process| process.pid), place: part.ready.place() }
@@ -71,7 +77,7 @@ async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
     let health = match process {
         None => "DEAD".to_owned(),
         Some(_) => {
-            node_state(state, name, machine).await.unwrap_or_else(|error| format!("NOT READY: {error:#}"))
+            node_state(state, name, machine).await.unwrap_or_else(|error| not_ready(&format!("{error:#}")))
         }
     };
     let place = format!(

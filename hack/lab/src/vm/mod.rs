@@ -42,12 +42,12 @@ struct Hardware {
 }
 
 const KVM: Hardware = Hardware { domain_type: "kvm", cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
-/// Emulated: the simplest CPU is the fastest. The kernel distrusts its time stamp counter and would take the HPET, each
-/// reading of which leaves the emulated code.
+/// Emulated: the simplest CPU is the fastest. Its time stamp counter is measured wrong while the host is busy, and then
+/// the machine's clock runs many times too fast: it must not be used at all.
 const TCG: Hardware = Hardware {
     domain_type: "qemu",
     cpu: "<cpu mode='custom' match='exact'><model>qemu64</model></cpu>",
-    cmdline: "tsc=reliable no_timer_check",
+    cmdline: "tsc=unstable no_timer_check",
 };
 
 /// `kvm` or `tcg`: how this machine runs others.

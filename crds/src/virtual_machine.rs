@@ -9,6 +9,9 @@ use kube::core::{ApiResource, GroupVersionKind, Object};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+/// The API group of virtual machines.
+pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
+
 /// The versions that carry the subset, newest first.
 pub const VIRTUAL_MACHINE_VERSIONS: [&str; 4] = ["v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
 
@@ -99,14 +102,14 @@ pub struct VirtualMachineVolumeStatus {
 /// The resource of a `VirtualMachine` in `version`.
 pub fn virtual_machine_resource(version: &str) -> ApiResource {
     ApiResource::from_gvk_with_plural(
-        &GroupVersionKind::gvk("vmoperator.vmware.com", version, "VirtualMachine"),
+        &GroupVersionKind::gvk(VIRTUAL_MACHINE_GROUP, version, "VirtualMachine"),
         "virtualmachines",
     )
 }
 
 /// The newest version of `VirtualMachine` that carries the subset, out of those that a cluster serves.
-pub fn newest_virtual_machine_version<S: AsRef<str>>(served: &[S]) -> Option<&'static str> {
-    VIRTUAL_MACHINE_VERSIONS.into_iter().find(|known| served.iter().any(|s| s.as_ref() == *known))
+pub fn newest_virtual_machine_version(served: &[String]) -> Option<&'static str> {
+    VIRTUAL_MACHINE_VERSIONS.into_iter().find(|known| served.iter().any(|version| version == known))
 }
 
 /// The UUID by which the infra knows a machine: the firmware's, or else the instance's; lower case.
@@ -132,8 +135,11 @@ mod tests {
 
     #[test]
     fn the_newest_version_that_is_served_and_known_is_chosen() {
-        assert_eq!(newest_virtual_machine_version(&["v1alpha1", "v1alpha3", "v1alpha2"]), Some("v1alpha3"));
-        assert_eq!(newest_virtual_machine_version(&["v1alpha1", "v1beta9"]), None);
+        let newest = |served: &[&str]| {
+            newest_virtual_machine_version(&served.iter().map(|v| (*v).to_owned()).collect::<Vec<_>>())
+        };
+        assert_eq!(newest(&["v1alpha1", "v1alpha3", "v1alpha2"]), Some("v1alpha3"));
+        assert_eq!(newest(&["v1alpha1", "v1beta9"]), None);
     }
 
     #[test]

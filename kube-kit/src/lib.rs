@@ -11,3 +11,4 @@ pub mod latest;
 pub mod process;
 pub mod queue;
 pub mod telemetry;
+pub mod versions;

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
-use crds::{VolumeAttachment, virtual_machine_resource};
+use crds::{
+    VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version, virtual_machine_resource,
+};
 use kube::{Api, Client};
 use kube_kit::client::connect;
 use kube_kit::health::{Check, Health};
@@ -13,13 +15,13 @@ use kube_kit::http;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
 use kube_kit::queue::{Retry, queue};
+use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use crate::attachments::Attachments;
 use crate::machine::{self, Machine};
 use crate::reconcile::{Metrics, Reconciler};
-use crate::version;
 
 /// How many machines are worked on at once.
 const PARALLEL: usize = 32;
@@ -65,7 +67,14 @@ struct Checks {
 }
 
 async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: CancellationToken) {
-    let Some(version) = version::newest_served(&client, &checks.version, &stop).await else { return };
+    let version = versions::served(
+        &client,
+        VIRTUAL_MACHINE_GROUP,
+        newest_virtual_machine_version,
+        &checks.version,
+        &stop,
+    );
+    let Some(version) = version.await else { return };
     let resource = virtual_machine_resource(version);
     let (queue, worker) = queue::<Key>();
 

@@ -6,4 +6,3 @@ mod attachments;
 pub mod machine;
 pub mod plan;
 mod reconcile;
-mod version;

@@ -17,12 +17,12 @@ use csi::proto::plugin_capability::service::Type as Service;
 use csi::server::Endpoint;
 use kube_kit::health::Health;
 use kube_kit::queue::{self, Retry};
-use kube_kit::{client, http};
+use kube_kit::{client, http, versions};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::Guest;
-use crate::management::{Home, Management, find_virtual_machine_version};
+use crate::management::{Home, Management};
 use crate::reconcile::attach_state;
 
 /// How many guest claims are brought up to date at once.
@@ -119,9 +119,15 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    let Some(version) = find_virtual_machine_version(&management_client, &stop).await else {
-        return Ok(());
-    };
+    let asked = ready.check("virtual-machine-version", "not asked yet");
+    let version = versions::served(
+        &management_client,
+        crds::VIRTUAL_MACHINE_GROUP,
+        crds::newest_virtual_machine_version,
+        &asked,
+        &stop,
+    );
+    let Some(version) = version.await else { return Ok(()) };
     tracing::info!(version, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
 
     let (changed, worker) = queue::queue::<String>();

@@ -7,8 +7,6 @@ pub mod commit;
 pub mod disks;
 mod warnings;
 
-use std::time::Duration;
-
 use crds::VirtualMachine;
 use crds::names::ClusterId;
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
@@ -155,33 +153,6 @@ impl Management {
 
     fn key(&self, name: &str) -> Key {
         Key::new(self.home.namespace.clone(), name)
-    }
-}
-
-/// The newest version of `VirtualMachine` that the management cluster serves and Nestor knows; None while
-/// the cluster serves none. Asks until it can be told or `stop` comes.
-pub async fn find_virtual_machine_version(client: &Client, stop: &CancellationToken) -> Option<&'static str> {
-    let mut delay = Duration::from_millis(500);
-    loop {
-        let problem = match kube::discovery::group(client, "vmoperator.vmware.com").await {
-            Ok(group) => {
-                let served: Vec<&str> = group.versions().collect();
-                if let Some(version) = crds::newest_virtual_machine_version(&served) {
-                    return Some(version);
-                }
-                format!(
-                    "the management cluster serves VirtualMachine only as {served:?}; one of {:?} is needed",
-                    crds::VIRTUAL_MACHINE_VERSIONS
-                )
-            }
-            Err(error) => format!("cannot ask the management cluster for VirtualMachine: {}", chain(&error)),
-        };
-        tracing::warn!("{problem}; trying again in {delay:?}");
-        tokio::select! {
-            () = stop.cancelled() => return None,
-            () = tokio::time::sleep(delay) => {}
-        }
-        delay = (delay * 2).min(Duration::from_secs(15));
     }
 }
 

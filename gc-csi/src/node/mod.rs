@@ -9,7 +9,6 @@ mod bind;
 mod blocking;
 mod command;
 mod content;
-mod deadline;
 mod disk;
 mod filesystem;
 mod health;

@@ -2,17 +2,20 @@
 
 use std::future::Future;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use csi::proto::node_service_capability::rpc::Type as Can;
 use csi::proto::{self, volume_usage::Unit};
 use csi::{Status, locks::VolumeLocks};
-use tokio::time::Instant;
 use tonic::{Request, Response};
 
 use super::blocking::blocking;
 use super::disk::DiskNames;
 use super::stats::{Amount, Stats, Usage};
-use super::{deadline, publish, request, stage, stats, status};
+use super::{publish, request, stage, stats, status};
+
+/// How long a disk is waited for when the caller sets no deadline.
+const DEFAULT_WAIT: Duration = Duration::from_secs(20);
 
 /// What the service announces. `SINGLE_NODE_MULTI_WRITER` means that it tells ReadWriteOncePod from
 /// ReadWriteOnce, and holds the former to one target.
@@ -66,8 +69,7 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodeStageVolumeRequest>,
     ) -> Result<Response<proto::NodeStageVolumeResponse>, Status> {
-        let header = call.metadata().get("grpc-timeout").and_then(|value| value.to_str().ok());
-        let until = Instant::now() + deadline::time_to_wait(header);
+        let until = csi::deadline::of(&call, DEFAULT_WAIT);
         let wanted = call.into_inner();
         let volume = request::volume_id(&wanted.volume_id)?;
         let wanted = request::stage(&wanted, until)?;

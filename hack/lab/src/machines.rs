@@ -11,8 +11,8 @@ use crate::infra::ZONE;
 
 /// The API of `VirtualMachine`s in a namespace, in the newest version that the cluster serves and we know.
 pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
-    let group = kube::discovery::group(client, "vmoperator.vmware.com").await?;
-    let served: Vec<&str> = group.versions().collect();
+    let group = kube::discovery::group(client, crds::VIRTUAL_MACHINE_GROUP).await?;
+    let served: Vec<String> = group.versions().map(str::to_owned).collect();
     let version = newest_virtual_machine_version(&served).with_context(|| {
         format!("no known version of VirtualMachine is served, only {}", served.join(", "))
     })?;

@@ -1,22 +1,22 @@
-//! Finds out in which version the cluster serves `VirtualMachine`.
+//! Finds out in which version a cluster serves an API that others install.
 
 use std::time::Duration;
 
-use crds::newest_virtual_machine_version;
 use kube::Client;
-use kube_kit::client::chain;
-use kube_kit::health::Check;
 use tokio_util::sync::CancellationToken;
 
-const GROUP: &str = "vmoperator.vmware.com";
+use crate::client::chain;
+use crate::health::Check;
 
-/// The newest version that is served and known, as soon as there is one: the definitions may be installed
-/// after the shim. None when `stop` came first.
-pub(crate) async fn newest_served(
+/// The version that `choose` picks among those that the cluster serves of `group`, as soon as there is one:
+/// the definitions may be installed later. None when `stop` came first.
+pub async fn served<V>(
     client: &Client,
+    group: &str,
+    choose: impl Fn(&[String]) -> Option<V>,
     check: &Check,
     stop: &CancellationToken,
-) -> Option<&'static str> {
+) -> Option<V> {
     let mut delay = Duration::from_millis(200);
     let mut last_reason = String::new();
     loop {
@@ -29,20 +29,20 @@ pub(crate) async fn newest_served(
                 let served: Vec<String> = groups
                     .groups
                     .into_iter()
-                    .filter(|group| group.name == GROUP)
-                    .flat_map(|group| group.versions)
+                    .filter(|found| found.name == group)
+                    .flat_map(|found| found.versions)
                     .map(|version| version.version)
                     .collect();
-                if let Some(version) = newest_virtual_machine_version(&served) {
+                if let Some(version) = choose(&served) {
                     check.pass();
                     return Some(version);
                 }
                 format!(
-                    "the management cluster serves no known version of VirtualMachine ({GROUP}), but {served:?}: install \
-                     the CustomResourceDefinition"
+                    "the cluster serves no version of {group} that is known here, but {served:?}: install its \
+                     CustomResourceDefinitions"
                 )
             }
-            Err(error) => format!("cannot ask the management cluster for its API groups: {}", chain(&error)),
+            Err(error) => format!("cannot ask the cluster for its API groups: {}", chain(&error)),
         };
         if reason != last_reason {
             tracing::warn!("{reason}");

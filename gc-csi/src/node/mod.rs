@@ -30,6 +30,7 @@ use csi::identity::Identity;
 use csi::metrics::CallMetrics;
 use csi::proto::identity_server::IdentityServer;
 use csi::proto::node_server::NodeServer;
+use csi::proto::plugin_capability::service::Type as PluginService;
 use csi::registration::{Registration, RegistrationServer};
 use csi::server::{self, Endpoint};
 use kube_kit::health::Health;
@@ -57,7 +58,7 @@ pub struct Args {
     #[arg(long, default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
     /// Socket by which kubelet learns of the driver, or `none` when node-driver-registrar tells it.
-    /// [default: KUBELET_DIR/plugins_registry/guest.csi.nestor.dev-reg.sock]
+    /// [default: KUBELET_DIR/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock]
     #[arg(long)]
     registration_socket: Option<String>,
     /// Path of the CSI socket as kubelet sees it. [default: the path of --endpoint]
@@ -82,7 +83,9 @@ impl Args {
             Some("none") => return Ok(None),
             Some(path) => path.to_owned(),
             None => {
-                let file = format!("plugins_registry/{GUEST_DRIVER}-reg.sock");
+                // kubelet's gRPC makes an HTTP authority of this path, with `/` as `%2F`; Rust's `http` takes
+                // `%` only before an `@`.
+                let file = format!("plugins_registry/nestor@{GUEST_DRIVER}-reg.sock");
                 self.kubelet_dir.join(file).display().to_string()
             }
         };
@@ -111,7 +114,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         locks: csi::locks::VolumeLocks::default(),
     };
     let (reporter, grpc_health) = tonic_health::server::health_reporter();
-    let routes = Routes::new(IdentityServer::new(Identity::new(GUEST_DRIVER, alive.clone())))
+    // The driver as a whole has a Controller service, served elsewhere (CSI specification, GetPluginCapabilities).
+    let identity = Identity::new(GUEST_DRIVER, alive.clone()).with_service(PluginService::ControllerService);
+    let routes = Routes::new(IdentityServer::new(identity))
         .add_service(NodeServer::new(node))
         .add_service(grpc_health);
 

@@ -119,7 +119,12 @@ impl proto::node_server::Node for Node {
     ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
         let wanted = call.into_inner();
         request::volume_id(&wanted.volume_id)?;
-        let path = request::path("volume_path", &wanted.volume_path)?;
+        if wanted.volume_path.is_empty() {
+            return Err(Status::invalid_argument("volume_path is missing in the request"));
+        }
+        // No volume can be at a path that is none (CSI specification, NodeGetVolumeStats errors).
+        let path = request::path("volume_path", &wanted.volume_path)
+            .map_err(|refused| Status::not_found(refused.message()))?;
         let stats = blocking(move || stats::stats(&path)).await.map_err(|failure| status::of(&failure))?;
         Ok(Response::new(stats.into()))
     }

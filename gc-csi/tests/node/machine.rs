@@ -59,7 +59,7 @@ impl Machine {
     }
 
     pub(crate) fn registration_socket(&self) -> PathBuf {
-        self.path("kubelet/plugins_registry/guest.csi.nestor.dev-reg.sock")
+        self.path("kubelet/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock")
     }
 
     /// Starts the driver; tools in `tools` come before the system's. Returns once it answers.

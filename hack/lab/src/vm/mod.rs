@@ -25,12 +25,8 @@ const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
 
 /// The node plugin's arguments, one a line.
-///
-/// The `@` in the registration socket's name is needed. Go's gRPC makes an HTTP authority of the path, with `/` as
-/// `%2F`, and kubelet does not tell it otherwise for this socket; Rust's `http` takes `%` only before an `@`.
 const PLUGIN_ARGS: &str = "node
 --endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
---registration-socket=/var/lib/kubelet/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock
 --node-name=${NAME}
 ";
 

@@ -77,6 +77,7 @@ impl Catalog {
         let start = Instant::now();
         while let Err(error) = lock.try_lock() {
             match error {
+                // A file lock can't be waited for with a deadline, so it is tried again.
                 TryLockError::WouldBlock if start.elapsed() < patience => {
                     std::thread::sleep(Duration::from_millis(20));
                 }

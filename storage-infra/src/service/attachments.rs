@@ -8,13 +8,14 @@ use std::time::Duration;
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use infra_api::{
-    Access, Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, NodeRef, Problem,
-    ProblemCode, VolumeId, VolumeState, What,
+    Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, Problem, ProblemCode,
+    VolumeId, What,
 };
 use uuid::Uuid;
 
-use super::volumes::pool_of;
-use super::{Failure, Result, Service, now};
+use super::admission::admit;
+use super::pools::pool_of;
+use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::DiskSource;
 use crate::hypervisor::{Disk, HypervisorError, Unplugged};
@@ -95,83 +96,6 @@ fn to_attachment(row: AttachmentRow, disk_uuid: Uuid) -> Attachment {
         message: row.message,
         created_at: row.created_at,
     }
-}
-
-/// The nodes of some attachments, with their names.
-pub(super) fn node_refs(tx: &Tx<'_>, attachments: &[AttachmentRow]) -> Result<Vec<NodeRef>> {
-    let name = |uuid| Ok::<_, Failure>(tx.node(uuid)?.map(|node| node.spec.name).unwrap_or_default());
-    attachments.iter().map(|a| Ok(NodeRef { uuid: a.node, name: name(a.node)? })).collect()
-}
-
-/// Answers with the row that stands for the wish, making it where that is allowed.
-fn admit(tx: &Tx<'_>, id: &AttachmentId, spec: &AttachmentSpec) -> Result<(AttachmentRow, bool)> {
-    let problem = |code, detail: String| Problem::new(code, detail).about(What::Attachment, id);
-    if let Some(row) = tx.attachment(id)? {
-        if row.spec() != *spec {
-            let detail = format!(
-                "the attachment {id} is of volume {} to node {} ({}{})",
-                row.volume,
-                row.node,
-                row.access,
-                if row.read_only { ", read-only" } else { "" }
-            );
-            return Err(problem(ProblemCode::Exists, detail).into());
-        }
-        if row.state == AttachmentState::Detaching {
-            let detail = format!("the attachment {id} is being detached; repeat when it is gone");
-            return Err(problem(ProblemCode::Unavailable, detail).into());
-        }
-        return Ok((row, false));
-    }
-    if spec.access == Access::MultiNodeReadOnly && !spec.read_only {
-        let detail = format!("the attachment {id} is multi-node-read-only and must be readOnly");
-        return Err(problem(ProblemCode::Invalid, detail).into());
-    }
-    let volume = tx.volume(&spec.volume)?.ok_or_else(|| Failure::not_found(What::Volume, &spec.volume))?;
-    tx.node(spec.node)?.ok_or_else(|| Failure::not_found(What::Node, spec.node))?;
-    let about_volume = |code, detail| Problem::new(code, detail).about(What::Volume, &spec.volume);
-    match volume.state {
-        VolumeState::Ready => {}
-        VolumeState::Creating => {
-            let detail = format!("the volume {} is not ready yet; repeat later", volume.id);
-            return Err(about_volume(ProblemCode::Unavailable, detail).into());
-        }
-        VolumeState::Deleting => {
-            let detail = format!("the volume {} is being deleted", volume.id);
-            return Err(about_volume(ProblemCode::NotFound, detail).into());
-        }
-    }
-    let others = tx.attachments(None, Some(&spec.volume))?;
-    let shared = spec.access == Access::MultiNodeReadOnly
-        && others.iter().all(|other| other.access == Access::MultiNodeReadOnly && other.node != spec.node);
-    if !others.is_empty() && !shared {
-        let nodes = node_refs(tx, &others)?;
-        let places: Vec<String> = others
-            .iter()
-            .zip(&nodes)
-            .map(|(other, node)| format!("{node} as {} ({})", other.id, other.access))
-            .collect();
-        let detail = format!(
-            "the volume {} is attached to {}; detach it there before it is attached {} to {}",
-            spec.volume,
-            places.join(", "),
-            spec.access,
-            spec.node
-        );
-        return Err(about_volume(ProblemCode::InUse, detail).used_by(nodes).into());
-    }
-    let row = AttachmentRow {
-        id: id.clone(),
-        volume: spec.volume.clone(),
-        node: spec.node,
-        read_only: spec.read_only,
-        access: spec.access,
-        state: AttachmentState::Attaching,
-        message: None,
-        created_at: now(),
-    };
-    tx.insert_attachment(&row)?;
-    Ok((row, true))
 }
 
 impl Service {

@@ -4,6 +4,7 @@
 //! A volume's lock is held from the first look at it to the last write about it. Work runs in tasks of its own: a
 //! caller that goes away stops waiting, not the work.
 
+mod admission;
 mod attachments;
 mod locks;
 mod nodes;

@@ -2,14 +2,20 @@
 
 use std::time::Duration;
 
-use infra_api::{Change, EventKind, Node, NodeSpec, NodeState, Problem, ProblemCode, What};
+use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, Problem, ProblemCode, What};
 use uuid::Uuid;
 
 use super::{Failure, Result, Service};
-use crate::catalog::NodeRow;
+use crate::catalog::{AttachmentRow, NodeRow, Tx};
 
 /// How long a hypervisor may take to say how a virtual machine is.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The nodes of some attachments, with their names.
+pub(super) fn node_refs(tx: &Tx<'_>, attachments: &[AttachmentRow]) -> Result<Vec<NodeRef>> {
+    let name = |uuid| Ok::<_, Failure>(tx.node(uuid)?.map(|node| node.spec.name).unwrap_or_default());
+    attachments.iter().map(|a| Ok(NodeRef { uuid: a.node, name: name(a.node)? })).collect()
+}
 
 impl Service {
     /// One node, with what its hypervisor says now.

@@ -12,7 +12,7 @@ use infra_api::{
 use uuid::Uuid;
 
 use super::{Failure, Result, Service};
-use crate::catalog::{PoolRow, VolumeUse};
+use crate::catalog::{PoolRow, Tx, VolumeRow, VolumeUse};
 use crate::engine::{Contents, EngineError, PoolFacts};
 use crate::placement::{self, Candidate, Space};
 
@@ -61,6 +61,11 @@ impl PoolView {
             reflink: facts.is_some_and(|f| f.reflink),
         }
     }
+}
+
+/// The pool that a volume is in.
+pub(super) fn pool_of(tx: &Tx<'_>, volume: &VolumeRow) -> Result<PoolRow> {
+    tx.pool(&volume.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &volume.pool))
 }
 
 impl Service {

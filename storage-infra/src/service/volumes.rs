@@ -6,8 +6,9 @@ use infra_api::{
 };
 use uuid::Uuid;
 
+use super::pools::pool_of;
 use super::{Failure, Result, Service, now};
-use crate::catalog::{AttachmentRow, PoolRow, Tx, VolumeRow};
+use crate::catalog::{AttachmentRow, Tx, VolumeRow};
 use crate::engine::EngineError;
 use crate::placement;
 
@@ -45,10 +46,6 @@ fn to_volume(row: VolumeRow, attachments: &[AttachmentRow]) -> Volume {
         created_at: row.created_at,
         attached_to,
     }
-}
-
-pub(super) fn pool_of(tx: &Tx<'_>, volume: &VolumeRow) -> Result<PoolRow> {
-    tx.pool(&volume.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &volume.pool))
 }
 
 impl Service {
@@ -315,7 +312,7 @@ fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     if attachments.is_empty() {
         return Ok(());
     }
-    let nodes = super::attachments::node_refs(tx, &attachments)?;
+    let nodes = super::nodes::node_refs(tx, &attachments)?;
     let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
     let detail = format!("the volume {id} is attached to {}; detach it first", names.join(", "));
     Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())

@@ -1,69 +1,154 @@
 //! `cargo lab bench NAME`.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use bench::attach::Direction;
+use bench::benches::attach::Direction;
+use bench::benches::copy::Copy;
+use bench::benches::{
+    attach, blocked, burst, copy, create, delete, idle, lifecycle, memory, recovery, scale,
+};
+use bench::instant::Backend;
+use bench::plot;
 use bench::report::Report;
-use bench::{attach, create, memory};
-use clap::{Parser, ValueEnum};
+use bench::work::Work;
+use clap::{Parser, Subcommand};
+use lab::{Lab, Setting};
 
 /// Measures a lab that is up.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
 struct Cli {
-    /// What to measure.
-    name: Bench,
-    /// How often the work is done, one at a time.
-    #[arg(long, value_name = "COUNT", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    count: u32,
-    /// How much work is done at once in the burst; each bench has its own default.
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=1000))]
-    burst: Option<u32>,
+    #[command(subcommand)]
+    bench: Bench,
     /// Where the rows go, as JSON; target/bench/NAME.json unless given.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, global = true, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Runs a part of the lab with another flag meanwhile, as in g1-provisioner:kube-api-qps=5. Repeatable.
+    #[arg(long = "set", global = true, value_name = "PART:FLAG[=VALUE]")]
+    settings: Vec<Setting>,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Subcommand)]
 enum Bench {
     /// A guest claim until it is bound, against the same claim made in the management cluster.
-    Create,
-    /// ControllerPublishVolume until it answers, against the infra's own attach.
-    Attach,
-    /// ControllerUnpublishVolume until it answers, against the infra's own detach.
-    Detach,
+    Create {
+        #[command(flatten)]
+        work: Work,
+        /// What makes the volumes of management claims.
+        #[arg(long, value_enum, default_value_t = Backend::Infra)]
+        backend: Backend,
+    },
+    /// A guest claim from its deletion until its volume is gone, against the same in the management cluster.
+    Delete(Work),
+    /// More and more claims at once, until all are bound and until all are gone.
+    Burst(Work),
+    /// A volume's whole life, against the same one tier further down.
+    Lifecycle(Work),
+    /// A guest's order to attach until it is carried out, against the infra's own attach.
+    Attach(Work),
+    /// A guest's order to attach, taken back, until it is gone, against the infra's own detach.
+    Detach(Work),
+    /// Other work while many disks wait for a machine that hangs, against the same work alone.
+    Blocked {
+        #[command(flatten)]
+        work: Work,
+        /// How many disks wait.
+        #[arg(long, default_value_t = 100)]
+        waiting: usize,
+    },
+    /// CreateSnapshot of a volume of 1 GiB until it is ready, against the infra's own snapshot.
+    Snapshot(Work),
+    /// CreateVolume from a volume of 1 GiB until it answers, against the infra's own clone.
+    Clone(Work),
+    /// Requests and processor time while nothing happens.
+    Idle {
+        /// With how many volumes.
+        #[arg(long, value_delimiter = ',', default_values_t = [1000])]
+        volumes: Vec<u32>,
+        /// For how long.
+        #[arg(long, default_value_t = 60)]
+        seconds: u64,
+    },
     /// Memory of each process.
-    Memory,
+    Memory {
+        /// With how many volumes.
+        #[arg(long, value_delimiter = ',', default_values_t = [125, 1000])]
+        volumes: Vec<u32>,
+    },
+    /// From the start of a process until it is ready, and from an API server's return until all watch it again.
+    Recovery {
+        #[command(flatten)]
+        work: Work,
+        /// With how many volumes.
+        #[arg(long, default_value_t = 100)]
+        volumes: usize,
+    },
+    /// Many guests on one management tier: a first attach of everything, and a rack that fails.
+    Scale(scale::Size),
+    /// Draws what the benches wrote, as SVG.
+    Plot {
+        /// Where the plots go; docs/reference/plots unless given.
+        folder: Option<PathBuf>,
+    },
 }
 
 impl Bench {
-    fn name(self) -> &'static str {
+    fn name(&self) -> &'static str {
         match self {
-            Self::Create => "create",
-            Self::Attach => "attach",
-            Self::Detach => "detach",
-            Self::Memory => "memory",
+            Self::Create { backend: Backend::Infra, .. } => "create",
+            Self::Create { backend: Backend::Instant, .. } => "create-instant",
+            Self::Delete(_) => "delete",
+            Self::Burst(_) => "burst",
+            Self::Lifecycle(_) => "lifecycle",
+            Self::Attach(_) => "attach",
+            Self::Detach(_) => "detach",
+            Self::Blocked { .. } => "blocked",
+            Self::Snapshot(_) => "snapshot",
+            Self::Clone(_) => "clone",
+            Self::Idle { .. } => "idle",
+            Self::Memory { .. } => "memory",
+            Self::Recovery { .. } => "recovery",
+            Self::Scale(_) => "scale",
+            Self::Plot { .. } => "plot",
+        }
+    }
+
+    async fn run(&self, report: &Report) -> Result<()> {
+        match self {
+            Self::Create { work, backend } => create::run(report, work, *backend).await,
+            Self::Delete(work) => delete::run(report, work).await,
+            Self::Burst(work) => burst::run(report, work).await,
+            Self::Lifecycle(work) => lifecycle::run(report, work).await,
+            Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
+            Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
+            Self::Blocked { work, waiting } => blocked::run(report, work, *waiting).await,
+            Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
+            Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
+            Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
+            Self::Memory { volumes } => memory::run(report, volumes).await,
+            Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
+            Self::Scale(size) => scale::run(report, size).await,
+            Self::Plot { .. } => Ok(()),
         }
     }
 }
 
 async fn run(cli: Cli) -> Result<()> {
-    let count = cli.count as usize;
-    let burst = |default: usize| cli.burst.map_or(default, |burst| burst as usize);
-    let mut report = Report::new(cli.name.name());
-    match cli.name {
-        Bench::Create => create::run(&mut report, count, burst(100)).await?,
-        Bench::Attach => attach::run(&mut report, Direction::Attach, count, burst(30)).await?,
-        Bench::Detach => attach::run(&mut report, Direction::Detach, count, burst(30)).await?,
-        Bench::Memory => memory::run(&mut report)?,
+    let results = lab::run::target_dir()?.join("bench");
+    if let Bench::Plot { folder } = &cli.bench {
+        let folder = folder.clone().unwrap_or_else(|| lab::run::repository().join("docs/reference/plots"));
+        for file in plot::draw(&results, &folder)? {
+            writeln!(std::io::stdout(), "{}", file.display())?;
+        }
+        return Ok(());
     }
+    let report = Report::new(cli.bench.name());
+    Lab::from_env()?.with_settings(&cli.settings, cli.bench.run(&report)).await?;
     report.print()?;
-    let file = match cli.json {
-        Some(file) => file,
-        None => lab::run::target_dir()?.join("bench").join(format!("{}.json", cli.name.name())),
-    };
+    let file = cli.json.unwrap_or_else(|| results.join(format!("{}.json", cli.bench.name())));
     report.write(&file)
 }
 
@@ -75,5 +160,17 @@ async fn main() -> ExitCode {
             eprintln!("error: {error:#}");
             ExitCode::FAILURE
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
     }
 }

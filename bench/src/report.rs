@@ -2,87 +2,102 @@
 
 use std::io::Write;
 use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-use crate::requests::Tally;
+use crate::cost::Cost;
 use crate::stats::Stats;
 
-/// What a bench found.
-#[derive(Debug)]
+/// The parts whose use of the machine is told: our own, and what they weigh on.
+const TOLD: [&str; 6] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra", "apiserver", "etcd"];
+
+/// What a bench found. Clones share it.
+#[derive(Debug, Clone)]
 pub struct Report {
     bench: &'static str,
-    rows: Vec<Row>,
+    rows: Arc<Mutex<Rows>>,
+}
+
+#[derive(Debug, Default)]
+struct Rows {
+    measured: Vec<Row>,
     requests: Vec<Request>,
 }
 
 /// One measured quantity of one case.
-#[derive(Debug, Clone, Serialize)]
-struct Row {
-    bench: &'static str,
-    case: String,
-    metric: &'static str,
-    unit: &'static str,
-    n: usize,
-    p50: f64,
-    p90: f64,
-    p99: f64,
-    max: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    floor_p50: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    ratio_p50: Option<f64>,
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Row {
+    pub(crate) bench: String,
+    pub(crate) case: String,
+    pub(crate) metric: String,
+    pub(crate) unit: String,
+    pub(crate) n: usize,
+    pub(crate) p50: f64,
+    pub(crate) p90: f64,
+    pub(crate) p99: f64,
+    pub(crate) max: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) floor_p50: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) ratio_p50: Option<f64>,
 }
 
-/// How often one kind of request to the management API was made per operation.
+/// How often one kind of request was made per operation.
 #[derive(Debug, Clone, Serialize)]
 struct Request {
     bench: &'static str,
     case: String,
+    cluster: &'static str,
     component: String,
     verb: String,
     resource: String,
     per_op: f64,
 }
 
+fn millis(times: &[Duration]) -> Vec<f64> {
+    times.iter().map(|time| time.as_secs_f64() * 1000.0).collect()
+}
+
 impl Report {
     /// An empty report.
     pub fn new(bench: &'static str) -> Self {
-        Self { bench, rows: Vec::new(), requests: Vec::new() }
+        Self { bench, rows: Arc::default() }
+    }
+
+    fn rows(&self) -> MutexGuard<'_, Rows> {
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Times of one case, and of the floor under it.
-    pub fn times(&mut self, case: &str, times: &[Duration], floor: &[Duration]) {
-        let millis = |times: &[Duration]| times.iter().map(|time| time.as_secs_f64() * 1000.0).collect();
+    pub(crate) fn times(&self, case: &str, times: &[Duration], floor: &[Duration]) {
+        self.times_of(case, "duration", times, floor);
+    }
+
+    /// Times of one part of a case, and of the floor under it.
+    pub(crate) fn times_of(&self, case: &str, metric: &str, times: &[Duration], floor: &[Duration]) {
         let floor = Stats::of(millis(floor)).map(|floor| floor.p50);
         if let Some(stats) = Stats::of(millis(times)) {
-            self.row(case, "duration", "ms", stats, floor);
+            self.row(case, metric, "ms", stats, floor);
         }
     }
 
     /// One number of one case.
-    pub fn number(&mut self, case: &str, metric: &'static str, unit: &'static str, number: f64) {
+    pub(crate) fn number(&self, case: &str, metric: &str, unit: &str, number: f64) {
         if let Some(stats) = Stats::of(vec![number]) {
             self.row(case, metric, unit, stats, None);
         }
     }
 
-    fn row(
-        &mut self,
-        case: &str,
-        metric: &'static str,
-        unit: &'static str,
-        stats: Stats,
-        floor: Option<f64>,
-    ) {
+    fn row(&self, case: &str, metric: &str, unit: &str, stats: Stats, floor: Option<f64>) {
         let Stats { n, p50, p90, p99, max } = stats;
-        self.rows.push(Row {
-            bench: self.bench,
+        let row = Row {
+            bench: self.bench.to_owned(),
             case: case.to_owned(),
-            metric,
-            unit,
+            metric: metric.to_owned(),
+            unit: unit.to_owned(),
             n,
             p50,
             p90,
@@ -90,33 +105,59 @@ impl Report {
             max,
             floor_p50: floor,
             ratio_p50: floor.map(|floor| p50 / floor),
-        });
+        };
+        self.rows().measured.push(row);
     }
 
-    /// Requests of one case, shared out over its operations.
-    pub(crate) fn requests(&mut self, case: &str, tally: Tally, operations: usize) {
-        for ((component, verb, resource), count) in tally {
-            let (bench, case) = (self.bench, case.to_owned());
-            let per_op = count as f64 / operations as f64;
-            self.requests.push(Request { bench, case, component, verb, resource, per_op });
+    /// What the operations of one case cost, shared out over them.
+    pub(crate) fn cost(&self, case: &str, cost: &Cost) {
+        let per_op = |count: f64| count / cost.operations.max(1) as f64;
+        for (kind, count) in &cost.requests {
+            let request = Request {
+                bench: self.bench,
+                case: case.to_owned(),
+                cluster: kind.cluster,
+                component: kind.component.to_owned(),
+                verb: kind.verb.clone(),
+                resource: kind.resource.clone(),
+                per_op: per_op(*count as f64),
+            };
+            self.rows().requests.push(request);
         }
+        for (component, count) in &cost.refused {
+            self.number(case, &format!("{component} refused"), "in all", *count as f64);
+        }
+        for (part, used) in &cost.used {
+            if !TOLD.iter().any(|told| part.ends_with(told)) {
+                continue;
+            }
+            let name = |what: &str| format!("{part} {what}");
+            if used.received > 0 {
+                self.number(case, &name("received"), "B/op", per_op(used.received as f64));
+                self.number(case, &name("sent"), "B/op", per_op(used.sent as f64));
+            }
+            self.number(case, &name("cpu"), "ms/op", per_op(used.cpu.as_secs_f64() * 1000.0));
+        }
+        self.number(case, "machine busy", "% of all cores", 100.0 * cost.busy);
     }
 
     /// Prints both tables.
     pub fn print(&self) -> Result<()> {
+        let rows = self.rows();
         let mut out = std::io::stdout().lock();
         writeln!(
             out,
-            "{:<28} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
-            "case", "metric", "n", "p50", "p90", "p99", "max", "floor p50", "ratio"
+            "{:<12} {:<30} {:<14} {:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
+            "case", "metric", "unit", "n", "p50", "p90", "p99", "max", "floor p50", "ratio"
         )?;
-        for row in &self.rows {
+        for row in &rows.measured {
             let number = |value: f64| format!("{value:.1}");
             writeln!(
                 out,
-                "{:<28} {:<10} {:>4} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
-                format!("{} ({})", row.case, row.unit),
+                "{:<12} {:<30} {:<14} {:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>7}",
+                row.case,
                 row.metric,
+                row.unit,
                 row.n,
                 number(row.p50),
                 number(row.p90),
@@ -126,14 +167,14 @@ impl Report {
                 row.ratio_p50.map(|ratio| format!("{ratio:.2}x")).unwrap_or_default(),
             )?;
         }
-        if !self.requests.is_empty() {
-            writeln!(out, "\nrequests to the management API per operation")?;
+        if !rows.requests.is_empty() {
+            writeln!(out, "\nrequests per operation")?;
         }
-        for one in &self.requests {
+        for one in &rows.requests {
             writeln!(
                 out,
-                "{:<10} {:<26} {:<8} {:<32} {:>7.2}",
-                one.case, one.component, one.verb, one.resource, one.per_op
+                "{:<10} {:<11} {:<26} {:<8} {:<36} {:>7.2}",
+                one.case, one.cluster, one.component, one.verb, one.resource, one.per_op
             )?;
         }
         Ok(())
@@ -141,8 +182,9 @@ impl Report {
 
     /// Writes all rows to a file, as one JSON list.
     pub fn write(&self, file: &Path) -> Result<()> {
-        let rows = self.rows.iter().map(serde_json::to_value);
-        let rows = rows.chain(self.requests.iter().map(serde_json::to_value));
+        let all = self.rows();
+        let rows = all.measured.iter().map(serde_json::to_value);
+        let rows = rows.chain(all.requests.iter().map(serde_json::to_value));
         let rows = rows.collect::<Result<Vec<_>, _>>()?;
         if let Some(folder) = file.parent() {
             std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;

@@ -22,10 +22,59 @@ pub const ANNOTATION_GUEST_NAMESPACE: &str = "nestor.dev/guest-namespace";
 pub const ANNOTATION_GUEST_PV: &str = "nestor.dev/guest-pv";
 /// Annotation on a management claim: StorageClass of the guest's claim.
 pub const ANNOTATION_GUEST_STORAGE_CLASS: &str = "nestor.dev/guest-storage-class";
+/// Annotation on a management VolumeSnapshot: name of the guest's VolumeSnapshot.
+pub const ANNOTATION_GUEST_SNAPSHOT: &str = "nestor.dev/guest-snapshot";
+/// Annotation on a management claim, as JSON: the guest's pods that use it, where that is asked for.
+pub const ANNOTATION_GUEST_PODS: &str = "nestor.dev/guest-pods";
+/// Annotation on a management claim: the zones, best first and separated by commas, from which its volume must be
+/// reachable. Written by gc-csi, read by mgmt-csi.
+pub const ANNOTATION_REQUESTED_ZONES: &str = "nestor.dev/requested-zones";
+/// Annotation on a management claim: the zones from which its volume can be reached. Written by mgmt-csi; without it,
+/// from every zone.
+pub const ANNOTATION_ACCESSIBLE_ZONES: &str = "nestor.dev/accessible-zones";
+/// Annotation on a management claim whose PersistentVolume is to be kept: `Retain`. Written by mgmt-csi, since a guest
+/// can't read PersistentVolumes; without it, the volume goes with the claim.
+pub const ANNOTATION_RECLAIM_POLICY: &str = "nestor.dev/reclaim-policy";
+/// Annotation on a management claim whose guest PersistentVolume is to be kept: `Retain`, as that said while it was
+/// there. Written by gc-csi; without it, the volume was to go with the guest's claim.
+pub const ANNOTATION_GUEST_RECLAIM_POLICY: &str = "nestor.dev/guest-reclaim-policy";
+/// Annotation on a management claim that nothing in its guest names any more though nobody asked for that: since when,
+/// RFC 3339. Written and taken back by gc-csi.
+pub const ANNOTATION_ORPHANED_SINCE: &str = "nestor.dev/orphaned-since";
+/// Annotation beside `nestor.dev/orphaned-since`: why the claim is called an orphan, one CamelCase word.
+pub const ANNOTATION_ORPHANED_REASON: &str = "nestor.dev/orphaned-reason";
+/// Annotation on a management claim whose guest PersistentVolume said Retain and is gone: since when, RFC 3339. It is no
+/// orphan. Written and taken back by gc-csi.
+pub const ANNOTATION_RETAINED_SINCE: &str = "nestor.dev/retained-since";
+/// Prefix of the annotation on a shared claim by which a guest says that it uses it: `consumer.nestor.dev/<ID>`.
+pub const ANNOTATION_CONSUMER_PREFIX: &str = "consumer.nestor.dev/";
+/// Annotation on a management claim or VolumeSnapshot: ID of the guest whose gc-csi made it. Unlike the label, it does
+/// not change when the platform team gives the object to another guest.
+pub const ANNOTATION_MADE_BY: &str = "nestor.dev/made-by";
+/// Annotation on a management claim or VolumeSnapshot: UID of the Cluster object with which it is deleted. The
+/// ownerReference with that UID is gc-csi's; others are not.
+pub const ANNOTATION_DELETED_WITH: &str = "nestor.dev/deleted-with";
+/// API group of the Cluster object (Cluster API) that stands for a guest in the management cluster.
+pub const CLUSTER_GROUP: &str = "cluster.x-k8s.io";
+/// Annotation on a `VirtualMachine` whose guest node is tainted as out of service: its disks may be taken from it by force.
+/// Written and removed by gc-csi, read by mgmt-csi; its value is the guest node's UID.
+pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
+/// Taint by which people say of a guest's node that it is lost (Kubernetes, "Non-graceful node shutdown").
+pub const TAINT_OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
+/// Type of the condition on claims of both tiers that says whether the volume is well.
+pub const CONDITION_HEALTHY: &str = "nestor.dev/Healthy";
+/// Label of nodes and segment key of volumes: the zone.
+pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 /// Finalizer on a `VolumeAttachment`: the disk may still be plugged. Held by mgmt-csi.
 pub const FINALIZER_DETACH: &str = "nestor.dev/detach";
 /// StorageClass parameter in a guest: the management StorageClass to use.
 pub const PARAMETER_MANAGEMENT_CLASS: &str = "managementStorageClass";
+/// VolumeSnapshotClass parameter in a guest: the management VolumeSnapshotClass to use.
+pub const PARAMETER_MANAGEMENT_SNAPSHOT_CLASS: &str = "managementSnapshotClass";
+/// VolumeAttributesClass parameter in a guest: the management VolumeAttributesClass to use.
+pub const PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: &str = "managementVolumeAttributesClass";
+/// StorageClass parameter in the management cluster: whether several machines may write to a raw block volume at once.
+pub const PARAMETER_SHAREABLE: &str = "shareable";
 /// Key in a publish context: the UUID by which the machine finds the disk.
 pub const CONTEXT_DISK_UUID: &str = "diskUUID";
 
@@ -35,6 +84,11 @@ pub const MAX_LABEL: usize = 63;
 /// Name of the management claim for a guest volume: `<prefix>-<hash of cluster ID and CSI name>`.
 pub fn management_pvc(prefix: &str, cluster_id: &str, csi_name: &str) -> String {
     format!("{prefix}-{}", digest(&[cluster_id, csi_name], 32))
+}
+
+/// Name of the management VolumeSnapshot for a guest snapshot: `snap-<hash of cluster ID and CSI name>`.
+pub fn management_snapshot(cluster_id: &str, csi_name: &str) -> String {
+    format!("snap-{}", digest(&["snapshot", cluster_id, csi_name], 32))
 }
 
 /// Name of the `VolumeAttachment` for a claim on a machine. The machine's name leads, for people.

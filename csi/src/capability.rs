@@ -2,7 +2,11 @@
 //! (CSI specification, "VolumeCapability".)
 
 use crate::Status;
-use crate::proto::{VolumeCapability, volume_capability};
+use crate::proto::validate_volume_capabilities_response::Confirmed;
+use crate::proto::{
+    ValidateVolumeCapabilitiesRequest, ValidateVolumeCapabilitiesResponse, VolumeCapability,
+    volume_capability,
+};
 
 /// How the volume is presented.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -126,4 +130,21 @@ pub fn required_all(wanted: &[VolumeCapability]) -> Result<Vec<Capability>, Stat
         ));
     }
     Ok(all)
+}
+
+/// The answer to ValidateVolumeCapabilities: all of it as it was asked, or why not.
+pub fn validated(
+    request: ValidateVolumeCapabilitiesRequest,
+    refusal: Option<String>,
+) -> ValidateVolumeCapabilitiesResponse {
+    let confirmed = Confirmed {
+        volume_context: request.volume_context,
+        volume_capabilities: request.volume_capabilities,
+        parameters: request.parameters,
+        mutable_parameters: request.mutable_parameters,
+    };
+    ValidateVolumeCapabilitiesResponse {
+        confirmed: refusal.is_none().then_some(confirmed),
+        message: refusal.unwrap_or_default(),
+    }
 }

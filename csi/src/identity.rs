@@ -10,7 +10,7 @@ use crate::proto::plugin_capability::volume_expansion::Type as Expansion;
 /// Answers who the driver is and whether it can serve.
 #[derive(Debug, Clone)]
 pub struct Identity {
-    name: &'static str,
+    name: String,
     services: Vec<Service>,
     expansion: Option<Expansion>,
     health: Health,
@@ -18,8 +18,8 @@ pub struct Identity {
 
 impl Identity {
     /// An identity whose `Probe` answers what `health` says.
-    pub fn new(name: &'static str, health: Health) -> Self {
-        Self { name, services: Vec::new(), expansion: None, health }
+    pub fn new(name: impl Into<String>, health: Health) -> Self {
+        Self { name: name.into(), services: Vec::new(), expansion: None, health }
     }
 
     /// Announces a service.
@@ -44,7 +44,7 @@ impl proto::identity_server::Identity for Identity {
         _: Request<proto::GetPluginInfoRequest>,
     ) -> Result<Response<proto::GetPluginInfoResponse>, Status> {
         Ok(Response::new(proto::GetPluginInfoResponse {
-            name: self.name.to_owned(),
+            name: self.name.clone(),
             vendor_version: env!("CARGO_PKG_VERSION").to_owned(),
             manifest: [].into(),
         }))

@@ -7,6 +7,7 @@ pub mod deadline;
 pub mod identity;
 pub mod locks;
 pub mod metrics;
+pub mod page;
 pub mod registration;
 pub mod request;
 pub mod server;

@@ -14,7 +14,7 @@ pub use proto::registration_server::RegistrationServer;
 /// Tells kubelet where the driver listens, and remembers what kubelet made of it.
 #[derive(Debug, Clone)]
 pub struct Registration {
-    driver: &'static str,
+    driver: String,
     endpoint: String,
     accepted: Check,
 }
@@ -22,8 +22,8 @@ pub struct Registration {
 impl Registration {
     /// `endpoint` is the driver's socket path as kubelet sees it; `accepted` becomes healthy once
     /// kubelet has taken the driver.
-    pub fn new(driver: &'static str, endpoint: String, accepted: Check) -> Self {
-        Self { driver, endpoint, accepted }
+    pub fn new(driver: impl Into<String>, endpoint: String, accepted: Check) -> Self {
+        Self { driver: driver.into(), endpoint, accepted }
     }
 }
 
@@ -32,7 +32,7 @@ impl proto::registration_server::Registration for Registration {
     async fn get_info(&self, _: Request<proto::InfoRequest>) -> Result<Response<proto::PluginInfo>, Status> {
         Ok(Response::new(proto::PluginInfo {
             r#type: "CSIPlugin".to_owned(),
-            name: self.driver.to_owned(),
+            name: self.driver.clone(),
             endpoint: self.endpoint.clone(),
             supported_versions: vec!["1.0.0".to_owned()],
         }))

@@ -1,10 +1,10 @@
 //! Serves a driver on a unix socket that only its owner can open.
 
 use std::io;
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::net::{UnixListener, UnixStream};
 use tokio_stream::wrappers::UnixListenerStream;
@@ -16,6 +16,12 @@ use crate::metrics::CallMetrics;
 /// How long calls under way may go on after the stop: less than the 30 s that Kubernetes gives a pod, so
 /// that the socket is removed in any case. A caller whose connection is stuck would hold it for ever.
 const GRACE: Duration = Duration::from_secs(20);
+
+/// How long whoever listens on the socket may take to be gone. A driver that died is heard of until the tool that it was just
+/// beginning has become a program of its own.
+const LEAVING: Duration = Duration::from_secs(5);
+/// How often is looked whether it is.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// Where a driver listens: `unix:///path`, or the bare path.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,7 +94,7 @@ pub struct Bound {
 /// Makes the socket. For whoever must know that callers can connect before it tells them to.
 pub async fn bind(endpoint: &Endpoint) -> Result<Bound, ServeError> {
     let path = endpoint.path().to_owned();
-    Ok(Bound { listener: listen(&path).await?, path })
+    Ok(Bound { listener: listen(&path, LEAVING).await?, path })
 }
 
 impl Bound {
@@ -100,6 +106,7 @@ impl Bound {
         stop: CancellationToken,
     ) -> Result<(), ServeError> {
         let path = self.path;
+        let made = identity(&path);
         tracing::info!(endpoint = %path.display(), "serving");
         let served = tonic::transport::Server::builder()
             .layer(metrics)
@@ -119,7 +126,10 @@ impl Bound {
                 Ok(())
             }
         };
-        let _ = std::fs::remove_file(&path);
+        // The next driver may have put its own there meanwhile.
+        if identity(&path).is_some_and(|found| Some(found) == made) {
+            let _ = remove(&path);
+        }
         served.map_err(|source| ServeError::Serve { path: path.display().to_string(), source })
     }
 }
@@ -134,8 +144,9 @@ pub async fn serve(
     bind(endpoint).await?.serve(routes, metrics, stop).await
 }
 
-/// Makes the socket, mode 0600; one that a dead process left behind is replaced, anything else is kept.
-async fn listen(path: &Path) -> Result<UnixListener, ServeError> {
+/// Makes the socket, mode 0600; one that a dead process left behind is replaced, anything else is kept. Whoever listens
+/// there has so long to be gone.
+async fn listen(path: &Path, leaving: Duration) -> Result<UnixListener, ServeError> {
     let fail = |source| ServeError::Listen { path: path.display().to_string(), source };
     if let Some(folder) = path.parent() {
         std::fs::create_dir_all(folder).map_err(fail)?;
@@ -147,14 +158,32 @@ async fn listen(path: &Path) -> Result<UnixListener, ServeError> {
                 "there is a file that is not a socket",
             )));
         }
-        if UnixStream::connect(path).await.is_ok() {
-            return Err(ServeError::Taken { path: path.display().to_string() });
+        let deadline = Instant::now() + leaving;
+        while UnixStream::connect(path).await.is_ok() {
+            if Instant::now() >= deadline {
+                return Err(ServeError::Taken { path: path.display().to_string() });
+            }
+            tokio::time::sleep(LOOK).await;
         }
-        std::fs::remove_file(path).map_err(fail)?;
+        remove(path).map_err(fail)?;
     }
     let listener = UnixListener::bind(path).map_err(fail)?;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(fail)?;
     Ok(listener)
+}
+
+/// What tells a file from another of the same name: an inode's number is soon given again.
+fn identity(path: &Path) -> Option<(u64, i64, i64)> {
+    let meta = std::fs::symlink_metadata(path).ok()?;
+    Some((meta.ino(), meta.ctime(), meta.ctime_nsec()))
+}
+
+/// Fine when it is gone already.
+fn remove(path: &Path) -> io::Result<()> {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -174,14 +203,14 @@ mod tests {
         std::fs::create_dir_all(&folder).unwrap();
         let file = folder.join("file");
         std::fs::write(&file, "precious").unwrap();
-        assert!(listen(&file).await.is_err());
+        assert!(listen(&file, Duration::ZERO).await.is_err());
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
 
         let socket = folder.join("socket");
-        let first = listen(&socket).await.unwrap();
-        assert!(matches!(listen(&socket).await, Err(ServeError::Taken { .. })));
-        drop(first);
-        assert!(listen(&socket).await.is_ok());
+        let first = listen(&socket, Duration::ZERO).await.unwrap();
+        assert!(matches!(listen(&socket, Duration::ZERO).await, Err(ServeError::Taken { .. })));
+        let (next, ()) = tokio::join!(listen(&socket, LEAVING), async { drop(first) });
+        assert!(next.is_ok());
         assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
         std::fs::remove_dir_all(&folder).unwrap();
     }

@@ -1,53 +1,120 @@
 //! The guest cluster, as the controller sees it: whose claim a volume is, and which class it came from.
 
-use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolume, PersistentVolumeClaim};
+mod claims;
+mod snapshots;
+
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{
+    ObjectReference, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
+    VolumeResourceRequirements,
+};
 use k8s_openapi::api::storage::v1::StorageClass;
-use kube::{Api, Client};
+use kube::{Api, Client, Resource};
 use kube_kit::events::Events;
 use kube_kit::health::Health;
+use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
+use kube_kit::latest::Latest;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeSpec};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crds::names::GUEST_DRIVER;
+
+pub(crate) use claims::Wish;
+
+use crate::fit::Asked;
+
+/// What of the guest is ours, and what is kept of it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Scope {
+    /// The driver names by which volumes are ours.
+    pub(crate) drivers: Vec<String>,
+    /// The labels of claims that are read.
+    pub(crate) claim_labels: Vec<String>,
+}
 
 /// Claims, volumes and classes of the guest, shared and trimmed.
 #[derive(Clone)]
 pub(crate) struct Guest {
     pub(crate) client: Client,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
+    /// The claims with the conditions that were written just now.
+    pub(crate) latest_claims: Arc<Latest<PersistentVolumeClaim>>,
     pub(crate) volumes: Informer<PersistentVolume>,
     pub(crate) classes: Informer<StorageClass>,
     pub(crate) events: Events,
+    /// The driver names by which volumes are ours.
+    pub(crate) drivers: Vec<String>,
+    by_handle: Arc<Index>,
 }
 
 impl Guest {
-    /// Starts the informers; `volume_appeared` is told the handle of each volume of ours that comes or
-    /// finds its claim.
+    /// Starts the informers; `volume_changed` is told the handle of each volume of ours that changes, or
+    /// whose claim does, and `claim_gone` each claim that is not there any more.
     pub(crate) fn start(
         client: &Client,
+        scope: Scope,
         ready: &Health,
         stop: &CancellationToken,
-        volume_appeared: impl Fn(&str) + Send + Sync + 'static,
+        volume_changed: impl Fn(&str) + Clone + Send + Sync + 'static,
+        claim_gone: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
         let unread = "not read yet";
+        let Scope { drivers, claim_labels } = scope;
+        let known = drivers.clone();
         let claims = Informer::builder("guest PersistentVolumeClaims", Api::all(client.clone()))
-            .trim(trim_claim)
-            .start(ready.check("guest-claims", unread), stop.clone());
+            .trim(move |claim| trim_claim(claim, &claim_labels));
         let volumes = Informer::builder("guest PersistentVolumes", Api::all(client.clone()))
-            .trim(trim_volume)
-            .on_change(move |change| {
-                let was = change.old.and_then(|volume| handle(volume));
-                if let Some(handle) = change.new.and_then(|volume| handle(volume)).filter(|_| was.is_none()) {
-                    volume_appeared(handle);
+            .trim(move |volume| trim_volume(volume, &drivers));
+
+        let latest_claims = Arc::new(Latest::new(claims.informer()));
+        let (latest, bound_to, told) = (latest_claims.clone(), volumes.informer(), volume_changed.clone());
+        let claims = claims.on_change(move |change| {
+            latest.seen(change);
+            let uid = |claim: &Arc<PersistentVolumeClaim>| claim.metadata.uid.clone();
+            if change.old.is_some_and(|old| change.new.is_none_or(|new| uid(new) != uid(old))) {
+                claim_gone(change.key);
+            }
+            for claim in [change.old, change.new].into_iter().flatten() {
+                let volume = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_deref());
+                let volume = volume.and_then(|name| bound_to.get(&Key::cluster(name)));
+                if let Some(handle) = volume.as_deref().and_then(handle) {
+                    told(handle);
                 }
-            })
-            .start(ready.check("guest-volumes", unread), stop.clone());
+            }
+        });
+        let by_handle = Arc::new(Index::default());
+        let index = by_handle.clone();
+        let volumes = volumes.on_change(move |change| {
+            let [old, new] = [change.old, change.new].map(|volume| volume.and_then(|volume| handle(volume)));
+            index.put(change.key, new.map(Key::cluster));
+            for handle in old.into_iter().chain(new.filter(|new| old != Some(*new))) {
+                volume_changed(handle);
+            }
+        });
+
         let classes = Informer::builder("guest StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| class.metadata.annotations = None)
             .start(ready.check("guest-classes", unread), stop.clone());
-        let events = Events::new(client.clone(), GUEST_DRIVER);
-        Self { client: client.clone(), claims, volumes, classes, events }
+        Self {
+            client: client.clone(),
+            claims: claims.start(ready.check("guest-claims", unread), stop.clone()),
+            latest_claims,
+            volumes: volumes.start(ready.check("guest-volumes", unread), stop.clone()),
+            classes,
+            events: Events::new(client.clone(), GUEST_DRIVER),
+            drivers: known,
+            by_handle,
+        }
+    }
+
+    /// Waits until everything was read once.
+    pub(crate) async fn synced(&self) {
+        self.claims.synced().await;
+        self.volumes.synced().await;
+        self.classes.synced().await;
     }
 
     /// Whether everything was read once.
@@ -77,19 +144,51 @@ impl Guest {
             .await
     }
 
-    /// The guest claim that a volume is bound to.
-    pub(crate) fn claim_of(&self, volume_handle: &str) -> Option<ObjectReference> {
-        let volume = self.volumes.find(|volume| handle(volume) == Some(volume_handle))?;
-        let claim = volume.spec.as_ref()?.claim_ref.clone()?;
-        Some(ObjectReference {
-            api_version: Some("v1".to_owned()),
-            kind: Some("PersistentVolumeClaim".to_owned()),
-            name: claim.name,
-            namespace: claim.namespace,
-            uid: claim.uid,
-            ..ObjectReference::default()
+    /// The volumes of this handle: one, unless a person made another.
+    pub(crate) fn volumes_of(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
+        let keys = self.by_handle.members(&Key::cluster(handle));
+        keys.iter().filter_map(|key| self.volumes.get(key)).collect()
+    }
+
+    /// The claim that a volume is bound to.
+    pub(crate) fn claim_of(&self, volume: &PersistentVolume) -> Option<Arc<PersistentVolumeClaim>> {
+        let claim_ref = volume.spec.claim_ref.as_ref()?;
+        let key = Key::new(claim_ref.namespace.clone()?, claim_ref.name.clone()?);
+        self.latest_claims.get(&key).filter(|claim| {
+            let bound_to = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_ref());
+            claim.metadata.uid == claim_ref.uid && bound_to == volume.metadata.name.as_ref()
         })
     }
+
+    /// Whether a volume had a claim once and has none any more, or is on its way out.
+    pub(crate) fn is_released(&self, volume: &PersistentVolume) -> bool {
+        let was_claimed = volume.spec.claim_ref.as_ref().is_some_and(|claim| claim.uid.is_some());
+        self.claim_of(volume).is_none() && (was_claimed || volume.metadata.deletion_timestamp.is_some())
+    }
+
+    /// The handle of the volume that a claim of ours is bound to.
+    pub(crate) fn handle_of(&self, claim: &Key) -> Option<String> {
+        let claim = self.claims.get(claim)?;
+        let volume = self.volumes.get(&Key::cluster(claim.spec.as_ref()?.volume_name.as_deref()?))?;
+        handle(&volume).map(str::to_owned)
+    }
+}
+
+/// What a volume wants of its management claim.
+pub(crate) fn asked(volume: &PersistentVolume) -> Asked {
+    let spec = &volume.spec;
+    Asked {
+        volume: volume.metadata.name.clone(),
+        capacity: spec.capacity,
+        block: spec.volume_mode.as_deref() == Some("Block"),
+        modes: spec.access_modes.clone(),
+        read_only: spec.csi.as_ref().is_some_and(|csi| csi.read_only),
+    }
+}
+
+/// What an event is about.
+pub(crate) fn reference<K: Resource<DynamicType = ()>>(object: &K) -> ObjectReference {
+    object.object_ref(&())
 }
 
 /// Whether a volume of this name is for the claim of this UID. csi-provisioner ends the name with the UID
@@ -100,46 +199,47 @@ fn is_for(csi_name: &str, uid: Option<&str>) -> bool {
     tail.filter(|tail| is_uid(tail)).is_none_or(|tail| Some(tail) == uid)
 }
 
-/// Handle of a volume of ours that has a claim.
-fn handle(volume: &PersistentVolume) -> Option<&str> {
-    let spec = volume.spec.as_ref()?;
-    spec.claim_ref.as_ref()?;
-    spec.csi.as_ref().filter(|csi| csi.driver == GUEST_DRIVER).map(|csi| csi.volume_handle.as_str())
+/// Handle of a volume of ours; others have none by the time they are kept.
+pub(crate) fn handle(volume: &PersistentVolume) -> Option<&str> {
+    volume.spec.csi.as_ref().map(|csi| csi.volume_handle.as_str())
 }
 
-/// Keeps identity, class and conditions.
-fn trim_claim(claim: &mut PersistentVolumeClaim) {
+/// Keeps identity, class, sizes, volume, our conditions, and the labels that are read.
+fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
     claim.metadata.annotations = None;
-    claim.metadata.labels = None;
     claim.metadata.finalizers = None;
     claim.metadata.owner_references = None;
+    if let Some(there) = &mut claim.metadata.labels {
+        there.retain(|key, _| labels.contains(key));
+    }
+    claim.metadata.labels = claim.metadata.labels.take().filter(|labels| !labels.is_empty());
     if let Some(spec) = &mut claim.spec {
-        let class = spec.storage_class_name.take();
-        *spec = k8s_openapi::api::core::v1::PersistentVolumeClaimSpec {
-            storage_class_name: class,
+        let requests = spec.resources.take().and_then(|resources| resources.requests);
+        *spec = PersistentVolumeClaimSpec {
+            storage_class_name: spec.storage_class_name.take(),
+            volume_name: spec.volume_name.take(),
+            resources: Some(VolumeResourceRequirements { requests, limits: None }),
             ..Default::default()
         };
     }
     if let Some(status) = &mut claim.status {
-        let conditions = status.conditions.take();
-        *status =
-            k8s_openapi::api::core::v1::PersistentVolumeClaimStatus { conditions, ..Default::default() };
+        let mut conditions = status.conditions.take().unwrap_or_default();
+        conditions.retain(|condition| condition.type_.starts_with("nestor.dev/"));
+        *status = PersistentVolumeClaimStatus {
+            capacity: status.capacity.take(),
+            conditions: (!conditions.is_empty()).then_some(conditions),
+            ..Default::default()
+        };
     }
 }
 
-/// Keeps identity, driver, handle and claim; volumes of other drivers lose everything but their name.
-fn trim_volume(volume: &mut PersistentVolume) {
+/// Keeps identity and what must fit the management claim; volumes of other drivers lose everything but their name.
+fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
     volume.metadata.annotations = None;
     volume.metadata.labels = None;
     volume.metadata.finalizers = None;
-    volume.status = None;
-    if let Some(spec) = &mut volume.spec {
-        let csi = spec.csi.take().filter(|csi| csi.driver == GUEST_DRIVER).map(|mut csi| {
-            csi.volume_attributes = None;
-            csi
-        });
-        let claim_ref = spec.claim_ref.take().filter(|_| csi.is_some());
-        *spec = k8s_openapi::api::core::v1::PersistentVolumeSpec { csi, claim_ref, ..Default::default() };
+    if volume.spec.csi.as_ref().is_none_or(|csi| !drivers.contains(&csi.driver)) {
+        volume.spec = PersistentVolumeSpec::default();
     }
 }
 

@@ -2,8 +2,9 @@
 //! disks of the management cluster; the node plugin, inside each virtual machine, turns disks into mounts.
 
 pub mod controller;
+mod fit;
 mod guest;
+pub mod machine;
 mod management;
 pub mod node;
-mod quantity;
 mod reconcile;

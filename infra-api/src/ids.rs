@@ -99,6 +99,7 @@ macro_rules! id {
 
 id!(PoolName, "pool name", "The name of a pool.");
 id!(VolumeId, "volume id", "The id of a volume, chosen by whoever creates it; also its file's name.");
+id!(SnapshotId, "snapshot id", "The id of a snapshot, chosen by whoever creates it.");
 id!(
     AttachmentId,
     "attachment id",

@@ -11,7 +11,7 @@ mod model;
 mod problem;
 
 pub use client::{Client, ClientError, ClientOptions};
-pub use ids::{AttachmentId, InvalidId, PoolName, VolumeId};
+pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{PoolRejection, Problem, ProblemCode, Rejection, What};
 

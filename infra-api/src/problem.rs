@@ -17,12 +17,16 @@ pub enum ProblemCode {
     NotFound,
     /// The id is taken by something that differs from the request. 409.
     Exists,
+    /// The attachment of this id was ended, and an id is used once; take another. 410.
+    Ended,
     /// The object is in use; `nodes` says where, if by nodes. 409.
     InUse,
     /// No pool can take the volume; `rejections` says why, per pool. 507.
     OutOfSpace,
     /// The virtual machine is off or gone, so no disk can be plugged. 409.
     NodeNotRunning,
+    /// The virtual machine has as many disks as its hypervisor can plug. 409.
+    TooManyDisks,
     /// Something below cannot be reached or did not finish; the work may have happened. Repeat it. 503.
     Unavailable,
     /// The catalog or the pool is read-only. 503.
@@ -38,7 +42,8 @@ impl ProblemCode {
         match self {
             Self::Invalid => 400,
             Self::NotFound => 404,
-            Self::Exists | Self::InUse | Self::NodeNotRunning => 409,
+            Self::Ended => 410,
+            Self::Exists | Self::InUse | Self::NodeNotRunning | Self::TooManyDisks => 409,
             Self::OutOfSpace => 507,
             Self::Unavailable | Self::ReadOnly => 503,
             Self::Internal => 500,
@@ -51,9 +56,11 @@ impl ProblemCode {
             Self::Invalid => "invalid",
             Self::NotFound => "not-found",
             Self::Exists => "exists",
+            Self::Ended => "ended",
             Self::InUse => "in-use",
             Self::OutOfSpace => "out-of-space",
             Self::NodeNotRunning => "node-not-running",
+            Self::TooManyDisks => "too-many-disks",
             Self::Unavailable => "unavailable",
             Self::ReadOnly => "read-only",
             Self::Internal => "internal",
@@ -66,9 +73,11 @@ impl ProblemCode {
             Self::Invalid => "The request is not valid",
             Self::NotFound => "The object is not there",
             Self::Exists => "The id is taken by something else",
+            Self::Ended => "The attachment of this id is over",
             Self::InUse => "The object is in use",
             Self::OutOfSpace => "No pool can take the volume",
             Self::NodeNotRunning => "The virtual machine is not running",
+            Self::TooManyDisks => "The virtual machine has no place for another disk",
             Self::Unavailable => "The infrastructure cannot be reached or is not done",
             Self::ReadOnly => "The storage is read-only",
             Self::Internal => "The server failed",
@@ -90,6 +99,8 @@ pub enum What {
     Pool,
     /// A volume.
     Volume,
+    /// A snapshot.
+    Snapshot,
     /// A node, that is a virtual machine.
     Node,
     /// An attachment.
@@ -108,6 +119,7 @@ impl fmt::Display for What {
         f.write_str(match self {
             Self::Pool => "pool",
             Self::Volume => "volume",
+            Self::Snapshot => "snapshot",
             Self::Node => "node",
             Self::Attachment => "attachment",
             Self::Hypervisor => "hypervisor",

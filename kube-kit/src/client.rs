@@ -1,14 +1,14 @@
 //! Connecting to a cluster.
 
+pub(crate) mod traffic;
+mod transport;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
-use tower::BoxError;
-use tower::util::MapErrLayer;
 
 use crate::health::Check;
 
@@ -78,27 +78,8 @@ pub async fn connect(
     let agent = http::HeaderValue::from_str(&agent)
         .map_err(|error| ConnectError::Client { cluster, reason: error.to_string() })?;
     config.headers.push((http::header::USER_AGENT, agent));
-    config.connect_timeout = Some(Duration::from_secs(5));
-    let server: std::sync::Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
-    let builder = ClientBuilder::try_from(config)
-        .map_err(|error| ConnectError::Client { cluster, reason: chain(&error) })?;
-    // What the transport says ("connection refused") doesn't say where.
-    let named = MapErrLayer::new(move |source: BoxError| -> BoxError {
-        if source.is::<kube::Error>() {
-            source
-        } else {
-            Box::new(NoAnswer { server: server.clone(), source })
-        }
-    });
-    Ok(builder.with_layer(&named).build())
-}
-
-/// A request that the API server at this address did not answer.
-#[derive(Debug, thiserror::Error)]
-#[error("{server}: {source}")]
-struct NoAnswer {
-    server: std::sync::Arc<str>,
-    source: BoxError,
+    transport::client(cluster, config)
+        .map_err(|error| ConnectError::Client { cluster, reason: chain(&*error) })
 }
 
 /// Waits until the API server answers, since it may only be starting; says on the way what is wrong.
@@ -130,7 +111,7 @@ pub async fn wait_until_reachable(
             () = stop.cancelled() => return false,
             () = tokio::time::sleep(delay) => {}
         }
-        delay = (delay * 2).min(Duration::from_secs(10));
+        delay = (delay * 2).min(Duration::from_secs(4));
     }
 }
 

@@ -17,9 +17,10 @@ pub async fn serve(
     address: SocketAddr,
     alive: Health,
     ready: Health,
-    registry: Registry,
+    mut registry: Registry,
     stop: CancellationToken,
 ) -> std::io::Result<()> {
+    crate::client::traffic::register(&mut registry);
     let registry = Arc::new(registry);
     let metrics = move || {
         let registry = registry.clone();

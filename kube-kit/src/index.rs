@@ -1,49 +1,53 @@
 //! Which objects belong to a key of another kind, kept from an informer's changes: a change of the one is
 //! a reason to look at the others.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 use crate::informer::Key;
 
-/// Members by group. An object is a member of one group at most.
+/// Members by group.
 #[derive(Debug, Default)]
 pub struct Index(RwLock<Groups>);
 
 #[derive(Debug, Default)]
 struct Groups {
-    members: HashMap<Key, BTreeSet<Key>>,
-    group_of: HashMap<Key, Key>,
+    /// In order. Most groups have one member.
+    members: HashMap<Key, Vec<Key>>,
+    groups_of: HashMap<Key, Box<[Key]>>,
 }
 
 impl Index {
-    /// Puts `member` into `group`, out of the one it was in; None only takes it out.
-    pub fn put(&self, member: &Key, group: Option<Key>) {
-        let mut groups = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let old = match &group {
-            Some(group) => groups.group_of.insert(member.clone(), group.clone()),
-            None => groups.group_of.remove(member),
-        };
-        if old == group {
-            return;
-        }
-        if let Some(old) = old
-            && let Some(members) = groups.members.get_mut(&old)
-        {
-            members.remove(member);
-            if members.is_empty() {
-                groups.members.remove(&old);
+    /// Puts `member` into `groups` (an `Option` will do for one or none), out of those it was in.
+    pub fn put(&self, member: &Key, groups: impl IntoIterator<Item = Key>) {
+        let mut new: Vec<Key> = groups.into_iter().collect();
+        new.sort_unstable();
+        new.dedup();
+        let mut index = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let old = index.groups_of.remove(member).unwrap_or_default();
+        for left in old.iter().filter(|group| !new.contains(group)) {
+            if let Some(members) = index.members.get_mut(left) {
+                members.retain(|one| one != member);
+                if members.is_empty() {
+                    index.members.remove(left);
+                }
             }
         }
-        if let Some(group) = group {
-            groups.members.entry(group).or_default().insert(member.clone());
+        for joined in new.iter().filter(|group| !old.contains(group)) {
+            let members = index.members.entry(joined.clone()).or_insert_with(|| Vec::with_capacity(1));
+            if let Err(at) = members.binary_search(member) {
+                members.insert(at, member.clone());
+            }
+        }
+        if !new.is_empty() {
+            index.groups_of.insert(member.clone(), new.into());
         }
     }
 
     /// The members of `group`, in order.
     pub fn members(&self, group: &Key) -> Vec<Key> {
-        let groups = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        groups.members.get(group).map(|members| members.iter().cloned().collect()).unwrap_or_default()
+        let index = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        index.members.get(group).cloned().unwrap_or_default()
     }
 }
 
@@ -58,6 +62,8 @@ mod tests {
         index.put(&x, Some(a.clone()));
         index.put(&x, Some(a.clone()));
         assert_eq!(index.members(&a), std::slice::from_ref(&x));
+        index.put(&x, [a.clone(), b.clone()]);
+        assert_eq!(index.members(&a), index.members(&b));
         index.put(&x, Some(b.clone()));
         assert!(index.members(&a).is_empty());
         assert_eq!(index.members(&b), std::slice::from_ref(&x));

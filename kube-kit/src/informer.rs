@@ -1,22 +1,22 @@
 //! A watched, trimmed copy of objects that many callers share: they read it, wait on it, or are told of
-//! changes. One watch serves all of them, so no call makes requests of its own to find something out.
+//! changes. One watch serves all of them, so no call makes requests of its own to find something out. Objects of which
+//! there are many are best watched as a type of [`lean`](crate::lean).
+
+mod watch;
 
 use std::collections::HashMap;
 use std::fmt::{Debug, Display};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
-use std::time::Duration;
 
-use futures::StreamExt;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
-use kube::runtime::watcher::{self, Event};
-use kube::runtime::{WatchStreamExt, watcher as watch};
-use kube::{Api, Resource, ResourceExt};
+use kube::runtime::watcher;
+use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::client::chain;
 use crate::health::Check;
 
 /// Namespace and name; the namespace is empty for objects of the cluster.
@@ -78,6 +78,8 @@ struct Shared<K> {
     objects: RwLock<HashMap<Key, Arc<K>>>,
     waiting: Mutex<HashMap<Key, Arc<Notify>>>,
     synced: tokio::sync::watch::Sender<bool>,
+    trouble: Mutex<Option<String>>,
+    ended: CancellationToken,
 }
 
 impl<K> Clone for Informer<K> {
@@ -97,11 +99,13 @@ pub struct Builder<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
-    api: Api<DeserializeGuard<K>>,
+    client: Client,
+    url: String,
     what: String,
     config: watcher::Config,
     trim: Trim<K>,
     handlers: Vec<Handler<K>>,
+    returns: Vec<Box<dyn Fn() + Send + Sync>>,
     informer: Informer<K>,
 }
 
@@ -110,18 +114,22 @@ where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
     /// Prepares an informer. `what` names the objects in logs and health.
-    pub fn builder(what: impl Into<String>, api: Api<DeserializeGuard<K>>) -> Builder<K> {
+    pub fn builder(what: impl Into<String>, api: Api<K>) -> Builder<K> {
         let shared = Shared {
             objects: RwLock::default(),
             waiting: Mutex::default(),
             synced: tokio::sync::watch::Sender::new(false),
+            trouble: Mutex::default(),
+            ended: CancellationToken::new(),
         };
         Builder {
-            api,
+            url: api.resource_url().to_owned(),
+            client: api.into_client(),
             what: what.into(),
             config: watcher::Config::default(),
             trim: Box::new(|_| {}),
             handlers: Vec::new(),
+            returns: Vec::new(),
             informer: Self { shared: Arc::new(shared) },
         }
     }
@@ -135,6 +143,8 @@ impl<K: Resource> Informer<K> {
             objects: RwLock::new(objects),
             waiting: Mutex::default(),
             synced: tokio::sync::watch::Sender::new(true),
+            trouble: Mutex::default(),
+            ended: CancellationToken::new(),
         };
         Self { shared: Arc::new(shared) }
     }
@@ -172,6 +182,17 @@ impl<K> Informer<K> {
         *self.shared.synced.borrow()
     }
 
+    /// Why what is known may be behind: the watch is down. None while it is up.
+    pub fn trouble(&self) -> Option<String> {
+        self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Gives what it was before.
+    fn set_trouble(&self, trouble: Option<String>) -> Option<String> {
+        let mut now = self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *now, trouble)
+    }
+
     /// Waits for the first list.
     pub async fn synced(&self) {
         // The sender lives as long as `self`, so waiting can't fail.
@@ -179,7 +200,7 @@ impl<K> Informer<K> {
     }
 
     /// Waits until `check` answers about the object, looking again at each of its changes. None when the
-    /// deadline came first.
+    /// deadline came first, or the watch ended, as it does when the process is stopped.
     pub async fn wait_for<T>(
         &self,
         key: &Key,
@@ -197,6 +218,7 @@ impl<K> Informer<K> {
             }
             tokio::select! {
                 () = &mut changed => {}
+                () = self.shared.ended.cancelled() => return None,
                 () = tokio::time::sleep_until(deadline) => return None,
             }
         }
@@ -261,6 +283,13 @@ where
         self
     }
 
+    /// Is told when the watch is up, at first and after it was down, on the watch's own task: it must not block.
+    #[must_use]
+    pub fn on_return(mut self, told: impl Fn() + Send + Sync + 'static) -> Self {
+        self.returns.push(Box::new(told));
+        self
+    }
+
     /// The informer, which stays empty until [`Self::start`].
     pub fn informer(&self) -> Informer<K> {
         self.informer.clone()
@@ -269,86 +298,38 @@ where
     /// Starts watching. `check` passes while the watch is up.
     pub fn start(self, check: Check, stop: CancellationToken) -> Informer<K> {
         let informer = self.informer.clone();
+        let ended = informer.shared.ended.clone();
         tokio::spawn(async move {
             tokio::select! {
                 () = self.watch(check) => {}
                 () = stop.cancelled() => {}
             }
+            ended.cancel();
         });
         informer
     }
 
-    async fn watch(self, check: Check) {
-        check.fail(format!("the first list of {} was not read yet", self.what));
-        // Faster than the runtime's default: calls with deadlines wait behind this.
-        let backoff = backon::ExponentialBuilder::default()
-            .with_min_delay(Duration::from_millis(100))
-            .with_max_delay(Duration::from_secs(5))
-            .with_jitter()
-            .without_max_times();
-        let mut events = std::pin::pin!(
-            watch(self.api.clone(), self.config.clone()).backoff(watcher::ExponentialBackoff::from(backoff))
-        );
-        let mut listing: Option<HashMap<Key, Arc<K>>> = None;
-        let mut failing = false;
-        while let Some(event) = events.next().await {
-            match event {
-                Ok(event) => {
-                    if failing && listing.is_none() && !matches!(event, Event::Init) {
-                        tracing::info!("watching {} again", self.what);
-                        failing = false;
-                        check.pass();
-                    }
-                    match event {
-                        Event::Init => listing = Some(HashMap::new()),
-                        Event::InitApply(object) => {
-                            if let (Some(object), Some(list)) = (self.decode(object), listing.as_mut()) {
-                                list.insert(Key::of(&object), Arc::new(object));
-                            }
-                        }
-                        Event::InitDone => {
-                            self.replace(listing.take().unwrap_or_default());
-                            failing = false;
-                            check.pass();
-                        }
-                        Event::Apply(object) => {
-                            if let Some(object) = self.decode(object) {
-                                self.apply(Key::of(&object), Arc::new(object));
-                            }
-                        }
-                        Event::Delete(object) => self.remove(&Key::of(&object)),
-                    }
-                }
-                Err(error) => {
-                    let reason = format!("cannot watch {}: {}", self.what, chain(&error));
-                    if !failing {
-                        tracing::warn!("{reason}; trying again");
-                    }
-                    failing = true;
-                    check.fail(reason);
-                }
-            }
-        }
-    }
-
     /// The object without what nobody reads. One that can't be decoded is reported and left out, so that
     /// it doesn't stop the others; what was known of it before is kept.
-    fn decode(&self, object: DeserializeGuard<K>) -> Option<K> {
-        let name = Key::of(&object);
+    fn decode(&self, object: DeserializeGuard<K>) -> Result<Arc<K>, Key> {
         match object.0 {
             Ok(mut object) => {
                 object.meta_mut().managed_fields = None;
                 (self.trim)(&mut object);
-                Some(object)
+                Ok(Arc::new(object))
             }
             Err(invalid) => {
+                let ObjectMeta { name, namespace, .. } = invalid.metadata;
+                let name = Key::new(namespace.unwrap_or_default(), name.unwrap_or_default());
                 tracing::error!(object = %name, error = invalid.error, "malformed object among {}: left out", self.what);
-                None
+                Err(name)
             }
         }
     }
 
-    fn apply(&self, key: Key, object: Arc<K>) {
+    fn take(&self, object: DeserializeGuard<K>) {
+        let Ok(object) = self.decode(object) else { return };
+        let key = Key::of(&*object);
         let old = self.objects_mut().insert(key.clone(), object.clone());
         self.tell(&Change { key: &key, old: old.as_ref(), new: Some(&object) });
     }
@@ -361,15 +342,20 @@ where
     }
 
     /// Takes a fresh list: what it lacks is gone, what it has is new or changed.
-    fn replace(&self, list: HashMap<Key, Arc<K>>) {
-        let before = std::mem::replace(&mut *self.objects_mut(), list.clone());
-        for (key, old) in before.iter().filter(|(key, _)| !list.contains_key(*key)) {
-            self.tell(&Change { key, old: Some(old), new: None });
+    fn replace(&self, fresh: HashMap<Key, Arc<K>>) {
+        let before = std::mem::replace(&mut *self.objects_mut(), fresh);
+        // Nobody else changes the copy, so it stays as it is while all that is told.
+        for (key, old) in &before {
+            if self.informer.get(key).is_none() {
+                self.tell(&Change { key, old: Some(old), new: None });
+            }
         }
-        for (key, new) in &list {
-            let old = before.get(key);
-            if old.is_none_or(|old| old.resource_version() != new.resource_version()) {
-                self.tell(&Change { key, old, new: Some(new) });
+        for new in self.informer.list() {
+            let key = Key::of(&*new);
+            let old = before.get(&key);
+            // Not by the version alone: a server that went back in time gives one that was seen to another state.
+            if old.is_none_or(|old| old.meta() != new.meta()) {
+                self.tell(&Change { key: &key, old, new: Some(&new) });
             }
         }
         self.informer.shared.synced.send_replace(true);

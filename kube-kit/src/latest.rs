@@ -79,8 +79,23 @@ impl<K: Resource> Latest<K> {
     }
 }
 
+/// Waits until an informer shows what the API server has by a key, or what came after it. False when the deadline came
+/// first.
+pub async fn catch_up<K: Resource>(
+    informer: &Informer<K>,
+    key: &Key,
+    live: Option<&K>,
+    deadline: tokio::time::Instant,
+) -> bool {
+    let shows = |seen: Option<&Arc<K>>| match live {
+        Some(live) => seen.is_some_and(|seen| !is_newer(live, Some(&**seen))),
+        None => seen.is_none(),
+    };
+    informer.wait_for(key, deadline, |seen| shows(seen).then_some(())).await.is_some()
+}
+
 /// Whether `written` is newer than `seen`. Resource versions are numbers that can be compared (KEP-5504).
-fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
+pub(crate) fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
     let number = |object: &K| object.resource_version().and_then(|version| version.parse::<u64>().ok());
     match (number(written), seen) {
         (_, None) => true,

@@ -1,14 +1,19 @@
 //! What every Nestor controller needs around kube: a client, informers with waits, keyed work queues,
-//! events, telemetry, health, and a `main` that ends well. Nothing here knows storage.
+//! leader election, events, telemetry, health, and a `main` that ends well. Nothing here knows storage.
 
 pub mod client;
+pub mod duration;
 pub mod events;
+mod fail_points;
 pub mod health;
 pub mod http;
 pub mod index;
 pub mod informer;
 pub mod latest;
+pub mod lean;
+pub mod lease;
 pub mod process;
+pub mod quantity;
 pub mod queue;
 pub mod telemetry;
 pub mod versions;

@@ -5,17 +5,33 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::fmt::{Debug, Display};
 use std::future::Future;
 use std::hash::Hash;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use futures::StreamExt;
 use futures::stream::FuturesUnordered;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tokio_util::time::DelayQueue;
+use tokio_util::time::{DelayQueue, delay_queue};
 
-/// Where keys are pushed from anywhere.
+/// Where keys are pushed from anywhere. While nobody works them off they are dropped: who begins to, pushes all keys
+/// that there are.
 #[derive(Debug)]
-pub struct Queue<K>(mpsc::UnboundedSender<K>);
+pub struct Queue<K>(Arc<Mutex<Option<mpsc::UnboundedSender<Pushed<K>>>>>);
+
+impl<K> Default for Queue<K> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
+
+#[derive(Debug)]
+enum Pushed<K> {
+    Key(K),
+    /// Whatever failed may be tried again.
+    Hurry,
+}
 
 impl<K> Clone for Queue<K> {
     fn clone(&self) -> Self {
@@ -23,14 +39,18 @@ impl<K> Clone for Queue<K> {
     }
 }
 
+/// Over how long the keys are spread that are tried again at once.
+const HURRY: Duration = Duration::from_secs(1);
+
 /// The other end of a [`Queue`], which works the keys off.
 #[derive(Debug)]
-pub struct Worker<K>(mpsc::UnboundedReceiver<K>);
+pub struct Worker<K>(mpsc::UnboundedReceiver<Pushed<K>>);
 
-/// A new queue.
+/// A new queue, and who works it off.
 pub fn queue<K>() -> (Queue<K>, Worker<K>) {
-    let (sender, receiver) = mpsc::unbounded_channel();
-    (Queue(sender), Worker(receiver))
+    let queue = Queue::default();
+    let worker = queue.worker();
+    (queue, worker)
 }
 
 /// When to look at a key again.
@@ -68,8 +88,27 @@ impl Retry {
 impl<K> Queue<K> {
     /// Asks for a look at `key`.
     pub fn push(&self, key: K) {
-        // Nobody works keys off any more only when the process stops.
-        let _ = self.0.send(key);
+        self.send(Pushed::Key(key));
+    }
+
+    /// Asks for a look at every key that waits to be tried again, within [`HURRY`]: what made them fail, such as a
+    /// link that was down, is over.
+    pub fn hurry(&self) {
+        self.send(Pushed::Hurry);
+    }
+
+    /// Works off what is pushed from now on, in the place of an earlier worker.
+    pub fn worker(&self) -> Worker<K> {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
+        Worker(receiver)
+    }
+
+    fn send(&self, pushed: Pushed<K>) {
+        if let Some(sender) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            // The worker may be gone, and what is pushed with it.
+            let _ = sender.send(pushed);
+        }
     }
 }
 
@@ -90,28 +129,35 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         let mut later = DelayQueue::new();
         let mut delayed = HashMap::new();
         let mut running = FuturesUnordered::new();
+        let mut hurried = None;
         loop {
             // All that is pushed by now merges before the next key is begun.
-            while let Ok(key) = self.0.try_recv() {
-                state.push(key);
+            while let Ok(pushed) = self.0.try_recv() {
+                match pushed {
+                    Pushed::Key(key) => state.push(key),
+                    Pushed::Hurry => hurried = Some(hurry(&state, &delayed, &mut later)),
+                }
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
                 if let Some(timer) = delayed.remove(&key) {
                     later.remove(&timer);
                 }
-                let outcome = work(key.clone());
-                running.push(async move { (key, outcome.await) });
+                let (begun, outcome) = (Instant::now(), work(key.clone()));
+                running.push(async move { (key, begun, outcome.await) });
             }
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some(key) = self.0.recv() => state.push(key),
+                Some(pushed) = self.0.recv() => match pushed {
+                    Pushed::Key(key) => state.push(key),
+                    Pushed::Hurry => hurried = Some(hurry(&state, &delayed, &mut later)),
+                },
                 Some(expired) = later.next() => {
                     let key: K = expired.into_inner();
                     delayed.remove(&key);
                     state.push(key);
                 }
-                Some((key, outcome)) = running.next() => {
+                Some((key, begun, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
                             state.failures.remove(&key);
@@ -122,7 +168,8 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                         }
                         Err(error) => {
                             let failures = state.failures.entry(key.clone()).or_insert(0);
-                            *failures += 1;
+                            // What failed before the cause was over says nothing about now.
+                            *failures = if hurried.is_some_and(|at| begun <= at) { 1 } else { *failures + 1 };
                             let delay = retry.delay(*failures);
                             tracing::warn!(%key, failures, "{error}; trying again in {delay:.1?}");
                             Some(delay)
@@ -139,6 +186,22 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         }
         while running.next().await.is_some() {}
     }
+}
+
+/// Brings the time forward at which failed keys are tried again; gives the time it is now.
+fn hurry<K: Eq + Hash>(
+    state: &State<K>,
+    delayed: &HashMap<K, delay_queue::Key>,
+    later: &mut DelayQueue<K>,
+) -> Instant {
+    let now = Instant::now();
+    for (_, timer) in delayed.iter().filter(|(key, _)| state.failures.contains_key(*key)) {
+        let soon = now + HURRY.mul_f64(fastrand::f64());
+        if later.deadline(timer) > soon {
+            later.reset_at(timer, soon);
+        }
+    }
+    now
 }
 
 /// Which keys wait, which are worked on, and which of those must be looked at once more.
@@ -188,7 +251,6 @@ impl<K: Clone + Eq + Hash> State<K> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
@@ -219,6 +281,33 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn what_failed_often_is_tried_again_at_once_when_the_cause_is_over() {
+        let (queue, worker) = queue::<&'static str>();
+        let stop = CancellationToken::new();
+        let tries = Arc::new(AtomicU32::new(0));
+        queue.push("key");
+        let retry = Retry { first: Duration::from_millis(500), longest: Duration::from_secs(600) };
+        let (trying, done) = (tries.clone(), stop.clone());
+        let work = tokio::spawn(worker.run(4, retry, stop, move |_| {
+            let (tries, done) = (trying.fetch_add(1, Ordering::SeqCst) + 1, done.clone());
+            async move {
+                if tries <= 10 {
+                    return Err("the link is down");
+                }
+                done.cancel();
+                Ok(Next::Wait)
+            }
+        }));
+        while tries.load(Ordering::SeqCst) < 10 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let begun = Instant::now();
+        queue.hurry();
+        work.await.unwrap();
+        assert!(begun.elapsed() <= HURRY, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn one_key_is_never_worked_on_twice_at_once() {
         let (queue, worker) = queue::<u32>();
         let stop = CancellationToken::new();
@@ -242,6 +331,30 @@ mod tests {
                 }
             })
             .await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_gets_what_is_pushed_while_it_is_the_last() {
+        let queue = Queue::default();
+        queue.push(1);
+        let first = queue.worker();
+        queue.push(2);
+        drop(first);
+        queue.push(3);
+        let second = queue.worker();
+        queue.push(4);
+        let (stop, seen) = (CancellationToken::new(), Mutex::default());
+        let work = |key| {
+            let seen: &Mutex<Vec<i32>> = &seen;
+            let stop = stop.clone();
+            async move {
+                seen.lock().unwrap().push(key);
+                stop.cancel();
+                Ok::<_, String>(Next::Wait)
+            }
+        };
+        second.run(1, Retry::default(), stop.clone(), work).await;
+        assert_eq!(*seen.lock().unwrap(), [4]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Finds out in which version a cluster serves an API that others install.
+//! Finds out what a cluster serves of the APIs that others install.
 
 use std::time::Duration;
 
@@ -54,5 +54,40 @@ pub async fn served<V>(
             () = tokio::time::sleep(delay) => {}
         }
         delay = (delay * 2).min(Duration::from_secs(10));
+    }
+}
+
+/// Whether the cluster serves `resource`, in the plural, of `group_version` now, asked until it answers. None when
+/// `stop` came first.
+pub async fn serves(
+    client: &Client,
+    group_version: &str,
+    resource: &str,
+    check: &Check,
+    stop: &CancellationToken,
+) -> Option<bool> {
+    let mut delay = Duration::from_millis(200);
+    loop {
+        let answer = tokio::select! {
+            () = stop.cancelled() => return None,
+            answer = client.list_api_group_resources(group_version) => answer,
+        };
+        let served = match answer {
+            Ok(list) => list.resources.iter().any(|one| one.name == resource),
+            Err(kube::Error::Api(status)) if status.code == 404 => false,
+            Err(error) => {
+                let reason = format!("cannot ask the cluster for {group_version}: {}", chain(&error));
+                tracing::warn!("{reason}; trying again in {delay:?}");
+                check.fail(reason);
+                tokio::select! {
+                    () = stop.cancelled() => return None,
+                    () = tokio::time::sleep(delay) => {}
+                }
+                delay = (delay * 2).min(Duration::from_secs(10));
+                continue;
+            }
+        };
+        check.pass();
+        return Some(served);
     }
 }

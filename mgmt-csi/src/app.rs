@@ -11,19 +11,25 @@ use csi::metrics::CallMetrics;
 use csi::proto::controller_server::ControllerServer;
 use csi::proto::identity_server::IdentityServer;
 use csi::proto::plugin_capability::service::Type as Service;
+use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::server::{self, Endpoint};
-use infra_api::{Client as InfraClient, ClientOptions};
 use kube_kit::client::{connect, wait_until_reachable};
 use kube_kit::health::Health;
 use kube_kit::http;
+use kube_kit::lease::LeaseArgs;
 use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 
 use crate::attach::Attach;
+use crate::attach::fence::Fence;
+use crate::capacity::Capacity;
+use crate::claims::Keeper;
+use crate::cluster::Cluster;
 use crate::controller::Controller;
-use crate::infra::{Rest, StorageInfra, monitor};
+use crate::infra::{InfraArgs, StorageInfra, follow, monitor};
+use crate::repair;
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
@@ -34,44 +40,55 @@ pub struct Args {
     /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// The storage infra, as in https://infra.example:8443.
-    #[arg(long, env = "NESTOR_INFRA_URL", value_name = "URL")]
-    infra_url: String,
-    /// Certificate authority of the storage infra, PEM.
-    #[arg(long, env = "NESTOR_INFRA_CA", value_name = "FILE")]
-    infra_ca: PathBuf,
-    /// Client certificate for the storage infra, PEM.
-    #[arg(long, env = "NESTOR_INFRA_CERT", value_name = "FILE")]
-    infra_cert: PathBuf,
-    /// Key of the client certificate, PEM.
-    #[arg(long, env = "NESTOR_INFRA_KEY", value_name = "FILE")]
-    infra_key: PathBuf,
-    /// How many VolumeAttachments are worked on at once.
+    #[command(flatten)]
+    infra: InfraArgs,
+    /// How many requests about VolumeAttachments are made to the management API at once. What waits for the infra is
+    /// bounded for each machine instead.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
     parallel_attachments: u16,
+    /// What to do about a machine whose node the guest says is out of service, and that keeps a disk which is to leave.
+    #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
+    fence: Fence,
+    #[command(flatten)]
+    repair: repair::Options,
+    /// Publish what new volumes can have, as CSIStorageCapacity objects in this namespace. Without it, nothing is
+    /// published.
+    #[arg(long, value_name = "NAMESPACE")]
+    capacity_namespace: Option<String>,
     /// Serve /healthz, /readyz and /metrics here.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
+    #[command(flatten, next_help_heading = "Leader election")]
+    lease: LeaseArgs,
 }
 
 /// Runs the driver until `stop`, or until a part of it fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
-    let options =
-        ClientOptions::from_files(&args.infra_url, &args.infra_ca, &args.infra_cert, &args.infra_key)?;
-    let infra: Arc<dyn StorageInfra> = Arc::new(Rest::new(InfraClient::new(&options)?));
+    let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
     let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
 
-    let mut registry = Registry::with_prefix("mgmt_csi");
+    let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
-    let attach = Attach::new(&mut registry, args.parallel_attachments.into());
+    let attach = Attach::new(&mut registry, args.parallel_attachments.into(), args.fence, args.repair);
+    let election = args.lease.election("mgmt-csi", &client, args.kubeconfig.as_deref(), &mut registry);
+    let election = election.map_err(anyhow::Error::msg)?;
+    let cluster = Cluster::new(&client);
+    let claims = Keeper::new(&mut registry, &cluster);
+    let capacity = Capacity::default();
+    let copies = (cluster.claims(), cluster.volumes());
+    let cluster = claims.watch(attach.watch(cluster));
     let (alive, ready) = (Health::default(), Health::default());
+    // Stands until every other check is there: between two of them, all that there are may pass.
+    let wired = ready.check("mgmt-csi", "not started yet");
     let reachable = ready.check("management cluster", "not asked yet");
     let infra_answers = ready.check("storage infra", "not asked yet");
 
     // The driver can take calls at once, whatever else is down: they say what is wrong themselves.
-    let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone()).with_service(Service::ControllerService);
-    let routes = Routes::new(IdentityServer::new(identity))
-        .add_service(ControllerServer::new(Controller::new(infra.clone())));
+    let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
+        .with_service(Service::ControllerService)
+        .with_expansion(Expansion::Online);
+    let controller = Controller::new(infra.clone(), client.clone(), copies.0.clone());
+    let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();
     let csi = async {
@@ -85,13 +102,47 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("cannot serve health and metrics on {address}"))
     };
-    let attachments = async {
-        if wait_until_reachable(&client, "management", &reachable, &stop).await {
-            attach.run(client.clone(), infra.clone(), &infra_back, &ready, stop.clone()).await;
+    let (to_claims, to_capacity, to_orders) = (claims.news(), capacity.news(), attach.news());
+    let work = async {
+        if !wait_until_reachable(&client, "management", &reachable, &stop).await {
+            return;
         }
+        cluster.start(&ready, &stop);
+        let attachments = attach.start(client.clone(), copies, infra.clone(), &ready, stop.clone());
+        let capacity = args
+            .capacity_namespace
+            .as_deref()
+            .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
+        let leading = async {
+            let Some(attachments) = attachments.await else { return };
+            // What writes by itself, in one replica at a time.
+            let term = || async {
+                let publish = async {
+                    if let Some(capacity) = &capacity {
+                        capacity.run().await;
+                    }
+                };
+                let keep = claims.keep(client.clone(), infra.clone(), stop.clone());
+                tokio::join!(attachments.run(&infra_back), keep, publish);
+            };
+            election.lead(&ready, &stop, term).await;
+        };
+        let reading = claims.read(infra.clone(), stop.clone());
+        let news = follow(
+            infra.clone(),
+            |news| {
+                to_claims(news);
+                to_orders(news);
+                to_capacity(news);
+            },
+            stop.clone(),
+        );
+        // Comes to its turn once each of the others has begun.
+        let begun = async { wired.pass() };
+        tokio::join!(biased; leading, reading, news, begun);
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
-    let (csi, http, (), ()) = tokio::join!(csi, http, attachments, watch_infra);
+    let (csi, http, (), ()) = tokio::join!(csi, http, work, watch_infra);
     csi.and(http)
 }
 

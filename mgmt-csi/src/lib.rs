@@ -3,5 +3,9 @@
 
 pub mod app;
 pub mod attach;
+pub mod capacity;
+pub mod claims;
+pub mod cluster;
 pub mod controller;
 pub mod infra;
+pub mod repair;

@@ -1,21 +1,65 @@
-//! `mgmt-csi`.
+//! `mgmt-csi`, and `mgmt-csi orphans`.
 
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Args, Command, FromArgMatches};
 use kube_kit::process;
 use kube_kit::telemetry::LogArgs;
+use mgmt_csi::{app, repair::orphans};
 
-#[derive(Debug, Parser)]
-#[command(name = "mgmt-csi", version, about = "Nestor's CSI driver for the management cluster")]
-struct Cli {
-    #[command(flatten)]
-    args: mgmt_csi::app::Args,
-    #[command(flatten, next_help_heading = "Logs")]
-    logs: LogArgs,
+/// The flags of the driver stand beside the subcommand, which needs none of them.
+fn command() -> Command {
+    let about =
+        "Lists what nothing uses in the management cluster and the storage infra, and removes it on request";
+    let orphans = orphans::Args::augment_args(Command::new("orphans").about(about));
+    let driver = Command::new("mgmt-csi")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Nestor's CSI driver for the management cluster")
+        .subcommand_negates_reqs(true)
+        .subcommand(orphans);
+    let driver = app::Args::augment_args(driver);
+    LogArgs::augment_args(driver.next_help_heading("Logs"))
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
-    process::run(&cli.logs, 2, |stop| mgmt_csi::app::run(cli.args, stop))
+    let matches = command().get_matches();
+    let asked = match matches.subcommand() {
+        Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Asked::Orphans),
+        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Asked::Driver),
+    };
+    let logs = LogArgs::from_arg_matches(matches.subcommand().map_or(&matches, |(_, matches)| matches));
+    let (asked, logs) = match (asked, logs) {
+        (Ok(asked), Ok(logs)) => (asked, logs),
+        (Err(error), _) | (_, Err(error)) => error.format(&mut command()).exit(),
+    };
+    match asked {
+        Asked::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
+        Asked::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
+    }
+}
+
+/// What is to be done.
+enum Asked {
+    Driver(Box<app::Args>),
+    Orphans(orphans::Args),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_driver_needs_its_flags_and_the_subcommand_only_its_own() {
+        command().debug_assert();
+        let infra = ["--infra-url=https://i", "--infra-ca=a", "--infra-cert=b", "--infra-key=c"];
+        let read = |words: &[&str]| command().try_get_matches_from([&["mgmt-csi"], words].concat());
+        assert!(read(&infra).is_err(), "the driver needs a socket");
+        assert!(read(&[&["--endpoint=unix:///x"], &infra[..]].concat()).is_ok());
+        let orphans = |words: &[&str]| read(&[&["orphans"], &infra[..], words].concat());
+        assert!(orphans(&[]).is_ok());
+        assert!(orphans(&["--remove"]).is_err(), "what is removed has an age");
+        let matches = orphans(&["--remove", "--older-than=30d", "--dry-run=false"]).unwrap();
+        let (_, matches) = matches.subcommand().unwrap();
+        assert!(orphans::Args::from_arg_matches(matches).is_ok());
+    }
 }

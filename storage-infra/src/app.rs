@@ -21,6 +21,7 @@ use crate::engine::file::private_dir;
 use crate::hypervisor::Hypervisor;
 use crate::hypervisor::libvirt::Libvirt;
 use crate::hypervisor::loop_device::LoopDevices;
+use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
 use crate::service::Service;
 
@@ -28,6 +29,9 @@ use crate::service::Service;
 const GRACE: Duration = Duration::from_secs(10);
 /// How long a server that is just ending may hold the catalog.
 const HANDOVER: Duration = Duration::from_secs(5);
+/// How many requests one client may have under way over one connection: each volume and each machine may have one that
+/// waits for long.
+const STREAMS: u32 = 4096;
 /// How often the certificate files are looked at.
 const RELOAD: Duration = Duration::from_secs(30);
 
@@ -47,6 +51,8 @@ pub enum HypervisorTarget {
     Libvirt(String),
     /// The root directory for links to loop devices.
     Loop(PathBuf),
+    /// Machines that are only told of: where they are noted, and how long a plug or an unplug takes.
+    Simulated(PathBuf, Duration),
 }
 
 /// What `serve` needs.
@@ -74,7 +80,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot make the data directory {}", options.data_dir.display()))?;
     let catalog = Catalog::open(&options.data_dir, HANDOVER)?;
-    let service = Service::new(catalog, hypervisors(&options)?, Metrics::default());
+    let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
     // Before health is served: who is told that the server is well must be able to connect.
@@ -96,11 +102,20 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(address = %listener.local_addr()?, "serving the API");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());
-    let server = axum_server::from_tcp_rustls(listener, tls.clone())?.handle(handle.clone());
+    let mut server = axum_server::from_tcp_rustls(listener, tls.clone())?.handle(handle.clone());
+    server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let repairing = tokio::spawn({
         let (service, stop) = (service.clone(), stop.clone());
         async move { service.keep_repaired(stop).await }
+    });
+    let releasing = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_released(stop).await }
+    });
+    let watching = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_watched(stop).await }
     });
     let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
 
@@ -110,10 +125,11 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     };
     tracing::info!("stopping");
     stop.cancel();
+    service.stop_copies();
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        let _ = tokio::join!(repairing, reloading);
+        let _ = tokio::join!(repairing, releasing, watching, reloading);
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {
@@ -128,12 +144,14 @@ async fn told_to_stop() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn hypervisors(options: &Options) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
+/// The hypervisors that flags name.
+pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
     let mut all: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
-    for flag in &options.hypervisors {
+    for flag in flags {
         let hypervisor: Arc<dyn Hypervisor> = match &flag.target {
             HypervisorTarget::Libvirt(uri) => Arc::new(Libvirt::new(uri)),
             HypervisorTarget::Loop(root) => Arc::new(LoopDevices::new(root)),
+            HypervisorTarget::Simulated(root, delay) => Arc::new(Simulated::new(root, *delay)),
         };
         if all.insert(flag.name.clone(), hypervisor).is_some() {
             anyhow::bail!("two hypervisors are named {}", flag.name);

@@ -8,6 +8,7 @@
 //! | [`placement`] | where a volume goes (pure) |
 //! | [`engine`] | how a pool keeps bytes |
 //! | [`hypervisor`] | how a disk gets into a virtual machine |
+//! | [`recover`] | how a lost catalog is made again |
 //! | [`cli`] | the command line: `serve`, `pki`, and the client's verbs |
 
 pub mod api;
@@ -18,4 +19,6 @@ pub mod engine;
 pub mod hypervisor;
 pub mod metrics;
 pub mod placement;
+mod points;
+pub mod recover;
 pub mod service;

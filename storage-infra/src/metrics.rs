@@ -48,6 +48,7 @@ struct Inner {
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
     repairs: Counter,
+    fences: Counter,
     hypervisors: Family<HypervisorLabels, Gauge>,
     capacity: PoolGauge,
     reserved: PoolGauge,
@@ -55,6 +56,7 @@ struct Inner {
     free: PoolGauge,
     healthy: PoolGauge,
     unknown_files: PoolGauge,
+    abnormal: PoolGauge,
     known: Mutex<Vec<PoolName>>,
 }
 
@@ -69,6 +71,12 @@ impl Default for Metrics {
         registry.register_with_unit("request_duration", help, Unit::Seconds, latency.clone());
         let repairs = Counter::default();
         registry.register("repairs", "Disks plugged again after a machine lost them", repairs.clone());
+        let fences = Counter::default();
+        registry.register(
+            "fences",
+            "Machines switched off to get disks back from them, since they were said to be lost",
+            fences.clone(),
+        );
         let hypervisors = Family::default();
         registry.register("hypervisor_reachable", "1 where the hypervisor answers", hypervisors.clone());
         let mut pool = |name: &str, help: &str, unit: Option<Unit>| {
@@ -80,18 +88,24 @@ impl Default for Metrics {
             gauge
         };
         let capacity = pool("pool_capacity", "Size of the pool's filesystem", Some(Unit::Bytes));
-        let reserved =
-            pool("pool_reserved", "Sum of the capacities of the pool's volumes", Some(Unit::Bytes));
+        let reserved = pool(
+            "pool_reserved",
+            "Sum of the capacities of the pool's volumes, and of what its snapshots can keep",
+            Some(Unit::Bytes),
+        );
         let used = pool("pool_used", "What the pool's filesystem has in use", Some(Unit::Bytes));
         let free = pool("pool_free", "What a new volume can have", Some(Unit::Bytes));
         let healthy = pool("pool_healthy", "1 where the pool is there and ours", None);
-        let unknown_files = pool("pool_unknown_files", "Files that no volume owns; never removed", None);
+        let unknown_files =
+            pool("pool_unknown_files", "Files that no volume or snapshot owns; never removed", None);
+        let abnormal = pool("volumes_abnormal", "The pool's volumes whose bytes cannot be reached", None);
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
             requests,
             latency,
             repairs,
+            fences,
             hypervisors,
             capacity,
             reserved,
@@ -99,6 +113,7 @@ impl Default for Metrics {
             free,
             healthy,
             unknown_files,
+            abnormal,
             known,
         }))
     }
@@ -116,6 +131,11 @@ impl Metrics {
     /// Counts one repaired attachment.
     pub fn repaired(&self) {
         self.0.repairs.inc();
+    }
+
+    /// Counts one machine that was switched off.
+    pub fn fenced(&self) {
+        self.0.fences.inc();
     }
 
     /// Notes whether a hypervisor answers.
@@ -148,11 +168,19 @@ impl Metrics {
                 &inner.free,
                 &inner.healthy,
                 &inner.unknown_files,
+                &inner.abnormal,
             ] {
                 family.remove(&label(gone));
             }
         }
         *known = now;
+    }
+
+    /// Notes whether a pool is well, and how many of its volumes are not.
+    pub fn set_abnormal(&self, pool: &PoolName, healthy: bool, volumes: usize) {
+        let labels = PoolLabels { pool: pool.to_string() };
+        self.0.healthy.get_or_create(&labels).set(i64::from(healthy));
+        self.0.abnormal.get_or_create(&labels).set(i64::try_from(volumes).unwrap_or(i64::MAX));
     }
 
     /// All metrics as text.

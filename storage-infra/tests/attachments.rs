@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::time::Duration;
 
-use infra_api::{AttachmentState, ClientError, ProblemCode, VolumeSize, What};
+use infra_api::{AttachmentState, ProblemCode, VolumeSize, VolumeSpec, What};
 use support::*;
 use uuid::Uuid;
 
@@ -29,7 +29,7 @@ async fn a_disk_is_plugged_written_grown_live_and_unplugged() {
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let id = volume("data");
-    let made = server.client.put_volume(&id, &size(4 * MIB)).await.unwrap();
+    let made = server.client.put_volume(&id, &size(4 * MIB), SOON).await.unwrap();
     let name = attachment("ns.vm-data");
     let attached = server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     assert_eq!((attached.state, attached.disk_uuid), (AttachmentState::Attached, made.disk_uuid));
@@ -64,7 +64,7 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
     let nodes = [Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4()];
     let server = site.ready(&nodes).await;
     let id = volume("shared");
-    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     let names = [attachment("w0"), attachment("w1"), attachment("w2")];
     let specs = nodes.map(|node| writer(&id, node));
     let race = names.iter().zip(&specs).map(|(name, spec)| server.client.attach(name, spec, SOON));
@@ -89,6 +89,7 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
         ProblemCode::Exists
     );
     server.client.detach(&names[winner], SOON).await.unwrap();
+    let names = [attachment("w3"), attachment("w4"), attachment("w5")];
 
     for (index, node) in nodes.iter().take(2).enumerate() {
         let name = attachment(&format!("r{index}"));
@@ -108,12 +109,76 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
 }
 
 #[tokio::test]
+async fn many_write_only_to_what_was_made_for_it_and_among_the_like() {
+    let site = Site::new();
+    let nodes = [Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4()];
+    let server = site.ready(&nodes).await;
+    let (alone, id) = (volume("alone"), volume("shared"));
+    server.client.put_volume(&alone, &size(MIB), SOON).await.unwrap();
+    let refused = server.client.attach(&attachment("x"), &sharer(&alone, nodes[0]), SOON).await.unwrap_err();
+    assert!(refused.to_string().contains("is not shareable"), "{refused}");
+    assert_eq!(refused.code(), Some(ProblemCode::Invalid));
+
+    let shareable = VolumeSpec { shareable: true, ..size(MIB) };
+    let made = server.client.put_volume(&id, &shareable, SOON).await.unwrap();
+    assert!(made.shareable);
+    assert_eq!(code(server.client.put_volume(&id, &size(MIB), SOON).await), ProblemCode::Exists);
+    for (index, node) in nodes.iter().take(2).enumerate() {
+        let name = attachment(&format!("w{index}"));
+        server.client.attach(&name, &sharer(&id, *node), SOON).await.unwrap();
+    }
+    let links = [site.link(nodes[0], made.disk_uuid), site.link(nodes[1], made.disk_uuid)];
+    assert_eq!(site.devices().len(), 2);
+    for (index, link) in links.iter().enumerate() {
+        let disk = fs::File::options().write(true).open(link).unwrap();
+        disk.write_all_at(&[index as u8 + 1; 4096], index as u64 * 4096).unwrap();
+        disk.sync_all().unwrap();
+    }
+    assert_eq!((site.read(&id, 1, 0), site.read(&id, 1, 4096)), (vec![1], vec![2]));
+    for spec in [writer(&id, nodes[2]), reader(&id, nodes[2])] {
+        assert_eq!(code(server.client.attach(&attachment("x"), &spec, SOON).await), ProblemCode::InUse);
+    }
+    let mut looking = sharer(&id, nodes[2]);
+    looking.read_only = true;
+    server.client.attach(&attachment("w2"), &looking, SOON).await.unwrap();
+    for name in ["w0", "w1", "w2"] {
+        server.client.detach(&attachment(name), SOON).await.unwrap();
+    }
+    // A shareable volume may be one node's, too.
+    server.client.attach(&attachment("x"), &writer(&id, nodes[2]), SOON).await.unwrap();
+    assert_eq!(
+        code(server.client.attach(&attachment("w3"), &sharer(&id, nodes[0]), SOON).await),
+        ProblemCode::InUse
+    );
+    server.client.detach(&attachment("x"), SOON).await.unwrap();
+    assert_eq!(server.client.get_node(nodes[0]).await.unwrap().unwrap().max_disks, None);
+}
+
+#[tokio::test]
+async fn a_volume_grows_only_when_nobody_has_it_to_read_only() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
+    server.client.attach(&attachment("r"), &reader(&id, node), SOON).await.unwrap();
+    let to = VolumeSize { capacity_bytes: 2 * MIB, limit_bytes: None };
+    let error = server.client.grow_volume(&id, &to).await.unwrap_err();
+    let problem = error.problem().unwrap();
+    assert_eq!((problem.code, problem.nodes[0].uuid), (ProblemCode::InUse, node));
+    // Nothing was begun: the pool promises no more than before.
+    assert_eq!(server.client.list_pools().await.unwrap()[0].reserved_bytes, MIB);
+    server.client.detach(&attachment("r"), SOON).await.unwrap();
+    assert_eq!(server.client.grow_volume(&id, &to).await.unwrap().capacity_bytes, 2 * MIB);
+}
+
+#[tokio::test]
 async fn what_is_missing_is_named() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let id = volume("v");
-    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     let missing = async |spec| {
         let error = server.client.attach(&attachment("a"), &spec, SOON).await.unwrap_err();
         let problem = error.problem().unwrap().clone();
@@ -131,18 +196,18 @@ async fn a_server_killed_at_any_moment_finishes_its_work_after_the_next_start() 
     let site = Site::new();
     let node = Uuid::new_v4();
     let mut server = site.ready(&[node]).await;
-    let name = attachment("a");
     for round in 0..4_u64 {
+        let name = attachment(&format!("a{round}"));
         let id = volume(&format!("v{round}"));
         let moment = Duration::from_millis(round * 7);
         // Each kill hits another moment between the first byte of the request and its answer.
         let (client, volume) = (server.client.clone(), id.clone());
-        let create = tokio::spawn(async move { client.put_volume(&volume, &size(MIB)).await });
+        let create = tokio::spawn(async move { client.put_volume(&volume, &size(MIB), SOON).await });
         tokio::time::sleep(moment / 2).await;
         server.kill();
         let _ = create.await.unwrap();
         server = site.start();
-        let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+        let made = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
 
         let (client, spec, key) = (server.client.clone(), writer(&id, node), name.clone());
         let attach = tokio::spawn(async move { client.attach(&key, &spec, SOON).await });
@@ -175,7 +240,7 @@ async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let id = volume("v");
-    let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let made = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     let name = attachment("a");
     server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     server.kill();
@@ -197,17 +262,70 @@ async fn a_disk_in_use_is_not_said_to_be_gone() {
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let id = volume("v");
-    let made = server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    let made = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     let name = attachment("a");
     server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
-    let error = server.client.detach(&name, Duration::from_secs(2)).await.unwrap_err();
-    assert!(matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(), "{error}");
+    under_way(async || server.client.detach(&name, Duration::from_secs(2)).await).await;
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::InUse);
-    let waiting = server.client.get_attachment(&name).await.unwrap().unwrap();
-    assert_eq!(waiting.state, AttachmentState::Detaching);
+    until("it is detaching", async || {
+        let waiting = server.client.get_attachment(&name).await.unwrap().unwrap();
+        waiting.state == AttachmentState::Detaching
+    })
+    .await;
     assert_eq!(code(server.client.attach(&name, &writer(&id, node), SOON).await), ProblemCode::Unavailable);
     drop(held);
     server.client.detach(&name, SOON).await.unwrap();
+    assert!(site.devices().is_empty());
+}
+
+#[tokio::test]
+async fn an_id_is_used_once() {
+    let site = Site::new();
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
+    let name = attachment("a");
+    server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
+    server.client.detach(&name, SOON).await.unwrap();
+    assert_eq!(code(server.client.attach(&name, &writer(&id, node), SOON).await), ProblemCode::Ended);
+    // What was told to go before it came does not come any more, and no crash makes that forgotten.
+    server.client.detach(&attachment("b"), SOON).await.unwrap();
+    server.kill();
+    let server = site.start();
+    let late = server.client.attach(&attachment("b"), &writer(&id, node), SOON).await;
+    assert_eq!(code(late), ProblemCode::Ended);
+    assert!(site.devices().is_empty());
+    server.client.attach(&attachment("c"), &writer(&id, node), SOON).await.unwrap();
+    server.client.detach(&attachment("c"), SOON).await.unwrap();
+}
+
+#[tokio::test]
+async fn an_attachment_takes_over_the_disk_of_the_one_that_it_replaces_and_no_other() {
+    let site = Site::new();
+    let (node, other) = (Uuid::new_v4(), Uuid::new_v4());
+    let server = site.ready(&[node, other]).await;
+    let id = volume("v");
+    let made = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
+    let [first, second, third] = ["a", "b", "c"].map(attachment);
+    server.client.attach(&first, &writer(&id, node), SOON).await.unwrap();
+    assert_eq!(code(server.client.attach(&second, &writer(&id, node), SOON).await), ProblemCode::InUse);
+    let elsewhere = server.client.attach_instead(&second, &writer(&id, other), &first, SOON).await;
+    assert_eq!(code(elsewhere), ProblemCode::InUse);
+    let not_that = server.client.attach_instead(&second, &writer(&id, node), &third, SOON).await;
+    assert_eq!(code(not_that), ProblemCode::InUse);
+
+    // Whoever has the disk open in the machine notices nothing.
+    let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
+    let taken = server.client.attach_instead(&second, &writer(&id, node), &first, SOON).await.unwrap();
+    assert_eq!((taken.id.as_str(), taken.state), ("b", AttachmentState::Attached));
+    assert_eq!(site.devices().len(), 1);
+    // The earlier one is over, and so is what is done for it.
+    server.client.detach(&first, SOON).await.unwrap();
+    assert_eq!(code(server.client.attach(&first, &writer(&id, node), SOON).await), ProblemCode::Ended);
+    assert_eq!(server.client.list_attachments(None, None).await.unwrap(), [taken]);
+    drop(held);
+    server.client.detach(&second, SOON).await.unwrap();
     assert!(site.devices().is_empty());
 }

@@ -39,7 +39,7 @@ async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let mut events = server.client.events().await.unwrap();
-    server.client.put_volume(&volume("v"), &size(MIB)).await.unwrap();
+    server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
     let first = tokio::time::timeout(SOON, events.next()).await.unwrap().unwrap().unwrap();
     assert_eq!((first.kind, first.id.as_str(), first.change), (EventKind::Volume, "v", Change::Created));
     for path in ["/healthz", "/readyz"] {
@@ -108,7 +108,39 @@ async fn the_command_line_does_what_it_says_and_fails_in_one_line() {
     let node = uuid::Uuid::new_v4().to_string();
     let (status, _, err) = cli(&["node", "register", &node, "--name", "n", "--hypervisor", "none"]);
     assert!(status == 1 && err.contains("this server has: here"), "{err}");
-    for verb in [["volume", "delete", "v"], ["pool", "remove", "pool"]] {
+    assert_eq!(cli(&["pool", "uncordon", "pool"]).0, 0);
+    let (_, out, _) = cli(&["volume", "qos", "v", "--iops", "100", "--bytes-per-second", "2Mi"]);
+    assert!(out.contains("100/s,2MiB/s"), "{out}");
+    let (status, out, err) = cli(&["snapshot", "create", "s", "--volume", "v"]);
+    assert!(status == 0 && out.contains("ready"), "{out}{err}");
+    let (status, out, err) = cli(&[
+        "volume",
+        "create",
+        "w",
+        "--size",
+        "6Mi",
+        "--from-snapshot",
+        "s",
+        "--shareable",
+        "--iops",
+        "5",
+    ]);
+    assert!(status == 0 && out.contains("snapshot s") && out.contains("5/s"), "{out}{err}");
+    let (status, out, _) =
+        cli(&["volume", "create", "x", "--size", "5Mi", "--from-volume", "v", "-o", "json"]);
+    assert!(status == 0 && out.contains(r#""volume": "v""#), "{out}");
+    let (_, out, _) = cli(&["snapshot", "list", "--volume", "v"]);
+    assert!(out.starts_with("ID ") && out.lines().count() == 2, "{out}");
+    assert_eq!(cli(&["snapshot", "show", "s"]).0, 0);
+    let (_, out, _) = cli(&["volume", "show", "v"]);
+    assert!(out.lines().next().unwrap().ends_with("CONDITION") && out.trim_end().ends_with("ok"), "{out}");
+    for verb in [
+        ["snapshot", "delete", "s"],
+        ["volume", "delete", "w"],
+        ["volume", "delete", "x"],
+        ["volume", "delete", "v"],
+        ["pool", "remove", "pool"],
+    ] {
         assert_eq!(cli(&verb).0, 0, "{verb:?}");
     }
 }

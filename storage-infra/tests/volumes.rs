@@ -5,7 +5,9 @@ mod support;
 use std::collections::HashSet;
 use std::fs;
 
-use infra_api::{CapacityQuery, Placement, PoolName, ProblemCode, Rejection, VolumeSize, VolumeState};
+use infra_api::{
+    CapacityQuery, Placement, PoolName, ProblemCode, Qos, Rejection, VolumeSize, VolumeState, ZONE_LABEL,
+};
 use support::*;
 
 #[tokio::test]
@@ -13,11 +15,11 @@ async fn a_volume_is_made_once_grows_and_goes_with_its_bytes() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("pvc-1");
-    let made = server.client.put_volume(&id, &size(5 * MIB)).await.unwrap();
+    let made = server.client.put_volume(&id, &size(5 * MIB), SOON).await.unwrap();
     assert_eq!((made.capacity_bytes, made.state), (5 * MIB, VolumeState::Ready));
     assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), 5 * MIB);
-    assert_eq!(server.client.put_volume(&id, &size(5 * MIB)).await.unwrap(), made);
-    assert_eq!(code(server.client.put_volume(&id, &size(6 * MIB)).await), ProblemCode::Exists);
+    assert_eq!(server.client.put_volume(&id, &size(5 * MIB), SOON).await.unwrap(), made);
+    assert_eq!(code(server.client.put_volume(&id, &size(6 * MIB), SOON).await), ProblemCode::Exists);
 
     let to = |capacity_bytes| VolumeSize { capacity_bytes, limit_bytes: None };
     let grown = server.client.grow_volume(&id, &to(8 * MIB)).await.unwrap();
@@ -42,7 +44,7 @@ async fn ten_requests_for_one_volume_at_once_make_one_volume() {
     let server = site.ready(&[]).await;
     let id = volume("same");
     let spec = size(MIB);
-    let calls = (0..10).map(|_| server.client.put_volume(&id, &spec));
+    let calls = (0..10).map(|_| server.client.put_volume(&id, &spec, SOON));
     let answers = futures::future::join_all(calls).await;
     let disks: HashSet<_> = answers.into_iter().map(|answer| answer.unwrap().disk_uuid).collect();
     assert_eq!(disks.len(), 1);
@@ -56,7 +58,8 @@ async fn space_is_promised_once_even_to_requests_at_once() {
     // Others use this filesystem too, so the third is chosen such that two can never fit.
     let spec = size(free / 3 * 2);
     let ids = [volume("a"), volume("b"), volume("c")];
-    let answers = futures::future::join_all(ids.iter().map(|id| server.client.put_volume(id, &spec))).await;
+    let answers =
+        futures::future::join_all(ids.iter().map(|id| server.client.put_volume(id, &spec, SOON))).await;
     assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1, "{answers:?}");
     let refused = answers.into_iter().find_map(Result::err).unwrap();
     let problem = refused.problem().unwrap();
@@ -69,7 +72,7 @@ async fn a_list_comes_in_pages() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     for name in ["a", "b", "c", "d", "e"] {
-        server.client.put_volume(&volume(name), &size(MIB)).await.unwrap();
+        server.client.put_volume(&volume(name), &size(MIB), SOON).await.unwrap();
     }
     let mut seen = Vec::new();
     let mut after = None;
@@ -90,13 +93,13 @@ async fn a_pool_whose_directory_is_another_serves_nothing_and_loses_nothing() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("kept");
-    server.client.put_volume(&id, &size(MIB)).await.unwrap();
+    server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     // What an unmounted filesystem looks like: the directory is there, and empty.
     fs::rename(site.path("pool"), site.path("away")).unwrap();
     fs::create_dir(site.path("pool")).unwrap();
     let sick = server.client.get_pool(&pool()).await.unwrap().unwrap();
     assert!(!sick.healthy && sick.free_bytes == 0, "{sick:?}");
-    let refused = server.client.put_volume(&volume("new"), &size(MIB)).await.unwrap_err();
+    let refused = server.client.put_volume(&volume("new"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::Unavailable);
     assert_eq!(fs::read_dir(site.path("pool")).unwrap().count(), 0);
@@ -118,7 +121,7 @@ async fn files_that_no_volume_owns_are_reported_and_never_touched() {
     fs::write(site.path("pool/other.txt"), "precious").unwrap();
     let server = site.ready(&[]).await;
     assert_eq!(server.client.health().await.unwrap().unknown_files, 2);
-    assert_eq!(code(server.client.put_volume(&volume("taken"), &size(MIB)).await), ProblemCode::Exists);
+    assert_eq!(code(server.client.put_volume(&volume("taken"), &size(MIB), SOON).await), ProblemCode::Exists);
     server.client.delete_volume(&volume("taken")).await.unwrap();
     let (_, metrics) = server.ops("/metrics").await;
     assert!(metrics.contains("nestor_infra_pool_unknown_files{pool=\"pool\"} 2"), "{metrics}");
@@ -140,19 +143,19 @@ async fn placement_follows_labels_zones_groups_and_cordons() {
 
     let mut fast = size(MIB);
     fast.placement.pool_labels = spec.labels.clone();
-    assert_eq!(server.client.put_volume(&volume("fast"), &fast).await.unwrap().pool, second);
+    assert_eq!(server.client.put_volume(&volume("fast"), &fast, SOON).await.unwrap().pool, second);
     let mut group = size(MIB);
     group.placement = Placement { anti_affinity_id: Some("db".into()), ..Placement::default() };
-    let one = server.client.put_volume(&volume("db-1"), &group).await.unwrap();
-    let two = server.client.put_volume(&volume("db-2"), &group).await.unwrap();
+    let one = server.client.put_volume(&volume("db-1"), &group, SOON).await.unwrap();
+    let two = server.client.put_volume(&volume("db-2"), &group, SOON).await.unwrap();
     assert_ne!(one.pool, two.pool);
-    let refused = server.client.put_volume(&volume("db-3"), &group).await.unwrap_err();
+    let refused = server.client.put_volume(&volume("db-3"), &group, SOON).await.unwrap_err();
     assert!(refused.to_string().contains("2 holds a volume of the same anti-affinity group"), "{refused}");
 
     spec.cordoned = true;
     server.client.put_pool(&second, &spec).await.unwrap();
     fast.placement.pool = Some(second.clone());
-    let refused = server.client.put_volume(&volume("late"), &fast).await.unwrap_err();
+    let refused = server.client.put_volume(&volume("late"), &fast, SOON).await.unwrap_err();
     let reasons: Vec<_> = refused.problem().unwrap().rejections.iter().map(|one| one.reason).collect();
     assert_eq!(reasons, [Rejection::NotNamed, Rejection::Cordoned]);
     // The directory of one pool cannot become another's.
@@ -161,4 +164,71 @@ async fn placement_follows_labels_zones_groups_and_cordons() {
     let third = PoolName::new("third").unwrap();
     assert_eq!(code(server.client.put_pool(&third, &stolen).await), ProblemCode::InUse);
     assert_eq!(server.client.list_pools().await.unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn the_best_zone_that_can_take_a_volume_does_and_capacity_is_told_by_zone() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    for zone in ["z1", "z2"] {
+        fs::create_dir(site.path(zone)).unwrap();
+        let mut spec = site.pool_spec();
+        spec.path = text(&site.path(zone)).to_owned();
+        spec.labels.insert(ZONE_LABEL.into(), zone.into());
+        server.client.put_pool(&PoolName::new(zone).unwrap(), &spec).await.unwrap();
+    }
+    let mut everywhere = site.pool_spec();
+    everywhere.cordoned = true;
+    server.client.put_pool(&pool(), &everywhere).await.unwrap();
+    let zones = |names: &[&str]| {
+        let mut spec = size(MIB);
+        spec.placement.zones = names.iter().map(|name| (*name).to_owned()).collect();
+        spec
+    };
+    let best = server.client.put_volume(&volume("a"), &zones(&["z2", "z1"]), SOON).await.unwrap();
+    assert_eq!((best.pool.as_str(), best.zone.as_deref()), ("z2", Some("z2")));
+    let second = server.client.put_volume(&volume("b"), &zones(&["z3", "z1"]), SOON).await.unwrap();
+    assert_eq!(second.zone.as_deref(), Some("z1"));
+    let listed = server.client.list_volumes(None, None).await.unwrap().items;
+    assert_eq!(listed[0].zone.as_deref(), Some("z2"));
+    let refused = server.client.put_volume(&volume("c"), &zones(&["z3"]), SOON).await.unwrap_err();
+    let reasons: Vec<_> = refused.problem().unwrap().rejections.iter().map(|one| one.reason).collect();
+    assert_eq!(reasons, [Rejection::Cordoned, Rejection::Zone, Rejection::Zone]);
+
+    let room = async |zone: &str| {
+        let query = CapacityQuery { zone: Some(zone.into()), ..CapacityQuery::default() };
+        server.client.capacity(&query).await.unwrap().max_volume_bytes
+    };
+    assert!(room("z1").await > 0 && room("z3").await == 0);
+    everywhere.cordoned = false;
+    server.client.put_pool(&pool(), &everywhere).await.unwrap();
+    assert!(room("z3").await > 0, "a pool without a zone is reached from every zone");
+    assert_eq!(server.client.put_volume(&volume("c"), &zones(&["z3"]), SOON).await.unwrap().zone, None);
+}
+
+#[tokio::test]
+async fn limits_of_speed_are_kept_changed_and_taken_away() {
+    let site = Site::new();
+    let node = uuid::Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let id = volume("v");
+    let limits = |iops, bytes_per_second| Qos { iops, bytes_per_second };
+    let mut spec = size(MIB);
+    spec.qos = limits(Some(100), Some(0));
+    let made = server.client.put_volume(&id, &spec, SOON).await.unwrap();
+    assert_eq!(made.qos, limits(Some(100), None));
+    server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
+    let changed = server.client.put_qos(&id, &limits(Some(50), Some(MIB))).await.unwrap();
+    assert_eq!(changed.qos, limits(Some(50), Some(MIB)));
+    // What was asked for first stays what identifies the request.
+    assert_eq!(server.client.put_volume(&id, &spec, SOON).await.unwrap(), changed);
+    let none = Qos::default();
+    assert_eq!(server.client.put_qos(&id, &none).await.unwrap().qos, none);
+    assert_eq!(code(server.client.put_qos(&id, &limits(Some(u64::MAX), None)).await), ProblemCode::Invalid);
+    assert_eq!(code(server.client.put_qos(&volume("none"), &none).await), ProblemCode::NotFound);
+    server.client.put_qos(&id, &limits(Some(7), None)).await.unwrap();
+    server.client.detach(&attachment("a"), SOON).await.unwrap();
+    assert_eq!(server.stop(), Some(0));
+    let server = site.start();
+    assert_eq!(server.client.get_volume(&id).await.unwrap().unwrap().qos, limits(Some(7), None));
 }

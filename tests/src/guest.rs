@@ -4,10 +4,10 @@ use anyhow::{Context, Result};
 use crds::names;
 use k8s_openapi::api::core::v1::{Event, PersistentVolume, PersistentVolumeClaim};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttachment};
-use kube::api::{Api, DeleteParams, ListParams, PostParams};
-use serde_json::json;
+use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
 
-use crate::{PATIENCE, Scenario, eventually};
+use crate::{Orders, PATIENCE, Scenario, eventually};
 
 impl Scenario {
     /// Claims in the scenario's namespace of the guest.
@@ -27,29 +27,94 @@ impl Scenario {
 
     /// Makes a StorageClass of the scenario's own in the guest, with these parameters.
     pub async fn guest_class(&self, reclaim_policy: &str, parameters: &[(&str, &str)]) -> Result<String> {
+        self.guest_class_of(names::GUEST_DRIVER, reclaim_policy, parameters).await
+    }
+
+    /// The same of another provisioner.
+    pub async fn guest_class_of(
+        &self,
+        provisioner: &str,
+        reclaim_policy: &str,
+        parameters: &[(&str, &str)],
+    ) -> Result<String> {
+        let more = json!({"provisioner": provisioner, "reclaimPolicy": reclaim_policy});
+        self.guest_class_with(parameters, more).await
+    }
+
+    /// Makes a StorageClass of the scenario's own in the guest that says this besides: policy Delete, and volumes that can
+    /// grow, unless that says otherwise.
+    pub async fn guest_class_with(&self, parameters: &[(&str, &str)], more: Value) -> Result<String> {
         let name = self.new_guest_class();
         let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
-        let class: StorageClass = serde_json::from_value(json!({
+        let mut class = json!({
             "metadata": {"name": name},
             "provisioner": names::GUEST_DRIVER,
             "parameters": parameters,
-            "reclaimPolicy": reclaim_policy,
-        }))?;
+            "reclaimPolicy": "Delete",
+            "allowVolumeExpansion": true,
+        });
+        json_patch::merge(&mut class, &more);
+        let class: StorageClass = serde_json::from_value(class)?;
         Api::all(self.guest.clone()).create(&PostParams::default(), &class).await?;
         Ok(name)
     }
 
     /// Makes a claim in the guest.
     pub async fn claim(&self, name: &str, class: &str, size: &str) -> Result<PersistentVolumeClaim> {
-        let claim = serde_json::from_value(json!({
-            "metadata": {"name": name},
-            "spec": {
-                "accessModes": ["ReadWriteOnce"],
-                "storageClassName": class,
-                "resources": {"requests": {"storage": size}},
-            },
-        }))?;
+        self.claim_with(name, class, size, json!({})).await
+    }
+
+    /// Makes a claim in the guest whose spec has these fields besides, or instead of ReadWriteOnce.
+    pub async fn claim_with(
+        &self,
+        name: &str,
+        class: &str,
+        size: &str,
+        more: Value,
+    ) -> Result<PersistentVolumeClaim> {
+        let mut spec = json!({
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": class,
+            "resources": {"requests": {"storage": size}},
+        });
+        json_patch::merge(&mut spec, &more);
+        let claim = serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec}))?;
         Ok(self.guest_claims().create(&PostParams::default(), &claim).await?)
+    }
+
+    /// Asks for more (or less) in a claim that is there.
+    pub async fn request(&self, claim: &str, size: &str) -> Result<PersistentVolumeClaim> {
+        let patch = json!({"spec": {"resources": {"requests": {"storage": size}}}});
+        Ok(self.guest_claims().patch(claim, &PatchParams::default(), &Patch::Merge(patch)).await?)
+    }
+
+    /// Waits until a guest claim has this capacity.
+    pub async fn has_capacity(&self, claim: &str, size: &str) -> Result<()> {
+        let claims = self.guest_claims();
+        eventually(&format!("guest claim {claim} of {size}"), PATIENCE, || async {
+            let status = claims.get(claim).await?.status.unwrap_or_default();
+            let capacity =
+                status.capacity.as_ref().and_then(|all| all.get("storage")).map(|size| size.0.clone());
+            Ok(match capacity.as_deref() == Some(size) {
+                true => Ok(()),
+                false => Err(format!("{capacity:?}; events: {:?}", self.events(claim).await?)),
+            })
+        })
+        .await
+    }
+
+    /// Makes a PersistentVolume by hand that names a management claim, and a claim of the same name that is bound to
+    /// it. `more` is what the volume's spec says other than [`static_volume`] does.
+    pub async fn static_claim(&self, name: &str, handle: &str, more: Value) -> Result<PersistentVolume> {
+        let volume = static_volume(&crate::unique(&self.name), &self.name, handle, &more)?;
+        let volume = self.guest_volumes().create(&PostParams::default(), &volume).await?;
+        let spec = volume.spec.clone().unwrap_or_default();
+        let size = spec.capacity.and_then(|all| all.get("storage").cloned()).context("no capacity")?;
+        let bind = json!({
+            "volumeName": volume.metadata.name, "accessModes": spec.access_modes, "volumeMode": spec.volume_mode,
+        });
+        self.claim_with(name, "", &size.0, bind).await?;
+        Ok(self.bound(name).await?.1)
     }
 
     /// Waits until a guest claim is bound, and gives it with its volume.
@@ -78,65 +143,73 @@ impl Scenario {
 
     /// What was said about a guest claim: reason and text.
     pub async fn events(&self, claim: &str) -> Result<Vec<(String, String)>> {
-        let events: Api<Event> = Api::namespaced(self.guest.clone(), &self.name);
-        let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
+        self.events_of("PersistentVolumeClaim", claim).await
+    }
+
+    /// What was said about an object in the scenario's namespace, or about one without a namespace: reason and text.
+    pub async fn events_of(&self, kind: &str, name: &str) -> Result<Vec<(String, String)>> {
+        let events: Api<Event> = Api::all(self.guest.clone());
+        let about = format!("involvedObject.kind={kind},involvedObject.name={name}");
         let list = events.list(&ListParams::default().fields(&about)).await?;
         Ok(list
             .into_iter()
+            .filter(|event| {
+                let namespace = event.involved_object.namespace.as_deref().unwrap_or_default();
+                namespace.is_empty() || namespace == self.name
+            })
             .map(|event| (event.reason.unwrap_or_default(), event.message.unwrap_or_default()))
             .collect())
     }
 
     /// Waits for an event on a guest claim whose text has all of these.
     pub async fn told(&self, claim: &str, texts: &[&str]) -> Result<(String, String)> {
-        eventually(&format!("an event on guest claim {claim} with {texts:?}"), PATIENCE, || async {
-            let events = self.events(claim).await?;
+        self.told_of("PersistentVolumeClaim", claim, texts).await
+    }
+
+    /// Waits for an event on an object whose text has all of these.
+    pub async fn told_of(&self, kind: &str, name: &str, texts: &[&str]) -> Result<(String, String)> {
+        eventually(&format!("an event on guest {kind} {name} with {texts:?}"), PATIENCE, || async {
+            let events = self.events_of(kind, name).await?;
             let found = events.iter().find(|(_, text)| texts.iter().all(|part| text.contains(part)));
             Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
         })
         .await
     }
 
+    /// The scenario's orders to csi-attacher in the guest.
+    pub fn orders(&self) -> Orders {
+        Orders::new(&self.guest, &self.name)
+    }
+
     /// Asks csi-attacher to attach a guest volume to a node, as the attach-detach controller would.
     pub async fn order_attach(&self, volume: &str, node: &str) -> Result<String> {
-        let name = crate::unique("csi");
-        let order: VolumeAttachment = serde_json::from_value(json!({
-            "metadata": {"name": name, "labels": {"test": self.name}},
-            "spec": {
-                "attacher": names::GUEST_DRIVER,
-                "nodeName": node,
-                "source": {"persistentVolumeName": volume},
-            },
-        }))?;
-        self.guest_attachments().create(&PostParams::default(), &order).await?;
-        Ok(name)
+        self.orders().attach(volume, node).await
     }
 
     /// Waits until csi-attacher says that an attachment is there; gives the disk's UUID.
     pub async fn attached(&self, order: &str) -> Result<String> {
-        let orders = self.guest_attachments();
-        eventually(&format!("storage.k8s.io/VolumeAttachment {order} attached"), PATIENCE, || async {
-            let status = orders.get(order).await?.status.unwrap_or_default();
-            let disk =
-                status.attachment_metadata.as_ref().and_then(|data| data.get(names::CONTEXT_DISK_UUID));
-            Ok(match disk {
-                Some(disk) if status.attached => Ok(disk.clone()),
-                _ => Err(format!("{status:?}")),
-            })
-        })
-        .await
+        self.orders().attached(order).await
     }
 
     /// Takes an order back, and waits until csi-attacher has carried that out.
     pub async fn order_detach(&self, order: &str) -> Result<()> {
-        let orders = self.guest_attachments();
-        orders.delete(order, &DeleteParams::default()).await?;
-        eventually(&format!("storage.k8s.io/VolumeAttachment {order} gone"), PATIENCE, || async {
-            let left = orders.get_opt(order).await?;
-            Ok(left.map_or(Ok(()), |order| Err(format!("{:?}", order.status))))
-        })
-        .await
+        self.orders().detach(order).await
     }
+}
+
+/// A guest PersistentVolume that names a management claim by hand: a filesystem of 4 MiB, ReadWriteOnce, Retain, unless
+/// `more` says otherwise of the spec.
+pub fn static_volume(name: &str, test: &str, handle: &str, more: &Value) -> Result<PersistentVolume> {
+    let mut spec = json!({
+        "capacity": {"storage": "4Mi"},
+        "accessModes": ["ReadWriteOnce"],
+        "volumeMode": "Filesystem",
+        "storageClassName": "",
+        "persistentVolumeReclaimPolicy": "Retain",
+        "csi": {"driver": names::GUEST_DRIVER, "volumeHandle": handle},
+    });
+    json_patch::merge(&mut spec, more);
+    Ok(serde_json::from_value(json!({"metadata": {"name": name, "labels": {"test": test}}, "spec": spec}))?)
 }
 
 /// The handle of a guest volume, which is the management claim's name.

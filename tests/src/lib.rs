@@ -4,18 +4,36 @@
 //! A test is a [`run`] of a [`Scenario`]: its objects are found by the scenario's name, removed when it ends,
 //! however it ends, and it fails when either tier or the infra holds anything of it afterwards.
 
+pub mod bytes;
+pub mod crash;
 pub mod driver;
+pub mod facts;
 pub mod fake_infra;
 pub mod guest;
+pub mod hypervisor;
+pub mod link;
 pub mod management;
+mod orders;
+pub mod place;
 pub mod pods;
+pub mod pools;
 pub mod program;
+pub mod records;
 mod scenario;
+mod scheduled;
+mod second_guest;
+mod sizes;
+mod snapshots;
+mod stateful;
 
 use std::time::Duration;
 
 pub use lab::wait::eventually;
-pub use scenario::{Scenario, alone, run};
+pub use orders::Orders;
+pub use scenario::{Frozen, Scenario, alone, run};
+pub use second_guest::SecondGuest;
+pub use sizes::requested;
+pub use snapshots::{from_claim, from_snapshot};
 
 /// How long anything that should happen may take: generous, since a test machine may be building too.
 pub const PATIENCE: Duration = Duration::from_secs(180);

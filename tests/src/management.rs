@@ -6,11 +6,12 @@ use anyhow::{Context, Result};
 use crds::{VirtualMachine, VirtualMachineVolumeStatus, VolumeAttachment, names};
 use infra_api::{Volume, VolumeId};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, ResourceQuota};
-use k8s_openapi::api::storage::v1::StorageClass;
+use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
+use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::{PATIENCE, Scenario, eventually};
+use crate::{PATIENCE, Scenario, eventually, scenario};
 
 impl Scenario {
     /// Claims in the guest's namespace of the management cluster.
@@ -57,9 +58,55 @@ impl Scenario {
             "provisioner": names::MANAGEMENT_DRIVER,
             "parameters": parameters,
             "reclaimPolicy": "Delete",
+            "allowVolumeExpansion": true,
         }))?;
         Api::all(self.management.clone()).create(&PostParams::default(), &class).await?;
         Ok(name)
+    }
+
+    /// Makes a claim in the guest's namespace of the management cluster, as the platform team would, and waits until it
+    /// is bound. It has these labels, 4 MiB, and what `more` says of its spec.
+    pub async fn management_claim(&self, labels: &[(&str, &str)], more: Value) -> Result<String> {
+        let name = self.new_management_claim();
+        let labels: std::collections::BTreeMap<_, _> = labels.iter().copied().collect();
+        let mut spec = json!({
+            "accessModes": ["ReadWriteOnce"], "storageClassName": "nestor",
+            "resources": {"requests": {"storage": "4Mi"}},
+        });
+        json_patch::merge(&mut spec, &more);
+        let claim =
+            serde_json::from_value(json!({"metadata": {"name": name, "labels": labels}, "spec": spec}))?;
+        self.claims().create(&PostParams::default(), &claim).await?;
+        eventually(&format!("management claim {name} bound"), PATIENCE, || async {
+            let status = self.claims().get(&name).await?.status.unwrap_or_default();
+            Ok(if status.phase.as_deref() == Some("Bound") { Ok(()) } else { Err(format!("{status:?}")) })
+        })
+        .await?;
+        Ok(name)
+    }
+
+    /// Makes a VolumeAttributesClass of one name in both tiers; the management one has these parameters.
+    pub async fn attributes_class(&self, parameters: &[(&str, &str)]) -> Result<String> {
+        let name = self.guest_attributes_class().await?;
+        let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
+        create_attributes_class(&self.management, &name, names::MANAGEMENT_DRIVER, json!(parameters)).await?;
+        Ok(name)
+    }
+
+    /// Makes a VolumeAttributesClass in the guest that leads to one of the same name, which is not there.
+    pub async fn guest_attributes_class(&self) -> Result<String> {
+        let name = self.new_attributes_class();
+        let parameters = json!({names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: name});
+        create_attributes_class(&self.guest, &name, names::GUEST_DRIVER, parameters).await?;
+        Ok(name)
+    }
+
+    /// Changes the reclaim policy of the PersistentVolume behind a management claim; gives its name.
+    pub async fn set_reclaim_policy(&self, claim: &str, policy: &str) -> Result<String> {
+        let volume = self.claims().get(claim).await?.spec.and_then(|spec| spec.volume_name);
+        let volume = volume.context("the management claim has no volume")?;
+        scenario::set_policy(&self.volumes(), &volume, policy).await?;
+        Ok(volume)
     }
 
     /// Limits how much storage of a management class the guest may have, and waits until that counts.
@@ -167,4 +214,12 @@ impl Scenario {
 
 fn machine_resource() -> ApiResource {
     crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
+}
+
+async fn create_attributes_class(client: &Client, name: &str, driver: &str, parameters: Value) -> Result<()> {
+    let class: VolumeAttributesClass = serde_json::from_value(json!({
+        "metadata": {"name": name}, "driverName": driver, "parameters": parameters,
+    }))?;
+    Api::all(client.clone()).create(&PostParams::default(), &class).await?;
+    Ok(())
 }

@@ -21,11 +21,11 @@ use tokio::sync::Semaphore;
 use crate::{Scenario, eventually, guest};
 
 /// How long a pod may take from its creation to its end: machines can be emulated, and share this one.
-const POD: Duration = Duration::from_secs(600);
+pub(crate) const POD: Duration = Duration::from_secs(600);
 /// How long a pod or a disk may take to be gone: kubelet tells only every 10 s which volumes it uses.
-const GONE: Duration = Duration::from_secs(400);
+pub(crate) const GONE: Duration = Duration::from_secs(400);
 /// The only image that the machines have.
-const IMAGE: &str = "localhost/busybox:1";
+pub(crate) const IMAGE: &str = "localhost/busybox:1";
 
 /// The machines are small: so many tests use them at once.
 static SLOTS: Semaphore = Semaphore::const_new(3);
@@ -64,11 +64,15 @@ pub struct Ask {
     pub filesystem: Option<&'static str>,
     /// The StorageClass's `mountOptions`.
     pub options: &'static [&'static str],
+    /// The management StorageClass; `nestor` where it is not said.
+    pub class: Option<String>,
+    /// What the claim's spec says other than ReadWriteOnce, and 320 MiB: there is no xfs below 300.
+    pub more: Value,
 }
 
 /// A claim with this filesystem and no mount options.
 pub fn filesystem(name: &'static str) -> Ask {
-    Ask { filesystem: Some(name), options: &[] }
+    Ask { filesystem: Some(name), ..Ask::default() }
 }
 
 /// A claim with `volumeMode: Block`.
@@ -121,7 +125,7 @@ impl Machines {
         Ok(machines)
     }
 
-    fn api<K>(&self) -> Api<K>
+    pub(crate) fn api<K>(&self) -> Api<K>
     where
         K: Resource<Scope = NamespaceResourceScope, DynamicType = ()>,
     {
@@ -148,25 +152,33 @@ impl Machines {
     /// Makes a StorageClass and a claim, and follows the bound volume to its bytes.
     pub async fn claim(&self, name: &str, ask: &Ask) -> Result<Volume> {
         let class = self.scenario.new_guest_class();
-        let mut parameters = json!({names::PARAMETER_MANAGEMENT_CLASS: "nestor"});
+        let below = ask.class.as_deref().unwrap_or("nestor");
+        let mut parameters = json!({names::PARAMETER_MANAGEMENT_CLASS: below});
         if let Some(filesystem) = ask.filesystem {
             parameters["csi.storage.k8s.io/fstype"] = json!(filesystem);
         }
         let wanted: StorageClass = serde_json::from_value(json!({
             "metadata": {"name": class}, "provisioner": names::GUEST_DRIVER, "parameters": parameters,
-            "reclaimPolicy": "Delete", "mountOptions": ask.options,
+            "reclaimPolicy": "Delete", "mountOptions": ask.options, "allowVolumeExpansion": true,
         }))?;
         Api::all(self.scenario.guest.clone()).create(&PostParams::default(), &wanted).await?;
         let mode = if ask.filesystem.is_some() { "Filesystem" } else { "Block" };
-        // There is no xfs below 300 MiB.
-        let wanted: PersistentVolumeClaim = serde_json::from_value(json!({
-            "metadata": {"name": name},
-            "spec": {
-                "accessModes": ["ReadWriteOnce"], "storageClassName": class, "volumeMode": mode,
-                "resources": {"requests": {"storage": "320Mi"}},
-            },
-        }))?;
+        let mut spec = json!({
+            "accessModes": ["ReadWriteOnce"], "storageClassName": class, "volumeMode": mode,
+            "resources": {"requests": {"storage": "320Mi"}},
+        });
+        // A patch that is null would take everything away.
+        if !ask.more.is_null() {
+            json_patch::merge(&mut spec, &ask.more);
+        }
+        let wanted: PersistentVolumeClaim =
+            serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec}))?;
         self.api().create(&PostParams::default(), &wanted).await?;
+        self.follow(name).await
+    }
+
+    /// Follows a claim's volume to its bytes, once it is bound.
+    pub async fn follow(&self, name: &str) -> Result<Volume> {
         let (_, pv) = self.scenario.bound(name).await?;
         let handle = guest::handle(&pv)?;
         let infra = self.scenario.infra_volume(&handle).await?;
@@ -175,6 +187,11 @@ impl Machines {
         let volume = Volume { claim: name.to_owned(), pv: pv.name_any(), handle, file, disk };
         lock(&self.made).push(volume.clone());
         Ok(volume)
+    }
+
+    /// The scenario that these are part of.
+    pub fn scenario(&self) -> &Scenario {
+        &self.scenario
     }
 
     /// Waits until no machine has the disk any more: in the guest's eyes, in the management cluster's, and in the
@@ -273,12 +290,16 @@ impl Machines {
         .await
     }
 
-    /// Why the pod's container does not run yet.
+    /// Why the pod's container does not run yet, once kubelet tells.
     pub async fn waits_for(&self, pod: &str) -> Result<String> {
-        let status = self.api::<Pod>().get(pod).await?.status;
-        let container = status.and_then(|status| status.container_statuses?.into_iter().next());
-        let waiting = container.and_then(|container| container.state?.waiting?.reason);
-        waiting.context("the container is not waiting")
+        eventually(&format!("the container of pod {pod} waits"), crate::PATIENCE, || async {
+            let status = self.api::<Pod>().get(pod).await?.status.unwrap_or_default();
+            let container = status.container_statuses.as_ref().and_then(|all| all.first());
+            let waiting = container.and_then(|container| container.state.as_ref()?.waiting.as_ref());
+            let reason = waiting.and_then(|waiting| waiting.reason.clone());
+            Ok(reason.ok_or_else(|| format!("{status:?}")))
+        })
+        .await
     }
 
     /// What kubelet tells of a pod's volume, once it tells that at least `least` bytes are used: bytes used, and
@@ -287,7 +308,11 @@ impl Machines {
         let kubelet = self.scenario.lab.kubelet(node).await?;
         eventually(&format!("kubelet of {node} tells how full {claim} is"), GONE, || async {
             let request = http::Request::get("/stats/summary").body(Vec::new())?;
-            let summary: Value = kubelet.request(request).await?;
+            // It fails as a whole when a container of anybody's ends while it is asked about.
+            let summary: Value = match kubelet.request(request).await {
+                Ok(summary) => summary,
+                Err(error) => return Ok(Err(error.to_string())),
+            };
             let of = |list: &Value, is_it: &dyn Fn(&Value) -> bool| {
                 list.as_array()?.iter().find(|one| is_it(one)).cloned()
             };
@@ -302,6 +327,7 @@ impl Machines {
 
     /// Removes all pods, and waits until their disks have left the machines.
     async fn remove_pods(&self) -> Result<()> {
+        self.remove_sets().await?;
         for pod in self.api::<Pod>().list(&ListParams::default()).await? {
             self.remove(&pod.name_any()).await?;
         }

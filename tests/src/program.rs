@@ -8,11 +8,13 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use lab::Lab;
 use serde_json::json;
+use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
-use crate::{PATIENCE, eventually};
+use crate::driver::Driver;
+use crate::{PATIENCE, Scenario, eventually, scenario};
 
 /// One of the lab's binaries.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
@@ -56,10 +58,32 @@ pub struct Running {
 impl Running {
     /// Starts a program with `--http-listen` on a port of its own.
     pub async fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
+        Self::listening(program, arguments, "--http-listen").await
+    }
+
+    /// Starts a sidecar of the Kubernetes project for the first guest and a driver's socket, and waits until it has
+    /// found the driver.
+    pub async fn sidecar(s: &Scenario, name: &str, socket: &Path, more: &[&str]) -> Result<Self> {
+        let state = s.lab.state();
+        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let address = format!("--csi-address={}", socket.display());
+        let kubeconfig = format!("--kubeconfig={}", guest.cluster.kubeconfig_of(name).display());
+        let words = [&[&address, &kubeconfig, "--leader-election=false", "--timeout=60s"], more].concat();
+        let running = Self::listening(&state.tools.join(name), &words, "--http-endpoint").await?;
+        eventually(&format!("{name} has found its driver"), PATIENCE, || async {
+            Ok(match running.get("/metrics").await {
+                Ok((200, _)) => Ok(()),
+                other => Err(format!("{other:?}; log: {}", running.log())),
+            })
+        })
+        .await?;
+        Ok(running)
+    }
+
+    async fn listening(program: &Path, arguments: &[&str], flag: &str) -> Result<Self> {
         let port = TcpListener::bind("127.0.0.1:0").await?.local_addr()?.port();
-        let listen = format!("127.0.0.1:{port}");
-        let mut arguments = arguments.to_vec();
-        arguments.extend(["--http-listen", &listen]);
+        let listen = format!("{flag}=127.0.0.1:{port}");
+        let arguments = [arguments, &[&listen]].concat();
         let mut child = command(program, &arguments).spawn()?;
         let stderr = child.stderr.take().context("no standard error")?;
         let log = Arc::new(Mutex::new(String::new()));
@@ -128,6 +152,75 @@ impl Running {
         rustix::process::kill_process(pid.context("it ended before")?, rustix::process::Signal::TERM)?;
         let ended = tokio::time::timeout(Duration::from_secs(30), child.wait()).await;
         ended.context("it did not end within 30 s of SIGTERM")?.map_err(Into::into)
+    }
+}
+
+/// Another controller of the first guest's driver, beside the lab's own: with the same identity, and flags of its own.
+pub struct Controller {
+    /// The process.
+    pub process: Running,
+    /// Its Controller service.
+    pub driver: Driver,
+    folder: TempDir,
+}
+
+impl Controller {
+    /// Starts it with these flags besides those that it cannot be without. `${FOLDER}` in them is a folder of its own,
+    /// for sockets.
+    pub async fn start(s: &Scenario, more: &[&str]) -> Result<Self> {
+        Self::start_as(s, &s.cluster_id, more).await
+    }
+
+    /// The same with another identity: it has claims of its own, which the lab's controller does not touch.
+    pub async fn start_as(s: &Scenario, cluster_id: &str, more: &[&str]) -> Result<Self> {
+        let state = s.lab.state();
+        let management = state.management.as_ref().context("the lab has no management cluster")?;
+        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let kubeconfig = management.kubeconfig_of(&guest.account());
+        Self::start_in(s, &guest.namespace, &kubeconfig, cluster_id, more).await
+    }
+
+    /// The same in another namespace of the management cluster, with credentials for that.
+    pub async fn start_in(
+        s: &Scenario,
+        namespace: &str,
+        kubeconfig: &Path,
+        cluster_id: &str,
+        more: &[&str],
+    ) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let own = folder.path().display().to_string();
+        let guest = s.lab.state().guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let socket = folder.path().join("csi.sock");
+        let mut words = vec![
+            "controller".to_owned(),
+            format!("--endpoint=unix://{}", socket.display()),
+            format!("--guest-kubeconfig={}", guest.cluster.kubeconfig_of("gc-csi-controller").display()),
+            format!("--management-kubeconfig={}", kubeconfig.display()),
+            format!("--management-namespace={namespace}"),
+            format!("--cluster-id={cluster_id}"),
+        ];
+        words.extend(more.iter().map(|word| word.replace("${FOLDER}", &own)));
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let process = Running::start(&binary(&s.lab, "gc-csi"), &words).await?;
+        process.ready().await?;
+        let driver = eventually("the other controller serves", PATIENCE, || async {
+            Ok(Driver::connect(&socket).await.map_err(|error| format!("{error:#}; {}", process.log())))
+        })
+        .await?;
+        Ok(Self { process, driver, folder })
+    }
+
+    /// A socket in its folder.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Asks it to stop, and fails unless it ends well.
+    pub async fn stop(self) -> Result<()> {
+        let status = self.process.stop().await?;
+        anyhow::ensure!(status.success(), "it ended with {status}");
+        Ok(())
     }
 }
 

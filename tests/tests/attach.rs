@@ -262,12 +262,24 @@ async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
         while !writing.is_finished() {
             together(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
-                async move { Ok(s.driver.publish(&handle, &node).await.map(drop)?) }
+                // The other writer may get in between more often than a call tries again.
+                async move {
+                    eventually(&format!("{handle} on {node}"), PATIENCE, || async {
+                        let answer = s.driver.publish(&handle, &node).await;
+                        Ok(answer.map(drop).map_err(|status| status.to_string()))
+                    })
+                    .await
+                }
             })
             .await?;
             together(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
-                async move { Ok(s.driver.unpublish(&handle, &node).await?) }
+                async move {
+                    eventually(&format!("{handle} off {node}"), PATIENCE, || async {
+                        Ok(s.driver.unpublish(&handle, &node).await.map_err(|status| status.to_string()))
+                    })
+                    .await
+                }
             })
             .await?;
         }

@@ -55,7 +55,7 @@ fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Resul
     let pki = |file: &str| infra.pki.join(file).display().to_string();
     let owned = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let guest_config = guest.cluster.kubeconfig_of("gc-csi-controller").display().to_string();
-    let own_config = management.kubeconfig_of(&guest.namespace).display().to_string();
+    let own_config = management.kubeconfig_of(&guest.account()).display().to_string();
     let controller = |guest_config: &str, own_config: &str| {
         owned(&[
             "controller",
@@ -358,7 +358,7 @@ async fn nobody_without_a_certificate_of_the_infra_gets_in() -> Result<()> {
         let state = s.lab.state().clone();
         let infra = state.infra.context("the lab has no infra")?;
         let mut options = ClientOptions::from_pki_dir(&infra.url, &infra.pki)?;
-        options.timeout = Duration::from_secs(10);
+        (options.connect_timeout, options.timeout) = (PATIENCE, PATIENCE);
         infra_api::Client::new(&options)?.health().await.context("the right certificate is let in")?;
 
         // Signed by itself, with the name of the right one.

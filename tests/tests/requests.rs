@@ -4,6 +4,8 @@
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use kube::ResourceExt;
+use kube::api::DeleteParams;
 use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use tests::{PATIENCE, Scenario, alone, eventually, run};
@@ -69,7 +71,11 @@ async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_with
         });
         let patches: usize = patches.values().sum();
         assert!((1..=5).contains(&patches), "{patches} PATCHes of the machine by gc-csi");
-        let refused = tally(&entries, |entry| entry.code >= 400);
+        // The shim tells of the machine that it saw: when a PATCH of gc-csi's comes in between, it tells anew.
+        let overtaken = |entry: &Entry| {
+            entry.code == 409 && entry.resource == "virtualmachines" && entry.subresource == "status"
+        };
+        let refused = tally(&entries, |entry| entry.code >= 400 && !overtaken(entry));
         assert_eq!(refused, BTreeMap::new(), "nothing was refused, as a conflict or otherwise");
         let reads = tally(&entries, |entry| part(entry) == Some("gc-csi") && entry.verb == "get");
         assert_eq!(reads, BTreeMap::new());
@@ -78,11 +84,55 @@ async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_with
     .await
 }
 
-/// One attach and detach before, so that nothing is done for the first time.
+#[tokio::test]
+async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let node = s.simulated_node().await?;
+        let life = async |name: &str| {
+            s.claim(name, "nestor", "4Mi").await?;
+            let volume = s.bound(name).await?.1.name_any();
+            let order = s.order_attach(&volume, &node.name).await?;
+            s.attached(&order).await?;
+            s.order_detach(&order).await?;
+            s.guest_claims().delete(name, &DeleteParams::default()).await?;
+            eventually(&format!("volume {volume} gone"), PATIENCE, || async {
+                let left = s.guest_volumes().get_opt(&volume).await?;
+                Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
+            })
+            .await
+        };
+        life("warm-up").await?;
+        let mut reads = Vec::new();
+        for number in 0..5 {
+            settled(&s, s.lab.audit()?.mark()?).await?;
+            let mark = s.lab.audit()?.mark()?;
+            life(&format!("life-{number}")).await?;
+            let mut entries = settled(&s, mark).await?;
+            entries.retain(|entry| part(entry) == Some("gc-csi") && entry.resource != "leases");
+            let expected = [
+                ("gc-csi create persistentvolumeclaims", 1),
+                ("gc-csi delete persistentvolumeclaims", 1),
+                ("gc-csi patch virtualmachines", 2),
+            ];
+            let expected = expected.map(|(line, count)| (line.to_owned(), count));
+            assert_eq!(tally(&entries, Entry::is_write), expected.into());
+            reads.push(tally(&entries, |entry| !entry.is_write() && entry.verb != "watch"));
+        }
+        // A sidecar that repeats a call much later than it usually does is answered after a read.
+        assert!(reads.iter().any(BTreeMap::is_empty), "{reads:#?}");
+        Ok(())
+    })
+    .await
+}
+
+/// One attach and detach before, so that nothing is done for the first time; and then nothing is on its way any more,
+/// of an earlier test either.
 async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     s.driver.publish(handle, &node.name).await?;
     s.driver.unpublish(handle, &node.name).await?;
-    s.nothing_is_attached(node).await
+    s.nothing_is_attached(node).await?;
+    settled(s, s.lab.audit()?.mark()?).await.map(drop)
 }
 
 /// The entries of our parts since `mark`, once no more come: the last answer of a call is written before the
@@ -104,7 +154,12 @@ async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     .await
 }
 
+/// The part that made a request, unless it is about how much room is left: that is written when volumes come and go,
+/// whatever is attached meanwhile.
 fn part(entry: &Entry) -> Option<&'static str> {
+    if entry.resource == "csistoragecapacities" {
+        return None;
+    }
     PARTS.into_iter().find(|part| entry.user_agent.starts_with(part))
 }
 

@@ -14,12 +14,13 @@ use kube_kit::health::{Check, Health};
 use kube_kit::http;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
-use kube_kit::queue::{Retry, queue};
+use kube_kit::lease::{Election, LeaseArgs};
+use kube_kit::queue::{Queue, Retry};
 use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
-use crate::attachments::Attachments;
+use crate::attachments::{self, Attachments};
 use crate::machine::{self, Machine};
 use crate::reconcile::{Metrics, Reconciler};
 
@@ -35,6 +36,8 @@ pub struct Args {
     /// Serve /healthz, /readyz and /metrics here.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
+    #[command(flatten, next_help_heading = "Leader election")]
+    lease: LeaseArgs,
 }
 
 /// Runs the shim until `stop`, or until a part of it fails.
@@ -43,6 +46,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "vm-operator-shim").await?;
     let mut registry = Registry::with_prefix("vm_operator_shim");
     let metrics = Metrics::register(&mut registry);
+    let election =
+        args.lease.election("vm-operator-shim", &client, args.kubeconfig.as_deref(), &mut registry);
+    let election = election.map_err(anyhow::Error::msg)?;
     let (alive, ready) = (Health::default(), Health::default());
     let checks = Checks {
         version: ready.check("version of VirtualMachine", "not asked yet"),
@@ -52,11 +58,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let http = async {
         let Some(address) = args.http_listen else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
-        http::serve(address, alive, ready, registry, stop.clone())
+        http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
             .with_context(|| format!("cannot serve health and metrics on {address}"))
     };
-    let (http, ()) = tokio::join!(http, serve_machines(client, metrics, checks, stop.clone()));
+    let (http, ()) =
+        tokio::join!(http, serve_machines(client, metrics, checks, election, &ready, stop.clone()));
     http
 }
 
@@ -66,7 +73,14 @@ struct Checks {
     attachments: Check,
 }
 
-async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: CancellationToken) {
+async fn serve_machines(
+    client: Client,
+    metrics: Metrics,
+    checks: Checks,
+    election: Election,
+    ready: &Health,
+    stop: CancellationToken,
+) {
     let version = versions::served(
         &client,
         VIRTUAL_MACHINE_GROUP,
@@ -76,7 +90,7 @@ async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: 
     );
     let Some(version) = version.await else { return };
     let resource = virtual_machine_resource(version);
-    let (queue, worker) = queue::<Key>();
+    let queue = Queue::<Key>::default();
 
     let builder = Informer::<Machine>::builder(
         format!("VirtualMachines ({version})"),
@@ -90,20 +104,25 @@ async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: 
             queue.push(change.key.clone());
         }
     };
-    builder.trim(machine::trim).on_change(handler).start(checks.machines, stop.clone());
+    let back = queue.clone();
+    builder
+        .trim(machine::trim)
+        .on_change(handler)
+        .on_return(move || back.hurry())
+        .start(checks.machines, stop.clone());
 
     let builder = Informer::<VolumeAttachment>::builder("VolumeAttachments", Api::all(client.clone()));
     let informer = builder.informer();
     let attachments = Arc::new(Attachments::new(informer.clone()));
     let handler = {
-        let attachments = attachments.clone();
+        let (attachments, queue) = (attachments.clone(), queue.clone());
         move |change: &Change<'_, VolumeAttachment>| {
             for machine in attachments.seen(change) {
                 queue.push(machine);
             }
         }
     };
-    builder.on_change(handler).start(checks.attachments, stop.clone());
+    builder.trim(attachments::trim).on_change(handler).start(checks.attachments, stop.clone());
 
     // A disk must not be called gone because the attachments were not read yet.
     tokio::select! {
@@ -121,13 +140,18 @@ async fn serve_machines(client: Client, metrics: Metrics, checks: Checks, stop: 
         resource,
         machines,
         attachments,
-        status_written: Default::default(),
+        gathering: Default::default(),
         metrics,
     });
-    worker
-        .run(PARALLEL, Retry::default(), stop, |key| {
+    let term = || {
+        let worker = queue.worker();
+        for machine in reconciler.machines.informer().list() {
+            queue.push(Key::of(&*machine));
+        }
+        worker.run(PARALLEL, Retry::default(), stop.clone(), |key| {
             let reconciler = reconciler.clone();
             async move { reconciler.reconcile(&key).await }
         })
-        .await;
+    };
+    election.lead(ready, &stop, term).await;
 }

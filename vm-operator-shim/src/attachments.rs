@@ -4,12 +4,14 @@ use std::sync::Arc;
 
 use crds::VolumeAttachment;
 use crds::names;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Resource, ResourceExt};
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
 
 use crate::machine::Machine;
+use crate::plan::ANNOTATION_ENTRY;
 
 #[derive(Debug)]
 pub(crate) struct Attachments {
@@ -48,7 +50,7 @@ impl Attachments {
 
     /// Takes the answer to a create.
     pub(crate) fn created(&self, mut attachment: VolumeAttachment) {
-        attachment.metadata.managed_fields = None;
+        trim(&mut attachment);
         if let Some(machine) = machine_of(&attachment) {
             self.by_machine.put(&Key::of(&attachment), Some(machine));
         }
@@ -57,8 +59,30 @@ impl Attachments {
 
     /// Takes the answer to a delete that left the object for its finalizers.
     pub(crate) fn deleting(&self, mut attachment: VolumeAttachment) {
-        attachment.metadata.managed_fields = None;
+        trim(&mut attachment);
         self.latest.changed(attachment);
+    }
+}
+
+/// Keeps what the shim reads.
+pub(crate) fn trim(attachment: &mut VolumeAttachment) {
+    let mut meta = std::mem::take(&mut attachment.metadata);
+    attachment.metadata = ObjectMeta {
+        name: meta.name,
+        namespace: meta.namespace,
+        uid: meta.uid,
+        resource_version: meta.resource_version,
+        deletion_timestamp: meta.deletion_timestamp,
+        owner_references: meta.owner_references,
+        annotations: meta
+            .annotations
+            .as_mut()
+            .and_then(|annotations| annotations.remove(ANNOTATION_ENTRY))
+            .map(|entry| [(ANNOTATION_ENTRY.to_owned(), entry)].into()),
+        ..Default::default()
+    };
+    if let Some(status) = &mut attachment.status {
+        status.conditions = Vec::new();
     }
 }
 

@@ -1,7 +1,9 @@
 //! `VirtualMachine` as the shim keeps it: what is needed to decide, with the status entries as they stand,
 //! since those of others must be written back unchanged.
 
+use crds::names::LABEL_CLUSTER_ID;
 use crds::{VirtualMachineSpec, VirtualMachineStatus};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::Object;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -19,9 +21,45 @@ pub struct MachineStatus {
     /// UUID that the machine's firmware shows.
     #[serde(default, rename = "biosUUID", skip_serializing_if = "Option::is_none")]
     pub bios_uuid: Option<String>,
-    /// Entries, each as somebody wrote it.
+    /// Entries.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub volumes: Option<Vec<Value>>,
+    pub volumes: Option<Vec<Entry>>,
+}
+
+/// One entry of `status.volumes`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Entry {
+    /// One that looks as the shim writes it.
+    Disk(Disk),
+    /// Any other, as somebody wrote it.
+    Other(Box<Value>),
+}
+
+/// An entry as the shim writes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct Disk {
+    /// Name of the entry in `spec.volumes`.
+    pub name: String,
+    /// Whether the disk is plugged.
+    pub attached: bool,
+    /// UUID by which the machine finds the disk.
+    #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
+    pub disk_uuid: Option<String>,
+    /// Why the disk is not plugged or not unplugged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+impl Entry {
+    /// As it is written.
+    pub fn to_value(&self) -> Value {
+        match self {
+            Self::Disk(disk) => serde_json::json!(disk),
+            Self::Other(value) => (**value).clone(),
+        }
+    }
 }
 
 impl MachineStatus {
@@ -33,9 +71,68 @@ impl MachineStatus {
             ..Default::default()
         })
     }
+
+    /// The entries, as they are written.
+    pub fn entries(&self) -> Vec<Value> {
+        self.volumes.as_deref().unwrap_or_default().iter().map(Entry::to_value).collect()
+    }
 }
 
 /// Drops what the shim doesn't read.
 pub(crate) fn trim(machine: &mut Machine) {
-    machine.metadata.annotations = None;
+    let mut meta = std::mem::take(&mut machine.metadata);
+    machine.metadata = ObjectMeta {
+        name: meta.name,
+        namespace: meta.namespace,
+        uid: meta.uid,
+        resource_version: meta.resource_version,
+        deletion_timestamp: meta.deletion_timestamp,
+        labels: meta
+            .labels
+            .as_mut()
+            .and_then(|labels| labels.remove(LABEL_CLUSTER_ID))
+            .map(|id| [(LABEL_CLUSTER_ID.to_owned(), id)].into()),
+        ..Default::default()
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn every_entry_is_written_back_as_it_was_read_and_the_shims_own_is_kept_small() {
+        for (entry, own) in [
+            (json!({"name": "a", "attached": true, "diskUUID": "d"}), true),
+            (json!({"name": "a", "attached": false, "error": "VolumeInUse: on vm-2"}), true),
+            (json!({"name": "a"}), false),
+            (json!({"name": "a", "attached": "yes"}), false),
+            (json!({"name": "boot", "attached": true, "type": "Classic", "limit": "10Gi"}), false),
+            (json!("text"), false),
+        ] {
+            let read: Entry = serde_json::from_value(entry.clone()).unwrap();
+            assert_eq!(matches!(read, Entry::Disk(_)), own, "{entry}");
+            assert_eq!(read.to_value(), entry);
+            assert_eq!(json!(read), entry);
+        }
+    }
+
+    #[test]
+    fn a_machine_keeps_its_identity_and_its_guest() {
+        let mut machine: Machine = serde_json::from_value(json!({
+            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "spec": {},
+            "metadata": {
+                "name": "vm", "namespace": "guest", "uid": "u", "resourceVersion": "7", "finalizers": ["f"],
+                "labels": {LABEL_CLUSTER_ID: "c1", "other": "x"}, "annotations": {"a": "b"},
+            },
+        }))
+        .unwrap();
+        trim(&mut machine);
+        let kept = json!({
+            "name": "vm", "namespace": "guest", "uid": "u", "resourceVersion": "7", "labels": {LABEL_CLUSTER_ID: "c1"},
+        });
+        assert_eq!(json!(machine.metadata), kept);
+    }
 }

@@ -30,6 +30,8 @@ pub struct Plan {
     pub delete: Vec<VolumeAttachment>,
     /// The list to write to `status.volumes`, where it differs from what is there.
     pub status: Option<Vec<Value>>,
+    /// Whether there will be more to tell soon: orders are being carried out.
+    pub under_way: bool,
 }
 
 /// The plan for `vm`, given all attachments in its namespace that name it as their owner or have a name
@@ -46,6 +48,7 @@ pub fn plan(
         attachments.iter().map(|one| (one.as_ref().name_any(), one.as_ref())).collect();
     let status = vm.status.clone().unwrap_or_default();
     let node_uuid = status.node_uuid();
+    let before = &status.entries()[..];
     let mut told: Vec<(String, Value)> = Vec::new();
     let mut wanted = BTreeSet::new();
 
@@ -65,12 +68,16 @@ pub fn plan(
                 told.push((entry.name.clone(), failed(&entry.name, &text)));
             }
             Some(found) => {
-                told.extend(mirror(&entry.name, found).map(|value| (entry.name.clone(), value)));
                 // The order can't be changed: another machine UUID or mode is another order.
                 let stale = found.spec.read_only != claim.read_only
                     || node_uuid
                         .as_ref()
                         .is_some_and(|uuid| *uuid != found.spec.node_uuid.to_ascii_lowercase());
+                let value = match stale || is_deleting(found) {
+                    true => mirror_leaving(&entry.name, found, before),
+                    false => mirror(&entry.name, found),
+                };
+                told.extend(value.map(|value| (entry.name.clone(), value)));
                 if first && stale && !is_deleting(found) {
                     plan.delete.push((*found).clone());
                 }
@@ -103,13 +110,14 @@ pub fn plan(
             .cloned()
             .unwrap_or_else(|| names::volume_entry(&found.spec.volume_name));
         if told.iter().all(|(name, _)| *name != entry) {
-            let value = mirror(&entry, found).unwrap_or_else(|| json!({"name": entry, "attached": false}));
+            let value = mirror_leaving(&entry, found, before);
+            let value = value.unwrap_or_else(|| json!({"name": entry, "attached": false}));
             told.push((entry, value));
         }
     }
 
-    let before = status.volumes.unwrap_or_default();
-    let after = merge(vm, &before, told);
+    plan.under_way = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
+    let after = merge(vm, before, told);
     plan.status = (after != before).then_some(after);
     plan
 }
@@ -156,6 +164,18 @@ fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
     Some(value)
 }
 
+/// The same of an order that ends. Its disk is still there if it was told to be; but what was not told before must not look
+/// like the answer to an entry that was put in again since.
+fn mirror_leaving(entry: &str, attachment: &VolumeAttachment, before: &[Value]) -> Option<Value> {
+    let mut value = mirror(entry, attachment)?;
+    let was_told = before.iter().any(|told| told["name"] == entry && told["attached"] == true);
+    if !was_told && value["attached"] == true {
+        value["attached"] = json!(false);
+        value.as_object_mut()?.remove("diskUUID");
+    }
+    Some(value)
+}
+
 fn failed(entry: &str, text: &str) -> Value {
     json!({"name": entry, "attached": false, "error": text})
 }
@@ -196,6 +216,14 @@ fn is_owned(attachment: &VolumeAttachment, vm: &Machine) -> bool {
 
 fn is_deleting(attachment: &VolumeAttachment) -> bool {
     attachment.meta().deletion_timestamp.is_some()
+}
+
+/// Whether an order is being carried out: it has no answer yet, or its disk leaves and nothing is known to keep it.
+fn is_under_way(attachment: &VolumeAttachment) -> bool {
+    match &attachment.status {
+        None => true,
+        Some(status) => is_deleting(attachment) && status.error.is_none(),
+    }
 }
 
 fn owner(attachment: &VolumeAttachment) -> String {

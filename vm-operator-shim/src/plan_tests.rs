@@ -105,6 +105,19 @@ fn a_leaving_disk_that_was_never_told_of_is_told_of_now() {
 }
 
 #[test]
+fn a_leaving_disk_that_was_never_told_of_is_not_told_to_be_attached() {
+    let leaving = json!([{"name": "a", "attached": false}]);
+    let vm = machine(json!([]), json!([]));
+    let order = stored(&vm, "a", attached());
+    assert_eq!(json!(of(&vm, std::slice::from_ref(&order)).status.unwrap()), leaving);
+    assert!(nothing(&of(&machine(json!([]), leaving.clone()), &[deleting(&order)])));
+    // Nor when it is wanted again: only the next order's disk is the answer to that.
+    let again = machine(json!([claim("a")]), json!([]));
+    assert_eq!(json!(of(&again, &[deleting(&order)]).status.unwrap()), leaving);
+    assert_eq!(json!(of(&again, &[order]).status.unwrap()), json!([told("a")]));
+}
+
+#[test]
 fn foreign_volumes_are_kept_as_they_are() {
     let boot = json!({"name": "boot", "type": "Classic", "attached": true, "limit": "10Gi"});
     let plain = json!({"name": "scratch", "attached": true});
@@ -122,6 +135,19 @@ fn another_mode_or_machine_uuid_is_another_order() {
     assert_eq!((first.delete.len(), first.create.len()), (1, 0));
     assert!(nothing(&of(&vm, &[deleting(&order)])));
     assert_eq!(of(&vm, &[]).create.len(), 1);
+}
+
+#[test]
+fn there_is_more_to_come_while_an_order_has_no_answer_or_its_disk_leaves() {
+    let vm = machine(json!([claim("a"), claim("b")]), json!(null));
+    let (done, asked) = (stored(&vm, "a", attached()), stored(&vm, "b", json!(null)));
+    assert!(!of(&vm, std::slice::from_ref(&done)).under_way);
+    assert!(of(&vm, &[done.clone(), asked]).under_way);
+    assert!(of(&vm, &[deleting(&done)]).under_way);
+    // Nobody knows how long these take.
+    let error = json!({"reason": "DetachFailed", "message": "busy", "time": "2026-01-01T00:00:00Z"});
+    let stuck = stored(&vm, "a", json!({"attached": true, "error": error}));
+    assert!(!of(&vm, &[deleting(&stuck)]).under_way);
 }
 
 #[test]

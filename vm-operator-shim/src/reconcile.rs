@@ -1,7 +1,7 @@
 //! Carries out the plan of one machine: the only place that writes.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crds::VolumeAttachment;
@@ -20,12 +20,12 @@ use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 
 use crate::attachments::Attachments;
-use crate::machine::{self, Machine};
-use crate::plan::plan;
+use crate::machine::{self, Machine, MachineStatus};
+use crate::plan::{ANNOTATION_ENTRY, Plan, plan};
 
-/// The least time between two status writes for one machine: many answers that come close together are told
-/// in few writes, and the first of them at once.
-const STATUS_INTERVAL: Duration = Duration::from_millis(50);
+/// How long an answer waits for those that are still to come, so that many are told in few writes. By the time of the
+/// first write, whoever ordered them together has put all of them into the spec, and is not in its way.
+const GATHER: Duration = Duration::from_millis(50);
 
 /// Why a pass over a machine must be repeated.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +33,9 @@ pub(crate) enum Unfinished {
     /// Some attachments could not be created or deleted.
     #[error("{}", .0.join("; "))]
     Attachments(Vec<String>),
+    /// The machine could not be read.
+    #[error("cannot read the machine: {0}")]
+    Read(String),
     /// The status could not be written.
     #[error("cannot write status.volumes: {0}")]
     Status(String),
@@ -65,12 +68,41 @@ impl Metrics {
     }
 }
 
+/// Since when each machine has something to be told that waits for more.
+#[derive(Debug, Default)]
+pub(crate) struct Gathering(Mutex<HashMap<Key, Instant>>);
+
+impl Gathering {
+    /// How long what is to be told must wait, if it must.
+    fn left(&self, key: &Key, more_to_come: bool) -> Option<Duration> {
+        let mut since = self.since();
+        if more_to_come {
+            let begun = *since.entry(key.clone()).or_insert_with(Instant::now);
+            let left = GATHER.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
+            if left.is_some() {
+                return left;
+            }
+        }
+        since.remove(key);
+        None
+    }
+
+    /// There is nothing to be told.
+    fn ended(&self, key: &Key) {
+        self.since().remove(key);
+    }
+
+    fn since(&self) -> MutexGuard<'_, HashMap<Key, Instant>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 pub(crate) struct Reconciler {
     pub(crate) client: Client,
     pub(crate) resource: ApiResource,
-    pub(crate) machines: std::sync::Arc<Latest<Machine>>,
-    pub(crate) attachments: std::sync::Arc<Attachments>,
-    pub(crate) status_written: Mutex<HashMap<Key, Instant>>,
+    pub(crate) machines: Arc<Latest<Machine>>,
+    pub(crate) attachments: Arc<Attachments>,
+    pub(crate) gathering: Gathering,
     pub(crate) metrics: Metrics,
 }
 
@@ -79,10 +111,17 @@ impl Reconciler {
     pub(crate) async fn reconcile(&self, key: &Key) -> Result<Next, Unfinished> {
         let Some(vm) = self.machines.get(key) else {
             // The garbage collector deletes what the machine owned.
-            self.status_written_at().remove(key);
+            self.gathering.ended(key);
             return Ok(Next::Wait);
         };
-        let orders = plan(&vm, &self.resource.api_version, &self.attachments.of(key, &vm), &BTreeMap::new());
+        let mut vm = vm;
+        let mut orders = self.plan(key, &vm, &BTreeMap::new());
+        let is_confirmed = orders.create.iter().any(|order| was_told(&vm, order));
+        if is_confirmed {
+            let Some(now) = self.read(key).await? else { return Ok(Next::Wait) };
+            vm = Arc::new(now);
+            orders = self.plan(key, &vm, &BTreeMap::new());
+        }
         let wrote = !orders.create.is_empty() || !orders.delete.is_empty();
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
         let creates = join_all(orders.create.iter().map(|order| self.create(&api, order)));
@@ -99,19 +138,35 @@ impl Reconciler {
         }
 
         // The writes above changed what is to be told.
-        let vm = self.machines.get(key).unwrap_or(vm);
-        let told = plan(&vm, &self.resource.api_version, &self.attachments.of(key, &vm), &refused).status;
+        let vm = if is_confirmed { vm } else { self.machines.get(key).unwrap_or(vm) };
+        let Plan { status, under_way, .. } = self.plan(key, &vm, &refused);
         let mut next = if wrote { Next::After(BELIEVED) } else { Next::Wait };
-        if let Some(volumes) = told {
-            match self.time_to_next_status(key) {
+        match status {
+            None => self.gathering.ended(key),
+            // A pass that failed is repeated late, so it tells what it has.
+            Some(volumes) => match self.gathering.left(key, under_way && problems.is_empty()) {
                 Some(left) => next = Next::After(left),
                 None => {
-                    self.write_status(key, &volumes).await?;
-                    next = Next::After(BELIEVED);
+                    let written = self.write_status(key, &vm, &volumes).await?;
+                    next = Next::After(if written { BELIEVED } else { GATHER });
                 }
-            }
+            },
         }
         if problems.is_empty() { Ok(next) } else { Err(Unfinished::Attachments(problems)) }
+    }
+
+    fn plan(&self, key: &Key, vm: &Machine, refused: &BTreeMap<String, String>) -> Plan {
+        plan(vm, &self.resource.api_version, &self.attachments.of(key, vm), refused)
+    }
+
+    /// The machine as the API server has it now.
+    async fn read(&self, key: &Key) -> Result<Option<Machine>, Unfinished> {
+        let api = Api::<Machine>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
+        let mut found = api.get_opt(&key.name).await.map_err(|error| Unfinished::Read(chain(&error)))?;
+        if let Some(vm) = &mut found {
+            machine::trim(vm);
+        }
+        Ok(found)
     }
 
     async fn create(&self, api: &Api<VolumeAttachment>, order: &VolumeAttachment) -> Result<(), String> {
@@ -159,32 +214,50 @@ impl Reconciler {
         }
     }
 
-    async fn write_status(&self, key: &Key, volumes: &[Value]) -> Result<(), Unfinished> {
+    /// Writes what is to be told, onto the machine as it was when that was decided: a write that comes late must not
+    /// tell of a disk that has left since. False when the machine is another by now.
+    async fn write_status(&self, key: &Key, vm: &Machine, volumes: &[Value]) -> Result<bool, Unfinished> {
         let api = Api::<Machine>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
-        let patch = Patch::Merge(json!({"status": {"volumes": volumes}}));
-        self.status_written_at().insert(key.clone(), Instant::now());
+        let seen = json!({"uid": vm.metadata.uid, "resourceVersion": vm.metadata.resource_version});
+        let patch = Patch::Merge(json!({"metadata": seen, "status": {"volumes": volumes}}));
         let outcome = api.patch_status(&key.name, &PatchParams::default(), &patch).await;
         self.metrics.count("status", outcome.is_ok());
         match outcome {
             Ok(mut vm) => {
                 tracing::info!(machine = %key, volumes = volumes.len(), "told");
-                vm.metadata.managed_fields = None;
                 machine::trim(&mut vm);
                 self.machines.changed(vm);
-                Ok(())
+                Ok(true)
             }
-            Err(kube::Error::Api(status)) if status.is_not_found() => Ok(()),
+            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(false),
             Err(error) => Err(Unfinished::Status(chain(&error))),
         }
     }
+}
 
-    /// How long a status write must wait, if it must.
-    fn time_to_next_status(&self, key: &Key) -> Option<Duration> {
-        let last = *self.status_written_at().get(key)?;
-        STATUS_INTERVAL.checked_sub(last.elapsed()).filter(|left| !left.is_zero())
-    }
+/// Whether a machine was told that the disk of an order is there. An order that is not there any more though its disk is
+/// has gone by itself: where the API server has forgotten it, as after a restore from a backup, it has forgotten the
+/// entry too, and what is known of the machine is from before. An order that is made from that, and deleted as soon as
+/// the machine is read anew, would unplug the disk.
+fn was_told(vm: &Machine, order: &VolumeAttachment) -> bool {
+    let entry = order.annotations().get(ANNOTATION_ENTRY);
+    let told = vm.status.as_ref().map(MachineStatus::entries).unwrap_or_default();
+    told.iter().any(|one| one["attached"] == true && one["name"].as_str() == entry.map(String::as_str))
+}
 
-    fn status_written_at(&self) -> std::sync::MutexGuard<'_, HashMap<Key, Instant>> {
-        self.status_written.lock().unwrap_or_else(PoisonError::into_inner)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_told_waits_only_while_there_is_more_to_come_and_not_for_long() {
+        let (gathering, key) = (Gathering::default(), Key::new("guest", "vm"));
+        assert_eq!(gathering.left(&key, false), None);
+        assert!(gathering.left(&key, true).is_some());
+        assert!(gathering.left(&key, true).is_some());
+        assert_eq!(gathering.left(&key, false), None);
+        gathering.since().insert(key.clone(), Instant::now().checked_sub(GATHER).unwrap());
+        assert_eq!(gathering.left(&key, true), None);
+        assert!(gathering.since().is_empty());
     }
 }

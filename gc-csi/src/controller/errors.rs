@@ -6,17 +6,28 @@
 
 use csi::Status;
 
+use crate::fit::Misfit;
+use crate::machine::Refusal;
 use crate::management::ApiError;
-use crate::management::claims::{CreateError, DeleteError};
+use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
 use crate::management::commit::CommitError;
+use crate::management::consumers::ConsumerError;
 use crate::management::disks::{AttachError, DetachError};
+use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
 
 pub(super) fn create(error: &CreateError) -> Status {
     let text = error.to_string();
     match error {
         // The class names something that isn't there: the request can't succeed as it is.
-        CreateError::NoClass { .. } => Status::invalid_argument(text),
-        CreateError::NoSuchSize { .. } | CreateError::TooLarge { .. } => Status::out_of_range(text),
+        CreateError::NoClass { .. }
+        | CreateError::NoAttributesClass { .. }
+        | CreateError::NotShareable { .. }
+        | CreateError::SourceMode { .. } => Status::invalid_argument(text),
+        CreateError::NoSource { .. } => Status::not_found(text),
+        CreateError::SourceNotReady { .. } => Status::failed_precondition(text),
+        CreateError::NoSuchSize { .. }
+        | CreateError::TooLarge { .. }
+        | CreateError::SourceTooLarge { .. } => Status::out_of_range(text),
         CreateError::Differs { .. } => Status::already_exists(text),
         // The claim is there and the management tier goes on trying.
         CreateError::Failing { .. } => Status::unavailable(text),
@@ -30,16 +41,91 @@ pub(super) fn create(error: &CreateError) -> Status {
 pub(super) fn delete(error: &DeleteError) -> Status {
     let text = error.to_string();
     match error {
-        DeleteError::Attached { .. } => Status::failed_precondition(text),
+        DeleteError::Shared { .. }
+        | DeleteError::Retained { .. }
+        | DeleteError::Consumed { .. }
+        | DeleteError::Attached { .. } => Status::failed_precondition(text),
         DeleteError::Deadline { .. } => Status::deadline_exceeded(text),
         DeleteError::Api { source, .. } => api(source, text),
+    }
+}
+
+/// csi-resizer tries again rarely, and lets the guest settle for less, after INVALID_ARGUMENT, OUT_OF_RANGE and NOT_FOUND
+/// alone. It takes FAILED_PRECONDITION for a volume that must be detached first, and RESOURCE_EXHAUSTED for one that may
+/// still be growing, after which the guest could not settle for less: neither is ever meant here.
+pub(super) fn expand(error: &ExpandError) -> Status {
+    let text = error.to_string();
+    match error {
+        ExpandError::NoClaim(_) => Status::not_found(text),
+        ExpandError::Unknown { source, .. } => api(source, text),
+        ExpandError::Shared(_) => Status::invalid_argument(text),
+        ExpandError::NotBound(_) => Status::internal(text),
+        ExpandError::NoSuchSize { .. } | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
+            Status::out_of_range(text)
+        }
+        // It is tried again below, but less may be asked for meanwhile.
+        ExpandError::Failed { .. } => Status::internal(text),
+        ExpandError::Failing { .. } => Status::unavailable(text),
+        ExpandError::Deadline { .. } => Status::deadline_exceeded(text),
+        ExpandError::Api { source: ApiError::Quota(_), .. } => Status::out_of_range(text),
+        // The admission check that says so, of classes whose volumes can't grow, refuses as if rights were missing.
+        ExpandError::Api { source: ApiError::Forbidden(_), .. } => Status::invalid_argument(text),
+        ExpandError::Api { source, .. } => api(source, text),
+    }
+}
+
+/// csi-resizer tries again rarely, and lets the guest settle for another class, after INVALID_ARGUMENT alone.
+pub(super) fn modify(error: &ModifyError) -> Status {
+    let text = error.to_string();
+    match error {
+        ModifyError::NoClaim(_) => Status::not_found(text),
+        ModifyError::Shared(_) | ModifyError::NoClass(_) | ModifyError::Infeasible { .. } => {
+            Status::invalid_argument(text)
+        }
+        ModifyError::NotBound(_) => Status::failed_precondition(text),
+        // It is tried again below, but another class may be asked for meanwhile: after a code that leaves the outcome open,
+        // csi-resizer would go on with the class that fails.
+        ModifyError::Failing { .. } => Status::internal(text),
+        ModifyError::Deadline { .. } => Status::deadline_exceeded(text),
+        ModifyError::Api { source: ApiError::Quota(_), .. } => Status::invalid_argument(text),
+        ModifyError::Api { source, .. } => api(source, text),
+    }
+}
+
+pub(super) fn snapshot(error: &SnapshotError) -> Status {
+    let text = error.to_string();
+    match error {
+        SnapshotError::Unserved => Status::unimplemented(text),
+        SnapshotError::NoClaim(_) => Status::not_found(text),
+        SnapshotError::NotBound(_) => Status::failed_precondition(text),
+        SnapshotError::NoClass(_) => Status::invalid_argument(text),
+        SnapshotError::Differs { .. } => Status::already_exists(text),
+        // The snapshot is there and the management tier goes on trying.
+        SnapshotError::Failing { .. } => Status::unavailable(text),
+        SnapshotError::Deleting(_) => Status::aborted(text),
+        SnapshotError::Deadline(_) => Status::deadline_exceeded(text),
+        // csi-snapshotter takes RESOURCE_EXHAUSTED for a snapshot that may still be under way; this one is not.
+        SnapshotError::Api { source: ApiError::Quota(_), .. } => Status::failed_precondition(text),
+        SnapshotError::Api { source, .. } => api(source, text),
+    }
+}
+
+pub(super) fn delete_snapshot(error: &DeleteSnapshotError) -> Status {
+    let text = error.to_string();
+    match error {
+        DeleteSnapshotError::Shared(_) => Status::failed_precondition(text),
+        DeleteSnapshotError::Deadline { .. } => Status::deadline_exceeded(text),
+        DeleteSnapshotError::Api { source, .. } => api(source, text),
     }
 }
 
 pub(super) fn attach(error: &AttachError) -> Status {
     let text = error.to_string();
     match error {
-        AttachError::NoMachine(_) | AttachError::NoClaim(_) => Status::not_found(text),
+        AttachError::NoMachine(_) | AttachError::Unfit(Misfit::Unknown(..)) => Status::not_found(text),
+        AttachError::Unfit(Misfit::Differs(..)) => Status::failed_precondition(text),
+        AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
+        AttachError::Consumer(ConsumerError::Api { source, .. }) => api(source, text),
         AttachError::NotBound(_) => Status::unavailable(text),
         AttachError::InUse { .. } => Status::failed_precondition(text),
         AttachError::Differs { .. } => Status::already_exists(text),
@@ -63,7 +149,8 @@ pub(super) fn detach(error: &DetachError) -> Status {
 fn commit(error: &CommitError, text: String) -> Status {
     match error {
         CommitError::NoMachine(_) => Status::not_found(text),
-        CommitError::Taken { .. } => Status::failed_precondition(text),
+        CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
+        CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
         CommitError::Api { source, .. } => api(source, text),
     }
 }
@@ -92,5 +179,22 @@ mod tests {
         let error = |source| CreateError::Api { claim: "c".to_owned(), source };
         assert_eq!(create(&error(ApiError::Quota("q".to_owned()))).code(), Code::ResourceExhausted);
         assert_eq!(create(&error(ApiError::Unavailable("u".to_owned()))).code(), Code::Unavailable);
+    }
+
+    #[test]
+    fn what_a_guest_may_settle_for_less_after_is_said_in_codes_that_its_csi_resizer_takes_so() {
+        let refused = |source| {
+            let (claim, class, size) = ("c".to_owned(), "k".to_owned(), "9Gi".to_owned());
+            expand(&ExpandError::Api { claim, class, size, source }).code()
+        };
+        assert_eq!(refused(ApiError::Quota("q".to_owned())), Code::OutOfRange);
+        assert_eq!(refused(ApiError::Forbidden("f".to_owned())), Code::InvalidArgument);
+        assert_eq!(refused(ApiError::Unavailable("u".to_owned())), Code::Unavailable);
+    }
+
+    #[test]
+    fn a_guest_can_take_back_a_class_that_fails_below() {
+        let (claim, class, warning) = ("c".to_owned(), "gold".to_owned(), "w".to_owned());
+        assert_eq!(modify(&ModifyError::Failing { claim, class, warning }).code(), Code::Internal);
     }
 }

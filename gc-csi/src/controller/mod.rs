@@ -1,7 +1,17 @@
-//! The Controller service of the guest driver: flags, wiring, and the protocol in [`service`].
+//! The Controller service of the guest driver: flags, wiring, and the protocol in [`service`], one file for each kind of call.
 
+mod capacity;
+mod create;
+mod delete;
 mod errors;
+mod expand;
+mod legacy;
+mod list;
+mod modify;
+mod parameters;
+mod publish;
 mod service;
+mod snapshots;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -10,23 +20,22 @@ use std::time::Duration;
 use anyhow::Context;
 use crds::names::{self, ClusterId};
 use csi::identity::Identity;
+use csi::locks::VolumeLocks;
 use csi::metrics::CallMetrics;
 use csi::proto::controller_server::ControllerServer;
 use csi::proto::identity_server::IdentityServer;
 use csi::proto::plugin_capability::service::Type as Service;
+use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::server::Endpoint;
 use kube_kit::health::Health;
-use kube_kit::queue::{self, Retry};
+use kube_kit::lease::LeaseArgs;
 use kube_kit::{client, http, versions};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
-use crate::guest::Guest;
-use crate::management::{Home, Management};
-use crate::reconcile::attach_state;
-
-/// How many guest claims are brought up to date at once.
-const ATTACH_STATES_AT_ONCE: usize = 16;
+use crate::guest::{Guest, Scope};
+use crate::management::{GuestDeletion, Home, Management, Optional, Owner, Served};
+use crate::reconcile::{self, Reconcilers};
 
 /// Flags of `gc-csi controller`.
 #[derive(Debug, clap::Args)]
@@ -52,12 +61,28 @@ pub struct Args {
     /// What to do when the guest's and the management StorageClass differ in reclaimPolicy.
     #[arg(long, value_enum, default_value_t = OnMismatch::Refuse)]
     reclaim_policy_mismatch: OnMismatch,
+    /// Namespace of the management cluster in which mgmt-csi publishes how much room there is; without it, the guest
+    /// is not told.
+    #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
+    capacity_namespace: Option<String>,
+    /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi node` with --topology or --zone
+    /// on every node, since csi-provisioner makes no volume for a node without a zone then.
+    #[arg(long)]
+    topology: bool,
+    #[command(flatten)]
+    guest_deletion: GuestDeletion,
+    #[command(flatten)]
+    legacy: legacy::LegacyArgs,
     /// Time for a call whose caller sets none, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u64).range(1..=3600))]
     default_timeout: u64,
     /// Address for /healthz, /readyz and /metrics.
     #[arg(long, value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    sync: reconcile::Options,
+    #[command(flatten, next_help_heading = "Leader election")]
+    lease: LeaseArgs,
 }
 
 /// What to do about classes whose policies differ.
@@ -65,7 +90,7 @@ pub struct Args {
 enum OnMismatch {
     /// Refuse to create the volume.
     Refuse,
-    /// Create it, with a warning in the log.
+    /// Create it, with a warning in the log and on the guest's claim.
     Warn,
 }
 
@@ -92,12 +117,18 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (alive, ready) = (Health::default(), Health::default());
     let mut registry = Registry::with_prefix("nestor_gc_csi");
     let calls = CallMetrics::register(&mut registry);
+    let reconcilers = Reconcilers::new(&mut registry);
 
     let guest_client =
         client::connect("guest", "--guest-kubeconfig", args.guest_kubeconfig.as_deref(), "gc-csi").await?;
     let management_client =
         client::connect("management", "--management-kubeconfig", Some(&args.management_kubeconfig), "gc-csi")
             .await?;
+    let kubeconfig = args.guest_kubeconfig.as_deref();
+    let election = args.lease.election("gc-csi-controller", &guest_client, kubeconfig, &mut registry);
+    let election = election.map_err(anyhow::Error::msg)?;
+    // Stands until every other check is there: between two of them, all that there are may pass.
+    let wired = ready.check("controller", "not started yet");
     let reaching =
         ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not asked yet"));
     if let Some(address) = args.http_listen {
@@ -111,7 +142,15 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         });
     }
 
-    let identity = Identity::new(names::GUEST_DRIVER, ready.clone()).with_service(Service::ControllerService);
+    let identity = |driver: &str| {
+        let identity = Identity::new(driver, ready.clone())
+            .with_service(Service::ControllerService)
+            .with_expansion(Expansion::Online);
+        match args.topology {
+            true => identity.with_service(Service::VolumeAccessibilityConstraints),
+            false => identity,
+        }
+    };
     for (client, cluster, check) in
         [(&guest_client, "guest", &reaching[0]), (&management_client, "management", &reaching[1])]
     {
@@ -128,32 +167,51 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         &stop,
     );
     let Some(version) = version.await else { return Ok(()) };
+    let optional = Optional::ask(&management_client, args.capacity_namespace, &ready, &stop).await;
+    let Some(optional) = optional else { return Ok(()) };
     tracing::info!(version, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
 
-    let (changed, worker) = queue::queue::<String>();
-    let appeared = changed.clone();
-    let guest = Guest::start(&guest_client, &ready, &stop, move |handle| appeared.push(handle.to_owned()));
+    let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
+    let scope = Scope { drivers: args.legacy.drivers(), claim_labels: args.sync.labels.clone() };
+    let guest = Guest::start(
+        &guest_client,
+        scope,
+        &ready,
+        &stop,
+        move |handle| volumes.push_volume(handle),
+        move |claim| claims.push_gone(claim),
+    );
     let home =
         Home { namespace: args.management_namespace, cluster: args.cluster_id, prefix: args.volume_prefix };
-    let management = Management::start(&management_client, home, version, &ready, &stop, move |change| {
-        attach_state::enqueue_changes(&changed, change);
+    let owned = reconcilers.queues().clone();
+    let owner = Owner::start(&management_client, &home, args.guest_deletion, &ready, &stop, move || {
+        owned.push_owned();
     });
-    let (shown, machines) = (guest.clone(), management.machines().clone());
-    let showing = worker.run(ATTACH_STATES_AT_ONCE, Retry::default(), stop.clone(), move |handle| {
-        let (guest, machines) = (shown.clone(), machines.clone());
-        async move { attach_state::reconcile(&guest, &machines, handle).await }
+    let Some(owner) = owner.await else { return Ok(()) };
+    let listeners = reconcilers.queues().listeners();
+    let served = Served { machines: version, optional: &optional };
+    let management = Management::start(&management_client, home, served, owner, &ready, &stop, listeners);
+    let locks = VolumeLocks::default();
+    let reconcilers =
+        reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
+    let (electing, stopping) = (ready.clone(), stop.clone());
+    let reconciling = tokio::spawn(async move {
+        election.lead(&electing, &stopping, || reconcilers.run()).await;
     });
-    let showing = tokio::spawn(showing);
 
     let service = service::Controller::new(
         management,
         guest,
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
         Duration::from_secs(args.default_timeout),
+        locks,
     );
-    let routes = tonic::service::Routes::new(IdentityServer::new(identity))
-        .add_service(ControllerServer::new(service));
-    csi::server::serve(&args.endpoint, routes, calls, stop.clone()).await?;
+    wired.pass();
+    let routes = tonic::service::Routes::new(IdentityServer::new(identity(names::GUEST_DRIVER)))
+        .add_service(ControllerServer::new(service.clone()));
+    let own = csi::server::serve(&args.endpoint, routes, calls.clone(), stop.clone());
+    let legacy = args.legacy.serve(identity, &service, calls, stop.clone());
+    tokio::try_join!(own, legacy)?;
     stop.cancel();
-    showing.await.context("the attach-state worker failed")
+    reconciling.await.context("the reconcilers failed")
 }

@@ -1,41 +1,34 @@
-//! CSI Controller calls, translated to and from the management room. No logic of its own beyond what the
-//! protocol asks for.
+//! The Controller service: one room for each kind of call. They translate to and from the management room and hold
+//! no logic beyond what the protocol asks for.
 
-use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use crds::names;
-use csi::capability::{self, Access, Capability, Mode};
+use csi::capability::{Access, Capability, Mode};
 use csi::locks::VolumeLocks;
 use csi::proto::{self, controller_service_capability::rpc::Type as Rpc};
-use csi::request::{self, Size};
 use csi::{Status, deadline};
-use kube_kit::informer::Key;
 use tokio::time::Instant;
-use tonic::{Request, Response};
+use tonic::{Code, Request, Response};
 
-use super::errors;
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::management::claims::{self, Abandoned, NewClaim};
-use crate::management::disks::Attach;
 
-/// Size of a volume for which none was asked: 1 GiB, as most drivers give.
-const DEFAULT_BYTES: u64 = 1 << 30;
+/// How long an object is waited for that a sidecar, or whoever made it, saw before this process did.
+pub(super) const BEHIND: Duration = Duration::from_secs(2);
 
-/// How long an object is waited for that csi-provisioner, or whoever made it, saw before this process did.
-const BEHIND: Duration = Duration::from_secs(2);
+/// How long after its waits a call is ended that still waits for an API server's answer.
+const LAST_WORD: Duration = Duration::from_millis(20);
 
-/// Keys that csi-provisioner adds to the StorageClass's parameters.
-const EXTRA_PREFIX: &str = "csi.storage.k8s.io/";
-
-/// Serves the Controller service.
+/// Serves the Controller service. Copies share everything, so that two drivers of one process keep each other's locks.
+#[derive(Clone)]
 pub(super) struct Controller {
-    management: Management,
-    guest: Guest,
-    refuse_mismatch: bool,
-    default_timeout: Duration,
-    locks: VolumeLocks,
+    pub(super) management: Management,
+    pub(super) guest: Guest,
+    pub(super) refuse_mismatch: bool,
+    pub(super) default_timeout: Duration,
+    pub(super) locks: VolumeLocks,
+    /// The earlier driver that this one serves as, if any: it keeps volumes going, and makes none.
+    pub(super) legacy: Option<String>,
 }
 
 impl Controller {
@@ -44,13 +37,14 @@ impl Controller {
         guest: Guest,
         refuse_mismatch: bool,
         default_timeout: Duration,
+        locks: VolumeLocks,
     ) -> Self {
-        Self { management, guest, refuse_mismatch, default_timeout, locks: VolumeLocks::default() }
+        Self { management, guest, refuse_mismatch, default_timeout, locks, legacy: None }
     }
 
     /// Starts a call: nothing is answered before both clusters were read once.
-    fn begin<T>(&self, request: Request<T>) -> Result<(T, Instant), Status> {
-        let deadline = deadline::of(&request, self.default_timeout);
+    pub(super) fn begin<T>(&self, request: Request<T>) -> Result<(T, Instant), Status> {
+        let deadline = self.deadline(&request);
         if !self.management.is_synced() || !self.guest.is_synced() {
             return Err(Status::unavailable(
                 "the driver is still reading the clusters' state: try again in a moment",
@@ -59,72 +53,31 @@ impl Controller {
         Ok((request.into_inner(), deadline))
     }
 
-    /// Annotations that tell people in the management cluster whom a claim is for.
-    async fn annotations(
+    /// Answers in time in any case. A request to an API server that nobody answers is left behind: what it asks for may
+    /// come about, and the same call finds it. Says what is known of a link that is down.
+    async fn answer<R>(
         &self,
-        csi_name: &str,
-        parameters: &HashMap<String, String>,
-        management_class: &str,
         deadline: Instant,
-    ) -> Result<BTreeMap<String, String>, Status> {
-        let extra = |key: &str| parameters.get(&format!("{EXTRA_PREFIX}{key}")).cloned();
-        let mut annotations = BTreeMap::new();
-        if let (Some(name), Some(namespace)) = (extra("pvc/name"), extra("pvc/namespace")) {
-            let claim = Key::new(namespace.clone(), name.clone());
-            let behind = deadline.min(Instant::now() + BEHIND);
-            match self.guest.class_of(&claim, csi_name, behind).await {
-                Some(class) if class.is_empty() => {}
-                Some(class) => {
-                    self.check_policies(&class, management_class, behind).await?;
-                    annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
-                }
-                None => self.give_up(csi_name, &claim, deadline).await?,
+        call: impl Future<Output = Result<R, Status>>,
+    ) -> Result<Response<R>, Status> {
+        let answer = tokio::time::timeout_at(deadline + LAST_WORD, call).await.unwrap_or_else(|_| {
+            Err(Status::deadline_exceeded(
+                "no answer from the API of the management cluster in time; what was asked for may come about there, \
+                 and the same call finds it",
+            ))
+        });
+        answer.map(Response::new).map_err(|status| match (status.code(), self.management.trouble()) {
+            (Code::DeadlineExceeded | Code::Unavailable, Some(trouble))
+                if !status.message().contains(&trouble) =>
+            {
+                Status::new(status.code(), format!("{} (management cluster: {trouble})", status.message()))
             }
-            annotations.insert(names::ANNOTATION_GUEST_PVC.to_owned(), name);
-            annotations.insert(names::ANNOTATION_GUEST_NAMESPACE.to_owned(), namespace);
-        }
-        if let Some(volume) = extra("pv/name") {
-            annotations.insert(names::ANNOTATION_GUEST_PV.to_owned(), volume);
-        }
-        Ok(annotations)
+            _ => status,
+        })
     }
 
-    /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
-    /// final code, and nothing of it may stay below. One that is bound already is given out all the same,
-    /// since csi-provisioner then deletes it.
-    async fn give_up(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
-        match self.management.abandon_claim(csi_name, deadline).await {
-            Ok(Abandoned::Bound) => Ok(()),
-            Ok(Abandoned::Gone) => Err(Status::not_found(format!(
-                "there is no PersistentVolumeClaim {claim} in the guest any more for which volume {csi_name} was to \
-                 be made: nothing of it is left in the management cluster"
-            ))),
-            Err(error) => Err(errors::delete(&error)),
-        }
-    }
-
-    /// Both tiers must agree on what becomes of a volume when its claim goes.
-    async fn check_policies(
-        &self,
-        guest_class: &str,
-        management_class: &str,
-        behind: Instant,
-    ) -> Result<(), Status> {
-        let guest = self.guest.reclaim_policy(guest_class, behind).await;
-        let management = self.management.reclaim_policy(management_class, behind).await;
-        let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
-        if guest == management {
-            return Ok(());
-        }
-        let text = format!(
-            "StorageClass {guest_class} of the guest says reclaimPolicy {guest}, but its management StorageClass \
-             {management_class} says {management}: use classes with the same policy"
-        );
-        if self.refuse_mismatch {
-            return Err(Status::failed_precondition(text));
-        }
-        tracing::warn!("{text}");
-        Ok(())
+    fn deadline<T>(&self, request: &Request<T>) -> Instant {
+        deadline::of(request, self.default_timeout)
     }
 }
 
@@ -134,125 +87,99 @@ impl proto::controller_server::Controller for Controller {
         &self,
         request: Request<proto::CreateVolumeRequest>,
     ) -> Result<Response<proto::CreateVolumeResponse>, Status> {
-        let (request, deadline) = self.begin(request)?;
-        // Any name is taken: it is hashed into the management claim's.
-        if request.name.is_empty() {
-            return Err(Status::invalid_argument("name is missing in the request"));
-        }
-        let wanted = capability::required_all(&request.volume_capabilities)?;
-        supported(&wanted)?;
-        if request.volume_content_source.is_some() {
-            return Err(Status::invalid_argument(
-                "this driver makes empty volumes only: a volume_content_source is not supported",
-            ));
-        }
-        let class = management_class(&request.parameters)?.to_owned();
-        let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
-        let _guard = self.locks.acquire(&request.name)?;
-        // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
-        let behind = deadline.min(Instant::now() + BEHIND);
-        self.management.reclaim_policy(&class, behind).await;
-        let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
-        let claim = NewClaim {
-            csi_name: request.name,
-            size,
-            class,
-            block: wanted.iter().any(|one| one.access == Access::Block),
-            read_only_many: wanted.iter().all(|one| one.mode == Mode::MultiNodeReaderOnly),
-            annotations,
-        };
-        let bound =
-            self.management.create_claim(&claim, deadline).await.map_err(|error| errors::create(&error))?;
-        Ok(Response::new(proto::CreateVolumeResponse {
-            volume: Some(proto::Volume {
-                volume_id: bound.name,
-                capacity_bytes: i64::try_from(bound.capacity).unwrap_or(i64::MAX),
-                ..proto::Volume::default()
-            }),
-        }))
+        self.refuse_as_legacy(request.get_ref())?;
+        self.answer(self.deadline(&request), self.create(request)).await
     }
 
     async fn delete_volume(
         &self,
         request: Request<proto::DeleteVolumeRequest>,
     ) -> Result<Response<proto::DeleteVolumeResponse>, Status> {
-        let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
-        let _guard = self.locks.acquire(volume)?;
-        self.management.delete_claim(volume, deadline).await.map_err(|error| errors::delete(&error))?;
-        Ok(Response::new(proto::DeleteVolumeResponse {}))
+        self.answer(self.deadline(&request), self.delete(request)).await
     }
 
     async fn controller_publish_volume(
         &self,
         request: Request<proto::ControllerPublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerPublishVolumeResponse>, Status> {
-        let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
-        let node = request::required("node_id", &request.node_id)?;
-        let wanted = capability::required(request.volume_capability.as_ref())?;
-        supported(std::slice::from_ref(&wanted))?;
-        let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
-        let attach = Attach {
-            claim: volume.to_owned(),
-            machine: node.to_owned(),
-            read_only: request.readonly || wanted.mode.is_read_only(),
-            exclusive: !wanted.mode.is_multi_node(),
-        };
-        let disk = self.management.attach(&attach, deadline).await.map_err(|error| errors::attach(&error))?;
-        let publish_context = HashMap::from([(names::CONTEXT_DISK_UUID.to_owned(), disk)]);
-        Ok(Response::new(proto::ControllerPublishVolumeResponse { publish_context }))
+        self.answer(self.deadline(&request), self.publish(request)).await
     }
 
     async fn controller_unpublish_volume(
         &self,
         request: Request<proto::ControllerUnpublishVolumeRequest>,
     ) -> Result<Response<proto::ControllerUnpublishVolumeResponse>, Status> {
-        let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
-        // Without a node, the volume leaves every node (CSI specification, ControllerUnpublishVolume).
-        let nodes = match request.node_id.is_empty() {
-            true => self.management.machines_with(volume),
-            false => vec![request::required("node_id", &request.node_id)?.to_owned()],
-        };
-        for node in nodes {
-            let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
-            self.management.detach(volume, &node, deadline).await.map_err(|error| errors::detach(&error))?;
-        }
-        Ok(Response::new(proto::ControllerUnpublishVolumeResponse {}))
+        self.answer(self.deadline(&request), self.unpublish(request)).await
     }
 
     async fn validate_volume_capabilities(
         &self,
         request: Request<proto::ValidateVolumeCapabilitiesRequest>,
     ) -> Result<Response<proto::ValidateVolumeCapabilitiesResponse>, Status> {
-        let (request, _) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
-        let wanted = capability::required_all(&request.volume_capabilities)?;
-        let claim = self
-            .management
-            .claim(volume)
-            .ok_or_else(|| Status::not_found(format!("there is no volume {volume} of this guest")))?;
-        let block = claims::is_block(&claim);
-        let verdict = supported(&wanted).map_err(|status| status.message().to_owned()).and_then(|()| {
-            match wanted.iter().all(|one| (one.access == Access::Block) == block) {
-                true => Ok(()),
-                false => Err(format!("volume {volume} is for {}", if block { "block" } else { "mount" })),
-            }
-        });
-        let response = match verdict {
-            Ok(()) => proto::ValidateVolumeCapabilitiesResponse {
-                confirmed: Some(proto::validate_volume_capabilities_response::Confirmed {
-                    volume_context: request.volume_context,
-                    volume_capabilities: request.volume_capabilities,
-                    parameters: request.parameters,
-                    mutable_parameters: request.mutable_parameters,
-                }),
-                message: String::new(),
-            },
-            Err(message) => proto::ValidateVolumeCapabilitiesResponse { confirmed: None, message },
-        };
-        Ok(Response::new(response))
+        self.validate(request).map(Response::new)
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<proto::ListVolumesRequest>,
+    ) -> Result<Response<proto::ListVolumesResponse>, Status> {
+        self.list(request).map(Response::new)
+    }
+
+    async fn controller_get_volume(
+        &self,
+        request: Request<proto::ControllerGetVolumeRequest>,
+    ) -> Result<Response<proto::ControllerGetVolumeResponse>, Status> {
+        self.get(request).map(Response::new)
+    }
+
+    async fn controller_expand_volume(
+        &self,
+        request: Request<proto::ControllerExpandVolumeRequest>,
+    ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
+        self.answer(self.deadline(&request), self.expand(request)).await
+    }
+
+    async fn controller_modify_volume(
+        &self,
+        request: Request<proto::ControllerModifyVolumeRequest>,
+    ) -> Result<Response<proto::ControllerModifyVolumeResponse>, Status> {
+        self.answer(self.deadline(&request), self.modify(request)).await
+    }
+
+    async fn create_snapshot(
+        &self,
+        request: Request<proto::CreateSnapshotRequest>,
+    ) -> Result<Response<proto::CreateSnapshotResponse>, Status> {
+        self.answer(self.deadline(&request), self.create_snapshot_of(request)).await
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<proto::DeleteSnapshotRequest>,
+    ) -> Result<Response<proto::DeleteSnapshotResponse>, Status> {
+        self.answer(self.deadline(&request), self.delete_snapshot_of(request)).await
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<proto::ListSnapshotsRequest>,
+    ) -> Result<Response<proto::ListSnapshotsResponse>, Status> {
+        self.snapshots(request).map(Response::new)
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<proto::GetSnapshotRequest>,
+    ) -> Result<Response<proto::GetSnapshotResponse>, Status> {
+        self.snapshot(request).map(Response::new)
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<proto::GetCapacityRequest>,
+    ) -> Result<Response<proto::GetCapacityResponse>, Status> {
+        self.capacity(request).map(Response::new)
     }
 
     async fn controller_get_capabilities(
@@ -260,55 +187,51 @@ impl proto::controller_server::Controller for Controller {
         _: Request<proto::ControllerGetCapabilitiesRequest>,
     ) -> Result<Response<proto::ControllerGetCapabilitiesResponse>, Status> {
         use proto::controller_service_capability::{Rpc as RpcCapability, Type};
-        let announced = [
+        let mut announced = vec![
             Rpc::CreateDeleteVolume,
             Rpc::PublishUnpublishVolume,
             Rpc::PublishReadonly,
             Rpc::SingleNodeMultiWriter,
+            Rpc::ListVolumes,
+            Rpc::ListVolumesPublishedNodes,
+            Rpc::GetVolume,
+            Rpc::VolumeCondition,
+            Rpc::CloneVolume,
+            Rpc::ExpandVolume,
         ];
+        // What the management cluster can't do, and what it does not say, is not promised.
+        if self.management.has_snapshots() {
+            // GET_SNAPSHOT is served, but no sidecar asks for it yet, and csi-sanity takes it for a mistake.
+            announced.extend([Rpc::CreateDeleteSnapshot, Rpc::ListSnapshots]);
+        }
+        if self.management.has_attributes_classes() {
+            announced.push(Rpc::ModifyVolume);
+        }
+        if self.management.knows_room() {
+            announced.push(Rpc::GetCapacity);
+        }
         let capabilities = announced
+            .into_iter()
             .map(|rpc| proto::ControllerServiceCapability {
                 r#type: Some(Type::Rpc(RpcCapability { r#type: rpc as i32 })),
             })
-            .into();
+            .collect();
         Ok(Response::new(proto::ControllerGetCapabilitiesResponse { capabilities }))
     }
 }
 
-/// The management class that a StorageClass names; anything that is not understood is refused, since it
-/// would be silently without effect.
-fn management_class(parameters: &HashMap<String, String>) -> Result<&str, Status> {
-    let known = names::PARAMETER_MANAGEMENT_CLASS;
-    let mut unknown: Vec<&str> = parameters
-        .keys()
-        .map(String::as_str)
-        .filter(|key| *key != known && !key.starts_with(EXTRA_PREFIX))
-        .collect();
-    unknown.sort_unstable();
-    if !unknown.is_empty() {
-        return Err(Status::invalid_argument(format!(
-            "StorageClass parameter {} is not known: the guest's class takes {known} only",
-            unknown.join(", ")
-        )));
-    }
-    parameters.get(known).map(String::as_str).filter(|class| !class.is_empty()).ok_or_else(|| {
-        Status::invalid_argument(format!(
-            "StorageClass parameter {known} is missing: name the management cluster's StorageClass in it"
-        ))
-    })
-}
-
 /// Refuses what no volume of this driver can do.
-fn supported(wanted: &[Capability]) -> Result<(), Status> {
-    let refused = wanted
-        .iter()
-        .find(|one| matches!(one.mode, Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter));
-    match refused {
-        None => Ok(()),
-        Some(one) => Err(Status::invalid_argument(format!(
-            "access mode {} is not supported: a disk that several machines write to would be corrupted; \
-             use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany",
-            one.mode.kubernetes_name()
-        ))),
-    }
+pub(super) fn supported(wanted: &[Capability]) -> Result<(), Status> {
+    let refusal = wanted.iter().find_map(|one| match (one.mode, &one.access) {
+        (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
+            "access mode ReadWriteMany is not supported for a filesystem: one that several machines write to at once \
+             would be corrupted; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
+        ),
+        (Mode::MultiNodeSingleWriter, _) => Some(
+            "access mode MULTI_NODE_SINGLE_WRITER is not supported: others can't read what one machine writes to; use \
+             ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block",
+        ),
+        _ => None,
+    });
+    refusal.map_or(Ok(()), |why| Err(Status::invalid_argument(why)))
 }

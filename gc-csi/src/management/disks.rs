@@ -2,24 +2,37 @@
 //!
 //! An answer is given only on what was seen after the change went in: the machine's generation tells
 //! which of its states are older. What the informer shows may be behind, so where no change is needed
-//! (the entry is there already, or gone already) the machine is read once from the API.
+//! (the entry is there already, or gone already) the machine is read once from the API; not where this process saw
+//! the disk leave, or come, a moment ago ([`recent`](super::recent)).
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crds::VirtualMachine;
 use crds::names;
-use crds::{VirtualMachine, VirtualMachineVolumeStatus};
+use kube_kit::informer::Key;
 use tokio::time::Instant;
 
-use super::Management;
-use super::commit::{Change, CommitError, Committed, committed};
+use super::commit::{CommitError, Operation};
+use super::consumers::{Consumer, ConsumerError};
+use super::{Management, recent};
+use crate::fit::{Asked, Misfit};
+use crate::machine::{self, Begin, Change, Committed, Refusal, committed, disk, wants};
 
 /// How long a failure that was known before the call is given to heal before the call repeats it.
 const KNOWN_FAILURE: Duration = Duration::from_secs(2);
 
+/// What people can do about a disk that does not leave.
+const ADVICE: &str = "it goes as soon as the machine lets go of it or is off; if the machine is lost, taint its Node with \
+    node.kubernetes.io/out-of-service:NoExecute";
+
+/// The machines that each entry's disk is plugged into.
+pub(super) type Plugged = HashMap<String, Vec<String>>;
+
 /// A disk to plug.
 #[derive(Debug, Clone)]
-pub struct Attach {
+pub(crate) struct Attach {
     /// The management claim.
     pub claim: String,
     /// The machine.
@@ -28,33 +41,40 @@ pub struct Attach {
     pub read_only: bool,
     /// Whether only one machine may have it.
     pub exclusive: bool,
+    /// What the call asks of the claim.
+    pub asked: Asked,
+    /// What the guest's volumes of this handle ask of it: one, unless a person made another.
+    pub volumes: Vec<Asked>,
 }
 
 /// Why a disk is not plugged.
 #[derive(Debug, thiserror::Error)]
-pub enum AttachError {
+pub(crate) enum AttachError {
     /// There is no such machine.
     #[error(
         "there is no VirtualMachine {0} in this guest's namespace of the management cluster: the node's name must be its machine's"
     )]
     NoMachine(String),
-    /// There is no such volume.
-    #[error(
-        "there is no volume {0}: the management PersistentVolumeClaim does not exist, or is not this guest's"
-    )]
-    NoClaim(String),
+    /// There is no such claim to this guest, or it can't be had in this way.
+    #[error(transparent)]
+    Unfit(#[from] Misfit),
+    /// It could not be written down that this guest uses the claim.
+    #[error(transparent)]
+    Consumer(#[from] ConsumerError),
     /// The volume is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
     NotBound(String),
     /// Another machine has it.
     #[error(
-        "volume {claim} is attached to VirtualMachine {machine}, and its access mode allows one node: it must be detached there first"
+        "volume {claim} is attached to VirtualMachine {machine}, and its access mode allows one node: it must be detached there first{because}"
     )]
     InUse {
         /// The management claim.
         claim: String,
         /// The machine that has it.
         machine: String,
+        /// Why it is still there, or nothing.
+        because: String,
     },
     /// It is plugged in another way.
     #[error("volume {claim} is attached to VirtualMachine {machine} {how} already: detach it first")]
@@ -103,9 +123,9 @@ pub enum AttachError {
 
 /// Why a disk may still be plugged.
 #[derive(Debug, thiserror::Error)]
-pub enum DetachError {
+pub(crate) enum DetachError {
     /// The management tier says that it failed; it goes on trying.
-    #[error("volume {claim} could not be detached from VirtualMachine {machine}: {error}")]
+    #[error("volume {claim} could not be detached from VirtualMachine {machine}: {error}; {ADVICE}")]
     Failed {
         /// The management claim.
         claim: String,
@@ -115,7 +135,7 @@ pub enum DetachError {
         error: String,
     },
     /// Time ran out; the work goes on.
-    #[error("volume {claim} was not detached from VirtualMachine {machine} in time{because}")]
+    #[error("volume {claim} was not detached from VirtualMachine {machine} in time{because}; {ADVICE}")]
     Deadline {
         /// The management claim.
         claim: String,
@@ -139,14 +159,42 @@ impl From<CommitError> for AttachError {
 }
 
 impl Management {
+    /// The machines that each entry's disk is plugged into.
+    pub(super) fn plugged(&self) -> Plugged {
+        let mut plugged = Plugged::new();
+        for vm in self.machines.list() {
+            let disks = vm.status.iter().flat_map(|status| &status.volumes);
+            for disk in disks.filter(|disk| disk.attached) {
+                plugged.entry(disk.name.clone()).or_default().extend(vm.metadata.name.clone());
+            }
+        }
+        plugged
+    }
+
+    /// The machines that the claim's disk is plugged into.
+    pub(super) fn plugged_into(&self, claim: &str) -> Vec<String> {
+        let entry = names::volume_entry(claim);
+        let around = self.machines_around(claim);
+        let plugged = around.iter().filter(|vm| disk(vm, &entry).is_some_and(|disk| disk.attached));
+        plugged.filter_map(|vm| vm.metadata.name.clone()).collect()
+    }
+
+    /// Machines that say anything of the claim's disk, by name.
+    pub(crate) fn machines_around(&self, claim: &str) -> Vec<Arc<VirtualMachine>> {
+        let keys = [claim.to_owned(), names::volume_entry(claim)].map(Key::cluster);
+        let mut machines: Vec<Key> = keys.iter().flat_map(|key| self.machines_by_disk.members(key)).collect();
+        machines.sort_unstable();
+        machines.dedup();
+        machines.iter().filter_map(|key| self.machines.get(key)).collect()
+    }
+
     /// Machines that have the claim in their spec, or still plugged.
     pub fn machines_with(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
         let mut found: Vec<String> = self
-            .machines
-            .list()
+            .machines_around(claim)
             .iter()
-            .filter(|vm| wants(vm, claim).is_some() || disk(vm, &entry).is_some_and(|disk| disk.attached))
+            .filter(|vm| machine::holds(vm, claim, &entry))
             .filter_map(|vm| vm.metadata.name.clone())
             .collect();
         found.sort_unstable();
@@ -154,55 +202,75 @@ impl Management {
     }
 
     /// Plugs the disk and answers with the UUID by which the machine finds it.
-    pub async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<String, AttachError> {
-        let Attach { claim, machine, read_only, exclusive } = wanted;
-        let bound = self.claim(claim).ok_or_else(|| AttachError::NoClaim(claim.clone()))?;
-        let key = self.key(machine);
-        if self.machines.get(&key).is_none() {
+    pub(crate) async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<String, AttachError> {
+        let Attach { claim, machine, read_only, exclusive, asked, volumes } = wanted;
+        let _begun = self.left.begin(recent::disk(machine, claim));
+        let operation = self.committer.begin(machine);
+        self.fits_one(claim, volumes)?;
+        self.fits(claim, asked)?;
+        let Some(vm) = self.machines.get(&self.key(machine)) else {
             return Err(AttachError::NoMachine(machine.clone()));
-        }
-        if !super::claims::is_bound(&bound) {
+        };
+        if !self.usable_claim(claim).is_some_and(|(claim, _)| super::claims::is_bound(&claim)) {
             return Err(AttachError::NotBound(claim.clone()));
         }
-        if *exclusive
-            && let Some(other) = self.machines_with(claim).into_iter().find(|other| other != machine)
-        {
-            return Err(AttachError::InUse { claim: claim.clone(), machine: other });
-        }
-
         let entry = names::volume_entry(claim);
-        let already = self.machines.get(&key).and_then(|vm| wants(&vm, claim));
-        let since = match already {
-            Some(read_only_now) if read_only_now != *read_only => {
+        let mut others = if *exclusive { self.machines_with(claim) } else { Vec::new() };
+        others.retain(|other| other != machine);
+        let begin = machine::begin(&vm, claim, *read_only, !others.is_empty());
+        if begin == Begin::Elsewhere
+            && let Some(other) = others.into_iter().next()
+        {
+            let because = self.last_error(&other, &entry);
+            return Err(AttachError::InUse { claim: claim.clone(), machine: other, because });
+        }
+        let consumer = Consumer::of(volumes).unwrap_or_else(|| Consumer::new("", *read_only));
+        self.record_consumer(claim, &consumer).await?;
+
+        let since = match begin {
+            Begin::Differs(read_only_now) => {
                 let how = if read_only_now { "read-only" } else { "writable" };
                 return Err(AttachError::Differs { claim: claim.clone(), machine: machine.clone(), how });
             }
-            Some(_) => match self.read(machine).await? {
+            Begin::Ask if self.has_arrived(machine, claim, &vm) => committed(&vm),
+            Begin::Ask => match self.read(machine).await? {
                 Some(vm) if wants(&vm, claim).is_some() => committed(&vm),
-                Some(_) => self.add(wanted, &entry, deadline).await?,
+                Some(_) => self.add(wanted, &operation, &entry, deadline).await?,
                 None => return Err(AttachError::NoMachine(machine.clone())),
             },
-            None => self.add(wanted, &entry, deadline).await?,
+            Begin::Add | Begin::Elsewhere => self.add(wanted, &operation, &entry, deadline).await?,
         };
-        self.wait_attached(wanted, &entry, &since, deadline).await
+        let disk = self.wait_attached(wanted, &entry, &since, deadline).await?;
+        self.arrived.saw(recent::disk(machine, claim), vm.metadata.uid.as_deref().unwrap_or_default());
+        Ok(disk)
     }
 
     /// Puts the entry in; not before an earlier use of it is over, whose end would unplug the disk again.
-    async fn add(&self, wanted: &Attach, entry: &str, deadline: Instant) -> Result<Committed, AttachError> {
+    async fn add(
+        &self,
+        wanted: &Attach,
+        operation: &Operation,
+        entry: &str,
+        deadline: Instant,
+    ) -> Result<Committed, AttachError> {
         let left = self
             .machines
             .wait_for(&self.key(&wanted.machine), deadline, |vm| {
-                vm.is_none_or(|vm| wants(vm, &wanted.claim).is_some() || disk(vm, entry).is_none())
-                    .then_some(())
+                machine::may_be_added(vm.map(|vm| &**vm), &wanted.claim, entry).then_some(())
             })
             .await;
-        if left.is_none() {
+        let leaving = || {
             let (claim, machine) = (wanted.claim.clone(), wanted.machine.clone());
-            return Err(AttachError::Leaving { because: self.last_error(&machine, entry), claim, machine });
-        }
+            AttachError::Leaving { because: self.last_error(&machine, entry), claim, machine }
+        };
+        left.ok_or_else(leaving)?;
         let change =
             Change::Add { name: entry.to_owned(), claim: wanted.claim.clone(), read_only: wanted.read_only };
-        Ok(self.committer.commit(&wanted.machine, change).await?)
+        self.committer.commit(operation, change).await.map_err(|error| match error {
+            // The informer was behind.
+            CommitError::Refused(Refusal::Leaving { .. }) => leaving(),
+            error => error.into(),
+        })
     }
 
     async fn wait_attached(
@@ -220,15 +288,7 @@ impl Management {
             .machines
             .wait_for(&self.key(machine), heal_by, |vm| {
                 let Some(vm) = vm else { return Some(Err(AttachError::NoMachine(machine.clone()))) };
-                if is_older(vm, since) {
-                    return None;
-                }
-                let disk = disk(vm, entry)?;
-                match (&disk.disk_uuid, &disk.error) {
-                    (Some(uuid), _) if disk.attached => Some(Ok(uuid.clone())),
-                    (_, Some(error)) if known.as_ref() != Some(error) => Some(Err(failed(error.clone()))),
-                    _ => None,
-                }
+                Some(machine::attached(vm, since, entry, known.as_ref())?.map_err(failed))
             })
             .await;
         outcome.unwrap_or_else(|| match known {
@@ -241,17 +301,35 @@ impl Management {
     }
 
     /// Unplugs the disk. The claim need not exist any more, and a machine that is gone has no disks.
-    pub async fn detach(&self, claim: &str, machine: &str, deadline: Instant) -> Result<(), DetachError> {
-        let entry = names::volume_entry(claim);
-        let seen = self.machines.get(&self.key(machine));
-        let involved = |vm: &VirtualMachine| wants(vm, claim).is_some() || disk(vm, &entry).is_some();
-        if !seen.as_deref().is_some_and(involved) {
-            match self.read(machine).await.map_err(DetachError::Commit)? {
-                Some(vm) if involved(&vm) => {}
-                _ => return Ok(()),
-            }
+    pub(crate) async fn detach(
+        &self,
+        claim: &str,
+        machine: &str,
+        deadline: Instant,
+    ) -> Result<(), DetachError> {
+        if self.is_anothers(claim) {
+            tracing::warn!(claim, machine, "asked to detach a claim of another guest: left alone");
+            return Ok(());
         }
-        let since = match self.committer.commit(machine, Change::Remove { name: entry.clone() }).await {
+        let _begun = self.arrived.begin(recent::disk(machine, claim));
+        let entry = names::volume_entry(claim);
+        let involved = |vm: &VirtualMachine| machine::is_involved(vm, claim, &entry);
+        let seen = self.machines.get(&self.key(machine));
+        match seen.as_deref() {
+            Some(vm) if involved(vm) => {}
+            Some(vm) if self.has_left(machine, claim, vm) => return Ok(()),
+            _ => match self.read(machine).await.map_err(DetachError::Commit)? {
+                Some(vm) if involved(&vm) => {}
+                Some(vm) => {
+                    self.left
+                        .saw(recent::disk(machine, claim), vm.metadata.uid.as_deref().unwrap_or_default());
+                    return Ok(());
+                }
+                None => return Ok(()),
+            },
+        }
+        let operation = self.committer.begin(machine);
+        let since = match self.committer.commit(&operation, Change::Remove { name: entry.clone() }).await {
             Ok(since) => since,
             Err(CommitError::NoMachine(_)) => return Ok(()),
             Err(error) => return Err(DetachError::Commit(error)),
@@ -260,24 +338,35 @@ impl Management {
         let outcome = self
             .machines
             .wait_for(&self.key(machine), deadline, |vm| {
-                let Some(vm) = vm else { return Some(Ok(())) };
-                if is_older(vm, &since) {
-                    return None;
-                }
-                let Some(disk) = disk(vm, &entry) else { return Some(Ok(())) };
-                let error = disk.error.clone().filter(|error| known.as_ref() != Some(error))?;
+                let outcome = machine::detached(vm.map(|vm| &**vm), &since, &entry, known.as_ref())?;
                 let (claim, machine) = (claim.to_owned(), machine.to_owned());
-                Some(Err(DetachError::Failed { claim, machine, error }))
+                let left = vm.filter(|vm| !involved(vm)).and_then(|vm| vm.metadata.uid.clone());
+                Some(outcome.map(|()| left).map_err(|error| DetachError::Failed { claim, machine, error }))
             })
             .await;
-        outcome.unwrap_or_else(|| {
+        if let Some(Ok(Some(uid))) = &outcome {
+            self.left.saw(recent::disk(machine, claim), uid);
+        }
+        outcome.map(|outcome| outcome.map(drop)).unwrap_or_else(|| {
             let because = self.last_error(machine, &entry);
             Err(DetachError::Deadline { claim: claim.to_owned(), machine: machine.to_owned(), because })
         })
     }
 
+    /// Whether this process saw the disk leave this very machine just now, and nothing that says otherwise.
+    fn has_left(&self, machine: &str, claim: &str, vm: &VirtualMachine) -> bool {
+        let uid = vm.metadata.uid.as_deref().unwrap_or_default();
+        self.machines.trouble().is_none() && self.left.has_seen(&recent::disk(machine, claim), uid)
+    }
+
+    /// Whether this process saw the disk come into this very machine just now, and nothing that says otherwise.
+    fn has_arrived(&self, machine: &str, claim: &str, vm: &VirtualMachine) -> bool {
+        let uid = vm.metadata.uid.as_deref().unwrap_or_default();
+        self.machines.trouble().is_none() && self.arrived.has_seen(&recent::disk(machine, claim), uid)
+    }
+
     /// The machine as it is now; None when there is none.
-    async fn read(&self, machine: &str) -> Result<Option<VirtualMachine>, CommitError> {
+    pub(super) async fn read(&self, machine: &str) -> Result<Option<VirtualMachine>, CommitError> {
         // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
         if !super::is_object_name(machine) {
             return Ok(None);
@@ -293,20 +382,10 @@ impl Management {
     }
 }
 
-/// Whether the machine should have the claim, and if so whether only to read.
-fn wants(vm: &VirtualMachine, claim: &str) -> Option<bool> {
-    let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
-    sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
-}
-
-/// What the machine says of an entry.
-fn disk<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
-    vm.status.as_ref()?.volumes.iter().find(|disk| disk.name == entry)
-}
-
-/// Whether a state that was seen is from before a change went in. A machine of another UID counts as
-/// older too: it is, or else the machine was replaced since, which the next call finds out.
-fn is_older(vm: &VirtualMachine, since: &Committed) -> bool {
-    let seen = committed(vm);
-    seen.uid != since.uid || seen.generation < since.generation
+/// What the disks of a machine go by: the claims in its spec, and the entries in its status.
+pub(super) fn names_in(vm: &VirtualMachine) -> Vec<Key> {
+    let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
+    let entries = vm.status.iter().flat_map(|status| &status.volumes);
+    let claims = claims.map(|source| &source.claim_name);
+    claims.chain(entries.map(|disk| &disk.name)).cloned().map(Key::cluster).collect()
 }

@@ -1,23 +1,46 @@
 //! The only room that talks to the management cluster. Everything is read from shared informers; the
-//! writes are claims made and deleted ([`claims`]) and disks put into and taken out of
-//! `VirtualMachine.spec.volumes` ([`disks`]).
+//! writes are claims made, changed and deleted ([`claims`]), snapshots taken and deleted ([`snapshots`]), and disks put
+//! into and taken out of `VirtualMachine.spec.volumes` ([`disks`]).
 
+mod behind;
+pub mod capacity;
 pub mod claims;
 pub mod commit;
+pub mod consumers;
 pub mod disks;
+mod entries;
+mod gather;
+pub(crate) mod inventory;
+mod lost;
+pub(crate) mod metadata;
+mod optional;
+pub(crate) mod orphans;
+mod owner;
+mod recent;
+pub mod sharing;
+pub mod snapshots;
 mod warnings;
 
+use std::sync::Arc;
+
 use crds::VirtualMachine;
-use crds::names::ClusterId;
+use crds::names::{self, ClusterId};
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
-use k8s_openapi::api::storage::v1::StorageClass;
+use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::health::Health;
+use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use tokio_util::sync::CancellationToken;
 
+use capacity::Capacities;
 use commit::Committer;
+pub use optional::Optional;
+pub(crate) use owner::{Fate, GuestDeletion, Made, Owner};
+use recent::Recent;
+use snapshots::{Snapshots, VolumeSnapshot};
 use warnings::Warnings;
 
 /// Where this guest lives in the management cluster, and how its objects are named.
@@ -31,6 +54,26 @@ pub struct Home {
     pub prefix: String,
 }
 
+/// What the management cluster serves of what not every cluster does.
+pub(crate) struct Served<'a> {
+    /// The version of `VirtualMachine`.
+    pub(crate) machines: &'a str,
+    /// What may not be served at all.
+    pub(crate) optional: &'a Optional,
+}
+
+/// Who is told of every change that a watch shows, on the watch's own task.
+pub(crate) struct Listeners {
+    /// Of a machine.
+    pub(crate) machine_changed: Listener<VirtualMachine>,
+    /// Of a claim.
+    pub(crate) claim_changed: Listener<PersistentVolumeClaim>,
+    /// Of a snapshot.
+    pub(crate) snapshot_changed: Listener<VolumeSnapshot>,
+}
+
+type Listener<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
+
 /// The management cluster, as one guest sees it.
 #[derive(Clone, Debug)]
 pub struct Management {
@@ -40,8 +83,19 @@ pub struct Management {
     classes: Informer<StorageClass>,
     machines_api: Api<VirtualMachine>,
     machines: Informer<VirtualMachine>,
+    machines_by_disk: Arc<Index>,
     warnings: Warnings,
     committer: Committer,
+    /// Claims that are gone.
+    recent: Recent,
+    /// Disks that left a machine.
+    left: Recent,
+    /// Disks that came into a machine.
+    arrived: Recent,
+    owner: Owner,
+    snapshots: Option<Snapshots>,
+    attributes_classes: Option<Informer<VolumeAttributesClass>>,
+    capacities: Option<Capacities>,
 }
 
 /// Why a request to the management API failed, as far as a caller must know.
@@ -89,15 +143,15 @@ impl From<kube::Error> for ApiError {
 }
 
 impl Management {
-    /// Starts the informers. `version` is the served version of `VirtualMachine`; `machine_changed` is
-    /// told of every change of a machine.
-    pub fn start(
+    /// Starts the informers.
+    pub(crate) fn start(
         client: &Client,
         home: Home,
-        version: &str,
+        Served { machines: version, optional }: Served<'_>,
+        owner: Owner,
         ready: &Health,
         stop: &CancellationToken,
-        machine_changed: impl Fn(&Change<'_, VirtualMachine>) + Send + Sync + 'static,
+        listeners: Listeners,
     ) -> Self {
         let namespace = home.namespace.as_str();
         let unread = "not read yet";
@@ -108,17 +162,26 @@ impl Management {
             Api::namespaced(client.clone(), namespace),
         )
         .trim(trim_claim)
+        .on_change(listeners.claim_changed)
         .start(ready.check("management-claims", unread), stop.clone());
         let classes = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
                 class.metadata.annotations = None;
-                class.parameters = None;
+                if let Some(parameters) = &mut class.parameters {
+                    parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
+                }
             })
             .start(ready.check("management-classes", unread), stop.clone());
+        let machines_by_disk = Arc::new(Index::default());
+        let index = machines_by_disk.clone();
         let machines =
             Informer::builder("VirtualMachines", Api::namespaced_with(client.clone(), namespace, &resource))
                 .trim(trim_machine)
-                .on_change(machine_changed)
+                .on_change(move |change| {
+                    index
+                        .put(change.key, change.new.into_iter().flat_map(|machine| disks::names_in(machine)));
+                })
+                .on_change(listeners.machine_changed)
                 .start(ready.check("virtual-machines", unread), stop.clone());
         let warnings = Warnings::start(
             client,
@@ -128,27 +191,73 @@ impl Management {
             stop,
         );
 
+        let snapshots = optional
+            .snapshots
+            .then(|| Snapshots::start(client, namespace, ready, stop, listeners.snapshot_changed));
+        let attributes_classes = optional.attributes_classes.then(|| {
+            Informer::builder("management VolumeAttributesClasses", Api::all(client.clone()))
+                .trim(|class: &mut VolumeAttributesClass| {
+                    class.metadata.annotations = None;
+                    class.parameters = None;
+                })
+                .start(ready.check("management-attributes-classes", unread), stop.clone())
+        });
+        let capacities = optional
+            .capacity_namespace
+            .as_ref()
+            .map(|published| Capacities::start(client, namespace, published, ready, stop));
+
         let machines_api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
         Self {
             claims_api: Api::namespaced(client.clone(), namespace),
             committer: Committer::new(machines_api.clone(), machines.clone(), namespace),
+            recent: Recent::default(),
+            left: Recent::default(),
+            arrived: Recent::default(),
             home,
             claims,
             classes,
             machines_api,
             machines,
+            machines_by_disk,
             warnings,
+            owner,
+            snapshots,
+            attributes_classes,
+            capacities,
         }
     }
 
-    /// The machines, for reading.
-    pub fn machines(&self) -> &Informer<VirtualMachine> {
-        &self.machines
+    /// Why what is known of this guest's claims and machines may be behind: the link is down. None while it is up.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        self.machines.trouble().or_else(|| self.claims.trouble())
+    }
+
+    /// The machine of this name.
+    pub(crate) fn machine(&self, name: &str) -> Option<Arc<VirtualMachine>> {
+        self.machines.get(&self.key(name))
+    }
+
+    /// The name of an object of this guest's namespace, for people.
+    pub(crate) fn full_name(&self, name: &str) -> String {
+        self.key(name).to_string()
+    }
+
+    /// Waits until everything was read once.
+    pub(crate) async fn synced(&self) {
+        self.claims.synced().await;
+        self.machines.synced().await;
+        self.classes.synced().await;
     }
 
     /// Whether everything was read once; no call is answered before.
     pub fn is_synced(&self) -> bool {
-        self.claims.is_synced() && self.machines.is_synced() && self.classes.is_synced()
+        self.claims.is_synced()
+            && self.machines.is_synced()
+            && self.classes.is_synced()
+            && self.snapshots.as_ref().is_none_or(Snapshots::is_synced)
+            && self.attributes_classes.as_ref().is_none_or(Informer::is_synced)
+            && self.capacities.as_ref().is_none_or(Capacities::is_synced)
     }
 
     fn key(&self, name: &str) -> Key {
@@ -157,7 +266,7 @@ impl Management {
 }
 
 /// Whether an object can have this name: a DNS subdomain (RFC 1123), as the API server demands.
-fn is_object_name(name: &str) -> bool {
+pub(crate) fn is_object_name(name: &str) -> bool {
     let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     name.len() <= 253
         && name.split('.').all(|label| {
@@ -165,24 +274,37 @@ fn is_object_name(name: &str) -> bool {
         })
 }
 
-/// Keeps identity, ownership, size and phase.
+/// What holds an object that is on its way out, with words before it; nothing where that can't be seen.
+fn held_by(metadata: Option<&ObjectMeta>) -> String {
+    let finalizers = metadata.and_then(|metadata| metadata.finalizers.as_ref());
+    let held = finalizers.filter(|finalizers| !finalizers.is_empty());
+    held.map(|finalizers| format!(": held by finalizers {}", finalizers.join(", "))).unwrap_or_default()
+}
+
+/// Keeps identity, owners, sizes, classes and phase, and the conditions that somebody here reads.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    claim.metadata.owner_references = None;
     if let Some(annotations) = &mut claim.metadata.annotations {
-        annotations.retain(|key, _| key.starts_with("nestor.dev/"));
+        annotations.retain(|key, _| {
+            key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
+        });
     }
     if let Some(spec) = &mut claim.spec {
         spec.selector = None;
         spec.data_source_ref = None;
     }
-    if let Some(status) = &mut claim.status {
-        status.conditions = None;
+    if let Some(conditions) = claim.status.as_mut().and_then(|status| status.conditions.as_mut()) {
+        let kept =
+            [names::CONDITION_HEALTHY, claims::CONDITION_RESIZE_FAILED, claims::CONDITION_MODIFY_FAILED];
+        conditions.retain(|condition| kept.contains(&condition.type_.as_str()));
     }
 }
 
-/// Keeps identity and disks: all of them, since a change names an entry by its place in the list.
+/// Keeps identity, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
+/// in the list.
 fn trim_machine(machine: &mut VirtualMachine) {
-    machine.metadata.annotations = None;
+    if let Some(annotations) = &mut machine.metadata.annotations {
+        annotations.retain(|key, _| key == names::ANNOTATION_OUT_OF_SERVICE);
+    }
     machine.metadata.labels = None;
     machine.metadata.owner_references = None;
 }

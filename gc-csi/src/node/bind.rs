@@ -76,6 +76,11 @@ fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E)
     move |error| BindError::Io { what, path: path.to_owned(), source: error.into() }
 }
 
+/// Changes something on the machine, with a point before and after it at which a test can let the driver die.
+pub(crate) fn change<T>(what: &str, call: impl FnOnce() -> T) -> T {
+    fail_point::around(|| Some(format!("node.{what}")), call)
+}
+
 /// The path as the kernel shows it in its list of mounts: symlinks of its folders followed, its last
 /// part left as it is. None when its folder does not exist.
 pub(crate) fn real_path(path: &Path) -> Result<Option<PathBuf>, BindError> {
@@ -92,12 +97,12 @@ pub(crate) fn real_path(path: &Path) -> Result<Option<PathBuf>, BindError> {
 /// Makes the target, or takes the empty one that is there, and shuts it with mode 0000: should the
 /// mount ever be missing, nobody writes to the machine's own disk instead of the volume.
 pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError> {
-    let made = match kind {
+    let made = change("make-target", || match kind {
         TargetKind::Folder => std::fs::DirBuilder::new().mode(SHUT).create(path),
         TargetKind::File => {
             std::fs::OpenOptions::new().write(true).create_new(true).mode(SHUT).open(path).map(drop)
         }
-    };
+    });
     match made {
         Ok(()) => return Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -112,12 +117,13 @@ pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError
         TargetKind::File if found.len() > 0 => return occupied("a file that is not empty"),
         TargetKind::Folder | TargetKind::File => {}
     }
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(SHUT)).map_err(failed("shut", path))
+    let shut = || std::fs::set_permissions(path, std::fs::Permissions::from_mode(SHUT));
+    change("shut-target", shut).map_err(failed("shut", path))
 }
 
 /// Makes a folder for a filesystem to be mounted on, in a folder that exists.
 pub(crate) fn make_staging(path: &Path) -> Result<(), BindError> {
-    match std::fs::DirBuilder::new().mode(0o750).create(path) {
+    match change("make-staging", || std::fs::DirBuilder::new().mode(0o750).create(path)) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
             let found = std::fs::symlink_metadata(path).map_err(failed("look at", path))?;
@@ -130,7 +136,8 @@ pub(crate) fn make_staging(path: &Path) -> Result<(), BindError> {
 
 /// Shows `source` at `target`, too.
 pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), BindError> {
-    rustix::mount::mount_bind(source, target).map_err(failed("bind-mount to", target))
+    change("bind-mount", || rustix::mount::mount_bind(source, target))
+        .map_err(failed("bind-mount to", target))
 }
 
 /// Makes one mount read-only, and leaves its other options as they are.
@@ -147,7 +154,8 @@ pub(crate) fn make_read_only(mount: &Mount) -> Result<(), BindError> {
         _ => MountFlags::empty(),
     });
     let flags = kept.fold(MountFlags::BIND | MountFlags::RDONLY, MountFlags::union);
-    rustix::mount::mount_remount(&mount.point, flags, "").map_err(failed("remount read-only", &mount.point))
+    let remount = || rustix::mount::mount_remount(&mount.point, flags, "");
+    change("remount", remount).map_err(failed("remount read-only", &mount.point))
 }
 
 /// Unmounts everything at `path`; nothing to do is fine. `who` says who uses a mount that is busy.
@@ -155,7 +163,7 @@ pub(crate) fn unmount_all(path: &Path, who: impl Fn(&Mount) -> String) -> Result
     for _ in 0..MAX_LAYERS {
         let table = MountTable::read()?;
         let Some(mount) = table.at(path) else { return Ok(()) };
-        match rustix::mount::unmount(path, UnmountFlags::NOFOLLOW) {
+        match change("unmount", || rustix::mount::unmount(path, UnmountFlags::NOFOLLOW)) {
             Ok(()) => {}
             Err(rustix::io::Errno::BUSY) => {
                 return Err(BindError::Busy { path: path.to_owned(), by: who(mount) });
@@ -175,9 +183,9 @@ pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     };
     let kind = found.file_type();
     let removed = if kind.is_dir() {
-        std::fs::remove_dir(path)
+        change("remove-target", || std::fs::remove_dir(path))
     } else if kind.is_file() && found.len() == 0 {
-        std::fs::remove_file(path)
+        change("remove-target", || std::fs::remove_file(path))
     } else if kind.is_file() {
         return Err(BindError::NotEmpty { path: path.to_owned() });
     } else {

@@ -64,6 +64,8 @@ pub(crate) async fn run(
     args: &[&OsStr],
     limit: Duration,
 ) -> Result<Output, CommandError> {
+    // Three points for tests to let the driver die at, since a tool that was begun goes on without it.
+    fail_point::pass(|| format!("node.{program}.before"));
     let child = tokio::process::Command::new(program)
         .args(args)
         // Messages are looked at by people and, for blkid, by this program.
@@ -74,8 +76,10 @@ pub(crate) async fn run(
         .kill_on_drop(true)
         .spawn()
         .map_err(|source| CommandError::Start { program, source })?;
-    let output = tokio::time::timeout(limit, child.wait_with_output())
-        .await
+    fail_point::pass(|| format!("node.{program}.begun"));
+    let output = tokio::time::timeout(limit, child.wait_with_output()).await;
+    fail_point::pass(|| format!("node.{program}.after"));
+    let output = output
         .map_err(|_| CommandError::TimedOut { program, limit })?
         .map_err(|source| CommandError::Start { program, source })?;
     let stderr = complaint(&output.stderr);
@@ -108,7 +112,7 @@ mod tests {
     #[tokio::test]
     async fn a_failure_carries_what_the_tool_said() {
         let args = ["-c".as_ref(), "echo oh; echo no >&2; exit 3".as_ref()];
-        let error = succeed("sh", &args, Duration::from_secs(5)).await.unwrap_err();
+        let error = succeed("sh", &args, Duration::from_secs(60)).await.unwrap_err();
         assert_eq!(error.to_string(), "sh failed with exit code 3: no");
     }
 

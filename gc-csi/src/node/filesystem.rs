@@ -12,6 +12,8 @@ use super::command::{self, CommandError, Output};
 const MKFS_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// A check of a large filesystem that was cut off can read all of its metadata.
 const FSCK_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// Growing lays out new groups only, but the disk beneath can be slow.
+const GROW_LIMIT: Duration = Duration::from_secs(10 * 60);
 /// A mount can replay a long journal.
 const MOUNT_LIMIT: Duration = Duration::from_secs(10 * 60);
 
@@ -103,23 +105,39 @@ impl Filesystem {
     pub(crate) async fn check(self, device: &Path) -> Result<(), CommandError> {
         match self {
             Self::Xfs | Self::Btrfs => Ok(()),
+            Self::Ext4 => check_ext4(device, &[]).await,
+        }
+    }
+
+    /// Fills the disk while mounted at `point`. All three do it without a moment in which a power cut
+    /// would harm, and say that there is nothing to do when so it is. `btrfs_device` is the disk's number among
+    /// a btrfs's disks.
+    pub(crate) async fn grow(
+        self,
+        device: &Path,
+        point: &Path,
+        btrfs_device: Option<u64>,
+    ) -> Result<(), CommandError> {
+        let (device, point) = (device.as_os_str(), point.as_os_str());
+        match self {
+            Self::Ext4 => command::succeed("resize2fs", &[device], GROW_LIMIT).await,
+            Self::Xfs => command::succeed("xfs_growfs", &["-d".as_ref(), point], GROW_LIMIT).await,
+            Self::Btrfs => {
+                // A disk that replaced another is not number 1.
+                let size = format!("{}:max", btrfs_device.unwrap_or(1));
+                let args = ["filesystem".as_ref(), "resize".as_ref(), size.as_ref(), point];
+                command::succeed("btrfs", &args, GROW_LIMIT).await
+            }
+        }
+    }
+
+    /// Fills the disk while not mounted, which xfs and btrfs cannot. resize2fs asks for a whole check first.
+    pub(crate) async fn grow_unmounted(self, device: &Path) -> Result<(), CommandError> {
+        match self {
+            Self::Xfs | Self::Btrfs => Ok(()),
             Self::Ext4 => {
-                let program = "e2fsck";
-                let args = ["-p".as_ref(), device.as_os_str()];
-                let Output { code, stdout, stderr } = command::run(program, &args, FSCK_LIMIT).await?;
-                // e2fsck(8): 1 = repaired, 2 = repaired and a reboot is advised, which is for a mounted
-                // root; 4 and above = not repaired, or not run.
-                match code {
-                    0 => Ok(()),
-                    1..4 => {
-                        tracing::warn!(device = %device.display(), report = stdout.trim(), "repaired a filesystem");
-                        Ok(())
-                    }
-                    code => {
-                        let said = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
-                        Err(CommandError::Failed { program, code, stderr: said })
-                    }
-                }
+                check_ext4(device, &["-f"]).await?;
+                command::succeed("resize2fs", &[device.as_os_str()], GROW_LIMIT).await
             }
         }
     }
@@ -143,6 +161,26 @@ impl Filesystem {
             point.as_os_str(),
         ];
         command::succeed("mount", &args, MOUNT_LIMIT).await
+    }
+}
+
+async fn check_ext4(device: &Path, options: &[&str]) -> Result<(), CommandError> {
+    let program = "e2fsck";
+    let args: Vec<&OsStr> =
+        ["-p"].iter().chain(options).map(OsStr::new).chain([device.as_os_str()]).collect();
+    let Output { code, stdout, stderr } = command::run(program, &args, FSCK_LIMIT).await?;
+    // e2fsck(8): 1 = repaired, 2 = repaired and a reboot is advised, which is for a mounted root; 4 and
+    // above = not repaired, or not run.
+    match code {
+        0 => Ok(()),
+        1..4 => {
+            tracing::warn!(device = %device.display(), report = stdout.trim(), "repaired a filesystem");
+            Ok(())
+        }
+        code => {
+            let said = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
+            Err(CommandError::Failed { program, code, stderr: said })
+        }
     }
 }
 

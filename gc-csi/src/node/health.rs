@@ -15,6 +15,7 @@ use tonic_health::server::HealthReporter;
 
 use super::blocking::blocking;
 use super::disk::DiskNames;
+use super::faces::Face;
 use super::mounts::MountTable;
 use super::service::Node;
 
@@ -26,23 +27,27 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 /// The checks behind `/healthz`: what only a restart may mend.
 #[derive(Debug)]
 pub(crate) struct SelfCheck {
-    socket: Check,
+    sockets: Vec<(Check, PathBuf)>,
     mounts: Check,
     disks: Check,
-    registration: Option<(Check, PathBuf)>,
+    registrations: Vec<(Check, PathBuf)>,
 }
 
 impl SelfCheck {
-    /// Adds the checks to `alive`, failing until they were made. `registration` is the socket that
-    /// kubelet must find.
-    pub(crate) fn new(alive: &Health, registration: Option<&Path>) -> Self {
+    /// Adds the checks to `alive`, failing until they were made, for every name under which the driver
+    /// serves.
+    pub(crate) fn new(alive: &Health, faces: &[Face]) -> Self {
         const NOT_YET: &str = "not looked at yet";
+        let socket = |what: &str, face: &Face, path: &Path| {
+            (alive.check(format!("{what} of {}", face.driver), NOT_YET), path.to_owned())
+        };
+        let registration =
+            |face: &Face| Some(socket("registration socket", face, face.registration.as_ref()?.path()));
         Self {
-            socket: alive.check("CSI socket", NOT_YET),
+            sockets: faces.iter().map(|face| socket("CSI socket", face, face.endpoint.path())).collect(),
             mounts: alive.check("mounts", NOT_YET),
             disks: alive.check("disk names", NOT_YET),
-            registration: registration
-                .map(|path| (alive.check("registration socket", NOT_YET), path.to_owned())),
+            registrations: faces.iter().filter_map(registration).collect(),
         }
     }
 
@@ -50,7 +55,6 @@ impl SelfCheck {
     pub(crate) async fn run(
         self,
         alive: Health,
-        socket: PathBuf,
         names: DiskNames,
         reporter: HealthReporter,
         stop: CancellationToken,
@@ -58,12 +62,14 @@ impl SelfCheck {
         let mut ticks = tokio::time::interval(EVERY);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
-            record(&self.socket, "the driver's own socket does not answer", answers(&socket).await);
+            for (check, path) in &self.sockets {
+                record(check, "the driver's own socket does not answer", answers(path).await);
+            }
             record(&self.mounts, "", blocking(|| MountTable::read().map_err(|e| e.to_string())).await);
             let (looked, folder) = (names.clone(), names.folder().display().to_string());
             let readable = blocking(move || looked.check().map_err(|error| error.to_string())).await;
             record(&self.disks, &format!("{folder} cannot be read"), readable);
-            if let Some((check, path)) = &self.registration {
+            for (check, path) in &self.registrations {
                 let there = std::fs::symlink_metadata(path).map_err(|error| error.to_string());
                 record(check, "kubelet can no longer find the driver's registration socket", there);
             }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::io;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
@@ -62,10 +62,10 @@ impl Mount {
         self.options.iter().any(|option| option == "ro")
     }
 
-    /// Whether the filesystem is read-only though the mount is not: the kernel does that to a
-    /// filesystem in which it met an error.
-    pub(crate) fn fell_read_only(&self) -> bool {
-        !self.is_read_only() && self.super_options.iter().any(|option| option == "ro")
+    /// Whether what is mounted was removed from its folder: so does the kernel show the node of a device
+    /// that left. Another device may have its number by now.
+    pub(crate) fn shows_a_removed_file(&self) -> bool {
+        self.root.as_os_str().as_bytes().ends_with(b"//deleted")
     }
 
     /// Number of the block device beneath. btrfs has an anonymous number, but names its device.
@@ -121,6 +121,15 @@ impl MountTable {
     /// All mounts.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Mount> {
         self.0.iter()
+    }
+
+    /// Whether the kernel stopped writing to the filesystem of `mount`, as it does when it met an error:
+    /// the filesystem is read-only though a mount of it is not, or ext4 says so in newer kernels.
+    pub(crate) fn fell_read_only(&self, mount: &Mount) -> bool {
+        let says = |option: &str| mount.super_options.iter().any(|there| there == option);
+        let is_same = |other: &&Mount| other.device == mount.device && other.fs_type == mount.fs_type;
+        let writable = || self.0.iter().filter(is_same).any(|other| !other.is_read_only());
+        says("emergency_ro") || says("shutdown") || (says("ro") && writable())
     }
 
     /// Other mounts of the filesystem of `mount`, below `folder`.
@@ -191,7 +200,7 @@ mod tests {
         let table = MountTable::parse(TABLE).unwrap();
         let odd = table.at(Path::new("/a b\\c")).unwrap();
         assert_eq!(odd.device, DeviceNumber { major: 8, minor: 16 });
-        assert!(odd.fell_read_only() && !odd.is_read_only());
+        assert!(table.fell_read_only(odd) && !odd.is_read_only());
         assert_eq!(table.at(Path::new("/")).unwrap().fs_type, "ext4");
     }
 
@@ -209,6 +218,21 @@ mod tests {
         let others: Vec<_> = table.others_of(mount, Path::new("/pods")).map(|m| m.point.clone()).collect();
         assert_eq!(others, [PathBuf::from("/pods/one")]);
         assert_eq!(table.others_of(mount, Path::new("/elsewhere")).count(), 0);
+    }
+
+    #[test]
+    fn a_filesystem_that_the_kernel_stopped_writing_to_is_told_from_one_that_is_meant_to_be_read() {
+        let table = MountTable::parse(
+            b"30 22 8:16 / /staging rw - xfs /dev/sdb ro\n\
+            31 22 8:16 / /pods/reader ro - xfs /dev/sdb ro\n\
+            32 22 8:32 / /pods/asked ro - xfs /dev/sdc ro\n\
+            33 22 8:48 / /pods/ext ro - ext4 /dev/sdd rw,emergency_ro\n\
+            34 22 8:64 / /pods/well rw - ext4 /dev/sde rw,errors=remount-ro\n",
+        )
+        .unwrap();
+        let fell = |path| table.fell_read_only(table.at(Path::new(path)).unwrap());
+        assert!(fell("/staging") && fell("/pods/reader") && fell("/pods/ext"));
+        assert!(!fell("/pods/asked") && !fell("/pods/well"));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::filesystem::MountOptions;
+use super::grow::Expand;
 use super::publish::Publish;
 use super::stage::{Stage, WantedFilesystem};
 
@@ -46,6 +47,27 @@ pub(super) fn publish(wanted: &proto::NodePublishVolumeRequest) -> Result<Publis
         target,
         single_writer: capability.mode == capability::Mode::SingleNodeSingleWriter,
     })
+}
+
+pub(super) fn expand(wanted: &proto::NodeExpandVolumeRequest, until: Instant) -> Result<Expand, Status> {
+    let staging = match wanted.staging_target_path.as_str() {
+        "" => None,
+        given => Some(path("staging_target_path", given)?),
+    };
+    let path = volume_path(&wanted.volume_path)?;
+    // What the volume is shows in its mount; but what is sent must make sense.
+    if wanted.volume_capability.is_some() {
+        capability(wanted.volume_capability.as_ref())?;
+    }
+    Ok(Expand { path, staging, size: request::Size::from_range(wanted.capacity_range.as_ref(), 0)?, until })
+}
+
+/// Where a volume is. No volume can be at what is no path (CSI specification, NodeGetVolumeStats errors).
+pub(super) fn volume_path(value: &str) -> Result<PathBuf, Status> {
+    if value.is_empty() {
+        return Err(Status::invalid_argument("volume_path is missing in the request"));
+    }
+    path("volume_path", value).map_err(|refused| Status::not_found(refused.message()))
 }
 
 /// An absolute path that says where it leads.
@@ -119,6 +141,9 @@ fn disk(context: &HashMap<String, String>) -> Result<Uuid, Status> {
 
 #[cfg(test)]
 mod tests {
+    use csi::proto::volume_capability::AccessType;
+    use csi::proto::volume_capability::access_mode::Mode;
+
     use super::*;
 
     #[test]
@@ -127,6 +152,68 @@ mod tests {
         for bad in ["", "relative", "/", "/a/../b", "/a/..", &format!("/{}", "x".repeat(MAX_PATH))] {
             assert!(path("p", bad).is_err(), "{bad}");
         }
+    }
+
+    fn wanted(access: AccessType, mode: Mode) -> proto::VolumeCapability {
+        let access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
+        proto::VolumeCapability { access_mode, access_type: Some(access) }
+    }
+
+    #[test]
+    fn many_machines_write_a_block_volume_and_never_a_filesystem() {
+        let block = || AccessType::Block(proto::volume_capability::BlockVolume {});
+        let mount = || AccessType::Mount(proto::volume_capability::MountVolume::default());
+        for mode in [Mode::MultiNodeMultiWriter, Mode::MultiNodeSingleWriter] {
+            assert!(capability(Some(&wanted(block(), mode))).is_ok());
+            let refused = capability(Some(&wanted(mount(), mode))).unwrap_err();
+            assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+            assert!(refused.message().contains("ReadWriteMany is refused for a filesystem"), "{refused}");
+        }
+        assert!(capability(Some(&wanted(mount(), Mode::MultiNodeReaderOnly))).is_ok());
+    }
+
+    #[test]
+    fn who_may_only_read_is_published_read_only() {
+        let request = |mode| proto::NodePublishVolumeRequest {
+            target_path: "/target".to_owned(),
+            staging_target_path: "/staging".to_owned(),
+            publish_context: [(CONTEXT_DISK_UUID.to_owned(), Uuid::from_u128(1).to_string())].into(),
+            volume_capability: Some(wanted(
+                AccessType::Block(proto::volume_capability::BlockVolume {}),
+                mode,
+            )),
+            ..proto::NodePublishVolumeRequest::default()
+        };
+        assert!(publish(&request(Mode::MultiNodeReaderOnly)).unwrap().read_only);
+        assert!(!publish(&request(Mode::MultiNodeMultiWriter)).unwrap().read_only);
+    }
+
+    #[test]
+    fn an_expansion_needs_a_path_and_a_range_that_makes_sense() {
+        let request = |path: &str, required_bytes, limit_bytes| proto::NodeExpandVolumeRequest {
+            volume_path: path.to_owned(),
+            capacity_range: Some(proto::CapacityRange { required_bytes, limit_bytes }),
+            ..proto::NodeExpandVolumeRequest::default()
+        };
+        let read = |wanted: &proto::NodeExpandVolumeRequest| expand(wanted, Instant::now());
+        let good = read(&request("/volume", 10, 0)).unwrap();
+        assert_eq!((good.size.required, good.size.limit, good.staging), (10, None, None));
+        let without_range =
+            proto::NodeExpandVolumeRequest { capacity_range: None, ..request("/volume", 0, 0) };
+        assert_eq!(read(&without_range).unwrap().size.required, 0);
+        for (bad, code) in [
+            (request("", 10, 0), tonic::Code::InvalidArgument),
+            (request("some/path", 10, 0), tonic::Code::NotFound),
+            (request("/volume", -1, 0), tonic::Code::InvalidArgument),
+            (request("/volume", 10, 5), tonic::Code::OutOfRange),
+        ] {
+            assert_eq!(read(&bad).unwrap_err().code(), code, "{bad:?}");
+        }
+        let odd = proto::NodeExpandVolumeRequest {
+            volume_capability: Some(proto::VolumeCapability::default()),
+            ..request("/volume", 10, 0)
+        };
+        assert_eq!(read(&odd).unwrap_err().code(), tonic::Code::InvalidArgument);
     }
 
     #[test]

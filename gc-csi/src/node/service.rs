@@ -12,23 +12,31 @@ use tonic::{Request, Response};
 use super::blocking::blocking;
 use super::disk::DiskNames;
 use super::stats::{Amount, Stats, Usage};
-use super::{publish, request, stage, stats, status};
+use super::zone::Zone;
+use super::{grow, publish, request, stage, stats, status};
 
 /// How long a disk is waited for when the caller sets no deadline.
 const DEFAULT_WAIT: Duration = Duration::from_secs(20);
 
 /// What the service announces. `SINGLE_NODE_MULTI_WRITER` means that it tells ReadWriteOncePod from
 /// ReadWriteOnce, and holds the former to one target.
-const CAPABILITIES: [Can; 4] =
-    [Can::StageUnstageVolume, Can::GetVolumeStats, Can::VolumeCondition, Can::SingleNodeMultiWriter];
+const CAPABILITIES: [Can; 5] = [
+    Can::StageUnstageVolume,
+    Can::GetVolumeStats,
+    Can::ExpandVolume,
+    Can::VolumeCondition,
+    Can::SingleNodeMultiWriter,
+];
 
 /// The Node service.
 #[derive(Debug, Clone)]
 pub(crate) struct Node {
     /// The machine's name in both clusters.
     pub(crate) name: String,
-    /// How many volumes the machine takes.
-    pub(crate) max_volumes: i64,
+    /// How many volumes the machine takes; none where that is not known.
+    pub(crate) max_volumes: Option<i64>,
+    /// In which zone the machine is.
+    pub(crate) zone: Zone,
     /// kubelet's folder, symlinks followed.
     pub(crate) kubelet_dir: PathBuf,
     /// Where disks are found.
@@ -119,14 +127,22 @@ impl proto::node_server::Node for Node {
     ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
         let wanted = call.into_inner();
         request::volume_id(&wanted.volume_id)?;
-        if wanted.volume_path.is_empty() {
-            return Err(Status::invalid_argument("volume_path is missing in the request"));
-        }
-        // No volume can be at a path that is none (CSI specification, NodeGetVolumeStats errors).
-        let path = request::path("volume_path", &wanted.volume_path)
-            .map_err(|refused| Status::not_found(refused.message()))?;
+        let path = request::volume_path(&wanted.volume_path)?;
         let stats = blocking(move || stats::stats(&path)).await.map_err(|failure| status::of(&failure))?;
         Ok(Response::new(stats.into()))
+    }
+
+    async fn node_expand_volume(
+        &self,
+        call: Request<proto::NodeExpandVolumeRequest>,
+    ) -> Result<Response<proto::NodeExpandVolumeResponse>, Status> {
+        let until = csi::deadline::of(&call, DEFAULT_WAIT);
+        let wanted = call.into_inner();
+        let volume = request::volume_id(&wanted.volume_id)?;
+        let wanted = request::expand(&wanted, until)?;
+        let bytes = self.alone(&volume, grow::expand(wanted)).await?;
+        let capacity_bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        Ok(Response::new(proto::NodeExpandVolumeResponse { capacity_bytes }))
     }
 
     async fn node_get_capabilities(
@@ -142,12 +158,13 @@ impl proto::node_server::Node for Node {
 
     async fn node_get_info(
         &self,
-        _: Request<proto::NodeGetInfoRequest>,
+        call: Request<proto::NodeGetInfoRequest>,
     ) -> Result<Response<proto::NodeGetInfoResponse>, Status> {
+        let until = csi::deadline::of(&call, DEFAULT_WAIT);
         Ok(Response::new(proto::NodeGetInfoResponse {
             node_id: self.name.clone(),
-            max_volumes_per_node: self.max_volumes,
-            accessible_topology: None,
+            max_volumes_per_node: self.max_volumes.unwrap_or(0),
+            accessible_topology: self.zone.topology(&self.name, until).await?,
         }))
     }
 }

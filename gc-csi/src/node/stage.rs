@@ -9,9 +9,12 @@ use uuid::Uuid;
 use super::bind::{self, BindError};
 use super::blocking::blocking;
 use super::command::CommandError;
+use super::condition;
 use super::content::{self, FormatError, Plan, ProbeError, Refusal};
+use super::copies::{self, CopyError};
 use super::disk::{Disk, DiskNames, FindError};
 use super::filesystem::{Filesystem, MountOptions};
+use super::grow::{GrowError, Growable};
 use super::holders;
 use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
 
@@ -102,6 +105,12 @@ pub(crate) enum StageError {
         /// What the check said.
         source: CommandError,
     },
+    /// It is a copy of one that is mounted.
+    #[error(transparent)]
+    Copy(#[from] CopyError),
+    /// The filesystem does not fill its disk.
+    #[error(transparent)]
+    Grow(#[from] GrowError),
     /// The filesystem was not mounted.
     #[error("disk {disk} ({}) cannot be mounted as {filesystem}{hint}: {source}", device.display())]
     Mount {
@@ -133,6 +142,8 @@ pub(crate) enum StageError {
 /// Stages a volume. Repeating it is fine.
 pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageError> {
     let disk = names.wait_for_disk(wanted.disk, wanted.until).await?;
+    // It may have grown while nobody looked.
+    let disk = blocking(move || disk.rescanned()).await?;
     let Some(filesystem) = wanted.filesystem else { return Ok(()) };
     let read_only = read_only_because(&disk, wanted.read_only);
     let staging = wanted.staging.clone();
@@ -144,7 +155,15 @@ pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageE
     .await?;
     let table = blocking(MountTable::read).await?;
     if let Some(mount) = table.at(&staging) {
-        return already(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some());
+        already(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some())?;
+        // A stage that was cut off may have left it to grow.
+        if let (None, Ok(kind)) = (read_only, mount.fs_type.parse()) {
+            let growable = look(&disk, kind).await?;
+            if growable.is_smaller_than_disk() {
+                growable.grow(&staging).await?;
+            }
+        }
+        return Ok(());
     }
     let found =
         content::examine(&disk).await.map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
@@ -153,38 +172,92 @@ pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageE
         device: disk.path.clone(),
         why,
     })?;
+    let mount = Mounting { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
     let kind = match plan {
         Plan::Format(kind) => {
             content::format(&disk, kind).await?;
+            mount.mount(kind).await?;
             kind
         }
         Plan::Use(kind) => {
-            // A filesystem that is mounted elsewhere must not be checked; and a check writes.
             let mounted = table.iter().any(|mount| mount.block_device() == Some(disk.number));
-            if read_only.is_none() && !mounted {
-                check(&disk, kind).await?;
-            }
+            mount.mount_existing(kind, mounted).await?;
             kind
         }
     };
-    kind.mount(&disk.path, &staging, &filesystem.options, read_only.is_some()).await.map_err(|source| {
-        let hint = match read_only {
-            Some(_) => " read-only (if it was not unmounted cleanly, it must be used writable once)",
-            None => "",
-        };
-        StageError::Mount { disk: disk.uuid, device: disk.path.clone(), filesystem: kind, hint, source }
-    })?;
     tracing::info!(disk = %disk.uuid, device = %disk.path.display(), filesystem = %kind, staging = %staging.display(), "staged");
     Ok(())
 }
 
-async fn check(disk: &Disk, filesystem: Filesystem) -> Result<(), StageError> {
-    filesystem.check(&disk.path).await.map_err(|source| StageError::Check {
-        disk: disk.uuid,
-        device: disk.path.clone(),
-        filesystem,
-        source,
-    })
+/// A disk that is about to be mounted.
+struct Mounting<'a> {
+    disk: &'a Disk,
+    staging: &'a Path,
+    options: &'a MountOptions,
+    read_only: Option<&'static str>,
+}
+
+impl Mounting<'_> {
+    /// Mounts a filesystem that was there, `mounted` elsewhere or not, and has it fill its disk.
+    async fn mount_existing(&self, kind: Filesystem, mounted: bool) -> Result<(), StageError> {
+        let growable = look(self.disk, kind).await?;
+        // A filesystem that is mounted elsewhere must be neither checked nor changed.
+        if !mounted {
+            if let Some(btrfs) = growable.superblock.btrfs {
+                copies::tell_apart(&self.disk.path, btrfs, self.read_only.is_some()).await?;
+            }
+            if self.read_only.is_none() {
+                self.check(kind).await?;
+            }
+        }
+        self.mount(kind).await?;
+        if self.read_only.is_some() || !growable.is_smaller_than_disk() {
+            return Ok(());
+        }
+        let Err(refused) = growable.grow(self.staging).await else { return Ok(()) };
+        // Not left mounted: the retry would take it for staged.
+        let staging = self.staging.to_owned();
+        blocking(move || bind::unmount_all(&staging, holders::of)).await?;
+        if mounted || kind != Filesystem::Ext4 {
+            return Err(refused.into());
+        }
+        // Some kernels and sandboxes do not let ext4 grow while mounted. Only then otherwise: it takes a
+        // whole check, and a power cut in it can need a repair.
+        tracing::warn!(disk = %self.disk.uuid, %refused, "growing while not mounted");
+        growable.grow_unmounted().await?;
+        self.mount(kind).await
+    }
+
+    async fn check(&self, filesystem: Filesystem) -> Result<(), StageError> {
+        filesystem.check(&self.disk.path).await.map_err(|source| StageError::Check {
+            disk: self.disk.uuid,
+            device: self.disk.path.clone(),
+            filesystem,
+            source,
+        })
+    }
+
+    async fn mount(&self, filesystem: Filesystem) -> Result<(), StageError> {
+        let Self { disk, staging, options, read_only } = *self;
+        filesystem.mount(&disk.path, staging, options, read_only.is_some()).await.map_err(|source| {
+            let hint = match read_only {
+                Some(_) => " read-only (if it was not unmounted cleanly, it must be used writable once)",
+                None => "",
+            };
+            StageError::Mount { disk: disk.uuid, device: disk.path.clone(), filesystem, hint, source }
+        })
+    }
+}
+
+/// Looks at the filesystem of a disk.
+async fn look(disk: &Disk, kind: Filesystem) -> Result<Growable, StageError> {
+    let (file, path, size) = (disk.file(), disk.path.clone(), disk.size);
+    let look = move || {
+        let file =
+            file.map_err(|source| GrowError::Read { device: path.clone(), filesystem: kind, source })?;
+        Growable::look(&file, &path, size, kind)
+    };
+    Ok(blocking(look).await?)
 }
 
 /// Why the disk is not to be written, if so.
@@ -262,19 +335,19 @@ pub(crate) fn unstage(staging: &Path, kubelet_dir: &Path) -> Result<(), UnstageE
     if let Some(other) = table.others_of(mount, kubelet_dir).next() {
         return Err(UnstageError::Published { staging, elsewhere: other.point.clone() });
     }
-    flush(mount).map_err(|source| UnstageError::Flush { staging: staging.clone(), source })?;
+    flush(&table, mount).map_err(|source| UnstageError::Flush { staging: staging.clone(), source })?;
     bind::unmount_all(&staging, holders::of)?;
     tracing::info!(staging = %staging.display(), "unstaged");
     Ok(())
 }
 
 /// Writes out what is pending, since the filesystem may live on in the mounts of a container that is
-/// just ending. A disk that is gone already cannot hold anything up.
-fn flush(mount: &Mount) -> std::io::Result<()> {
-    if mount.is_read_only() || mount.fell_read_only() || !super::disk::is_present(mount) {
+/// just ending. A disk or filesystem that is gone already cannot hold anything up.
+fn flush(table: &MountTable, mount: &Mount) -> std::io::Result<()> {
+    let is_there = mount.block_device().is_some_and(super::disk::is_present);
+    if mount.is_read_only() || !is_there || condition::stopped(table, mount).is_some() {
         return Ok(());
     }
     let folder = std::fs::File::open(&mount.point)?;
-    rustix::fs::syncfs(&folder)?;
-    Ok(())
+    Ok(bind::change("flush", || rustix::fs::syncfs(&folder))?)
 }

@@ -1,12 +1,12 @@
 //! NodeGetVolumeStats: how full a volume is, and whether it is well.
 
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::bind::{self, BindError};
+use super::condition;
 use super::disk;
-use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
+use super::mounts::{DeviceNumber, MountTable, MountsError};
 
 /// What is known of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -75,14 +75,10 @@ pub(crate) fn stats(path: &Path) -> Result<Stats, StatsError> {
     // Without a mount, the numbers would be those of the machine's own disk.
     let mount = table.at(&real).ok_or_else(not_mounted)?;
     let fail = |source| StatsError::Io { path: path.to_owned(), source };
-    if let Ok(found) = std::fs::metadata(&real)
-        && found.file_type().is_block_device()
-    {
-        let number = DeviceNumber::from_raw(found.rdev());
-        return Ok(match disk::size(number) {
-            Ok(bytes) => Stats { usage: Usage::Block(bytes), abnormal: None },
-            Err(_) => Stats { usage: Usage::Block(0), abnormal: Some(gone(number)) },
-        });
+    if let Some(number) = DeviceNumber::of_block_device(&real) {
+        let abnormal = condition::of_device(mount, number);
+        let bytes = if abnormal.is_none() { disk::size(number).map_err(fail)? } else { 0 };
+        return Ok(Stats { usage: Usage::Block(bytes), abnormal });
     }
     let found = rustix::fs::statvfs(&real).map_err(|error| fail(error.into()))?;
     let bytes = Amount {
@@ -95,34 +91,8 @@ pub(crate) fn stats(path: &Path) -> Result<Stats, StatsError> {
         used: found.f_files.saturating_sub(found.f_ffree),
         available: found.f_favail,
     });
-    Ok(Stats { usage: Usage::Filesystem { bytes, inodes }, abnormal: abnormal(mount) })
-}
-
-/// What is wrong with a mounted filesystem.
-fn abnormal(mount: &Mount) -> Option<String> {
-    if !disk::is_present(mount) {
-        return Some(mount.block_device().map_or_else(|| "the disk is gone".to_owned(), gone));
-    }
-    if mount.fell_read_only() {
-        return Some(format!(
-            "the {} filesystem became read-only because of an error; see the machine's kernel log, \
-             and restart the pod elsewhere or after a check",
-            mount.fs_type
-        ));
-    }
-    let errors = ext4_errors(&mount.source)?;
-    Some(format!("the ext4 filesystem has met {errors} errors; it is checked when it is staged next"))
-}
-
-fn gone(device: DeviceNumber) -> String {
-    format!(
-        "the disk beneath (device {device}) is gone from this machine; restart the pod so that it is attached anew"
-    )
-}
-
-/// How many errors ext4 has counted, when there are any (Linux, `Documentation/ABI/testing/sysfs-fs-ext4`).
-fn ext4_errors(device: &Path) -> Option<u64> {
-    let name = device.file_name()?;
-    let count = std::fs::read_to_string(Path::new("/sys/fs/ext4").join(name).join("errors_count")).ok()?;
-    count.trim().parse().ok().filter(|count| *count > 0)
+    Ok(Stats {
+        usage: Usage::Filesystem { bytes, inodes },
+        abnormal: condition::of_filesystem(&table, mount),
+    })
 }

@@ -8,7 +8,9 @@ use tonic::Code;
 
 use super::bind::BindError;
 use super::content::FormatError;
+use super::copies::CopyError;
 use super::disk::FindError;
+use super::grow::{ExpandError, GrowError};
 use super::publish::PublishError;
 use super::stage::{StageError, UnstageError};
 use super::stats::StatsError;
@@ -64,6 +66,8 @@ impl Coded for StageError {
         match self {
             Self::Find(error) => error.code(),
             Self::Format(error) => error.code(),
+            Self::Grow(error) => error.code(),
+            Self::Copy(error) => error.code(),
             Self::Path(error) => error.code(),
             Self::Differently { .. } => Code::AlreadyExists,
             // Another volume's mount, or a disk whose content somebody must decide about.
@@ -100,6 +104,43 @@ impl Coded for PublishError {
             | Self::SingleWriter { .. }
             | Self::NoFolder { .. } => Code::FailedPrecondition,
             Self::Mounts(_) => Code::Internal,
+        }
+    }
+}
+
+impl Coded for CopyError {
+    fn code(&self) -> Code {
+        match self {
+            Self::ReadOnly { .. } | Self::HasLog { .. } => Code::FailedPrecondition,
+            Self::Tune { .. } => Code::Internal,
+        }
+    }
+}
+
+impl Coded for GrowError {
+    fn code(&self) -> Code {
+        match self {
+            // Some of the filesystem is not there any more.
+            Self::LargerThanDisk { .. } => Code::DataLoss,
+            Self::Read { .. } | Self::Tool { .. } => Code::Internal,
+        }
+    }
+}
+
+impl Coded for ExpandError {
+    fn code(&self) -> Code {
+        match self {
+            Self::NotMounted { .. } => Code::NotFound,
+            Self::Path(error) => error.code(),
+            Self::Grow(error) => error.code(),
+            // Somebody must use it otherwise, or mend it, first.
+            Self::NotAVolume { .. } | Self::NotWell { .. } | Self::ReadOnly { .. } | Self::Filesystem(_) => {
+                Code::FailedPrecondition
+            }
+            // Told after a wait that ended with the call's time; the size may still come.
+            Self::DiskTooSmall { .. } => Code::DeadlineExceeded,
+            Self::DiskTooLarge { .. } => Code::OutOfRange,
+            Self::Disk { .. } | Self::Mounts(_) => Code::Internal,
         }
     }
 }

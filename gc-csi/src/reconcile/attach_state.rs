@@ -1,105 +1,59 @@
-//! Shows on the guest's claim where its volume is attached, or why it is not: as a condition, and as an
-//! event whenever that changes. Level-triggered from `VirtualMachine.status.volumes`.
+//! Where a volume is attached, or why it is not, from `VirtualMachine.status.volumes`.
+
+use std::collections::HashMap;
+use std::sync::Arc;
 
 use crds::names;
 use crds::{VirtualMachine, VirtualMachineVolumeStatus};
-use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaim, PersistentVolumeClaimCondition};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::Timestamp;
-use kube::Api;
-use kube::api::{Patch, PatchParams};
-use kube_kit::client::chain;
-use kube_kit::informer::{Change, Informer, Key};
-use kube_kit::queue::{Next, Queue};
-use serde_json::json;
+use kube_kit::informer::Change;
 
-use crate::guest::Guest;
+use super::conditions::{Event, Finding, State};
 
 /// Type of the condition.
-const CONDITION: &str = "nestor.dev/Attached";
+pub(super) const CONDITION: &str = "nestor.dev/Attached";
 
-/// Where the volume stands, in the words of the condition.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct State {
-    status: &'static str,
-    reason: &'static str,
-    message: String,
-}
-
-/// Pushes every claim whose disks changed on a machine.
-pub(crate) fn enqueue_changes(queue: &Queue<String>, change: &Change<'_, VirtualMachine>) {
-    let disks = |vm: Option<&std::sync::Arc<VirtualMachine>>| {
-        vm.and_then(|vm| vm.status.as_ref()).map(|status| status.volumes.clone()).unwrap_or_default()
-    };
+/// The management claims whose disks changed on a machine.
+pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String> {
     let (old, new) = (disks(change.old), disks(change.new));
-    let changed = |from: &[VirtualMachineVolumeStatus], to: &[VirtualMachineVolumeStatus]| -> Vec<String> {
-        from.iter().filter(|disk| !to.contains(disk)).map(|disk| disk.name.clone()).collect()
-    };
-    let mut entries = changed(&old, &new);
-    entries.extend(changed(&new, &old));
-    entries.sort_unstable();
-    entries.dedup();
-    let claims = [change.old, change.new].into_iter().flatten().flat_map(|vm| vm.spec.volumes.iter());
-    let claims: Vec<(String, String)> = claims
-        .filter_map(|volume| {
-            Some((volume.name.clone(), volume.persistent_volume_claim.as_ref()?.claim_name.clone()))
-        })
-        .collect();
-    for entry in entries {
-        // An entry that left the spec in an earlier change is named like its claim, or else unknown here.
-        let claim = claims.iter().find(|(name, _)| *name == entry).map_or(&entry, |(_, claim)| claim);
-        queue.push(claim.clone());
+    let mut changed: Vec<&str> =
+        old.iter().filter(|(name, disk)| new.get(*name) != Some(*disk)).map(|(name, _)| *name).collect();
+    changed.extend(new.keys().filter(|name| !old.contains_key(*name)));
+    if changed.is_empty() {
+        return Vec::new();
     }
-}
-
-/// Brings the condition of one claim up to date.
-pub(crate) async fn reconcile(
-    guest: &Guest,
-    machines: &Informer<VirtualMachine>,
-    handle: String,
-) -> Result<Next, String> {
-    let Some(about) = guest.claim_of(&handle) else {
-        return Ok(Next::Wait);
-    };
-    let key = Key::new(about.namespace.clone().unwrap_or_default(), about.name.clone().unwrap_or_default());
-    let Some(claim) = guest.claims.get(&key).filter(|claim| claim.metadata.uid == about.uid) else {
-        return Ok(Next::Wait);
-    };
-    let shown = shown(&claim);
-    let Some(state) = observe(machines, &handle, shown.is_some()) else {
-        return Ok(Next::Wait);
-    };
-    if shown.is_some_and(|condition| says(condition, &state)) {
-        return Ok(Next::Wait);
+    let mut claims = HashMap::new();
+    for entry in [change.old, change.new].into_iter().flatten().flat_map(|vm| &vm.spec.volumes) {
+        if let Some(source) = &entry.persistent_volume_claim {
+            claims.entry(entry.name.as_str()).or_insert(source.claim_name.as_str());
+        }
     }
-    write(guest, &key, &claim, &state).await?;
-    tell(guest, about, state);
-    Ok(Next::Wait)
+    // An entry that left the spec in an earlier change is named like its claim, or else unknown here.
+    changed.into_iter().map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect()
 }
 
-/// The condition as the claim has it.
-fn shown(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
-    claim.status.as_ref()?.conditions.as_ref()?.iter().find(|condition| condition.type_ == CONDITION)
+/// The disks of a machine by entry.
+fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
+    let disks = vm.into_iter().flat_map(|vm| &vm.status).flat_map(|status| &status.volumes);
+    disks.map(|disk| (disk.name.as_str(), disk)).collect()
 }
 
-fn says(condition: &PersistentVolumeClaimCondition, state: &State) -> bool {
-    condition.status == state.status
-        && condition.reason.as_deref() == Some(state.reason)
-        && condition.message.as_deref() == Some(&state.message)
-}
-
-/// What the machines say of the volume; None while there is nothing to say, or nothing new.
-fn observe(machines: &Informer<VirtualMachine>, handle: &str, was_shown: bool) -> Option<State> {
+/// What the machines around the volume say of it; None while there is nothing to say, or nothing new.
+pub(super) fn find(machines: &[Arc<VirtualMachine>], handle: &str, was_shown: bool) -> Option<Finding> {
     let entry = names::volume_entry(handle);
     let mut attached: Vec<String> = Vec::new();
     let mut failed: Vec<String> = Vec::new();
+    let mut stuck: Vec<String> = Vec::new();
     let mut under_way = false;
-    for vm in machines.list() {
+    for vm in machines {
         let name = vm.metadata.name.clone().unwrap_or_default();
         let disk =
             vm.status.as_ref().and_then(|status| status.volumes.iter().find(|disk| disk.name == entry));
         match disk {
-            Some(disk) if disk.attached => attached.push(name),
+            Some(disk) if disk.attached => {
+                // A disk that is there and fails is one that was told to leave.
+                stuck.extend(disk.error.iter().map(|error| format!("VirtualMachine {name}: {error}")));
+                attached.push(name);
+            }
             Some(VirtualMachineVolumeStatus { error: Some(error), .. }) => {
                 failed.push(format!("VirtualMachine {name}: {error}"));
             }
@@ -109,42 +63,89 @@ fn observe(machines: &Informer<VirtualMachine>, handle: &str, was_shown: bool) -
     }
     attached.sort_unstable();
     failed.sort_unstable();
+    stuck.sort_unstable();
     if !failed.is_empty() {
-        let status = if attached.is_empty() { "False" } else { "True" };
-        return Some(State { status, reason: "AttachFailed", message: failed.join("; ") });
+        let event = Event { warning: true, action: "Attach", reason: "VolumeAttachFailed" };
+        failed.extend(stuck);
+        return Some(finding(!attached.is_empty(), "AttachFailed", failed.join("; "), event));
+    }
+    if !stuck.is_empty() {
+        let event = Event { warning: true, action: "Detach", reason: "VolumeDetachFailed" };
+        return Some(finding(true, "DetachFailed", stuck.join("; "), event));
     }
     if !attached.is_empty() {
         let message = format!("attached to VirtualMachine {}", attached.join(", "));
-        return Some(State { status: "True", reason: "Attached", message });
+        let event = Event { warning: false, action: "Attach", reason: "VolumeAttached" };
+        return Some(finding(true, "Attached", message, event));
     }
-    let detached =
-        State { status: "False", reason: "Detached", message: "attached to no VirtualMachine".to_owned() };
-    (was_shown && !under_way).then_some(detached)
+    let event = Event { warning: false, action: "Detach", reason: "VolumeDetached" };
+    (was_shown && !under_way)
+        .then(|| finding(false, "Detached", "attached to no VirtualMachine".to_owned(), event))
 }
 
-async fn write(guest: &Guest, key: &Key, claim: &PersistentVolumeClaim, state: &State) -> Result<(), String> {
-    let condition = PersistentVolumeClaimCondition {
-        type_: CONDITION.to_owned(),
-        status: state.status.to_owned(),
-        reason: Some(state.reason.to_owned()),
-        message: Some(state.message.clone()),
-        last_transition_time: Some(Time(Timestamp::now())),
-        last_probe_time: None,
-    };
-    // The UID makes the API server refuse a claim that took the name of the one that is meant.
-    let patch = json!({"metadata": {"uid": claim.metadata.uid}, "status": {"conditions": [condition]}});
-    let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
-    match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
-        Ok(_) => Ok(()),
-        Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => Ok(()),
-        Err(error) => Err(format!("cannot show the attach state on guest claim {key}: {}", chain(&error))),
-    }
+fn finding(holds: bool, reason: &str, message: String, event: Event) -> Finding {
+    Finding { condition: CONDITION, state: Some(State { holds, reason: reason.to_owned(), message, event }) }
 }
 
-fn tell(guest: &Guest, about: ObjectReference, state: State) {
-    match state.reason {
-        "AttachFailed" => guest.events.warning(about, "Attach", "VolumeAttachFailed", state.message),
-        "Attached" => guest.events.normal(about, "Attach", "VolumeAttached", state.message),
-        _ => guest.events.normal(about, "Detach", "VolumeDetached", state.message),
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn machine(name: &str, disk: serde_json::Value) -> Arc<VirtualMachine> {
+        let machine = json!({
+            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
+            "metadata": {"name": name}, "spec": {}, "status": {"volumes": [disk]},
+        });
+        Arc::new(serde_json::from_value(machine).unwrap())
+    }
+
+    #[test]
+    fn a_change_of_a_machine_is_told_to_the_claims_whose_disks_changed() {
+        let machine =
+            |disks: serde_json::Value| -> Arc<VirtualMachine> {
+                let entries = json!([{"name": "e", "persistentVolumeClaim": {"claimName": "long-name"}}]);
+                Arc::new(serde_json::from_value(json!({
+                "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
+                "metadata": {"name": "vm"}, "spec": {"volumes": entries}, "status": {"volumes": disks},
+            })).unwrap())
+            };
+        let disk = |name: &str, attached: bool| json!({"name": name, "attached": attached});
+        let old = machine(json!([disk("same", true), disk("e", false), disk("gone", true)]));
+        let new = machine(json!([disk("e", true), disk("same", true), disk("new", false)]));
+        let key = kube_kit::informer::Key::cluster("vm");
+        let mut told = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
+        told.sort_unstable();
+        assert_eq!(told, ["gone", "long-name", "new"]);
+        assert!(changed_claims(&Change { key: &key, old: Some(&new), new: Some(&new) }).is_empty());
+    }
+
+    #[test]
+    fn a_claim_is_told_where_its_volume_is_and_why_it_is_not() {
+        let said = |machines: &[Arc<VirtualMachine>], was_shown| {
+            find(machines, "c", was_shown)
+                .and_then(|finding| finding.state)
+                .map(|state| (state.holds, state.message))
+        };
+        let attached = |name| machine(name, json!({"name": "c", "attached": true}));
+        let failed = machine("vm-3", json!({"name": "c", "attached": false, "error": "no room"}));
+        let both = [attached("vm-2"), attached("vm-1")];
+        assert_eq!(said(&both, false), Some((true, "attached to VirtualMachine vm-1, vm-2".to_owned())));
+        assert_eq!(
+            said(std::slice::from_ref(&failed), false),
+            Some((false, "VirtualMachine vm-3: no room".to_owned()))
+        );
+        let stuck = machine("vm-4", json!({"name": "c", "attached": true, "error": "it is paused"}));
+        assert_eq!(
+            said(std::slice::from_ref(&stuck), false),
+            Some((true, "VirtualMachine vm-4: it is paused".to_owned()))
+        );
+        let why = "VirtualMachine vm-3: no room; VirtualMachine vm-4: it is paused".to_owned();
+        assert_eq!(said(&[stuck, failed], false), Some((true, why)));
+        let under_way = machine("vm-1", json!({"name": "c", "attached": false}));
+        assert_eq!(said(&[under_way], true), None);
+        assert_eq!(said(&[], true), Some((false, "attached to no VirtualMachine".to_owned())));
+        assert_eq!(said(&[], false), None);
     }
 }

@@ -1,5 +1,6 @@
 //! Volumes through their lives.
 
+use std::io::Write;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 
 use csi::proto::volume_capability::access_mode::Mode;
@@ -187,4 +188,70 @@ async fn a_filesystem_that_fell_read_only_is_told() {
     rustix::mount::mount_remount(&staging, rustix::mount::MountFlags::RDONLY, "").unwrap();
     let condition = machine.stats(&disk, &target).await.unwrap().volume_condition.unwrap();
     assert!(condition.abnormal && condition.message.contains("became read-only"), "{condition:?}");
+}
+
+#[tokio::test]
+async fn a_filesystem_that_gave_up_is_told_and_still_unstaged() {
+    let mut machine = Machine::start().await;
+    let disk = machine.disk(320);
+    let wanted = || filesystem("xfs", Mode::SingleNodeWriter);
+    machine.stage(&disk, wanted()).await.unwrap();
+    let target = machine.publish(&disk, "one", wanted(), false).await.unwrap();
+    assert!(!machine.stats(&disk, &target).await.unwrap().volume_condition.unwrap().abnormal);
+    // What xfs does after an error in its log: every call ends in an error from then on.
+    tool("xfs_io", &["-x", "-c", "shutdown"], &target);
+    let condition = machine.stats(&disk, &target).await.unwrap().volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("does not answer"), "{condition:?}");
+    let refused = machine.expand(&disk, &target, 320).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    machine.unpublish(&disk, "one").await.unwrap();
+    machine.unstage(&disk).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_block_volume_whose_disk_left_is_told() {
+    let mut machine = Machine::start().await;
+    let image = machine.image(8);
+    let disk = machine.plug(image, &[]);
+    // A node of the test's own, which can leave.
+    let node = machine.path("sdz");
+    let number = std::fs::metadata(&disk.device).unwrap().rdev();
+    let mode = rustix::fs::Mode::from_raw_mode(0o600);
+    rustix::fs::mknodat(rustix::fs::CWD, &node, rustix::fs::FileType::BlockDevice, mode, number).unwrap();
+    std::fs::remove_file(machine.link(&disk)).unwrap();
+    std::os::unix::fs::symlink(&node, machine.link(&disk)).unwrap();
+    let wanted = || block(Mode::SingleNodeWriter);
+    machine.stage(&disk, wanted()).await.unwrap();
+    let target = machine.publish(&disk, "one", wanted(), false).await.unwrap();
+    assert!(!machine.stats(&disk, &target).await.unwrap().volume_condition.unwrap().abnormal);
+    // Its number may be another disk's from here on.
+    std::fs::remove_file(&node).unwrap();
+    let condition = machine.stats(&disk, &target).await.unwrap().volume_condition.unwrap();
+    assert!(condition.abnormal && condition.message.contains("is gone"), "{condition:?}");
+    let refused = machine.expand(&disk, &target, 8).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+}
+
+#[tokio::test]
+async fn a_block_volume_is_written_by_many_machines_or_read_by_many() {
+    let mut machine = Machine::start().await;
+    let disk = machine.disk(8);
+    let wanted = || block(Mode::MultiNodeMultiWriter);
+    machine.stage(&disk, wanted()).await.unwrap();
+    for pod in ["one", "two"] {
+        let target = machine.publish(&disk, pod, wanted(), false).await.unwrap();
+        std::fs::OpenOptions::new().write(true).open(&target).unwrap();
+    }
+    // The controller has such a disk attached read-only, which holds whatever the pod says.
+    let image = machine.image(8);
+    let disk = machine.plug(image, &["--read-only"]);
+    let wanted = || block(Mode::MultiNodeReaderOnly);
+    machine.stage(&disk, wanted()).await.unwrap();
+    let target = machine.publish(&disk, "one", wanted(), false).await.unwrap();
+    std::fs::File::open(&target).unwrap();
+    let written = std::fs::OpenOptions::new().write(true).open(&target).and_then(|mut device| {
+        device.write_all(&[1; 4096])?;
+        device.sync_all()
+    });
+    assert!(written.is_err(), "a block volume that is read by many was written to");
 }

@@ -6,21 +6,28 @@ use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use csi::proto;
 use csi::proto::node_client::NodeClient;
+use tokio::net::TcpSocket;
 use tonic::Status;
 use tonic::transport::Channel;
 
 /// How long a driver may take to start or to stop.
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Held while a process begins: until it is a program of its own, it has open whatever any test has open just then, and
+/// keeps the mount of that from being taken away.
+static BEGINNING: Mutex<()> = Mutex::new(());
 
 pub(crate) struct Machine {
     root: tempfile::TempDir,
     driver: Option<Child>,
     loops: Vec<PathBuf>,
-    pub(crate) http: u16,
+    /// Has the port of the driver's pages, so that nobody else is given it. It never listens: that is the driver's to do.
+    http: TcpSocket,
 }
 
 /// A disk of the machine, and the volume on it.
@@ -43,11 +50,15 @@ impl Machine {
     /// A machine without a driver yet.
     pub(crate) fn new() -> Self {
         let root = tempfile::Builder::new().prefix("nestor-node-").tempdir().unwrap();
-        for folder in ["by-id", "kubelet/plugins", "kubelet/plugins_registry", "kubelet/pods", "images"] {
+        for folder in
+            ["by-id", "kubelet/plugins", "kubelet/plugins_registry", "kubelet/pods", "images", "fail-points"]
+        {
             std::fs::create_dir_all(root.path().join(folder)).unwrap();
         }
-        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        Self { root, driver: None, loops: Vec::new(), http: port }
+        let http = TcpSocket::new_v4().unwrap();
+        http.set_reuseaddr(true).unwrap();
+        http.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        Self { root, driver: None, loops: Vec::new(), http }
     }
 
     pub(crate) fn path(&self, below: &str) -> PathBuf {
@@ -64,28 +75,42 @@ impl Machine {
 
     /// Starts the driver; tools in `tools` come before the system's. Returns once it answers.
     pub(crate) async fn start_driver(&mut self, tools: Option<&Path>) {
+        self.start_driver_with(tools, &[]).await;
+    }
+
+    /// Starts the driver with more flags.
+    pub(crate) async fn start_driver_with(&mut self, tools: Option<&Path>, flags: &[&str]) {
         let path = std::env::var("PATH").unwrap_or_default();
         let path = tools.map_or_else(|| path.clone(), |tools| format!("{}:{path}", tools.display()));
-        let driver = Command::new(env!("CARGO_BIN_EXE_gc-csi"))
+        let mut driver = Command::new(env!("CARGO_BIN_EXE_gc-csi"));
+        driver
             .args(["node", "--node-name", "vm-1", "--endpoint"])
             .arg(format!("unix://{}", self.socket().display()))
             .arg("--kubelet-dir")
             .arg(self.path("kubelet"))
             .arg("--by-id-dir")
             .arg(self.path("by-id"))
-            .arg(format!("--http-listen=127.0.0.1:{}", self.http))
+            .arg(format!("--http-listen={}", self.http.local_addr().unwrap()))
+            .args(flags)
             .env("PATH", path)
             .env("NESTOR_LOG", "debug")
-            .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap())
-            .spawn()
-            .unwrap();
-        self.driver = Some(driver);
-        let deadline = Instant::now() + LIMIT;
+            .env(fail_point::FOLDER, self.path("fail-points"))
+            .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap());
+        self.driver = Some(begin(&mut driver));
         for socket in [self.socket(), self.registration_socket()] {
-            while csi::client::connect(&socket).await.is_err() {
-                assert!(Instant::now() < deadline, "the driver does not answer:\n{}", self.log());
-                tokio::time::sleep(Duration::from_millis(10)).await;
+            self.connect(&socket).await;
+        }
+    }
+
+    /// A connection to one of the driver's sockets, as soon as it serves it.
+    pub(crate) async fn connect(&self, socket: &Path) -> Channel {
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            match csi::client::connect(socket).await {
+                Ok(channel) => return channel,
+                Err(error) => assert!(Instant::now() < deadline, "{error}:\n{}", self.log()),
             }
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
@@ -122,9 +147,16 @@ impl Machine {
         NodeClient::new(csi::client::connect(&self.socket()).await.unwrap())
     }
 
-    /// Status and body of a page of the driver's HTTP port.
+    /// Status and body of a page of the driver's HTTP port, as soon as it serves it.
     pub(crate) fn get(&self, page: &str) -> (u16, String) {
-        let mut stream = std::net::TcpStream::connect(("127.0.0.1", self.http)).unwrap();
+        let deadline = Instant::now() + LIMIT;
+        let mut stream = loop {
+            match std::net::TcpStream::connect(self.http.local_addr().unwrap()) {
+                Ok(stream) => break stream,
+                Err(error) => assert!(Instant::now() < deadline, "{error}:\n{}", self.log()),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
         write!(stream, "GET {page} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -143,17 +175,19 @@ impl Machine {
 
     /// Plugs an image: a loop device, and its name under by-id.
     pub(crate) fn plug(&mut self, mut disk: Disk, options: &[&str]) -> Disk {
-        let output = Command::new("losetup")
-            .args(["--find", "--show"])
-            .args(options)
-            .arg(&disk.image)
-            .output()
-            .unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        disk.device = PathBuf::from(String::from_utf8(output.stdout).unwrap().trim());
+        let said = said_by("losetup", &[&["--find", "--show"], options].concat(), &disk.image);
+        disk.device = PathBuf::from(said.trim());
         self.loops.push(disk.device.clone());
         self.name(&disk);
         disk
+    }
+
+    /// Takes a disk out again, and its bytes.
+    pub(crate) fn remove(&mut self, disk: &Disk) {
+        std::fs::remove_file(self.link(disk)).unwrap();
+        tool("losetup", &["--detach"], &disk.device);
+        self.loops.retain(|device| *device != disk.device);
+        std::fs::remove_file(&disk.image).unwrap();
     }
 
     /// Gives a device its name.
@@ -169,6 +203,44 @@ impl Machine {
     pub(crate) fn disk(&mut self, mib: u64) -> Disk {
         let image = self.image(mib);
         self.plug(image, &[])
+    }
+
+    /// Makes a disk larger under its device, as the hypervisor does.
+    pub(crate) fn enlarge(&self, disk: &Disk, mib: u64) {
+        std::fs::File::options().write(true).open(&disk.image).unwrap().set_len(mib << 20).unwrap();
+        tool("losetup", &["--set-capacity"], &disk.device);
+    }
+
+    /// A disk of `mib` MiB with what is on `source` by now.
+    pub(crate) fn copy(&mut self, source: &Disk, mib: u64) -> Disk {
+        let image = self.image(mib);
+
+        let from = format!("if={}", source.image.display());
+        let to = PathBuf::from(format!("of={}", image.image.display()));
+        tool("dd", &["bs=1M", "conv=notrunc,sparse", "status=none", &from], &to);
+        self.plug(image, &[])
+    }
+
+    /// Expands the volume at `path` to at least `mib` MiB, and returns its bytes.
+    pub(crate) async fn expand(&self, disk: &Disk, path: &Path, mib: u64) -> Result<i64, Status> {
+        let request = self.expand_request(disk, path, mib);
+        Ok(self.node().await.node_expand_volume(request).await?.into_inner().capacity_bytes)
+    }
+
+    pub(crate) fn expand_request(
+        &self,
+        disk: &Disk,
+        path: &Path,
+        mib: u64,
+    ) -> proto::NodeExpandVolumeRequest {
+        let required_bytes = i64::try_from(mib << 20).unwrap();
+        proto::NodeExpandVolumeRequest {
+            volume_id: disk.id.clone(),
+            volume_path: text(path),
+            staging_target_path: text(&self.staging(disk)),
+            capacity_range: Some(proto::CapacityRange { required_bytes, limit_bytes: 0 }),
+            ..proto::NodeExpandVolumeRequest::default()
+        }
     }
 
     pub(crate) fn staging(&self, disk: &Disk) -> PathBuf {
@@ -207,6 +279,7 @@ impl Machine {
             volume_id: disk.id.clone(),
             staging_target_path: text(&self.staging(disk)),
         };
+        wait_for_beginners();
         self.node().await.node_unstage_volume(request).await.map(drop)
     }
 
@@ -235,6 +308,7 @@ impl Machine {
             volume_id: disk.id.clone(),
             target_path: text(&self.target(disk, pod)),
         };
+        wait_for_beginners();
         self.node().await.node_unpublish_volume(request).await.map(drop)
     }
 
@@ -253,10 +327,16 @@ impl Machine {
 
     /// The options of what is mounted at `path`.
     pub(crate) fn mounted(&self, path: &Path) -> Option<String> {
+        self.mounts_at(path).into_iter().next()
+    }
+
+    /// The options of each mount at `path`.
+    pub(crate) fn mounts_at(&self, path: &Path) -> Vec<String> {
         let path = path.parent().unwrap().canonicalize().unwrap().join(path.file_name().unwrap());
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-        let mut fields = table.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-        fields.find(|fields| Path::new(fields[4]) == path).map(|fields| fields[5].to_owned())
+        let fields = table.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+        let there = fields.filter(|fields| Path::new(fields[4]) == path);
+        there.map(|fields| fields[5].to_owned()).collect()
     }
 }
 
@@ -278,7 +358,8 @@ impl Drop for Machine {
             let _ = rustix::mount::unmount(point, rustix::mount::UnmountFlags::DETACH);
         }
         for device in &self.loops {
-            let _ = Command::new("losetup").arg("--detach").arg(device).stderr(Stdio::null()).status();
+            let mut detach = Command::new("losetup");
+            let _ = begin(detach.arg("--detach").arg(device).stderr(Stdio::null())).wait();
         }
     }
 }
@@ -313,8 +394,27 @@ pub(crate) fn block(mode: proto::volume_capability::access_mode::Mode) -> proto:
     }
 }
 
+/// Starts a process. Nothing else may: see [`BEGINNING`].
+pub(crate) fn begin(command: &mut Command) -> Child {
+    let _alone = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
+    command.spawn().unwrap()
+}
+
+/// Waits until no process has anything open of what the tests have closed by now.
+fn wait_for_beginners() {
+    drop(BEGINNING.lock().unwrap_or_else(PoisonError::into_inner));
+}
+
 /// Runs a tool of the system.
 pub(crate) fn tool(program: &str, args: &[&str], device: &Path) {
-    let output = Command::new(program).args(args).arg(device).output().unwrap();
+    said_by(program, args, device);
+}
+
+/// Runs a tool of the system, and returns what it says.
+fn said_by(program: &str, args: &[&str], device: &Path) -> String {
+    let mut command = Command::new(program);
+    command.args(args).arg(device).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let output = begin(&mut command).wait_with_output().unwrap();
     assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
 }

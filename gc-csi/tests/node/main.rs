@@ -2,6 +2,9 @@
 //! Needs root, and the tools that the driver's image has.
 #![allow(clippy::unwrap_used)]
 
+mod copies;
+mod crash;
+mod growth;
 mod lifecycle;
 mod machine;
 mod refusals;

@@ -1,4 +1,4 @@
-//! The management API's audit log: every request, written before it was answered.
+//! An API server's audit log: every request, written before it was answered.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-/// A reader over the audit log of the management cluster.
+/// A reader over the audit log of a cluster.
 #[derive(Debug, Clone)]
 pub struct Audit {
     log: PathBuf,
@@ -22,7 +22,7 @@ pub struct Mark(u64);
 pub struct Entry {
     /// Who asked, as it names itself (`gc-csi/0.1.0`).
     pub user_agent: String,
-    /// Who asked, as it proved to be (`system:serviceaccount:guest-g1:gc-csi`).
+    /// Who asked, as it proved to be (`system:serviceaccount:guest-g1:gc-csi-g1`).
     pub user: String,
     /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`.
     pub verb: String,

@@ -46,6 +46,12 @@ enum Verb {
         #[arg(short, long)]
         follow: bool,
     },
+    /// Restarts parts, with the binaries as they are now, and the sidecars that end when their driver does.
+    Restart {
+        /// Parts, by the names that `cargo lab status` shows.
+        #[arg(required = true)]
+        parts: Vec<String>,
+    },
     /// Runs kubectl against a cluster of the lab.
     Kubectl {
         /// `mgmt`, `guest` (which is g1), or a guest's name.
@@ -64,6 +70,16 @@ enum Verb {
     Test {
         /// Only black-box tests whose names hold this.
         filter: Option<String>,
+    },
+    /// Lets users of two guests do this and that while parts of the system fail, and checks what must exist, over this
+    /// lab or, where it is not up, one of its own.
+    Soak {
+        /// How long.
+        #[arg(long, default_value_t = 3)]
+        minutes: u64,
+        /// Does again what a run with this seed did.
+        #[arg(long)]
+        seed: Option<u64>,
     },
     /// Runs csi-sanity against a driver, over this lab or, where it is not up, one of its own.
     Sanity {
@@ -101,6 +117,13 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await?,
         Verb::Status => return Ok(if status(&run).await? { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
         Verb::Logs { part, follow } => return verbs::logs(&run, &part, follow).await,
+        Verb::Restart { parts } => {
+            let lab = crate::Lab::open(run)?;
+            for part in parts {
+                lab.restart(&part).await?;
+                say(format!("restarted {part}"));
+            }
+        }
         Verb::Kubectl { cluster, args } => return verbs::kubectl(&run, &cluster, &args).await,
         Verb::Demo { keep } => {
             let after = if keep { After::Keep } else { After::Down };
@@ -118,10 +141,19 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
                 return Ok(ExitCode::FAILURE);
             }
         }
+        Verb::Soak { minutes, seed } => {
+            let options = UpOptions { vms: 0, guests: 2, one_namespace: true, ..UpOptions::default() };
+            let work = async |lab: &crate::Lab| verbs::soak(lab, minutes, seed).await;
+            return with_any_lab(&ui, &run, "soak", &options, work).await;
+        }
         Verb::Generate => verbs::generate()?,
         Verb::Bench { bench, args } => {
-            let options = UpOptions { release: true, ..UpOptions::default() };
-            let work = async |lab: &crate::Lab| verbs::bench(lab, &bench, &args).await;
+            // Plots are drawn from what was measured before.
+            if bench == "plot" {
+                return verbs::bench(None, &bench, &args).await;
+            }
+            let options = UpOptions { vms: 0, release: true, ..UpOptions::default() };
+            let work = async |lab: &crate::Lab| verbs::bench(Some(lab), &bench, &args).await;
             return with_any_lab(&ui, &run, "bench", &options, work).await;
         }
     }

@@ -15,7 +15,7 @@ use crate::ui::Ui;
 use crate::vm;
 use crate::wait::eventually;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Takes a lab down. Goes on after a failure, and then says what is left. Fine where there is no lab.
 pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
@@ -107,7 +107,12 @@ async fn detach_loops(dir: &Path) -> Result<()> {
         if let Some((device, file)) = line.split_once(' ')
             && Path::new(file).starts_with(dir)
         {
-            crate::process::run(&mut command("losetup", ["--detach", device])).await?;
+            let detached = crate::process::run(&mut command("losetup", ["--detach", device])).await;
+            // What was mounted lets go of its device by itself, perhaps only after it was listed.
+            let name = device.trim_start_matches("/dev/");
+            if Path::new("/sys/block").join(name).join("loop").exists() {
+                detached?;
+            }
         }
     }
     Ok(())

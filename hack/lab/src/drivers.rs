@@ -1,10 +1,10 @@
 //! The system itself: both drivers with their sidecars, and the VM Operator's stand-in.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-use crate::cluster::argv;
+use crate::cluster::{GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, argv};
 use crate::ports;
 use crate::ready::Ready;
 use crate::run::Run;
@@ -13,31 +13,103 @@ use crate::state::{Cluster, Guest, Infra, Part, State};
 /// How long a binary of ours may take to finish what it does.
 const GRACE: u64 = 15;
 
-/// mgmt-csi, its csi-provisioner, and the shim.
-pub async fn start_management(run: &Run, state: &State) -> Result<()> {
+/// mgmt-csi with its sidecars, and the shim, each so many times.
+pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result<()> {
     let cluster = state.management.as_ref().context("no management cluster")?;
     let infra = state.infra.as_ref().context("no storage infra")?;
-    let csi = async {
-        run.launch("mgmt-csi", mgmt_csi(state, cluster, infra)?).await?;
-        let kubeconfig = cluster.kubeconfig_of("csi-provisioner");
-        run.launch("mgmt-provisioner", provisioner(state, &kubeconfig, &infra.mgmt_socket)?).await
-    };
-    let shim = async { run.launch("vm-operator-shim", shim(state, cluster)?).await };
-    futures::try_join!(csi, shim).map(drop)
+    let all = Replica::all(replicas).map(|replica| async move {
+        let driver = Driver {
+            name: replica.name("mgmt-csi"),
+            tier: "mgmt",
+            cluster,
+            socket: replica.socket(&infra.mgmt_socket),
+            replica,
+            namespace: MANAGEMENT_NAMESPACE,
+        };
+        let csi = async {
+            run.launch(&driver.name, mgmt_csi(state, &driver, infra)?).await?;
+            let parts =
+                [provisioner(state, &driver, None)?, resizer(state, &driver)?, snapshotter(state, &driver)?];
+            launch_all(run, parts).await
+        };
+        let shim = (replica.name("vm-operator-shim"), shim(state, cluster, replica)?);
+        futures::try_join!(csi, launch_all(run, [shim])).map(drop)
+    });
+    futures::future::try_join_all(all).await.map(drop)
 }
 
-/// A guest's gc-csi controller, csi-provisioner and csi-attacher.
-pub async fn start_guest(run: &Run, state: &State, name: &str) -> Result<()> {
+/// A guest's gc-csi controller with its sidecars, so many times.
+pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) -> Result<()> {
     let guest = state.guests.get(name).with_context(|| format!("no guest {name}"))?;
     let management = state.management.as_ref().context("no management cluster")?;
-    run.launch(&format!("{name}-gc-csi"), gc_csi(state, management, guest)?).await?;
-    let kubeconfig = guest.cluster.kubeconfig_of("csi-sidecars");
-    let provisioner = provisioner(state, &kubeconfig, &guest.controller_socket)?;
-    let attacher = attacher(state, &kubeconfig, &guest.controller_socket)?;
-    let sidecars = [("provisioner", provisioner), ("attacher", attacher)];
-    let starts =
-        sidecars.map(|(kind, part)| async move { run.launch(&format!("{name}-{kind}"), part).await });
-    futures::future::try_join_all(starts).await.map(drop)
+    let all = Replica::all(replicas).map(|replica| async move {
+        let driver = Driver {
+            name: replica.name(&format!("{name}-gc-csi")),
+            tier: name,
+            cluster: &guest.cluster,
+            socket: replica.socket(&guest.controller_socket),
+            replica,
+            namespace: GUEST_NAMESPACE,
+        };
+        run.launch(&driver.name, gc_csi(state, &driver, management, guest)?).await?;
+        let parts = [
+            provisioner(state, &driver, Some(GUEST_NAMESPACE))?,
+            attacher(state, &driver)?,
+            resizer(state, &driver)?,
+            snapshotter(state, &driver)?,
+        ];
+        launch_all(run, parts).await
+    });
+    futures::future::try_join_all(all).await.map(drop)
+}
+
+/// The controllers that cut snapshots of claims, one for each cluster.
+pub async fn start_snapshot_controllers(run: &Run, state: &State) -> Result<()> {
+    let management = state.management.as_ref().context("no management cluster")?;
+    let guests = state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster));
+    let parts = [("mgmt", management)].into_iter().chain(guests);
+    let parts = parts.map(|(tier, cluster)| snapshot_controller(state, tier, cluster));
+    launch_all(run, parts.collect::<Result<Vec<_>>>()?).await
+}
+
+/// One of several that are alike.
+#[derive(Debug, Clone, Copy)]
+pub struct Replica {
+    number: u32,
+    /// Whether it has others beside it.
+    elects: bool,
+}
+
+impl Replica {
+    fn all(replicas: u32) -> impl Iterator<Item = Self> {
+        (1..=replicas).map(move |number| Self { number, elects: replicas > 1 })
+    }
+
+    /// The replica of this number among several, from 1.
+    pub fn nth(number: u32) -> Self {
+        Self { number, elects: true }
+    }
+
+    /// Its part's name: the first has the plain one.
+    pub fn name(self, plain: &str) -> String {
+        if self.number == 1 { plain.to_owned() } else { format!("{plain}-{}", self.number) }
+    }
+
+    /// The flags of a program of ours that elects.
+    fn lease(self, namespace: &str) -> Option<String> {
+        self.elects.then(|| format!("--lease-namespace={namespace}"))
+    }
+
+    /// Its socket, next to the first's.
+    pub fn socket(self, first: &Path) -> PathBuf {
+        let stem = first.file_stem().unwrap_or_default().to_string_lossy();
+        first.with_file_name(format!("{}.sock", self.name(&stem)))
+    }
+}
+
+async fn launch_all(run: &Run, parts: impl IntoIterator<Item = (String, Part)>) -> Result<()> {
+    let launches = parts.into_iter().map(|(name, part)| async move { run.launch(&name, part).await });
+    futures::future::try_join_all(launches).await.map(drop)
 }
 
 /// A part that serves `/readyz` and `/metrics` over HTTP, and CSI where there is a socket.
@@ -51,6 +123,7 @@ pub(crate) fn part(mut words: Vec<String>, http: u16, socket: Option<&Path>) -> 
         ready: Ready::All(conditions),
         http: Some(format!("http://127.0.0.1:{http}")),
         grace: GRACE,
+        driver: None,
     }
 }
 
@@ -62,77 +135,225 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-fn mgmt_csi(state: &State, cluster: &Cluster, infra: &Infra) -> Result<Part> {
+fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Part> {
     let file = |name: &str| text(&infra.pki.join(name));
-    let words = argv(
+    let mut words = argv(
         &state.binaries,
         "mgmt-csi",
         &[
-            ("endpoint", endpoint(&infra.mgmt_socket)),
-            ("kubeconfig", text(&cluster.kubeconfig_of("mgmt-csi"))),
+            ("endpoint", endpoint(&driver.socket)),
+            ("kubeconfig", text(&driver.cluster.kubeconfig_of("mgmt-csi"))),
             ("infra-url", infra.url.clone()),
             ("infra-ca", file("ca.crt")),
             ("infra-cert", file("client.crt")),
             ("infra-key", file("client.key")),
+            ("capacity-namespace", MANAGEMENT_NAMESPACE.to_owned()),
+            // Soon enough for a test, and late enough for everything that puts itself right by other means.
+            ("repair-grace", "30s".to_owned()),
+            ("repair-interval", "5s".to_owned()),
         ],
     );
-    Ok(part(words, ports::free(1)?[0], Some(&infra.mgmt_socket)))
+    words.extend(driver.replica.lease(driver.namespace));
+    Ok(part(words, ports::free(1)?[0], Some(&driver.socket)))
 }
 
-fn shim(state: &State, cluster: &Cluster) -> Result<Part> {
+fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Part> {
     let kubeconfig = text(&cluster.kubeconfig_of("vm-operator-shim"));
-    let words = argv(&state.binaries, "vm-operator-shim", &[("kubeconfig", kubeconfig)]);
+    let mut words = argv(&state.binaries, "vm-operator-shim", &[("kubeconfig", kubeconfig)]);
+    words.extend(replica.lease(MANAGEMENT_NAMESPACE));
     Ok(part(words, ports::free(1)?[0], None))
 }
 
-fn gc_csi(state: &State, management: &Cluster, guest: &Guest) -> Result<Part> {
+fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Guest) -> Result<Part> {
     let mut words = vec![text(&state.binaries.join("gc-csi")), "controller".to_owned()];
     words.extend([
-        format!("--endpoint={}", endpoint(&guest.controller_socket)),
+        format!("--endpoint={}", endpoint(&driver.socket)),
         format!("--guest-kubeconfig={}", text(&guest.cluster.kubeconfig_of("gc-csi-controller"))),
-        format!("--management-kubeconfig={}", text(&management.kubeconfig_of(&guest.namespace))),
+        format!("--management-kubeconfig={}", text(&management.kubeconfig_of(&guest.account()))),
         format!("--management-namespace={}", guest.namespace),
         format!("--cluster-id={}", guest.cluster_id),
+        format!("--capacity-namespace={MANAGEMENT_NAMESPACE}"),
+        "--topology".to_owned(),
     ]);
-    Ok(part(words, ports::free(1)?[0], Some(&guest.controller_socket)))
+    words.extend(driver.replica.lease(driver.namespace));
+    Ok(part(words, ports::free(1)?[0], Some(&driver.socket)))
 }
 
-/// A sidecar counts as ready when it has found its driver: only then it serves metrics.
-fn sidecar(
+/// A driver, as its sidecars see it.
+struct Driver<'a> {
+    /// Its name among the parts.
+    name: String,
+    /// What its sidecars' names begin with.
+    tier: &'a str,
+    cluster: &'a Cluster,
+    socket: PathBuf,
+    replica: Replica,
+    /// Where its own Lease and those of its sidecars are.
+    namespace: &'a str,
+}
+
+/// Flags of one sidecar.
+type Flags<'a> = &'a [(&'a str, &'a str)];
+
+/// A process of the Kubernetes project that carries a cluster's wishes to drivers; ready when it serves metrics.
+fn controller(
     state: &State,
+    tier: &str,
+    cluster: &Cluster,
     program: &str,
-    kubeconfig: &Path,
-    socket: &Path,
-    more: &[(&str, &str)],
-) -> Result<Part> {
+    more: Flags<'_>,
+) -> Result<(String, Part)> {
     let port = ports::free(1)?[0];
     let mut flags = vec![
-        ("kubeconfig", text(kubeconfig)),
-        ("csi-address", text(socket)),
+        ("kubeconfig", text(&cluster.kubeconfig_of(program))),
         ("http-endpoint", format!("127.0.0.1:{port}")),
         ("kube-api-qps", "500".to_owned()),
         ("kube-api-burst", "1000".to_owned()),
-        ("worker-threads", "100".to_owned()),
-        ("timeout", "60s".to_owned()),
         ("retry-interval-start", "500ms".to_owned()),
         ("retry-interval-max", "10s".to_owned()),
-        ("leader-election", "false".to_owned()),
         ("v", "4".to_owned()),
     ];
     flags.extend(more.iter().map(|(flag, value)| (*flag, (*value).to_owned())));
-    Ok(Part {
+    let part = Part {
         argv: argv(&state.tools, program, &flags),
         env: Default::default(),
         ready: Ready::http(port, "/metrics"),
         http: Some(format!("http://127.0.0.1:{port}")),
         grace: 5,
-    })
+        driver: None,
+    };
+    Ok((format!("{tier}-{}", program.trim_start_matches("csi-")), part))
 }
 
-fn provisioner(state: &State, kubeconfig: &Path, socket: &Path) -> Result<Part> {
-    sidecar(state, "csi-provisioner", kubeconfig, socket, &[("extra-create-metadata", "true")])
+/// A controller with a driver's socket: it is ready when it has found its driver, since only then it serves metrics.
+fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -> Result<(String, Part)> {
+    let socket = text(&driver.socket);
+    let mut flags = vec![("csi-address", socket.as_str()), ("timeout", "60s")];
+    if driver.replica.elects {
+        flags.extend([
+            ("leader-election", "true"),
+            ("leader-election-namespace", driver.namespace),
+            // Else the others wait for as long as after a crash, also where it ends well.
+            ("feature-gates", "ReleaseLeaderElectionOnExit=true"),
+        ]);
+    }
+    let (name, mut part) = controller(state, driver.tier, driver.cluster, program, &[&flags, more].concat())?;
+    let name = driver.replica.name(&name);
+    part.driver = Some(driver.name.clone());
+    if driver.replica.elects {
+        part.argv = with_hostname(&name, part.argv);
+    }
+    Ok((name, part))
 }
 
-fn attacher(state: &State, kubeconfig: &Path, socket: &Path) -> Result<Part> {
-    sidecar(state, "csi-attacher", kubeconfig, socket, &[])
+/// A program that takes the host's name for its own, as pods have theirs: sidecars are candidates by it.
+fn with_hostname(name: &str, argv: Vec<String>) -> Vec<String> {
+    let shell = ["unshare", "--uts", "--", "/bin/sh", "-c", r#"hostname "$0" && exec "$@""#, name];
+    shell.into_iter().map(str::to_owned).chain(argv).collect()
+}
+
+/// `capacity` is the namespace in which it publishes what there is room for, where it does.
+fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Result<(String, Part)> {
+    let mut flags = vec![
+        ("worker-threads", "100"),
+        ("extra-create-metadata", "true"),
+        // A volume that is bound at once goes where its class allows, and else where the driver thinks best. By default
+        // it would be given zones of nodes, and fail while no node has any.
+        ("immediate-topology", "false"),
+        // A volume for a pod goes to the zone of the pod's node, and nowhere else: from another, the pod may not reach
+        // it. Which zones have room, the scheduler knows from the published capacity.
+        ("strict-topology", "true"),
+        // How long a snapshot stays held by a claim that was to be made from it and is gone: 5 minutes by default.
+        ("snapshot-orphan-sweep-interval", "10s"),
+    ];
+    if capacity.is_some() {
+        flags.extend([
+            ("enable-capacity", "true"),
+            // There is no pod that could own what it publishes.
+            ("capacity-ownerref-level", "-1"),
+            ("capacity-poll-interval", "5s"),
+            ("kube-api-capacity-qps", "100"),
+            ("kube-api-capacity-burst", "200"),
+        ]);
+    }
+    let (name, mut part) = sidecar(state, driver, "csi-provisioner", &flags)?;
+    part.env.extend(capacity.map(|namespace| ("NAMESPACE".to_owned(), namespace.to_owned())));
+    Ok((name, part))
+}
+
+fn attacher(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+    sidecar(state, driver, "csi-attacher", &[("worker-threads", "100")])
+}
+
+fn resizer(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+    // Both drivers grow volumes that are in use: it need not watch all pods to know which are.
+    sidecar(state, driver, "csi-resizer", &[("workers", "100"), ("handle-volume-inuse-error", "false")])
+}
+
+fn snapshotter(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+    sidecar(state, driver, "csi-snapshotter", &[("worker-threads", "100"), ("extra-create-metadata", "true")])
+}
+
+fn snapshot_controller(state: &State, tier: &str, cluster: &Cluster) -> Result<(String, Part)> {
+    controller(state, tier, cluster, "snapshot-controller", &[("worker-threads", "100")])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sidecar_ends_with_its_driver_and_only_a_guests_provisioner_publishes_capacity() {
+        let cluster = cluster();
+        let driver = driver(&cluster, Replica { number: 1, elects: false });
+        let state = State::default();
+        let (name, part) = provisioner(&state, &driver, Some("kube-system")).unwrap();
+        assert_eq!((name.as_str(), part.driver.as_deref()), ("g2-provisioner", Some("g2-gc-csi")));
+        assert!(part.argv.contains(&"--kubeconfig=/lab/g2/csi-provisioner.kubeconfig".to_owned()));
+        assert!(part.argv.contains(&"--enable-capacity=true".to_owned()));
+        assert_eq!(part.env["NAMESPACE"], "kube-system");
+        let (_, part) = provisioner(&state, &driver, None).unwrap();
+        assert!(part.env.is_empty() && !part.argv.iter().any(|word| word.contains("capacity")));
+        let (name, part) = snapshot_controller(&state, "g2", &cluster).unwrap();
+        assert_eq!((name.as_str(), part.driver), ("g2-snapshot-controller", None));
+        assert!(!part.argv.iter().any(|word| word.contains("csi-address")));
+    }
+
+    #[test]
+    fn replicas_elect_each_by_a_name_of_its_own_and_one_alone_does_not() {
+        let cluster = cluster();
+        let state = State::default();
+        let alone = Replica::all(1).next().unwrap();
+        let (_, part) = attacher(&state, &driver(&cluster, alone)).unwrap();
+        assert!(!part.argv.iter().any(|word| word.contains("leader-election") || word == "unshare"));
+        assert_eq!(alone.lease("kube-system"), None);
+        let second = Replica::all(3).nth(1).unwrap();
+        let driver = driver(&cluster, second);
+        let (name, part) = attacher(&state, &driver).unwrap();
+        assert_eq!((name.as_str(), part.driver.as_deref()), ("g2-attacher-2", Some("g2-gc-csi-2")));
+        assert!(part.argv.contains(&"--csi-address=/run/g2-2.sock".to_owned()), "{:?}", part.argv);
+        assert!(part.argv.contains(&"--leader-election=true".to_owned()));
+        assert!(part.argv.contains(&"g2-attacher-2".to_owned()));
+    }
+
+    fn cluster() -> Cluster {
+        Cluster {
+            name: "g2".to_owned(),
+            server: String::new(),
+            kubeconfig: "/lab/g2/admin.kubeconfig".into(),
+            ca: "/lab/g2/ca.crt".into(),
+            audit_log: "/lab/g2/audit.jsonl".into(),
+        }
+    }
+
+    fn driver(cluster: &Cluster, replica: Replica) -> Driver<'_> {
+        Driver {
+            name: replica.name("g2-gc-csi"),
+            tier: "g2",
+            cluster,
+            socket: replica.socket(Path::new("/run/g2.sock")),
+            replica,
+            namespace: "kube-system",
+        }
+    }
 }

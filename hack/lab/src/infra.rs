@@ -20,12 +20,15 @@ use crate::wait::eventually;
 /// One filesystem each. Sparse: only what is written takes space.
 const POOLS: [&str; 2] = ["pool-a", "pool-b"];
 const POOL_BYTES: u64 = 8 << 30;
-/// Where every machine of the lab is.
-pub const ZONE: &str = "zone-a";
+/// The zones of the lab. Virtual machines are in one after the other, nodes that this host plays in the first unless
+/// it is said otherwise. Pools have none: they are reached from all.
+pub const ZONES: [&str; 2] = ["zone-a", "zone-b"];
 /// The names of the hypervisors in the server's flags.
 pub const LIBVIRT: &str = "libvirt";
 /// This host plays the machine.
 pub const LOOP: &str = "loop";
+/// The machine is only told of.
+pub const SIMULATED: &str = "simulated";
 
 /// Makes and mounts the pools. Must be done before libvirt starts, which sees what is mounted then.
 pub async fn mount_pools(run: &Run) -> Result<BTreeMap<String, PathBuf>> {
@@ -55,6 +58,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
         pki: dir.join("pki"),
         pools,
         loop_root: dir.join("loop"),
+        simulated_root: dir.join("simulated"),
         libvirt_uri: libvirtd::uri(run),
         mgmt_socket: run.socket_dir().join("mgmt-csi.sock"),
     };
@@ -78,6 +82,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
                 ("client-ca", file("ca.crt")),
                 ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
                 ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
+                ("hypervisor", format!("{SIMULATED}=simulated:{}", infra.simulated_root.display())),
                 ("http-listen", format!("127.0.0.1:{}", free[1])),
             ],
         )
@@ -90,6 +95,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
         ready: Ready::http(free[1], "/readyz"),
         http: Some(format!("http://127.0.0.1:{}", free[1])),
         grace: 15,
+        driver: None,
     };
     run.launch("storage-infra", part).await?;
     let client = client(&infra)?;
@@ -114,16 +120,22 @@ pub fn client(infra: &Infra) -> Result<infra_api::Client> {
 }
 
 /// Tells the infra of a virtual machine, and waits until its hypervisor knows it.
-pub async fn register_node(infra: &Infra, name: &str, uuid: &str, hypervisor: &str) -> Result<()> {
+pub async fn register_node(
+    infra: &Infra,
+    name: &str,
+    uuid: &str,
+    zone: &str,
+    hypervisor: &str,
+) -> Result<()> {
     let client = client(infra)?;
     let spec = NodeSpec {
         name: name.to_owned(),
         hypervisor: hypervisor.to_owned(),
-        zone: Some(ZONE.to_owned()),
+        zone: Some(zone.to_owned()),
         labels: BTreeMap::new(),
     };
     let uuid = uuid.parse().with_context(|| format!("{uuid:?} is no UUID"))?;
-    eventually(&format!("{name} runs, as the storage infra sees it"), Duration::from_secs(60), || async {
+    eventually(&format!("{name} runs, as the storage infra sees it"), Duration::from_secs(180), || async {
         let node = client.put_node(uuid, &spec).await?;
         let running = node.state == infra_api::NodeState::Running;
         Ok(if running { Ok(()) } else { Err(format!("it is {}", node.state)) })

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process};
 use uuid::Uuid;
 
 use crate::audit::Audit;
@@ -27,6 +28,8 @@ pub struct LoopNode {
     pub uuid: Uuid,
     /// The guest it belongs to.
     pub guest: String,
+    /// The zone it is in.
+    pub zone: String,
     /// Its `/dev/disk/by-id`.
     pub by_id_dir: PathBuf,
 }
@@ -53,6 +56,8 @@ pub struct Machine {
     pub uuid: Uuid,
     /// The guest whose node it is.
     pub guest: String,
+    /// The zone it is in.
+    pub zone: String,
     /// Port on 127.0.0.1 that leads to its kubelet.
     pub kubelet_port: u16,
 }
@@ -110,7 +115,7 @@ impl Lab {
 
     /// A client of the management cluster with the rights of a guest's gc-csi.
     pub async fn management_as_guest(&self, name: &str) -> Result<kube::Client> {
-        let path = self.management_cluster()?.kubeconfig_of(&self.guest_record(name)?.namespace);
+        let path = self.management_cluster()?.kubeconfig_of(&self.guest_record(name)?.account());
         kubeconfig::client(&path).await
     }
 
@@ -120,7 +125,7 @@ impl Lab {
         kubeconfig::client(&vm::kubelet_kubeconfig(&self.run, vm)).await
     }
 
-    /// A guest's namespace in the management cluster.
+    /// A guest's namespace in the management cluster; guests may share one.
     pub fn guest_namespace(&self, guest: &str) -> Result<String> {
         Ok(self.guest_record(guest)?.namespace.clone())
     }
@@ -135,6 +140,29 @@ impl Lab {
         Ok(self.guest_record(guest)?.controller_socket.clone())
     }
 
+    /// Runs so many replicas of mgmt-csi, the shim and a guest's gc-csi, with their sidecars, in the place of those
+    /// that there are.
+    pub async fn scale(&self, guest: &str, replicas: u32) -> Result<()> {
+        let ours = |name: &str| {
+            let plain = name.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('-');
+            [name, plain].iter().any(|name| {
+                ["mgmt-csi", "vm-operator-shim"].contains(name) || *name == format!("{guest}-gc-csi")
+            })
+        };
+        let parts = self.run.state()?.parts;
+        let stops = parts.iter().filter(|(name, part)| ours(part.driver.as_ref().unwrap_or(name)));
+        let stops = stops.map(|(name, _)| async move {
+            self.run.stop(name).await?;
+            self.run.forget(name)
+        });
+        futures::future::try_join_all(stops).await?;
+        futures::try_join!(
+            drivers::start_management(&self.run, &self.state, replicas),
+            drivers::start_guest(&self.run, &self.state, guest, replicas),
+        )
+        .map(drop)
+    }
+
     /// The socket of mgmt-csi.
     pub fn mgmt_socket(&self) -> Result<PathBuf> {
         Ok(self.infra_record()?.mgmt_socket.clone())
@@ -147,8 +175,12 @@ impl Lab {
 
     /// Every request to the management API.
     pub fn audit(&self) -> Result<Audit> {
-        let log = self.management_cluster()?.audit_log.clone();
-        Ok(Audit::new(log.context("the management cluster keeps no audit log")?))
+        Ok(Audit::new(self.management_cluster()?.audit_log.clone()))
+    }
+
+    /// Every request to a guest's API.
+    pub fn guest_audit(&self, guest: &str) -> Result<Audit> {
+        Ok(Audit::new(self.guest_record(guest)?.cluster.audit_log.clone()))
     }
 
     fn management_cluster(&self) -> Result<&crate::state::Cluster> {
@@ -176,9 +208,38 @@ impl Lab {
         self.run.process(part).filter(Process::alive).map(|process| process.pid)
     }
 
-    /// Starts a part that is stopped, and waits until it is ready.
+    /// Starts a part that is stopped, and waits until it is ready. Sidecars that ended with it begin anew, as their
+    /// orchestrator would have them do.
     pub async fn start(&self, part: &str) -> Result<()> {
+        let runs = self.pid(part).is_some();
+        self.run.start(part).await?;
+        if runs { Ok(()) } else { self.restart_sidecars(part).await }
+    }
+
+    /// Starts a part that is stopped, and waits until it is ready, but leaves its sidecars as they are.
+    pub async fn start_alone(&self, part: &str) -> Result<()> {
         self.run.start(part).await
+    }
+
+    /// Where a part is told at which points of its work to die: see the crate `fail_point`.
+    pub fn fail_points(&self, part: &str) -> PathBuf {
+        self.run.fail_points(part)
+    }
+
+    /// The sidecars of a driver.
+    pub fn sidecars(&self, driver: &str) -> Result<Vec<String>> {
+        let parts = self.run.state()?.parts.into_iter();
+        Ok(parts.filter(|(_, part)| part.driver.as_deref() == Some(driver)).map(|(name, _)| name).collect())
+    }
+
+    /// Sidecars end by themselves when their driver's socket does, but some time later: none is left from before.
+    async fn restart_sidecars(&self, driver: &str) -> Result<()> {
+        let sidecars = self.sidecars(driver)?;
+        let restarts = sidecars.iter().map(|name| async move {
+            self.run.stop(name).await?;
+            self.run.start(name).await
+        });
+        futures::future::try_join_all(restarts).await.map(drop)
     }
 
     /// Stops a part as its orchestrator would: asks, waits, kills.
@@ -193,14 +254,21 @@ impl Lab {
 
     /// Stops a part and starts it again.
     pub async fn restart(&self, part: &str) -> Result<()> {
-        self.run.stop(part).await?;
-        self.run.start(part).await
+        self.stop(part).await?;
+        self.start(part).await
     }
 
     /// Base URL of a part's metrics.
     pub fn metrics_url(&self, part: &str) -> Result<String> {
         let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
         part.http.map(|base| format!("{base}/metrics")).context("it has no metrics")
+    }
+
+    /// Whether a part says that it is ready. One that does not run is not.
+    pub async fn is_ready(&self, part: &str) -> Result<bool> {
+        let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
+        let base = part.http.context("it does not say whether it is ready")?;
+        Ok(crate::ready::get(&format!("{base}/readyz"), None).await.is_ok())
     }
 
     /// A part's metrics, as Prometheus text.
@@ -225,6 +293,7 @@ impl Lab {
             name: name.to_owned(),
             uuid: record.uuid.parse().context("the recorded UUID is damaged")?,
             guest: record.guest.clone(),
+            zone: record.zone.clone(),
             kubelet_port: record.kubelet_port,
             record: record.clone(),
         })
@@ -241,20 +310,40 @@ impl Lab {
         self.add_loop_node_to("g1", name).await
     }
 
-    /// Adds a machine to a guest that this host plays: a `VirtualMachine` with its status, and a node of the infra.
+    /// Adds a machine to a guest that this host plays.
     pub async fn add_loop_node_to(&self, guest: &str, name: &str) -> Result<LoopNode> {
+        self.add_loop_node_in(infra::ZONES[0], guest, name).await
+    }
+
+    /// Adds a machine to a guest that this host plays, in a zone: a `VirtualMachine` with its status, and a node of the
+    /// infra.
+    pub async fn add_loop_node_in(&self, zone: &str, guest: &str, name: &str) -> Result<LoopNode> {
+        self.add_node(infra::LOOP, zone, guest, name).await
+    }
+
+    /// Adds a machine to a guest that is only told of: disks take no time and no device. See [`LoopNode::hang`].
+    pub async fn add_simulated_node(&self, guest: &str, name: &str) -> Result<LoopNode> {
+        self.add_node(infra::SIMULATED, infra::ZONES[0], guest, name).await
+    }
+
+    async fn add_node(&self, hypervisor: &str, zone: &str, guest: &str, name: &str) -> Result<LoopNode> {
         let namespace = self.guest_namespace(guest)?;
         let uuid = Uuid::new_v4();
         let record = LoopNodeRecord { guest: guest.to_owned(), uuid: uuid.to_string() };
         self.run.update(|state| state.loop_nodes.insert(name.to_owned(), record))?;
-        machines::create(&self.management().await?, &namespace, name, &uuid.to_string()).await?;
+        machines::create(&self.management().await?, &namespace, name, &uuid.to_string(), zone).await?;
         let infra_record = self.infra_record()?;
-        infra::register_node(infra_record, name, &uuid.to_string(), infra::LOOP).await?;
+        infra::register_node(infra_record, name, &uuid.to_string(), zone, hypervisor).await?;
+        let root = match hypervisor {
+            infra::SIMULATED => &infra_record.simulated_root,
+            _ => &infra_record.loop_root,
+        };
         Ok(LoopNode {
             name: name.to_owned(),
             uuid,
             guest: guest.to_owned(),
-            by_id_dir: infra_record.loop_root.join(uuid.to_string()),
+            zone: zone.to_owned(),
+            by_id_dir: root.join(uuid.to_string()),
         })
     }
 
@@ -291,6 +380,7 @@ impl Lab {
             "node".to_owned(),
             format!("--endpoint={}", drivers::endpoint(&plugin.socket)),
             format!("--node-name={}", node.name),
+            format!("--zone={}", node.zone),
             format!("--kubelet-dir={}", plugin.kubelet_dir.display()),
             "--registration-socket=none".to_owned(),
             format!("--by-id-dir={}", node.by_id_dir.display()),
@@ -304,6 +394,21 @@ impl Lab {
     pub async fn remove_node_plugin(&self, plugin: &NodePlugin) -> Result<()> {
         self.run.stop(&plugin.part).await?;
         self.run.forget(&plugin.part)
+    }
+}
+
+impl LoopNode {
+    /// Lets no call about a simulated machine return, until it goes on.
+    pub fn hang(&self) -> Result<()> {
+        std::fs::create_dir_all(&self.by_id_dir)
+            .and_then(|()| std::fs::write(self.by_id_dir.join("hang"), ""))
+            .with_context(|| format!("cannot let {} hang", self.name))
+    }
+
+    /// Lets a simulated machine that hangs go on.
+    pub fn go_on(&self) -> Result<()> {
+        let hang = self.by_id_dir.join("hang");
+        std::fs::remove_file(&hang).with_context(|| format!("cannot remove {}", hang.display()))
     }
 }
 
@@ -339,6 +444,29 @@ impl Machine {
     /// Lets it go on.
     pub async fn resume(&self) -> Result<()> {
         vm::virsh(&self.run, ["resume", &self.name]).await.map(drop)
+    }
+
+    /// Lets its QEMU itself stand still, so that not even its hypervisor hears from it.
+    pub fn hang(&self) -> Result<()> {
+        self.signal(Signal::STOP)
+    }
+
+    /// Lets its QEMU go on, where it is still there.
+    pub fn go_on(&self) -> Result<()> {
+        if self.is_running() { self.signal(Signal::CONT) } else { Ok(()) }
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let process = vm::process(&self.run, &self.name, &self.record);
+        let process = process.with_context(|| format!("virtual machine {} does not run", self.name))?;
+        let pid = Pid::from_raw(process.pid).context("no process has pid 0")?;
+        kill_process(pid, signal).with_context(|| format!("cannot signal the QEMU of {}", self.name))
+    }
+
+    /// Cuts its network, or connects it again.
+    pub async fn set_network(&self, connected: bool) -> Result<()> {
+        let command = if connected { "set_link lab on" } else { "set_link lab off" };
+        vm::virsh(&self.run, ["qemu-monitor-command", &self.name, "--hmp", command]).await.map(drop)
     }
 
     /// Waits until its node is ready and knows gc-csi. `client` is the guest's.

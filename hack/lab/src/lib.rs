@@ -21,6 +21,7 @@ mod ready;
 pub mod run;
 pub mod sanity;
 mod session;
+mod settings;
 pub mod state;
 mod status;
 pub mod ui;
@@ -30,4 +31,6 @@ mod verify;
 pub mod vm;
 pub mod wait;
 
+pub use drivers::Replica;
 pub use lab::{Lab, LoopNode, Machine, NodePlugin};
+pub use settings::Setting;

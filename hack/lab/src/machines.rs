@@ -7,7 +7,6 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use serde_json::json;
 
 use crate::cluster::objects::apply_one;
-use crate::infra::ZONE;
 
 /// The API of `VirtualMachine`s in a namespace, in the newest version that the cluster serves and we know.
 pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
@@ -19,8 +18,22 @@ pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>
     Ok(Api::namespaced_with(client.clone(), namespace, &virtual_machine_resource(version)))
 }
 
+/// The same, in the newest version that we know, without asking.
+pub fn api_in(client: &Client, namespace: &str) -> Api<VirtualMachine> {
+    Api::namespaced_with(client.clone(), namespace, &newest())
+}
+
+/// The API of `VirtualMachine`s of all namespaces, in the newest version that we know.
+pub fn api_everywhere(client: &Client) -> Api<VirtualMachine> {
+    Api::all_with(client.clone(), &newest())
+}
+
+fn newest() -> kube::core::ApiResource {
+    virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
+}
+
 /// Makes a machine's object, with the status of one that runs.
-pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str) -> Result<()> {
+pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str, zone: &str) -> Result<()> {
     let api = api(client, namespace).await?;
     let resource = api.resource_url();
     let version = resource.trim_start_matches('/').split('/').nth(2).unwrap_or_default();
@@ -30,7 +43,7 @@ pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str) ->
     });
     apply_one(client, object).await?;
     let status = json!({"status": {
-        "biosUUID": uuid, "instanceUUID": uuid, "powerState": "PoweredOn", "zone": ZONE,
+        "biosUUID": uuid, "instanceUUID": uuid, "powerState": "PoweredOn", "zone": zone,
     }});
     api.patch_status(name, &PatchParams::default(), &Patch::Merge(&status))
         .await

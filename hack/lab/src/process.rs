@@ -102,7 +102,7 @@ impl Process {
             }
         }
         self.signal(Signal::KILL)?;
-        let patience = Duration::from_secs(20);
+        let patience = Duration::from_secs(120);
         until(patience, || (!self.alive()).then_some(()))
             .await
             .with_context(|| format!("process {} is still there {patience:?} after SIGKILL", self.pid))
@@ -193,7 +193,7 @@ mod tests {
         let pid_file = dir.path().join("pid");
         let argv = ["sleep".to_owned(), "1000".to_owned()];
         spawn(&argv, &BTreeMap::new(), dir.path(), &dir.path().join("log"), &pid_file).unwrap();
-        let process = until(Duration::from_secs(10), || Process::from_pid_file(&pid_file)).await.unwrap();
+        let process = until(Duration::from_secs(60), || Process::from_pid_file(&pid_file)).await.unwrap();
         assert!(process.alive());
         assert!(!Process { start: process.start + 1, ..process }.alive());
         process.stop(Duration::from_secs(5)).await.unwrap();

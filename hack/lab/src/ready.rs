@@ -74,7 +74,7 @@ impl Ready {
 pub async fn get(url: &str, ca: Option<&Path>) -> Result<String, String> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let fail = |error: reqwest::Error| kube_kit::client::chain(&error.without_url());
-    let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(5));
+    let mut builder = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30));
     if let Some(path) = ca {
         let pem = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
         builder = builder.tls_certs_only([reqwest::Certificate::from_pem(&pem).map_err(fail)?]);

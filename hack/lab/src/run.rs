@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
@@ -13,6 +13,13 @@ use crate::wait::until;
 
 /// How long a part may take to become ready. Machines that also build are slow.
 const PATIENCE: Duration = Duration::from_secs(180);
+
+/// What came of waiting for a part.
+enum Outcome {
+    Ready,
+    /// Its process is gone.
+    Ended,
+}
 
 /// A run folder. Cheap to clone; all state is on disk, guarded by a file lock.
 #[derive(Debug, Clone)]
@@ -50,6 +57,11 @@ impl Run {
     /// The log of a part.
     pub fn log(&self, part: &str) -> PathBuf {
         self.path("logs").join(format!("{part}.log"))
+    }
+
+    /// Where a part is told at which points of its work to die: see the crate `fail_point`.
+    pub fn fail_points(&self, part: &str) -> PathBuf {
+        self.path("fail-points").join(part)
     }
 
     fn pid_file(&self, part: &str) -> PathBuf {
@@ -108,14 +120,25 @@ impl Run {
         self.update(|state| state.parts.insert(name.to_owned(), part)).map(drop)
     }
 
-    /// Starts a recorded part and waits until it is ready. Fine when it runs already.
+    /// Starts a recorded part and waits until it is ready. Fine when it runs already. A sidecar that ends before it is
+    /// ready, as it does when it loses its driver, begins anew, as its orchestrator would have it.
     pub async fn start(&self, name: &str) -> Result<()> {
         let part = self.part(name)?;
-        if !self.process(name).is_some_and(|process| process.alive()) {
-            self.clear_sockets(&part);
-            spawn(&part.argv, &part.env, &self.dir, &self.log(name), &self.pid_file(name))?;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if !self.process(name).is_some_and(|process| process.alive()) {
+                self.clear_sockets(&part);
+                let mut env = part.env.clone();
+                // Only builds of our own programs with debug assertions heed it.
+                env.insert(fail_point::FOLDER.to_owned(), self.fail_points(name).display().to_string());
+                spawn(&part.argv, &env, &self.dir, &self.log(name), &self.pid_file(name))?;
+            }
+            match self.wait_ready(name, &part, deadline).await? {
+                Outcome::Ready => return Ok(()),
+                Outcome::Ended if part.driver.is_some() && Instant::now() < deadline => {}
+                Outcome::Ended => bail!(self.explain(name, "it ended")),
+            }
         }
-        self.wait_ready(name, &part).await
     }
 
     /// A socket left by a killed process would look like one that is not ready yet.
@@ -125,21 +148,20 @@ impl Run {
         }
     }
 
-    async fn wait_ready(&self, name: &str, part: &Part) -> Result<()> {
+    async fn wait_ready(&self, name: &str, part: &Part, deadline: Instant) -> Result<Outcome> {
         let pid_file = self.pid_file(name);
-        let process = until(Duration::from_secs(30), || Process::from_pid_file(&pid_file))
+        let process = until(PATIENCE, || Process::from_pid_file(&pid_file))
             .await
             .with_context(|| self.explain(name, "it did not even start"))?;
-        let start = std::time::Instant::now();
         loop {
             let reason = match part.ready.check().await {
-                Ok(()) => return Ok(()),
+                Ok(()) => return Ok(Outcome::Ready),
                 Err(reason) => reason,
             };
             if !process.alive() {
-                bail!(self.explain(name, "it ended"));
+                return Ok(Outcome::Ended);
             }
-            if start.elapsed() > PATIENCE {
+            if Instant::now() > deadline {
                 bail!(self.explain(name, &format!("not ready within {PATIENCE:?}: {reason}")));
             }
             tokio::time::sleep(Duration::from_millis(100)).await;

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use crds::names;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -63,8 +64,33 @@ struct Session<'a> {
     controller: Option<&'a Path>,
     /// Only tests whose names match.
     focus: Option<&'static str>,
-    /// StorageClass parameters, as csi-provisioner would hand them over.
-    parameters: Value,
+    /// Parameters of the classes, as sidecars would hand them over.
+    parameters: Parameters,
+}
+
+/// Parameters of a StorageClass, a VolumeSnapshotClass and a VolumeAttributesClass.
+#[derive(Clone)]
+struct Parameters {
+    volume: Value,
+    snapshot: Value,
+    attributes: Value,
+}
+
+impl Parameters {
+    fn of(tier: Tier) -> Self {
+        match tier {
+            Tier::Guest => Self {
+                volume: json!({names::PARAMETER_MANAGEMENT_CLASS: "nestor"}),
+                snapshot: json!({names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS: "nestor"}),
+                attributes: json!({names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: "gold"}),
+            },
+            Tier::Mgmt => Self {
+                volume: json!({}),
+                snapshot: json!({}),
+                attributes: json!({"iops": "2000", "bytesPerSecond": "80Mi"}),
+            },
+        }
+    }
 }
 
 /// Runs csi-sanity against a driver, with a node that this host plays.
@@ -73,13 +99,14 @@ pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
     let node = lab.add_loop_node(&name).await?;
     let plugin = lab.spawn_node_plugin(&node).await?;
     let (mgmt, guest) = (lab.mgmt_socket()?, lab.controller_socket("g1")?);
+    let parameters = Parameters::of(tier);
     let sessions = match tier {
         Tier::Guest => vec![Session {
             name: "csi-sanity-guest",
             endpoint: &plugin.socket,
             controller: Some(&guest),
             focus: None,
-            parameters: json!({"managementStorageClass": "nestor"}),
+            parameters,
         }],
         // mgmt-csi has no node part, and csi-sanity wants one beside every controller: gc-csi's, as in production.
         Tier::Mgmt => vec![
@@ -88,14 +115,14 @@ pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
                 endpoint: &mgmt,
                 controller: None,
                 focus: Some("Identity Service"),
-                parameters: json!({}),
+                parameters: parameters.clone(),
             },
             Session {
                 name: "csi-sanity-mgmt",
                 endpoint: &plugin.socket,
                 controller: Some(&mgmt),
-                focus: Some("Controller Service"),
-                parameters: json!({}),
+                focus: Some("Controller Server"),
+                parameters,
             },
         ],
     };
@@ -117,20 +144,28 @@ pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
 async fn run(ui: &Ui, lab: &Lab, tier: Tier, session: &Session<'_>) -> Result<Counts> {
     let (name, dir) = (session.name, lab.run().path("sanity").join(session.name));
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
-    let (report, parameters) = (dir.join("report.xml"), dir.join("parameters.json"));
+    let report = dir.join("report.xml");
     let _ = fs::remove_file(&report);
-    fs::write(&parameters, session.parameters.to_string())?;
     let text = |path: PathBuf| path.display().to_string();
     let mut flags = vec![
         ("csi.endpoint", endpoint(session.endpoint)),
         ("csi.mountdir", text(dir.join("mount"))),
         ("csi.stagingdir", text(dir.join("staging"))),
         ("csi.testvolumesize", (64_u64 << 20).to_string()),
-        ("csi.testvolumeparameters", text(parameters)),
+        ("csi.testvolumeexpandsize", (128_u64 << 20).to_string()),
         ("ginkgo.junit-report", text(report.clone())),
         ("ginkgo.no-color", "true".to_owned()),
         ("ginkgo.v", "true".to_owned()),
     ];
+    for (flag, value) in [
+        ("csi.testvolumeparameters", &session.parameters.volume),
+        ("csi.testsnapshotparameters", &session.parameters.snapshot),
+        ("csi.testvolumemutableparameters", &session.parameters.attributes),
+    ] {
+        let file = dir.join(format!("{flag}.json"));
+        fs::write(&file, value.to_string()).with_context(|| format!("cannot write {}", file.display()))?;
+        flags.push((flag, text(file)));
+    }
     flags.extend(session.controller.map(|socket| ("csi.controllerendpoint", endpoint(socket))));
     flags.extend(session.focus.map(|focus| ("ginkgo.focus", focus.to_owned())));
     let words = argv(&lab.state().tools, "csi-sanity", &flags);

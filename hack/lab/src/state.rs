@@ -51,6 +51,9 @@ pub struct Part {
     pub http: Option<String>,
     /// How long it may take to end by itself before it is killed, in seconds.
     pub grace: u64,
+    /// The part with whose end it ends, as a sidecar does with its driver.
+    #[serde(default)]
+    pub driver: Option<String>,
 }
 
 /// A control plane.
@@ -64,8 +67,8 @@ pub struct Cluster {
     pub kubeconfig: PathBuf,
     /// Its authority's certificate.
     pub ca: PathBuf,
-    /// Audit log (JSON lines), where it keeps one.
-    pub audit_log: Option<PathBuf>,
+    /// Audit log, as JSON lines.
+    pub audit_log: PathBuf,
 }
 
 /// A guest cluster and its place in the management cluster.
@@ -73,7 +76,7 @@ pub struct Cluster {
 pub struct Guest {
     /// Its control plane.
     pub cluster: Cluster,
-    /// Its namespace in the management cluster.
+    /// Its namespace in the management cluster, which it may have in common with others.
     pub namespace: String,
     /// Its identity in the management cluster; empty until the control plane is up.
     pub cluster_id: String,
@@ -92,6 +95,8 @@ pub struct Infra {
     pub pools: BTreeMap<String, PathBuf>,
     /// Where the loop hypervisor shows disks: one folder per node UUID.
     pub loop_root: PathBuf,
+    /// Where the simulated hypervisor notes disks: one folder per node UUID.
+    pub simulated_root: PathBuf,
     /// URI of the run's own libvirt.
     pub libvirt_uri: String,
     /// mgmt-csi's socket.
@@ -105,6 +110,8 @@ pub struct Vm {
     pub guest: String,
     /// Domain UUID, which is its DMI UUID too.
     pub uuid: String,
+    /// The zone it is in.
+    pub zone: String,
     /// `kvm` or `tcg`.
     pub accelerator: String,
     /// Port on this host that leads to its kubelet.

@@ -81,8 +81,8 @@ async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
         }
     };
     let place = format!(
-        "{} of {}, {}, kubelet on {}",
-        machine.uuid, machine.guest, machine.accelerator, machine.kubelet_port
+        "{} of {}, {}, {}, kubelet on {}",
+        machine.uuid, machine.guest, machine.zone, machine.accelerator, machine.kubelet_port
     );
     Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), place }
 }

@@ -16,6 +16,8 @@ use crate::{drivers, infra, kubeconfig, machines};
 
 /// The guest whose nodes the virtual machines are.
 const VM_GUEST: &str = "g1";
+/// The management namespace of guests that share one.
+const ONE_NAMESPACE: &str = "guests";
 
 /// What to bring up.
 #[derive(Debug, Clone, clap::Args)]
@@ -26,6 +28,12 @@ pub struct UpOptions {
     /// Guest clusters, named g1, g2 and so on.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub guests: u32,
+    /// All guests share one namespace of the management cluster; else each has one of its own.
+    #[arg(long)]
+    pub one_namespace: bool,
+    /// Replicas of each controller of ours, each with sidecars; several elect leaders.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=5))]
+    pub replicas: u32,
     /// Run the system's release build.
     #[arg(long)]
     pub release: bool,
@@ -33,13 +41,14 @@ pub struct UpOptions {
 
 impl Default for UpOptions {
     fn default() -> Self {
-        Self { vms: 2, guests: 1, release: false }
+        Self { vms: 2, guests: 1, one_namespace: false, replicas: 1, release: false }
     }
 }
 
 /// What was built or found in the cache.
 struct Built {
     tools: PathBuf,
+    snapshot_definitions: PathBuf,
     image: BaseImage,
     binaries: PathBuf,
 }
@@ -65,15 +74,15 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     }
     let built = prepare(ui, options.release).await?;
     make_folders(run, &built)?;
-    let management =
-        ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false, audit: true })?;
+    let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false })?;
     run.update(|state| state.management = Some(management.cluster.clone()))?;
     let guests: Vec<PlannedGuest> =
-        (1..=options.guests).map(|number| plan_guest(run, &format!("g{number}"))).collect::<Result<_>>()?;
+        (1..=options.guests).map(|number| plan_guest(run, options, number)).collect::<Result<_>>()?;
     let accelerator = vm::accelerator(&built.image).await;
     let vms: Vec<(String, Vm)> = (1..=options.vms)
-        .map(|number| format!("vm-{number}"))
-        .map(|name| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, accelerator)?)))
+        .zip(infra::ZONES.iter().cycle())
+        .map(|(number, zone)| (format!("vm-{number}"), zone))
+        .map(|(name, zone)| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, zone, accelerator)?)))
         .collect::<Result<_>>()?;
 
     // The machines boot while the control planes come up: it is what takes longest.
@@ -82,7 +91,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         start_management(ui, run, &built, &management),
         futures::future::try_join_all(guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
     )?;
-    start_system(ui, run, &management, &guests, &vms).await?;
+    start_system(ui, run, options.replicas, &management, &guests, &vms).await?;
     join_nodes(ui, run, &guests, &vms).await?;
     run.update(|state| state.complete = true)
 }
@@ -91,9 +100,10 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
 async fn prepare(ui: &Ui, release: bool) -> Result<Built> {
     cache::packages::ensure(ui).await?;
     let tools = cache::tools(ui).await?;
+    let snapshot_definitions = cache::snapshot_definitions().await?;
     let image = cache::base_image(ui, &tools).await?;
     let binaries = cache::cargo::build(ui, release).await?;
-    Ok(Built { tools, image, binaries })
+    Ok(Built { tools, snapshot_definitions, image, binaries })
 }
 
 fn make_folders(run: &Run, built: &Built) -> Result<()> {
@@ -117,11 +127,12 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
     Ok(())
 }
 
-fn plan_guest(run: &Run, name: &str) -> Result<PlannedGuest> {
-    let plane = ControlPlane::plan(run, &ControlPlanePlan { name, scheduler: true, audit: false })?;
+fn plan_guest(run: &Run, options: &UpOptions, number: u32) -> Result<PlannedGuest> {
+    let name = &format!("g{number}");
+    let plane = ControlPlane::plan(run, &ControlPlanePlan { name, scheduler: true })?;
     let guest = Guest {
         cluster: plane.cluster.clone(),
-        namespace: format!("guest-{name}"),
+        namespace: if options.one_namespace { ONE_NAMESPACE.to_owned() } else { format!("guest-{name}") },
         cluster_id: String::new(),
         controller_socket: run.socket_dir().join(format!("{name}-gc-csi.sock")),
     };
@@ -156,7 +167,7 @@ async fn start_infra(
 async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {
     let step = ui.step("management control plane");
     management.start(run, &built.tools).await?;
-    cluster::prepare_management(&management.cluster).await?;
+    cluster::prepare_management(&management.cluster, &built.snapshot_definitions).await?;
     step.done();
     Ok(())
 }
@@ -165,7 +176,7 @@ async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) ->
     let name = &guest.guest.cluster.name;
     let step = ui.step(format!("control plane of guest {name}"));
     guest.plane.start(run, &built.tools).await?;
-    let cluster_id = cluster::prepare_guest(&guest.plane.cluster).await?;
+    let cluster_id = cluster::prepare_guest(&guest.plane.cluster, &built.snapshot_definitions).await?;
     run.update(|state| {
         if let Some(guest) = state.guests.get_mut(name) {
             guest.cluster_id = cluster_id;
@@ -179,6 +190,7 @@ async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) ->
 async fn start_system(
     ui: &Ui,
     run: &Run,
+    replicas: u32,
     management: &ControlPlane,
     guests: &[PlannedGuest],
     vms: &[(String, Vm)],
@@ -193,15 +205,17 @@ async fn start_system(
     let machines = async {
         for (name, machine) in vms {
             let namespace = &planned(guests, &machine.guest)?.guest.namespace;
-            machines::create(&client, namespace, name, &machine.uuid).await?;
-            infra::register_node(infra, name, &machine.uuid, infra::LIBVIRT).await?;
+            machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+            infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
         }
         Ok(())
     };
-    let drivers = guests.iter().map(|guest| drivers::start_guest(run, &state, &guest.guest.cluster.name));
+    let drivers =
+        guests.iter().map(|guest| drivers::start_guest(run, &state, &guest.guest.cluster.name, replicas));
     futures::try_join!(
         machines,
-        drivers::start_management(run, &state),
+        drivers::start_snapshot_controllers(run, &state),
+        drivers::start_management(run, &state, replicas),
         futures::future::try_join_all(drivers)
     )?;
     step.done();

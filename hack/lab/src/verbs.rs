@@ -72,11 +72,35 @@ pub fn generate() -> Result<()> {
     Ok(())
 }
 
-/// Runs a bench over a lab.
-pub async fn bench(lab: &Lab, name: &str, args: &[String]) -> Result<ExitCode> {
+/// Runs a bench, over a lab where it needs one.
+pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<ExitCode> {
     let mut bench = cargo();
     bench.args(["run", "--quiet", "--release", "-p", "bench", "--", name]).args(args);
-    foreground(bench.env("NESTOR_LAB", lab.dir())).await
+    if let Some(lab) = lab {
+        bench.env("NESTOR_LAB", lab.dir());
+    }
+    foreground(&mut bench).await
+}
+
+/// Runs the random operations and faults against a lab.
+pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode> {
+    let mut soak = cargo();
+    soak.args([
+        "test",
+        "--quiet",
+        "-p",
+        "tests",
+        "--test",
+        "blackbox",
+        "--",
+        "soak::whatever",
+        "--nocapture",
+    ]);
+    soak.env("NESTOR_LAB", lab.dir()).env("NESTOR_SOAK_MINUTES", minutes.to_string());
+    if let Some(seed) = seed {
+        soak.env("NESTOR_SOAK_SEED", seed.to_string());
+    }
+    foreground(&mut soak).await
 }
 
 /// The cargo that runs us, in the repository and in the foreground: an interrupt reaches it too.

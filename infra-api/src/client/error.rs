@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::{Attachment, Problem, ProblemCode};
+use crate::{Problem, ProblemCode};
 
 /// Why a call did not give its answer.
 #[derive(Debug, thiserror::Error)]
@@ -63,13 +63,13 @@ pub enum ClientError {
         /// The beginning of the body.
         excerpt: String,
     },
-    /// The plug or unplug goes on at the server; the caller's deadline came first. Ask again.
-    #[error("{call}: still {} after {after:?}{}", attachment.state, attachment.message.as_deref().map(|m| format!(": {m}")).unwrap_or_default())]
+    /// The work goes on at the server; the caller's deadline came first. Ask again.
+    #[error("{call}: not done after {after:?}: {how_far}")]
     UnderWay {
         /// Method and path.
         call: String,
-        /// How far it is.
-        attachment: Box<Attachment>,
+        /// The object and its state.
+        how_far: String,
         /// How long the client waited.
         after: Duration,
     },
@@ -101,9 +101,11 @@ impl ClientError {
                 ProblemCode::Invalid
                 | ProblemCode::NotFound
                 | ProblemCode::Exists
+                | ProblemCode::Ended
                 | ProblemCode::InUse
                 | ProblemCode::OutOfSpace
                 | ProblemCode::NodeNotRunning
+                | ProblemCode::TooManyDisks
                 | ProblemCode::ReadOnly => false,
             },
             Self::Connect { .. } | Self::Config(_) => false,

@@ -6,7 +6,8 @@ use std::time::Duration;
 use futures::stream::{self, BoxStream, StreamExt};
 use http::Method;
 
-use super::{Answer, Client, ClientError, Result};
+use super::calls::{Answer, EXCERPT};
+use super::{Client, ClientError, Result};
 use crate::Event;
 
 /// The server sends a comment every 15 s when nothing happens; a stream silent for this long is dead.
@@ -91,7 +92,7 @@ fn decode(data: &str) -> Result<Event> {
         status: 200,
         expected: "Event",
         reason: e.to_string(),
-        excerpt: data.chars().take(super::EXCERPT).collect(),
+        excerpt: data.chars().take(EXCERPT).collect(),
     })
 }
 

@@ -4,13 +4,18 @@
 //!
 //! What it keeps, in any order of steps, failures and restarts:
 //! - the infra is asked to plug only while the finalizer is held;
-//! - the finalizer is dropped only after the infra said in this very pass that the disk is gone;
+//! - the finalizer is dropped only after the infra said in this very pass that the disk is gone, also one that an
+//!   earlier order of this name left behind;
+//! - the disk of an earlier order is touched only after the API server said that this order is the one of its name now,
+//!   so that the earlier one is over;
 //! - `attached` is written only from the infra's own word, and a failure that says nothing of the disk
 //!   doesn't take it back;
 //! - what is written already is not written again.
+//!
+//! The model of the whole protocol (crate `model`) runs this very function.
 
 use crds::VolumeAttachmentStatus;
-use infra_api::AttachmentSpec;
+use infra_api::{AttachmentId, AttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::failure::{Again, Disk, Failure};
@@ -31,19 +36,29 @@ pub struct View {
     pub status: VolumeAttachmentStatus,
     /// What the infra is to do, from the order, its claim and its volume; or why that can't be said.
     pub target: Result<AttachmentSpec, Failure>,
-    /// What the infra said in this pass.
+    /// What was learned in this pass.
     pub infra: Infra,
 }
 
-/// What the infra said.
+/// What was learned in this pass.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Infra {
-    /// It was not asked.
+    /// Nothing: the infra was not asked.
     Unasked,
+    /// The infra was asked to plug, and its answer was not waited for.
+    Asked,
     /// The disk is plugged and has this UUID.
     Plugged(String),
+    /// The order was told to go in the infra, so it can't be carried out under its id any more.
+    Ended,
+    /// Another order of the same name has the disk in the machine.
+    Namesake(AttachmentId),
+    /// That one is over: the API server says that this order is the one of its name.
+    Over(AttachmentId),
     /// The disk is gone.
     Unplugged,
+    /// So are those of all other orders of the same name.
+    Clear,
     /// It failed.
     Failed(Failure),
 }
@@ -54,11 +69,24 @@ pub enum Step {
     /// Add the finalizer.
     Hold,
     /// Ask the infra to plug.
-    Plug(AttachmentSpec),
+    Plug {
+        /// What.
+        spec: AttachmentSpec,
+        /// Whose disk it may take over: that of an order that is over.
+        replaces: Option<AttachmentId>,
+    },
     /// Ask the infra to unplug.
     Unplug,
+    /// Ask the infra whether another order of the same name has a disk in the machine.
+    Look,
+    /// Read from the API server whether this order is still the one of its name.
+    Confirm(AttachmentId),
+    /// Ask the infra to unplug the disk of an order that is over.
+    UnplugEarlier(AttachmentId),
     /// Write this answer.
     Report(VolumeAttachmentStatus),
+    /// Delete the order: whoever made it makes a new one, which gets a new id.
+    Renew,
     /// Drop the finalizer.
     Release,
     /// Nothing for a moment: the watches of claims and volumes may be behind that of orders.
@@ -67,6 +95,20 @@ pub enum Step {
     Done,
     /// Nothing now; begin again after a while.
     Retry(Failure),
+}
+
+/// What to do for an order that is not there any more, and perhaps another one of its name is: the disk that was asked
+/// for in this pass is nobody's. Only under its own id, so that it can't be another order's.
+pub fn decide_gone(learned: &Infra) -> Step {
+    match learned {
+        Infra::Unasked | Infra::Unplugged | Infra::Clear => Step::Done,
+        Infra::Asked
+        | Infra::Plugged(_)
+        | Infra::Ended
+        | Infra::Namesake(_)
+        | Infra::Over(_)
+        | Infra::Failed(_) => Step::Unplug,
+    }
 }
 
 /// The next step.
@@ -84,7 +126,12 @@ fn decide_wanted(view: &View, now: &Time) -> Step {
         return Step::Hold;
     }
     match &view.infra {
-        Infra::Unasked | Infra::Unplugged => Step::Plug(spec.clone()),
+        Infra::Unasked | Infra::Asked | Infra::Unplugged | Infra::Clear => {
+            Step::Plug { spec: spec.clone(), replaces: None }
+        }
+        Infra::Namesake(other) => Step::Confirm(other.clone()),
+        Infra::Over(earlier) => Step::Plug { spec: spec.clone(), replaces: Some(earlier.clone()) },
+        Infra::Ended => Step::Renew,
         Infra::Plugged(disk_uuid) => {
             let answer = status::plugged(&view.status, disk_uuid.clone(), view.generation, now);
             if answer == view.status { Step::Done } else { Step::Report(answer) }
@@ -98,8 +145,12 @@ fn decide_deleting(view: &View, now: &Time) -> Step {
         return Step::Done;
     }
     match &view.infra {
-        Infra::Unasked | Infra::Plugged(_) => Step::Unplug,
-        Infra::Unplugged => Step::Release,
+        Infra::Unasked | Infra::Asked | Infra::Plugged(_) | Infra::Ended => Step::Unplug,
+        // A disk that was plugged by this order is no other's.
+        Infra::Unplugged if !view.status.attached => Step::Look,
+        Infra::Namesake(other) => Step::Confirm(other.clone()),
+        Infra::Over(earlier) => Step::UnplugEarlier(earlier.clone()),
+        Infra::Unplugged | Infra::Clear => Step::Release,
         Infra::Failed(failure) => report(view, failure, now),
     }
 }
@@ -167,7 +218,11 @@ mod tests {
             match &step {
                 Step::Hold => view.held = true,
                 Step::Release => view.held = false,
-                Step::Plug(_) | Step::Unplug => view.infra = infra.clone(),
+                Step::Plug { .. } | Step::Unplug => view.infra = infra.clone(),
+                Step::Look => view.infra = Infra::Clear,
+                Step::Confirm(other) => view.infra = Infra::Over(other.clone()),
+                Step::UnplugEarlier(_) => view.infra = Infra::Unasked,
+                Step::Renew => view.deleting = true,
                 Step::Report(status) => view.status = status.clone(),
                 Step::Settle | Step::Done | Step::Retry(_) => return steps,
             }
@@ -191,7 +246,7 @@ mod tests {
     #[test]
     fn an_attach_is_one_call_and_one_write() {
         let mut view = new_order();
-        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug(_), Step::Report(_)]));
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug { .. }, Step::Report(_)]));
         assert!(view.status.attached);
         assert_eq!(view.status.disk_uuid.as_deref(), Some("disk"));
         assert_eq!(view.status.observed_generation, Some(1));
@@ -202,20 +257,23 @@ mod tests {
     fn after_a_restart_an_attached_disk_is_looked_at_and_nothing_is_written() {
         let mut view = new_order();
         run(&mut view, &plugged(), 5);
-        assert!(matches!(run(&mut view, &plugged(), 9)[..], [Step::Plug(_)]));
+        assert!(matches!(run(&mut view, &plugged(), 9)[..], [Step::Plug { .. }]));
     }
 
     #[test]
     fn an_order_without_our_finalizer_gets_it_before_the_infra_is_touched() {
         let mut view = View { held: false, ..new_order() };
-        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Hold, Step::Plug(_), Step::Report(_)]));
+        assert!(matches!(
+            run(&mut view, &plugged(), 5)[..],
+            [Step::Hold, Step::Plug { .. }, Step::Report(_)]
+        ));
     }
 
     #[test]
     fn a_failure_is_written_once_and_with_the_time_it_was_first_seen() {
         let mut view = new_order();
-        assert!(matches!(run(&mut view, &in_use(), 5)[..], [Step::Plug(_), Step::Report(_)]));
-        assert!(matches!(run(&mut view, &in_use(), 9)[..], [Step::Plug(_)]));
+        assert!(matches!(run(&mut view, &in_use(), 5)[..], [Step::Plug { .. }, Step::Report(_)]));
+        assert!(matches!(run(&mut view, &in_use(), 9)[..], [Step::Plug { .. }]));
         let error = view.status.error.clone().unwrap();
         assert_eq!((error.reason.as_str(), error.time), ("VolumeInUse", at(5)));
         run(&mut view, &plugged(), 12);
@@ -226,7 +284,7 @@ mod tests {
     fn an_infra_that_is_away_does_not_put_a_plugged_disk_in_doubt_but_its_word_does() {
         let mut view = new_order();
         run(&mut view, &plugged(), 5);
-        assert!(matches!(run(&mut view, &away(), 9)[..], [Step::Plug(_)]));
+        assert!(matches!(run(&mut view, &away(), 9)[..], [Step::Plug { .. }]));
         assert!(view.status.attached);
         run(&mut view, &in_use(), 9);
         assert!(!view.status.attached && view.status.disk_uuid.is_none());
@@ -246,7 +304,7 @@ mod tests {
         view.target = Err(Failure::of_objects("ClaimNotBound", "not bound".into()));
         assert_eq!(decide(&view, &at(5)), Step::Settle);
         view.target = Ok(spec());
-        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug(_), Step::Report(_)]));
+        assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug { .. }, Step::Report(_)]));
     }
 
     #[test]
@@ -271,5 +329,42 @@ mod tests {
         // What was said in an attach that a deletion overtook is not an answer to the detach.
         view.infra = plugged();
         assert_eq!(decide(&view, &at(9)), Step::Unplug);
+    }
+
+    #[test]
+    fn a_detach_of_what_was_never_plugged_looks_for_what_an_earlier_order_left() {
+        let mut view = View { deleting: true, ..new_order() };
+        assert_eq!(run(&mut view, &Infra::Unplugged, 9), [Step::Unplug, Step::Look, Step::Release]);
+        let earlier = AttachmentId::new("a.b.c").unwrap();
+        let view = View { deleting: true, infra: Infra::Namesake(earlier.clone()), ..new_order() };
+        assert_eq!(decide(&view, &at(5)), Step::Confirm(earlier.clone()));
+        let view = View { infra: Infra::Over(earlier.clone()), ..view };
+        assert_eq!(decide(&view, &at(5)), Step::UnplugEarlier(earlier));
+    }
+
+    #[test]
+    fn the_disk_of_an_order_that_is_over_is_taken_over() {
+        let earlier = AttachmentId::new("a.b.c").unwrap();
+        let view = View { infra: Infra::Namesake(earlier.clone()), ..new_order() };
+        assert_eq!(decide(&view, &at(5)), Step::Confirm(earlier.clone()));
+        let view = View { infra: Infra::Over(earlier.clone()), ..view };
+        assert_eq!(decide(&view, &at(5)), Step::Plug { spec: spec(), replaces: Some(earlier) });
+    }
+
+    #[test]
+    fn an_order_whose_id_is_over_makes_room_for_a_new_one() {
+        let mut view = View { infra: Infra::Ended, ..new_order() };
+        assert_eq!(decide(&view, &at(5)), Step::Renew);
+        view.deleting = true;
+        assert_eq!(decide(&view, &at(5)), Step::Unplug);
+    }
+
+    #[test]
+    fn what_was_plugged_for_an_order_that_is_gone_is_unplugged() {
+        assert_eq!(decide_gone(&Infra::Unasked), Step::Done);
+        assert_eq!(decide_gone(&Infra::Unplugged), Step::Done);
+        for asked in [Infra::Asked, plugged(), away()] {
+            assert_eq!(decide_gone(&asked), Step::Unplug);
+        }
     }
 }

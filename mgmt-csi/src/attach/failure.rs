@@ -48,7 +48,9 @@ impl From<AttachError> for Failure {
             AttachError::NodeNotFound(_) => ("NodeNotFound", Disk::Absent),
             AttachError::InUse(_) => ("VolumeInUse", Disk::Absent),
             AttachError::Conflict(_) => ("AttachmentConflict", Disk::Absent),
+            AttachError::Ended(_) => ("AttachmentEnded", Disk::Absent),
             AttachError::NodeNotRunning(_) => ("NodeNotRunning", Disk::Absent),
+            AttachError::TooManyDisks(_) => ("TooManyDisks", Disk::Absent),
             AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),
             AttachError::Trouble(_) => ("AttachFailed", Disk::Unknown),
         };

@@ -2,61 +2,129 @@
 
 pub mod decide;
 pub mod failure;
+pub mod fence;
+mod memory;
 mod metrics;
+pub(crate) mod order;
 mod reconcile;
 mod status;
-mod target;
+pub(crate) mod target;
+mod turns;
 
 use std::sync::Arc;
 
-use crds::VolumeAttachment;
-use k8s_openapi::api::core::v1::{
-    PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    PersistentVolumeSpec,
-};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version};
+use infra_api::{Change as InfraChange, Event, EventKind};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::{Api, Client};
 use kube_kit::events::Events;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
-use kube_kit::queue::{Queue, Retry, queue};
+use kube_kit::queue::{Queue, Retry};
+use kube_kit::versions;
 use prometheus_client::registry::Registry;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::infra::StorageInfra;
+use crate::cluster::{self, Cluster, Volumes};
+use crate::infra::{News, StorageInfra};
+use crate::repair::{self, Known, Repair};
+use fence::{Fence, Lost, machine_of};
+use memory::Memories;
 use metrics::Metrics;
-use reconcile::{Memories, Reconciler};
+use order::{is_attached, is_carried_out};
+use reconcile::Reconciler;
+use turns::Turns;
 
 /// The reconciler, registered but not started.
 #[derive(Debug)]
 pub struct Attach {
+    repair: Repair,
     metrics: Metrics,
     parallel: usize,
+    fence: Fence,
+    /// A disk has left some machine.
+    left: Arc<Notify>,
+    queue: Queue<Key>,
+    by_claim: Arc<Index>,
+}
+
+/// The reconciler, with its watches.
+pub struct Orders {
+    repair: Repair,
+    reconciler: Arc<Reconciler>,
+    by_claim: Arc<Index>,
+    left: Arc<Notify>,
+    queue: Queue<Key>,
+}
+
+impl std::fmt::Debug for Orders {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Orders").finish_non_exhaustive()
+    }
 }
 
 impl Attach {
-    /// Registers the metrics. `parallel` orders are worked on at once.
-    pub fn new(registry: &mut Registry, parallel: usize) -> Self {
-        Self { metrics: Metrics::register(registry), parallel }
+    /// Registers the metrics. `parallel` requests about orders are made to the API server at once.
+    pub fn new(registry: &mut Registry, parallel: usize, fence: Fence, repair: repair::Options) -> Self {
+        Self {
+            repair: Repair::new(registry, repair),
+            metrics: Metrics::register(registry),
+            parallel,
+            fence,
+            left: Arc::default(),
+            queue: Queue::default(),
+            by_claim: Arc::default(),
+        }
     }
 
-    /// Runs until `stop`. `ready` gets a check for each watch. Orders that wait to be tried again are looked
-    /// at as soon as `infra_back` is notified.
-    pub async fn run(
+    /// What is to be told of the infra's news: an order that waits for its disk to leave learns at once that it has.
+    pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
+        let (left, repair) = (self.left.clone(), self.repair.news());
+        move |news| {
+            repair(news);
+            if let News::One(Event { kind: EventKind::Attachment, change: InfraChange::Deleted, .. }) = news {
+                left.notify_one();
+            }
+        }
+    }
+
+    /// Looks at an order again whenever what its claim is bound to changes.
+    pub fn watch(&self, cluster: Cluster) -> Cluster {
+        let told = tell_orders_of_claim(&self.by_claim, &self.queue);
+        let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
+            let bound = |claim: &Arc<PersistentVolumeClaim>| {
+                let phase = claim.status.as_ref().and_then(|status| status.phase.clone());
+                (claim.metadata.uid.clone(), claim.spec.clone(), phase)
+            };
+            if change.old.map(bound) != change.new.map(bound) {
+                told(change.key);
+            }
+        });
+        let told = tell_orders_of_claim(&self.by_claim, &self.queue);
+        cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
+            if change.old.map(|volume| &volume.spec) == change.new.map(|volume| &volume.spec) {
+                return;
+            }
+            for claim in [change.old, change.new].into_iter().flatten().filter_map(|v| cluster::claim_of(v)) {
+                told(&claim);
+            }
+        })
+    }
+
+    /// Starts watching, until `stop`. `ready` gets a check for each watch. None when `stop` came first.
+    pub async fn start(
         self,
         client: Client,
+        (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
         infra: Arc<dyn StorageInfra>,
-        infra_back: &Notify,
         ready: &Health,
         stop: CancellationToken,
-    ) {
-        let (queue, worker) = queue::<Key>();
-        let by_claim = Arc::new(Index::default());
+    ) -> Option<Orders> {
+        let Self { repair, metrics, parallel, fence, left, queue, by_claim } = self;
         let memories = Arc::new(Memories::default());
-        let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
 
         let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
         let orders = Arc::new(Latest::new(builder.informer()));
@@ -79,43 +147,26 @@ impl Attach {
                 }
             }
         };
-        builder.on_change(handler).start(check("VolumeAttachments"), stop.clone());
+        let check = ready.check("watch of VolumeAttachments", "not started yet");
+        let back = queue.clone();
+        builder
+            .trim(order::trim)
+            .on_change(handler)
+            .on_return(move || back.hurry())
+            .start(check, stop.clone());
 
-        let told = tell_orders_of_claim(&by_claim, &queue);
-        let claims = Informer::builder("PersistentVolumeClaims", Api::all(client.clone()))
-            .trim(trim_claim)
-            .on_change(move |change: &Change<'_, PersistentVolumeClaim>| {
-                let bound = |claim: &Arc<PersistentVolumeClaim>| {
-                    (claim.metadata.uid.clone(), claim.spec.clone(), claim.status.clone())
-                };
-                if change.old.map(bound) != change.new.map(bound) {
-                    told(change.key);
-                }
-            })
-            .start(check("PersistentVolumeClaims"), stop.clone());
+        let lost = match fence {
+            Fence::Never => Lost::none(),
+            Fence::PowerOff => {
+                let asked = ready.check("version of VirtualMachine", "not asked yet");
+                let newest = newest_virtual_machine_version;
+                let version = versions::served(&client, VIRTUAL_MACHINE_GROUP, newest, &asked, &stop);
+                let version = version.await?;
+                let check = ready.check("watch of VirtualMachines", "not started yet");
+                Lost::watch(&client, version, check, &stop, tell_orders_of_machine(&orders, &queue))
+            }
+        };
 
-        let told = tell_orders_of_claim(&by_claim, &queue);
-        let volumes = Informer::builder("PersistentVolumes", Api::all(client.clone()))
-            .trim(trim_volume)
-            .on_change(move |change: &Change<'_, PersistentVolume>| {
-                if change.old.map(|volume| &volume.spec) == change.new.map(|volume| &volume.spec) {
-                    return;
-                }
-                for claim in
-                    [change.old, change.new].into_iter().flatten().filter_map(|v| target::claim_of(v))
-                {
-                    told(&claim);
-                }
-            })
-            .start(check("PersistentVolumes"), stop.clone());
-
-        // An order must not be called claimless because the claims were not read yet.
-        tokio::select! {
-            () = stop.cancelled() => return,
-            _ = async { tokio::join!(orders.informer().synced(), claims.synced(), volumes.synced()) } => {}
-        }
-        tracing::info!(attachments = orders.informer().len(), "carrying out VolumeAttachments");
-        let look_again = push_unfinished(orders.clone(), queue, infra_back);
         let reconciler = Arc::new(Reconciler {
             events: Events::new(client.clone(), "mgmt-csi"),
             client,
@@ -124,34 +175,100 @@ impl Attach {
             claims,
             volumes,
             memories,
-            metrics: self.metrics,
-            stop: stop.clone(),
+            turns: Turns::default(),
+            requests: Semaphore::new(parallel),
+            lost,
+            metrics,
+            stop,
         });
-        let work = worker.run(self.parallel, Retry::default(), stop, |key| {
-            let reconciler = reconciler.clone();
+        Some(Orders { repair, reconciler, by_claim, left, queue })
+    }
+}
+
+impl Orders {
+    /// Carries orders out until the process is stopped. Those that wait to be tried again are looked at as soon as
+    /// `infra_back` is notified.
+    pub async fn run(&self, infra_back: &Notify) {
+        let Reconciler { orders, claims, volumes, memories, stop, .. } = &*self.reconciler;
+        // An order must not be called claimless because the claims were not read yet.
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = async { tokio::join!(orders.informer().synced(), claims.synced(), volumes.informer().synced()) } => {}
+        }
+        let worker = self.queue.worker();
+        let all = orders.informer().list();
+        tracing::info!(attachments = all.len(), "carrying out VolumeAttachments");
+        // The others are compared with what the infra has, all at once.
+        for order in all.iter().filter(|order| !is_carried_out(order)) {
+            self.queue.push(Key::of(&**order));
+        }
+        let look_again = push_unfinished(orders, memories, &self.queue, infra_back, &self.left);
+        // Each machine's line bounds what waits for the infra, so that one that hangs takes no place from the others.
+        let work = worker.run(usize::MAX, Retry::default(), stop.clone(), |key| {
+            let reconciler = self.reconciler.clone();
             async move { reconciler.reconcile(&key).await }
         });
+        let known = Known {
+            client: self.reconciler.client.clone(),
+            infra: self.reconciler.infra.clone(),
+            orders: orders.clone(),
+            by_claim: self.by_claim.clone(),
+            claims: claims.clone(),
+            volumes: volumes.clone(),
+            events: self.reconciler.events.clone(),
+            carry_out: self.queue.clone(),
+        };
+        // What is being carried out when the process is told to stop is what ends this.
         tokio::select! {
             () = work => {}
-            () = look_again => {}
+            _ = async { tokio::join!(look_again, self.repair.run(&known, stop.clone())) } => {}
         }
     }
 }
 
-/// Asks for a look at every order that is not carried out, each time the infra is back.
-async fn push_unfinished(orders: Arc<Latest<VolumeAttachment>>, queue: Queue<Key>, infra_back: &Notify) {
+/// Asks for a look at every order that is not carried out, each time the infra is back; and at those whose disk did not
+/// leave, each time one has.
+async fn push_unfinished(
+    orders: &Latest<VolumeAttachment>,
+    memories: &Memories,
+    queue: &Queue<Key>,
+    infra_back: &Notify,
+    left: &Notify,
+) {
     loop {
-        infra_back.notified().await;
-        for order in orders.informer().list() {
-            if !is_attached(&order) || order.metadata.deletion_timestamp.is_some() {
-                queue.push(Key::of(&*order));
+        tokio::select! {
+            () = infra_back.notified() => {
+                for order in orders.informer().list() {
+                    if order.metadata.deletion_timestamp.is_some() || !is_attached(&order) {
+                        queue.push(Key::of(&*order));
+                    }
+                }
+            }
+            () = left.notified() => {
+                for stuck in memories.stuck() {
+                    queue.push(stuck);
+                }
             }
         }
     }
 }
 
-fn is_attached(order: &VolumeAttachment) -> bool {
-    order.status.as_ref().is_some_and(|status| status.attached)
+/// Asks for a look at what is to leave a machine.
+fn tell_orders_of_machine(
+    orders: &Arc<Latest<VolumeAttachment>>,
+    queue: &Queue<Key>,
+) -> impl Fn(&Key) + Send + Sync + use<> {
+    let (orders, queue) = (orders.clone(), queue.clone());
+    move |machine| {
+        for order in orders.informer().list() {
+            if order.metadata.deletion_timestamp.is_some()
+                && order.metadata.namespace.as_ref() == Some(&machine.namespace)
+                && machine_of(&order).is_some_and(|owner| owner.name == machine.name)
+            {
+                queue.push(Key::of(&*order));
+            }
+        }
+    }
 }
 
 fn tell_orders_of_claim(by_claim: &Arc<Index>, queue: &Queue<Key>) -> impl Fn(&Key) + Send + Sync + use<> {
@@ -160,45 +277,5 @@ fn tell_orders_of_claim(by_claim: &Arc<Index>, queue: &Queue<Key>) -> impl Fn(&K
         for order in by_claim.members(claim) {
             queue.push(order);
         }
-    }
-}
-
-fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    claim.metadata = trim_meta(&mut claim.metadata);
-    claim.spec = claim.spec.take().map(|spec| PersistentVolumeClaimSpec {
-        volume_name: spec.volume_name,
-        access_modes: spec.access_modes,
-        ..Default::default()
-    });
-    claim.status = claim
-        .status
-        .take()
-        .map(|status| PersistentVolumeClaimStatus { phase: status.phase, ..Default::default() });
-}
-
-fn trim_volume(volume: &mut PersistentVolume) {
-    volume.metadata = trim_meta(&mut volume.metadata);
-    volume.spec = volume.spec.take().map(|spec| PersistentVolumeSpec {
-        csi: spec.csi.map(|mut csi| {
-            csi.volume_attributes = None;
-            csi
-        }),
-        claim_ref: spec.claim_ref.map(|mut claim| {
-            claim.resource_version = None;
-            claim
-        }),
-        ..Default::default()
-    });
-    volume.status = None;
-}
-
-fn trim_meta(meta: &mut ObjectMeta) -> ObjectMeta {
-    ObjectMeta {
-        name: meta.name.take(),
-        namespace: meta.namespace.take(),
-        uid: meta.uid.take(),
-        resource_version: meta.resource_version.take(),
-        deletion_timestamp: meta.deletion_timestamp.take(),
-        ..Default::default()
     }
 }

@@ -1,36 +1,41 @@
 //! Does the steps of [`decide`] for one order: the only place that writes to `VolumeAttachment`s.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crds::names::FINALIZER_DETACH;
 use crds::{VolumeAttachment, VolumeAttachmentStatus};
-use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolume, PersistentVolumeClaim};
+use infra_api::{Attachment, AttachmentId};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
-use kube::api::{Patch, PatchParams};
-use kube::{Api, Client, Resource};
+use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
+use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
-use kube_kit::informer::{Change, Informer, Key};
+use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::Latest;
 use kube_kit::queue::Next;
 use serde_json::json;
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
-use super::decide::{Infra, Step, View, decide};
+use super::decide::{Infra, Step, View, decide, decide_gone};
 use super::failure::Failure;
+use super::fence::Lost;
+use super::memory::{Memories, SETTLE};
 use super::metrics::Metrics;
-use super::target::{claim_key, target, volume_name};
-use crate::infra::{StorageInfra, attachment_id};
+use super::order::{self, is_held, machine, reference, same_object};
+use super::target::{claim_key, target_of};
+use super::turns::{Turn, Turns, Work};
+use crate::cluster::{self, Volumes};
+use crate::infra::{AttachError, DetachError, ReadError, StorageInfra, Trouble, attachment_id, is_namesake};
 
 /// How long one pass waits for the infra. It goes on by itself; the next pass picks the result up.
 const WAIT: Duration = Duration::from_secs(30);
-/// How long the watches of claims and volumes may be behind that of orders.
-const SETTLE: Duration = Duration::from_millis(300);
-/// How often a plugged disk is looked at again, at most: it may have been unplugged behind our back.
-const LOOK_AGAIN: Duration = Duration::from_secs(600);
+/// Longer than anything that is waited for.
+const FAR: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Why a pass ended early.
 #[derive(Debug, thiserror::Error)]
@@ -38,62 +43,12 @@ pub(super) enum Unfinished {
     /// The order can't be carried out now.
     #[error(transparent)]
     Failure(#[from] Failure),
+    /// The API server didn't answer.
+    #[error("cannot read the order: {0}")]
+    Read(String),
     /// The API server didn't take a write.
     #[error("cannot write {what}: {reason}")]
     Write { what: &'static str, reason: String },
-}
-
-/// What this process remembers of each order.
-#[derive(Debug)]
-struct Memory {
-    first_seen: Instant,
-    /// The answer that it wrote or is writing. Its echo in the watch is no news.
-    answer: Option<VolumeAttachmentStatus>,
-}
-
-/// The memories of all orders.
-#[derive(Debug, Default)]
-pub(super) struct Memories(Mutex<HashMap<Key, Memory>>);
-
-impl Memories {
-    /// Whether a change asks for a look at the order.
-    pub(super) fn is_news(&self, change: &Change<'_, VolumeAttachment>) -> bool {
-        let (old, new) = match (change.old, change.new) {
-            (_, None) => {
-                self.all().remove(change.key);
-                return false;
-            }
-            (None, Some(_)) => {
-                self.all().insert(change.key.clone(), Memory { first_seen: Instant::now(), answer: None });
-                return true;
-            }
-            (Some(old), Some(new)) => (old, new),
-        };
-        let (before, now) = (old.meta(), new.meta());
-        if before.uid != now.uid
-            || before.generation != now.generation
-            || before.deletion_timestamp != now.deletion_timestamp
-            || (is_held(old) && !is_held(new))
-        {
-            return true;
-        }
-        let answer = self.all().get(change.key).and_then(|memory| memory.answer.clone());
-        old.status != new.status && new.status != answer
-    }
-
-    fn is_fresh(&self, key: &Key) -> bool {
-        self.all().get(key).is_some_and(|memory| memory.first_seen.elapsed() < SETTLE)
-    }
-
-    fn answering(&self, key: &Key, answer: Option<VolumeAttachmentStatus>) {
-        if let Some(memory) = self.all().get_mut(key) {
-            memory.answer = answer;
-        }
-    }
-
-    fn all(&self) -> MutexGuard<'_, HashMap<Key, Memory>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Carries orders out.
@@ -102,98 +57,222 @@ pub(super) struct Reconciler {
     pub(super) infra: Arc<dyn StorageInfra>,
     pub(super) orders: Arc<Latest<VolumeAttachment>>,
     pub(super) claims: Informer<PersistentVolumeClaim>,
-    pub(super) volumes: Informer<PersistentVolume>,
+    pub(super) volumes: Volumes,
     pub(super) memories: Arc<Memories>,
+    pub(super) turns: Turns,
+    /// Bounds the requests to the API server, and nothing that waits for the infra.
+    pub(super) requests: Semaphore,
+    pub(super) lost: Lost,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
     pub(super) stop: CancellationToken,
 }
 
 impl Reconciler {
-    /// One pass over one order.
+    /// One pass over one order. Many may wait in it, so what is large and short is kept in a box of its own.
     pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, Unfinished> {
-        let id = attachment_id(key);
-        let mut infra = Infra::Unasked;
+        let Some((uid, machine)) = self
+            .orders
+            .get(key)
+            .and_then(|order| Some((order.metadata.uid.clone()?, order.spec.node_uuid.to_ascii_lowercase())))
+        else {
+            return Ok(Next::Wait);
+        };
+        let id = attachment_id(key, &uid);
+        let mut learned = Infra::Unasked;
+        let mut turn: Option<Turn> = None;
         loop {
-            // Read anew before each step: the order can be deleted while the infra works.
-            let Some(order) = self.orders.get(key) else { return Ok(Next::Wait) };
-            let view = self.view(key, &order, infra.clone());
-            let still_there = match decide(&view, &now()) {
-                Step::Plug(spec) => {
+            // Read anew before each step: the order can be deleted while the infra works, and even be replaced.
+            let order = self.orders.get(key).filter(|order| order.metadata.uid.as_ref() == Some(&uid));
+            let Some(order) = order else {
+                // What is left takes a turn of its own: with this one held, all who hold one could wait for the next.
+                drop(turn);
+                return Box::pin(self.gone(key, &id, &machine, &learned)).await;
+            };
+            let step = decide(&self.view(key, &order, learned.clone()), &now());
+            let work = work_of(&step);
+            if work != turn.as_ref().map(Turn::work) {
+                turn = None;
+                if let Some(work) = work {
+                    tokio::select! {
+                        biased;
+                        () = self.stop.cancelled() => return Ok(Next::Wait),
+                        taken = self.turns.take(&machine, work) => turn = Some(taken),
+                        // Leaves the line.
+                        () = self.deleted(key, &uid), if work == Work::Plug => {}
+                    }
+                    // That can have taken long.
+                    continue;
+                }
+            }
+            let still_there = match step {
+                Step::Plug { spec, replaces } => {
+                    learned = Infra::Asked;
                     let started = Instant::now();
                     let answer = tokio::select! {
                         () = self.stop.cancelled() => return Ok(Next::Wait),
                         // The infra takes the detach that follows even while it is still plugging.
-                        () = self.deleted(key) => continue,
-                        answer = self.infra.attach(&id, &spec, WAIT) => answer,
+                        () = self.deleted(key, &uid) => continue,
+                        answer = self.infra.attach(&id, &spec, replaces.as_ref(), WAIT) => answer,
                     };
                     self.metrics.observe("attach", answer.is_ok(), started);
-                    infra = match answer {
+                    learned = match answer {
                         Ok(disk_uuid) => Infra::Plugged(disk_uuid.to_string()),
+                        Err(AttachError::Ended(_)) => Infra::Ended,
+                        Err(AttachError::InUse(text)) if replaces.is_none() => {
+                            let namesake = self.namesake(key, &uid, spec.node).await;
+                            let same = namesake.ok().flatten().filter(|other| other.spec() == spec);
+                            let failed = || Infra::Failed(AttachError::InUse(text).into());
+                            same.map_or_else(failed, |other| Infra::Namesake(other.id))
+                        }
                         Err(error) => Infra::Failed(error.into()),
                     };
                     true
                 }
                 Step::Unplug => {
-                    let started = Instant::now();
-                    let answer = tokio::select! {
-                        () = self.stop.cancelled() => return Ok(Next::Wait),
-                        answer = self.infra.detach(&id, WAIT) => answer,
+                    learned = Box::pin(self.unplug_of(&order, &id)).await;
+                    !self.stop.is_cancelled()
+                }
+                Step::UnplugEarlier(earlier) => {
+                    tracing::warn!(attachment = %key, %earlier, "unplugging the disk of an earlier order");
+                    learned = match Box::pin(self.unplug_of(&order, &earlier)).await {
+                        Infra::Unplugged => Infra::Unasked,
+                        failed => failed,
                     };
-                    self.metrics.observe("detach", answer.is_ok(), started);
-                    infra = match answer {
-                        Ok(()) => Infra::Unplugged,
-                        Err(error) => Infra::Failed(error.into()),
+                    !self.stop.is_cancelled()
+                }
+                Step::Look => {
+                    // An order without a machine's UUID was never more than refused.
+                    let found = match order.spec.node_uuid.parse() {
+                        Ok(node) => self.namesake(key, &uid, node).await,
+                        Err(_) => Ok(None),
+                    };
+                    learned = match found {
+                        Ok(Some(other)) => Infra::Namesake(other.id),
+                        Ok(None) => Infra::Clear,
+                        Err(error) => Infra::Failed(DetachError(Trouble::Failed(error.to_string())).into()),
                     };
                     true
                 }
+                Step::Confirm(other) => {
+                    learned = Infra::Over(other);
+                    Box::pin(self.confirm(key, &uid)).await?
+                }
                 Step::Report(status) => {
-                    let there = self.answer(key, &order, &status).await?;
+                    let there = Box::pin(self.answer(key, &order, &status)).await?;
                     if there {
-                        self.tell(&order, view.deleting, &status);
+                        self.tell(&order, order.metadata.deletion_timestamp.is_some(), &status);
                     }
                     there
                 }
-                Step::Hold => self.hold(key, &order).await?,
+                Step::Hold => Box::pin(self.hold(key, &order)).await?,
+                Step::Renew => Box::pin(self.renew(key, &order)).await?,
                 Step::Release => {
                     // The answer to the write that ends an object has no newer version than the object had,
                     // so the copy at hand can't tell that it is done.
-                    self.release(key, &order).await?;
+                    Box::pin(self.release(key, &order)).await?;
                     return Ok(Next::Wait);
                 }
                 Step::Settle => return Ok(Next::After(SETTLE)),
-                Step::Done if view.status.attached && !view.deleting => {
-                    return Ok(Next::After(LOOK_AGAIN.mul_f64(0.5 + fastrand::f64() / 2.0)));
-                }
                 Step::Done => return Ok(Next::Wait),
                 Step::Retry(failure) => return Err(failure.into()),
             };
-            if !still_there {
+            if self.stop.is_cancelled() {
                 return Ok(Next::Wait);
+            }
+            if !still_there {
+                drop(turn);
+                return Box::pin(self.gone(key, &id, &machine, &learned)).await;
             }
         }
     }
 
-    /// Waits until the order is being deleted, or gone.
-    async fn deleted(&self, key: &Key) {
-        let is_deleted = |order: Option<&Arc<VolumeAttachment>>| {
-            order.is_none_or(|order| order.metadata.deletion_timestamp.is_some()).then_some(())
+    /// Ends a pass whose order is gone.
+    async fn gone(
+        &self,
+        key: &Key,
+        id: &AttachmentId,
+        machine: &str,
+        learned: &Infra,
+    ) -> Result<Next, Unfinished> {
+        if decide_gone(learned) == Step::Unplug {
+            let _turn = tokio::select! {
+                () = self.stop.cancelled() => return Ok(Next::Wait),
+                turn = self.turns.take(machine, Work::Unplug) => turn,
+            };
+            tracing::warn!(attachment = %key, %id, "the order is gone; unplugging what was asked for it");
+            // If it fails: what is left over is found later.
+            if let Infra::Failed(failure) = self.detach(id, false).await {
+                tracing::warn!(attachment = %key, %id, "{failure}");
+            }
+        }
+        Ok(Next::Wait)
+    }
+
+    /// Unplugs under an id from an order's machine, by force where that is said to be lost.
+    async fn unplug_of(&self, order: &VolumeAttachment, id: &AttachmentId) -> Infra {
+        if !self.lost.has_machine_of(order) {
+            tokio::select! {
+                answer = self.detach(id, false) => return answer,
+                // A call that says so joins the one under way.
+                () = self.lost.gets_machine_of(order) => {}
+            }
+        }
+        tracing::warn!(attachment = %id, machine = machine(order), "the machine is said to be lost: its disk is taken by force where it is kept");
+        self.detach(id, true).await
+    }
+
+    /// Unplugs under an id; `Infra::Unasked` when the process is to stop.
+    async fn detach(&self, id: &AttachmentId, fence: bool) -> Infra {
+        let started = Instant::now();
+        let answer = tokio::select! {
+            () = self.stop.cancelled() => return Infra::Unasked,
+            answer = self.infra.detach(id, fence, WAIT) => answer,
         };
-        let beyond_the_call = tokio::time::Instant::now() + 2 * WAIT;
-        self.orders.informer().wait_for(key, beyond_the_call, is_deleted).await;
+        self.metrics.observe("detach", answer.is_ok(), started);
+        match answer {
+            Ok(()) => Infra::Unplugged,
+            Err(error) => Infra::Failed(error.into()),
+        }
+    }
+
+    /// What another order of the same name has in the machine.
+    async fn namesake(&self, key: &Key, uid: &str, node: Uuid) -> Result<Option<Attachment>, ReadError> {
+        let deadline = tokio::time::Instant::now() + WAIT;
+        let found = self.infra.list_attachments(Some(node), deadline).await?;
+        Ok(found.into_iter().find(|other| is_namesake(&other.id, key, uid)))
+    }
+
+    /// Whether the API server itself says that the order is there.
+    async fn confirm(&self, key: &Key, uid: &str) -> Result<bool, Unfinished> {
+        let _place = self.requests.acquire().await;
+        let found =
+            self.api(key).get_opt(&key.name).await.map_err(|error| Unfinished::Read(chain(&error)))?;
+        let Some(order) = found.filter(|order| order.metadata.uid.as_deref() == Some(uid)) else {
+            return Ok(false);
+        };
+        self.take(Ok(order), "nothing")
+    }
+
+    /// Waits until the order is being deleted, or gone, or another one.
+    async fn deleted(&self, key: &Key, uid: &str) {
+        let is_deleted = |order: Option<&Arc<VolumeAttachment>>| {
+            let wanted = order.is_some_and(|order| {
+                order.metadata.deletion_timestamp.is_none() && order.metadata.uid.as_deref() == Some(uid)
+            });
+            (!wanted).then_some(())
+        };
+        let far = tokio::time::Instant::now() + FAR;
+        self.orders.informer().wait_for(key, far, is_deleted).await;
     }
 
     fn view(&self, key: &Key, order: &VolumeAttachment, infra: Infra) -> View {
         let status = order.status.clone().unwrap_or_default();
-        let claim_key = claim_key(order);
-        let claim = self.claims.get(&claim_key);
-        let volume =
-            claim.as_deref().and_then(volume_name).and_then(|name| self.volumes.get(&Key::cluster(name)));
         View {
             deleting: order.metadata.deletion_timestamp.is_some(),
             held: is_held(order),
             generation: order.metadata.generation.unwrap_or_default(),
-            target: target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), status.attached),
+            target: target_of(order, &self.claims, &self.volumes),
             fresh: order.status.is_none() && self.memories.is_fresh(key),
             status,
             infra,
@@ -207,6 +286,7 @@ impl Reconciler {
         order: &VolumeAttachment,
         status: &VolumeAttachmentStatus,
     ) -> Result<bool, Unfinished> {
+        let _place = self.requests.acquire().await;
         self.memories.answering(key, Some(status.clone()));
         let patch =
             json_patch(json!([same_object(order), {"op": "add", "path": "/status", "value": status}]));
@@ -232,6 +312,7 @@ impl Reconciler {
             _ => json!({"op": "add", "path": "/metadata/finalizers/-", "value": FINALIZER_DETACH}),
         };
         let patch = json_patch(json!([same_object(order), add]));
+        let _place = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
         self.take(written, "the finalizer")
     }
@@ -245,17 +326,31 @@ impl Reconciler {
             {"op": "test", "path": path, "value": FINALIZER_DETACH},
             {"op": "remove", "path": path},
         ]));
+        let _place = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
         let taken = self.take(written, "the finalizer away")?;
         tracing::info!(attachment = %key, node = order.spec.node_uuid, "detached");
         Ok(taken)
     }
 
+    /// Deletes an order that can't be carried out any more; its disk is not in the machine.
+    async fn renew(&self, key: &Key, order: &VolumeAttachment) -> Result<bool, Unfinished> {
+        tracing::warn!(attachment = %key, "the storage infra has ended this attachment; deleting the order, so that it is made anew");
+        let preconditions = Preconditions { uid: order.metadata.uid.clone(), resource_version: None };
+        let deletion = DeleteParams::default().preconditions(preconditions);
+        let _place = self.requests.acquire().await;
+        match self.api(key).delete(&key.name, &deletion).await {
+            Ok(left) => left.left().map_or(Ok(false), |order| self.take(Ok(order), "the deletion")),
+            Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(false),
+            Err(error) => Err(Unfinished::Write { what: "the deletion", reason: chain(&error) }),
+        }
+    }
+
     /// Keeps what a write answered. False when the order is gone, and needs nothing more.
     fn take(&self, written: kube::Result<VolumeAttachment>, what: &'static str) -> Result<bool, Unfinished> {
         match written {
             Ok(mut order) => {
-                order.metadata.managed_fields = None;
+                order::trim(&mut order);
                 self.orders.changed(order);
                 Ok(true)
             }
@@ -267,18 +362,8 @@ impl Reconciler {
     /// An event where the people who wait for the disk look: on the claim, or else on the order.
     fn tell(&self, order: &VolumeAttachment, deleting: bool, status: &VolumeAttachmentStatus) {
         let machine = machine(order);
-        let about = self.claims.get(&claim_key(order)).map_or_else(
-            || ObjectReference {
-                api_version: Some(VolumeAttachment::api_version(&()).into_owned()),
-                kind: Some(VolumeAttachment::kind(&()).into_owned()),
-                ..reference(order)
-            },
-            |claim| ObjectReference {
-                api_version: Some("v1".to_owned()),
-                kind: Some("PersistentVolumeClaim".to_owned()),
-                ..reference(&*claim)
-            },
-        );
+        let claim = self.claims.get(&claim_key(order));
+        let about = claim.map_or_else(|| reference(order), |claim| cluster::reference(&claim));
         match &status.error {
             Some(error) if deleting => {
                 let note = format!("cannot unplug the disk from {machine}: {}", error.message);
@@ -299,33 +384,13 @@ impl Reconciler {
     }
 }
 
-fn is_held(order: &VolumeAttachment) -> bool {
-    order.metadata.finalizers.as_deref().unwrap_or_default().iter().any(|one| one == FINALIZER_DETACH)
-}
-
-/// The machine in the words of people, who know its name, and of the infra, which knows its UUID.
-fn machine(order: &VolumeAttachment) -> String {
-    let owners = order.metadata.owner_references.as_deref().unwrap_or_default();
-    match owners.iter().find(|owner| owner.kind == "VirtualMachine") {
-        Some(owner) => format!("VirtualMachine {} ({})", owner.name, order.spec.node_uuid),
-        None => format!("machine {}", order.spec.node_uuid),
+/// What turn a step needs.
+fn work_of(step: &Step) -> Option<Work> {
+    match step {
+        Step::Plug { .. } => Some(Work::Plug),
+        Step::Unplug | Step::UnplugEarlier(_) => Some(Work::Unplug),
+        _ => None,
     }
-}
-
-fn reference<K: Resource>(object: &K) -> ObjectReference {
-    let meta = object.meta();
-    ObjectReference {
-        name: meta.name.clone(),
-        namespace: meta.namespace.clone(),
-        uid: meta.uid.clone(),
-        resource_version: meta.resource_version.clone(),
-        ..Default::default()
-    }
-}
-
-/// Makes a patch fail when the name stands for another object by now.
-fn same_object(order: &VolumeAttachment) -> serde_json::Value {
-    json!({"op": "test", "path": "/metadata/uid", "value": order.metadata.uid})
 }
 
 fn json_patch(operations: serde_json::Value) -> Patch<()> {
@@ -337,3 +402,6 @@ fn now() -> Time {
     let now = Timestamp::now();
     Time(Timestamp::from_second(now.as_second()).unwrap_or(now))
 }
+
+#[cfg(test)]
+mod tests;

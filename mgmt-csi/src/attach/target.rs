@@ -4,28 +4,31 @@ use crds::names::MANAGEMENT_DRIVER;
 use crds::{VolumeAttachment, VolumeAttachmentSpec};
 use infra_api::{Access, AttachmentSpec, VolumeId};
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
-use kube_kit::informer::Key;
+use kube_kit::informer::{Informer, Key};
 
 use super::failure::Failure;
+use super::order::is_attached;
+use crate::cluster::{Volumes, is_bound_back, volume_name};
 
 /// The claim that an order is about.
 pub(super) fn claim_key(order: &VolumeAttachment) -> Key {
     Key::new(order.metadata.namespace.clone().unwrap_or_default(), order.spec.volume_name.clone())
 }
 
-/// Name of the volume that a claim says it is bound to.
-pub(super) fn volume_name(claim: &PersistentVolumeClaim) -> Option<&str> {
-    claim.spec.as_ref()?.volume_name.as_deref().filter(|name| !name.is_empty())
-}
-
-/// The claim that a volume says it is bound to.
-pub(super) fn claim_of(volume: &PersistentVolume) -> Option<Key> {
-    let claim = volume.spec.as_ref()?.claim_ref.as_ref()?;
-    Some(Key::new(claim.namespace.clone()?, claim.name.clone()?))
+/// What the infra is to do for an order, by what is known of its claim and volume.
+pub(crate) fn target_of(
+    order: &VolumeAttachment,
+    claims: &Informer<PersistentVolumeClaim>,
+    volumes: &Volumes,
+) -> Result<AttachmentSpec, Failure> {
+    let claim_key = claim_key(order);
+    let claim = claims.get(&claim_key);
+    let volume = claim.as_deref().and_then(volume_name).and_then(|name| volumes.get(name));
+    target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(order))
 }
 
 /// What the infra is to do for an order whose disk is, or is not, plugged already.
-pub(super) fn target(
+fn target(
     order: &VolumeAttachmentSpec,
     claim_key: &Key,
     claim: Option<&PersistentVolumeClaim>,
@@ -67,12 +70,7 @@ pub(super) fn target(
         ));
     };
     // The claim's author chooses spec.volumeName; only the volume's own word makes it theirs.
-    let bound_back = volume.claim_ref.as_ref().is_some_and(|back| {
-        back.uid == claim.metadata.uid
-            && back.name.as_deref() == Some(&claim_key.name)
-            && back.namespace.as_deref() == Some(&claim_key.namespace)
-    });
-    if !bound_back {
+    if !is_bound_back(volume, claim) {
         return Err(Failure::of_objects(
             "ClaimNotBound",
             format!("PersistentVolume {name} is not bound to claim {claim_key}, though the claim names it"),
@@ -102,10 +100,25 @@ pub(super) fn target(
             ),
         )
     })?;
-    let modes = claim.spec.as_ref().and_then(|spec| spec.access_modes.as_deref()).unwrap_or_default();
-    let shared = order.read_only && modes.iter().any(|mode| mode == "ReadOnlyMany");
-    let access = if shared { Access::MultiNodeReadOnly } else { Access::SingleNode };
+    let access = access(claim, order.read_only);
     Ok(AttachmentSpec { volume, node, read_only: order.read_only, access })
+}
+
+/// Who may have the volume at the same time, by what the claim's author asked for.
+fn access(claim: &PersistentVolumeClaim, read_only: bool) -> Access {
+    let spec = claim.spec.as_ref();
+    let modes = spec.and_then(|spec| spec.access_modes.as_deref()).unwrap_or_default();
+    let has = |mode: &str| modes.iter().any(|one| one == mode);
+    let raw = spec.and_then(|spec| spec.volume_mode.as_deref()) == Some("Block");
+    if has("ReadWriteMany") && raw {
+        // Also to read only: all who have the volume at once must have it in the same way.
+        Access::MultiNode
+    } else if has("ReadOnlyMany") && read_only {
+        Access::MultiNodeReadOnly
+    } else {
+        // With ReadWriteMany too: several writers would ruin a filesystem, whatever the claim says.
+        Access::SingleNode
+    }
 }
 
 #[cfg(test)]
@@ -154,6 +167,22 @@ mod tests {
         let mut once = claim();
         once["spec"]["accessModes"] = json!(["ReadWriteOnce"]);
         assert_eq!(resolve(once, volume(), true).unwrap().access, Access::SingleNode);
+    }
+
+    #[test]
+    fn several_writers_need_a_raw_device_and_several_readers_read_only_orders() {
+        let of = |modes: Value, mode: &str, read_only| {
+            let mut claim = claim();
+            claim["spec"]["accessModes"] = modes;
+            claim["spec"]["volumeMode"] = json!(mode);
+            resolve(claim, volume(), read_only).unwrap().access
+        };
+        assert_eq!(of(json!(["ReadWriteMany"]), "Block", false), Access::MultiNode);
+        assert_eq!(of(json!(["ReadWriteMany", "ReadOnlyMany"]), "Block", true), Access::MultiNode);
+        assert_eq!(of(json!(["ReadWriteMany"]), "Filesystem", false), Access::SingleNode);
+        assert_eq!(of(json!(["ReadWriteOnce", "ReadOnlyMany"]), "Filesystem", false), Access::SingleNode);
+        assert_eq!(of(json!(["ReadOnlyMany"]), "Filesystem", true), Access::MultiNodeReadOnly);
+        assert_eq!(of(json!(["ReadWriteOncePod"]), "Filesystem", true), Access::SingleNode);
     }
 
     #[test]

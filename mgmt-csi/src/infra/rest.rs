@@ -4,17 +4,20 @@ use std::future::Future;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures::StreamExt;
+use futures::stream::BoxStream;
 use infra_api::{
-    AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Client, ClientError, List, Volume, VolumeId,
-    VolumeSpec, VolumeState,
+    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Client, ClientError, Event, List,
+    Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{AttachError, CreateError, DeleteError, DetachError, ReadError, StorageInfra, Trouble};
+use super::{
+    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
+    StorageInfra, Trouble,
+};
 
-/// How often a volume that the infra is still making is looked at.
-const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// How long the infra may take to say that it is there.
 const PING: Duration = Duration::from_secs(5);
 
@@ -55,20 +58,7 @@ impl StorageInfra for Rest {
         spec: &VolumeSpec,
         deadline: Instant,
     ) -> Result<Volume, CreateError> {
-        loop {
-            let volume: Volume = self.by::<_, CreateError>(deadline, self.0.put_volume(id, spec)).await?;
-            let text = match volume.state {
-                VolumeState::Ready => return Ok(volume),
-                VolumeState::Creating => format!("the storage infra is still creating volume {id}"),
-                VolumeState::Deleting => {
-                    format!("the storage infra is still deleting an earlier volume {id}")
-                }
-            };
-            if Instant::now() + LOOK_AGAIN >= deadline {
-                return Err(Trouble::TimedOut(text).into());
-            }
-            tokio::time::sleep(LOOK_AGAIN).await;
-        }
+        self.by(deadline, self.0.put_volume(id, spec, until(deadline))).await
     }
 
     async fn delete_volume(&self, id: &VolumeId, deadline: Instant) -> Result<(), DeleteError> {
@@ -88,6 +78,50 @@ impl StorageInfra for Rest {
         self.by(deadline, self.0.list_volumes(limit, after)).await
     }
 
+    async fn grow_volume(
+        &self,
+        id: &VolumeId,
+        size: &VolumeSize,
+        deadline: Instant,
+    ) -> Result<Volume, GrowError> {
+        self.by(deadline, self.0.grow_volume(id, size)).await
+    }
+
+    async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError> {
+        self.by(deadline, self.0.put_qos(id, qos)).await
+    }
+
+    async fn create_snapshot(
+        &self,
+        id: &SnapshotId,
+        spec: &SnapshotSpec,
+        deadline: Instant,
+    ) -> Result<Snapshot, SnapshotError> {
+        self.by(deadline, self.0.put_snapshot(id, spec, until(deadline))).await
+    }
+
+    async fn delete_snapshot(&self, id: &SnapshotId, deadline: Instant) -> Result<(), DeleteError> {
+        self.by(deadline, self.0.delete_snapshot(id)).await
+    }
+
+    async fn get_snapshot(&self, id: &SnapshotId, deadline: Instant) -> Result<Option<Snapshot>, ReadError> {
+        self.by(deadline, self.0.get_snapshot(id)).await
+    }
+
+    async fn list_snapshots(
+        &self,
+        volume: Option<&VolumeId>,
+        limit: Option<u32>,
+        after: Option<&str>,
+        deadline: Instant,
+    ) -> Result<List<Snapshot>, ReadError> {
+        self.by(deadline, self.0.list_snapshots(volume, limit, after)).await
+    }
+
+    async fn list_pools(&self, deadline: Instant) -> Result<Vec<Pool>, ReadError> {
+        self.by(deadline, self.0.list_pools()).await
+    }
+
     async fn capacity(&self, query: &CapacityQuery, deadline: Instant) -> Result<Capacity, ReadError> {
         self.by(deadline, self.0.capacity(query)).await
     }
@@ -96,20 +130,42 @@ impl StorageInfra for Rest {
         &self,
         id: &AttachmentId,
         spec: &AttachmentSpec,
+        replaces: Option<&AttachmentId>,
         wait: Duration,
     ) -> Result<Uuid, AttachError> {
-        Ok(self.0.attach(id, spec, wait).await?.disk_uuid)
+        let attached = match replaces {
+            None => self.0.attach(id, spec, wait).await,
+            Some(earlier) => self.0.attach_instead(id, spec, earlier, wait).await,
+        };
+        Ok(attached?.disk_uuid)
     }
 
-    async fn detach(&self, id: &AttachmentId, wait: Duration) -> Result<(), DetachError> {
-        Ok(self.0.detach(id, wait).await?)
+    async fn detach(&self, id: &AttachmentId, fence: bool, wait: Duration) -> Result<(), DetachError> {
+        let detached = match fence {
+            true => self.0.fence(id, wait).await,
+            false => self.0.detach(id, wait).await,
+        };
+        Ok(detached?)
+    }
+
+    async fn list_attachments(
+        &self,
+        node: Option<Uuid>,
+        deadline: Instant,
+    ) -> Result<Vec<Attachment>, ReadError> {
+        self.by(deadline, self.0.list_attachments(node, None)).await
+    }
+
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble> {
+        Ok(self.0.events().await?.map(|event| event.map_err(Trouble::from)).boxed())
     }
 
     async fn ping(&self) -> Result<(), Trouble> {
-        match self.by::<_, ReadError>(Instant::now() + PING, self.0.health()).await {
-            Ok(_) => Ok(()),
-            Err(ReadError::Trouble(trouble)) => Err(trouble),
-            Err(ReadError::Invalid(text)) => Err(Trouble::Failed(text)),
-        }
+        self.by(Instant::now() + PING, self.0.health()).await.map(|_: infra_api::Health| ())
     }
+}
+
+/// What is left until `deadline`.
+fn until(deadline: Instant) -> Duration {
+    deadline.saturating_duration_since(Instant::now())
 }

@@ -13,7 +13,7 @@ use super::{events, handlers};
 #[openapi(
     info(
         title = "Nestor storage infra",
-        description = "Pools, volumes, and the disks of virtual machines. Every write is a PUT or DELETE on an id that the \
+        description = "Pools, volumes, snapshots, and the disks of virtual machines. Every write is a PUT or DELETE on an id that the \
                        caller chose, and can be repeated. Sizes are bytes, times are RFC 3339, errors are RFC 9457 problems \
                        whose `code` is what to decide on. Client certificates are required.",
     ),
@@ -27,6 +27,11 @@ use super::{events, handlers};
         handlers::get_volume,
         handlers::delete_volume,
         handlers::grow_volume,
+        handlers::put_qos,
+        handlers::put_snapshot,
+        handlers::list_snapshots,
+        handlers::get_snapshot,
+        handlers::delete_snapshot,
         handlers::put_node,
         handlers::list_nodes,
         handlers::get_node,
@@ -226,7 +231,12 @@ mod tests {
         }
         walk(&api, &api);
         let page = render(&api);
-        assert!(page.contains("PUT /v1/attachments/{id}") && page.contains("id=\"Volume\""), "{page}");
+        assert!(
+            page.contains("PUT /v1/attachments/{id}")
+                && page.contains("PUT /v1/snapshots/{id}")
+                && page.contains("id=\"Volume\""),
+            "{page}"
+        );
         assert!(!page.contains("http://") && !page.contains("https://"), "the page must stand by itself");
     }
 }

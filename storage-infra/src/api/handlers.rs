@@ -6,7 +6,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, Labels, List, Node, NodeSpec,
-    Pool, PoolName, PoolSpec, Problem, ProblemCode, Volume, VolumeId, VolumeSize, VolumeSpec, What,
+    Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
+    VolumeId, VolumeSize, VolumeSpec, VolumeState, What,
 };
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -19,6 +20,14 @@ use crate::service::{Failure, Progress, Result};
 fn made<T: serde::Serialize>((value, created): (T, bool)) -> Response {
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     (status, Json(value)).into_response()
+}
+
+/// As [`made`], for what may take longer than its caller waits.
+fn made_or_begun<T: serde::Serialize>(state: VolumeState, (value, created): (T, bool)) -> Response {
+    match state {
+        VolumeState::Creating => (StatusCode::ACCEPTED, Json(value)).into_response(),
+        VolumeState::Ready | VolumeState::Deleting => made((value, created)),
+    }
 }
 
 fn all<T>(items: Vec<T>) -> Json<List<T>> {
@@ -54,9 +63,9 @@ pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> 
     app.service.pool(&name).await.map(Json)
 }
 
-/// Forgets a pool without volumes. Its directory stays, and may be registered again.
+/// Forgets a pool without volumes and snapshots. Its directory stays, and may be registered again.
 #[utoipa::path(delete, path = "/v1/pools/{name}", tag = "Pools", params(("name" = PoolName, Path)), responses(
-    (status = 204, description = "Forgotten, or was not there"), (status = 409, description = "`in-use`: it has volumes", body = Problem),
+    (status = 204, description = "Forgotten, or was not there"), (status = 409, description = "`in-use`: it has volumes or snapshots", body = Problem),
 ))]
 pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<StatusCode> {
     app.service.delete_pool(name).await.map(|_| StatusCode::NO_CONTENT)
@@ -64,19 +73,30 @@ pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) 
 
 // ---- volumes ----
 
-/// Creates a volume of zeros.
-#[utoipa::path(put, path = "/v1/volumes/{id}", tag = "Volumes", request_body = VolumeSpec, params(("id" = VolumeId, Path)), responses(
+/// Creates a volume: of zeros, or with the bytes of a snapshot or of another volume.
+///
+/// Pools that can share blocks with the source's are preferred, and then it takes no time. Elsewhere the bytes are
+/// copied, and nobody may write to a source volume meanwhile. `Prefer: wait=SECONDS` (default 10, at most 60) bounds
+/// the wait.
+#[utoipa::path(put, path = "/v1/volumes/{id}", tag = "Volumes", request_body = VolumeSpec, params(
+    ("id" = VolumeId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+), responses(
     (status = 201, description = "Created", body = Volume), (status = 200, description = "The same was created before", body = Volume),
-    (status = 409, description = "`exists`: the id is taken by a volume that was asked for differently", body = Problem),
+    (status = 202, description = "Being copied; `copiedBytes` says how far; repeat to wait on", body = Volume),
+    (status = 400, description = "`invalid`: such as less than the source has", body = Problem),
+    (status = 404, description = "`not-found`: the source", body = Problem),
+    (status = 409, description = "`exists`: the id is taken by a volume that was asked for differently; `in-use`: the source can only be copied, and `nodes` may write to it", body = Problem),
     (status = 507, description = "`out-of-space`: `rejections` says why each pool was rejected", body = Problem),
     (status = 503, description = "`unavailable`: the pool failed meanwhile; repeat", body = Problem),
 ))]
 pub(super) async fn put_volume(
     State(app): State<App>,
     Id(id): Id<VolumeId>,
+    wait: Wait,
     Body(spec): Body<VolumeSpec>,
 ) -> Result<Response> {
-    app.service.put_volume(id, spec).await.map(made)
+    let answer = app.service.put_volume(id, spec, wait.or_default()).await?;
+    Ok(made_or_begun(answer.0.state, answer))
 }
 
 #[derive(Deserialize, IntoParams)]
@@ -119,7 +139,7 @@ pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) 
 /// Grows a volume, live where it is attached.
 #[utoipa::path(put, path = "/v1/volumes/{id}/size", tag = "Volumes", request_body = VolumeSize, params(("id" = VolumeId, Path)), responses(
     (status = 200, description = "It has the size, and every machine sees it", body = Volume),
-    (status = 404, description = "`not-found`", body = Problem), (status = 409, description = "`invalid`: it would shrink", body = Problem),
+    (status = 404, description = "`not-found`", body = Problem), (status = 409, description = "`invalid`: it would shrink; `in-use`: `nodes` have it read-only, which cannot grow while plugged", body = Problem),
     (status = 507, description = "`out-of-space`: its pool cannot", body = Problem),
     (status = 503, description = "`unavailable`: begun, and not seen by every machine yet; repeat", body = Problem),
 ))]
@@ -129,6 +149,87 @@ pub(super) async fn grow_volume(
     Body(size): Body<VolumeSize>,
 ) -> Result<Json<Volume>> {
     app.service.grow_volume(id, size).await.map(Json)
+}
+
+/// Limits how fast a volume may be, on each machine that has it, now and later. What is absent or 0 is not limited.
+///
+/// Hypervisor `loop` cannot limit anything: there the limits are only kept in mind.
+#[utoipa::path(put, path = "/v1/volumes/{id}/qos", tag = "Volumes", request_body = Qos, params(("id" = VolumeId, Path)), responses(
+    (status = 200, description = "Every machine that has the volume keeps to it", body = Volume),
+    (status = 400, description = "`invalid`: more than can be limited to", body = Problem), (status = 404, description = "`not-found`", body = Problem),
+    (status = 503, description = "`unavailable`: noted, and not kept by every machine yet; repeat", body = Problem),
+))]
+pub(super) async fn put_qos(
+    State(app): State<App>,
+    Id(id): Id<VolumeId>,
+    Body(qos): Body<Qos>,
+) -> Result<Json<Volume>> {
+    app.service.put_qos(id, qos).await.map(Json)
+}
+
+// ---- snapshots ----
+
+/// Keeps a volume's bytes as they are at one moment, in the volume's pool.
+///
+/// Where the pool can share blocks, that takes no time, and machines may write meanwhile. Elsewhere it is a copy, and
+/// nobody may write meanwhile. `Prefer: wait=SECONDS` (default 10, at most 60) bounds the wait.
+#[utoipa::path(put, path = "/v1/snapshots/{id}", tag = "Snapshots", request_body = SnapshotSpec, params(
+    ("id" = SnapshotId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+), responses(
+    (status = 201, description = "Taken", body = Snapshot), (status = 200, description = "The same was taken before", body = Snapshot),
+    (status = 202, description = "Being copied; `copiedBytes` says how far; repeat to wait on", body = Snapshot),
+    (status = 404, description = "`not-found`: the volume", body = Problem),
+    (status = 409, description = "`exists`: the id is taken by a snapshot of another volume; `in-use`: the pool cannot share blocks, and `nodes` may write to the volume", body = Problem),
+    (status = 507, description = "`out-of-space`: the pool has less free than the snapshot can keep", body = Problem),
+    (status = 503, description = "`unavailable`: the pool failed meanwhile; repeat", body = Problem),
+))]
+pub(super) async fn put_snapshot(
+    State(app): State<App>,
+    Id(id): Id<SnapshotId>,
+    wait: Wait,
+    Body(spec): Body<SnapshotSpec>,
+) -> Result<Response> {
+    let answer = app.service.put_snapshot(id, spec, wait.or_default()).await?;
+    Ok(made_or_begun(answer.0.state, answer))
+}
+
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct SnapshotPage {
+    /// Only of this volume.
+    volume: Option<VolumeId>,
+    /// At most so many; 1000 where it is absent or more.
+    limit: Option<usize>,
+    /// `continue` of the page before.
+    #[serde(rename = "continue", default)]
+    #[param(required = false)]
+    after: String,
+}
+
+/// A page of snapshots, of one volume or of all, by id.
+#[utoipa::path(get, path = "/v1/snapshots", tag = "Snapshots", params(SnapshotPage), responses((status = 200, body = List<Snapshot>)))]
+pub(super) async fn list_snapshots(
+    State(app): State<App>,
+    Params(page): Params<SnapshotPage>,
+) -> Result<Json<List<Snapshot>>> {
+    app.service.snapshots(page.volume, page.limit, page.after).await.map(Json)
+}
+
+/// One snapshot.
+#[utoipa::path(get, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
+    (status = 200, body = Snapshot), (status = 404, description = "`not-found`", body = Problem),
+))]
+pub(super) async fn get_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>> {
+    app.service.snapshot(&id).await.map(Json)
+}
+
+/// Deletes a snapshot. Its volume, and volumes made from it, stay as they are.
+#[utoipa::path(delete, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
+    (status = 204, description = "Gone, or was not there"),
+    (status = 503, description = "`unavailable`: the pool is not there; goes on when it is", body = Problem),
+))]
+pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<StatusCode> {
+    app.service.delete_snapshot(id).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 // ---- nodes ----
@@ -172,22 +273,34 @@ pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> R
 
 // ---- attachments ----
 
-/// Plugs a volume into a node. `Prefer: wait=SECONDS` (default 10, at most 60) bounds the wait.
+/// What an attachment stands for.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Instead {
+    /// An earlier attachment that nobody wants any more. If it has the same volume on the same node in the same way, it
+    /// ends, and its disk becomes this one's without being unplugged.
+    replaces: Option<AttachmentId>,
+}
+
+/// Plugs a volume into a node. `Prefer: wait=SECONDS` (default 10, at most 60) bounds the wait. An id is used once: for a
+/// day after its attachment was deleted, whether there was one or not, it is refused.
 #[utoipa::path(put, path = "/v1/attachments/{id}", tag = "Attachments", request_body = AttachmentSpec, params(
-    ("id" = AttachmentId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = AttachmentId, Path), Instead, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
 ), responses(
     (status = 200, description = "The disk is in the machine", body = Attachment), (status = 202, description = "Under way; repeat to wait on", body = Attachment),
     (status = 404, description = "`not-found`: `what` says which", body = Problem),
-    (status = 409, description = "`in-use`: `nodes` says where; `exists`: the id is for something else; `node-not-running`", body = Problem),
+    (status = 409, description = "`in-use`: `nodes` says where; `exists`: the id is for something else; `node-not-running`; `too-many-disks`", body = Problem),
+    (status = 410, description = "`ended`: the attachment of this id was deleted; take another id", body = Problem),
     (status = 503, description = "`unavailable`: may have happened; repeat", body = Problem),
 ))]
 pub(super) async fn put_attachment(
     State(app): State<App>,
     Id(id): Id<AttachmentId>,
+    Params(instead): Params<Instead>,
     wait: Wait,
     Body(spec): Body<AttachmentSpec>,
 ) -> Result<Response> {
-    let progress = app.service.attach(id.clone(), spec, wait.or_default()).await?;
+    let progress = app.service.attach(id.clone(), spec, instead.replaces, wait.or_default()).await?;
     attachment(&id, progress)
 }
 
@@ -226,9 +339,18 @@ pub(super) async fn get_attachment(
     }
 }
 
+/// How a disk leaves.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Leaving {
+    /// The machine is lost: where it does not let go of the disk within some seconds, it is switched off.
+    #[serde(default)]
+    fence: bool,
+}
+
 /// Unplugs a disk. Done when the machine's live state is free of it, or the machine is confirmed off or gone.
 #[utoipa::path(delete, path = "/v1/attachments/{id}", tag = "Attachments", params(
-    ("id" = AttachmentId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = AttachmentId, Path), Leaving, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
 ), responses(
     (status = 204, description = "The disk is out of the machine, or there was no such attachment"),
     (status = 202, description = "Under way; `message` says what it waits for; repeat to wait on", body = Attachment),
@@ -237,9 +359,14 @@ pub(super) async fn get_attachment(
 pub(super) async fn delete_attachment(
     State(app): State<App>,
     Id(id): Id<AttachmentId>,
+    Params(leaving): Params<Leaving>,
     wait: Wait,
 ) -> Result<Response> {
-    match app.service.detach(id, wait.or_default()).await? {
+    let left = match leaving.fence {
+        true => app.service.fence(id, wait.or_default()).await?,
+        false => app.service.detach(id, wait.or_default()).await?,
+    };
+    match left {
         Progress::Gone => Ok(StatusCode::NO_CONTENT.into_response()),
         Progress::Plugged(found) | Progress::UnderWay(found) => {
             Ok((StatusCode::ACCEPTED, Json(found)).into_response())

@@ -46,6 +46,12 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
             put(handlers::put_volume).get(handlers::get_volume).delete(handlers::delete_volume),
         )
         .route("/v1/volumes/{id}/size", put(handlers::grow_volume))
+        .route("/v1/volumes/{id}/qos", put(handlers::put_qos))
+        .route("/v1/snapshots", get(handlers::list_snapshots))
+        .route(
+            "/v1/snapshots/{id}",
+            put(handlers::put_snapshot).get(handlers::get_snapshot).delete(handlers::delete_snapshot),
+        )
         .route("/v1/nodes", get(handlers::list_nodes))
         .route(
             "/v1/nodes/{uuid}",

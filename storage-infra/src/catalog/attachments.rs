@@ -60,6 +60,19 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
     })())
 }
 
+/// Which rows are meant. Of each own text, so that SQLite finds an index for it.
+pub(super) fn filter(node: bool, volume: bool) -> &'static str {
+    match (node, volume) {
+        (false, false) => "?1 IS NULL AND ?2 IS NULL",
+        (true, false) => "node = ?1 AND ?2 IS NULL",
+        (false, true) => "?1 IS NULL AND volume = ?2",
+        (true, true) => "node = ?1 AND volume = ?2",
+    }
+}
+
+/// The disks that were told to go.
+pub(super) const LEAVING: &str = "state = 'detaching'";
+
 impl Tx<'_> {
     /// One attachment.
     pub fn attachment(&self, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
@@ -72,12 +85,19 @@ impl Tx<'_> {
 
     /// All attachments, or those of a node, a volume, or both; by id.
     pub fn attachments(&self, node: Option<Uuid>, volume: Option<&VolumeId>) -> Result<Vec<AttachmentRow>> {
+        let filter = filter(node.is_some(), volume.is_some());
         self.0
-            .prepare_cached(&format!(
-                "SELECT {COLUMNS} FROM attachments \
-                 WHERE (?1 IS NULL OR node = ?1) AND (?2 IS NULL OR volume = ?2) ORDER BY id"
-            ))?
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {filter} ORDER BY id"))?
             .query_map(params![node.map(|uuid| uuid.to_string()), volume.map(VolumeId::as_str)], read)?
+            .map(|row| row?)
+            .collect()
+    }
+
+    /// The attachments that were told to go.
+    pub fn leaving_attachments(&self) -> Result<Vec<AttachmentRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {LEAVING}"))?
+            .query_map([], read)?
             .map(|row| row?)
             .collect()
     }
@@ -114,7 +134,39 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Removes an attachment.
+    /// Removes an attachment, if it is there, and remembers from `now` on (seconds since 1970) that its id is over.
+    pub fn end_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
+        self.delete_attachment(id)?;
+        self.0
+            .prepare_cached(
+                "INSERT INTO ended_attachments (id, ended_at) VALUES (?1, ?2) \
+                 ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
+            )?
+            .execute(params![id.as_str(), now])?;
+        Ok(())
+    }
+
+    /// Whether an attachment of this id was told to go.
+    pub fn is_attachment_ended(&self, id: &AttachmentId) -> Result<bool> {
+        let mut found = self.0.prepare_cached("SELECT 1 FROM ended_attachments WHERE id = ?1")?;
+        Ok(found.exists([id.as_str()])?)
+    }
+
+    /// Forgets ids that were over before then (seconds since 1970).
+    pub fn forget_ended_attachments(&self, before: i64) -> Result<()> {
+        self.0.prepare_cached("DELETE FROM ended_attachments WHERE ended_at < ?1")?.execute([before])?;
+        Ok(())
+    }
+
+    /// Gives an attachment another id. The one that it had is over from `now` on.
+    pub fn hand_over_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE attachments SET id = ?2 WHERE id = ?1")?
+            .execute([from.as_str(), to.as_str()])?;
+        self.end_attachment(from, now)
+    }
+
+    /// Removes an attachment that never came about; its id can be used again.
     pub fn delete_attachment(&self, id: &AttachmentId) -> Result<()> {
         self.0.prepare_cached("DELETE FROM attachments WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())

@@ -1,25 +1,32 @@
-//! What the server must not forget: pools, volumes, nodes, attachments, and what was meant to be done to them.
+//! What the server must not forget: pools, volumes, snapshots, nodes, attachments, and what was meant to be done to them.
 //!
-//! SQLite in WAL mode with `synchronous=FULL`: when a write has returned, it survives a power cut. An intent is
-//! written here before its effect happens anywhere else.
+//! SQLite in WAL mode with `synchronous=FULL`: when a write has returned, it survives a power cut, unless it is a mere note
+//! ([`Catalog::note`]). An intent is written here before its effect happens anywhere else.
 
 mod attachments;
 mod nodes;
 mod pools;
+mod records;
 mod schema;
+mod snapshots;
+mod together;
 mod volumes;
+pub mod whole;
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rusqlite::{Connection, ErrorCode, Transaction, TransactionBehavior};
+use rusqlite::{Connection, ErrorCode};
 
 pub use attachments::AttachmentRow;
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
-pub use volumes::{VolumeRow, VolumeUse};
+pub use snapshots::SnapshotRow;
+pub use volumes::{Use, VolumeRow};
+
+use together::Threads;
 
 /// Why the catalog did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -27,9 +34,17 @@ pub enum CatalogError {
     /// The catalog cannot be opened or is not one of ours.
     #[error("{0}")]
     Unusable(String),
+    /// The catalog is there no more, or not whole.
+    #[error("{0}")]
+    Damaged(String),
     /// The catalog cannot be written: its filesystem is full or read-only.
-    #[error("the catalog cannot be written: {0}")]
+    #[error(
+        "the catalog cannot be written: {0}; make room on the filesystem of the data directory, or mount it writable, then repeat"
+    )]
     ReadOnly(rusqlite::Error),
+    /// What is beside the catalog cannot be written.
+    #[error("{0}; make room on the filesystem of the data directory, or mount it writable, then repeat")]
+    Unwritable(String),
     /// Anything else that SQLite says.
     #[error("the catalog failed: {0}")]
     Sqlite(rusqlite::Error),
@@ -40,6 +55,7 @@ pub enum CatalogError {
 
 impl From<rusqlite::Error> for CatalogError {
     fn from(error: rusqlite::Error) -> Self {
+        together::note_error(&error);
         match error.sqlite_error_code() {
             Some(ErrorCode::ReadOnly | ErrorCode::DiskFull | ErrorCode::CannotOpen) => Self::ReadOnly(error),
             _ => Self::Sqlite(error),
@@ -47,80 +63,107 @@ impl From<rusqlite::Error> for CatalogError {
     }
 }
 
-type Result<T, E = CatalogError> = std::result::Result<T, E>;
+/// What the catalog answers.
+pub type Result<T, E = CatalogError> = std::result::Result<T, E>;
 
 /// The catalog. Cheap to clone.
 #[derive(Clone)]
-pub struct Catalog {
-    connection: Arc<Mutex<Connection>>,
-    // Held for as long as the catalog is open: two servers on one catalog would undo each other's work.
-    _lock: Arc<File>,
+pub struct Catalog(Arc<Inner>);
+
+struct Inner {
+    data_dir: Arc<Path>,
+    /// Held while the list beside the catalog is brought up to date.
+    remembering: Arc<tokio::sync::Mutex<()>>,
+    // They hold the lock: two servers on one catalog would undo each other's work.
+    threads: Threads,
 }
 
 /// One transaction; the methods for each table are in the table's own file.
-pub struct Tx<'a>(Transaction<'a>);
+pub struct Tx<'a>(&'a Connection);
 
 impl Catalog {
     /// Opens or creates the catalog in a data directory, and keeps every other server out of it. One that is just
     /// being killed has so long to let go.
     pub fn open(data_dir: &Path, patience: Duration) -> Result<Self> {
-        let unusable = |what: &str, why: &dyn std::fmt::Display| {
-            CatalogError::Unusable(format!("{what} {}: {why}", data_dir.display()))
-        };
-        std::fs::create_dir_all(data_dir).map_err(|e| unusable("cannot make the data directory", &e))?;
-        let lock = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(data_dir.join("lock"))
-            .map_err(|e| unusable("cannot open the lock file in", &e))?;
-        let start = Instant::now();
-        while let Err(error) = lock.try_lock() {
-            match error {
-                // A file lock can't be waited for with a deadline, so it is tried again.
-                TryLockError::WouldBlock if start.elapsed() < patience => {
-                    std::thread::sleep(Duration::from_millis(20));
-                }
-                TryLockError::WouldBlock => {
-                    return Err(unusable("another server runs on", &"stop that one first"));
-                }
-                TryLockError::Error(error) => return Err(unusable("cannot lock", &error)),
-            }
-        }
-        let mut connection = Connection::open(data_dir.join("catalog.sqlite"))?;
-        connection.busy_timeout(Duration::from_secs(5))?;
-        connection.pragma_update(None, "journal_mode", "wal")?;
-        connection.pragma_update(None, "synchronous", "full")?;
-        connection.pragma_update(None, "foreign_keys", true)?;
+        let lock = lock(data_dir, patience)?;
+        whole::refuse_lost(data_dir)?;
+        let connection = connect(&data_dir.join(whole::FILE)).map_err(|error| match error {
+            // Whatever SQLite cannot make sense of.
+            CatalogError::Sqlite(why) => whole::damaged(data_dir, format_args!("cannot be read: {why}")),
+            other => other,
+        });
+        let mut connection = connection?;
+        whole::refuse_damaged(data_dir, &connection).map_err(|error| match error {
+            CatalogError::Sqlite(why) => whole::damaged(data_dir, format_args!("is damaged: {why}")),
+            other => other,
+        })?;
         schema::migrate(&mut connection)?;
-        Ok(Self { connection: Arc::new(Mutex::new(connection)), _lock: Arc::new(lock) })
+        let tx = connection.transaction()?;
+        let known = whole::read_all(&Tx(&tx)).map_err(|error| match error {
+            CatalogError::Sqlite(_) | CatalogError::Corrupt(_) => {
+                whole::damaged(data_dir, format_args!("is damaged: {error}"))
+            }
+            other => other,
+        })?;
+        drop(tx);
+        whole::write_known(data_dir, &known)?;
+        let threads = Threads::start(lock, connection, || {
+            let connection = connect(&data_dir.join(whole::FILE))?;
+            connection.pragma_update(None, "query_only", true)?;
+            Ok(connection)
+        })?;
+        let inner = Inner { data_dir: data_dir.into(), remembering: Arc::default(), threads };
+        Ok(Self(Arc::new(inner)))
     }
 
-    /// Runs one transaction on a blocking thread. It is committed when `work` succeeds, and undone when it fails.
+    /// Makes a catalog at this path, which must be free. Not for serving: nothing keeps others out of it.
+    /// Gives what is to be listed beside it.
+    pub fn build(path: &Path, fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<whole::Known> {
+        let mut connection = connect(path)?;
+        schema::migrate(&mut connection)?;
+        let known = {
+            let tx = connection.transaction()?;
+            fill(&Tx(&tx))?;
+            let known = whole::read_all(&Tx(&tx))?;
+            tx.commit()?;
+            known
+        };
+        // One file, without a log beside it, so that it can be renamed.
+        connection.pragma_update(None, "journal_mode", "delete")?;
+        connection.close().map_err(|(_, error)| error)?;
+        Ok(known)
+    }
+
+    /// Runs one transaction. It is committed when `work` succeeds, and undone when it fails; on the disk when this returns.
+    /// `work` may share its commit with others, so it must do nothing that takes long.
     pub async fn run<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
         F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
     {
-        let connection = self.connection.clone();
-        let task = tokio::task::spawn_blocking(move || {
-            // A panic inside a transaction rolls it back, so the connection stays good.
-            let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
-            let tx = connection
-                .transaction_with_behavior(TransactionBehavior::Immediate)
-                .map_err(CatalogError::from)?;
-            let tx = Tx(tx);
-            let value = work(&tx)?;
-            tx.0.commit().map_err(CatalogError::from)?;
-            Ok(value)
-        });
-        match task.await {
-            Ok(result) => result,
-            Err(error) => {
-                Err(CatalogError::Unusable(format!("a catalog transaction broke off: {error}")).into())
-            }
-        }
+        self.0.threads.write(false, work).await
+    }
+
+    /// As [`Catalog::run`], but what it writes is on the disk only with the next transaction that is. Only for what may
+    /// be lost: what would be written again, and is the same for everybody until then.
+    pub async fn note<T, E, F>(&self, work: F) -> Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<CatalogError> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
+    {
+        self.0.threads.write(true, work).await
+    }
+
+    /// Reads what is committed, all of one moment, and waits for nobody who writes. `work` can change nothing.
+    pub async fn read<T, E, F>(&self, work: F) -> Result<T, E>
+    where
+        T: Send + 'static,
+        E: From<CatalogError> + Send + 'static,
+        F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
+    {
+        self.0.threads.read(work).await
     }
 
     /// Whether the catalog can be written: really writes, without changing anything.
@@ -132,6 +175,44 @@ impl Catalog {
         })
         .await
     }
+}
+
+/// Keeps every other program out of a data directory until the answer is dropped. One that is just being killed has so
+/// long to let go.
+pub fn lock(data_dir: &Path, patience: Duration) -> Result<File> {
+    let unusable = |what: &str, why: &dyn std::fmt::Display| {
+        CatalogError::Unusable(format!("{what} {}: {why}", data_dir.display()))
+    };
+    std::fs::create_dir_all(data_dir).map_err(|e| unusable("cannot make the data directory", &e))?;
+    let lock = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(data_dir.join("lock"))
+        .map_err(|e| unusable("cannot open the lock file in", &e))?;
+    let start = Instant::now();
+    while let Err(error) = lock.try_lock() {
+        match error {
+            // A file lock can't be waited for with a deadline, so it is tried again.
+            TryLockError::WouldBlock if start.elapsed() < patience => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            TryLockError::WouldBlock => {
+                return Err(unusable("another server runs on", &"stop that one first"));
+            }
+            TryLockError::Error(error) => return Err(unusable("cannot lock", &error)),
+        }
+    }
+    Ok(lock)
+}
+
+fn connect(path: &Path) -> Result<Connection> {
+    let connection = Connection::open(path)?;
+    connection.busy_timeout(Duration::from_secs(5))?;
+    connection.pragma_update(None, "journal_mode", "wal")?;
+    connection.pragma_update(None, "synchronous", "full")?;
+    connection.pragma_update(None, "foreign_keys", true)?;
+    Ok(connection)
 }
 
 /// Reads a column that one of our own types wrote.
@@ -175,9 +256,16 @@ mod tests {
                 capacity_bytes: 1,
                 limit_bytes: None,
                 placement: Placement::default(),
+                source: None,
+                qos: Qos::default(),
+                shareable: false,
                 labels: Labels::new(),
             },
             created_at: "2026-01-01T00:00:00Z".into(),
+            family: Uuid::new_v4(),
+            copying: false,
+            qos: Qos::default(),
+            qos_due: false,
         }
     }
 
@@ -242,6 +330,27 @@ mod tests {
         catalog.run::<_, CatalogError, _>(move |tx| tx.delete_attachment(&id)).await.unwrap();
         insert(attachment("four", &v, a, Access::MultiNodeReadOnly)).await.unwrap();
         insert(attachment("five", &v, b, Access::MultiNodeReadOnly)).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn the_schema_itself_lets_only_shareable_volumes_have_many_writers_and_no_mere_readers_beside_them()
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let mut v = volume("v");
+        let (a, b, c) = (Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4());
+        let catalog = catalog(dir.path(), &v, &[a, b, c]).await;
+        let insert =
+            |row: AttachmentRow| catalog.run::<_, CatalogError, _>(move |tx| tx.insert_attachment(&row));
+        insert(attachment("one", &v, a, Access::MultiNode)).await.unwrap_err();
+        v.id = VolumeId::new("w").unwrap();
+        v.disk_uuid = Uuid::new_v4();
+        v.spec.shareable = true;
+        let row = v.clone();
+        catalog.run::<_, CatalogError, _>(move |tx| tx.insert_volume(&row)).await.unwrap();
+        insert(attachment("one", &v, a, Access::MultiNode)).await.unwrap();
+        insert(attachment("two", &v, b, Access::MultiNode)).await.unwrap();
+        insert(attachment("three", &v, c, Access::MultiNodeReadOnly)).await.unwrap_err();
+        insert(attachment("four", &v, c, Access::SingleNode)).await.unwrap_err();
     }
 
     #[tokio::test]

@@ -47,6 +47,12 @@ impl Tx<'_> {
                  ON CONFLICT (uuid) DO UPDATE SET hypervisor = excluded.hypervisor, spec = excluded.spec",
             )?
             .execute(params![node.uuid.to_string(), node.spec.hypervisor, to_json(&node.spec)?])?;
+        // Where to find the machine is noted with the bytes of what it has.
+        self.0
+            .prepare_cached(
+                "UPDATE volumes SET record_due = 1 WHERE id IN (SELECT volume FROM attachments WHERE node = ?1)",
+            )?
+            .execute([node.uuid.to_string()])?;
         Ok(())
     }
 

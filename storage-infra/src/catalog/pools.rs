@@ -1,9 +1,12 @@
 //! The table of pools.
 
+use std::collections::{HashMap, HashSet};
+
 use infra_api::{PoolName, PoolSpec};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
+use super::volumes::OF_GROUP;
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 
 /// A pool as the catalog keeps it.
@@ -87,6 +90,35 @@ impl Tx<'_> {
     pub fn set_pool_marked(&self, name: &PoolName) -> Result<()> {
         self.0.prepare_cached("UPDATE pools SET marked = 1 WHERE name = ?1")?.execute([name.as_str()])?;
         Ok(())
+    }
+
+    /// What is reserved in each pool for its volumes and snapshots, growth counted. The schema itself keeps the sums.
+    pub fn reserved(&self) -> Result<HashMap<PoolName, u64>> {
+        self.0
+            .prepare_cached("SELECT name, reserved FROM pools")?
+            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get(1)?)))?
+            .map(|row| {
+                let (name, reserved) = row?;
+                Ok((parse("pools.name", &name)?, reserved))
+            })
+            .collect()
+    }
+
+    /// The pools that hold a volume of an anti-affinity group.
+    pub fn pools_with(&self, group: &str) -> Result<HashSet<PoolName>> {
+        self.0
+            .prepare_cached(&format!("SELECT DISTINCT pool FROM volumes WHERE {OF_GROUP}"))?
+            .query_map([group], |row| row.get::<_, String>(0))?
+            .map(|name| parse("volumes.pool", &name?))
+            .collect()
+    }
+
+    /// How many volumes and snapshots a pool holds.
+    pub fn count_held(&self, name: &PoolName) -> Result<(u64, u64)> {
+        let mut count = self.0.prepare_cached(
+            "SELECT (SELECT count(*) FROM volumes WHERE pool = ?1), (SELECT count(*) FROM snapshots WHERE pool = ?1)",
+        )?;
+        Ok(count.query_row([name.as_str()], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
     /// Removes a pool. Fails while it has volumes.

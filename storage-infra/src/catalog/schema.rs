@@ -5,7 +5,9 @@ use rusqlite::Connection;
 use super::CatalogError;
 
 /// Each entry brings the schema from its index to the next version. Entries are never edited once released.
-const MIGRATIONS: &[&str] = &["
+const MIGRATIONS: &[&str] = &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES];
+
+const FIRST: &str = "
 CREATE TABLE pools (
     name      TEXT PRIMARY KEY,
     uuid      TEXT NOT NULL UNIQUE,
@@ -59,7 +61,130 @@ BEGIN SELECT RAISE(ABORT, 'the volume is attached elsewhere'); END;
 CREATE TRIGGER attached_volumes_stay BEFORE DELETE ON volumes
 WHEN OLD.state <> 'deleting'
 BEGIN SELECT RAISE(ABORT, 'only a volume in state deleting can be removed'); END;
-"];
+";
+
+const SNAPSHOTS_AND_SHARING: &str = "
+-- Files that may share blocks: those that came from each other by reflink.
+ALTER TABLE volumes ADD COLUMN family TEXT NOT NULL DEFAULT '';
+UPDATE volumes SET family = disk_uuid;
+-- 1 while the bytes come piece by piece from a source that nobody may write to meanwhile.
+ALTER TABLE volumes ADD COLUMN copying INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE volumes ADD COLUMN qos TEXT NOT NULL DEFAULT '{}';
+-- 1 until every machine that has the volume keeps to its limits.
+ALTER TABLE volumes ADD COLUMN qos_due INTEGER NOT NULL DEFAULT 0;
+UPDATE volumes SET spec = json_remove(
+    CASE WHEN spec ->> '$.placement.zone' IS NULL THEN spec
+         ELSE json_set(spec, '$.placement.zones', json_array(spec ->> '$.placement.zone')) END,
+    '$.placement.zone');
+
+CREATE TABLE snapshots (
+    id          TEXT PRIMARY KEY,
+    -- Not a reference: the volume may go first.
+    volume      TEXT NOT NULL,
+    pool        TEXT NOT NULL REFERENCES pools(name),
+    capacity    INTEGER NOT NULL,
+    -- The most that it can keep allocated.
+    reserved    INTEGER NOT NULL,
+    family      TEXT NOT NULL,
+    copying     INTEGER NOT NULL,
+    state       TEXT NOT NULL CHECK (state IN ('creating', 'ready', 'deleting')),
+    labels      TEXT NOT NULL,
+    created_at  TEXT NOT NULL
+) STRICT;
+CREATE INDEX snapshots_by_volume ON snapshots(volume);
+CREATE INDEX snapshots_by_pool ON snapshots(pool);
+
+CREATE TABLE attachments_new (
+    id          TEXT PRIMARY KEY,
+    volume      TEXT NOT NULL REFERENCES volumes(id),
+    node        TEXT NOT NULL REFERENCES nodes(uuid),
+    read_only   INTEGER NOT NULL,
+    access      TEXT NOT NULL CHECK (access IN ('single-node', 'multi-node-read-only', 'multi-node')),
+    state       TEXT NOT NULL CHECK (state IN ('attaching', 'attached', 'detaching')),
+    message     TEXT,
+    created_at  TEXT NOT NULL,
+    UNIQUE (volume, node),
+    CHECK (access <> 'multi-node-read-only' OR read_only)
+) STRICT;
+INSERT INTO attachments_new SELECT id, volume, node, read_only, access, state, message, created_at FROM attachments;
+DROP TABLE attachments;
+ALTER TABLE attachments_new RENAME TO attachments;
+CREATE INDEX attachments_by_node ON attachments(node);
+CREATE UNIQUE INDEX one_single_node_attachment ON attachments(volume) WHERE access = 'single-node';
+-- Whoever shares a volume shares it with the like: readers among readers, writers among those who know of each other.
+CREATE TRIGGER only_the_like_share BEFORE INSERT ON attachments
+WHEN EXISTS (SELECT 1 FROM attachments a WHERE a.volume = NEW.volume AND a.id <> NEW.id
+             AND (a.access = 'single-node' OR a.access <> NEW.access))
+BEGIN SELECT RAISE(ABORT, 'the volume is attached elsewhere'); END;
+CREATE TRIGGER only_shareable_volumes_have_many_writers BEFORE INSERT ON attachments
+WHEN NEW.access = 'multi-node'
+     AND NOT (SELECT coalesce(spec ->> '$.shareable', 0) FROM volumes WHERE id = NEW.volume)
+BEGIN SELECT RAISE(ABORT, 'the volume is not shareable'); END;
+";
+
+const ENDED_ATTACHMENTS: &str = "
+-- Ids of attachments that were told to go: a late wish for one of them must not bring it back.
+CREATE TABLE ended_attachments (
+    id        TEXT PRIMARY KEY,
+    -- Seconds since 1970.
+    ended_at  INTEGER NOT NULL
+) STRICT;
+CREATE INDEX ended_attachments_by_time ON ended_attachments(ended_at);
+";
+
+const RECORDS: &str = "
+-- 1 while what is noted with the bytes may be older than the row. What was made before there were notes has none.
+ALTER TABLE volumes ADD COLUMN record_due INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE snapshots ADD COLUMN record_due INTEGER NOT NULL DEFAULT 1;
+-- Not for new writers: these are noted before they are plugged.
+CREATE TRIGGER record_due_after_detach AFTER DELETE ON attachments
+BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.volume; END;
+CREATE TRIGGER record_due_after_change AFTER UPDATE OF id, node, access, read_only ON attachments
+BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.volume; END;
+-- A new reader need not be noted first.
+CREATE TRIGGER record_due_after_new_reader AFTER INSERT ON attachments WHEN NEW.read_only
+BEGIN UPDATE volumes SET record_due = 1 WHERE id = NEW.volume; END;
+CREATE TRIGGER record_due_after_new_size AFTER UPDATE OF qos, capacity ON volumes
+BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.id; END;
+";
+
+const SUMS_AND_INDEXES: &str = "
+-- What is reserved for the pool's volumes and snapshots, so that placing a new one need not look at all of them.
+ALTER TABLE pools ADD COLUMN reserved INTEGER NOT NULL DEFAULT 0;
+UPDATE pools SET reserved =
+    (SELECT coalesce(sum(max(v.capacity, coalesce(v.grow_to, 0))), 0) FROM volumes v WHERE v.pool = pools.name)
+    + (SELECT coalesce(sum(s.reserved), 0) FROM snapshots s WHERE s.pool = pools.name);
+CREATE TRIGGER new_volume_reserves AFTER INSERT ON volumes
+BEGIN UPDATE pools SET reserved = reserved + max(NEW.capacity, coalesce(NEW.grow_to, 0)) WHERE name = NEW.pool; END;
+CREATE TRIGGER old_volume_frees AFTER DELETE ON volumes
+BEGIN UPDATE pools SET reserved = reserved - max(OLD.capacity, coalesce(OLD.grow_to, 0)) WHERE name = OLD.pool; END;
+CREATE TRIGGER changed_volume_reserves AFTER UPDATE OF pool, capacity, grow_to ON volumes
+BEGIN
+    UPDATE pools SET reserved = reserved - max(OLD.capacity, coalesce(OLD.grow_to, 0)) WHERE name = OLD.pool;
+    UPDATE pools SET reserved = reserved + max(NEW.capacity, coalesce(NEW.grow_to, 0)) WHERE name = NEW.pool;
+END;
+CREATE TRIGGER new_snapshot_reserves AFTER INSERT ON snapshots
+BEGIN UPDATE pools SET reserved = reserved + NEW.reserved WHERE name = NEW.pool; END;
+CREATE TRIGGER old_snapshot_frees AFTER DELETE ON snapshots
+BEGIN UPDATE pools SET reserved = reserved - OLD.reserved WHERE name = OLD.pool; END;
+CREATE TRIGGER changed_snapshot_reserves AFTER UPDATE OF pool, reserved ON snapshots
+BEGIN
+    UPDATE pools SET reserved = reserved - OLD.reserved WHERE name = OLD.pool;
+    UPDATE pools SET reserved = reserved + NEW.reserved WHERE name = NEW.pool;
+END;
+
+-- Of the few among the many that are asked for again and again.
+CREATE INDEX unfinished_volumes ON volumes(id) WHERE state <> 'ready' OR grow_to IS NOT NULL OR qos_due;
+CREATE INDEX unfinished_snapshots ON snapshots(id) WHERE state <> 'ready';
+CREATE INDEX copied_volumes ON volumes(id) WHERE copying AND state = 'creating';
+CREATE INDEX volumes_to_note ON volumes(id) WHERE record_due AND state = 'ready';
+CREATE INDEX snapshots_to_note ON snapshots(id) WHERE record_due AND state = 'ready';
+-- A row that cannot be read must be found and told of, not fail whoever looks for others.
+CREATE INDEX volumes_by_group
+    ON volumes(CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END, pool)
+    WHERE CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END IS NOT NULL;
+CREATE INDEX leaving_attachments ON attachments(id) WHERE state = 'detaching';
+";
 
 /// Brings the schema up to date, one transaction per version.
 pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
@@ -77,4 +202,142 @@ pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
         tx.commit()?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{attachments, records, snapshots, volumes};
+    use super::*;
+
+    #[test]
+    fn an_older_catalog_keeps_what_it_has_and_its_zone_becomes_a_list() {
+        let mut connection = Connection::open_in_memory().unwrap();
+        connection.execute_batch(FIRST).unwrap();
+        connection.pragma_update(None, "user_version", 1).unwrap();
+        connection
+            .execute_batch(
+                r#"INSERT INTO pools VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);
+                INSERT INTO volumes VALUES ('v', 'p', 4096, NULL, 'd', 'ready',
+                    '{"capacityBytes":1,"placement":{"zone":"z1"},"labels":{}}', 'now');
+                INSERT INTO volumes VALUES ('w', 'p', 4096, NULL, 'e', 'ready',
+                    '{"capacityBytes":1,"placement":{},"labels":{}}', 'now');
+                INSERT INTO nodes VALUES ('n', 'h', '{}');
+                INSERT INTO attachments VALUES ('a', 'v', 'n', 0, 'single-node', 'attached', NULL, 'now');"#,
+            )
+            .unwrap();
+        migrate(&mut connection).unwrap();
+        let text = |sql: &str| connection.query_row(sql, [], |row| row.get::<_, String>(0)).unwrap();
+        let spec: infra_api::VolumeSpec =
+            serde_json::from_str(&text("SELECT spec FROM volumes WHERE id = 'v'")).unwrap();
+        assert_eq!(spec.placement.zones, ["z1"]);
+        let spec: infra_api::VolumeSpec =
+            serde_json::from_str(&text("SELECT spec FROM volumes WHERE id = 'w'")).unwrap();
+        assert!(spec.placement.zones.is_empty());
+        assert_eq!(text("SELECT family FROM volumes WHERE id = 'v'"), "d");
+        assert_eq!(text("SELECT volume FROM attachments"), "v");
+    }
+
+    #[test]
+    fn an_older_catalog_gets_its_sums_and_they_are_kept() {
+        let mut connection = Connection::open_in_memory().unwrap();
+        for sql in &MIGRATIONS[..4] {
+            connection.execute_batch(sql).unwrap();
+        }
+        connection.pragma_update(None, "user_version", 4).unwrap();
+        let volume = |id: &str, pool: &str, bytes: u64, grow_to: &str| {
+            format!(
+                "INSERT INTO volumes (id, pool, capacity, grow_to, disk_uuid, state, spec, created_at) \
+                 VALUES ('{id}', '{pool}', {bytes}, {grow_to}, '{id}', 'deleting', '{{}}', 'now');"
+            )
+        };
+        let snapshot = |id: &str, bytes: u64| {
+            format!(
+                "INSERT INTO snapshots (id, volume, pool, capacity, reserved, family, copying, state, labels, created_at) \
+                 VALUES ('{id}', 'a', 'p', 900, {bytes}, 'f', 0, 'ready', '{{}}', 'now');"
+            )
+        };
+        let old = [
+            "INSERT INTO pools VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);".to_owned(),
+            "INSERT INTO pools VALUES ('q', 'w', 'file', '/q', '{}', 0, 1);".to_owned(),
+            volume("a", "p", 100, "NULL"),
+            volume("b", "p", 10, "20"),
+            snapshot("s", 7),
+        ];
+        connection.execute_batch(&old.concat()).unwrap();
+        migrate(&mut connection).unwrap();
+        let sum = |pool: &str| {
+            let sql = "SELECT reserved FROM pools WHERE name = ?1";
+            connection.query_row(sql, [pool], |row| row.get::<_, u64>(0)).unwrap()
+        };
+        assert_eq!((sum("p"), sum("q")), (127, 0));
+        let steps = [
+            (volume("c", "q", 5, "NULL"), 127, 5),
+            (snapshot("t", 3), 130, 5),
+            ("UPDATE volumes SET grow_to = 50 WHERE id = 'c'".to_owned(), 130, 50),
+            ("UPDATE volumes SET capacity = grow_to, grow_to = NULL WHERE id = 'c'".to_owned(), 130, 50),
+            ("UPDATE snapshots SET reserved = 1 WHERE id = 't'".to_owned(), 128, 50),
+            ("UPDATE volumes SET pool = 'p' WHERE id = 'c'".to_owned(), 178, 0),
+            ("DELETE FROM volumes WHERE id = 'b'".to_owned(), 158, 0),
+            ("DELETE FROM snapshots".to_owned(), 150, 0),
+            ("DELETE FROM volumes".to_owned(), 0, 0),
+        ];
+        for (step, p, q) in steps {
+            connection.execute_batch(&step).unwrap();
+            assert_eq!((sum("p"), sum("q")), (p, q), "{step}");
+        }
+    }
+
+    #[test]
+    fn a_group_is_found_beside_a_row_that_cannot_be_read() {
+        let mut connection = Connection::open_in_memory().unwrap();
+        migrate(&mut connection).unwrap();
+        let volume = |id: &str, spec: &str| {
+            format!(
+                "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at) \
+                 VALUES ('{id}', 'p', 1, '{id}', 'ready', '{spec}', 'now');"
+            )
+        };
+        let rows = [
+            "INSERT INTO pools (name, uuid, engine, path, labels, cordoned, marked) \
+             VALUES ('p', 'u', 'file', '/p', '{}', 0, 1);"
+                .to_owned(),
+            volume("a", r#"{"placement":{"antiAffinityId":"db"}}"#),
+            volume("b", "{}"),
+            volume("c", "{"),
+        ];
+        connection.execute_batch(&rows.concat()).unwrap();
+        let sql = format!("SELECT id FROM volumes WHERE {}", volumes::OF_GROUP);
+        assert_eq!(connection.query_row(&sql, ["db"], |row| row.get::<_, String>(0)).unwrap(), "a");
+    }
+
+    #[test]
+    fn what_is_asked_for_again_and_again_is_found_by_an_index() {
+        let mut connection = Connection::open_in_memory().unwrap();
+        migrate(&mut connection).unwrap();
+        let of_volume = format!("attachments WHERE {}", attachments::filter(false, true));
+        let of_node = format!("attachments WHERE {}", attachments::filter(true, false));
+        let of_both = format!("attachments WHERE {}", attachments::filter(true, true));
+        let queries = [
+            ("INDEX unfinished_volumes", format!("volumes WHERE {} ORDER BY id", volumes::UNFINISHED)),
+            ("INDEX unfinished_snapshots", format!("snapshots WHERE {} ORDER BY id", snapshots::UNFINISHED)),
+            ("INDEX copied_volumes", format!("volumes WHERE {} AND spec ->> '$.a' = ?1", volumes::COPIED)),
+            ("INDEX snapshots_by_volume", format!("snapshots WHERE {} AND volume = ?1", volumes::COPIED)),
+            ("INDEX volumes_by_group", format!("volumes WHERE {}", volumes::OF_GROUP)),
+            ("INDEX volumes_to_note", format!("volumes WHERE {}", records::DUE)),
+            ("INDEX snapshots_to_note", format!("snapshots WHERE {}", records::DUE)),
+            ("INDEX leaving_attachments", format!("attachments WHERE {}", attachments::LEAVING)),
+            ("SEARCH attachments", of_volume),
+            ("SEARCH attachments", of_both),
+            ("INDEX attachments_by_node", of_node),
+        ];
+        for (index, query) in queries {
+            let sql = format!("EXPLAIN QUERY PLAN SELECT * FROM {query}");
+            let mut plan = connection.prepare(&sql).unwrap();
+            let count = plan.parameter_count();
+            let arguments = rusqlite::params_from_iter(std::iter::repeat_n("x", count));
+            let steps = plan.query_map(arguments, |row| row.get::<_, String>("detail")).unwrap();
+            let steps: Vec<String> = steps.map(Result::unwrap).collect();
+            assert!(steps.iter().any(|step| step.contains(index)), "{query}: {steps:?}");
+        }
+    }
 }

@@ -3,10 +3,12 @@
 mod client;
 mod output;
 mod pki;
+mod recover;
 mod size;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -43,6 +45,8 @@ pub enum LogFormat {
 enum Command {
     /// Run the server.
     Serve(ServeArgs),
+    /// Rebuild a lost or damaged catalog from what is in the pools. Says only what it would do, unless told otherwise.
+    Recover(recover::RecoverArgs),
     /// Write a certificate authority, a server certificate and a client certificate.
     Pki(pki::PkiArgs),
     #[command(flatten)]
@@ -66,7 +70,8 @@ struct ServeArgs {
     /// The authority that signs the certificates of those who may connect, PEM.
     #[arg(long, value_name = "FILE")]
     client_ca: PathBuf,
-    /// A hypervisor: NAME=libvirt:URI, or NAME=loop:DIR where this host plays the machines. Repeatable.
+    /// A hypervisor: NAME=libvirt:URI; NAME=loop:DIR where this host plays the machines; or, to measure and to try out,
+    /// NAME=simulated:DIR[,delay=MILLISECONDSms] with machines that are only told of. Repeatable.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
     /// Where /healthz, /readyz and /metrics are served, without TLS. Off where absent.
@@ -75,7 +80,7 @@ struct ServeArgs {
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
-    let form = "must be NAME=libvirt:URI or NAME=loop:DIR";
+    let form = "must be NAME=libvirt:URI, NAME=loop:DIR or NAME=simulated:DIR[,delay=50ms]";
     let (name, target) = text.split_once('=').ok_or(form)?;
     if name.is_empty() {
         return Err(form.into());
@@ -83,10 +88,22 @@ fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
     let target = match target.split_once(':') {
         Some(("libvirt", uri)) if !uri.is_empty() => HypervisorTarget::Libvirt(uri.to_owned()),
         Some(("loop", dir)) if dir.starts_with('/') => HypervisorTarget::Loop(dir.into()),
-        Some(("loop", _)) => return Err("the directory of a loop hypervisor must be an absolute path".into()),
+        Some(("simulated", text)) if text.starts_with('/') => simulated(text).ok_or(form)?,
+        Some(("loop" | "simulated", _)) => {
+            return Err("the directory of a loop or simulated hypervisor must be an absolute path".into());
+        }
         _ => return Err(form.into()),
     };
     Ok(HypervisorFlag { name: name.to_owned(), target })
+}
+
+/// `DIR` or `DIR,delay=50ms`.
+fn simulated(text: &str) -> Option<HypervisorTarget> {
+    let (dir, delay) = match text.split_once(',') {
+        Some((dir, delay)) => (dir, delay.strip_prefix("delay=")?.strip_suffix("ms")?.parse().ok()?),
+        None => (text, 0),
+    };
+    Some(HypervisorTarget::Simulated(dir.into(), Duration::from_millis(delay)))
 }
 
 /// Does what the command line says.
@@ -105,6 +122,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
             })
             .await
         }
+        Command::Recover(args) => recover::run(args).await,
         Command::Pki(args) => pki::write(&args),
         Command::Client(verb) => client::run(verb).await,
     }
@@ -137,7 +155,9 @@ mod tests {
         let flag = hypervisor("kvm=libvirt:qemu+tls://host/system").unwrap();
         assert_eq!(flag.target, HypervisorTarget::Libvirt("qemu+tls://host/system".into()));
         assert_eq!(hypervisor("l=loop:/run/x").unwrap().target, HypervisorTarget::Loop("/run/x".into()));
-        for bad in ["kvm", "=loop:/x", "a=loop:x", "a=libvirt:", "a=xen:/x"] {
+        let slow = HypervisorTarget::Simulated("/run/x".into(), Duration::from_millis(50));
+        assert_eq!(hypervisor("s=simulated:/run/x,delay=50ms").unwrap().target, slow);
+        for bad in ["kvm", "=loop:/x", "a=loop:x", "a=libvirt:", "a=xen:/x", "a=simulated:/x,delay=5"] {
             assert!(hypervisor(bad).is_err(), "{bad}");
         }
     }

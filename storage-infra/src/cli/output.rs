@@ -1,9 +1,10 @@
 //! What the client's verbs print: tables for people, JSON for scripts.
 
 use std::io::Write;
+use std::path::Path;
 
 use clap::ValueEnum;
-use infra_api::{Attachment, Capacity, Labels, Node, Pool, Volume};
+use infra_api::{Attachment, Capacity, Labels, Node, Pool, PoolName, Qos, Snapshot, Volume, VolumeSource};
 use serde::Serialize;
 
 use super::size::show;
@@ -34,7 +35,17 @@ fn dash(text: String) -> String {
 
 impl Row for Pool {
     const HEAD: &'static [&'static str] = &[
-        "NAME", "HEALTHY", "CORDONED", "CAPACITY", "RESERVED", "FREE", "REFLINK", "LABELS", "PATH", "MESSAGE",
+        "NAME",
+        "HEALTHY",
+        "CORDONED",
+        "CAPACITY",
+        "RESERVED",
+        "FREE",
+        "REFLINK",
+        "UNKNOWN FILES",
+        "LABELS",
+        "PATH",
+        "MESSAGE",
     ];
 
     fn cells(&self) -> Vec<String> {
@@ -46,6 +57,7 @@ impl Row for Pool {
             show(self.reserved_bytes),
             show(self.free_bytes),
             self.reflink.to_string(),
+            self.unknown_files.len().to_string(),
             labels(&self.labels),
             self.path.clone(),
             dash(self.message.clone().unwrap_or_default()),
@@ -53,26 +65,101 @@ impl Row for Pool {
     }
 }
 
+/// A file in a pool that no volume or snapshot owns.
+#[derive(Serialize)]
+pub(super) struct UnknownFile {
+    pool: PoolName,
+    path: String,
+}
+
+impl UnknownFile {
+    /// Those of a pool.
+    pub(super) fn of(pool: &Pool) -> Vec<Self> {
+        let path = |name: &String| Path::new(&pool.path).join(name).display().to_string();
+        pool.unknown_files.iter().map(|name| Self { pool: pool.name.clone(), path: path(name) }).collect()
+    }
+}
+
+impl Row for UnknownFile {
+    const HEAD: &'static [&'static str] = &["POOL", "FILE"];
+
+    fn cells(&self) -> Vec<String> {
+        vec![self.pool.to_string(), self.path.clone()]
+    }
+}
+
+fn limits(qos: &Qos) -> String {
+    let iops = qos.iops.map(|iops| format!("{iops}/s"));
+    let bytes = qos.bytes_per_second.map(|bytes| format!("{}B/s", show(bytes)));
+    dash(iops.into_iter().chain(bytes).collect::<Vec<_>>().join(","))
+}
+
+/// A state, and how far a copy is.
+fn state(state: impl std::fmt::Display, copied: Option<u64>, of: u64) -> String {
+    match copied {
+        Some(copied) => format!("{state} ({}%)", u128::from(copied) * 100 / u128::from(of.max(1))),
+        None => state.to_string(),
+    }
+}
+
 impl Row for Volume {
-    const HEAD: &'static [&'static str] =
-        &["ID", "CAPACITY", "POOL", "STATE", "DISK UUID", "ATTACHED TO", "CREATED"];
+    const HEAD: &'static [&'static str] = &[
+        "ID",
+        "CAPACITY",
+        "POOL",
+        "ZONE",
+        "STATE",
+        "SHARED",
+        "LIMITS",
+        "SOURCE",
+        "DISK UUID",
+        "ATTACHED TO",
+        "CREATED",
+        "CONDITION",
+    ];
 
     fn cells(&self) -> Vec<String> {
         let nodes: Vec<String> = self.attached_to.iter().map(ToString::to_string).collect();
+        let source = self.source.as_ref().map(|source| match source {
+            VolumeSource::Snapshot(id) => format!("snapshot {id}"),
+            VolumeSource::Volume(id) => format!("volume {id}"),
+        });
+        let wrong = || self.condition.message.clone().unwrap_or_else(|| "abnormal".into());
         vec![
             self.id.to_string(),
             show(self.capacity_bytes),
             self.pool.to_string(),
-            self.state.to_string(),
+            dash(self.zone.clone().unwrap_or_default()),
+            state(self.state, self.copied_bytes, self.capacity_bytes),
+            self.shareable.to_string(),
+            limits(&self.qos),
+            dash(source.unwrap_or_default()),
             self.disk_uuid.to_string(),
             dash(nodes.join(",")),
+            self.created_at.clone(),
+            if self.condition.healthy { "ok".into() } else { wrong() },
+        ]
+    }
+}
+
+impl Row for Snapshot {
+    const HEAD: &'static [&'static str] = &["ID", "VOLUME", "CAPACITY", "POOL", "STATE", "CREATED"];
+
+    fn cells(&self) -> Vec<String> {
+        vec![
+            self.id.to_string(),
+            self.volume.to_string(),
+            show(self.capacity_bytes),
+            self.pool.to_string(),
+            state(self.state, self.copied_bytes, self.capacity_bytes),
             self.created_at.clone(),
         ]
     }
 }
 
 impl Row for Node {
-    const HEAD: &'static [&'static str] = &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MESSAGE"];
+    const HEAD: &'static [&'static str] =
+        &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MOST DISKS", "MESSAGE"];
 
     fn cells(&self) -> Vec<String> {
         vec![
@@ -81,6 +168,7 @@ impl Row for Node {
             self.hypervisor.clone(),
             dash(self.zone.clone().unwrap_or_default()),
             self.state.to_string(),
+            dash(self.max_disks.map(|most| most.to_string()).unwrap_or_default()),
             dash(self.message.clone().unwrap_or_default()),
         ]
     }
@@ -130,7 +218,7 @@ fn table(head: &[&str], rows: &[Vec<String>]) -> String {
     text
 }
 
-fn put(text: &str) -> anyhow::Result<()> {
+pub(super) fn put(text: &str) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
         // Whoever reads has read enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),

@@ -1,24 +1,66 @@
-//! Engine `file`: one sparse raw file per volume in a directory.
+//! Engine `file`: one sparse raw file per volume or snapshot in a directory.
+//!
+//! A file that gets the bytes of another has a name for the unfinished until it is complete and on the disk, so that
+//! after a crash the name alone tells. Each kind of name has a suffix of its own, so none can be another's.
 //!
 //! A marker file with the pool's UUID tells the directory that was registered from an empty mount point or from
-//! another filesystem mounted there; nothing is created or removed where the marker is not as it should be.
+//! another filesystem mounted there; nothing is created or removed where the marker is not as it should be. What is
+//! noted of a volume, snapshot or pool is an extended attribute of its file or of the marker.
 
+mod notes;
+mod survey;
+
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use infra_api::VolumeId;
-use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
+use rustix::fs::{SeekFrom, StatVfsMountFlags, ioctl_ficlone, seek, statvfs};
+use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::{Contents, DiskSource, Engine, EngineError, PoolFacts, Result};
+use super::{Contents, Copying, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result};
+
+pub use survey::{Found, Survey, survey};
 
 /// The marker's name. A volume cannot have it: ids begin with a letter or digit.
 const MARKER: &str = ".nestor-pool";
-/// What a volume's file is called, after its id.
-const SUFFIX: &str = ".raw";
+/// How much is copied at a time.
+const CHUNK: usize = 1 << 20;
+
+fn file_name(object: &Object) -> String {
+    match object {
+        Object::Volume(id) => format!("{id}.raw"),
+        Object::Snapshot(id) => format!("{id}.snap"),
+    }
+}
+
+fn part_name(object: &Object) -> String {
+    match object {
+        Object::Volume(id) => format!("{id}.vpart"),
+        Object::Snapshot(id) => format!("{id}.spart"),
+    }
+}
+
+fn exists(path: &Path) -> Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(io_error("look at", path)(error)),
+    }
+}
+
+/// Removes a file. False when there was none.
+fn unlink(path: &Path) -> Result<bool> {
+    match fs::remove_file(path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(io_error("remove", path)(error)),
+    }
+}
 
 /// A directory of raw files.
 pub struct FileEngine {
@@ -46,8 +88,22 @@ impl FileEngine {
         self.dir.join(MARKER)
     }
 
-    fn file(&self, id: &VolumeId) -> PathBuf {
-        self.dir.join(format!("{id}{SUFFIX}"))
+    fn file(&self, object: &Object) -> PathBuf {
+        self.dir.join(file_name(object))
+    }
+
+    /// Where an object's bytes are until they are complete.
+    fn part(&self, object: &Object) -> PathBuf {
+        self.dir.join(part_name(object))
+    }
+
+    fn volume(&self, id: &VolumeId) -> PathBuf {
+        self.file(&Object::Volume(id.clone()))
+    }
+
+    fn names(&self) -> Result<Vec<fs::DirEntry>> {
+        let entries = fs::read_dir(&self.dir).and_then(Iterator::collect);
+        entries.map_err(io_error("list", &self.dir))
     }
 
     fn sync_dir(&self) -> Result<()> {
@@ -83,22 +139,106 @@ impl FileEngine {
         }
     }
 
-    /// Tries a real clone, since no filesystem says in advance whether it can.
+    /// Gives a part its size, its record and, once all is on the disk, its name.
+    fn complete(&self, part: &File, object: &Object, bytes: u64, record: &Record) -> Result<()> {
+        let (from, to) = (self.part(object), self.file(object));
+        part.set_len(bytes).map_err(io_error("size", &from))?;
+        notes::write(part, &from, record)?;
+        part.sync_all().map_err(io_error("sync", &from))?;
+        let name = || fs::rename(&from, &to);
+        fail_point::around(|| Some("engine.file.name".into()), name).map_err(io_error("name", &to))?;
+        self.sync_dir()
+    }
+
+    /// Fails where the file by an object's name is known to be another's: the catalog is older than the pool, or
+    /// somebody put the file there.
+    fn refuse_another(&self, object: &Object, identity: Uuid) -> Result<()> {
+        let path = self.file(object);
+        let found = notes::read(&path)?;
+        if found
+            .as_ref()
+            .is_none_or(|found| found.object().as_ref() == Some(object) && found.identity() == identity)
+        {
+            return Ok(());
+        }
+        Err(EngineError::Foreign(format!(
+            "{} is not the {object} that the catalog knows, but another of that name; is the catalog older than the \
+             pool? It is left alone: move it away, or rebuild the catalog with `storage-infra recover`",
+            path.display()
+        )))
+    }
+
+    /// Tries a real clone, since no filesystem says in advance whether it can. Only a definite answer is remembered.
     fn can_reflink(&self) -> bool {
-        *self.reflink.get_or_init(|| {
-            let attempt = || -> io::Result<()> {
-                let mut from = tempfile::tempfile_in(&self.dir)?;
-                from.write_all(&[1; 4096])?;
-                let to = tempfile::tempfile_in(&self.dir)?;
-                Ok(ioctl_ficlone(&to, &from)?)
-            };
-            attempt().is_ok()
-        })
+        if let Some(known) = self.reflink.get() {
+            return *known;
+        }
+        let attempt = || -> io::Result<()> {
+            let mut from = tempfile::tempfile_in(&self.dir)?;
+            from.write_all(&[1; 4096])?;
+            let to = tempfile::tempfile_in(&self.dir)?;
+            Ok(ioctl_ficlone(&to, &from)?)
+        };
+        let can = match attempt() {
+            Ok(()) => true,
+            Err(error) => match Errno::from_io_error(&error) {
+                Some(Errno::OPNOTSUPP | Errno::NOTTY | Errno::INVAL | Errno::NOSYS) => false,
+                _ => return false,
+            },
+        };
+        *self.reflink.get_or_init(|| can)
     }
 }
 
+/// A file for an object that is not complete: what there was of it is gone.
+fn fresh(part: &Path) -> Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(part).map_err(io_error("make", part))
+}
+
+/// Where data begins at or after `at`, and where it ends. `None` when there is none before the end of the file.
+fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
+    match seek(file, SeekFrom::Data(at)) {
+        Ok(start) => Ok(Some((start, seek(file, SeekFrom::Hole(start))?))),
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Copies the first `bytes` of a file, leaving holes where it has holes. `to` must be empty.
+fn copy_sparse(from: &File, to: &File, bytes: u64, copying: &Copying) -> Result<()> {
+    let failed = |source: io::Error| match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            EngineError::NoSpace("while copying".into())
+        }
+        _ => EngineError::Io { what: "cannot copy".into(), source },
+    };
+    let mut buffer = vec![0; CHUNK];
+    let mut at = 0;
+    while let Some((start, end)) = next_data(from, at).map_err(failed)? {
+        at = start;
+        let end = end.min(bytes);
+        while at < end {
+            if copying.is_cancelled() {
+                return Err(EngineError::Cancelled);
+            }
+            let length = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
+            from.read_exact_at(&mut buffer[..length], at).map_err(failed)?;
+            to.write_all_at(&buffer[..length], at).map_err(failed)?;
+            at += length as u64;
+            copying.set(at);
+        }
+        if at >= bytes {
+            break;
+        }
+    }
+    copying.set(bytes);
+    Ok(())
+}
+
 impl Engine for FileEngine {
-    fn adopt(&self) -> Result<()> {
+    fn adopt(&self, pool: &Record) -> Result<()> {
         if !self.dir.is_dir() {
             return Err(EngineError::Unhealthy(format!(
                 "{} is not an existing directory; make it first",
@@ -106,11 +246,12 @@ impl Engine for FileEngine {
             )));
         }
         match self.marked()? {
-            Some(found) if found == self.uuid.to_string() => return Ok(()),
+            Some(found) if found == self.uuid.to_string() => return self.note(pool),
             Some(found) => {
                 return Err(EngineError::Foreign(format!(
-                    "{} belongs to the pool with UUID {found}; choose another directory, or, if that pool is no more, \
-                     remove {MARKER} there",
+                    "{} belongs to the pool with UUID {found}; if this server's catalog was lost, `storage-infra \
+                     recover` brings it back with that pool; else choose another directory, or, if that pool is no \
+                     more, remove {MARKER} there",
                     self.dir.display()
                 )));
             }
@@ -121,6 +262,7 @@ impl Engine for FileEngine {
         let mut file = tempfile::NamedTempFile::with_prefix_in(".nestor-new-", &self.dir)
             .map_err(io_error("write in", &self.dir))?;
         writeln!(file, "{}", self.uuid).map_err(io_error("write", &path))?;
+        notes::write(file.as_file(), &path, pool)?;
         file.as_file().sync_all().map_err(io_error("sync", &path))?;
         file.persist_noclobber(&path).map_err(|e| io_error("make", &path)(e.error))?;
         self.sync_dir()
@@ -152,58 +294,121 @@ impl Engine for FileEngine {
         })
     }
 
-    fn contents(&self, volumes: &[VolumeId]) -> Result<Contents> {
+    fn contents(&self, known: &HashSet<Object>) -> Result<Contents> {
         self.check()?;
-        let known: std::collections::HashSet<&str> = volumes.iter().map(VolumeId::as_str).collect();
+        let mut names: HashMap<String, Option<&Object>> = HashMap::new();
+        for object in known {
+            names.insert(file_name(object), Some(object));
+            names.insert(part_name(object), Some(object));
+        }
+        for ours in [MARKER, "lost+found"] {
+            names.insert(ours.to_owned(), None);
+        }
         let mut contents = Contents::default();
-        for entry in fs::read_dir(&self.dir).map_err(io_error("list", &self.dir))? {
-            let entry = entry.map_err(io_error("list", &self.dir))?;
+        for entry in self.names()? {
             let name = entry.file_name().to_string_lossy().into_owned();
-            if name == MARKER || name == "lost+found" {
-                continue;
-            }
-            if name.strip_suffix(SUFFIX).is_some_and(|id| known.contains(id)) {
+            match names.get(&name) {
                 // A file that vanished between listing and looking has nothing allocated.
-                contents.allocated += entry.metadata().map_or(0, |meta| meta.blocks() * 512);
-            } else {
-                contents.unknown.push(name);
+                Some(Some(object)) => {
+                    *contents.allocated.entry((*object).clone()).or_default() +=
+                        entry.metadata().map_or(0, |meta| meta.blocks() * 512);
+                }
+                Some(None) => {}
+                None => contents.unknown.push(name),
             }
         }
         contents.unknown.sort();
         Ok(contents)
     }
 
-    fn exists(&self, id: &VolumeId) -> Result<bool> {
-        self.check()?;
-        let path = self.file(id);
-        match fs::symlink_metadata(&path) {
-            Ok(_) => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(io_error("look at", &path)(error)),
-        }
+    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>> {
+        self.inspect()?;
+        let names: HashSet<_> = self.names()?.into_iter().map(|entry| entry.file_name()).collect();
+        let gone = |object: &Object| !names.contains(std::ffi::OsStr::new(&file_name(object)));
+        Ok(expected.into_iter().filter(gone).collect())
     }
 
-    fn create(&self, id: &VolumeId, bytes: u64) -> Result<()> {
+    fn exists(&self, object: &Object) -> Result<bool> {
         self.check()?;
-        let path = self.file(id);
-        let file = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&path)
-            .map_err(io_error("make", &path))?;
-        let found = file.metadata().map_err(io_error("look at", &path))?.len();
-        if found < bytes {
-            file.set_len(bytes).map_err(io_error("size", &path))?;
+        Ok(exists(&self.file(object))? || exists(&self.part(object))?)
+    }
+
+    fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool> {
+        self.check()?;
+        self.refuse_another(object, identity)?;
+        exists(&self.file(object))
+    }
+
+    fn allocated(&self, object: &Object) -> Result<u64> {
+        let DiskSource::File(path) = self.locate(object)?;
+        Ok(fs::metadata(&path).map_err(io_error("look at", &path))?.blocks() * 512)
+    }
+
+    fn fill(
+        &self,
+        object: &Object,
+        from: &DiskSource,
+        bytes: u64,
+        method: Method,
+        record: &Record,
+        copying: &Copying,
+    ) -> Result<()> {
+        self.check()?;
+        let DiskSource::File(source) = from;
+        let part = self.part(object);
+        let from = File::open(source).map_err(io_error("open", source))?;
+        let to = fresh(&part)?;
+        match method {
+            Method::Reflink => {
+                ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
+                // Whoever has the source may have written there since it grew: it must not be cut off.
+                let length = to.metadata().map_err(io_error("look at", &part))?.len();
+                if length > bytes {
+                    return Err(EngineError::Grown(format!(
+                        "{} has {length} bytes, more than the {bytes} that it had before; repeat",
+                        source.display()
+                    )));
+                }
+            }
+            Method::Copy => copy_sparse(&from, &to, bytes, copying)?,
         }
-        file.sync_all().map_err(io_error("sync", &path))?;
-        self.sync_dir()
+        // What was asked for may be larger; and nobody wrote to what a source grew by while it was copied.
+        self.complete(&to, object, bytes, record)
+    }
+
+    fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> Result<()> {
+        let object = Object::Volume(id.clone());
+        if self.is_complete(&object, record.identity())? {
+            // By an earlier version, which gave a volume its name before its size; or by ourselves, before a crash.
+            self.grow(id, bytes)?;
+            return self.note(record);
+        }
+        self.complete(&fresh(&self.part(&object))?, &object, bytes, record)
+    }
+
+    fn noted(&self, object: &Object) -> Result<Option<Record>> {
+        self.check()?;
+        notes::read(&self.file(object))
+    }
+
+    fn note(&self, record: &Record) -> Result<()> {
+        self.check()?;
+        let path = record.object().map_or_else(|| self.marker(), |object| self.file(&object));
+        let write = || {
+            let file = File::open(&path).map_err(io_error("open", &path))?;
+            // What cannot be read is written anew: the catalog is here, and whole.
+            if !notes::read(&path).is_ok_and(|found| found.as_ref() == Some(record)) {
+                notes::write(&file, &path, record)?;
+            }
+            // Also what was there already: whoever wrote it may not have come to this.
+            file.sync_all().map_err(io_error("sync", &path))
+        };
+        fail_point::around(|| Some("engine.file.note".into()), write)
     }
 
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
-        let path = self.file(id);
+        let path = self.volume(id);
         let file = OpenOptions::new().write(true).open(&path).map_err(io_error("open", &path))?;
         if file.metadata().map_err(io_error("look at", &path))?.len() < bytes {
             file.set_len(bytes).map_err(io_error("grow", &path))?;
@@ -211,26 +416,31 @@ impl Engine for FileEngine {
         file.sync_all().map_err(io_error("sync", &path))
     }
 
-    fn remove(&self, id: &VolumeId) -> Result<()> {
+    fn remove(&self, object: &Object, identity: Uuid) -> Result<()> {
         self.check()?;
-        let path = self.file(id);
-        match fs::remove_file(&path) {
-            Ok(()) => self.sync_dir(),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            Err(error) => Err(io_error("remove", &path)(error)),
-        }
+        self.refuse_another(object, identity)?;
+        let removed = [unlink(&self.file(object))?, unlink(&self.part(object))?];
+        if removed.contains(&true) { self.sync_dir() } else { Ok(()) }
+    }
+
+    fn discard(&self, object: &Object) -> Result<()> {
+        self.check()?;
+        if unlink(&self.part(object))? { self.sync_dir() } else { Ok(()) }
     }
 
     fn source(&self, id: &VolumeId) -> DiskSource {
-        DiskSource::File(self.file(id))
+        DiskSource::File(self.volume(id))
     }
 
-    fn locate(&self, id: &VolumeId) -> Result<DiskSource> {
+    fn locate(&self, object: &Object) -> Result<DiskSource> {
         self.check()?;
-        let path = self.file(id);
+        let path = self.file(object);
         match fs::symlink_metadata(&path) {
             Ok(meta) if meta.is_file() => Ok(DiskSource::File(path)),
             Ok(_) => Err(EngineError::Foreign(format!("{} is not a plain file", path.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(EngineError::Missing(format!("the file of {object} is missing: {}", path.display())))
+            }
             Err(error) => Err(io_error("find", &path)(error)),
         }
     }
@@ -242,59 +452,4 @@ pub fn private_dir(path: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn engine(dir: &Path) -> FileEngine {
-        let engine = FileEngine::new(dir, Uuid::new_v4());
-        engine.adopt().unwrap();
-        engine
-    }
-
-    fn id(text: &str) -> VolumeId {
-        VolumeId::new(text).unwrap()
-    }
-
-    #[test]
-    fn a_volume_is_sparse_grows_and_goes() {
-        let dir = tempfile::tempdir().unwrap();
-        let engine = engine(dir.path());
-        engine.create(&id("v"), 1 << 30).unwrap();
-        engine.create(&id("v"), 1 << 30).unwrap();
-        let contents = engine.contents(&[id("v")]).unwrap();
-        assert!(contents.allocated < 1 << 20 && contents.unknown.is_empty(), "{contents:?}");
-        engine.grow(&id("v"), 2 << 30).unwrap();
-        engine.grow(&id("v"), 1 << 30).unwrap();
-        let DiskSource::File(path) = engine.locate(&id("v")).unwrap();
-        assert_eq!(fs::metadata(&path).unwrap().len(), 2 << 30);
-        engine.remove(&id("v")).unwrap();
-        engine.remove(&id("v")).unwrap();
-        assert!(!engine.exists(&id("v")).unwrap());
-    }
-
-    #[test]
-    fn a_directory_that_is_not_the_registered_one_is_left_alone() {
-        let dir = tempfile::tempdir().unwrap();
-        let engine = engine(dir.path());
-        engine.create(&id("v"), 4096).unwrap();
-        fs::write(dir.path().join(MARKER), Uuid::new_v4().to_string()).unwrap();
-        assert!(matches!(engine.remove(&id("v")), Err(EngineError::Unhealthy(_))));
-        assert!(matches!(engine.create(&id("w"), 4096), Err(EngineError::Unhealthy(_))));
-        fs::remove_file(dir.path().join(MARKER)).unwrap();
-        assert!(matches!(engine.inspect(), Err(EngineError::Unhealthy(_))));
-        engine.release().unwrap();
-        assert!(dir.path().join("v.raw").exists() && !dir.path().join("w.raw").exists());
-    }
-
-    #[test]
-    fn a_directory_of_another_pool_is_refused_and_foreign_files_are_named() {
-        let dir = tempfile::tempdir().unwrap();
-        let first = engine(dir.path());
-        let second = FileEngine::new(dir.path(), Uuid::new_v4());
-        assert!(matches!(second.adopt(), Err(EngineError::Foreign(_))));
-        fs::write(dir.path().join("photo.jpg"), "x").unwrap();
-        fs::write(dir.path().join("w.raw"), "x").unwrap();
-        first.create(&id("v"), 4096).unwrap();
-        assert_eq!(first.contents(&[id("v")]).unwrap().unknown, ["photo.jpg", "w.raw"]);
-    }
-}
+mod tests;

@@ -1,13 +1,73 @@
 //! How a pool keeps its volumes. One engine object per pool; all calls block and belong on blocking threads.
 
 pub mod file;
+pub mod record;
 
+use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use infra_api::VolumeId;
+use infra_api::{SnapshotId, VolumeId};
+use uuid::Uuid;
 
 pub use file::FileEngine;
+pub use record::Record;
+
+/// Something that a pool keeps bytes of.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Object {
+    /// A volume, which machines write to.
+    Volume(VolumeId),
+    /// A snapshot, which nobody writes to once it is complete.
+    Snapshot(SnapshotId),
+}
+
+impl fmt::Display for Object {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Volume(id) => write!(f, "volume {id}"),
+            Self::Snapshot(id) => write!(f, "snapshot {id}"),
+        }
+    }
+}
+
+/// How an object gets the bytes of another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    /// All at one moment, sharing blocks. The source may be written to meanwhile.
+    Reflink,
+    /// Piece by piece. Nobody may write to the source meanwhile.
+    Copy,
+}
+
+/// A copy under way, as others see it.
+#[derive(Debug, Default)]
+pub struct Copying {
+    copied: AtomicU64,
+    cancelled: AtomicBool,
+}
+
+impl Copying {
+    /// How many bytes of the source are done with, holes counted.
+    pub fn copied(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    /// Lets the copy end soon, unfinished.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::Relaxed);
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, copied: u64) {
+        self.copied.store(copied, Ordering::Relaxed);
+    }
+}
 
 /// Why an engine did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -24,6 +84,15 @@ pub enum EngineError {
     /// The pool's filesystem is read-only.
     #[error("the pool is read-only: {0}")]
     ReadOnly(String),
+    /// What was to be read is not there.
+    #[error("{0}")]
+    Missing(String),
+    /// The source is larger than what was to be made of it: it grew meanwhile.
+    #[error("{0}")]
+    Grown(String),
+    /// A copy was told to end before it was complete.
+    #[error("the copy was ended before it was complete")]
+    Cancelled,
     /// Anything else that the system says; the work may be half done.
     #[error("{what}: {source}")]
     Io {
@@ -59,19 +128,19 @@ pub enum DiskSource {
     File(PathBuf),
 }
 
-/// What is in a pool, as far as it is not known to the catalog.
+/// What is in a pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// The volumes' bytes really allocated, by the ids that were asked for.
-    pub allocated: u64,
-    /// Names that belong to no volume. Never touched.
+    /// The bytes allocated to each object that was asked for and is there.
+    pub allocated: HashMap<Object, u64>,
+    /// Names that belong to no object. Never touched.
     pub unknown: Vec<String>,
 }
 
-/// One pool's storage.
+/// One pool's storage. No method has a default: [`crate::points`] passes all of them on.
 pub trait Engine: Send + Sync {
-    /// Makes the storage this pool's own. Refused where it belongs to another.
-    fn adopt(&self) -> Result<()>;
+    /// Makes the storage this pool's own, and notes what pool that is. Refused where it belongs to another.
+    fn adopt(&self, pool: &Record) -> Result<()>;
 
     /// Undoes [`Engine::adopt`]; touches nothing else.
     fn release(&self) -> Result<()>;
@@ -79,25 +148,56 @@ pub trait Engine: Send + Sync {
     /// Checks that the storage is there and this pool's own, and measures it.
     fn inspect(&self) -> Result<PoolFacts>;
 
-    /// Compares what is there with the volumes that should be.
-    fn contents(&self, volumes: &[VolumeId]) -> Result<Contents>;
+    /// Compares what is there with the objects that should be.
+    fn contents(&self, known: &HashSet<Object>) -> Result<Contents>;
 
-    /// Whether there is something by the name of the volume.
-    fn exists(&self, id: &VolumeId) -> Result<bool>;
+    /// Which of these objects are not there, complete. Looks at names only, and fails where [`Engine::inspect`] would.
+    fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>>;
 
-    /// Makes a volume of zeros, or finishes making it. Only for a volume whose intent is in the catalog:
-    /// whatever has its name is taken as its own.
-    fn create(&self, id: &VolumeId, bytes: u64) -> Result<()>;
+    /// Whether there is something by a name of the object, complete or not.
+    fn exists(&self, object: &Object) -> Result<bool>;
+
+    /// Whether the object is there, complete. Fails where what is there is another of the same id.
+    fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool>;
+
+    /// The bytes allocated to an object that is there.
+    fn allocated(&self, object: &Object) -> Result<u64>;
+
+    /// Makes a volume of zeros, or finishes making it; with its record. Until it is complete, it is not there by its
+    /// name. Only for a volume whose intent is in the catalog. Fails where there is another volume of this id.
+    fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> Result<()>;
+
+    /// Makes an object with the bytes of another, `bytes` long, and with its record. What there was of it is replaced;
+    /// until it is complete, it is not there by its name. Only for an object whose intent is in the catalog.
+    fn fill(
+        &self,
+        object: &Object,
+        from: &DiskSource,
+        bytes: u64,
+        method: Method,
+        record: &Record,
+        copying: &Copying,
+    ) -> Result<()>;
+
+    /// What is noted of an object that is there. None where nothing is.
+    fn noted(&self, object: &Object) -> Result<Option<Record>>;
+
+    /// Notes this of its object, which is there, or of the pool. On the disk when this returns.
+    fn note(&self, record: &Record) -> Result<()>;
 
     /// Makes a volume larger. Never smaller.
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()>;
 
-    /// Removes a volume's bytes. Fine when they are gone.
-    fn remove(&self, id: &VolumeId) -> Result<()>;
+    /// Removes an object's bytes, complete or not. Fine when they are gone. Fails where what is there is another object
+    /// of the same id.
+    fn remove(&self, object: &Object, identity: Uuid) -> Result<()>;
+
+    /// Removes what there is of an object that was never complete. What is complete stays.
+    fn discard(&self, object: &Object) -> Result<()>;
 
     /// What a hypervisor has open, or would open. Nothing is checked: unplugging must work when the pool is gone.
     fn source(&self, id: &VolumeId) -> DiskSource;
 
-    /// What a hypervisor is to open, once it is certain that it is there.
-    fn locate(&self, id: &VolumeId) -> Result<DiskSource>;
+    /// What to open, once it is certain that it is there.
+    fn locate(&self, object: &Object) -> Result<DiskSource>;
 }

@@ -3,6 +3,11 @@
 //!
 //! Setting up a device and linking it are two steps. Nobody looks in between, since callers keep the volume locked
 //! and only devices of the volume's own file are ever touched.
+//!
+//! Loop devices cannot be throttled: limits of speed are stored, and not kept. Nor is there a most of them.
+//!
+//! A machine runs, unless the file `<node>.state` in the root directory says `paused` or `off`: then it does not let go of
+//! its disks, or takes none. A disk counts as gone only when its device is.
 
 use std::collections::HashSet;
 use std::fs;
@@ -18,21 +23,33 @@ use serde::Deserialize;
 use tokio::process::Command;
 use uuid::Uuid;
 
-use super::{Disk, Hypervisor, HypervisorError, Presence, Result, Unplugged, wwn};
+use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Presence, Result, Unplugged, wwn};
 use crate::engine::DiskSource;
 
 /// How long an unplug waits for the kernel to let go of a device.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the names of links begin with that are not complete.
+const UNFINISHED: &str = ".new-";
 
 /// Loop devices on this host, with links below a root directory.
 pub struct LoopDevices {
     root: PathBuf,
 }
 
+/// How a machine is that this host plays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Power {
+    On,
+    Paused,
+    Off,
+}
+
 /// One loop device that is backed by a file.
 #[derive(Debug, Clone, PartialEq)]
 struct Device {
     name: PathBuf,
+    file: Option<PathBuf>,
     inode: u64,
     filesystem: String,
     read_only: bool,
@@ -43,6 +60,8 @@ struct Device {
 #[derive(Deserialize)]
 struct Listed {
     name: PathBuf,
+    #[serde(rename = "back-file")]
+    file: Option<PathBuf>,
     #[serde(rename = "back-ino")]
     inode: Option<u64>,
     #[serde(rename = "back-maj:min")]
@@ -57,6 +76,7 @@ impl Listed {
     fn backed(self) -> Option<Device> {
         Some(Device {
             name: self.name,
+            file: self.file,
             inode: self.inode?,
             filesystem: self.filesystem?,
             read_only: self.read_only.unwrap_or(false),
@@ -77,10 +97,13 @@ fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorErr
 }
 
 async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
-    let output =
-        Command::new("losetup").args(arguments).output().await.map_err(|e| {
-            HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}"))
-        })?;
+    let first = arguments.first().map(|argument| argument.to_string_lossy());
+    let verb = first.as_deref().map(|first| first.trim_start_matches('-')).filter(|verb| *verb != "list");
+    let point = || verb.map(|verb| format!("hypervisor.losetup.{verb}"));
+    let run = Command::new("losetup").args(arguments).output();
+    let output = fail_point::around_async(point, run)
+        .await
+        .map_err(|e| HypervisorError::Unreachable(format!("cannot run losetup (package util-linux): {e}")))?;
     if output.status.success() {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
@@ -90,7 +113,7 @@ async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
 
 /// All loop devices in use. The kernel's own view, not a record of ours.
 async fn devices() -> Result<Vec<Device>> {
-    let columns = "NAME,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
+    let columns = "NAME,BACK-FILE,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
     let text =
         losetup(&["--list".as_ref(), "--json".as_ref(), "--output".as_ref(), columns.as_ref()]).await?;
     if text.trim().is_empty() {
@@ -141,11 +164,40 @@ impl LoopDevices {
         self.root.join(node.to_string()).join(format!("wwn-0x{}", wwn(disk)))
     }
 
+    /// What a link is called until it is complete.
+    fn unfinished(&self, node: Uuid, disk: Uuid) -> PathBuf {
+        self.root.join(node.to_string()).join(format!("{UNFINISHED}{}", disk.simple()))
+    }
+
+    fn state_file(&self, node: Uuid) -> PathBuf {
+        self.root.join(format!("{node}.state"))
+    }
+
+    fn power(&self, node: Uuid) -> Result<Power> {
+        let file = self.state_file(node);
+        match fs::read_to_string(&file) {
+            Ok(text) => match text.trim() {
+                "paused" => Ok(Power::Paused),
+                "off" => Ok(Power::Off),
+                other => Err(HypervisorError::Uncertain(format!(
+                    "{} says {other:?}, which is neither \"paused\" nor \"off\"",
+                    file.display()
+                ))),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Power::On),
+            Err(error) => Err(uncertain("read", &file)(error)),
+        }
+    }
+
+    fn state(&self, node: Uuid) -> Result<NodeState> {
+        Ok(if self.power(node)? == Power::Off { NodeState::Off } else { NodeState::Running })
+    }
+
     /// The devices that some node's link points to.
     fn linked(&self) -> Result<HashSet<PathBuf>> {
         let mut found = HashSet::new();
         for node in list(&self.root)? {
-            for link in list(&node)? {
+            for link in list(&node)?.into_iter().filter(|link| !is_unfinished(link)) {
                 if let Ok(target) = fs::read_link(&link) {
                     found.insert(target);
                 }
@@ -170,10 +222,11 @@ impl LoopDevices {
         let link = self.link(node, disk);
         let dir = self.root.join(node.to_string());
         fs::create_dir_all(&dir).map_err(uncertain("make", &dir))?;
-        let fresh = dir.join(format!(".new-{}", disk.simple()));
+        let fresh = self.unfinished(node, disk);
         remove(&fresh)?;
         symlink(device, &fresh).map_err(uncertain("make", &fresh))?;
-        fs::rename(&fresh, &link).map_err(uncertain("make", &link))
+        let name = || fs::rename(&fresh, &link);
+        fail_point::around(|| Some("hypervisor.link".into()), name).map_err(uncertain("make", &link))
     }
 
     async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {
@@ -195,6 +248,11 @@ impl LoopDevices {
         };
         Ok(PathBuf::from(name.trim()))
     }
+}
+
+/// A crash left it: nobody has the device by it.
+fn is_unfinished(link: &Path) -> bool {
+    link.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED))
 }
 
 fn list(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -226,9 +284,8 @@ impl Hypervisor for LoopDevices {
         devices().await.map(drop)
     }
 
-    /// This host runs, or nobody would answer.
-    async fn state(&self, _node: Uuid) -> Result<NodeState> {
-        Ok(NodeState::Running)
+    async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
+        Ok(NodeFacts { state: self.state(node)?, max_disks: None })
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
@@ -239,15 +296,35 @@ impl Hypervisor for LoopDevices {
                 present.insert(disk.uuid);
             }
         }
-        Ok(Presence { state: NodeState::Running, disks: present })
+        Ok(Presence { state: self.state(node)?, disks: present })
+    }
+
+    async fn plugged(&self) -> Result<Vec<Plugged>> {
+        let devices = devices().await?;
+        let mut found = Vec::new();
+        for dir in list(&self.root)? {
+            let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let Ok(node) = name.parse() else { continue };
+            for link in list(&dir)?.into_iter().filter(|link| !is_unfinished(link)) {
+                let Ok(target) = fs::read_link(&link) else { continue };
+                let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
+                let Some(path) = device.file.clone() else { continue };
+                found.push(Plugged { node, name: name.clone(), path, read_only: device.read_only });
+            }
+        }
+        Ok(found)
     }
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        if self.power(node)? == Power::Off {
+            return Err(HypervisorError::NotRunning(format!("the machine {node} is off")));
+        }
         let Some(backing) = Backing::of(disk)? else {
             let DiskSource::File(path) = &disk.source;
             return Err(HypervisorError::Refused(format!("{} is not there", path.display())));
         };
-        if let Some(device) = self.plugged(node, disk).await? {
+        let devices = devices().await?;
+        if let Some(device) = self.linked_device(node, disk, &devices)? {
             if device.autoclear {
                 return Err(HypervisorError::Uncertain(format!(
                     "{} is being detached and still in use; unmount it, then repeat",
@@ -258,7 +335,7 @@ impl Hypervisor for LoopDevices {
         }
         // A device without a link is what a crash between the two steps left behind.
         let linked = self.linked()?;
-        let stray = devices().await?.into_iter().find(|device| {
+        let stray = devices.into_iter().find(|device| {
             backing.backs(device)
                 && !linked.contains(&device.name)
                 && device.read_only == disk.read_only
@@ -273,20 +350,27 @@ impl Hypervisor for LoopDevices {
 
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
         let link = self.link(node, disk.uuid);
-        let linked = self.plugged(node, disk).await?.map(|device| device.name);
-        let others = self.linked()?;
         let start = Instant::now();
+        while self.power(node)? == Power::Paused && self.plugged(node, disk).await?.is_some() {
+            if start.elapsed() > PATIENCE {
+                let why =
+                    format!("the machine {node} is paused and does not let go of the disk {}", disk.uuid);
+                return Ok(Unplugged::StillThere(why));
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        let mut now = devices().await?;
+        let linked = self.linked_device(node, disk, &now)?.map(|device| device.name);
+        let others = self.linked()?;
         let mut asked = false;
         let mut pause = Duration::from_millis(5);
         while let Some(backing) = Backing::of(disk)? {
             // Besides the linked device also one that a crash left without a link, so that nothing of the file stays.
-            let ours: Vec<Device> = devices()
-                .await?
-                .into_iter()
-                .filter(|d| {
-                    backing.backs(d) && (Some(&d.name) == linked.as_ref() || !others.contains(&d.name))
-                })
-                .collect();
+            let is_ours = |device: &Device| {
+                backing.backs(device)
+                    && (Some(&device.name) == linked.as_ref() || !others.contains(&device.name))
+            };
+            let ours: Vec<Device> = now.into_iter().filter(is_ours).collect();
             let Some(device) = ours.first() else { break };
             if !asked || ours.iter().any(|device| !device.autoclear) {
                 for device in &ours {
@@ -302,7 +386,9 @@ impl Hypervisor for LoopDevices {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(200));
             }
+            now = devices().await?;
         }
+        remove(&self.unfinished(node, disk.uuid))?;
         remove(&link)?;
         Ok(Unplugged::Gone)
     }
@@ -312,6 +398,16 @@ impl Hypervisor for LoopDevices {
             Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
             None => Err(HypervisorError::Refused(format!("the disk {} is not plugged", disk.uuid))),
         }
+    }
+
+    async fn throttle(&self, _node: Uuid, _disk: &Disk) -> Result<()> {
+        Ok(())
+    }
+
+    async fn power_off(&self, node: Uuid) -> Result<()> {
+        let (file, fresh) = (self.state_file(node), self.root.join(format!("{UNFINISHED}{node}")));
+        // In one step: whoever looks meanwhile reads the one or the other.
+        fs::write(&fresh, "off").and_then(|()| fs::rename(&fresh, &file)).map_err(uncertain("write", &file))
     }
 }
 

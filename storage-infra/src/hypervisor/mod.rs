@@ -2,11 +2,13 @@
 
 pub mod libvirt;
 pub mod loop_device;
+pub mod simulated;
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 
 use async_trait::async_trait;
-use infra_api::NodeState;
+use infra_api::{NodeState, Qos};
 use uuid::Uuid;
 
 use crate::engine::DiskSource;
@@ -17,6 +19,9 @@ pub enum HypervisorError {
     /// The virtual machine is off or gone, confirmed. Nothing is plugged.
     #[error("{0}")]
     NotRunning(String),
+    /// The virtual machine has no place for another disk. Nothing is plugged.
+    #[error("{0}")]
+    Full(String),
     /// The hypervisor refused, and its live state shows that the disk is not plugged.
     #[error("{0}")]
     Refused(String),
@@ -40,6 +45,10 @@ pub struct Disk {
     pub source: DiskSource,
     /// The virtual machine cannot write.
     pub read_only: bool,
+    /// Other virtual machines may have it open at the same time.
+    pub shared: bool,
+    /// How fast it may be.
+    pub qos: Qos,
 }
 
 impl Disk {
@@ -54,6 +63,15 @@ pub fn wwn(uuid: Uuid) -> String {
     uuid.simple().to_string()[..16].to_owned()
 }
 
+/// How a virtual machine is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// Never [`NodeState::Unknown`]: that is an error here.
+    pub state: NodeState,
+    /// How many disks of ours can be plugged into it, where that can be told.
+    pub max_disks: Option<u32>,
+}
+
 /// What is plugged into a virtual machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Presence {
@@ -61,6 +79,19 @@ pub struct Presence {
     pub state: NodeState,
     /// Those of the disks asked for that are plugged.
     pub disks: HashSet<Uuid>,
+}
+
+/// A file that is open in a virtual machine as a disk, whoever plugged it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plugged {
+    /// The virtual machine.
+    pub node: Uuid,
+    /// What the hypervisor calls it.
+    pub name: String,
+    /// The file.
+    pub path: PathBuf,
+    /// The virtual machine cannot write.
+    pub read_only: bool,
 }
 
 /// How an unplug ended.
@@ -74,6 +105,8 @@ pub enum Unplugged {
 
 /// One hypervisor. The calls may take as long as the hypervisor takes: whoever calls keeps the volume locked until
 /// they return, and lets only its own callers time out.
+///
+/// No method has a default: [`crate::points`] passes all of them on.
 #[async_trait]
 pub trait Hypervisor: Send + Sync {
     /// The kind, as in the server's flags.
@@ -82,11 +115,14 @@ pub trait Hypervisor: Send + Sync {
     /// Whether it answers.
     async fn check(&self) -> Result<()>;
 
-    /// How a virtual machine is. Never [`NodeState::Unknown`]: that is an error here.
-    async fn state(&self, node: Uuid) -> Result<NodeState>;
+    /// How a virtual machine is.
+    async fn describe(&self, node: Uuid) -> Result<NodeFacts>;
 
     /// Which of these disks are plugged into a virtual machine.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;
+
+    /// All files that are plugged into any virtual machine.
+    async fn plugged(&self) -> Result<Vec<Plugged>>;
 
     /// Plugs a disk, and returns when live state shows it. Fine when it is there already.
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()>;
@@ -96,4 +132,10 @@ pub trait Hypervisor: Send + Sync {
 
     /// Tells a virtual machine that a disk it has is larger now.
     async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> Result<()>;
+
+    /// Makes a disk that a virtual machine has keep to its limits from now on.
+    async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()>;
+
+    /// Switches a virtual machine off without asking it, and returns when live state shows that. Fine when it is off.
+    async fn power_off(&self, node: Uuid) -> Result<()>;
 }

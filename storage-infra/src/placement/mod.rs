@@ -1,5 +1,7 @@
 //! Where a new volume goes. Pure: facts in, a decision or the reasons against out.
 
+use std::cmp::Reverse;
+
 use infra_api::{Capacity, CapacityQuery, Labels, Placement, PoolName, PoolRejection, Rejection, ZONE_LABEL};
 
 /// What the decision needs to know of a pool.
@@ -44,10 +46,12 @@ pub fn free_bytes(space: Space) -> u64 {
     space.available.saturating_sub(promised).saturating_sub(headroom)
 }
 
-fn zone_fits(labels: &Labels, zone: Option<&str>) -> bool {
-    match (zone, labels.get(ZONE_LABEL)) {
-        (Some(wanted), Some(has)) => wanted == has,
-        _ => true,
+/// How good a pool's zone is, 0 being the best; `None` where it cannot be reached from any zone that was asked for.
+/// A pool without a zone is reached from every zone, so also from the best.
+fn zone_rank(labels: &Labels, zones: &[String]) -> Option<usize> {
+    match labels.get(ZONE_LABEL) {
+        Some(has) if !zones.is_empty() => zones.iter().position(|zone| zone == has),
+        _ => Some(0),
     }
 }
 
@@ -62,7 +66,7 @@ fn rejection(pool: &Candidate, bytes: u64, wanted: &Placement) -> Option<Rejecti
         (Rejection::Cordoned, !pool.cordoned),
         (Rejection::TooSmall, pool.free_bytes >= bytes),
         (Rejection::Labels, labels_fit(&pool.labels, &wanted.pool_labels)),
-        (Rejection::Zone, zone_fits(&pool.labels, wanted.zone.as_deref())),
+        (Rejection::Zone, zone_rank(&pool.labels, &wanted.zones).is_some()),
         (
             Rejection::AntiAffinity,
             wanted.anti_affinity_id.as_ref().is_none_or(|id| !pool.groups.contains(id)),
@@ -71,26 +75,31 @@ fn rejection(pool: &Candidate, bytes: u64, wanted: &Placement) -> Option<Rejecti
     rules.into_iter().find(|(_, fits)| !fits).map(|(reason, _)| reason)
 }
 
-/// Chooses the pool with the most free space among those that fit; ties go to the first name.
-pub fn place(pools: &[Candidate], bytes: u64, wanted: &Placement) -> Result<PoolName, Vec<PoolRejection>> {
+/// Chooses among the pools that fit: one of `near`, which can share the blocks of the volume's source, the first of
+/// these best; then one in the best zone; then the one with the most free space; then the first by name.
+pub fn place(
+    pools: &[Candidate],
+    bytes: u64,
+    wanted: &Placement,
+    near: &[PoolName],
+) -> Result<PoolName, Vec<PoolRejection>> {
     let mut rejections = Vec::new();
-    let mut best: Option<&Candidate> = None;
+    let mut fitting: Vec<&Candidate> = Vec::new();
     for pool in pools {
         match rejection(pool, bytes, wanted) {
             Some(reason) => {
-                rejections.push(PoolRejection {
-                    pool: pool.name.clone(),
-                    reason,
-                    free_bytes: pool.free_bytes,
-                });
+                let (name, free_bytes) = (pool.name.clone(), pool.free_bytes);
+                rejections.push(PoolRejection { pool: name, reason, free_bytes });
             }
-            None if best.is_none_or(|best| (pool.free_bytes, &best.name) > (best.free_bytes, &pool.name)) => {
-                best = Some(pool);
-            }
-            None => {}
+            None => fitting.push(pool),
         }
     }
-    best.map(|pool| pool.name.clone()).ok_or(rejections)
+    let order = |pool: &&Candidate| {
+        let rank = zone_rank(&pool.labels, &wanted.zones);
+        let distance = near.iter().position(|name| *name == pool.name).unwrap_or(near.len());
+        (distance, rank, Reverse(pool.free_bytes), pool.name.clone())
+    };
+    fitting.into_iter().min_by_key(order).map(|pool| pool.name.clone()).ok_or(rejections)
 }
 
 /// What new volumes can have on the pools that match.
@@ -98,7 +107,7 @@ pub fn capacity(pools: &[Candidate], query: &CapacityQuery) -> Capacity {
     let wanted = Placement {
         pool: query.pool.clone(),
         pool_labels: query.labels.clone(),
-        zone: query.zone.clone(),
+        zones: query.zone.iter().cloned().collect(),
         anti_affinity_id: None,
     };
     let mut sum = Capacity { free_bytes: 0, max_volume_bytes: 0 };
@@ -155,7 +164,7 @@ mod tests {
     }
 
     fn chosen(pools: &[Candidate], bytes: u64, wanted: &Placement) -> String {
-        place(pools, bytes, wanted).unwrap().to_string()
+        place(pools, bytes, wanted, &[]).unwrap().to_string()
     }
 
     #[test]
@@ -179,11 +188,11 @@ mod tests {
         let pools = [sick, cordoned, pool("small", GIB), pool("tiny", 7), pool("slow", 9 * GIB), far, taken];
         let wanted = Placement {
             pool_labels: labels(&[("tier", "fast")]),
-            zone: Some("z1".into()),
+            zones: vec!["z1".into()],
             anti_affinity_id: Some("db".into()),
             pool: None,
         };
-        let rejections = place(&pools, 2 * GIB, &wanted).unwrap_err();
+        let rejections = place(&pools, 2 * GIB, &wanted, &[]).unwrap_err();
         let reasons: Vec<_> = rejections.iter().map(|one| one.reason).collect();
         use Rejection::*;
         assert_eq!(reasons, [Unhealthy, Cordoned, TooSmall, TooSmall, Labels, Zone, AntiAffinity]);
@@ -196,14 +205,28 @@ mod tests {
     fn a_named_pool_is_the_only_choice() {
         let wanted = Placement { pool: Some(PoolName::new("b").unwrap()), ..Placement::default() };
         assert_eq!(chosen(&[pool("a", 9 * GIB), pool("b", GIB)], GIB, &wanted), "b");
-        let rejections = place(&[pool("a", 9 * GIB)], GIB, &wanted).unwrap_err();
+        let rejections = place(&[pool("a", 9 * GIB)], GIB, &wanted, &[]).unwrap_err();
         assert_eq!(rejections[0].reason, Rejection::NotNamed);
     }
 
     #[test]
     fn a_pool_without_a_zone_serves_every_zone() {
-        let wanted = Placement { zone: Some("z1".into()), ..Placement::default() };
+        let wanted = Placement { zones: vec!["z1".into()], ..Placement::default() };
         assert_eq!(chosen(&[pool("a", GIB)], GIB, &wanted), "a");
+    }
+
+    #[test]
+    fn the_best_zone_that_fits_wins_and_a_source_nearby_wins_over_it() {
+        let in_zone =
+            |name: &str, free, zone| Candidate { labels: labels(&[(ZONE_LABEL, zone)]), ..pool(name, free) };
+        let pools = [in_zone("a", 9 * GIB, "z2"), in_zone("b", 2 * GIB, "z1"), in_zone("c", 9 * GIB, "z3")];
+        let wanted = Placement { zones: vec!["z1".into(), "z2".into()], ..Placement::default() };
+        assert_eq!(chosen(&pools, GIB, &wanted), "b");
+        assert_eq!(chosen(&pools, 3 * GIB, &wanted), "a");
+        let near = [PoolName::new("a").unwrap(), PoolName::new("c").unwrap()];
+        assert_eq!(place(&pools, GIB, &wanted, &near).unwrap().as_str(), "a");
+        let rejections = place(&pools, 10 * GIB, &wanted, &near).unwrap_err();
+        assert_eq!(rejections.len(), 3);
     }
 
     #[test]

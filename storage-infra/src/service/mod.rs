@@ -4,13 +4,25 @@
 //! A volume's lock is held from the first look at it to the last write about it. Work runs in tasks of its own: a
 //! caller that goes away stops waiting, not the work.
 
-mod admission;
+pub mod admission;
+mod asking;
 mod attachments;
+mod fencing;
+mod filling;
+mod growing;
 mod locks;
+mod monitor;
 mod nodes;
+mod placing;
 mod pools;
 mod problems;
+mod qos;
+mod records;
 mod recovery;
+mod reserving;
+mod room;
+mod rounds;
+mod snapshots;
 mod volumes;
 
 use std::collections::{BTreeMap, HashMap};
@@ -25,6 +37,7 @@ use crate::catalog::{Catalog, PoolRow};
 use crate::engine::{Engine, FileEngine};
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
+use crate::points;
 
 pub use attachments::Progress;
 pub use problems::{Failure, Result};
@@ -40,12 +53,15 @@ struct Inner {
     catalog: Catalog,
     hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
-    /// Per volume.
+    /// Per volume, and per snapshot.
     locks: locks::Locks,
-    /// From measuring the pools to reserving space in one of them; also while a pool comes or goes.
-    placing: tokio::sync::Mutex<()>,
+    placing: placing::Placing,
     operations: Mutex<HashMap<AttachmentId, attachments::Operation>>,
     unknown_files: Mutex<HashMap<PoolName, Vec<String>>>,
+    filling: filling::Filling,
+    /// Held while what is due is noted with the bytes of volumes.
+    noting: Arc<tokio::sync::Mutex<()>>,
+    troubles: Mutex<monitor::Troubles>,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
     metrics: Metrics,
@@ -58,14 +74,19 @@ impl Service {
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         metrics: Metrics,
     ) -> Self {
+        let hypervisors =
+            hypervisors.into_iter().map(|(name, one)| (name, points::hypervisor(one))).collect();
         Self(Arc::new(Inner {
             catalog,
             hypervisors,
             engines: Mutex::default(),
             locks: locks::Locks::default(),
-            placing: tokio::sync::Mutex::default(),
+            placing: placing::Placing::default(),
             operations: Mutex::default(),
             unknown_files: Mutex::default(),
+            filling: filling::Filling::default(),
+            noting: Arc::default(),
+            troubles: Mutex::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
             metrics,
@@ -121,7 +142,7 @@ impl Service {
         let mut engines = self.0.engines.lock().unwrap_or_else(PoisonError::into_inner);
         let fresh = || match pool.spec.engine {
             infra_api::EngineKind::File => {
-                Arc::new(FileEngine::new(&pool.spec.path, pool.uuid)) as Arc<dyn Engine>
+                points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid)))
             }
         };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
@@ -152,4 +173,9 @@ impl Service {
 fn now() -> String {
     let now = jiff::Timestamp::now();
     jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
+}
+
+/// The time now, in seconds since 1970.
+fn seconds() -> i64 {
+    jiff::Timestamp::now().as_second()
 }

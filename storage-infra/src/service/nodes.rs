@@ -7,6 +7,8 @@ use uuid::Uuid;
 
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
+use crate::hypervisor::NodeFacts;
+use crate::hypervisor::libvirt::LIBVIRT;
 
 /// How long a hypervisor may take to say how a virtual machine is.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -26,14 +28,14 @@ impl Service {
 
     /// All nodes, with what their hypervisors say now.
     pub async fn nodes(&self) -> Result<Vec<Node>> {
-        let rows = self.0.catalog.run(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
+        let rows = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
         Ok(futures::future::join_all(rows.into_iter().map(|row| self.to_node(row))).await)
     }
 
     pub(super) async fn node_row(&self, uuid: Uuid) -> Result<NodeRow> {
         self.0
             .catalog
-            .run(move |tx| -> Result<_> {
+            .read(move |tx| -> Result<_> {
                 tx.node(uuid)?.ok_or_else(|| Failure::not_found(What::Node, uuid))
             })
             .await
@@ -41,16 +43,17 @@ impl Service {
 
     async fn to_node(&self, row: NodeRow) -> Node {
         let asked = match self.hypervisor(&row.spec.hypervisor) {
-            Ok(hypervisor) => match tokio::time::timeout(PATIENCE, hypervisor.state(row.uuid)).await {
-                Ok(state) => state.map_err(|error| error.to_string()),
+            Ok(hypervisor) => match tokio::time::timeout(PATIENCE, hypervisor.describe(row.uuid)).await {
+                Ok(facts) => facts.map_err(|error| error.to_string()),
                 Err(_) => Err(format!("no answer from {} within {PATIENCE:?}", row.spec.hypervisor)),
             },
             Err(failure) => Err(failure.0.detail.clone()),
         };
         let NodeSpec { name, hypervisor, zone, labels } = row.spec;
         let message = asked.as_ref().err().cloned();
-        let state = asked.unwrap_or(NodeState::Unknown);
-        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, message }
+        let NodeFacts { state, max_disks } =
+            asked.unwrap_or(NodeFacts { state: NodeState::Unknown, max_disks: None });
+        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, max_disks, message }
     }
 
     /// Registers a node, or changes it. True when it is new.
@@ -67,6 +70,7 @@ impl Service {
             );
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
+        let moved = self.has_moved(uuid, &spec).await?;
         let created = self
             .0
             .catalog
@@ -74,11 +78,13 @@ impl Service {
                 let before = tx.node(uuid)?;
                 if let Some(before) = &before
                     && before.spec.hypervisor != spec.hypervisor
+                    && moved.as_ref() != Some(&before.spec.hypervisor)
                     && !tx.attachments(Some(uuid), None)?.is_empty()
                 {
                     let detail = format!(
-                        "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves",
-                        before.spec.name, before.spec.hypervisor
+                        "the node {} ({uuid}) has disks on hypervisor {}; detach them before it moves, or move it with them \
+                         and register it when it runs on {}",
+                        before.spec.name, before.spec.hypervisor, spec.hypervisor
                     );
                     return Err(Problem::new(ProblemCode::InUse, detail).about(What::Node, uuid).into());
                 }
@@ -86,8 +92,31 @@ impl Service {
                 Ok(before.is_none())
             })
             .await?;
+        self.0.catalog.remember().await?;
         self.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
         Ok((self.node(uuid).await?, created))
+    }
+
+    /// The hypervisor that a machine has left with its disks: it runs where it is to be registered now, and not there.
+    async fn has_moved(&self, uuid: Uuid, spec: &NodeSpec) -> Result<Option<String>> {
+        let before = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await?;
+        let Some(before) = before.map(|row| row.spec.hypervisor).filter(|old| *old != spec.hypervisor) else {
+            return Ok(None);
+        };
+        let state = async |name: &str| -> Result<NodeState> {
+            let hypervisor = self.hypervisor(name)?;
+            // Others call any machine running: nothing follows from that.
+            match hypervisor.kind() == LIBVIRT {
+                true => Ok(hypervisor.describe(uuid).await?.state),
+                false => Ok(NodeState::Unknown),
+            }
+        };
+        // Where one cannot be asked, nothing is known.
+        let (Ok(then), Ok(now)) = (state(&before).await, state(&spec.hypervisor).await) else {
+            return Ok(None);
+        };
+        let left = matches!(then, NodeState::Off | NodeState::Gone) && now == NodeState::Running;
+        Ok(left.then_some(before))
     }
 
     /// Forgets a node. Its disks must be detached, or its hypervisor must confirm that the machine is gone.
@@ -97,11 +126,11 @@ impl Service {
             let found = service
                 .0
                 .catalog
-                .run(move |tx| -> Result<_> { Ok((tx.node(uuid)?, tx.attachments(Some(uuid), None)?)) })
+                .read(move |tx| -> Result<_> { Ok((tx.node(uuid)?, tx.attachments(Some(uuid), None)?)) })
                 .await?;
             let (Some(row), attachments) = found else { return Ok(false) };
             if !attachments.is_empty() {
-                let state = service.hypervisor(&row.spec.hypervisor)?.state(uuid).await?;
+                let state = service.hypervisor(&row.spec.hypervisor)?.describe(uuid).await?.state;
                 if state != NodeState::Gone {
                     let volumes: Vec<&str> = attachments.iter().map(|a| a.volume.as_str()).collect();
                     let detail = format!(
@@ -119,6 +148,7 @@ impl Service {
                 }
             }
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
+            service.0.catalog.remember().await?;
             service.emit(EventKind::Node, uuid, Change::Deleted);
             Ok(true)
         })

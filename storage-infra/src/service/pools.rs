@@ -1,51 +1,58 @@
 //! Pools: registering, measuring, forgetting; and what they can take.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Component, Path};
 use std::sync::PoisonError;
 use std::time::Duration;
 
 use infra_api::{
     Capacity, CapacityQuery, Change, EventKind, Health, HypervisorHealth, Pool, PoolName, PoolSpec, Problem,
-    ProblemCode, VolumeId, What,
+    ProblemCode, What,
 };
+use tokio::sync::RwLockWriteGuard;
 use uuid::Uuid;
 
+use super::asking::Question;
+use super::room::Seen;
 use super::{Failure, Result, Service};
-use crate::catalog::{PoolRow, Tx, VolumeRow, VolumeUse};
-use crate::engine::{Contents, EngineError, PoolFacts};
+use crate::catalog::{PoolRow, Tx, Use, VolumeRow};
+use crate::engine::record::PoolRecord;
+use crate::engine::{Contents, Engine, EngineError, Object, PoolFacts, Record};
 use crate::placement::{self, Candidate, Space};
 
 /// How long a pool or hypervisor may take to say how it is.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A pool with everything that is known of it.
-#[derive(Clone)]
 pub(super) struct PoolView {
     pub(super) row: PoolRow,
     facts: Result<(PoolFacts, Contents), String>,
-    volumes: Vec<VolumeUse>,
+    /// Empty once all is added up, as is what each has allocated: views are kept until the next.
+    uses: Vec<Use>,
+    reserved: u64,
     free: u64,
 }
 
 impl PoolView {
-    fn reserved(&self) -> u64 {
-        self.volumes.iter().map(|volume| volume.reserved).sum()
+    /// What it says of itself, where it is well.
+    pub(super) fn facts(&self) -> Option<PoolFacts> {
+        self.facts.as_ref().ok().map(|(facts, _)| *facts)
     }
 
-    pub(super) fn candidate(&self) -> Candidate {
+    /// As whoever asks for capacity sees it.
+    fn candidate(&self) -> Candidate {
         Candidate {
             name: self.row.name.clone(),
             labels: self.row.spec.labels.clone(),
             healthy: self.facts.is_ok(),
             cordoned: self.row.spec.cordoned,
             free_bytes: self.free,
-            groups: self.volumes.iter().filter_map(|volume| volume.group.clone()).collect(),
+            groups: Vec::new(),
         }
     }
 
     fn to_pool(&self) -> Pool {
-        let facts = self.facts.as_ref().ok().map(|(facts, _)| *facts);
+        let facts = self.facts();
         Pool {
             name: self.row.name.clone(),
             engine: self.row.spec.engine,
@@ -55,17 +62,57 @@ impl PoolView {
             healthy: self.facts.is_ok(),
             message: self.facts.as_ref().err().cloned(),
             capacity_bytes: facts.map_or(0, |f| f.capacity),
-            reserved_bytes: self.reserved(),
+            reserved_bytes: self.reserved,
             used_bytes: facts.map_or(0, |f| f.used),
             free_bytes: self.free,
             reflink: facts.is_some_and(|f| f.reflink),
+            unknown_files: self
+                .facts
+                .as_ref()
+                .map(|(_, contents)| shown(&contents.unknown))
+                .unwrap_or_default(),
         }
     }
+}
+
+/// The most names of unknown files that a pool is shown with.
+const SHOWN: usize = 1000;
+
+fn shown(names: &[String]) -> Vec<String> {
+    names.iter().take(SHOWN).cloned().collect()
+}
+
+/// What is noted of a pool with its marker.
+pub(super) fn pool_record(row: &PoolRow) -> Record {
+    let PoolSpec { engine, labels, cordoned, .. } = row.spec.clone();
+    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned })
+}
+
+/// Measures a pool. Its space before and after its files, the lesser of which counts: machines write meanwhile.
+fn measure(engine: &dyn Engine, known: &HashSet<Object>) -> Result<(PoolFacts, Contents), EngineError> {
+    let before = engine.inspect()?;
+    let contents = engine.contents(known)?;
+    let after = engine.inspect()?;
+    Ok((PoolFacts { available: before.available.min(after.available), ..after }, contents))
 }
 
 /// The pool that a volume is in.
 pub(super) fn pool_of(tx: &Tx<'_>, volume: &VolumeRow) -> Result<PoolRow> {
     tx.pool(&volume.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &volume.pool))
+}
+
+/// Changes the labels and the cordon of a pool, if there is one by this name; engine and path cannot.
+fn update_known(tx: &Tx<'_>, name: &PoolName, wanted: &PoolSpec) -> Result<Option<PoolRow>> {
+    let Some(row) = tx.pool(name)? else { return Ok(None) };
+    if row.spec.engine != wanted.engine || row.spec.path != wanted.path {
+        let detail = format!(
+            "the pool {name} is {} at {}; engine and path cannot change: register another pool",
+            row.spec.engine, row.spec.path
+        );
+        return Err(Problem::new(ProblemCode::Exists, detail).about(What::Pool, name).into());
+    }
+    tx.update_pool(name, wanted)?;
+    Ok(Some(row))
 }
 
 impl Service {
@@ -99,46 +146,60 @@ impl Service {
             let detail = format!("the path {:?} of pool {name} must be absolute and without ..", spec.path);
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
-        let _placing = self.0.placing.lock().await;
+        // Labels and cordons of one that is there change in one transaction, which whoever places reads in its own.
         let (pool, wanted) = (name.clone(), spec.clone());
+        let known = self.0.catalog.run(move |tx| update_known(tx, &pool, &wanted)).await?;
+        if known.is_some_and(|row| row.marked) {
+            self.0.catalog.remember().await?;
+            return Ok(false);
+        }
+        let _placing = self.alone().await?;
+        let (pool, wanted) = (name.clone(), spec);
         let (row, created) = self
             .0
             .catalog
             .run(move |tx| -> Result<_> {
-                if let Some(row) = tx.pool(&pool)? {
-                    if row.spec.engine != wanted.engine || row.spec.path != wanted.path {
-                        let detail = format!(
-                            "the pool {pool} is {} at {}; engine and path cannot change: register another pool",
-                            row.spec.engine, row.spec.path
-                        );
-                        return Err(Problem::new(ProblemCode::Exists, detail).about(What::Pool, pool).into());
-                    }
-                    tx.update_pool(&pool, &wanted)?;
+                if let Some(row) = update_known(tx, &pool, &wanted)? {
                     return Ok((row, false));
                 }
                 if let Some(other) = tx.pools()?.into_iter().find(|other| other.spec.path == wanted.path) {
                     let detail = format!("{} is the pool {}", wanted.path, other.name);
-                    return Err(Problem::new(ProblemCode::Exists, detail).about(What::Pool, other.name).into());
+                    return Err(Problem::new(ProblemCode::Exists, detail)
+                        .about(What::Pool, other.name)
+                        .into());
                 }
                 let row = PoolRow { name: pool, uuid: Uuid::new_v4(), spec: wanted, marked: false };
                 tx.insert_pool(&row)?;
                 Ok((row, true))
             })
             .await?;
+        // Before the marker is there: from then on a catalog without the pool is a damaged one.
+        self.0.catalog.remember().await?;
         if !row.marked {
             self.mark(&row, created).await?;
         }
         Ok(created)
     }
 
+    /// Waits until nothing is being placed, and keeps everybody from it. Not for long: those who come later wait for
+    /// this, and where a pool hangs, so may who is placing something there.
+    async fn alone(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+        tokio::time::timeout(PATIENCE, self.0.placing.pools.write()).await.map_err(|_| {
+            let detail = format!("something has been placed in a pool for more than {PATIENCE:?}; repeat");
+            Failure::new(ProblemCode::Unavailable, detail)
+        })
+    }
+
     /// Makes the directory the pool's own. A pool that cannot have its directory is forgotten again.
     pub(super) async fn mark(&self, row: &PoolRow, forget: bool) -> Result<()> {
-        let name = row.name.clone();
-        match self.engine::<_, EngineError, _>(self.engine_of(row), |engine| engine.adopt()).await {
+        let (name, record) = (row.name.clone(), pool_record(row));
+        match self.engine::<_, EngineError, _>(self.engine_of(row), move |engine| engine.adopt(&record)).await
+        {
             Ok(()) => self.0.catalog.run(move |tx| Ok(tx.set_pool_marked(&name)?)).await,
             Err(error) => {
                 if forget {
                     self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&name)?) }).await?;
+                    self.0.catalog.remember().await?;
                     self.forget_engine(&row.name);
                 }
                 let detail = format!("the pool {} cannot be registered: {error}", row.name);
@@ -152,20 +213,22 @@ impl Service {
         }
     }
 
-    /// Forgets a pool without volumes. False when there was none.
+    /// Forgets a pool without volumes and snapshots. False when there was none.
     pub async fn delete_pool(&self, name: PoolName) -> Result<bool> {
         let service = self.clone();
         self.unbroken(async move {
-            let _placing = service.0.placing.lock().await;
+            let _placing = service.alone().await?;
             let pool = name.clone();
             let found = service
                 .0
                 .catalog
-                .run(move |tx| -> Result<_> {
+                .read(move |tx| -> Result<_> {
                     let Some(row) = tx.pool(&pool)? else { return Ok(None) };
-                    let volumes = tx.volume_uses()?.iter().filter(|volume| volume.pool == pool).count();
-                    if volumes > 0 {
-                        let detail = format!("the pool {pool} holds {volumes} volumes; delete these first");
+                    let (volumes, snapshots) = tx.count_held(&pool)?;
+                    if volumes + snapshots > 0 {
+                        let detail = format!(
+                            "the pool {pool} holds {volumes} volumes and {snapshots} snapshots; delete these first"
+                        );
                         return Err(Problem::new(ProblemCode::InUse, detail).about(What::Pool, pool).into());
                     }
                     Ok(Some(row))
@@ -175,6 +238,7 @@ impl Service {
             service.engine::<_, Failure, _>(service.engine_of(&row), |engine| Ok(engine.release()?)).await?;
             let pool = name.clone();
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
+            service.0.catalog.remember().await?;
             service.forget_engine(&name);
             service.0.unknown_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             service.emit(EventKind::Pool, &name, Change::Deleted);
@@ -190,41 +254,58 @@ impl Service {
     }
 
     /// Measures all pools. What pools on one filesystem have promised counts against each of them.
-    pub(super) async fn views(&self) -> Result<Vec<PoolView>> {
-        let (rows, uses) =
-            self.0.catalog.run(|tx| -> Result<_> { Ok((tx.pools()?, tx.volume_uses()?)) }).await?;
-        let mut by_pool: HashMap<PoolName, Vec<VolumeUse>> = HashMap::new();
-        for volume in uses {
-            by_pool.entry(volume.pool.clone()).or_default().push(volume);
+    ///
+    /// A volume is promised its capacity; a snapshot, which nobody writes to, what its volume had allocated at its
+    /// moment, which is the most it can keep. No filesystem says cheaply what its files share, so of files that may
+    /// share blocks only the largest counts as allocated: less may be free than could be, never more.
+    pub(super) async fn measure_all(&self) -> Result<Vec<PoolView>> {
+        let look = self.0.placing.room.look();
+        let (rows, uses) = self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.uses()?)) }).await?;
+        let mut by_pool: HashMap<PoolName, Vec<Use>> = HashMap::new();
+        for one in uses {
+            by_pool.entry(one.pool.clone()).or_default().push(one);
         }
-        let mut views = Vec::new();
-        for row in rows {
-            let volumes = by_pool.remove(&row.name).unwrap_or_default();
-            let ids: Vec<VolumeId> = volumes.iter().map(|volume| volume.id.clone()).collect();
-            let measuring = self.engine::<_, EngineError, _>(self.engine_of(&row), move |engine| {
-                Ok((engine.inspect()?, engine.contents(&ids)?))
-            });
-            let facts = match tokio::time::timeout(PATIENCE, measuring).await {
-                Ok(measured) => measured.map_err(|error| error.to_string()),
-                Err(_) => Err(format!("{} does not answer within {PATIENCE:?}", row.spec.path)),
-            };
-            views.push(PoolView { row, facts, volumes, free: 0 });
-        }
-        let mut promised: HashMap<u64, (u64, u64)> = HashMap::new();
+        let measuring = rows.into_iter().map(|row| {
+            let uses = by_pool.remove(&row.name).unwrap_or_default();
+            let known: HashSet<Object> = uses.iter().map(|one| one.object.clone()).collect();
+            async move {
+                let look = move |engine: &dyn Engine| measure(engine, &known);
+                let facts = self.ask(&row, Question::Contents, PATIENCE, look).await;
+                let reserved = uses.iter().map(|one| one.reserved).sum();
+                PoolView { row, facts, uses, reserved, free: 0 }
+            }
+        });
+        let mut views = futures::future::join_all(measuring).await;
+        let mut promised: HashMap<u64, (u64, Seen, HashMap<Uuid, u64>)> = HashMap::new();
         for view in &views {
-            if let Ok((facts, contents)) = &view.facts {
-                let (reserved, allocated) = promised.entry(facts.filesystem).or_default();
-                *reserved += view.reserved();
-                *allocated += contents.allocated.min(view.reserved());
+            let Ok((facts, contents)) = &view.facts else { continue };
+            let (reserved, seen, families) = promised.entry(facts.filesystem).or_default();
+            let PoolFacts { capacity, available, .. } = *facts;
+            let least = if seen.capacity == 0 { available } else { seen.available.min(available) };
+            *seen = Seen { capacity, available: least, ..Seen::default() };
+            *reserved += view.reserved;
+            for one in &view.uses {
+                let allocated = contents.allocated.get(&one.object).copied().unwrap_or(0).min(one.reserved);
+                let most = families.entry(one.family).or_default();
+                *most = allocated.max(*most);
             }
         }
+        for (_, seen, families) in promised.values_mut() {
+            seen.allocated = families.values().sum();
+        }
         for view in &mut views {
-            if let Ok((facts, _)) = &view.facts {
-                let (reserved, allocated) = promised[&facts.filesystem];
+            view.uses = Vec::new();
+            if let Ok((facts, contents)) = &mut view.facts {
+                contents.allocated = HashMap::new();
+                let (reserved, seen, _) = &promised[&facts.filesystem];
+                let (reserved, allocated) = (*reserved, seen.allocated);
                 let PoolFacts { capacity, available, .. } = *facts;
                 view.free = placement::free_bytes(Space { capacity, available, reserved, allocated });
             }
         }
+        let place = |view: &PoolView| Some((view.row.name.clone(), view.facts()?.filesystem));
+        let found = promised.into_iter().map(|(filesystem, (_, seen, _))| (filesystem, seen)).collect();
+        look.found(found, views.iter().filter_map(place));
         self.note(&views);
         Ok(views)
     }
@@ -241,7 +322,7 @@ impl Service {
                     let shown: Vec<&String> = contents.unknown.iter().take(20).collect();
                     tracing::warn!(
                         pool = %view.row.name, count = contents.unknown.len(), files = ?shown,
-                        "the pool has files that no volume owns; they are left alone"
+                        "the pool has files that no volume or snapshot owns; they are left alone"
                     );
                 }
                 before.clone_from(&contents.unknown);
@@ -287,5 +368,30 @@ impl Service {
             unknown_files: noted.values().map(|files| files.len() as u64).sum(),
             hypervisors,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::catalog::Catalog;
+    use crate::metrics::Metrics;
+
+    #[tokio::test]
+    async fn a_pool_is_cordoned_also_while_something_is_being_placed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pool");
+        std::fs::create_dir(&path).unwrap();
+        let catalog = Catalog::open(&dir.path().join("data"), Duration::ZERO).unwrap();
+        let service = Service::new(catalog, BTreeMap::new(), Metrics::default());
+        let (name, engine) = (PoolName::new("p").unwrap(), infra_api::EngineKind::File);
+        let path = path.to_str().unwrap().to_owned();
+        let spec = PoolSpec { engine, path, labels: BTreeMap::new(), cordoned: false };
+        assert!(service.put_pool(name.clone(), spec.clone()).await.unwrap().1);
+        let _placing = service.0.placing.pools.read().await;
+        let (pool, created) = service.put_pool(name, PoolSpec { cordoned: true, ..spec }).await.unwrap();
+        assert!(pool.cordoned && !created);
     }
 }

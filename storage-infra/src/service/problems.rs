@@ -45,10 +45,11 @@ impl From<Problem> for Failure {
 impl From<CatalogError> for Failure {
     fn from(error: CatalogError) -> Self {
         let code = match &error {
-            CatalogError::ReadOnly(_) => ProblemCode::ReadOnly,
-            CatalogError::Sqlite(_) | CatalogError::Corrupt(_) | CatalogError::Unusable(_) => {
-                ProblemCode::Internal
-            }
+            CatalogError::ReadOnly(_) | CatalogError::Unwritable(_) => ProblemCode::ReadOnly,
+            CatalogError::Sqlite(_)
+            | CatalogError::Corrupt(_)
+            | CatalogError::Damaged(_)
+            | CatalogError::Unusable(_) => ProblemCode::Internal,
         };
         tracing::error!(%error, "catalog");
         Self::new(code, error.to_string())
@@ -59,7 +60,11 @@ impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Self {
         let code = match &error {
             // The pool may come back, and what was begun is in the catalog.
-            EngineError::Unhealthy(_) | EngineError::Io { .. } => ProblemCode::Unavailable,
+            EngineError::Unhealthy(_)
+            | EngineError::Missing(_)
+            | EngineError::Grown(_)
+            | EngineError::Cancelled
+            | EngineError::Io { .. } => ProblemCode::Unavailable,
             EngineError::Foreign(_) => ProblemCode::Exists,
             EngineError::NoSpace(_) => ProblemCode::OutOfSpace,
             EngineError::ReadOnly(_) => ProblemCode::ReadOnly,
@@ -72,6 +77,7 @@ impl From<HypervisorError> for Failure {
     fn from(error: HypervisorError) -> Self {
         let code = match &error {
             HypervisorError::NotRunning(_) => ProblemCode::NodeNotRunning,
+            HypervisorError::Full(_) => ProblemCode::TooManyDisks,
             HypervisorError::Refused(_) | HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => {
                 ProblemCode::Unavailable
             }

@@ -1,16 +1,23 @@
-//! Volumes: creating, growing, deleting.
+//! Volumes: creating, listing, deleting.
+
+use std::collections::HashMap;
+use std::time::Duration;
 
 use infra_api::{
-    Change, EventKind, List, Problem, ProblemCode, Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
-    What,
+    Change, EventKind, List, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec, VolumeState, What,
+    ZONE_LABEL,
 };
+use tokio::sync::oneshot;
 use uuid::Uuid;
 
+use super::filling::Origin;
 use super::pools::pool_of;
-use super::{Failure, Result, Service, now};
+use super::qos::checked;
+use super::records::volume_record;
+use super::reserving::Source;
+use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, Tx, VolumeRow};
-use crate::engine::EngineError;
-use crate::placement;
+use crate::engine::{EngineError, Method, Object};
 
 const MIB: u64 = 1 << 20;
 /// The smallest unit: no disk sector or filesystem page that we know of is larger.
@@ -19,7 +26,7 @@ const UNIT: u64 = 4096;
 const PAGE: usize = 1000;
 
 /// The size that a volume really gets: whole MiB where the limit allows, else whole 4 KiB.
-fn real_size(wanted: u64, limit: Option<u64>) -> Result<u64> {
+pub(super) fn real_size(wanted: u64, limit: Option<u64>) -> Result<u64> {
     let invalid = |detail: String| Failure::new(ProblemCode::Invalid, detail);
     if wanted == 0 {
         return Err(invalid("capacityBytes must be more than 0".into()));
@@ -34,130 +41,196 @@ fn real_size(wanted: u64, limit: Option<u64>) -> Result<u64> {
     })
 }
 
-fn to_volume(row: VolumeRow, attachments: &[AttachmentRow]) -> Volume {
-    let attached_to = attachments.iter().filter(|a| a.volume == row.id).map(|a| a.node).collect();
-    Volume {
-        id: row.id,
-        capacity_bytes: row.capacity,
-        pool: row.pool,
-        disk_uuid: row.disk_uuid,
-        state: row.state,
-        labels: row.spec.labels,
-        created_at: row.created_at,
-        attached_to,
-    }
-}
-
 impl Service {
     /// One volume.
     pub async fn volume(&self, id: &VolumeId) -> Result<Volume> {
         let id = id.clone();
-        self.0
+        let (row, attachments, pool) = self
+            .0
             .catalog
-            .run(move |tx| -> Result<_> {
+            .read(move |tx| -> Result<_> {
                 let row = tx.volume(&id)?.ok_or_else(|| Failure::not_found(What::Volume, &id))?;
-                Ok(to_volume(row, &tx.attachments(None, Some(&id))?))
+                let pool = pool_of(tx, &row)?;
+                Ok((row, tx.attachments(None, Some(&id))?, pool))
             })
-            .await
+            .await?;
+        Ok(self.to_volume(row, &attachments, pool.spec.labels.get(ZONE_LABEL).cloned()))
     }
 
     /// A page of volumes after an id.
     pub async fn volumes(&self, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
-        self.0
+        let (mut rows, attachments, pools) = self
+            .0
             .catalog
-            .run(move |tx| -> Result<_> {
-                let mut rows = tx.volumes(&after, limit + 1)?;
-                let more = rows.len() > limit;
-                rows.truncate(limit);
-                let next = rows.last().filter(|_| more).map(|row| row.id.to_string());
-                let attachments = tx.attachments(None, None)?;
-                Ok(List { items: rows.into_iter().map(|row| to_volume(row, &attachments)).collect(), next })
+            .read(move |tx| -> Result<_> {
+                Ok((tx.volumes(&after, limit + 1)?, tx.attachments(None, None)?, tx.pools()?))
             })
-            .await
+            .await?;
+        let more = rows.len() > limit;
+        rows.truncate(limit);
+        let next = rows.last().filter(|_| more).map(|row| row.id.to_string());
+        let mut of: HashMap<VolumeId, Vec<AttachmentRow>> = HashMap::new();
+        for attachment in attachments {
+            of.entry(attachment.volume.clone()).or_default().push(attachment);
+        }
+        let zones: HashMap<PoolName, String> = pools
+            .into_iter()
+            .filter_map(|mut pool| Some((pool.name, pool.spec.labels.remove(ZONE_LABEL)?)))
+            .collect();
+        let item = |row: VolumeRow| {
+            let attachments = of.remove(&row.id).unwrap_or_default();
+            let zone = zones.get(&row.pool).cloned();
+            self.to_volume(row, &attachments, zone)
+        };
+        Ok(List { items: rows.into_iter().map(item).collect(), next })
     }
 
-    /// Creates a volume, or answers with it where the same was asked before. True when it is new.
-    pub async fn put_volume(&self, id: VolumeId, spec: VolumeSpec) -> Result<(Volume, bool)> {
+    fn to_volume(&self, row: VolumeRow, attachments: &[AttachmentRow], zone: Option<String>) -> Volume {
+        let copied = self.0.filling.copied(&Object::Volume(row.id.clone()));
+        Volume {
+            condition: self.condition(&row.id),
+            copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
+            id: row.id,
+            capacity_bytes: row.capacity,
+            pool: row.pool,
+            disk_uuid: row.disk_uuid,
+            state: row.state,
+            zone,
+            source: row.spec.source,
+            qos: row.qos,
+            shareable: row.spec.shareable,
+            labels: row.spec.labels,
+            created_at: row.created_at,
+            attached_to: attachments.iter().map(|attachment| attachment.node).collect(),
+        }
+    }
+
+    /// Creates a volume, or answers with it where the same was asked before. True when it is new. Waits at most so
+    /// long; the work goes on.
+    pub async fn put_volume(
+        &self,
+        id: VolumeId,
+        mut spec: VolumeSpec,
+        wait: Duration,
+    ) -> Result<(Volume, bool)> {
+        let size = real_size(spec.capacity_bytes, spec.limit_bytes)?;
+        spec.qos = checked(spec.qos)?;
         let service = self.clone();
-        self.unbroken(async move {
-            let _lock = service.0.locks.lock(id.as_str()).await;
-            let size = real_size(spec.capacity_bytes, spec.limit_bytes)?;
-            let (wanted, asked) = (id.clone(), spec.clone());
-            let found = service.0.catalog.run(move |tx| same_volume(tx, &wanted, &asked)).await?;
+        let (key, wanted) = (id.clone(), spec.clone());
+        let making = |begun: oneshot::Sender<()>| async move {
+            let _lock = service.0.locks.lock(key.as_str()).await;
+            let (name, asked) = (key.clone(), wanted.clone());
+            let found = service.0.catalog.read(move |tx| same_volume(tx, &name, &asked)).await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
-                None => (service.reserve(&id, spec, size).await?, true),
+                None => (service.reserve(&key, wanted, size).await?, true),
             };
+            let _ = begun.send(());
             if row.state == VolumeState::Creating {
                 service.finish_create(row, created).await?;
             }
-            Ok((service.volume(&id).await?, created))
-        })
-        .await
-    }
-
-    /// Chooses a pool and writes the intent. Alone, so that two volumes are never promised the same space.
-    async fn reserve(&self, id: &VolumeId, spec: VolumeSpec, size: u64) -> Result<VolumeRow> {
-        let _placing = self.0.placing.lock().await;
-        let views = self.views().await?;
-        let candidates: Vec<_> = views.iter().map(super::pools::PoolView::candidate).collect();
-        let pool = placement::place(&candidates, size, &spec.placement).map_err(|rejections| {
-            let detail = format!("volume {id}: {}", placement::explain(size, &rejections));
-            Problem::new(ProblemCode::OutOfSpace, detail).about(What::Volume, id).rejected_by(rejections)
-        })?;
-        if let Some(view) = views.iter().find(|view| view.row.name == pool) {
-            let name = id.clone();
-            let taken: bool = self
-                .engine::<_, Failure, _>(self.engine_of(&view.row), move |e| Ok(e.exists(&name)?))
-                .await?;
-            if taken {
-                let detail = format!(
-                    "the pool {pool} has a file by the name of volume {id} that no volume owns; move it away, or use another id"
-                );
-                return Err(Problem::new(ProblemCode::Exists, detail).about(What::Volume, id).into());
-            }
-        }
-        let row = VolumeRow {
-            id: id.clone(),
-            pool,
-            capacity: size,
-            grow_to: None,
-            disk_uuid: Uuid::new_v4(),
-            state: VolumeState::Creating,
-            spec,
-            created_at: now(),
+            Ok((service.volume(&key).await?, created))
         };
-        let insert = row.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.insert_volume(&insert)?) }).await?;
-        self.emit(EventKind::Volume, id, Change::Created);
-        Ok(row)
+        if let Some(made) = self.at_most(wait, making).await {
+            return made;
+        }
+        let name = id.clone();
+        if self.0.catalog.read(move |tx| same_volume(tx, &name, &spec)).await?.is_some() {
+            return Ok((self.volume(&id).await?, false));
+        }
+        let detail = format!("the volume {id} waits for other work; repeat");
+        Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
     }
 
-    /// Makes the bytes of a volume whose intent is written. With `undo`, a volume that finds no space is forgotten.
+    /// Makes the bytes of a volume whose intent is written. With `undo`, a volume that finds no space is forgotten; one
+    /// that begins with other bytes and fails always is, since its source must not be kept from writers for ever. What
+    /// turns out to be complete is not: a catalog that was put back may not know that it has been used since.
     pub(super) async fn finish_create(&self, row: VolumeRow, undo: bool) -> Result<()> {
-        let (id, size) = (row.id.clone(), row.capacity);
-        let pool = self.0.catalog.run(move |tx| pool_of(tx, &row)).await?;
-        let engine = self.engine_of(&pool);
-        let name = id.clone();
-        let made = self.engine::<_, EngineError, _>(engine.clone(), move |e| e.create(&name, size)).await;
+        let (id, pool, identity) = (row.id.clone(), row.pool.clone(), row.disk_uuid);
+        let (filled, size) = (row.spec.source.is_some(), row.size());
+        let made = if filled { self.fill_volume(row).await } else { self.make_zeros(row).await };
         match made {
-            Ok(()) => {
+            Ok(true) => {
                 let name = id.clone();
-                self.0
-                    .catalog
-                    .run(move |tx| -> Result<_> { Ok(tx.set_volume_state(&name, VolumeState::Ready)?) })
-                    .await?;
-                self.emit(EventKind::Volume, &id, Change::Updated);
+                let finished =
+                    self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_create(&name)?) }).await?;
+                if finished {
+                    self.emit(EventKind::Volume, &id, Change::Updated);
+                }
                 Ok(())
             }
-            Err(error @ EngineError::NoSpace(_)) if undo => {
-                self.mark_deleting(&id).await?;
-                self.finish_delete(&id).await?;
-                Err(error.into())
+            Ok(false) => {
+                let detail = format!("making the volume {id} was broken off");
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, &id).into())
             }
-            Err(error) => Err(error.into()),
+            Err(failure) if self.is_made(&pool, Object::Volume(id.clone()), identity).await => Err(failure),
+            Err(failure) if filled || (undo && failure.code() == ProblemCode::OutOfSpace) => {
+                tracing::warn!(volume = %id, %failure, "not made; undoing what was done of it");
+                self.discard(pool, Object::Volume(id.clone()), size).await?;
+                let name = id.clone();
+                self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
+                self.emit(EventKind::Volume, &id, Change::Deleted);
+                Err(failure)
+            }
+            Err(failure) => Err(failure),
         }
+    }
+
+    /// Whether something is complete in spite of a failure, or may be.
+    pub(super) async fn is_made(&self, pool: &PoolName, object: Object, identity: Uuid) -> bool {
+        let name = pool.clone();
+        let found = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.pool(&name)?) }).await;
+        let Ok(Some(pool)) = found else { return true };
+        let asked = self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| {
+            match e.is_complete(&object, identity) {
+                Err(EngineError::Foreign(_)) => Ok(false),
+                other => other,
+            }
+        });
+        asked.await.unwrap_or(true)
+    }
+
+    async fn make_zeros(&self, row: VolumeRow) -> Result<bool> {
+        let (name, size, record) = (row.id.clone(), row.capacity, volume_record(&row, Vec::new()));
+        let pool = self.0.catalog.read(move |tx| pool_of(tx, &row)).await?;
+        self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.create(&name, size, &record))
+            .await?;
+        Ok(true)
+    }
+
+    /// Removes what there is of something that was never complete.
+    pub(super) async fn discard(&self, pool: PoolName, object: Object, size: u64) -> Result<()> {
+        let pool = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                tx.pool(&pool)?.ok_or_else(|| Failure::not_found(What::Pool, &pool))
+            })
+            .await?;
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.discard(&object)?)).await?;
+        self.0.placing.room.removed(&pool.name, size);
+        Ok(())
+    }
+
+    /// Gives a volume the bytes of its source, unless a crash came after that was done. False when it was told to end
+    /// before.
+    async fn fill_volume(&self, row: VolumeRow) -> Result<bool> {
+        let (key, identity, size) = (Object::Volume(row.id.clone()), row.disk_uuid, row.capacity);
+        let (method, record) =
+            (if row.copying { Method::Copy } else { Method::Reflink }, volume_record(&row, Vec::new()));
+        let wanted = row.spec.source.clone();
+        let pool = self.0.catalog.read(move |tx| pool_of(tx, &row)).await?;
+        let complete = self
+            .engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.is_complete(&key, identity)?))
+            .await?;
+        if complete {
+            return Ok(true);
+        }
+        let Some(wanted) = wanted else { return Ok(true) };
+        let Source { pool: from, object: source, .. } =
+            self.0.catalog.read(move |tx| Source::of(tx, &wanted)).await?;
+        self.fill(&pool, Origin { pool: from, object: source, method }, size, record).await
     }
 
     /// Deletes a volume and its bytes. False when there was none.
@@ -166,7 +239,20 @@ impl Service {
         self.unbroken(async move {
             // Told at once, not after what is done to the volume, which may be an unplug that takes its time.
             let name = id.clone();
-            service.0.catalog.run(move |tx| refuse_attached(tx, &name)).await?;
+            let copying = service
+                .0
+                .catalog
+                .read(move |tx| -> Result<_> {
+                    refuse_attached(tx, &name)?;
+                    let row = tx.volume(&name)?;
+                    Ok(row.is_some_and(|row| row.copying && row.state == VolumeState::Creating))
+                })
+                .await?;
+            if copying {
+                // It is broken off, and whoever waits for it must not begin again.
+                service.mark_deleting(&id).await?;
+            }
+            service.0.filling.cancel(&Object::Volume(id.clone()));
             let _lock = service.0.locks.lock(id.as_str()).await;
             if !service.mark_deleting(&id).await? {
                 return Ok(false);
@@ -196,112 +282,27 @@ impl Service {
     /// Removes the bytes of a volume that the catalog says is to be deleted and is nowhere attached.
     pub(super) async fn finish_delete(&self, id: &VolumeId) -> Result<()> {
         let name = id.clone();
-        let pool = self
+        let found = self
             .0
             .catalog
-            .run(move |tx| -> Result<_> {
+            .read(move |tx| -> Result<_> {
                 let Some(row) = tx.volume(&name)? else { return Ok(None) };
                 // Asked again right before the bytes go: nothing else in this program may remove any.
                 if row.state != VolumeState::Deleting || !tx.attachments(None, Some(&name))?.is_empty() {
                     let detail = format!("the volume {name} is {} and not to be removed", row.state);
                     return Err(Failure::new(ProblemCode::Internal, detail));
                 }
-                Ok(Some(pool_of(tx, &row)?))
+                Ok(Some((pool_of(tx, &row)?, row.disk_uuid, row.size())))
             })
             .await?;
-        let Some(pool) = pool else { return Ok(()) };
-        let name = id.clone();
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |engine| Ok(engine.remove(&name)?)).await?;
+        let Some((pool, identity, size)) = found else { return Ok(()) };
+        let object = Object::Volume(id.clone());
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&object, identity)?))
+            .await?;
+        self.0.placing.room.removed(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_volume(&name)?) }).await?;
         self.emit(EventKind::Volume, id, Change::Deleted);
-        Ok(())
-    }
-
-    /// Grows a volume, live where it is attached.
-    pub async fn grow_volume(&self, id: VolumeId, size: VolumeSize) -> Result<Volume> {
-        let service = self.clone();
-        self.unbroken(async move {
-            let _lock = service.0.locks.lock(id.as_str()).await;
-            let name = id.clone();
-            let row = service
-                .0
-                .catalog
-                .run(move |tx| -> Result<_> {
-                    tx.volume(&name)?.ok_or_else(|| Failure::not_found(What::Volume, &name))
-                })
-                .await?;
-            service.begin_grow(&row, size).await?;
-            service.finish_grow(&id).await?;
-            service.volume(&id).await
-        })
-        .await
-    }
-
-    async fn begin_grow(&self, row: &VolumeRow, size: VolumeSize) -> Result<()> {
-        let id = row.id.clone();
-        if row.state != VolumeState::Ready {
-            let detail = format!("the volume {id} is {}; only a ready volume can grow", row.state);
-            return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into());
-        }
-        let has = row.grow_to.unwrap_or(row.capacity);
-        let within =
-            |have: u64| have >= size.capacity_bytes && size.limit_bytes.is_none_or(|limit| have <= limit);
-        if within(has) && real_size(size.capacity_bytes, size.limit_bytes)? == has {
-            return Ok(());
-        }
-        let wanted = real_size(size.capacity_bytes, size.limit_bytes)?;
-        if wanted < has {
-            let detail = format!("the volume {id} has {has} bytes; it can grow, not shrink to {wanted}");
-            let mut problem = Problem::new(ProblemCode::Invalid, detail).about(What::Volume, id);
-            problem.status = 409;
-            return Err(problem.into());
-        }
-        let _placing = self.0.placing.lock().await;
-        let views = self.views().await?;
-        let free = views.iter().find(|view| view.row.name == row.pool).map(super::pools::PoolView::candidate);
-        let more = wanted - has;
-        match free {
-            Some(pool) if pool.healthy && pool.free_bytes >= more => {}
-            Some(pool) if pool.healthy => {
-                let detail = format!(
-                    "the volume {id} needs {more} bytes more, its pool {} has {} free",
-                    pool.name, pool.free_bytes
-                );
-                return Err(Problem::new(ProblemCode::OutOfSpace, detail).about(What::Volume, id).into());
-            }
-            _ => {
-                let detail = format!("the pool {} of volume {id} is not healthy", row.pool);
-                return Err(Problem::new(ProblemCode::Unavailable, detail)
-                    .about(What::Pool, &row.pool)
-                    .into());
-            }
-        }
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.begin_grow(&id, wanted)?) }).await
-    }
-
-    /// Grows the bytes, then every virtual machine's view of them, and only then the volume's capacity.
-    pub(super) async fn finish_grow(&self, id: &VolumeId) -> Result<()> {
-        let name = id.clone();
-        let found = self
-            .0
-            .catalog
-            .run(move |tx| -> Result<_> {
-                let Some(row) = tx.volume(&name)? else { return Ok(None) };
-                let Some(size) = row.grow_to else { return Ok(None) };
-                Ok(Some((pool_of(tx, &row)?, tx.attachments(None, Some(&name))?, size)))
-            })
-            .await?;
-        let Some((pool, attachments, size)) = found else { return Ok(()) };
-        let name = id.clone();
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |engine| Ok(engine.grow(&name, size)?))
-            .await?;
-        for attachment in &attachments {
-            self.resize_plugged(attachment, size).await?;
-        }
-        let name = id.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_grow(&name)?) }).await?;
-        self.emit(EventKind::Volume, id, Change::Updated);
         Ok(())
     }
 }
@@ -333,6 +334,8 @@ fn same_volume(tx: &Tx<'_>, id: &VolumeId, asked: &VolumeSpec) -> Result<Option<
         ("capacityBytes", had.capacity_bytes != asked.capacity_bytes),
         ("limitBytes", had.limit_bytes != asked.limit_bytes),
         ("placement", had.placement != asked.placement),
+        ("source", had.source != asked.source),
+        ("shareable", had.shareable != asked.shareable),
     ];
     let differs: Vec<&str> = differs.iter().filter(|(_, differs)| *differs).map(|(name, _)| *name).collect();
     if !differs.is_empty() {

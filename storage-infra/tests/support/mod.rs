@@ -5,25 +5,44 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use infra_api::{
     Access, AttachmentId, AttachmentSpec, Client, ClientError, ClientOptions, EngineKind, Labels, NodeSpec,
-    Placement, PoolName, PoolSpec, ProblemCode, VolumeId, VolumeSpec,
+    Placement, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId, SnapshotSpec, VolumeId, VolumeSource,
+    VolumeSpec,
 };
 use uuid::Uuid;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_storage-infra");
 pub const MIB: u64 = 1 << 20;
-/// More than any attach or detach of a loop device takes.
-pub const SOON: Duration = Duration::from_secs(20);
+/// More than any call takes that can be done at once, also where a slow disk has to take hundreds of MiB for it.
+pub const SOON: Duration = PATIENCE;
 
 /// A folder with certificates, a catalog, a pool's directory and the links to loop devices.
 pub struct Site {
+    mounts: Vec<PathBuf>,
     dir: tempfile::TempDir,
 }
+
+/// A filesystem that takes no writes now.
+pub struct Frozen(PathBuf);
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0).status();
+    }
+}
+
+/// What the files of mounted filesystems end with.
+const IMAGE: &str = "filesystem";
+/// How large the filesystems of [`Site::mount`] are. Sparse: only what is written takes space.
+pub const FILESYSTEM: u64 = 8 << 30;
+/// More than anything takes that must happen by itself.
+pub const PATIENCE: Duration = Duration::from_secs(90);
 
 /// A server that runs over a site.
 pub struct Server {
@@ -44,7 +63,7 @@ pub fn text(path: &Path) -> &str {
 impl Site {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let site = Self { dir };
+        let site = Self { mounts: Vec::new(), dir };
         let pki = site.path("pki");
         let output = run(&["pki", "--dir", text(&pki), "--host", "127.0.0.1"]);
         assert!(output.status.success(), "{output:?}");
@@ -52,14 +71,79 @@ impl Site {
         site
     }
 
+    /// A site whose pool is on a filesystem that can share blocks.
+    pub fn reflink() -> Self {
+        let mut site = Self::new();
+        site.mount("pool", &["mkfs.xfs", "-q", "-m", "reflink=1"]);
+        site
+    }
+
+    /// A site whose pool is on a filesystem that cannot share blocks.
+    pub fn no_reflink() -> Self {
+        let mut site = Self::new();
+        site.mount("pool", &["mkfs.ext4", "-q", "-F"]);
+        site
+    }
+
+    /// Mounts a fresh filesystem on a directory of this site, until the site is dropped.
+    pub fn mount(&mut self, name: &str, make: &[&str]) {
+        self.mount_of_size(name, make, FILESYSTEM);
+    }
+
+    /// The same, so large.
+    pub fn mount_of_size(&mut self, name: &str, make: &[&str], bytes: u64) {
+        let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
+        fs::create_dir_all(&dir).unwrap();
+        fs::File::create(&file).unwrap().set_len(bytes).unwrap();
+        assert!(Command::new(make[0]).args(&make[1..]).arg(&file).status().unwrap().success());
+        self.mount_again(name);
+        self.mounts.push(dir);
+    }
+
+    /// Takes a mounted filesystem away.
+    pub fn unmount(&self, name: &str) {
+        assert!(Command::new("umount").arg(self.path(name)).status().unwrap().success());
+    }
+
+    /// Brings a filesystem back that was taken away.
+    pub fn mount_again(&self, name: &str) {
+        let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
+        let mut mount = Command::new("mount");
+        assert!(mount.args(["-o", "loop"]).arg(&file).arg(&dir).status().unwrap().success());
+    }
+
+    /// Mounts a filesystem of this site `ro` or `rw`, as soon as the server notes nothing there.
+    pub async fn remount(&self, name: &str, how: &str) {
+        let how = format!("remount,{how}");
+        until("the filesystem is remounted", async || {
+            Command::new("mount").args(["-o", &how]).arg(self.path(name)).status().unwrap().success()
+        })
+        .await;
+    }
+
+    /// What is said of a machine's power.
+    pub fn halt(&self, node: Uuid, state: &str) {
+        // In one piece: the server may read it just then.
+        let (written, file) = (self.path("state"), self.path("by-id").join(format!("{node}.state")));
+        fs::write(&written, state).unwrap();
+        fs::rename(written, file).unwrap();
+    }
+
+    /// Lets nobody write to the pool's filesystem until the answer is dropped: whoever does, waits.
+    pub fn freeze(&self) -> Frozen {
+        let pool = self.path("pool");
+        assert!(Command::new("fsfreeze").arg("--freeze").arg(&pool).status().unwrap().success());
+        Frozen(pool)
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Starts a server on free ports and waits until it says that it serves.
-    pub fn start(&self) -> Server {
-        let hypervisor = format!("here=loop:{}", self.path("by-id").display());
-        let mut child = Command::new(BINARY)
+    /// The command that serves this site on free ports.
+    fn serve(&self) -> Command {
+        let mut serve = Command::new(BINARY);
+        serve
             .args([
                 "serve",
                 "--log-format",
@@ -69,7 +153,7 @@ impl Site {
                 "--http-listen",
                 "127.0.0.1:0",
             ])
-            .args(["--data-dir", text(&self.path("data")), "--hypervisor", &hypervisor])
+            .args(["--data-dir", text(&self.path("data")), "--hypervisor", &self.hypervisor()])
             .args([
                 "--tls-cert",
                 text(&self.path("pki/server.crt")),
@@ -77,9 +161,54 @@ impl Site {
                 text(&self.path("pki/server.key")),
             ])
             .args(["--client-ca", text(&self.path("pki/ca.crt"))])
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .env("NESTOR_FAIL_POINTS", self.path("points"))
+            .stderr(Stdio::piped());
+        serve
+    }
+
+    fn hypervisor(&self) -> String {
+        format!("here=loop:{}", self.path("by-id").display())
+    }
+
+    /// What a server says that must refuse to serve this site.
+    pub fn refused(&self) -> String {
+        let output = self.serve().output().unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    }
+
+    /// Runs `storage-infra recover` on this site, and gives its exit code and all that it said.
+    pub fn recover(&self, arguments: &[&str]) -> (i32, String) {
+        let data = self.path("data");
+        let hypervisor = self.hypervisor();
+        let fixed = ["recover", "--data-dir", text(&data), "--hypervisor", &hypervisor];
+        let output = run(&[&fixed, arguments].concat());
+        let said = [output.stdout, output.stderr].concat();
+        (output.status.code().unwrap(), String::from_utf8(said).unwrap())
+    }
+
+    /// Lets the server die when it passes this point for the n-th time from now.
+    pub fn arm(&self, point: &str, time: usize) {
+        fs::create_dir_all(self.path("points")).unwrap();
+        fs::write(self.path("points/armed"), format!("{point} {time}")).unwrap();
+    }
+
+    /// Notes the points that the server passes from now on.
+    pub fn watch_points(&self) {
+        fs::create_dir_all(self.path("points")).unwrap();
+        fs::write(self.path("points/passed"), "").unwrap();
+    }
+
+    /// The points passed since, in order; and no more are noted.
+    pub fn passed_points(&self) -> Vec<String> {
+        let passed = fs::read_to_string(self.path("points/passed")).unwrap();
+        fs::remove_file(self.path("points/passed")).unwrap();
+        passed.lines().map(str::to_owned).collect()
+    }
+
+    /// Starts a server and waits until it says that it serves.
+    pub fn start(&self) -> Server {
+        let mut child = self.serve().spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let mut address = |message: &str| -> SocketAddr {
             for line in lines.by_ref() {
@@ -100,7 +229,8 @@ impl Site {
     }
 
     pub fn client(&self, api: SocketAddr) -> Client {
-        let options = ClientOptions::from_pki_dir(format!("https://{api}"), &self.path("pki")).unwrap();
+        let mut options = ClientOptions::from_pki_dir(format!("https://{api}"), &self.path("pki")).unwrap();
+        (options.timeout, options.connect_timeout) = (PATIENCE, PATIENCE / 3);
         Client::new(&options).unwrap()
     }
 
@@ -112,13 +242,48 @@ impl Site {
         self.path("pool").join(format!("{volume}.raw"))
     }
 
+    /// The names in the pool's directory, but for its marker.
+    pub fn files(&self) -> Vec<String> {
+        let names = fs::read_dir(self.path("pool")).unwrap();
+        let mut names: Vec<String> =
+            names.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.retain(|name| name != ".nestor-pool" && name != "lost+found");
+        names.sort();
+        names
+    }
+
+    /// The catalog. A server that has it, too, is waited for.
+    pub fn catalog(&self) -> rusqlite::Connection {
+        let catalog = rusqlite::Connection::open(self.path("data/catalog.sqlite")).unwrap();
+        catalog.busy_timeout(PATIENCE).unwrap();
+        catalog
+    }
+
+    /// Writes into a volume's file, as a machine would, and makes sure it is there.
+    pub fn write(&self, volume: &VolumeId, bytes: &[u8], at: u64) {
+        let file = fs::File::options().write(true).open(self.file(volume)).unwrap();
+        file.write_all_at(bytes, at).unwrap();
+        file.sync_all().unwrap();
+    }
+
+    /// Reads from a volume's file.
+    pub fn read(&self, volume: &VolumeId, length: usize, at: u64) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        fs::File::open(self.file(volume)).unwrap().read_exact_at(&mut bytes, at).unwrap();
+        bytes
+    }
+
     /// The loop devices over files of this site.
     pub fn devices(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         for entry in fs::read_dir("/sys/block").unwrap() {
             let name = entry.unwrap().file_name();
             let backing = Path::new("/sys/block").join(&name).join("loop/backing_file");
-            if fs::read_to_string(backing).is_ok_and(|file| Path::new(&file).starts_with(self.dir.path())) {
+            // The filesystems of mounted pools are no disks of volumes.
+            let ours = |file: String| {
+                Path::new(&file).starts_with(self.dir.path()) && !file.trim_end().ends_with(IMAGE)
+            };
+            if fs::read_to_string(backing).is_ok_and(ours) {
                 found.push(Path::new("/dev").join(name));
             }
         }
@@ -156,13 +321,28 @@ impl Drop for Site {
         for device in self.devices() {
             let _ = Command::new("losetup").arg("--detach").arg(device).status();
         }
+        for dir in &self.mounts {
+            // Lazily, so that nothing stays even where a failed test left something open.
+            let _ = Command::new("umount").arg("--lazy").arg(dir).status();
+        }
     }
 }
 
 impl Server {
-    pub fn kill(mut self) {
+    pub fn kill(self) {
+        self.kill_before(|| ());
+    }
+
+    /// Kills the server, and lets something go on only then that it stands still for: it does nothing more.
+    pub fn kill_before(mut self, go_on: impl FnOnce()) {
         self.child.kill().unwrap();
+        go_on();
         self.child.wait().unwrap();
+    }
+
+    /// Waits until the server has died by itself.
+    pub async fn dies(&mut self) {
+        until("the server dies", async || self.child.try_wait().unwrap().is_some()).await;
     }
 
     /// Asks the server to end as a supervisor does, and gives its exit code.
@@ -187,12 +367,48 @@ impl Drop for Server {
     }
 }
 
+/// What is noted with a file.
+pub fn noted(path: &Path) -> Option<serde_json::Value> {
+    let mut bytes = vec![0; 1 << 16];
+    let length = rustix::fs::getxattr(path, "user.nestor", bytes.as_mut_slice()).ok()?;
+    Some(serde_json::from_slice(&bytes[..length]).unwrap())
+}
+
+/// Notes something with a file, or nothing.
+pub fn note(path: &Path, record: Option<&serde_json::Value>) {
+    match record {
+        Some(record) => {
+            let bytes = serde_json::to_vec(record).unwrap();
+            rustix::fs::setxattr(path, "user.nestor", &bytes, rustix::fs::XattrFlags::empty()).unwrap();
+        }
+        None => rustix::fs::removexattr(path, "user.nestor").unwrap(),
+    }
+}
+
 pub fn pool() -> PoolName {
     PoolName::new("pool").unwrap()
 }
 
 pub fn volume(id: &str) -> VolumeId {
     VolumeId::new(id).unwrap()
+}
+
+pub fn snapshot(id: &str) -> SnapshotId {
+    SnapshotId::new(id).unwrap()
+}
+
+pub fn of(volume: &VolumeId) -> SnapshotSpec {
+    SnapshotSpec { volume: volume.clone(), labels: Labels::new() }
+}
+
+/// A volume that begins with the bytes of a snapshot.
+pub fn restored(from: &SnapshotId, bytes: u64) -> VolumeSpec {
+    VolumeSpec { source: Some(VolumeSource::Snapshot(from.clone())), ..size(bytes) }
+}
+
+/// A volume that begins with the bytes of another.
+pub fn cloned(from: &VolumeId, bytes: u64) -> VolumeSpec {
+    VolumeSpec { source: Some(VolumeSource::Volume(from.clone())), ..size(bytes) }
 }
 
 pub fn attachment(id: &str) -> AttachmentId {
@@ -204,12 +420,20 @@ pub fn size(bytes: u64) -> VolumeSpec {
         capacity_bytes: bytes,
         limit_bytes: None,
         placement: Placement::default(),
+        source: None,
+        qos: Qos::default(),
+        shareable: false,
         labels: Labels::new(),
     }
 }
 
 pub fn writer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
     AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::SingleNode }
+}
+
+/// One of many that may write.
+pub fn sharer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
+    AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::MultiNode }
 }
 
 pub fn reader(id: &VolumeId, node: Uuid) -> AttachmentSpec {
@@ -222,11 +446,32 @@ pub fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ProblemCode {
     error.code().unwrap_or_else(|| panic!("not a problem: {error}"))
 }
 
+/// What a call is told that cannot be done in time. On a busy machine its own deadline can come before the answer: then
+/// it asks again.
+pub async fn under_way<T: std::fmt::Debug>(mut call: impl AsyncFnMut() -> Result<T, ClientError>) -> String {
+    let mut told = None;
+    until("a call is told that its work goes on", async || {
+        match call().await.unwrap_err() {
+            ClientError::Timeout { .. } => {}
+            error => {
+                assert!(
+                    matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(),
+                    "{error}"
+                );
+                told = Some(error.to_string());
+            }
+        }
+        told.is_some()
+    })
+    .await;
+    told.unwrap()
+}
+
 /// Waits until something is so.
 pub async fn until<F: AsyncFnMut() -> bool>(what: &str, mut so: F) {
     let start = Instant::now();
     while !so().await {
-        assert!(start.elapsed() < Duration::from_secs(40), "waited too long until {what}");
+        assert!(start.elapsed() < PATIENCE, "waited too long until {what}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 
+use super::super::bind::change;
 use super::super::blocking::blocking;
 use super::super::command::CommandError;
 use super::super::disk::Disk;
@@ -59,8 +60,8 @@ pub(crate) async fn format(disk: &Disk, filesystem: Filesystem) -> Result<(), Fo
 
 fn write_mark(device: &Path, size: u64, mark: &[u8; marker::SIZE]) -> Result<(), FormatError> {
     let file = open(device)?;
-    let write = file.write_all_at(mark, marker::offset(size)).and_then(|()| file.sync_all());
-    write.map_err(|source| FormatError::Write { device: device.to_owned(), source })
+    let write = || file.write_all_at(mark, marker::offset(size)).and_then(|()| file.sync_all());
+    change("mark", write).map_err(|source| FormatError::Write { device: device.to_owned(), source })
 }
 
 /// Clears the mark, if the tool has not laid anything else there; all of the tool's writes are on the
@@ -72,8 +73,10 @@ fn clear_mark(device: &Path, size: u64, mark: Mark) -> Result<(), FormatError> {
         let mut block = [0; marker::SIZE];
         file.read_exact_at(&mut block, marker::offset(size))?;
         if marker::read(&block) == mark {
-            file.write_all_at(&[0; marker::SIZE], marker::offset(size))?;
-            file.sync_all()?;
+            change("unmark", || {
+                file.write_all_at(&[0; marker::SIZE], marker::offset(size))?;
+                file.sync_all()
+            })?;
         }
         Ok(())
     };

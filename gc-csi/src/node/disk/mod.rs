@@ -3,10 +3,11 @@
 mod identity;
 mod names;
 
-use std::fs::File;
-use std::io;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -15,12 +16,14 @@ use self::identity::{Facts, Verdict};
 pub(crate) use self::names::DiskNames;
 use self::names::Found;
 use super::blocking::blocking;
-use super::mounts::{DeviceNumber, Mount};
+use super::mounts::DeviceNumber;
 
 /// Major number of loop devices, which have no serial (Linux, `Documentation/admin-guide/devices.txt`).
 const LOOP_MAJOR: u32 = 7;
 /// sysfs counts sizes in these, whatever the device's own sectors are.
 const SYSFS_SECTOR: u64 = 512;
+/// How often a disk that is to grow is looked at.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// A disk, proven to be the one that was asked for.
 #[derive(Debug)]
@@ -44,6 +47,13 @@ impl Disk {
     /// The open device, for reading.
     pub(crate) fn file(&self) -> io::Result<File> {
         self.file.try_clone()
+    }
+
+    /// The disk with the size that it has by now. Blocks.
+    pub(crate) fn rescanned(self) -> Result<Self, FindError> {
+        let io = |source| FindError::Io { what: sysfs(self.number), source };
+        let size = rescan(self.number).and_then(|()| size(self.number)).map_err(io)?;
+        Ok(Self { size, ..self })
     }
 }
 
@@ -182,7 +192,7 @@ fn open(found: &Found, uuid: Uuid) -> Result<Disk, FindError> {
 fn prove(found: &Found, number: DeviceNumber, uuid: Uuid) -> Result<(), FindError> {
     let Found { link, device } = found.clone();
     let sysfs = sysfs(number);
-    if sysfs.join("partition").exists() {
+    if is_partition(number) {
         return Err(FindError::NotADisk { link, device, what: "a partition" });
     }
     // A loop device has no serial: its exact name is all the identity there is.
@@ -206,6 +216,52 @@ pub(crate) fn size(number: DeviceNumber) -> io::Result<u64> {
     Ok(attribute(number, "size")? * SYSFS_SECTOR)
 }
 
+/// Has the kernel ask a SCSI disk for its size anew; the disks of other buses tell a new size by
+/// themselves, and have no such file (Linux, `Documentation/scsi/scsi_mid_low_api.rst`). Blocks.
+fn rescan(number: DeviceNumber) -> io::Result<()> {
+    match OpenOptions::new().write(true).open(sysfs(number).join("device/rescan")) {
+        Ok(mut file) => file.write_all(b"1"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
+/// The disk's size, once that is `required` bytes, or as it is at `until`. Looked at again and again,
+/// since nothing that a container can be sure of tells of the change.
+pub(crate) async fn wait_for_size(number: DeviceNumber, required: u64, until: Instant) -> io::Result<u64> {
+    loop {
+        let size = blocking(move || rescan(number).and_then(|()| size(number))).await?;
+        let now = Instant::now();
+        if size >= required || now >= until {
+            return Ok(size);
+        }
+        tokio::time::sleep_until(until.min(now + LOOK_AGAIN)).await;
+    }
+}
+
+/// The node of a device, by the name that the kernel gave it: what a mount calls its source may lead
+/// elsewhere by now. Blocks.
+pub(crate) fn node(number: DeviceNumber) -> io::Result<PathBuf> {
+    let about = std::fs::read_to_string(sysfs(number).join("uevent"))?;
+    let name = about.lines().find_map(|line| line.strip_prefix("DEVNAME="));
+    let path = name.map(|name| Path::new("/dev").join(name));
+    path.filter(|path| DeviceNumber::of_block_device(path) == Some(number)).ok_or_else(|| {
+        io::Error::new(io::ErrorKind::NotFound, format!("device {number} has no node in /dev"))
+    })
+}
+
+/// Whether the device is a part of a disk, and not a whole one.
+pub(crate) fn is_partition(number: DeviceNumber) -> bool {
+    sysfs(number).join("partition").exists()
+}
+
+/// What the kernel says of a SCSI disk that it has given up (Linux, `Documentation/ABI/testing`,
+/// `scsi_device` "state").
+pub(crate) fn is_offline(number: DeviceNumber) -> bool {
+    std::fs::read_to_string(sysfs(number).join("device/state"))
+        .is_ok_and(|state| matches!(state.trim(), "offline" | "transport-offline"))
+}
+
 fn attribute(number: DeviceNumber, name: &str) -> io::Result<u64> {
     let text = std::fs::read_to_string(sysfs(number).join(name))?;
     text.trim()
@@ -213,7 +269,7 @@ fn attribute(number: DeviceNumber, name: &str) -> io::Result<u64> {
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{name}: {error}")))
 }
 
-/// Whether the disk beneath a mount is still in the machine.
-pub(crate) fn is_present(mount: &Mount) -> bool {
-    mount.block_device().is_some_and(|number| sysfs(number).exists())
+/// Whether the disk is still in the machine.
+pub(crate) fn is_present(number: DeviceNumber) -> bool {
+    sysfs(number).exists()
 }

@@ -224,7 +224,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let folder = root.path().join("disk/by-id");
         let (names, _stop) = names(&folder);
-        let until = Instant::now() + Duration::from_secs(4);
+        let until = Instant::now() + Duration::from_secs(60);
         let waiting = tokio::spawn(async move { names.wait_for(UUID.parse().unwrap(), until).await });
         tokio::task::yield_now().await;
         std::fs::create_dir_all(&folder).unwrap();

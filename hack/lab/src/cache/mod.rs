@@ -1,9 +1,10 @@
-//! What is made once and used by every lab: built tools and the virtual machines' base image.
+//! What is made once and used by every lab: built tools, the virtual machines' base image, others' API definitions.
 //!
 //! Each entry's name holds a hash of all its inputs. It is built in a folder beside it and renamed when whole, under a
 //! lock, so that labs side by side share one build and a crash leaves nothing half-made under the final name.
 
 pub mod cargo;
+mod definitions;
 mod image;
 mod oci;
 pub mod packages;
@@ -15,6 +16,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
+pub use definitions::snapshot_definitions;
 pub use image::{BaseImage, base_image};
 pub use tools::tools;
 

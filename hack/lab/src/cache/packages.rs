@@ -11,7 +11,7 @@ use crate::ui::Ui;
 const PACKAGES: [(&str, &str); 16] = [
     ("libvirt-daemon", "runs the virtual machines"),
     ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
-    ("libvirt-clients", "virsh"),
+    ("libvirt-clients", "virsh, by which storage-infra limits speed"),
     ("libvirt-dev", "storage-infra links to libvirt"),
     ("pkg-config", "storage-infra's build finds libvirt"),
     ("qemu-system-x86", "the machines"),
@@ -23,7 +23,7 @@ const PACKAGES: [(&str, &str); 16] = [
     ("e2fsprogs", "their root image"),
     ("xfsprogs", "storage pools"),
     ("btrfs-progs", "a filesystem that volumes can have"),
-    ("util-linux", "losetup, unshare, setsid"),
+    ("util-linux", "losetup, fsfreeze, unshare, setsid"),
     ("kmod", "module dependencies"),
 ];
 

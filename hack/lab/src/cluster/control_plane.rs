@@ -24,8 +24,6 @@ pub struct ControlPlanePlan<'a> {
     pub name: &'a str,
     /// Guests run pods.
     pub scheduler: bool,
-    /// Every request is written down.
-    pub audit: bool,
 }
 
 /// A control plane whose files are written and whose processes can be started.
@@ -55,7 +53,7 @@ impl ControlPlane {
             server: format!("https://127.0.0.1:{}", free[2]),
             kubeconfig: dir.join("admin.kubeconfig"),
             ca,
-            audit_log: plan.audit.then(|| run.path("logs").join(format!("{}-audit.jsonl", plan.name))),
+            audit_log: run.path("logs").join(format!("{}-audit.jsonl", plan.name)),
         };
         let this = Self {
             cluster,
@@ -162,6 +160,7 @@ impl ControlPlane {
             ready: Ready::http(self.etcd, "/health"),
             http: Some(format!("http://127.0.0.1:{}", self.etcd)),
             grace: 5,
+            driver: None,
         }
     }
 
@@ -189,25 +188,24 @@ impl ControlPlane {
             ("max-requests-inflight", "2000".into()),
             ("max-mutating-requests-inflight", "1000".into()),
         ];
-        if let Some(log) = &self.cluster.audit_log {
-            let policy = self.dir.join("audit-policy.yaml");
-            fs::write(&policy, include_str!("../../manifests/audit-policy.yaml"))
-                .with_context(|| format!("cannot write {}", policy.display()))?;
-            flags.extend([
-                ("audit-policy-file", policy.display().to_string()),
-                ("audit-log-path", log.display().to_string()),
-                ("audit-log-format", "json".into()),
-                // An entry is on disk before its answer is sent, so that tests can count exactly.
-                ("audit-log-mode", "blocking".into()),
-                ("audit-log-maxsize", "4096".into()),
-            ]);
-        }
+        let policy = self.dir.join("audit-policy.yaml");
+        fs::write(&policy, include_str!("../../manifests/audit-policy.yaml"))
+            .with_context(|| format!("cannot write {}", policy.display()))?;
+        flags.extend([
+            ("audit-policy-file", policy.display().to_string()),
+            ("audit-log-path", self.cluster.audit_log.display().to_string()),
+            ("audit-log-format", "json".into()),
+            // An entry is on disk before its answer is sent, so that tests can count exactly.
+            ("audit-log-mode", "blocking".into()),
+            ("audit-log-maxsize", "4096".into()),
+        ]);
         Ok(Part {
             argv: argv(tools, "kube-apiserver", &flags),
             env: Default::default(),
             ready: Ready::https(self.api, "/readyz", &self.cluster.ca),
             http: None,
             grace: 10,
+            driver: None,
         })
     }
 
@@ -237,6 +235,7 @@ impl ControlPlane {
             ready: Ready::https(self.controllers, "/healthz", &self.cluster.ca),
             http: None,
             grace: 3,
+            driver: None,
         }
     }
 
@@ -263,6 +262,7 @@ impl ControlPlane {
             ready: Ready::https(port, "/healthz", &self.cluster.ca),
             http: None,
             grace: 3,
+            driver: None,
         }
     }
 }

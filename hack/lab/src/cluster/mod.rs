@@ -1,8 +1,12 @@
 //! The two tiers' control planes and what is applied to them.
 
+mod backup;
 mod control_plane;
 pub mod objects;
 mod tiers;
 
+pub use backup::{Backup, Revisions};
 pub use control_plane::{ControlPlane, ControlPlanePlan, KubeletFiles, SERVER_SEEN_FROM_VM, argv};
-pub use tiers::{prepare_guest, prepare_guest_namespace, prepare_management};
+pub use tiers::{
+    GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, prepare_guest, prepare_guest_namespace, prepare_management,
+};

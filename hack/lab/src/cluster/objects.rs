@@ -13,6 +13,8 @@ use serde_json::Value;
 
 use crate::wait::eventually;
 
+/// How long the API may take to serve what it is given.
+const PATIENCE: Duration = Duration::from_secs(180);
 /// A lab's credentials last as long as a lab may.
 const TOKEN_SECONDS: i64 = 30 * 24 * 3600;
 
@@ -26,22 +28,32 @@ pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
     Ok(())
 }
 
-/// Applies one object.
+/// Applies one object. A definition that is just established may not be served yet, and an API server that is slow may
+/// not answer: both are waited for.
 pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject> {
     let object: DynamicObject = serde_json::from_value(document).context("not an object of Kubernetes")?;
     let types = object.types.clone().context("no kind")?;
     let gvk = GroupVersionKind::try_from(&types)?;
     let name = object.name_any();
-    let (resource, _) = kube::discovery::pinned_kind(client, &gvk)
-        .await
-        .with_context(|| format!("the cluster does not serve {} {}", types.api_version, types.kind))?;
-    let api: Api<DynamicObject> = match &object.metadata.namespace {
-        Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
-        None => Api::all_with(client.clone(), &resource),
+    let attempt = async || {
+        let (resource, _) = kube::discovery::pinned_kind(client, &gvk).await?;
+        let api: Api<DynamicObject> = match &object.metadata.namespace {
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &resource),
+            None => Api::all_with(client.clone(), &resource),
+        };
+        api.patch(&name, &PatchParams::apply("lab").force(), &Patch::Apply(&object)).await
     };
-    api.patch(&name, &PatchParams::apply("lab").force(), &Patch::Apply(&object))
-        .await
-        .with_context(|| format!("{} {name}", types.kind))
+    eventually(&format!("{} {} {name} is applied", types.api_version, types.kind), PATIENCE, || async {
+        match attempt().await {
+            Ok(applied) => Ok(Ok(applied)),
+            // What the API server judged.
+            Err(kube::Error::Api(status)) if matches!(status.code, 400..=403 | 422) => {
+                Err(kube::Error::Api(status)).with_context(|| format!("{} {name}", types.kind))
+            }
+            Err(error) => Ok(Err(kube_kit::client::chain(&error))),
+        }
+    })
+    .await
 }
 
 /// Applies every definition and waits until the API serves it.
@@ -50,7 +62,7 @@ pub async fn apply_definitions(client: &Client, definitions: &[(String, String)]
         apply(client, file, yaml).await?;
     }
     let api: Api<CustomResourceDefinition> = Api::all(client.clone());
-    eventually("CustomResourceDefinitions established", Duration::from_secs(60), || async {
+    eventually("CustomResourceDefinitions established", PATIENCE, || async {
         let listed = api.list(&Default::default()).await?;
         let waiting: Vec<String> = listed
             .iter()

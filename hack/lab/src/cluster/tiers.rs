@@ -11,45 +11,80 @@ use crate::kubeconfig::{self, User};
 use crate::run::repository;
 use crate::state::{Cluster, Guest};
 
-/// The management cluster's own parts, each with an account of its own name in `nestor-system`.
-const MANAGEMENT_PARTS: [&str; 3] = ["mgmt-csi", "vm-operator-shim", "csi-provisioner"];
-/// The same in a guest's `kube-system`.
-const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-sidecars"];
+/// The namespace of the parts in the management cluster.
+pub const MANAGEMENT_NAMESPACE: &str = "nestor-system";
+/// The namespace of the parts in a guest.
+pub const GUEST_NAMESPACE: &str = "kube-system";
+/// The management cluster's own parts. A part's account has its name.
+const MANAGEMENT_PARTS: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
+/// A guest's own.
+const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
+/// What both have.
+const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter", "snapshot-controller"];
 
-/// Applies definitions, driver, class and accounts, and writes a kubeconfig for each part.
-pub async fn prepare_management(cluster: &Cluster) -> Result<()> {
+/// Applies definitions, driver, classes and accounts, and writes a kubeconfig for each part. The snapshot API's
+/// definitions are not ours, and come from a folder.
+pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    apply_definitions(&client, &definitions()?).await?;
+    let ours = definitions(&repository().join("crds").join("yaml"))?;
+    let cluster_api = include_str!("../../manifests/cluster-api.yaml");
+    let cluster_api = vec![("manifests/cluster-api.yaml".to_owned(), cluster_api.to_owned())];
+    apply_definitions(&client, &[ours, cluster_api, definitions(snapshot_definitions)?].concat()).await?;
     apply(&client, "manifests/management.yaml", include_str!("../../manifests/management.yaml")).await?;
-    for part in MANAGEMENT_PARTS {
-        token_kubeconfig(&client, cluster, "nestor-system", part, part).await?;
+    let classes = include_str!("../../manifests/management-classes.yaml");
+    apply(&client, "manifests/management-classes.yaml", classes).await?;
+    prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
+}
+
+/// Applies the sidecars' accounts, and writes a kubeconfig for each of them and for each of the tier's own parts.
+async fn prepare_parts(
+    client: &kube::Client,
+    cluster: &Cluster,
+    namespace: &str,
+    own: &[&str],
+) -> Result<()> {
+    let accounts = include_str!("../../manifests/sidecars.yaml").replace("${NAMESPACE}", namespace);
+    apply(client, "manifests/sidecars.yaml", &accounts).await?;
+    for part in own.iter().chain(&SIDECARS) {
+        token_kubeconfig(client, cluster, namespace, part).await?;
     }
     Ok(())
 }
 
-/// Makes a guest's namespace in the management cluster, and the kubeconfig its gc-csi uses there.
+/// Makes a guest's namespace in the management cluster, its account, and the kubeconfig its gc-csi uses there.
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    let yaml = include_str!("../../manifests/guest-namespace.yaml").replace("${NAMESPACE}", &guest.namespace);
+    let yaml = include_str!("../../manifests/guest-namespace.yaml")
+        .replace("${NAMESPACE}", &guest.namespace)
+        .replace("${ACCOUNT}", &guest.account())
+        .replace("${CLUSTER}", &guest.cluster.name);
     apply(&client, "manifests/guest-namespace.yaml", &yaml).await?;
-    token_kubeconfig(&client, management, &guest.namespace, "gc-csi", &guest.namespace).await
+    token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
-/// Applies driver, class and accounts to a guest, and gives the cluster's identity: its kube-system's UID.
-pub async fn prepare_guest(cluster: &Cluster) -> Result<String> {
+/// Applies definitions, driver, classes and accounts to a guest, and gives the cluster's identity: its kube-system's UID.
+pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Result<String> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
+    apply_definitions(&client, &definitions(snapshot_definitions)?).await?;
     apply(&client, "manifests/guest.yaml", include_str!("../../manifests/guest.yaml")).await?;
-    for part in GUEST_PARTS {
-        token_kubeconfig(&client, cluster, "kube-system", part, part).await?;
-    }
+    let classes = include_str!("../../manifests/guest-classes.yaml");
+    apply(&client, "manifests/guest-classes.yaml", classes).await?;
+    prepare_parts(&client, cluster, GUEST_NAMESPACE, &GUEST_PARTS).await?;
     let namespaces: Api<Namespace> = Api::all(client);
     namespaces.get("kube-system").await?.uid().context("namespace kube-system has no UID")
 }
 
 impl Cluster {
-    /// The kubeconfig of one of our parts (or of a guest, by its namespace) for this cluster.
-    pub fn kubeconfig_of(&self, part: &str) -> PathBuf {
-        self.kubeconfig.with_file_name(format!("{part}.kubeconfig"))
+    /// The kubeconfig of an account, which has its part's name, for this cluster.
+    pub fn kubeconfig_of(&self, account: &str) -> PathBuf {
+        self.kubeconfig.with_file_name(format!("{account}.kubeconfig"))
+    }
+}
+
+impl Guest {
+    /// Its gc-csi's account in the management cluster: guests have one each, also where they share a namespace.
+    pub fn account(&self) -> String {
+        format!("gc-csi-{}", self.cluster.name)
     }
 }
 
@@ -58,17 +93,15 @@ async fn token_kubeconfig(
     cluster: &Cluster,
     namespace: &str,
     account: &str,
-    file: &str,
 ) -> Result<()> {
     let token = token(client, namespace, account).await?;
     let ca = std::fs::read_to_string(&cluster.ca)
         .with_context(|| format!("cannot read {}", cluster.ca.display()))?;
-    kubeconfig::write(&cluster.kubeconfig_of(file), &cluster.server, &ca, &User::Token(&token))
+    kubeconfig::write(&cluster.kubeconfig_of(account), &cluster.server, &ca, &User::Token(&token))
 }
 
-/// The committed definitions: file name and text.
-fn definitions() -> Result<Vec<(String, String)>> {
-    let folder: &Path = &repository().join("crds").join("yaml");
+/// The definitions in a folder: file name and text.
+fn definitions(folder: &Path) -> Result<Vec<(String, String)>> {
     let read = || -> std::io::Result<Vec<(String, String)>> {
         let mut found = Vec::new();
         for entry in std::fs::read_dir(folder)? {
@@ -82,6 +115,10 @@ fn definitions() -> Result<Vec<(String, String)>> {
         Ok(found)
     };
     let found = read().with_context(|| format!("cannot read {}", folder.display()))?;
-    anyhow::ensure!(!found.is_empty(), "no definitions in {}: run `cargo lab generate`", folder.display());
+    anyhow::ensure!(
+        !found.is_empty(),
+        "no definitions in {}: `cargo lab generate` writes ours",
+        folder.display()
+    );
     Ok(found)
 }

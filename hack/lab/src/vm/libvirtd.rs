@@ -81,6 +81,7 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         ready: Ready::Socket(socket(run)),
         http: None,
         grace: 10,
+        driver: None,
     };
     run.launch("libvirtd", part).await?;
     // The socket is there before the drivers are: a connection waits for them.

@@ -24,10 +24,12 @@ use crate::state::Vm;
 const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
 
-/// The node plugin's arguments, one a line.
+/// The node plugin's arguments, one a line. A node may read itself with its kubelet's credentials.
 const PLUGIN_ARGS: &str = "node
 --endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
 --node-name=${NAME}
+--topology
+--guest-kubeconfig=/config/kubeconfig
 ";
 
 /// What a domain says about how it is run.
@@ -52,10 +54,11 @@ pub async fn accelerator(image: &BaseImage) -> &'static str {
 }
 
 /// A machine that can be defined: identity and port drawn, recorded in the state.
-pub fn plan(run: &Run, name: &str, guest: &str, accelerator: &str) -> Result<Vm> {
+pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<Vm> {
     let vm = Vm {
         guest: guest.to_owned(),
         uuid: Uuid::new_v4().to_string(),
+        zone: zone.to_owned(),
         accelerator: accelerator.to_owned(),
         kubelet_port: ports::free(1)?[0],
     };

@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::storage::v1::CSINode;
 use kube::api::{Api, DeleteParams, Patch, PatchParams};
 use kube::{Client, ResourceExt};
+use kube_kit::client::chain;
 use serde_json::json;
 
 use crate::cluster::objects::apply_one;
@@ -20,12 +21,18 @@ const PATIENCE: Duration = Duration::from_secs(900);
 pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<Node> = Api::all(client.clone());
     let joined = eventually("its node has joined", PATIENCE, || async {
-        Ok(nodes.get_opt(name).await?.ok_or_else(|| "no Node object".to_owned()))
+        Ok(match nodes.get_opt(name).await {
+            Ok(node) => node.ok_or_else(|| "no Node object".to_owned()),
+            Err(error) => Err(chain(&error)),
+        })
     });
     let node = joined.await.with_context(|| explain(run, name))?;
     initialize(&nodes, &node).await.with_context(|| format!("cannot initialize node {name}"))?;
     eventually("its node is ready", PATIENCE, || async {
-        let node = nodes.get(name).await?;
+        let node = match nodes.get(name).await {
+            Ok(node) => node,
+            Err(error) => return Ok(Err(chain(&error))),
+        };
         let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
         let ready = conditions.iter().find(|condition| condition.type_ == "Ready");
         Ok(match ready {
@@ -42,7 +49,11 @@ pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()>
 pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<CSINode> = Api::all(client.clone());
     eventually("gc-csi is registered with its kubelet", PATIENCE, || async {
-        let drivers = nodes.get_opt(name).await?.map(|node| node.spec.drivers).unwrap_or_default();
+        let node = match nodes.get_opt(name).await {
+            Ok(node) => node,
+            Err(error) => return Ok(Err(chain(&error))),
+        };
+        let drivers = node.map(|node| node.spec.drivers).unwrap_or_default();
         let known = drivers.iter().any(|driver| driver.name == crds::names::GUEST_DRIVER);
         Ok(if known { Ok(()) } else { Err("CSINode does not name it".to_owned()) })
     })
@@ -76,11 +87,12 @@ fn explain(run: &Run, name: &str) -> String {
     )
 }
 
-/// Node and CSINode objects for a machine that has no kubelet.
+/// Node and CSINode objects for a machine that has no kubelet. Its zone is for gc-csi's controller to write.
 pub async fn join_without_kubelet(client: &Client, name: &str) -> Result<()> {
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": true}});
     let node = apply_one(client, node).await?;
-    let driver = json!({"name": crds::names::GUEST_DRIVER, "nodeID": name, "topologyKeys": []});
+    let driver =
+        json!({"name": crds::names::GUEST_DRIVER, "nodeID": name, "topologyKeys": [crds::names::LABEL_ZONE]});
     let csi_node = json!({
         "apiVersion": "storage.k8s.io/v1", "kind": "CSINode", "spec": {"drivers": [driver]},
         "metadata": {"name": name, "ownerReferences": [

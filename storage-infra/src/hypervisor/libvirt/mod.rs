@@ -4,66 +4,71 @@
 //! while the disk is still there. So the live XML decides, read after a step that waits for the domain's own job
 //! lock; and no answer from libvirt never counts as an answer about the domain.
 
+mod connections;
+mod listing;
+mod virsh;
 mod xml;
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use infra_api::NodeState;
+use tokio::sync::Semaphore;
 use uuid::Uuid;
 use virt::connect::Connect;
-use virt::domain::Domain;
+use virt::domain::{
+    Domain, DomainShutoffReason, DomainShutoffReasonEnum, DomainState, DomainStateEnum, DomainStateReason,
+    DomainStateReasonEnum,
+};
 use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
-use super::{Disk, Hypervisor, HypervisorError, Presence, Result, Unplugged};
-use xml::LiveDomain;
+use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Presence, Result, Unplugged};
+use connections::{Connections, Turns};
+use xml::{LiveDomain, NoPlace};
+
+/// The kind, as in the server's flags.
+pub const LIBVIRT: &str = "libvirt";
 
 /// How long an unplug waits for the guest to let a disk go before it reports that it is still there.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long libvirt may take to answer such a request. It never does while the QEMU process itself stands still.
+const ANSWER: Duration = Duration::from_secs(20);
 /// How often the guest is asked again meanwhile.
 const ASK_AGAIN: Duration = Duration::from_secs(8);
+/// How many calls run at once, besides those that switch a machine off, and the check.
+const AT_ONCE: usize = 32;
 /// A disk that no domain has, to wait for a domain's job lock without changing anything.
 const NO_DISK: &str = "nestor-no-such-disk";
 
 /// A libvirt daemon.
 pub struct Libvirt {
     uri: String,
-    connection: Arc<Mutex<Option<Arc<Connect>>>>,
-    // Choosing a free place and plugging into it are two steps.
-    nodes: Mutex<HashMap<Uuid, Arc<tokio::sync::Mutex<()>>>>,
+    connections: Connections,
+    /// Who may call now.
+    calls: Arc<Semaphore>,
+    /// A check that hangs must have ended before another is begun: whether the daemon answers is asked for again and again.
+    checks: Arc<tokio::sync::Mutex<()>>,
+    // Choosing a free place and plugging into it are two steps; and a request that hangs must have ended before another
+    // is made, lest it is carried out on what came after it.
+    changes: Turns,
+    // A look that hangs must have ended before another is begun, or each would keep a thread and a connection.
+    looks: Turns,
 }
 
 /// A domain's live state at one moment.
 struct Snapshot {
     state: NodeState,
+    paused: bool,
     live: LiveDomain,
 }
 
-static EVENTS: Once = Once::new();
-
-/// Runs libvirt's event loop, which sends the keep-alives that tell a dead connection from a slow one.
-fn start_event_loop() {
-    EVENTS.call_once(|| {
-        // Errors are told by whoever gets them; libvirt would print each to the process's own output besides.
-        virt::error::clear_error_callback();
-        if let Err(error) = virt::event::event_register_default_impl() {
-            tracing::warn!(%error, "libvirt has no event loop: dead connections are noticed late");
-            return;
-        }
-        let run = || {
-            loop {
-                if let Err(error) = virt::event::event_run_default_impl() {
-                    tracing::warn!(%error, "libvirt's event loop");
-                }
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("libvirt-events".into()).spawn(run) {
-            tracing::warn!(%error, "libvirt's event loop cannot be started");
-        }
-    });
+impl Snapshot {
+    /// Of a domain that does not run, so has no disks.
+    fn bare(state: NodeState) -> Self {
+        Self { state, paused: false, live: LiveDomain::default() }
+    }
 }
 
 /// Whether an error means that the daemon was not asked, or that its answer was lost.
@@ -80,61 +85,55 @@ fn is(error: &Error, number: ErrorNumber) -> bool {
 impl Libvirt {
     /// The daemon at this URI. Connects when it is first needed.
     pub fn new(uri: impl Into<String>) -> Self {
-        Self { uri: uri.into(), connection: Arc::default(), nodes: Mutex::default() }
+        let uri = uri.into();
+        Self {
+            connections: Connections::new(&uri),
+            uri,
+            calls: Arc::new(Semaphore::new(AT_ONCE)),
+            checks: Arc::default(),
+            changes: Turns::default(),
+            looks: Turns::default(),
+        }
     }
 
-    /// Runs blocking calls with a connection that lives, opening one where needed.
+    /// Runs blocking calls, at most so many at once: those that hang must not take every thread there is.
     async fn with<T, F>(&self, work: F) -> Result<T>
     where
         T: Send + 'static,
         F: FnOnce(&Session) -> Result<T> + Send + 'static,
     {
-        let (uri, slot) = (self.uri.clone(), self.connection.clone());
-        let task = tokio::task::spawn_blocking(move || {
-            let session = Session { connection: connect(&uri, &slot)?, uri };
-            let result = work(&session);
-            if let Err(HypervisorError::Unreachable(_)) = &result {
-                // The next call opens a new connection.
-                let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-                if slot.as_ref().is_some_and(|held| Arc::ptr_eq(held, &session.connection)) {
-                    *slot = None;
-                }
-            }
-            result
-        });
-        task.await
-            .unwrap_or_else(|e| Err(HypervisorError::Uncertain(format!("a libvirt call broke off: {e}"))))
+        let turn = self.calls.clone().acquire_owned().await;
+        self.connections
+            .run(move |session| {
+                let _turn = turn;
+                work(session)
+            })
+            .await
     }
 
     async fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
-        self.with(move |session| session.snapshot(node)).await
+        let turn = self.looks.wait(node).await;
+        self.with(move |session| {
+            let _turn = turn;
+            session.snapshot(node)
+        })
+        .await
     }
 
-    fn node(&self, node: Uuid) -> Arc<tokio::sync::Mutex<()>> {
-        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).entry(node).or_default().clone()
+    /// Asks a domain to let a disk go. True when it does not have it any more.
+    async fn ask_to_go(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+        let turn = self.changes.wait(node).await;
+        self.with(move |session| {
+            let _turn = turn;
+            session.ask_to_go(node, disk)
+        })
+        .await
     }
-}
-
-fn connect(uri: &str, slot: &Mutex<Option<Arc<Connect>>>) -> Result<Arc<Connect>> {
-    start_event_loop();
-    let held = slot.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    if let Some(connection) = held.filter(|held| held.is_alive().unwrap_or(false)) {
-        return Ok(connection);
-    }
-    let unreachable = |e: Error| HypervisorError::Unreachable(format!("libvirt at {uri}: {}", e.message()));
-    let fresh = Arc::new(Connect::open(Some(uri)).map_err(unreachable)?);
-    // Some drivers have no keep-alive; their connections are local and break by themselves.
-    if let Err(error) = fresh.set_keep_alive(5, 3) {
-        tracing::debug!(%error, %uri, "no keep-alive");
-    }
-    tracing::info!(%uri, "connected to libvirt");
-    *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(fresh.clone());
-    Ok(fresh)
 }
 
 /// One connection in use.
 struct Session {
-    connection: Arc<Connect>,
+    connection: Connect,
     uri: String,
 }
 
@@ -158,7 +157,7 @@ impl Session {
     }
 
     fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
-        let bare = |state| Snapshot { state, live: LiveDomain::default() };
+        let bare = Snapshot::bare;
         let Some(domain) = self.domain(node)? else { return Ok(bare(NodeState::Gone)) };
         let active = |what| match domain.is_active() {
             Ok(active) => Ok(Some(active)),
@@ -167,9 +166,10 @@ impl Session {
         };
         match active("read whether the domain runs")? {
             None => return Ok(bare(NodeState::Gone)),
-            Some(false) => return Ok(bare(NodeState::Off)),
+            Some(false) => return self.at_rest(node, &domain),
             Some(true) => {}
         }
+        let paused = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Paused), _)));
         let text = match domain.xml_desc(0) {
             Ok(text) => text,
             Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(bare(NodeState::Gone)),
@@ -178,13 +178,58 @@ impl Session {
         // The XML of a domain that went off meanwhile is its configuration, not what lives.
         match active("read whether the domain still runs")? {
             None => Ok(bare(NodeState::Gone)),
-            Some(false) => Ok(bare(NodeState::Off)),
+            Some(false) => self.at_rest(node, &domain),
             Some(true) => {
                 let live = LiveDomain::parse(&text).map_err(|why| {
                     HypervisorError::Uncertain(format!("the XML of domain {node} cannot be read: {why}"))
                 })?;
-                Ok(Snapshot { state: NodeState::Running, live })
+                Ok(Snapshot { state: NodeState::Running, paused, live })
             }
+        }
+    }
+
+    /// A domain that does not run. One that was saved, or went to another host, will go on with the disks that it had, and
+    /// so has them still.
+    fn at_rest(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
+        let migrated =
+            DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(DomainShutoffReason::Migrated));
+        let keeps = match (domain.has_managed_save(0), domain.state()) {
+            (Ok(true), _) => format!(
+                "is saved with its disks: start it, or drop what is saved (virsh managedsave-remove {node})"
+            ),
+            (_, Ok((_, DomainStateReasonEnum::Known(reason)))) if reason == migrated => {
+                "has gone to another host with its disks: register the node with the hypervisor that it is on now".to_owned()
+            }
+            (Ok(false), Ok(_)) => return Ok(Snapshot::bare(NodeState::Off)),
+            (Err(error), _) | (_, Err(error)) if is(&error, ErrorNumber::NoDomain) => {
+                return Ok(Snapshot::bare(NodeState::Gone));
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                return Err(self.error(&format!("read how the domain {node} ended"), &error));
+            }
+        };
+        Err(HypervisorError::Uncertain(format!("libvirt at {}: the domain {node} {keeps}", self.uri)))
+    }
+
+    fn power_off(&self, node: Uuid) -> Result<()> {
+        let Some(domain) = self.domain(node)? else { return Ok(()) };
+        let what = format!("switch the domain {node} off");
+        let fine = |error: Error| match error.code() {
+            code if code.is_any(vec![ErrorNumber::NoDomain, ErrorNumber::OperationInvalid]) => Ok(()),
+            _ => Err(self.error(&what, &error)),
+        };
+        if domain.is_active().map_err(|e| self.error(&what, &e))? {
+            domain.destroy().or_else(fine)?;
+        }
+        if domain.has_managed_save(0).unwrap_or(false) {
+            domain.managed_save_remove(0).or_else(fine)?;
+        }
+        match self.snapshot(node)?.state {
+            NodeState::Running | NodeState::Unknown => Err(HypervisorError::Uncertain(format!(
+                "libvirt at {}: the domain {node} was switched off and runs again; is somebody starting it?",
+                self.uri
+            ))),
+            NodeState::Off | NodeState::Gone => Ok(()),
         }
     }
 
@@ -217,10 +262,10 @@ impl Session {
         if before.state != NodeState::Running {
             return Err(not_running(before.state));
         }
-        let text = before
-            .live
-            .disk_xml(disk)
-            .map_err(|why| HypervisorError::Refused(format!("domain {node}: {why}")))?;
+        let text = before.live.disk_xml(disk).map_err(|why| match why {
+            NoPlace::Full(why) => HypervisorError::Full(format!("domain {node}: {why}")),
+            NoPlace::Unfit(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
+        })?;
         let Some(domain) = self.domain(node)? else { return Err(not_running(NodeState::Gone)) };
         let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
         if let Err(error) = &outcome
@@ -280,18 +325,23 @@ impl Session {
 #[async_trait]
 impl Hypervisor for Libvirt {
     fn kind(&self) -> &'static str {
-        "libvirt"
+        LIBVIRT
     }
 
     async fn check(&self) -> Result<()> {
-        self.with(|session| {
+        let turn = self.checks.clone().lock_owned().await;
+        let check = move |session: &Session| {
+            let _turn = turn;
             session.connection.lib_version().map_err(|e| session.error("read the version", &e)).map(drop)
-        })
-        .await
+        };
+        self.connections.run(check).await
     }
 
-    async fn state(&self, node: Uuid) -> Result<NodeState> {
-        Ok(self.snapshot(node).await?.state)
+    async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
+        let Snapshot { state, live, .. } = self.snapshot(node).await?;
+        // Only a running domain's XML was read.
+        let max_disks = (state == NodeState::Running).then(|| live.max_disks());
+        Ok(NodeFacts { state, max_disks })
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
@@ -301,34 +351,51 @@ impl Hypervisor for Libvirt {
         Ok(Presence { state: now.state, disks })
     }
 
+    async fn plugged(&self) -> Result<Vec<Plugged>> {
+        self.with(Session::plugged).await
+    }
+
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        let lock = self.node(node);
-        let _guard = lock.lock().await;
+        let _turn = self.changes.wait(node).await;
         let disk = disk.clone();
         self.with(move |session| session.plug(node, &disk)).await
     }
 
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
         let uuid = disk.uuid;
-        let start = Instant::now();
+        let (start, mut paused) = (Instant::now(), false);
         loop {
-            if self.with(move |session| session.ask_to_go(node, uuid)).await? {
-                return Ok(Unplugged::Gone);
+            match tokio::time::timeout(ANSWER, self.ask_to_go(node, uuid)).await {
+                Ok(gone) => {
+                    if gone? {
+                        return Ok(Unplugged::Gone);
+                    }
+                }
+                Err(_) => {
+                    return Ok(Unplugged::StillThere(format!(
+                        "libvirt at {} was asked to take the disk {uuid} from domain {node}, and that has not ended after \
+                         {} s: is its QEMU process hung?",
+                        self.uri,
+                        ANSWER.as_secs()
+                    )));
+                }
             }
             let asked = Instant::now();
             let mut pause = Duration::from_millis(20);
             while asked.elapsed() < ASK_AGAIN {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
-                if self.snapshot(node).await?.live.find(uuid).is_none() {
+                let now = self.snapshot(node).await?;
+                if now.live.find(uuid).is_none() {
                     return Ok(Unplugged::Gone);
                 }
+                paused = now.paused;
             }
             if start.elapsed() > PATIENCE {
                 return Ok(Unplugged::StillThere(format!(
-                    "domain {node} was asked to release the disk {uuid} and has it still after {} s; \
-                     is the machine paused, or without ACPI?",
-                    start.elapsed().as_secs()
+                    "domain {node} was asked to release the disk {uuid} and has it still after {} s; {}",
+                    start.elapsed().as_secs(),
+                    if paused { "the machine is paused" } else { "is the machine hung, or without ACPI?" }
                 )));
             }
         }
@@ -337,5 +404,69 @@ impl Hypervisor for Libvirt {
     async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> Result<()> {
         let uuid = disk.uuid;
         self.with(move |session| session.resize(node, uuid, bytes)).await
+    }
+
+    async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let now = self.snapshot(node).await?;
+        if now.state != NodeState::Running {
+            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.state)));
+        }
+        let Some(found) = now.live.find(disk.uuid) else {
+            return Err(HypervisorError::Refused(format!(
+                "the domain {node} does not have the disk {}",
+                disk.uuid
+            )));
+        };
+        virsh::throttle(&self.uri, node, &found.target, &disk.qos).await
+    }
+
+    async fn power_off(&self, node: Uuid) -> Result<()> {
+        // Whatever hangs: nobody else may have the disks before.
+        self.connections.run(move |session| session.power_off(node)).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_call_that_takes_long_has_a_connection_to_itself_and_what_is_idle_is_used_again() {
+        // Libvirt's own driver for tests, in this process.
+        let libvirt = Libvirt::new("test:///default");
+        let idle = || libvirt.connections.idle();
+        let (go_on, may_go_on) = std::sync::mpsc::channel();
+        let long =
+            libvirt.with(move |_| may_go_on.recv().map_err(|e| HypervisorError::Refused(e.to_string())));
+        let short = async {
+            libvirt.check().await.unwrap();
+            libvirt.check().await.unwrap();
+            assert_eq!(idle(), 1);
+            go_on.send(()).unwrap();
+        };
+        let (long, ()) = tokio::join!(long, short);
+        long.unwrap();
+        assert_eq!(idle(), 2);
+        let lost = libvirt.with(|_| Err::<(), _>(HypervisorError::Unreachable("gone".into())));
+        lost.await.unwrap_err();
+        assert_eq!(idle(), 1);
+    }
+    #[tokio::test]
+    async fn calls_that_hang_keep_neither_a_check_nor_a_machine_from_being_switched_off() {
+        let libvirt = Libvirt::new("test:///default");
+        let _hung = libvirt.calls.clone().acquire_many_owned(AT_ONCE as u32).await.unwrap();
+        let ordinary = libvirt.describe(Uuid::new_v4());
+        tokio::time::timeout(Duration::from_millis(10), ordinary).await.unwrap_err();
+        libvirt.check().await.unwrap();
+        libvirt.power_off(Uuid::new_v4()).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_check_waits_for_the_last_one_without_a_thread() {
+        let libvirt = Libvirt::new("test:///default");
+        let hung = libvirt.checks.clone().lock_owned().await;
+        tokio::time::timeout(Duration::from_millis(10), libvirt.check()).await.unwrap_err();
+        drop(hung);
+        libvirt.check().await.unwrap();
     }
 }

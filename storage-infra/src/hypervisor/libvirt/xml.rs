@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use infra_api::Qos;
 use uuid::Uuid;
 
 use crate::engine::DiskSource;
@@ -15,8 +16,14 @@ const TARGETS: u32 = 255;
 pub(super) struct LiveDisk {
     /// The `<serial>`, when it is a UUID.
     pub uuid: Option<Uuid>,
+    /// It takes a place on a SCSI controller.
+    pub is_scsi: bool,
     /// The `<target dev>`: how libvirt names the disk, not how the guest does.
     pub target: String,
+    /// The file that is its source, where it is one.
+    pub file: Option<String>,
+    /// The guest cannot write.
+    pub read_only: bool,
     /// The `<disk>` element as it stands.
     pub xml: String,
 }
@@ -28,6 +35,15 @@ pub(super) struct LiveDomain {
     pub disks: Vec<LiveDisk>,
     controllers: Vec<u32>,
     taken: HashSet<(u32, u32)>,
+}
+
+/// Why a disk cannot be plugged into a domain.
+#[derive(Debug)]
+pub(super) enum NoPlace {
+    /// There is no place for another disk.
+    Full(String),
+    /// This disk or this domain is not as it must be.
+    Unfit(String),
 }
 
 impl LiveDomain {
@@ -64,10 +80,13 @@ impl LiveDomain {
                     if device.has_tag_name("disk") {
                         domain.disks.push(LiveDisk {
                             uuid: child("serial").and_then(|s| s.text()?.trim().parse().ok()),
+                            is_scsi: child("target").and_then(|t| t.attribute("bus")) == Some("scsi"),
                             target: child("target")
                                 .and_then(|t| t.attribute("dev"))
                                 .unwrap_or_default()
                                 .to_owned(),
+                            file: child("source").and_then(|s| s.attribute("file")).map(str::to_owned),
+                            read_only: child("readonly").is_some(),
                             xml: text[device.range()].to_owned(),
                         });
                     }
@@ -84,12 +103,23 @@ impl LiveDomain {
         self.disks.iter().find(|disk| disk.uuid == Some(uuid))
     }
 
+    /// How many disks of ours the domain can have: its places, less those that disks of others take.
+    pub(super) fn max_disks(&self) -> u32 {
+        let usable =
+            |(controller, target): &&(u32, u32)| self.controllers.contains(controller) && *target < TARGETS;
+        let taken = self.taken.iter().filter(usable).count();
+        let ours = self.disks.iter().filter(|disk| disk.uuid.is_some() && disk.is_scsi).count();
+        let places = self.controllers.len() * TARGETS as usize;
+        u32::try_from(places - taken.saturating_sub(ours)).unwrap_or(u32::MAX)
+    }
+
     /// The XML that plugs a disk into a free place of this domain.
-    pub(super) fn disk_xml(&self, disk: &Disk) -> Result<String, String> {
+    pub(super) fn disk_xml(&self, disk: &Disk) -> Result<String, NoPlace> {
         if self.controllers.is_empty() {
-            return Err("the domain has no virtio-scsi controller; give it one: \
-                 <controller type='scsi' model='virtio-scsi'/>"
-                .into());
+            return Err(NoPlace::Full(
+                "it has no virtio-scsi controller; give it one: <controller type='scsi' model='virtio-scsi'/>"
+                    .into(),
+            ));
         }
         let (controller, target) = self
             .controllers
@@ -97,20 +127,29 @@ impl LiveDomain {
             .flat_map(|&controller| (0..TARGETS).map(move |target| (controller, target)))
             .find(|place| !self.taken.contains(place))
             .ok_or_else(|| {
-                format!("all {} places on the domain's virtio-scsi controllers are taken", self.taken.len())
+                NoPlace::Full(format!(
+                    "all {} places on its virtio-scsi controllers are taken; detach a disk, or give it another \
+                     controller",
+                    self.taken.len()
+                ))
             })?;
         let name = (0..)
             .map(device_name)
             .find(|name| self.disks.iter().all(|disk| disk.target != *name))
             .unwrap_or_default();
         let DiskSource::File(path) = &disk.source;
-        let path = path.to_str().ok_or_else(|| format!("the path {} is not UTF-8", path.display()))?;
-        let access = if disk.read_only { "<readonly/><shareable/>" } else { "" };
+        let path = path
+            .to_str()
+            .ok_or_else(|| NoPlace::Unfit(format!("the path {} is not UTF-8", path.display())))?;
+        let read_only = if disk.read_only { "<readonly/>" } else { "" };
+        // Without it QEMU's lock on the file keeps every other machine out.
+        let shared = if disk.shared { "<shareable/>" } else { "" };
+        let limits = iotune(&disk.qos);
         // Errors go to the guest, which can tell its user; stopping would take the whole machine with one full pool.
         Ok(format!(
             "<disk type='file' device='disk'>\
              <driver name='qemu' type='raw' cache='none' discard='unmap' error_policy='report'/>\
-             <source file='{}'/><target dev='{name}' bus='scsi'/>{access}\
+             <source file='{}'/><target dev='{name}' bus='scsi'/>{read_only}{shared}{limits}\
              <serial>{}</serial><wwn>{}</wwn>\
              <address type='drive' controller='{controller}' bus='0' target='{target}' unit='0'/></disk>",
             escape(path),
@@ -118,6 +157,21 @@ impl LiveDomain {
             disk.wwn(),
         ))
     }
+}
+
+/// The limits of a disk; nothing where there are none.
+fn iotune(qos: &Qos) -> String {
+    if qos.is_unlimited() {
+        return String::new();
+    }
+    let limit = |name: &str, value: Option<u64>| {
+        value.map(|value| format!("<{name}>{value}</{name}>")).unwrap_or_default()
+    };
+    format!(
+        "<iotune>{}{}</iotune>",
+        limit("total_bytes_sec", qos.bytes_per_second),
+        limit("total_iops_sec", qos.iops)
+    )
 }
 
 /// `sda`, `sdb`, … `sdz`, `sdaa`, …
@@ -156,6 +210,8 @@ mod tests {
             uuid: Uuid::from_u128(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef),
             source: DiskSource::File(path.into()),
             read_only,
+            shared: false,
+            qos: Qos::default(),
         }
     }
 
@@ -172,20 +228,43 @@ mod tests {
         assert!(before.find(disk("/", false).uuid).is_none());
     }
 
+    const CONTROLLER: &str = "<controller type='scsi' index='0' model='virtio-scsi'/>";
+
     #[test]
-    fn a_read_only_disk_is_marked_so_for_the_guest_and_for_the_lock() {
-        let xml = domain("<controller type='scsi' index='0' model='virtio-scsi'/>")
-            .disk_xml(&disk("/v", true))
-            .unwrap();
+    fn a_disk_says_who_may_write_and_share_it_and_how_fast_it_may_be() {
+        let mut all = disk("/v", true);
+        assert!(!domain(CONTROLLER).disk_xml(&all).unwrap().contains("shareable"));
+        all.shared = true;
+        all.qos = Qos { iops: Some(100), bytes_per_second: Some(4096) };
+        let xml = domain(CONTROLLER).disk_xml(&all).unwrap();
         assert!(xml.contains("<readonly/><shareable/>"), "{xml}");
+        assert!(
+            xml.contains(
+                "<iotune><total_bytes_sec>4096</total_bytes_sec><total_iops_sec>100</total_iops_sec></iotune>"
+            ),
+            "{xml}"
+        );
+        all.read_only = false;
+        let xml = domain(CONTROLLER).disk_xml(&all).unwrap();
+        assert!(xml.contains("<shareable/>") && !xml.contains("<readonly/>"), "{xml}");
     }
 
     #[test]
-    fn a_domain_without_a_place_says_what_it_lacks() {
-        let error = domain("<controller type='scsi' index='0' model='lsilogic'/>")
-            .disk_xml(&disk("/v", false))
-            .unwrap_err();
-        assert!(error.contains("virtio-scsi controller"), "{error}");
+    fn a_domain_has_places_for_all_but_the_disks_of_others_and_says_when_they_are_taken() {
+        let none = domain("<controller type='scsi' index='0' model='lsilogic'/>");
+        let NoPlace::Full(error) = none.disk_xml(&disk("/v", false)).unwrap_err() else { panic!("not full") };
+        assert!(none.max_disks() == 0 && error.contains("virtio-scsi controller"), "{error}");
+
+        let ours = domain(&format!("{CONTROLLER}{ROOT}")).disk_xml(&disk("/v", false)).unwrap();
+        assert_eq!(domain(&format!("{CONTROLLER}{ROOT}{ours}")).max_disks(), 254);
+        let place = |target| {
+            format!(
+                "<hostdev><address type='drive' controller='0' bus='0' target='{target}' unit='0'/></hostdev>"
+            )
+        };
+        let all: String = (0..TARGETS).map(place).collect();
+        let full = domain(&format!("{CONTROLLER}{all}"));
+        assert!(full.max_disks() == 0 && matches!(full.disk_xml(&disk("/v", false)), Err(NoPlace::Full(_))));
     }
 
     #[test]

@@ -1,0 +1,37 @@
+//! How claims that come at once fare as they become more: from the first claim's creation until the last is bound, and
+//! until the last volume is gone. The floor is the same in the management cluster alone.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use tests::Scenario;
+
+use crate::floor::timed;
+use crate::objects::Tiers;
+use crate::report::Report;
+use crate::work::{Work, case};
+
+/// Runs the bench.
+pub async fn run(report: &Report, work: &Work) -> Result<()> {
+    let (report, work) = (report.clone(), work.clone());
+    tests::run(move |s| async move { measure(&s, &report, &work).await }).await
+}
+
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
+    let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
+    for burst in work.bursts(&[1, 10, 30, 100, 300, 1000]) {
+        let (mut bound, mut bound_below) = (Vec::new(), Vec::new());
+        let (mut gone, mut gone_below) = (Vec::new(), Vec::new());
+        for _ in 0..work.rounds() {
+            let ((claims, _), time) = timed(below.create(burst)).await?;
+            bound_below.push(time);
+            gone_below.push(timed(below.delete(&claims)).await?.1);
+            let ((claims, _), time) = timed(above.create(burst)).await?;
+            bound.push(time);
+            gone.push(timed(above.delete(&claims)).await?.1);
+        }
+        report.times_of(&case(burst), "all bound", &bound, &bound_below);
+        report.times_of(&case(burst), "all gone", &gone, &gone_below);
+    }
+    Ok(())
+}

@@ -1,0 +1,62 @@
+//! A guest claim from its creation until it is bound. The floor is the same claim made in the management
+//! cluster, which is what gc-csi makes for it.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use tests::Scenario;
+
+use crate::cost::{Cost, metered};
+use crate::instant::{self, Backend};
+use crate::objects::Tiers;
+use crate::report::Report;
+use crate::work::{Work, case};
+
+/// Runs the bench.
+pub async fn run(report: &Report, work: &Work, backend: Backend) -> Result<()> {
+    let (report, work) = (report.clone(), work.clone());
+    tests::run(move |s| async move {
+        match backend {
+            Backend::Infra => measure(&s, &report, &work).await,
+            Backend::Instant => instant::in_place_of_the_infra(&s.lab, measure(&s, &report, &work)).await,
+        }
+    })
+    .await
+}
+
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
+    let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
+
+    // In turns, so that whatever else the machine does weighs on both alike.
+    let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
+    let (mut made_above, mut made_below) = (Vec::new(), Vec::new());
+    for _ in 0..work.count() {
+        let (claims, time) = below.create(1).await?;
+        made_below.extend(claims);
+        floor.extend(time);
+        let ((claims, time), one) = metered(&s.lab, 1, above.create(1)).await?;
+        made_above.extend(claims);
+        times.extend(time);
+        cost.add(one);
+    }
+    report.times("one", &times, &floor);
+    report.cost("one", &cost);
+    above.delete(&made_above).await?;
+    below.delete(&made_below).await?;
+
+    for burst in work.bursts(&[100]) {
+        let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
+        for _ in 0..work.rounds() {
+            let (claims, time) = below.create(burst).await?;
+            floor.extend(time);
+            below.delete(&claims).await?;
+            let ((claims, time), one) = metered(&s.lab, burst, above.create(burst)).await?;
+            times.extend(time);
+            cost.add(one);
+            above.delete(&claims).await?;
+        }
+        report.times(&case(burst), &times, &floor);
+        report.cost(&case(burst), &cost);
+    }
+    Ok(())
+}

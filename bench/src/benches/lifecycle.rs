@@ -1,0 +1,81 @@
+//! A volume's whole life: claim made and bound, attached, detached, claim deleted and volume gone. The floor is the same
+//! one tier further down: a claim of the management cluster, and the infra's own attach and detach.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use infra_api::VolumeId;
+use lab::LoopNode;
+use tests::Scenario;
+
+use crate::cost::{Cost, metered};
+use crate::floor::{self, timed};
+use crate::objects::{Claims, Orders};
+use crate::report::Report;
+use crate::work::{Work, case};
+
+/// Runs the bench.
+pub async fn run(report: &Report, work: &Work) -> Result<()> {
+    let (report, work) = (report.clone(), work.clone());
+    tests::run(move |s| async move { measure(&s, &report, &work).await }).await
+}
+
+struct Lives<'a> {
+    s: &'a Scenario,
+    node: LoopNode,
+    above: Claims,
+    below: Claims,
+    orders: Orders,
+}
+
+impl Lives<'_> {
+    /// So many lives at once, through both tiers.
+    async fn guest(&self, count: usize) -> Result<()> {
+        let (claims, _) = self.above.create(count).await?;
+        let volumes: Vec<String> = claims.iter().map(|claim| claim.volume.clone()).collect();
+        let (orders, _) = self.orders.attach(&volumes, &self.node.name).await?;
+        self.orders.detach(&orders).await?;
+        self.above.delete(&claims).await.map(drop)
+    }
+
+    /// The same in the management cluster and the infra.
+    async fn management(&self, count: usize) -> Result<()> {
+        let (claims, _) = self.below.create(count).await?;
+        // The infra knows a volume by the name that csi-provisioner gives it.
+        let volumes: Vec<VolumeId> =
+            claims.iter().map(|claim| Ok(VolumeId::new(claim.volume.clone())?)).collect::<Result<_>>()?;
+        let (attachments, _) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;
+        floor::detach(&self.s.infra, &attachments).await?;
+        self.below.delete(&claims).await.map(drop)
+    }
+}
+
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
+    let lives = Lives {
+        s,
+        node: s.simulated_node().await?,
+        above: Claims::watch(&s.guest, &s.name, &s.name),
+        below: Claims::watch(&s.management, &s.namespace, &s.name),
+        orders: Orders::watch(&s.guest, &s.name),
+    };
+    for _ in 0..work.warm_up() {
+        lives.guest(1).await?;
+        lives.management(1).await?;
+    }
+    let mut cases = vec![("one".to_owned(), 1, work.count())];
+    cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
+    for (case, at_once, times) in cases {
+        let (mut whole, mut below, mut cost) = (Vec::new(), Vec::new(), Cost::default());
+        for _ in 0..times {
+            below.push(timed(lives.management(at_once)).await?.1);
+            let (((), time), one) = metered(&s.lab, at_once, timed(lives.guest(at_once))).await?;
+            whole.push(time);
+            cost.add(one);
+        }
+        report.times(&case, &whole, &below);
+        report.cost(&case, &cost);
+        let requests = cost.of("gc-csi", "management") as f64 / cost.operations as f64;
+        report.number(&case, "gc-csi to management", "requests/life", requests);
+    }
+    Ok(())
+}

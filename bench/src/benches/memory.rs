@@ -1,0 +1,66 @@
+//! How much memory each process has with more and more volumes: as it has grown, at most so far, and, for our own, after
+//! a restart, when only what is kept is there.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use tests::Scenario;
+
+use crate::objects::Claims;
+use crate::parts;
+use crate::report::Report;
+
+/// How many claims are made at once.
+const BATCH: usize = 250;
+/// Our own processes of a lab.
+const OURS: [&str; 4] = ["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+
+/// Runs the bench.
+pub async fn run(report: &Report, volumes: &[u32]) -> Result<()> {
+    let report = report.clone();
+    let mut sizes: Vec<usize> = volumes.iter().map(|volumes| *volumes as usize).collect();
+    sizes.sort_unstable();
+    tests::run(move |s| async move { measure(&s, &report, &sizes).await }).await
+}
+
+async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<()> {
+    let claims = Claims::watch(&s.guest, &s.name, &s.name);
+    let node = s.simulated_node().await?;
+    let plugin = s.lab.spawn_node_plugin(&node).await?;
+    let mut made = Vec::new();
+    for size in sizes {
+        fill(&claims, &mut made, *size).await?;
+        let case = format!("{size} volumes");
+        for (part, process) in parts::running(&s.lab)? {
+            let memory = parts::resident(process)?;
+            report.number(&case, &format!("{part} rss"), "MiB", mib(memory.now));
+            report.number(&case, &format!("{part} rss peak"), "MiB", mib(memory.peak));
+        }
+        for part in OURS {
+            s.stop_part(part).await?;
+            s.start_part(part).await?;
+            let process = s.lab.run().process(part).with_context(|| format!("{part} does not run"))?;
+            let fresh = parts::resident(process)?;
+            report.number(&case, &format!("{part} rss after a restart"), "MiB", mib(fresh.now));
+        }
+    }
+    s.lab.remove_node_plugin(&plugin).await?;
+    for batch in made.chunks(BATCH) {
+        claims.delete(batch).await?;
+    }
+    Ok(())
+}
+
+/// Makes claims until there are so many.
+pub(super) async fn fill(claims: &Claims, made: &mut Vec<crate::objects::Claim>, size: usize) -> Result<()> {
+    while made.len() < size {
+        let (more, _) = claims.create(BATCH.min(size - made.len())).await?;
+        made.extend(more);
+        eprintln!("{} of {size} volumes", made.len());
+    }
+    Ok(())
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}

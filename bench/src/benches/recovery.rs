@@ -1,0 +1,82 @@
+//! How long each of our processes takes from its start until it is ready, with volumes that are there; and how long until
+//! all of them are ready again once an API server that was killed answers.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use lab::Lab;
+use tests::Scenario;
+
+use crate::objects::Claims;
+use crate::report::Report;
+use crate::seen::LONGEST;
+use crate::work::Work;
+
+/// Our own processes of a lab.
+const OURS: [&str; 4] = ["storage-infra", "mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
+/// Those that watch the management cluster.
+const WATCHING: [&str; 3] = ["mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
+/// The management cluster's API server.
+const SERVER: &str = "mgmt-apiserver";
+/// How often it is looked.
+const PACE: Duration = Duration::from_millis(2);
+
+/// Runs the bench.
+pub async fn run(report: &Report, work: &Work, volumes: usize) -> Result<()> {
+    let (report, work) = (report.clone(), work.clone());
+    tests::run(move |s| async move { measure(&s, &report, &work, volumes).await }).await
+}
+
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize) -> Result<()> {
+    let claims = Claims::watch(&s.guest, &s.name, &s.name);
+    let mut made = Vec::new();
+    super::memory::fill(&claims, &mut made, volumes).await?;
+    let case = format!("{volumes} volumes");
+    for part in OURS {
+        let mut times = Vec::new();
+        for _ in 0..work.count() {
+            s.kill_part(part).await?;
+            let start = Instant::now();
+            let (started, ready) = tokio::join!(s.lab.start_alone(part), ready(&s.lab, part));
+            started?;
+            times.push(ready?.duration_since(start));
+            // With its sidecars, which ended with it.
+            s.lab.restart(part).await?;
+        }
+        report.times_of(&case, &format!("{part} started"), &times, &[]);
+    }
+    let mut times = Vec::new();
+    for _ in 0..work.rounds() {
+        s.kill_part(SERVER).await?;
+        for part in WATCHING {
+            until(|| async { Ok(!s.lab.is_ready(part).await?) }).await?;
+        }
+        s.start_part(SERVER).await?;
+        let start = Instant::now();
+        for part in WATCHING {
+            ready(&s.lab, part).await?;
+        }
+        times.push(start.elapsed());
+    }
+    report.times_of(&case, "watches are back", &times, &[]);
+    for batch in made.chunks(250) {
+        claims.delete(batch).await?;
+    }
+    Ok(())
+}
+
+/// The moment at which a part is first seen to be ready.
+async fn ready(lab: &Lab, part: &str) -> Result<Instant> {
+    until(|| lab.is_ready(part)).await.with_context(|| format!("{part} is not ready"))
+}
+
+async fn until<R: Future<Output = Result<bool>>>(mut condition: impl FnMut() -> R) -> Result<Instant> {
+    let looking = async {
+        while !condition().await? {
+            tokio::time::sleep(PACE).await;
+        }
+        Ok(Instant::now())
+    };
+    tokio::time::timeout(LONGEST, looking).await?
+}

@@ -1,0 +1,115 @@
+//! A back end that takes no time: in the place of csi-provisioner, mgmt-csi and the infra, it makes the volume of each
+//! management claim as soon as the claim is there, bound to it, and removes it as soon as it is released. What is left
+//! is the guest's tier alone, which is how drivers without a tier of storage below them can be compared.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use crds::names;
+use futures::{StreamExt, TryStreamExt, pin_mut};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use kube::api::{Api, DeleteParams, PostParams};
+use kube::runtime::{WatchStreamExt, watcher};
+use kube::{Client, ResourceExt};
+use lab::Lab;
+use serde_json::json;
+
+/// What is stopped meanwhile: mgmt-csi would miss the volumes in the infra, and its csi-provisioner would make them.
+const STOPPED: [&str; 2] = ["mgmt-provisioner", "mgmt-csi"];
+/// What the volumes that are made here are found by.
+const LABEL: (&str, &str) = ("bench", "instant");
+
+/// What makes the volumes of management claims.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    /// csi-provisioner, mgmt-csi and the storage infra.
+    Infra,
+    /// A helper that makes them at once.
+    Instant,
+}
+
+/// Does some work while volumes are made at once.
+pub(crate) async fn in_place_of_the_infra<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
+    let client = lab.management().await?;
+    for part in STOPPED {
+        lab.stop(part).await?;
+    }
+    let outcome = tokio::select! {
+        outcome = work => outcome,
+        outcome = async { tokio::try_join!(make(&client), remove(&client)) } => {
+            outcome.and_then(|_| Err(anyhow::anyhow!("it ended by itself"))).context("the instant back end")
+        }
+    };
+    // With its sidecars, which ended with it.
+    lab.start("mgmt-csi").await?;
+    outcome
+}
+
+async fn make(client: &Client) -> Result<()> {
+    let claims: Api<PersistentVolumeClaim> = Api::all(client.clone());
+    let volumes: Api<PersistentVolume> = Api::all(client.clone());
+    let changes = watcher(claims, watcher::Config::default()).default_backoff().applied_objects();
+    let wanted = changes.try_filter_map(async |claim| Ok(volume(&claim)));
+    wanted
+        .map_err(anyhow::Error::from)
+        .try_for_each_concurrent(100, |volume| {
+            let volumes = &volumes;
+            async move {
+                match volumes.create(&PostParams::default(), &volume).await {
+                    // A claim is told of again until it is bound.
+                    Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
+                    other => other.map(drop).context("cannot make a volume"),
+                }
+            }
+        })
+        .await
+}
+
+/// The volume for a claim that has none.
+fn volume(claim: &PersistentVolumeClaim) -> Option<PersistentVolume> {
+    let spec = claim.spec.as_ref()?;
+    let provisioner = claim.annotations().get("volume.kubernetes.io/storage-provisioner")?;
+    if spec.volume_name.is_some()
+        || provisioner != names::MANAGEMENT_DRIVER
+        || claim.metadata.deletion_timestamp.is_some()
+    {
+        return None;
+    }
+    let (uid, size) = (claim.uid()?, spec.resources.as_ref()?.requests.as_ref()?.get("storage")?);
+    let name = format!("pvc-{uid}");
+    serde_json::from_value(json!({
+        "metadata": {
+            "name": name, "labels": BTreeMap::from([LABEL]),
+            "annotations": {"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER},
+        },
+        "spec": {
+            "capacity": {"storage": size}, "accessModes": spec.access_modes, "volumeMode": spec.volume_mode,
+            "storageClassName": spec.storage_class_name, "persistentVolumeReclaimPolicy": "Delete",
+            "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": name},
+            "claimRef": {
+                "apiVersion": "v1", "kind": "PersistentVolumeClaim", "uid": uid,
+                "namespace": claim.namespace(), "name": claim.name_any(),
+            },
+        },
+    }))
+    .ok()
+}
+
+async fn remove(client: &Client) -> Result<()> {
+    let volumes: Api<PersistentVolume> = Api::all(client.clone());
+    let own = watcher::Config::default().labels(&format!("{}={}", LABEL.0, LABEL.1));
+    let changes = watcher(volumes.clone(), own).default_backoff().applied_objects();
+    pin_mut!(changes);
+    while let Some(volume) = changes.next().await {
+        let volume = volume?;
+        let phase = volume.status.as_ref().and_then(|status| status.phase.as_deref());
+        if phase == Some("Released") && volume.metadata.deletion_timestamp.is_none() {
+            match volumes.delete(&volume.name_any(), &DeleteParams::default()).await {
+                Err(kube::Error::Api(status)) if status.code == 404 => {}
+                other => other.map(drop).context("cannot remove a volume")?,
+            }
+        }
+    }
+    Ok(())
+}

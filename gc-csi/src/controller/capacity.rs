@@ -1,0 +1,44 @@
+//! GetCapacity.
+
+use crds::names;
+use csi::{Status, capability, proto};
+use tonic::Request;
+
+use super::parameters::management_class;
+use super::service::{Controller, supported};
+
+impl Controller {
+    pub(super) fn capacity(
+        &self,
+        request: Request<proto::GetCapacityRequest>,
+    ) -> Result<proto::GetCapacityResponse, Status> {
+        let (request, _) = self.begin(request)?;
+        if !self.management.knows_room() {
+            return Err(Status::unimplemented(
+                "it is not known how much room there is: start gc-csi's controller with --capacity-namespace",
+            ));
+        }
+        // Nothing has room for what can't be.
+        if !request.volume_capabilities.is_empty()
+            && supported(&capability::required_all(&request.volume_capabilities)?).is_err()
+        {
+            return Ok(proto::GetCapacityResponse::default());
+        }
+        let class = match request.parameters.is_empty() {
+            true => None,
+            false => {
+                let known = names::PARAMETER_MANAGEMENT_CLASS;
+                Some(management_class("StorageClass", known, &request.parameters)?)
+            }
+        };
+        let segments = request.accessible_topology.as_ref().map(|topology| &topology.segments);
+        let zone = segments.and_then(|segments| segments.get(names::LABEL_ZONE));
+        let room = self.management.room(class, zone.map(String::as_str));
+        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        Ok(proto::GetCapacityResponse {
+            available_capacity: bytes(room.available),
+            maximum_volume_size: room.largest.map(bytes),
+            minimum_volume_size: None,
+        })
+    }
+}

@@ -1,0 +1,218 @@
+//! CreateVolume.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crds::names;
+use csi::Status;
+use csi::capability::{self, Access, Capability};
+use csi::proto;
+use csi::request::{self, Size};
+use kube_kit::informer::Key;
+use tokio::time::Instant;
+use tonic::Request;
+
+use super::errors;
+use super::parameters::{extra, management_class};
+use super::service::{BEHIND, Controller, supported};
+use crate::guest::reference;
+use crate::management::claims::{Abandoned, NewClaim, Source};
+
+/// Size of a volume for which none was asked: 1 GiB, as most drivers give.
+const DEFAULT_BYTES: u64 = 1 << 30;
+
+impl Controller {
+    pub(super) async fn create(
+        &self,
+        request: Request<proto::CreateVolumeRequest>,
+    ) -> Result<proto::CreateVolumeResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        // Any name is taken: it is hashed into the management claim's.
+        if request.name.is_empty() {
+            return Err(Status::invalid_argument("name is missing in the request"));
+        }
+        let wanted = capability::required_all(&request.volume_capabilities)?;
+        supported(&wanted)?;
+        let class = management_class("StorageClass", names::PARAMETER_MANAGEMENT_CLASS, &request.parameters)?;
+        let class = class.to_owned();
+        let attributes_class = attributes_class(&request.mutable_parameters)?;
+        let source = request.volume_content_source.as_ref().map(source).transpose()?;
+        let zones = requested_zones(request.accessibility_requirements.as_ref());
+        let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
+        let _guard = self.locks.acquire(&request.name)?;
+        // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
+        let behind = deadline.min(Instant::now() + BEHIND);
+        let mut annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
+        if !zones.is_empty() {
+            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), zones.join(","));
+        }
+        let claim = NewClaim {
+            csi_name: request.name,
+            size,
+            class,
+            block: wanted.iter().any(|one| one.access == Access::Block),
+            access_modes: access_modes(&wanted),
+            source,
+            attributes_class,
+            annotations,
+        };
+        let bound = self.management.create_claim(&claim, behind, deadline).await;
+        let bound = bound.map_err(|error| errors::create(&error))?;
+        Ok(proto::CreateVolumeResponse {
+            volume: Some(proto::Volume {
+                volume_id: bound.name,
+                capacity_bytes: i64::try_from(bound.capacity).unwrap_or(i64::MAX),
+                content_source: request.volume_content_source,
+                accessible_topology: bound.zones.into_iter().map(segment).collect(),
+                ..proto::Volume::default()
+            }),
+        })
+    }
+
+    /// Annotations that tell people in the management cluster whom a claim is for.
+    async fn annotations(
+        &self,
+        csi_name: &str,
+        parameters: &HashMap<String, String>,
+        management_class: &str,
+        deadline: Instant,
+    ) -> Result<BTreeMap<String, String>, Status> {
+        let mut annotations = BTreeMap::new();
+        if let (Some(name), Some(namespace)) =
+            (extra(parameters, "pvc/name"), extra(parameters, "pvc/namespace"))
+        {
+            let claim = Key::new(namespace.clone(), name.clone());
+            let behind = deadline.min(Instant::now() + BEHIND);
+            match self.guest.class_of(&claim, csi_name, behind).await {
+                Some(class) if class.is_empty() => {}
+                Some(class) => {
+                    self.check_policies(&claim, &class, management_class, behind).await?;
+                    annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
+                }
+                None => self.give_up(csi_name, &claim, deadline).await?,
+            }
+            annotations.insert(names::ANNOTATION_GUEST_PVC.to_owned(), name);
+            annotations.insert(names::ANNOTATION_GUEST_NAMESPACE.to_owned(), namespace);
+        }
+        if let Some(volume) = extra(parameters, "pv/name") {
+            annotations.insert(names::ANNOTATION_GUEST_PV.to_owned(), volume);
+        }
+        Ok(annotations)
+    }
+
+    /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
+    /// final code, and nothing of it may stay below. One that has a volume already is given out all the same,
+    /// since csi-provisioner then deletes it.
+    async fn give_up(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
+        let unsure = match self.guest.wants_volume(claim, csi_name).await {
+            Ok(false) => None,
+            Ok(true) => Some(format!("the watch of the guest cluster does not show claim {claim} yet")),
+            Err(why) => Some(why),
+        };
+        if let Some(why) = unsure {
+            return Err(Status::unavailable(why));
+        }
+        match self.management.abandon_claim(csi_name, deadline).await {
+            Ok(Abandoned::HasVolume) => Ok(()),
+            Ok(Abandoned::Gone) => Err(Status::not_found(format!(
+                "there is no PersistentVolumeClaim {claim} in the guest any more for which volume {csi_name} was to \
+                 be made: nothing of it is left in the management cluster"
+            ))),
+            Err(error) => Err(errors::delete(&error)),
+        }
+    }
+
+    /// Both tiers must agree on what becomes of a volume when its claim goes.
+    async fn check_policies(
+        &self,
+        claim: &Key,
+        guest_class: &str,
+        management_class: &str,
+        behind: Instant,
+    ) -> Result<(), Status> {
+        let guest = self.guest.reclaim_policy(guest_class, behind).await;
+        let management = self.management.reclaim_policy(management_class, behind).await;
+        let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
+        if guest == management {
+            return Ok(());
+        }
+        let text = format!(
+            "StorageClass {guest_class} of the guest says reclaimPolicy {guest}, but its management StorageClass \
+             {management_class} says {management}: use classes with the same policy"
+        );
+        if self.refuse_mismatch {
+            return Err(Status::failed_precondition(text));
+        }
+        tracing::warn!(%claim, "{text}");
+        if let Some(claim) = self.guest.claims.get(claim) {
+            self.guest.events.warning(reference(&*claim), "Provision", "ReclaimPolicyMismatch", text);
+        }
+        Ok(())
+    }
+}
+
+/// The access modes that cover everything that is wanted, as Kubernetes writes them.
+fn access_modes(wanted: &[Capability]) -> Vec<&'static str> {
+    let mut modes: Vec<&str> = wanted.iter().map(|one| one.mode.kubernetes_name()).collect();
+    modes.sort_unstable();
+    modes.dedup();
+    modes
+}
+
+/// The management VolumeAttributesClass that mutable parameters name, where there are any.
+fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<String>, Status> {
+    if parameters.is_empty() {
+        return Ok(None);
+    }
+    let known = names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS;
+    management_class("VolumeAttributesClass", known, parameters).map(|class| Some(class.to_owned()))
+}
+
+/// What a volume is to be made from. Handles of volumes and snapshots are names in the management cluster.
+fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
+    use proto::volume_content_source::Type;
+    match &source.r#type {
+        Some(Type::Snapshot(snapshot)) => {
+            request::required("snapshot_id of volume_content_source", &snapshot.snapshot_id)
+                .map(|name| Source::Snapshot(name.to_owned()))
+        }
+        Some(Type::Volume(volume)) => {
+            request::required("volume_id of volume_content_source", &volume.volume_id)
+                .map(|name| Source::Volume(name.to_owned()))
+        }
+        None => Err(Status::invalid_argument("volume_content_source names neither a snapshot nor a volume")),
+    }
+}
+
+/// The zones from which a volume is to be reached, best first.
+fn requested_zones(requirement: Option<&proto::TopologyRequirement>) -> Vec<String> {
+    let mut zones: Vec<String> = Vec::new();
+    let Some(requirement) = requirement else { return zones };
+    for topology in requirement.preferred.iter().chain(&requirement.requisite) {
+        match topology.segments.get(names::LABEL_ZONE) {
+            Some(zone) if !zones.contains(zone) => zones.push(zone.clone()),
+            _ => {}
+        }
+    }
+    zones
+}
+
+fn segment(zone: String) -> proto::Topology {
+    proto::Topology { segments: [(names::LABEL_ZONE.to_owned(), zone)].into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn preferred_zones_come_first_and_each_once() {
+        let list = |zones: &[&str]| zones.iter().map(|zone| segment((*zone).to_owned())).collect();
+        let mut requirement =
+            proto::TopologyRequirement { requisite: list(&["a", "b", "c"]), preferred: list(&["b", "a"]) };
+        assert_eq!(requested_zones(Some(&requirement)), ["b", "a", "c"]);
+        requirement.preferred =
+            vec![proto::Topology { segments: [("rack".to_owned(), "1".to_owned())].into() }];
+        assert_eq!(requested_zones(Some(&requirement)), ["a", "b", "c"]);
+        assert!(requested_zones(None).is_empty());
+    }
+}

@@ -1,0 +1,45 @@
+//! ControllerExpandVolume.
+
+use csi::request::{self, Size};
+use csi::{Status, proto};
+use tokio::time::Instant;
+use tonic::Request;
+
+use super::errors;
+use super::service::Controller;
+use crate::management::ApiError;
+use crate::management::claims::ExpandError;
+
+impl Controller {
+    pub(super) async fn expand(
+        &self,
+        request: Request<proto::ControllerExpandVolumeRequest>,
+    ) -> Result<proto::ControllerExpandVolumeResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        let volume = request::required("volume_id", &request.volume_id)?;
+        let range = request.capacity_range.as_ref();
+        let range = range
+            .filter(|range| range.required_bytes != 0 || range.limit_bytes != 0)
+            .ok_or_else(|| Status::invalid_argument("capacity_range is missing in the request"))?;
+        // Where there is a limit only, every volume within it is large enough.
+        let size = Size::from_range(Some(range), 1)?;
+        let _guard = self.locks.acquire(volume)?;
+        let capacity = self.grow(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
+        Ok(proto::ControllerExpandVolumeResponse {
+            capacity_bytes: i64::try_from(capacity).unwrap_or(i64::MAX),
+            // The machine must be told of a larger disk, whatever is on it.
+            node_expansion_required: true,
+        })
+    }
+
+    /// Refuses only on what is so now: another replica may have made the claim just before.
+    async fn grow(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
+        match self.management.expand_claim(volume, size, deadline).await {
+            Err(ExpandError::NoClaim(_) | ExpandError::NotBound(_)) => {}
+            other => return other,
+        }
+        let failed = |source: ApiError| ExpandError::Unknown { claim: volume.to_owned(), source };
+        self.management.catch_up(volume, &[], deadline).await.map_err(failed)?;
+        self.management.expand_claim(volume, size, deadline).await
+    }
+}

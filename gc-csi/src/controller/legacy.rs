@@ -1,0 +1,117 @@
+//! The driver under the name of an earlier one, whose volumes it took over: they live on, and new ones are made by our
+//! own name alone.
+
+use clap::builder::NonEmptyStringValueParser;
+use crds::names::{GUEST_DRIVER, PARAMETER_MANAGEMENT_CLASS};
+use csi::identity::Identity;
+use csi::metrics::CallMetrics;
+use csi::proto::controller_server::ControllerServer;
+use csi::proto::identity_server::IdentityServer;
+use csi::server::{Endpoint, ServeError};
+use csi::{Status, proto};
+use k8s_openapi::api::storage::v1::StorageClass;
+use tokio_util::sync::CancellationToken;
+use tonic::service::Routes;
+
+use super::service::Controller;
+
+/// Flags of an earlier driver's name.
+#[derive(Debug, clap::Args)]
+pub(super) struct LegacyArgs {
+    /// Serve as this driver too, for the volumes that it made.
+    #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
+    pub(super) legacy_driver_name: Option<String>,
+    /// Unix socket to serve the earlier driver on, as in unix:///csi/legacy.sock.
+    #[arg(long, value_name = "ENDPOINT", requires = "legacy_driver_name")]
+    pub(super) legacy_endpoint: Option<Endpoint>,
+}
+
+impl LegacyArgs {
+    /// The names by which volumes are ours.
+    pub(super) fn drivers(&self) -> Vec<String> {
+        [GUEST_DRIVER.to_owned()].into_iter().chain(self.legacy_driver_name.clone()).collect()
+    }
+
+    /// Serves until `stop`; without an earlier driver's name, there is nothing to serve.
+    pub(super) async fn serve(
+        &self,
+        identity: impl FnOnce(&str) -> Identity,
+        service: &Controller,
+        calls: CallMetrics,
+        stop: CancellationToken,
+    ) -> Result<(), ServeError> {
+        let (Some(name), Some(endpoint)) = (&self.legacy_driver_name, &self.legacy_endpoint) else {
+            return Ok(());
+        };
+        let service = Controller { legacy: Some(name.clone()), ..service.clone() };
+        let routes =
+            Routes::new(IdentityServer::new(identity(name))).add_service(ControllerServer::new(service));
+        csi::server::serve(endpoint, routes, calls, stop).await
+    }
+}
+
+impl Controller {
+    /// Refuses to make a volume under an earlier driver's name.
+    pub(super) fn refuse_as_legacy(&self, request: &proto::CreateVolumeRequest) -> Result<(), Status> {
+        let Some(legacy) = &self.legacy else { return Ok(()) };
+        let classes = self.guest.classes.list();
+        let asked: Vec<&str> = request.parameters.values().map(String::as_str).collect();
+        Err(Status::invalid_argument(format!(
+            "driver {legacy} makes no new volumes: its volumes are kept going by {GUEST_DRIVER}; {}",
+            remedy(classes.iter().map(|class| &**class), &asked)
+        )))
+    }
+}
+
+/// Which class to use instead: where one leads to a management class that the parameters name, under whatever key the
+/// earlier driver had for it, that one.
+fn remedy<'a>(classes: impl Iterator<Item = &'a StorageClass>, asked: &[&str]) -> String {
+    let management_class = |class: &'a StorageClass| {
+        class.parameters.as_ref()?.get(PARAMETER_MANAGEMENT_CLASS).map(String::as_str)
+    };
+    let mut ours: Vec<(&str, Option<&str>)> = classes
+        .filter(|class| class.provisioner == GUEST_DRIVER)
+        .filter_map(|class| Some((class.metadata.name.as_deref()?, management_class(class))))
+        .collect();
+    ours.sort_unstable();
+    let same = ours.iter().filter(|(_, leads_to)| leads_to.is_some_and(|to| asked.contains(&to)));
+    let mut names: Vec<&str> = same.map(|(name, _)| *name).collect();
+    if names.is_empty() {
+        names = ours.iter().map(|(name, _)| *name).collect();
+    }
+    match names.as_slice() {
+        [] => format!("make a StorageClass with provisioner {GUEST_DRIVER} and use it instead"),
+        names => format!("use StorageClass {} instead", names.join(" or ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn class(name: &str, provisioner: &str, management_class: &str) -> StorageClass {
+        serde_json::from_value(json!({
+            "metadata": {"name": name},
+            "provisioner": provisioner,
+            "parameters": {PARAMETER_MANAGEMENT_CLASS: management_class},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn the_class_that_leads_to_the_same_management_class_is_named_or_else_all_of_ours() {
+        let classes = [
+            class("slow", GUEST_DRIVER, "hdd"),
+            class("fast", GUEST_DRIVER, "ssd"),
+            class("old-fast", "legacy.example", "ssd"),
+        ];
+        assert_eq!(remedy(classes.iter(), &["ssd", "ext4"]), "use StorageClass fast instead");
+        assert_eq!(remedy(classes.iter(), &["nvme"]), "use StorageClass fast or slow instead");
+        assert_eq!(
+            remedy(classes[2..].iter(), &["ssd"]),
+            "make a StorageClass with provisioner guest.csi.nestor.dev and use it instead"
+        );
+    }
+}

@@ -1,0 +1,87 @@
+//! ControllerPublishVolume and ControllerUnpublishVolume.
+
+use std::collections::HashMap;
+
+use crds::names;
+use csi::capability::{Access, Capability, Mode};
+use csi::{Status, capability, proto, request};
+use tokio::time::Instant;
+use tonic::Request;
+
+use super::errors;
+use super::service::{Controller, supported};
+use crate::fit::Asked;
+use crate::guest;
+use crate::management::commit::CommitError;
+use crate::management::disks::{Attach, AttachError};
+
+impl Controller {
+    pub(super) async fn publish(
+        &self,
+        request: Request<proto::ControllerPublishVolumeRequest>,
+    ) -> Result<proto::ControllerPublishVolumeResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        let volume = request::required("volume_id", &request.volume_id)?;
+        let node = request::required("node_id", &request.node_id)?;
+        let wanted = capability::required(request.volume_capability.as_ref())?;
+        supported(std::slice::from_ref(&wanted))?;
+        let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
+        let attach = Attach {
+            claim: volume.to_owned(),
+            machine: node.to_owned(),
+            read_only: request.readonly || wanted.mode.is_read_only(),
+            exclusive: !wanted.mode.is_multi_node(),
+            asked: asked(&wanted, request.readonly),
+            volumes: self.guest.volumes_of(volume).iter().map(|volume| guest::asked(volume)).collect(),
+        };
+        let disk = self.attach(&attach, deadline).await.map_err(|error| errors::attach(&error))?;
+        let publish_context = HashMap::from([(names::CONTEXT_DISK_UUID.to_owned(), disk)]);
+        Ok(proto::ControllerPublishVolumeResponse { publish_context })
+    }
+
+    /// Refuses only on what is so now: another replica may have answered the call before this one.
+    async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<String, AttachError> {
+        let refusal = match self.management.attach(wanted, deadline).await {
+            Ok(disk) => return Ok(disk),
+            Err(refusal) => refusal,
+        };
+        let Attach { claim, machine, .. } = wanted;
+        let machines = match &refusal {
+            AttachError::NoMachine(_) | AttachError::Unfit(_) | AttachError::NotBound(_) => vec![&**machine],
+            AttachError::InUse { machine: other, .. } => vec![&**machine, &**other],
+            _ => return Err(refusal),
+        };
+        let failed = |source| AttachError::Commit(CommitError::Api { machine: machine.clone(), source });
+        self.management.catch_up(claim, &machines, deadline).await.map_err(failed)?;
+        self.management.attach(wanted, deadline).await
+    }
+
+    pub(super) async fn unpublish(
+        &self,
+        request: Request<proto::ControllerUnpublishVolumeRequest>,
+    ) -> Result<proto::ControllerUnpublishVolumeResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        let volume = request::required("volume_id", &request.volume_id)?;
+        // Without a node, the volume leaves every node (CSI specification, ControllerUnpublishVolume).
+        let nodes = match request.node_id.is_empty() {
+            true => self.management.machines_with(volume),
+            false => vec![request::required("node_id", &request.node_id)?.to_owned()],
+        };
+        for node in nodes {
+            let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
+            self.management.detach(volume, &node, deadline).await.map_err(|error| errors::detach(&error))?;
+        }
+        Ok(proto::ControllerUnpublishVolumeResponse {})
+    }
+}
+
+/// What a call asks of a volume's management claim.
+pub(super) fn asked(wanted: &Capability, read_only: bool) -> Asked {
+    // One node that only reads can do so in any mode that the claim may have.
+    let modes = match wanted.mode {
+        Mode::SingleNodeReaderOnly => Vec::new(),
+        mode => vec![mode.kubernetes_name().to_owned()],
+    };
+    let read_only = read_only || wanted.mode.is_read_only();
+    Asked { block: wanted.access == Access::Block, modes, read_only, ..Asked::default() }
+}

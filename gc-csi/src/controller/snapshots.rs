@@ -1,0 +1,163 @@
+//! CreateSnapshot, DeleteSnapshot, ListSnapshots and GetSnapshot.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crds::names;
+use csi::page::page;
+use csi::{Status, proto, request};
+use prost_types::Timestamp;
+use tokio::time::Instant;
+use tonic::Request;
+
+use super::errors;
+use super::parameters::{extra, management_class};
+use super::service::{BEHIND, Controller};
+use crate::management::snapshots::{
+    AbandonedSnapshot, NewSnapshot, SnapshotError, VolumeSnapshot, is_ready, restore_size, source_claim,
+};
+
+impl Controller {
+    pub(super) async fn create_snapshot_of(
+        &self,
+        request: Request<proto::CreateSnapshotRequest>,
+    ) -> Result<proto::CreateSnapshotResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        // Any name is taken: it is hashed into the management snapshot's.
+        if request.name.is_empty() {
+            return Err(Status::invalid_argument("name is missing in the request"));
+        }
+        let claim = request::required("source_volume_id", &request.source_volume_id)?.to_owned();
+        self.served()?;
+        let class = management_class(
+            "VolumeSnapshotClass",
+            names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS,
+            &request.parameters,
+        )?
+        .to_owned();
+        let _guard = self.locks.acquire(&format!("snapshot {}", request.name))?;
+        let content = extra(&request.parameters, "volumesnapshotcontent/name");
+        let wanted = NewSnapshot {
+            annotations: annotations(&request.parameters),
+            csi_name: request.name,
+            claim,
+            class,
+        };
+        if !self.management.snapshot_is_begun(&wanted.csi_name) {
+            self.unless_unwanted(&wanted.csi_name, content.as_deref(), deadline).await?;
+        }
+        let behind = deadline.min(Instant::now() + BEHIND);
+        let outcome = self.management.create_snapshot(&wanted, behind, deadline).await;
+        if let Err(SnapshotError::Failing { .. } | SnapshotError::Deleting(_) | SnapshotError::Deadline(_)) =
+            &outcome
+        {
+            self.unless_unwanted(&wanted.csi_name, content.as_deref(), deadline).await?;
+        }
+        let taken = outcome.map_err(|error| errors::snapshot(&error))?;
+        Ok(proto::CreateSnapshotResponse { snapshot: Some(about(&taken)) })
+    }
+
+    /// Ends the taking of a snapshot whose content is being deleted in the guest: csi-snapshotter asks for it until it
+    /// hears a final code, then deletes nothing that it has no handle of, so nothing may stay below. One that is cut is
+    /// left to be given out, since csi-snapshotter then deletes it.
+    async fn unless_unwanted(
+        &self,
+        csi_name: &str,
+        content: Option<&str>,
+        deadline: Instant,
+    ) -> Result<(), Status> {
+        let Some(content) = content else { return Ok(()) };
+        if self.guest.wants_snapshot(content).await {
+            return Ok(());
+        }
+        match self.management.abandon_snapshot(csi_name, deadline).await {
+            Ok(AbandonedSnapshot::Cut) => Ok(()),
+            Ok(AbandonedSnapshot::Gone) => Err(Status::not_found(format!(
+                "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was to be taken, is gone or \
+                 being deleted: nothing of it is left in the management cluster"
+            ))),
+            Err(error) => Err(errors::delete_snapshot(&error)),
+        }
+    }
+
+    pub(super) async fn delete_snapshot_of(
+        &self,
+        request: Request<proto::DeleteSnapshotRequest>,
+    ) -> Result<proto::DeleteSnapshotResponse, Status> {
+        let (request, deadline) = self.begin(request)?;
+        let snapshot = request::required("snapshot_id", &request.snapshot_id)?;
+        self.served()?;
+        let _guard = self.locks.acquire(&format!("snapshot {snapshot}"))?;
+        let deleted = self.management.delete_snapshot(snapshot, deadline).await;
+        deleted.map_err(|error| errors::delete_snapshot(&error))?;
+        Ok(proto::DeleteSnapshotResponse {})
+    }
+
+    pub(super) fn snapshots(
+        &self,
+        request: Request<proto::ListSnapshotsRequest>,
+    ) -> Result<proto::ListSnapshotsResponse, Status> {
+        let (request, _) = self.begin(request)?;
+        self.served()?;
+        let mut found = match request.snapshot_id.as_str() {
+            "" => self.management.usable_snapshots(),
+            name => self.management.usable_snapshot(name).into_iter().collect(),
+        };
+        let source = &request.source_volume_id;
+        found.retain(|one| source.is_empty() || source_claim(one) == source);
+        let name = |one: &std::sync::Arc<VolumeSnapshot>| one.metadata.name.clone().unwrap_or_default();
+        let page = page(found, name, request.max_entries, &request.starting_token)?;
+        let entry =
+            |one: &VolumeSnapshot| proto::list_snapshots_response::Entry { snapshot: Some(about(one)) };
+        Ok(proto::ListSnapshotsResponse {
+            entries: page.entries.iter().map(|one| entry(one)).collect(),
+            next_token: page.next,
+        })
+    }
+
+    pub(super) fn snapshot(
+        &self,
+        request: Request<proto::GetSnapshotRequest>,
+    ) -> Result<proto::GetSnapshotResponse, Status> {
+        let (request, _) = self.begin(request)?;
+        let name = request::required("snapshot_id", &request.snapshot_id)?;
+        self.served()?;
+        let found = self.management.usable_snapshot(name);
+        let found =
+            found.ok_or_else(|| Status::not_found(format!("there is no snapshot {name} of this guest")))?;
+        Ok(proto::GetSnapshotResponse { snapshot: Some(about(&found)) })
+    }
+
+    fn served(&self) -> Result<(), Status> {
+        match self.management.has_snapshots() {
+            true => Ok(()),
+            false => Err(errors::snapshot(&SnapshotError::Unserved)),
+        }
+    }
+}
+
+/// Annotations that tell people in the management cluster whom a snapshot is for.
+fn annotations(parameters: &HashMap<String, String>) -> BTreeMap<String, String> {
+    let known = [
+        ("volumesnapshot/name", names::ANNOTATION_GUEST_SNAPSHOT),
+        ("volumesnapshot/namespace", names::ANNOTATION_GUEST_NAMESPACE),
+    ];
+    known
+        .into_iter()
+        .filter_map(|(key, annotation)| Some((annotation.to_owned(), extra(parameters, key)?)))
+        .collect()
+}
+
+fn about(snapshot: &VolumeSnapshot) -> proto::Snapshot {
+    let cut = snapshot.status.as_ref().and_then(|status| status.creation_time.as_ref());
+    // There must be a time, and the first that is told is kept: none would be taken for 1970.
+    let time = cut.or(snapshot.metadata.creation_timestamp.as_ref());
+    proto::Snapshot {
+        size_bytes: i64::try_from(restore_size(snapshot).unwrap_or(0)).unwrap_or(i64::MAX),
+        snapshot_id: snapshot.metadata.name.clone().unwrap_or_default(),
+        source_volume_id: source_claim(snapshot).to_owned(),
+        creation_time: time
+            .map(|time| Timestamp { seconds: time.0.as_second(), nanos: time.0.subsec_nanosecond() }),
+        ready_to_use: is_ready(snapshot),
+        group_snapshot_id: String::new(),
+    }
+}

@@ -1,0 +1,179 @@
+//! Whether a guest's PersistentVolume fits the management claim that it names. A person who writes one by hand can be
+//! wrong about every part of it, so the same check tells them at once and keeps the disk out of the machine.
+
+use kube_kit::quantity;
+
+/// Which management claim, for what, and how a guest wants it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Asked {
+    /// The guest's PersistentVolume, where it is known.
+    pub(crate) volume: Option<String>,
+    /// What it says its capacity is, in bytes.
+    pub(crate) capacity: Option<u64>,
+    /// Whether it is for a raw block device.
+    pub(crate) block: bool,
+    /// Its access modes, as Kubernetes writes them.
+    pub(crate) modes: Vec<String>,
+    /// Whether it is attached for reading only, whatever its modes are.
+    pub(crate) read_only: bool,
+}
+
+impl Asked {
+    /// Whether it is only ever read.
+    pub(crate) fn reads_only(&self) -> bool {
+        self.read_only || self.modes.iter().all(|mode| mode == "ReadOnlyMany")
+    }
+}
+
+/// The management claim.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Offered {
+    /// What it really has, in bytes; None before it is bound.
+    pub(crate) capacity: Option<u64>,
+    /// Whether it is a raw block device.
+    pub(crate) block: bool,
+    /// Its access modes, as Kubernetes writes them.
+    pub(crate) modes: Vec<String>,
+    /// Whether it is shared with this guest for reading only.
+    pub(crate) read_only: bool,
+}
+
+/// What does not fit, in a sentence that names both tiers' objects and says what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Misfit {
+    /// There is no such claim to this guest.
+    #[error(
+        "{0}: management PersistentVolumeClaim {1} does not exist, or is neither this guest's nor shared with it; \
+         correct volumeHandle, or ask the platform team to label the claim {2}: rw or ro"
+    )]
+    Unknown(String, String, String),
+    /// It differs from the claim.
+    #[error("{0}, but management PersistentVolumeClaim {1} {2}; {3}")]
+    Differs(String, String, String, &'static str),
+}
+
+/// Compares what is asked with the management claim `claim`, which is None where this guest has none of that name;
+/// `share_label` is the label by which it could be given one.
+pub(crate) fn check(
+    asked: &Asked,
+    claim: &str,
+    share_label: &str,
+    offered: Option<&Offered>,
+) -> Result<(), Misfit> {
+    let volume = match &asked.volume {
+        Some(name) => format!("guest PersistentVolume {name}"),
+        None => "the guest's volume".to_owned(),
+    };
+    let Some(offered) = offered else {
+        return Err(Misfit::Unknown(volume, claim.to_owned(), share_label.to_owned()));
+    };
+    let differs = |says: String, has: String, remedy| {
+        Err(Misfit::Differs(format!("{volume} {says}"), claim.to_owned(), has, remedy))
+    };
+    if asked.block != offered.block {
+        let mode = |block| if block { "Block" } else { "Filesystem" };
+        return differs(
+            format!("has volumeMode {}", mode(asked.block)),
+            format!("has {}", mode(offered.block)),
+            "make the volume anew with the claim's volumeMode",
+        );
+    }
+    if let (Some(said), Some(has)) = (asked.capacity, offered.capacity)
+        && said > has
+    {
+        return differs(
+            format!("says its capacity is {}", quantity::of(said).0),
+            format!("has {}", quantity::of(has).0),
+            "make the volume anew with no more than that, or have the claim expanded",
+        );
+    }
+    if let Some(mode) = asked.modes.iter().find(|mode| !gives(&offered.modes, mode)) {
+        return differs(
+            format!("has access mode {mode}"),
+            format!("has {} only", offered.modes.join(", ")),
+            "make the volume anew with an access mode that the claim has",
+        );
+    }
+    if offered.read_only && !asked.reads_only() {
+        return differs(
+            format!("has access mode {} and is not read-only", asked.modes.join(", ")),
+            "is shared with this guest for reading only".to_owned(),
+            "make the volume anew with csi.readOnly: true, or with access mode ReadOnlyMany",
+        );
+    }
+    Ok(())
+}
+
+/// Whether a claim of these modes can be used in this one. ReadWriteOncePod keeps pods apart, not nodes, so to a
+/// machine it is ReadWriteOnce; and what many may write, many may read, and one alone may have.
+fn gives(modes: &[String], wanted: &str) -> bool {
+    let node_wise =
+        |mode: &str| if mode == "ReadWriteOncePod" { "ReadWriteOnce".to_owned() } else { mode.to_owned() };
+    modes.iter().any(|mode| mode == "ReadWriteMany" || node_wise(mode) == node_wise(wanted))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LABEL: &str = "share.nestor.dev/guest-1";
+
+    fn asked(gibibytes: u64, modes: &[&str]) -> Asked {
+        Asked {
+            volume: Some("data".to_owned()),
+            capacity: Some(gibibytes << 30),
+            modes: modes.iter().map(|mode| (*mode).to_owned()).collect(),
+            ..Asked::default()
+        }
+    }
+
+    fn offered(gibibytes: u64, modes: &[&str]) -> Offered {
+        let modes = modes.iter().map(|mode| (*mode).to_owned()).collect();
+        Offered { capacity: Some(gibibytes << 30), modes, ..Offered::default() }
+    }
+
+    fn finding(asked: &Asked, offered: Option<&Offered>) -> String {
+        check(asked, "claim-1", LABEL, offered).map_err(|misfit| misfit.to_string()).err().unwrap_or_default()
+    }
+
+    #[test]
+    fn a_claim_that_is_as_large_or_larger_and_of_the_same_mode_fits() {
+        for (wanted, has) in [
+            ("ReadWriteOnce", "ReadWriteOnce"),
+            ("ReadWriteOncePod", "ReadWriteOnce"),
+            ("ReadWriteOnce", "ReadWriteOncePod"),
+            ("ReadOnlyMany", "ReadOnlyMany"),
+            ("ReadOnlyMany", "ReadWriteMany"),
+            ("ReadWriteOnce", "ReadWriteMany"),
+        ] {
+            assert_eq!(finding(&asked(1, &[wanted]), Some(&offered(2, &[has]))), "", "{wanted} of {has}");
+        }
+        let unbound = Offered { capacity: None, ..offered(1, &["ReadWriteOnce"]) };
+        assert_eq!(finding(&asked(9, &["ReadWriteOnce"]), Some(&unbound)), "");
+    }
+
+    #[test]
+    fn each_difference_is_told_with_both_names_and_a_remedy() {
+        let one = offered(1, &["ReadWriteOnce"]);
+        assert_eq!(
+            finding(&asked(2, &["ReadWriteOnce"]), Some(&one)),
+            "guest PersistentVolume data says its capacity is 2Gi, but management PersistentVolumeClaim claim-1 has \
+             1Gi; make the volume anew with no more than that, or have the claim expanded"
+        );
+        let block = Asked { block: true, ..asked(1, &["ReadWriteOnce"]) };
+        assert!(finding(&block, Some(&one)).contains("volumeMode Block"));
+        for mode in ["ReadOnlyMany", "ReadWriteMany"] {
+            assert!(finding(&asked(1, &["ReadWriteOnce", mode]), Some(&one)).contains(mode), "{mode}");
+        }
+        assert!(finding(&asked(1, &["ReadWriteOnce"]), None).contains(LABEL));
+    }
+
+    #[test]
+    fn a_claim_shared_for_reading_takes_readers_only() {
+        let shared = Offered { read_only: true, ..offered(1, &["ReadWriteOnce", "ReadOnlyMany"]) };
+        assert!(finding(&asked(1, &["ReadWriteOnce"]), Some(&shared)).contains("for reading only"));
+        assert_eq!(finding(&asked(1, &["ReadOnlyMany"]), Some(&shared)), "");
+        let reader = Asked { read_only: true, ..asked(1, &["ReadWriteOnce"]) };
+        assert_eq!(finding(&reader, Some(&shared)), "");
+    }
+}

@@ -1,0 +1,80 @@
+//! Whether the guest still wants a volume that is being made, or was.
+
+use std::collections::HashSet;
+
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube::Api;
+use kube::api::ListParams;
+use kube_kit::client::chain;
+use kube_kit::informer::Key;
+use kube_kit::lean::PersistentVolume;
+
+use super::{Guest, is_for};
+
+/// How many volumes are read at once.
+const PAGE: u32 = 500;
+
+impl Guest {
+    /// Whether this is the claim for which the volume `csi_name` was asked for, and is there. Where the watch does not show
+    /// it, the claim is read: what is not wanted is deleted.
+    pub(crate) async fn wants_volume(&self, claim: &Key, csi_name: &str) -> Result<bool, String> {
+        if self.claims.get(claim).is_some_and(|seen| is_for(csi_name, seen.metadata.uid.as_deref())) {
+            return Ok(true);
+        }
+        let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
+        let found = api.get_metadata_opt(&claim.name).await.map_err(|error| {
+            format!("cannot read the guest's PersistentVolumeClaim {claim}: {}", chain(&error))
+        })?;
+        Ok(found.is_some_and(|found| is_for(csi_name, found.metadata.uid.as_deref())))
+    }
+
+    /// How the claim stands for which the volume `csi_name` was made, by the watch or else as the API says now.
+    pub(crate) async fn wish(&self, claim: &Key, csi_name: &str) -> Result<Wish, String> {
+        let wish = |claim: &PersistentVolumeClaim| {
+            let named = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_deref()).unwrap_or_default();
+            match is_for(csi_name, claim.metadata.uid.as_deref()) {
+                false => Wish::Gone,
+                true if named.is_empty() => Wish::Open,
+                true => Wish::Fulfilled,
+            }
+        };
+        if let Some(seen) = self.claims.get(claim) {
+            return Ok(wish(&seen));
+        }
+        let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
+        let found = api.get_opt(&claim.name).await.map_err(|error| {
+            format!("cannot read the guest's PersistentVolumeClaim {claim}: {}", chain(&error))
+        })?;
+        Ok(found.as_ref().map_or(Wish::Gone, wish))
+    }
+
+    /// The handles of all volumes of ours, as the API says now.
+    pub(crate) async fn handles_now(&self) -> Result<HashSet<String>, String> {
+        let api = Api::<PersistentVolume>::all(self.client.clone());
+        let mut parameters = ListParams::default().limit(PAGE);
+        let mut handles = HashSet::new();
+        loop {
+            let page = api.list(&parameters).await;
+            let page = page
+                .map_err(|error| format!("cannot read the guest's PersistentVolumes: {}", chain(&error)))?;
+            let csi = page.items.into_iter().filter_map(|volume| volume.spec.csi);
+            handles.extend(csi.filter(|csi| self.drivers.contains(&csi.driver)).map(|csi| csi.volume_handle));
+            // The pages that follow are of the same moment as the first.
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => parameters = parameters.continue_token(&token),
+                None => return Ok(handles),
+            }
+        }
+    }
+}
+
+/// What a guest's claim still wants of the volume that was made for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    /// The claim is gone, or another has its name.
+    Gone,
+    /// It waits for a volume.
+    Open,
+    /// It says that it has one.
+    Fulfilled,
+}

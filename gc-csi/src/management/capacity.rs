@@ -1,0 +1,190 @@
+//! How much room there is for this guest's volumes: what mgmt-csi publishes of each class and zone, and what the
+//! namespace's quotas leave of it.
+
+use crds::names;
+use k8s_openapi::api::core::v1::ResourceQuota;
+use k8s_openapi::api::storage::v1::CSIStorageCapacity;
+use kube::{Api, Client};
+use kube_kit::health::Health;
+use kube_kit::informer::Informer;
+use kube_kit::quantity;
+use tokio_util::sync::CancellationToken;
+
+use super::Management;
+
+/// Published capacities and quotas, watched.
+#[derive(Clone, Debug)]
+pub(super) struct Capacities {
+    published: Informer<CSIStorageCapacity>,
+    quotas: Informer<ResourceQuota>,
+}
+
+/// Room for volumes, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// All that is left.
+    pub available: u64,
+    /// The largest volume that fits, where it is known.
+    pub largest: Option<u64>,
+}
+
+impl Capacities {
+    /// Watches what is published in `capacity_namespace`, and the quotas of the guest's own.
+    pub(super) fn start(
+        client: &Client,
+        namespace: &str,
+        capacity_namespace: &str,
+        ready: &Health,
+        stop: &CancellationToken,
+    ) -> Self {
+        let published =
+            Informer::builder("CSIStorageCapacities", Api::namespaced(client.clone(), capacity_namespace))
+                .trim(|capacity: &mut CSIStorageCapacity| {
+                    capacity.metadata.annotations = None;
+                    capacity.metadata.labels = None;
+                    capacity.metadata.owner_references = None;
+                })
+                .start(ready.check("storage-capacities", "not read yet"), stop.clone());
+        let quotas = Informer::builder("ResourceQuotas", Api::namespaced(client.clone(), namespace))
+            .trim(|quota: &mut ResourceQuota| {
+                quota.metadata.annotations = None;
+                quota.metadata.labels = None;
+            })
+            .start(ready.check("resource-quotas", "not read yet"), stop.clone());
+        Self { published, quotas }
+    }
+
+    pub(super) fn is_synced(&self) -> bool {
+        self.published.is_synced() && self.quotas.is_synced()
+    }
+}
+
+impl Management {
+    /// Whether it is known how much room there is.
+    pub fn knows_room(&self) -> bool {
+        self.capacities.is_some()
+    }
+
+    /// Room for volumes of a management class, or of whichever has most, that are to be reached from a zone, or from
+    /// anywhere.
+    pub fn room(&self, class: Option<&str>, zone: Option<&str>) -> Room {
+        let Some(capacities) = &self.capacities else { return Room { available: 0, largest: None } };
+        let published: Vec<_> = capacities.published.list();
+        let room = published_room(published.iter().map(|one| &**one), class, zone);
+        let left = capacities.quotas.list().iter().filter_map(|quota| quota_left(quota, class)).min();
+        match left {
+            None => room,
+            Some(left) => Room {
+                available: room.available.min(left),
+                largest: Some(room.largest.map_or(left, |largest| largest.min(left))),
+            },
+        }
+    }
+}
+
+/// What is published for a class and a zone. Where nothing is published for the zone itself, what can be reached from
+/// everywhere counts; without a zone, the best segment does, since a volume lies in one.
+fn published_room<'a>(
+    published: impl Iterator<Item = &'a CSIStorageCapacity>,
+    class: Option<&str>,
+    zone: Option<&str>,
+) -> Room {
+    let segment = |one: &CSIStorageCapacity| {
+        one.node_topology.as_ref()?.match_labels.as_ref()?.get(names::LABEL_ZONE).cloned()
+    };
+    let of_class: Vec<_> = published
+        .filter(|one| {
+            class.is_none_or(|class| one.storage_class_name == class) && one.node_topology.is_some()
+        })
+        .map(|one| (segment(one), one))
+        .collect();
+    let own = of_class.iter().any(|(segment, _)| segment.as_deref() == zone);
+    let counted = of_class.iter().filter(|(segment, _)| match zone {
+        None => true,
+        Some(_) if own => segment.as_deref() == zone,
+        Some(_) => segment.is_none(),
+    });
+    let bytes = |quantity: &Option<_>| quantity.as_ref().and_then(quantity::value);
+    counted.fold(Room { available: 0, largest: None }, |room, (_, one)| Room {
+        available: room.available.max(bytes(&one.capacity).unwrap_or(0)),
+        largest: room.largest.max(bytes(&one.maximum_volume_size)),
+    })
+}
+
+/// What a quota leaves for volumes of a class, in bytes; None when it does not limit them. A quota with scopes counts
+/// some claims only, and which is not known before there is one.
+fn quota_left(quota: &ResourceQuota, class: Option<&str>) -> Option<u64> {
+    let spec = quota.spec.as_ref()?;
+    if spec.scope_selector.is_some() || spec.scopes.as_ref().is_some_and(|scopes| !scopes.is_empty()) {
+        return None;
+    }
+    let status = quota.status.as_ref()?;
+    let left = |resource: &str| {
+        let hard = quantity::value(status.hard.as_ref()?.get(resource)?)?;
+        let used = status.used.as_ref().and_then(|used| quantity::value(used.get(resource)?)).unwrap_or(0);
+        Some(hard.saturating_sub(used))
+    };
+    // Each may be limited for all claims, and for those of the class.
+    let of_class = class.map(|class| format!("{class}.storageclass.storage.k8s.io/"));
+    let both = |resource: &str| {
+        let of_class = of_class.as_ref().and_then(|prefix| left(&format!("{prefix}{resource}")));
+        left(resource).into_iter().chain(of_class).min()
+    };
+    let counts = [both("persistentvolumeclaims"), left("count/persistentvolumeclaims")];
+    if counts.contains(&Some(0)) { Some(0) } else { both("requests.storage") }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn published(class: &str, zone: Option<&str>, capacity: &str) -> CSIStorageCapacity {
+        let topology = zone.map_or(json!({}), |zone| json!({"matchLabels": {names::LABEL_ZONE: zone}}));
+        serde_json::from_value(json!({
+            "metadata": {"name": "x"}, "storageClassName": class, "nodeTopology": topology,
+            "capacity": capacity, "maximumVolumeSize": capacity,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_zone_has_what_is_published_for_it_or_else_for_everywhere() {
+        let all = [
+            published("fast", Some("a"), "10"),
+            published("fast", Some("b"), "20"),
+            published("fast", None, "5"),
+            published("slow", Some("a"), "99"),
+        ];
+        let room = |zone| published_room(all.iter(), Some("fast"), zone).available;
+        assert_eq!((room(Some("a")), room(Some("c")), room(None)), (10, 5, 20));
+        let nothing = Room { available: 0, largest: None };
+        assert_eq!(published_room(all.iter(), Some("none"), Some("a")), nothing);
+    }
+
+    #[test]
+    fn a_quota_leaves_the_least_of_what_it_limits() {
+        let quota = |spec: serde_json::Value, hard: serde_json::Value, used: serde_json::Value| {
+            let status = json!({"hard": hard, "used": used});
+            serde_json::from_value(json!({"metadata": {}, "spec": spec, "status": status})).unwrap()
+        };
+        let class = "fast.storageclass.storage.k8s.io/requests.storage";
+        let one = quota(
+            json!({}),
+            json!({"requests.storage": "10Gi", class: "3Gi"}),
+            json!({"requests.storage": "9Gi", class: "1Gi"}),
+        );
+        assert_eq!(quota_left(&one, Some("fast")), Some(1 << 30));
+        let full = quota(
+            json!({}),
+            json!({"persistentvolumeclaims": "2", "requests.storage": "9Gi"}),
+            json!({"persistentvolumeclaims": "2"}),
+        );
+        assert_eq!(quota_left(&full, Some("fast")), Some(0));
+        let pods = quota(json!({}), json!({"pods": "1"}), json!({}));
+        assert_eq!(quota_left(&pods, Some("fast")), None);
+        let scoped = quota(json!({"scopes": ["BestEffort"]}), json!({"requests.storage": "0"}), json!({}));
+        assert_eq!(quota_left(&scoped, Some("fast")), None);
+    }
+}

@@ -1,0 +1,426 @@
+//! Claims made, and waited for until they are bound.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crds::names;
+use csi::request::Size;
+use k8s_openapi::api::core::v1::{
+    PersistentVolumeClaim, PersistentVolumeClaimSpec, TypedLocalObjectReference, VolumeResourceRequirements,
+};
+use kube::api::PostParams;
+use kube_kit::informer::Key;
+use kube_kit::quantity;
+use tokio::time::Instant;
+
+use super::{capacity, is_block, is_bound, phase, requested, volume_mode};
+use crate::management::{ApiError, Management, recent, snapshots};
+
+/// A claim to make.
+#[derive(Debug, Clone)]
+pub struct NewClaim {
+    /// The name that the caller gave the volume.
+    pub csi_name: String,
+    /// How large it must and may be.
+    pub size: Size,
+    /// Management StorageClass.
+    pub class: String,
+    /// Whether it is used as a raw block device.
+    pub block: bool,
+    /// Its access modes, as Kubernetes writes them.
+    pub access_modes: Vec<&'static str>,
+    /// What it is made from; without it, it is empty.
+    pub source: Option<Source>,
+    /// Management VolumeAttributesClass.
+    pub attributes_class: Option<String>,
+    /// Whom it is for, as annotations.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// What a claim is made from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// A management VolumeSnapshot.
+    Snapshot(String),
+    /// Another management claim.
+    Volume(String),
+}
+
+impl Source {
+    fn reference(&self) -> TypedLocalObjectReference {
+        match self {
+            Self::Snapshot(name) => snapshots::reference(name),
+            Self::Volume(name) => TypedLocalObjectReference {
+                api_group: None,
+                kind: "PersistentVolumeClaim".to_owned(),
+                name: name.clone(),
+            },
+        }
+    }
+}
+
+impl std::fmt::Display for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Snapshot(name) => write!(f, "management VolumeSnapshot {name}"),
+            Self::Volume(name) => write!(f, "management PersistentVolumeClaim {name}"),
+        }
+    }
+}
+
+/// A claim that is bound.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoundClaim {
+    /// The claim's name, which is the volume's handle.
+    pub name: String,
+    /// What it really has, in bytes.
+    pub capacity: u64,
+    /// The zones from which it can be reached; none where it can be from everywhere.
+    pub zones: Vec<String>,
+}
+
+/// Why no claim was made or bound.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateError {
+    /// The management StorageClass is unknown.
+    #[error(
+        "StorageClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's StorageClass, or ask the platform team for that class",
+        names::PARAMETER_MANAGEMENT_CLASS
+    )]
+    NoClass {
+        /// The name that was asked for.
+        class: String,
+    },
+    /// The management VolumeAttributesClass is unknown.
+    #[error(
+        "VolumeAttributesClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's VolumeAttributesClass, or ask the platform team for that class",
+        names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS
+    )]
+    NoAttributesClass {
+        /// The name that was asked for.
+        class: String,
+    },
+    /// Several machines may not write to volumes of this class.
+    #[error(
+        "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not let several machines write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
+        names::PARAMETER_SHAREABLE
+    )]
+    NotShareable {
+        /// The management class.
+        class: String,
+    },
+    /// There is nothing of this name that this guest may copy.
+    #[error(
+        "{origin} does not exist, or is neither this guest's nor shared with it: nothing can be made from it"
+    )]
+    NoSource {
+        /// What was to be copied.
+        origin: Source,
+    },
+    /// What is to be copied is not complete.
+    #[error("{origin} is not {state} yet: nothing can be made from it")]
+    SourceNotReady {
+        /// What was to be copied.
+        origin: Source,
+        /// What it must be.
+        state: &'static str,
+    },
+    /// What is to be copied is used in another way.
+    #[error("{origin} has volumeMode {has}, so no volume with volumeMode {wanted} can be made from it")]
+    SourceMode {
+        /// What was to be copied.
+        origin: Source,
+        /// Its mode.
+        has: &'static str,
+        /// The mode that was asked for.
+        wanted: &'static str,
+    },
+    /// What is to be copied does not fit.
+    #[error("{origin} has {has}, more than the {wanted} that were requested: request at least as much")]
+    SourceTooLarge {
+        /// What was to be copied.
+        origin: Source,
+        /// Its size.
+        has: String,
+        /// The size that was asked for.
+        wanted: String,
+    },
+    /// No whole number of mebibytes lies in the range.
+    #[error(
+        "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
+    )]
+    NoSuchSize {
+        /// Bytes required.
+        required: u64,
+        /// Bytes allowed.
+        limit: u64,
+    },
+    /// The name is taken by a volume that differs.
+    #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
+    Differs {
+        /// The caller's name.
+        csi_name: String,
+        /// The management claim.
+        claim: String,
+        /// What differs.
+        difference: String,
+    },
+    /// The claim came out larger than the caller allows.
+    #[error(
+        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; it was deleted again"
+    )]
+    TooLarge {
+        /// The management claim.
+        claim: String,
+        /// Its capacity.
+        capacity: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// The management tier reports a failure; it goes on trying.
+    #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
+    Failing {
+        /// The management claim.
+        claim: String,
+        /// The tier's own words.
+        warning: String,
+    },
+    /// The claim lost its volume.
+    #[error(
+        "management PersistentVolumeClaim {claim} lost its PersistentVolume: the platform team must restore it"
+    )]
+    Lost {
+        /// The management claim.
+        claim: String,
+    },
+    /// The claim is being deleted.
+    #[error("management PersistentVolumeClaim {claim} of this name is being deleted: wait until it is gone")]
+    Deleting {
+        /// The management claim.
+        claim: String,
+    },
+    /// Time ran out; the work goes on.
+    #[error("management PersistentVolumeClaim {claim} was not bound in time{because}")]
+    Deadline {
+        /// The management claim.
+        claim: String,
+        /// The latest warning, or nothing.
+        because: String,
+    },
+    /// The request failed.
+    #[error("cannot create management PersistentVolumeClaim {claim}: {source}")]
+    Api {
+        /// The management claim.
+        claim: String,
+        /// What the API said.
+        source: ApiError,
+    },
+}
+
+impl Management {
+    /// Makes the claim unless it is there, and waits until it is bound. What it is made from, or of, that is not seen
+    /// by `behind` is called missing.
+    pub async fn create_claim(
+        &self,
+        wanted: &NewClaim,
+        behind: Instant,
+        deadline: Instant,
+    ) -> Result<BoundClaim, CreateError> {
+        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &wanted.csi_name);
+        let _begun = self.recent.begin(recent::claim(&name));
+        let mark = self.warnings.mark();
+        let bytes = whole_mebibytes(wanted.size)?;
+        if self.claims.get(&self.key(&name)).is_none() {
+            self.check_classes(wanted, behind).await?;
+            if let Some(source) = &wanted.source {
+                self.check_source(source, wanted, bytes, behind).await?;
+            }
+            let claim = self.new_claim(&name, wanted, bytes).await;
+            match self.claims_api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
+                // An earlier call made it; the informer will show it, and it is compared then.
+                Ok(_) | Err(ApiError::Exists(_)) => {}
+                Err(source) => return Err(CreateError::Api { claim: name, source }),
+            }
+        }
+        let bound = self.wait_bound(&name, wanted, bytes, mark, deadline).await?;
+        if let Some(limit) = wanted.size.limit.filter(|limit| bound.capacity > *limit) {
+            self.delete_claim(&name, deadline).await.map_err(|error| CreateError::Failing {
+                claim: name.clone(),
+                warning: format!("it is larger than the limit and could not be deleted: {error}"),
+            })?;
+            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit });
+        }
+        Ok(bound)
+    }
+
+    /// The classes that a claim names must be there, and be able to do what it asks for.
+    async fn check_classes(&self, wanted: &NewClaim, behind: Instant) -> Result<(), CreateError> {
+        let shareable = self
+            .classes
+            .wait_for(&Key::cluster(&wanted.class), behind, |class| {
+                let parameter =
+                    class?.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
+                Some(parameter.map(String::as_str) == Some("true"))
+            })
+            .await
+            .ok_or_else(|| CreateError::NoClass { class: wanted.class.clone() })?;
+        if wanted.access_modes.contains(&"ReadWriteMany") && !shareable {
+            return Err(CreateError::NotShareable { class: wanted.class.clone() });
+        }
+        if let Some(class) = &wanted.attributes_class
+            && !self.has_attributes_class(class, behind).await
+        {
+            return Err(CreateError::NoAttributesClass { class: class.clone() });
+        }
+        Ok(())
+    }
+
+    /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
+    async fn check_source(
+        &self,
+        source: &Source,
+        wanted: &NewClaim,
+        bytes: u64,
+        behind: Instant,
+    ) -> Result<(), CreateError> {
+        let origin = || source.clone();
+        let missing = || CreateError::NoSource { origin: origin() };
+        let has = match source {
+            Source::Snapshot(name) => {
+                let snapshot = self.snapshot_by(name, behind).await.ok_or_else(missing)?;
+                if !snapshots::is_ready(&snapshot) {
+                    return Err(CreateError::SourceNotReady { origin: origin(), state: "ready to use" });
+                }
+                snapshots::restore_size(&snapshot).unwrap_or(0)
+            }
+            Source::Volume(name) => {
+                let usable = |claim: Option<&Arc<PersistentVolumeClaim>>| {
+                    claim.filter(|claim| self.relation(claim).is_some()).cloned()
+                };
+                let claim =
+                    self.claims.wait_for(&self.key(name), behind, usable).await.ok_or_else(missing)?;
+                if !is_bound(&claim) {
+                    return Err(CreateError::SourceNotReady { origin: origin(), state: "bound" });
+                }
+                if is_block(&claim) != wanted.block {
+                    let (has, wanted) = (volume_mode(!wanted.block), volume_mode(wanted.block));
+                    return Err(CreateError::SourceMode { origin: origin(), has, wanted });
+                }
+                // The management cluster's csi-provisioner compares what was requested, whatever came of it.
+                capacity(&claim).max(requested(&claim)).unwrap_or(0)
+            }
+        };
+        if has > bytes {
+            let (has, wanted) = (quantity::of(has).0, quantity::of(bytes).0);
+            return Err(CreateError::SourceTooLarge { origin: origin(), has, wanted });
+        }
+        Ok(())
+    }
+
+    async fn wait_bound(
+        &self,
+        name: &str,
+        wanted: &NewClaim,
+        bytes: u64,
+        mark: u64,
+        deadline: Instant,
+    ) -> Result<BoundClaim, CreateError> {
+        let outcome = self
+            .claims
+            .wait_for(&self.key(name), deadline, |claim| {
+                let claim = claim?;
+                if let Err(difference) = self.same(claim, wanted, bytes) {
+                    let (csi_name, claim) = (wanted.csi_name.clone(), name.to_owned());
+                    return Some(Err(CreateError::Differs { csi_name, claim, difference }));
+                }
+                if claim.metadata.deletion_timestamp.is_some() {
+                    return Some(Err(CreateError::Deleting { claim: name.to_owned() }));
+                }
+                match phase(claim) {
+                    "Bound" => {
+                        let (capacity, zones) = (capacity(claim)?, accessible_zones(claim));
+                        Some(Ok(BoundClaim { name: name.to_owned(), capacity, zones }))
+                    }
+                    "Lost" => Some(Err(CreateError::Lost { claim: name.to_owned() })),
+                    _ => self
+                        .warnings
+                        .since(mark, name)
+                        .map(|warning| Err(CreateError::Failing { claim: name.to_owned(), warning })),
+                }
+            })
+            .await;
+        outcome.unwrap_or_else(|| {
+            let because =
+                self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
+            Err(CreateError::Deadline { claim: name.to_owned(), because })
+        })
+    }
+
+    async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> PersistentVolumeClaim {
+        let requests = [("storage".to_owned(), quantity::of(bytes))];
+        PersistentVolumeClaim {
+            metadata: self.new_metadata(name, wanted.annotations.clone()).await,
+            spec: Some(PersistentVolumeClaimSpec {
+                access_modes: Some(wanted.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
+                storage_class_name: Some(wanted.class.clone()),
+                volume_mode: Some(volume_mode(wanted.block).to_owned()),
+                data_source: wanted.source.as_ref().map(Source::reference),
+                volume_attributes_class_name: wanted.attributes_class.clone(),
+                resources: Some(VolumeResourceRequirements { requests: Some(requests.into()), limits: None }),
+                ..PersistentVolumeClaimSpec::default()
+            }),
+            status: None,
+        }
+    }
+
+    /// Whether a claim that is there is the one that is wanted; if not, what differs.
+    fn same(&self, claim: &PersistentVolumeClaim, wanted: &NewClaim, bytes: u64) -> Result<(), String> {
+        if !self.owns(claim) {
+            return Err("it is not labelled as this guest's".to_owned());
+        }
+        let Some(spec) = &claim.spec else { return Err("it has no spec".to_owned()) };
+        let requested = requested(claim).unwrap_or_default();
+        if requested != bytes {
+            return Err(format!("it was made with {requested} bytes, not {bytes}"));
+        }
+        let class = spec.storage_class_name.as_deref().unwrap_or_default();
+        if class != wanted.class {
+            return Err(format!("it is of StorageClass {class:?}, not {:?}", wanted.class));
+        }
+        let mode = spec.volume_mode.as_deref().unwrap_or("Filesystem");
+        if mode != volume_mode(wanted.block) {
+            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(wanted.block)));
+        }
+        let mut modes: Vec<&str> = spec.access_modes.iter().flatten().map(String::as_str).collect();
+        let mut wanted_modes = wanted.access_modes.clone();
+        modes.sort_unstable();
+        wanted_modes.sort_unstable();
+        if modes != wanted_modes {
+            let (modes, wanted) = (modes.join(", "), wanted_modes.join(", "));
+            return Err(format!("its access modes are {modes}, not {wanted}"));
+        }
+        let source = wanted.source.as_ref().map(Source::reference);
+        if spec.data_source != source {
+            let made_from = |source: &Option<TypedLocalObjectReference>| match source {
+                Some(source) => format!("from {} {}", source.kind, source.name),
+                None => "empty".to_owned(),
+            };
+            let (was, wanted) = (made_from(&spec.data_source), made_from(&source));
+            return Err(format!("it was made {was}, not {wanted}"));
+        }
+        Ok(())
+    }
+}
+
+/// The smallest whole number of mebibytes in the range.
+fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
+    super::whole_mebibytes(size).map_err(|limit| CreateError::NoSuchSize { required: size.required, limit })
+}
+
+/// The zones that mgmt-csi wrote onto a claim before it was bound.
+fn accessible_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
+    let written =
+        claim.metadata.annotations.as_ref().and_then(|all| all.get(names::ANNOTATION_ACCESSIBLE_ZONES));
+    let zones = written.map(String::as_str).unwrap_or_default().split(',').map(str::trim);
+    zones.filter(|zone| !zone.is_empty()).map(str::to_owned).collect()
+}

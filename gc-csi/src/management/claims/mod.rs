@@ -1,0 +1,116 @@
+//! Guest volumes as claims in the management cluster.
+
+mod create;
+mod delete;
+mod expand;
+mod modify;
+
+use csi::request::Size;
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimStatus};
+use kube_kit::informer::Key;
+use kube_kit::quantity;
+use tokio::time::Instant;
+
+use super::Management;
+
+pub use create::{CreateError, NewClaim, Source};
+pub(crate) use delete::waits_for;
+pub use delete::{Abandoned, DeleteError};
+pub use expand::{CONDITION_RESIZE_FAILED, ExpandError};
+pub use modify::{CONDITION_MODIFY_FAILED, ModifyError};
+
+/// Volumes are made in whole mebibytes, since that is what every tier below can give exactly.
+const GRANULARITY: u64 = 1 << 20;
+
+impl Management {
+    /// The reclaim policy of a management StorageClass. One that was made just now is waited for until
+    /// `deadline`; None when it does not come.
+    pub async fn reclaim_policy(&self, class: &str, deadline: Instant) -> Option<String> {
+        self.classes
+            .wait_for(&Key::cluster(class), deadline, |class| {
+                Some(class?.reclaim_policy.clone().unwrap_or_else(|| "Delete".to_owned()))
+            })
+            .await
+    }
+
+    /// Whether there is such a management VolumeAttributesClass. One that was made just now is waited for until
+    /// `deadline`.
+    async fn has_attributes_class(&self, class: &str, deadline: Instant) -> bool {
+        let Some(classes) = &self.attributes_classes else { return false };
+        classes.wait_for(&Key::cluster(class), deadline, |class| class.map(|_| ())).await.is_some()
+    }
+
+    /// Whether the management cluster has classes by which volumes are modified.
+    pub fn has_attributes_classes(&self) -> bool {
+        self.attributes_classes.is_some()
+    }
+}
+
+/// What a bound claim really has, in bytes.
+pub fn capacity(claim: &PersistentVolumeClaim) -> Option<u64> {
+    quantity::value(claim.status.as_ref()?.capacity.as_ref()?.get("storage")?)
+}
+
+/// What a claim asks for, in bytes.
+fn requested(claim: &PersistentVolumeClaim) -> Option<u64> {
+    quantity::value(claim.spec.as_ref()?.resources.as_ref()?.requests.as_ref()?.get("storage")?)
+}
+
+/// The smallest whole number of mebibytes in the range; the range's limit where there is none.
+fn whole_mebibytes(size: Size) -> Result<u64, u64> {
+    let bytes = size.required.max(1).div_ceil(GRANULARITY).saturating_mul(GRANULARITY);
+    match size.limit {
+        Some(limit) if limit < bytes => Err(limit),
+        _ => Ok(bytes),
+    }
+}
+
+/// The message of a claim's condition while it holds.
+fn condition<'a>(claim: &'a PersistentVolumeClaim, type_: &str) -> Option<&'a str> {
+    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
+    let found = conditions.iter().find(|one| one.type_ == type_ && one.status == "True")?;
+    let message = found.message.as_deref().unwrap_or("no message");
+    // csi-resizer writes what it was doing and the code before the driver's own words.
+    Some(message.split_once(" desc = ").map_or(message, |(_, words)| words))
+}
+
+/// Whether a claim is bound to a volume.
+pub fn is_bound(claim: &PersistentVolumeClaim) -> bool {
+    phase(claim) == "Bound"
+}
+
+/// Whether a claim has a volume, or is about to have the one that it names, as after a restore from a backup.
+fn has_volume(claim: &PersistentVolumeClaim) -> bool {
+    let named = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_ref());
+    phase(claim) != "Pending" || named.is_some_and(|name| !name.is_empty())
+}
+
+/// Whether a claim is for a raw block device.
+pub fn is_block(claim: &PersistentVolumeClaim) -> bool {
+    claim.spec.as_ref().and_then(|spec| spec.volume_mode.as_deref()) == Some("Block")
+}
+
+fn phase(claim: &PersistentVolumeClaim) -> &str {
+    claim
+        .status
+        .as_ref()
+        .and_then(|PersistentVolumeClaimStatus { phase, .. }| phase.as_deref())
+        .unwrap_or("Pending")
+}
+
+fn volume_mode(block: bool) -> &'static str {
+    if block { "Block" } else { "Filesystem" }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_whole_mebibytes_within_the_limit() {
+        let size = |required, limit| whole_mebibytes(Size { required, limit });
+        assert_eq!(size(1, None), Ok(GRANULARITY));
+        assert_eq!(size(GRANULARITY, Some(GRANULARITY)), Ok(GRANULARITY));
+        assert_eq!(size(1, Some(1000)), Err(1000));
+    }
+}

@@ -1,0 +1,186 @@
+//! Which guests use a claim that is shared with them, written on the claim itself: the platform team sees it, and the
+//! guest that owns the claim can't delete it meanwhile. The owner needs no record, since its label says it.
+
+use crds::names;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube::api::{Patch, PatchParams};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::sharing::Relation;
+use super::{ApiError, Management};
+use crate::fit::Asked;
+
+/// How a guest uses a claim that is not its own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Consumer {
+    /// The guest's PersistentVolume; empty when it is not known yet.
+    pub pv: String,
+    /// `rw` or `ro`.
+    pub mode: String,
+}
+
+impl Consumer {
+    /// The use by a guest's volume of this name, for reading only or for writing too.
+    pub fn new(pv: impl Into<String>, read_only: bool) -> Self {
+        Self { pv: pv.into(), mode: if read_only { "ro" } else { "rw" }.to_owned() }
+    }
+
+    /// The use by the guest's volumes that name one claim; None when there are none.
+    pub(crate) fn of(volumes: &[Asked]) -> Option<Self> {
+        let first = volumes.first()?;
+        let read_only = volumes.iter().all(Asked::reads_only);
+        Some(Self::new(first.volume.clone().unwrap_or_default(), read_only))
+    }
+}
+
+/// Why a use was not written down, or not taken back.
+#[derive(Debug, thiserror::Error)]
+pub enum ConsumerError {
+    /// The claim is on its way out.
+    #[error("management PersistentVolumeClaim {0} is being deleted: use another claim")]
+    Deleting(String),
+    /// The request failed.
+    #[error(
+        "cannot write down on management PersistentVolumeClaim {claim} whether this guest uses it: {source}"
+    )]
+    Api {
+        /// The management claim.
+        claim: String,
+        /// What the API said.
+        source: ApiError,
+    },
+}
+
+impl Management {
+    /// Writes down that this guest uses the claim, unless that is there already, and keeps it from being deleted with the
+    /// guest that owns it. Nothing is written on a claim that is its own, or nothing to it.
+    pub async fn record_consumer(&self, name: &str, consumer: &Consumer) -> Result<(), ConsumerError> {
+        let Some((claim, Relation::Shared { .. })) = self.usable_claim(name) else { return Ok(()) };
+        if claim.metadata.deletion_timestamp.is_some() {
+            return Err(ConsumerError::Deleting(name.to_owned()));
+        }
+        let metadata = if consumer_on(&claim, &self.consumer_key()).as_ref() == Some(consumer) {
+            claim.metadata.clone()
+        } else {
+            let written = self.write_consumer(name, &claim, &json!(json!(consumer).to_string())).await?;
+            // The owner may have deleted it after it was looked at, and before it could see this record.
+            let written = written.filter(|claim| claim.metadata.deletion_timestamp.is_none());
+            written.ok_or_else(|| ConsumerError::Deleting(name.to_owned()))?.metadata
+        };
+        let failed = |source: ApiError| ConsumerError::Api { claim: name.to_owned(), source };
+        self.disown(name, &metadata).await.map_err(failed)
+    }
+
+    /// Takes the record back, even when the claim is not shared with this guest any more: what it does not use must
+    /// not stand in its owner's way.
+    pub async fn drop_consumer(&self, name: &str) -> Result<(), ConsumerError> {
+        let Some(claim) = self.claims.get(&self.key(name)) else { return Ok(()) };
+        if !self.is_consumer(&claim) {
+            return Ok(());
+        }
+        self.write_consumer(name, &claim, &Value::Null).await.map(|_| ())
+    }
+
+    /// Whether this guest is written down on a claim.
+    pub(super) fn is_consumer(&self, claim: &PersistentVolumeClaim) -> bool {
+        let key = self.consumer_key();
+        annotations(claim).any(|(found, _)| *found == key)
+    }
+
+    /// The other guests that are written down on a claim, each with its volume.
+    pub(super) fn other_consumers(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
+        others(claim, self.home.cluster.as_str())
+    }
+
+    /// The claim as it is after the write; None when it is gone.
+    async fn write_consumer(
+        &self,
+        name: &str,
+        claim: &PersistentVolumeClaim,
+        value: &Value,
+    ) -> Result<Option<PersistentVolumeClaim>, ConsumerError> {
+        // The UID makes the API server refuse a claim that took the name of the one that is meant.
+        let patch = json!({
+            "metadata": {"uid": claim.metadata.uid, "annotations": {self.consumer_key(): value}},
+        });
+        let answer = self.claims_api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
+        match answer.map_err(ApiError::from) {
+            Ok(claim) => Ok(Some(claim)),
+            Err(ApiError::NotFound(_)) => Ok(None),
+            Err(source) => Err(ConsumerError::Api { claim: name.to_owned(), source }),
+        }
+    }
+
+    fn consumer_key(&self) -> String {
+        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.home.cluster)
+    }
+}
+
+fn annotations(claim: &PersistentVolumeClaim) -> impl Iterator<Item = (&String, &String)> {
+    claim.metadata.annotations.iter().flatten()
+}
+
+fn consumer_on(claim: &PersistentVolumeClaim, key: &str) -> Option<Consumer> {
+    let (_, text) = annotations(claim).find(|(found, _)| *found == key)?;
+    serde_json::from_str(text).ok()
+}
+
+/// A record that can't be read counts all the same: its guest is named by the key.
+fn others(claim: &PersistentVolumeClaim, own: &str) -> Vec<String> {
+    annotations(claim)
+        .filter_map(|(key, text)| Some((key.strip_prefix(names::ANNOTATION_CONSUMER_PREFIX)?, text)))
+        .filter(|(guest, _)| *guest != own)
+        .map(|(guest, text)| match serde_json::from_str::<Consumer>(text) {
+            Ok(Consumer { pv, .. }) if !pv.is_empty() => format!("{guest} (PersistentVolume {pv})"),
+            _ => guest.to_owned(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(annotations: &[(&str, &str)]) -> PersistentVolumeClaim {
+        let mut claim = PersistentVolumeClaim::default();
+        claim.metadata.annotations =
+            Some(annotations.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect());
+        claim
+    }
+
+    #[test]
+    fn a_record_reads_as_it_was_written() {
+        let consumer = Consumer::new("pv-1", true);
+        let text = json!(consumer).to_string();
+        assert_eq!(text, r#"{"mode":"ro","pv":"pv-1"}"#);
+        let claim = claim(&[("consumer.nestor.dev/guest-1", &text)]);
+        assert_eq!(consumer_on(&claim, "consumer.nestor.dev/guest-1"), Some(consumer));
+        assert_eq!(consumer_on(&claim, "consumer.nestor.dev/guest-2"), None);
+    }
+
+    #[test]
+    fn one_writer_among_the_volumes_of_a_claim_makes_the_guest_a_writer() {
+        let asked = |name: &str, mode: &str| Asked {
+            volume: Some(name.to_owned()),
+            modes: vec![mode.to_owned()],
+            ..Asked::default()
+        };
+        let (reader, writer) = (asked("a", "ReadOnlyMany"), asked("b", "ReadWriteOnce"));
+        assert_eq!(Consumer::of(&[reader.clone(), writer]), Some(Consumer::new("a", false)));
+        assert_eq!(Consumer::of(&[reader]), Some(Consumer::new("a", true)));
+        assert_eq!(Consumer::of(&[]), None);
+    }
+
+    #[test]
+    fn other_guests_are_named_even_where_their_record_is_damaged() {
+        let claim = claim(&[
+            ("consumer.nestor.dev/own", r#"{"pv":"a","mode":"rw"}"#),
+            ("consumer.nestor.dev/guest-1", r#"{"pv":"b","mode":"ro"}"#),
+            ("consumer.nestor.dev/guest-2", "{"),
+            ("nestor.dev/guest-pv", "c"),
+        ]);
+        assert_eq!(others(&claim, "own"), ["guest-1 (PersistentVolume b)", "guest-2"]);
+        assert_eq!(others(&PersistentVolumeClaim::default(), "own"), [""; 0]);
+    }
+}

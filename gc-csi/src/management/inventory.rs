@@ -1,0 +1,95 @@
+//! The volumes that this guest has or may use, as they are now.
+
+use crds::names;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+
+use super::{Management, claims};
+
+/// One volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Volume {
+    /// The management claim, which is the volume's handle.
+    pub(crate) claim: String,
+    /// What it really has, in bytes.
+    pub(crate) capacity: u64,
+    /// The machines that it is plugged into, by name.
+    pub(crate) machines: Vec<String>,
+    /// What is wrong with it; None while it is well.
+    pub(crate) illness: Option<String>,
+}
+
+impl Management {
+    /// All volumes: those that are bound, and those that are plugged though their claims are not bound any more. A
+    /// caller that compares this with what it thinks is plugged must not miss one that this guest may still use.
+    pub(crate) fn volumes(&self) -> Vec<Volume> {
+        let plugged = self.plugged();
+        let claims = self.claims.list();
+        let usable = claims.iter().filter(|claim| self.relation(claim).is_some());
+        let machines = |claim: &PersistentVolumeClaim| {
+            let entry = names::volume_entry(claim.metadata.name.as_deref().unwrap_or_default());
+            plugged.get(&entry).cloned().unwrap_or_default()
+        };
+        usable.filter_map(|claim| volume(claim, machines(claim))).collect()
+    }
+
+    /// The volume of this handle.
+    pub(crate) fn volume(&self, handle: &str) -> Option<Volume> {
+        let (claim, _) = self.usable_claim(handle)?;
+        volume(&claim, self.plugged_into(handle))
+    }
+}
+
+fn volume(claim: &PersistentVolumeClaim, mut machines: Vec<String>) -> Option<Volume> {
+    let name = claim.metadata.name.clone()?;
+    machines.sort_unstable();
+    let is_there = claims::is_bound(claim) || !machines.is_empty();
+    is_there.then(|| Volume {
+        capacity: claims::capacity(claim).unwrap_or_default(),
+        illness: illness(claim),
+        claim: name,
+        machines,
+    })
+}
+
+fn illness(claim: &PersistentVolumeClaim) -> Option<String> {
+    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
+    let told =
+        conditions.iter().find(|told| told.type_ == names::CONDITION_HEALTHY && told.status == "False")?;
+    let message = told.message.clone().filter(|message| !message.is_empty());
+    Some(message.or_else(|| told.reason.clone()).unwrap_or_else(|| "the volume is not well".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn claim(status: serde_json::Value) -> PersistentVolumeClaim {
+        serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).unwrap()
+    }
+
+    fn plugged(machines: &[&str]) -> Vec<String> {
+        machines.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_volume_is_listed_when_it_is_bound_or_plugged() {
+        let bound = claim(json!({"phase": "Bound", "capacity": {"storage": "1Mi"}}));
+        let listed = volume(&bound, plugged(&["b", "a"])).unwrap();
+        assert_eq!((listed.capacity, listed.machines), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
+        assert_eq!(volume(&claim(json!({"phase": "Pending"})), Vec::new()), None);
+        assert!(volume(&claim(json!({"phase": "Lost"})), plugged(&["a"])).is_some());
+    }
+
+    #[test]
+    fn a_volume_is_ill_when_the_claim_says_that_it_is_not_healthy() {
+        let told = |status: &str, message: &str| {
+            let condition = json!({"type": "nestor.dev/Healthy", "status": status, "reason": "PoolGone", "message": message});
+            illness(&claim(json!({"phase": "Bound", "conditions": [condition]})))
+        };
+        assert_eq!(told("False", "pool a is gone").as_deref(), Some("pool a is gone"));
+        assert_eq!(told("False", "").as_deref(), Some("PoolGone"));
+        assert_eq!(told("True", "well again"), None);
+    }
+}

@@ -1,0 +1,95 @@
+//! Whose a claim is. A guest has the claims that carry its own label, and may use those that the platform team shares
+//! with it; to this guest no other claim exists.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use crds::names;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+
+use super::{Management, claims};
+use crate::fit::{self, Asked, Misfit, Offered};
+
+/// What a claim is to this guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Relation {
+    /// It carries this guest's label.
+    Own,
+    /// It is shared with this guest, for reading only or for writing too.
+    Shared {
+        /// Whether this guest may only read.
+        read_only: bool,
+    },
+}
+
+impl Management {
+    /// What a claim is to this guest; None when it is nothing to it.
+    pub fn relation(&self, claim: &PersistentVolumeClaim) -> Option<Relation> {
+        self.relation_of(claim.metadata.labels.as_ref())
+    }
+
+    /// What an object with these labels is to this guest.
+    pub(super) fn relation_of(&self, labels: Option<&BTreeMap<String, String>>) -> Option<Relation> {
+        let labels = labels?;
+        let cluster = self.home.cluster.as_str();
+        if labels.get(names::LABEL_CLUSTER_ID).map(String::as_str) == Some(cluster) {
+            return Some(Relation::Own);
+        }
+        match labels.get(&format!("{}{cluster}", names::LABEL_SHARE_PREFIX)).map(String::as_str) {
+            Some("rw") => Some(Relation::Shared { read_only: false }),
+            Some("ro") => Some(Relation::Shared { read_only: true }),
+            _ => None,
+        }
+    }
+
+    /// The claim of this name that this guest may use, and what it is to it.
+    pub fn usable_claim(&self, name: &str) -> Option<(Arc<PersistentVolumeClaim>, Relation)> {
+        let claim = self.claims.get(&self.key(name))?;
+        let relation = self.relation(&claim)?;
+        Some((claim, relation))
+    }
+
+    /// The guest's own claim of this name.
+    pub fn claim(&self, name: &str) -> Option<Arc<PersistentVolumeClaim>> {
+        self.usable_claim(name).filter(|(_, relation)| *relation == Relation::Own).map(|(claim, _)| claim)
+    }
+
+    /// Whether what a guest's volume wants of the claim of this name can be had of it.
+    pub(crate) fn fits(&self, name: &str, asked: &Asked) -> Result<(), Misfit> {
+        let offered = self.usable_claim(name).map(|(claim, relation)| Offered {
+            capacity: claims::capacity(&claim),
+            block: claims::is_block(&claim),
+            modes: claim.spec.as_ref().and_then(|spec| spec.access_modes.clone()).unwrap_or_default(),
+            read_only: relation == Relation::Shared { read_only: true },
+        });
+        let share_label = format!("{}{}", names::LABEL_SHARE_PREFIX, self.home.cluster);
+        fit::check(asked, &self.full_name(name), &share_label, offered.as_ref())
+    }
+
+    /// Whether one of the guest's volumes that name this claim can be had of it. A call doesn't say for which of them it
+    /// is, and one that a person got wrong must not stand in the way of another.
+    pub(crate) fn fits_one(&self, name: &str, volumes: &[Asked]) -> Result<(), Misfit> {
+        let mut misfit = None;
+        for asked in volumes {
+            match self.fits(name, asked) {
+                Ok(()) => return Ok(()),
+                Err(found) => misfit = misfit.or(Some(found)),
+            }
+        }
+        misfit.map_or(Ok(()), Err)
+    }
+
+    /// Whether the claim of this name is another guest's, and neither shared with this one nor still used by it since
+    /// it was. One that is gone, or that lost its label, is not known to be: it can still be taken out of machines.
+    pub(super) fn is_anothers(&self, name: &str) -> bool {
+        self.claims.get(&self.key(name)).is_some_and(|claim| {
+            let labels = claim.metadata.labels.as_ref();
+            let is_somebodys = labels.is_some_and(|labels| labels.contains_key(names::LABEL_CLUSTER_ID));
+            is_somebodys && self.relation(&claim).is_none() && !self.is_consumer(&claim)
+        })
+    }
+
+    pub(super) fn owns(&self, claim: &PersistentVolumeClaim) -> bool {
+        self.relation(claim) == Some(Relation::Own)
+    }
+}

@@ -1,0 +1,183 @@
+//! Snapshots taken, and waited for until a volume can be made from them.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crds::names;
+use kube::api::{ApiResource, PostParams};
+use kube_kit::informer::Key;
+use tokio::time::Instant;
+
+use super::{
+    GROUP_VERSION, SnapshotFailure, SnapshotSource, SnapshotSpec, VolumeSnapshot, is_cut, is_ready,
+    source_claim,
+};
+use crate::management::claims::is_bound;
+use crate::management::{ApiError, Management};
+
+/// How long a failure that was known before the call may take to heal, before it is reported again.
+const KNOWN_FAILURE: Duration = Duration::from_secs(2);
+
+/// A snapshot to take.
+#[derive(Debug, Clone)]
+pub struct NewSnapshot {
+    /// The name that the caller gave it.
+    pub csi_name: String,
+    /// The management claim to take it of.
+    pub claim: String,
+    /// Management VolumeSnapshotClass.
+    pub class: String,
+    /// Whom it is for, as annotations.
+    pub annotations: BTreeMap<String, String>,
+}
+
+/// Why there is no snapshot, or none that is cut.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    /// The management cluster has no snapshots at all.
+    #[error(
+        "the management cluster does not serve {GROUP_VERSION}: its platform team must install the CustomResourceDefinitions and the controller of external-snapshotter, and start gc-csi's controller again"
+    )]
+    Unserved,
+    /// There is no such volume.
+    #[error("there is no volume {0} of this guest to take a snapshot of")]
+    NoClaim(String),
+    /// The volume is not there yet.
+    #[error("management PersistentVolumeClaim {0} is not bound yet: no snapshot can be taken of it")]
+    NotBound(String),
+    /// The management class is unknown.
+    #[error(
+        "VolumeSnapshotClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeSnapshotClass, or ask the platform team for that class",
+        parameter = names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS
+    )]
+    NoClass(String),
+    /// The name is taken by a snapshot that differs.
+    #[error("snapshot {csi_name:?} exists as management VolumeSnapshot {snapshot}, but {difference}")]
+    Differs {
+        /// The caller's name.
+        csi_name: String,
+        /// The management snapshot.
+        snapshot: String,
+        /// What differs.
+        difference: String,
+    },
+    /// The management tier reports a failure; it goes on trying.
+    #[error("management VolumeSnapshot {snapshot} is not ready yet: {message}")]
+    Failing {
+        /// The management snapshot.
+        snapshot: String,
+        /// The tier's own words.
+        message: String,
+    },
+    /// The snapshot is being deleted.
+    #[error("management VolumeSnapshot {0} of this name is being deleted: wait until it is gone")]
+    Deleting(String),
+    /// Time ran out; the work goes on.
+    #[error("management VolumeSnapshot {0} was not ready in time: it is still being taken")]
+    Deadline(String),
+    /// The request failed.
+    #[error("cannot create management VolumeSnapshot {snapshot}: {source}")]
+    Api {
+        /// The management snapshot.
+        snapshot: String,
+        /// What the API said.
+        source: ApiError,
+    },
+}
+
+impl Management {
+    /// Whether the snapshot of this CSI name was begun, as far as is seen.
+    pub fn snapshot_is_begun(&self, csi_name: &str) -> bool {
+        let key = self.key(&names::management_snapshot(self.home.cluster.as_str(), csi_name));
+        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.watched.get(&key).is_some())
+    }
+
+    /// Takes the snapshot unless it is there, and waits until a volume can be made from it; one that is cut by
+    /// the deadline but still being worked on is answered as it is. A class that is not seen by `behind` is
+    /// called missing.
+    pub async fn create_snapshot(
+        &self,
+        wanted: &NewSnapshot,
+        behind: Instant,
+        deadline: Instant,
+    ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
+        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::Unserved)?;
+        let name = names::management_snapshot(self.home.cluster.as_str(), &wanted.csi_name);
+        let key = self.key(&name);
+        let failure = |one: &VolumeSnapshot| one.status.as_ref().and_then(|status| status.error.clone());
+        let seen = snapshots.watched.get(&key);
+        if seen.is_none() {
+            let (claim, _) = self
+                .usable_claim(&wanted.claim)
+                .ok_or_else(|| SnapshotError::NoClaim(wanted.claim.clone()))?;
+            if !is_bound(&claim) {
+                return Err(SnapshotError::NotBound(wanted.claim.clone()));
+            }
+            let class = Key::cluster(&wanted.class);
+            if snapshots.classes.wait_for(&class, behind, |class| class.map(|_| ())).await.is_none() {
+                return Err(SnapshotError::NoClass(wanted.class.clone()));
+            }
+            let snapshot = self.new_snapshot(&snapshots.resource, &name, wanted).await;
+            match snapshots.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
+                // An earlier call made it; the informer will show it, and it is compared then.
+                Ok(_) | Err(ApiError::Exists(_)) => {}
+                Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
+            }
+        }
+        let known = seen.as_deref().and_then(failure);
+        let heal_by = known.as_ref().map_or(deadline, |_| deadline.min(Instant::now() + KNOWN_FAILURE));
+        let failing = |failure: SnapshotFailure| SnapshotError::Failing {
+            snapshot: name.clone(),
+            message: failure.message.unwrap_or_else(|| "no message".to_owned()),
+        };
+        let outcome = snapshots
+            .watched
+            .wait_for(&key, heal_by, |found| {
+                let found = found?;
+                if let Err(difference) = self.same_snapshot(found, wanted) {
+                    let (csi_name, snapshot) = (wanted.csi_name.clone(), name.clone());
+                    return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
+                }
+                if found.metadata.deletion_timestamp.is_some() {
+                    return Some(Err(SnapshotError::Deleting(name.clone())));
+                }
+                if is_ready(found) {
+                    return Some(Ok(found.clone()));
+                }
+                failure(found).filter(|now| known.as_ref() != Some(now)).map(|now| Err(failing(now)))
+            })
+            .await;
+        outcome.unwrap_or_else(|| match (known, snapshots.watched.get(&key)) {
+            (_, Some(found)) if is_cut(&found) => Ok(found),
+            (Some(known), _) => Err(failing(known)),
+            (None, _) => Err(SnapshotError::Deadline(name.clone())),
+        })
+    }
+
+    async fn new_snapshot(&self, resource: &ApiResource, name: &str, wanted: &NewSnapshot) -> VolumeSnapshot {
+        let spec = SnapshotSpec {
+            source: SnapshotSource { persistent_volume_claim_name: Some(wanted.claim.clone()) },
+            volume_snapshot_class_name: Some(wanted.class.clone()),
+        };
+        let mut snapshot = VolumeSnapshot::new(name, resource, spec);
+        snapshot.metadata = self.new_metadata(name, wanted.annotations.clone()).await;
+        snapshot
+    }
+
+    /// Whether a snapshot that is there is the one that is wanted; if not, what differs.
+    fn same_snapshot(&self, found: &VolumeSnapshot, wanted: &NewSnapshot) -> Result<(), String> {
+        if !self.owns_snapshot(found) {
+            return Err("it is not labelled as this guest's".to_owned());
+        }
+        let claim = source_claim(found);
+        if claim != wanted.claim {
+            return Err(format!("it is of volume {claim:?}, not {:?}", wanted.claim));
+        }
+        let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
+        if class != wanted.class {
+            return Err(format!("it is of VolumeSnapshotClass {class:?}, not {:?}", wanted.class));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,161 @@
+//! What a guest's claim shows of its volume: conditions, and an event whenever one of them changes. The one place that
+//! writes either.
+
+use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use kube::Api;
+use kube::api::{Patch, PatchParams};
+use kube_kit::client::chain;
+use kube_kit::informer::Key;
+use serde_json::{Value, json};
+
+use crate::guest::{Guest, reference};
+
+/// What one condition of a claim should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Finding {
+    /// Type of the condition.
+    pub(super) condition: &'static str,
+    /// Its state; None when the claim should not have it.
+    pub(super) state: Option<State>,
+}
+
+/// The state of a condition, in its own words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct State {
+    pub(super) holds: bool,
+    pub(super) reason: String,
+    pub(super) message: String,
+    /// How a change to this state is told.
+    pub(super) event: Event,
+}
+
+/// An event, whose note is the condition's message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Event {
+    pub(super) warning: bool,
+    pub(super) action: &'static str,
+    pub(super) reason: &'static str,
+}
+
+/// The condition of this type as the claim has it.
+pub(super) fn shown<'a>(
+    claim: &'a PersistentVolumeClaim,
+    condition: &str,
+) -> Option<&'a PersistentVolumeClaimCondition> {
+    claim.status.as_ref()?.conditions.as_ref()?.iter().find(|shown| shown.type_ == condition)
+}
+
+/// Whether a condition says that it holds.
+pub(super) fn holds(condition: &PersistentVolumeClaimCondition) -> bool {
+    condition.status == "True"
+}
+
+/// Brings the conditions of a claim up to the findings, in one request if any is needed, and tells what changed.
+pub(super) async fn show(
+    guest: &Guest,
+    claim: &PersistentVolumeClaim,
+    findings: Vec<Finding>,
+) -> Result<(), String> {
+    let news: Vec<Finding> = findings.into_iter().filter(|finding| is_new(finding, claim)).collect();
+    if news.is_empty() {
+        return Ok(());
+    }
+    let conditions: Vec<Value> = news.iter().map(|finding| change(finding, claim)).collect();
+    // The UID makes the API server refuse a claim that took the name of the one that is meant.
+    let patch = json!({"metadata": {"uid": claim.metadata.uid}, "status": {"conditions": conditions}});
+    let key = Key::of(claim);
+    let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
+    match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
+        Ok(written) => guest.latest_claims.changed(written),
+        // It is gone: there is nobody left to be told.
+        Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => return Ok(()),
+        Err(error) => {
+            return Err(format!(
+                "cannot show the state of its volume on guest PersistentVolumeClaim {key}: {}",
+                chain(&error)
+            ));
+        }
+    }
+    for state in news.into_iter().filter_map(|finding| finding.state) {
+        let Event { warning, action, reason } = state.event;
+        match warning {
+            true => guest.events.warning(reference(claim), action, reason, state.message),
+            false => guest.events.normal(reference(claim), action, reason, state.message),
+        }
+    }
+    Ok(())
+}
+
+fn is_new(finding: &Finding, claim: &PersistentVolumeClaim) -> bool {
+    match (&finding.state, shown(claim, finding.condition)) {
+        (None, shown) => shown.is_some(),
+        (Some(_), None) => true,
+        (Some(state), Some(shown)) => {
+            holds(shown) != state.holds
+                || shown.reason.as_deref() != Some(&state.reason)
+                || shown.message.as_deref() != Some(&state.message)
+        }
+    }
+}
+
+/// The finding as a strategic merge patch of the list of conditions.
+fn change(finding: &Finding, claim: &PersistentVolumeClaim) -> Value {
+    let Some(state) = &finding.state else {
+        return json!({"$patch": "delete", "type": finding.condition});
+    };
+    let turned = shown(claim, finding.condition).is_none_or(|shown| holds(shown) != state.holds);
+    json!(PersistentVolumeClaimCondition {
+        type_: finding.condition.to_owned(),
+        status: if state.holds { "True" } else { "False" }.to_owned(),
+        reason: Some(state.reason.clone()),
+        message: Some(state.message.clone()),
+        // Without it, the time that is there stays.
+        last_transition_time: turned.then(|| Time(Timestamp::now())),
+        last_probe_time: None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::api::core::v1::PersistentVolumeClaimStatus;
+
+    use super::*;
+
+    fn claim(holds: bool, message: &str) -> PersistentVolumeClaim {
+        let condition = PersistentVolumeClaimCondition {
+            type_: "a".to_owned(),
+            status: if holds { "True" } else { "False" }.to_owned(),
+            reason: Some("Because".to_owned()),
+            message: Some(message.to_owned()),
+            ..Default::default()
+        };
+        let status = PersistentVolumeClaimStatus { conditions: Some(vec![condition]), ..Default::default() };
+        PersistentVolumeClaim { status: Some(status), ..Default::default() }
+    }
+
+    fn finding(holds: bool, message: &str) -> Finding {
+        let event = Event { warning: false, action: "Look", reason: "Seen" };
+        let state = State { holds, reason: "Because".to_owned(), message: message.to_owned(), event };
+        Finding { condition: "a", state: Some(state) }
+    }
+
+    #[test]
+    fn what_is_shown_already_is_no_news() {
+        assert!(!is_new(&finding(true, "m"), &claim(true, "m")));
+        assert!(is_new(&finding(true, "m"), &claim(true, "other")));
+        assert!(is_new(&finding(true, "m"), &claim(false, "m")));
+        assert!(is_new(&finding(true, "m"), &PersistentVolumeClaim::default()));
+        let gone = Finding { condition: "a", state: None };
+        assert!(is_new(&gone, &claim(true, "m")) && !is_new(&gone, &PersistentVolumeClaim::default()));
+    }
+
+    #[test]
+    fn the_time_of_a_condition_is_that_of_its_last_turn() {
+        assert!(change(&finding(true, "m"), &claim(true, "other")).get("lastTransitionTime").is_none());
+        assert!(change(&finding(true, "m"), &claim(false, "m")).get("lastTransitionTime").is_some());
+        let gone = Finding { condition: "a", state: None };
+        assert_eq!(change(&gone, &claim(true, "m")), json!({"$patch": "delete", "type": "a"}));
+    }
+}

@@ -1,0 +1,84 @@
+//! What the controller keeps in step beyond what it must, chosen by flags.
+
+use std::time::Duration;
+
+use crds::names;
+use kube_kit::duration;
+
+/// Flags of the reconcilers.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Options {
+    /// Key of a label that is copied from guest PersistentVolumeClaims to their management claims, and kept current
+    /// there (repeatable).
+    #[arg(long = "sync-label", value_name = "KEY", value_parser = label_key)]
+    pub(crate) labels: Vec<String>,
+    /// Write on each management claim which of the guest's pods use it: one more write whenever that changes.
+    #[arg(long)]
+    pub(crate) sync_pods: bool,
+    /// How long something must be wrong before a disk that nothing in the guest asks for is taken out of a machine, or a
+    /// management claim is called an orphan.
+    #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
+    pub(crate) repair_grace: Duration,
+    /// Delete a management claim that was an orphan for so long, with its data. Without it, none is ever deleted.
+    #[arg(long, value_name = "DURATION", value_parser = duration::parse)]
+    pub(crate) remove_orphans_after: Option<Duration>,
+}
+
+/// Domains of labels that mean something to the management cluster: a guest may not choose their values.
+const RESERVED: [&str; 3] = ["nestor.dev", "kubernetes.io", "k8s.io"];
+
+/// A label key that guests may have a say in.
+fn label_key(text: &str) -> Result<String, String> {
+    let (prefix, name) = match text.split_once('/') {
+        Some((prefix, name)) => (Some(prefix), name),
+        None => (None, text),
+    };
+    let edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
+    let is_name = name.len() <= names::MAX_LABEL
+        && edge(name.chars().next())
+        && edge(name.chars().last())
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    if !is_name || prefix.is_some_and(|prefix| !crate::management::is_object_name(prefix)) {
+        return Err("not a label key: a name of 1 to 63 letters, digits, '-', '_' or '.', \
+                    and maybe a DNS name and '/' before it"
+            .to_owned());
+    }
+    let within = |domain: &str| {
+        prefix.is_some_and(|prefix| {
+            prefix.strip_suffix(domain).is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+        })
+    };
+    match RESERVED.into_iter().find(|domain| within(domain)) {
+        Some(domain) => Err(format!(
+            "labels of {domain} mean something to the management cluster: guests may not set them there"
+        )),
+        None => Ok(text.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_that_the_management_cluster_reads_are_refused() {
+        for good in ["team", "example.com/team", "my-k8s.io/x", "nestor.dev.example.com/x"] {
+            assert!(label_key(good).is_ok(), "{good}");
+        }
+        for bad in [
+            "nestor.dev/cluster-id",
+            "share.nestor.dev/guest-1",
+            "app.kubernetes.io/name",
+            "kubernetes.io/x",
+            "topology.k8s.io/x",
+            "",
+            "/x",
+            "a/",
+            "a b",
+            "A_b/x",
+            "a/b/c",
+        ] {
+            assert!(label_key(bad).is_err(), "{bad}");
+        }
+    }
+}

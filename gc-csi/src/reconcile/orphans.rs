@@ -1,0 +1,364 @@
+//! Management claims whose PersistentVolume in the guest is gone though nobody deleted them: marked, told and counted,
+//! and deleted only where the guest's policy says so.
+//!
+//! One that the guest let go of with reclaim policy Retain is no orphan: it is marked as retained, and stays.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crds::names;
+use csi::locks::VolumeLocks;
+use k8s_openapi::jiff::Timestamp;
+use kube_kit::duration;
+use kube_kit::events::Events;
+use kube_kit::queue::Next;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::time::Instant;
+
+use super::repairs::{ORPHAN_REMOVED, Repairs};
+use crate::guest::{Guest, Wish};
+use crate::management::Management;
+use crate::management::claims::DeleteError;
+use crate::management::metadata::Description;
+use crate::management::orphans::GivenClaim;
+
+/// How long one reading of the guest's volumes serves to mark claims, so that many orphans don't cost many readings.
+const FRESH: Duration = Duration::from_secs(5);
+/// How long a claim may take to be gone.
+const GONE: Duration = Duration::from_secs(60);
+/// How soon a claim is looked at again that may not be deleted: the cause need not be something that is watched.
+const REFUSED: Duration = Duration::from_secs(3600);
+/// The longest sleep: what is to be deleted in a year is looked at every day.
+const LONGEST: Duration = Duration::from_secs(86_400);
+
+/// How many there are.
+#[derive(Debug, Clone)]
+pub(super) struct Counts {
+    orphaned: Gauge,
+    orphaned_bytes: Gauge,
+    retained: Gauge,
+}
+
+/// What a claim without a PersistentVolume is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// The guest's PersistentVolume said Retain.
+    Retained,
+    /// The volume is gone, and so is the guest's claim.
+    VolumeGone,
+    /// The guest's claim is there and has lost its volume.
+    ClaimLost,
+}
+
+/// Marks and counts orphans.
+pub(super) struct Orphans {
+    guest: Guest,
+    management: Management,
+    locks: VolumeLocks,
+    events: Events,
+    grace: Duration,
+    remove_after: Option<Duration>,
+    counts: Counts,
+    repairs: Repairs,
+    seen: Mutex<HashMap<String, Instant>>,
+    found: Mutex<HashMap<String, (State, u64)>>,
+    refused: Mutex<HashMap<String, String>>,
+    listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
+}
+
+impl Counts {
+    pub(super) fn register(registry: &mut Registry) -> Self {
+        let gauge = |registry: &mut Registry, name: &str, help: &str| {
+            let gauge = Gauge::default();
+            registry.register(name, help, gauge.clone());
+            gauge
+        };
+        Self {
+            orphaned: gauge(
+                registry,
+                "orphaned_claims",
+                "Management claims of this guest that nothing in it names",
+            ),
+            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "What orphaned claims have"),
+            retained: gauge(
+                registry,
+                "retained_claims",
+                "Management claims whose PersistentVolume in the guest said Retain and is gone",
+            ),
+        }
+    }
+}
+
+impl State {
+    fn reason(self) -> &'static str {
+        match self {
+            Self::Retained => "Retained",
+            Self::VolumeGone => "VolumeGone",
+            Self::ClaimLost => "ClaimLost",
+        }
+    }
+}
+
+/// What a claim is whose volume nothing names; None while one is being made or bound.
+fn state(claim: &GivenClaim, wish: Wish) -> Option<State> {
+    match wish {
+        Wish::Open => None,
+        _ if claim.retain => Some(State::Retained),
+        Wish::Gone => Some(State::VolumeGone),
+        Wish::Fulfilled => Some(State::ClaimLost),
+    }
+}
+
+/// What the claim's annotations should be; `now` where it was not marked before.
+fn marks(claim: &GivenClaim, state: Option<State>, now: &str) -> Description {
+    let (mut since, mut reason, mut retained) = (None, None, None);
+    match state {
+        None => {}
+        Some(State::Retained) => retained = Some(claim.retained.clone().unwrap_or_else(|| now.to_owned())),
+        Some(state) => {
+            since = Some(claim.orphaned.clone().map_or_else(|| now.to_owned(), |(since, _)| since));
+            reason = Some(state.reason().to_owned());
+        }
+    }
+    let annotations = [
+        (names::ANNOTATION_ORPHANED_SINCE, since),
+        (names::ANNOTATION_ORPHANED_REASON, reason),
+        (names::ANNOTATION_RETAINED_SINCE, retained),
+    ];
+    Description {
+        annotations: annotations.map(|(key, value)| (key.to_owned(), value)).into(),
+        ..Description::default()
+    }
+}
+
+impl Orphans {
+    pub(super) fn new(
+        guest: Guest,
+        management: Management,
+        locks: VolumeLocks,
+        (grace, remove_after): (Duration, Option<Duration>),
+        counts: Counts,
+        repairs: Repairs,
+    ) -> Self {
+        Self {
+            events: management.events(),
+            guest,
+            management,
+            locks,
+            grace,
+            remove_after,
+            counts,
+            repairs,
+            seen: Mutex::default(),
+            found: Mutex::default(),
+            refused: Mutex::default(),
+            listed: tokio::sync::Mutex::default(),
+        }
+    }
+
+    /// Lets the grace of each that is not marked yet begin anew.
+    pub(super) fn forget_seen(&self) {
+        lock(&self.seen).clear();
+    }
+
+    /// Looks whether the guest still has a volume of this handle.
+    pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
+        let Some(claim) = self.management.given_claim(handle) else {
+            self.forget(handle);
+            return Ok(Next::Wait);
+        };
+        if !self.guest.volumes_of(handle).is_empty() {
+            self.forget(handle);
+            self.mark(handle, &claim, None).await?;
+            return Ok(Next::Wait);
+        }
+        let is_marked = claim.orphaned.is_some() || claim.retained.is_some();
+        if !is_marked {
+            let since = *lock(&self.seen).entry(handle.to_owned()).or_insert_with(Instant::now);
+            let left = self.grace.saturating_sub(since.elapsed());
+            if !left.is_zero() {
+                return Ok(Next::After(left));
+            }
+        }
+        let wish = match &claim.guest_claim {
+            Some(guest_claim) => self.guest.wish(guest_claim, &claim.volume).await?,
+            None => Wish::Gone,
+        };
+        let Some(state) = state(&claim, wish) else { return Ok(Next::After(self.grace.max(FRESH))) };
+        if self.is_named(handle, FRESH).await? {
+            // The watch is behind, and pushes when it is not.
+            return Ok(Next::After(FRESH));
+        }
+        self.mark(handle, &claim, Some(state)).await?;
+        lock(&self.found).insert(handle.to_owned(), (state, claim.bytes));
+        self.count();
+        self.consider_removal(handle, &claim, state).await
+    }
+
+    /// Brings the marks up to date, and tells of a change.
+    async fn mark(&self, handle: &str, claim: &GivenClaim, state: Option<State>) -> Result<(), String> {
+        let description = marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+        let written = self.management.describe_claim(handle, &description).await;
+        if !written.map_err(|error| error.to_string())? {
+            return Ok(());
+        }
+        let name = self.management.full_name(handle);
+        match state {
+            None if claim.orphaned.is_some() => {
+                let note = "a PersistentVolume of the guest names this claim again: it is no orphan any more";
+                tracing::info!(claim = name, "{note}");
+                self.events.normal(claim.reference.clone(), "Check", "NotOrphaned", note.to_owned());
+            }
+            Some(State::Retained) => {
+                tracing::info!(
+                    claim = name,
+                    "the guest let go of the claim's volume with reclaim policy Retain: kept"
+                );
+            }
+            Some(state) if claim.orphaned.is_none() => {
+                let note = format!(
+                    "no PersistentVolume of the guest names this claim any more; it was PersistentVolume {}{}; {}",
+                    claim.volume,
+                    match state {
+                        State::ClaimLost => ", which the guest's claim still says it has",
+                        _ => "",
+                    },
+                    match self.remove_after {
+                        Some(after) => format!("it is deleted {} from now", duration::show(after)),
+                        None => "it is kept until somebody deletes it".to_owned(),
+                    },
+                );
+                tracing::warn!(claim = name, "{note}");
+                self.events.warning(claim.reference.clone(), "Check", "Orphaned", note);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Deletes an orphan whose time is over, where that is wanted at all.
+    async fn consider_removal(&self, handle: &str, claim: &GivenClaim, state: State) -> Result<Next, String> {
+        // A claim that lost its volume still stands for somebody's data, and one that a person made is a person's.
+        let Some(after) = self.remove_after.filter(|_| claim.made && state == State::VolumeGone) else {
+            return Ok(Next::Wait);
+        };
+        let since = claim.orphaned.as_ref().and_then(|(since, _)| since.parse::<Timestamp>().ok());
+        // Marked just now: the mark itself pushes the claim again.
+        let Some(since) = since else { return Ok(Next::Wait) };
+        let age = Duration::try_from(Timestamp::now().duration_since(since)).unwrap_or_default();
+        let left = after.saturating_sub(age);
+        if !left.is_zero() {
+            return Ok(Next::After(left.min(LONGEST)));
+        }
+        // So that nobody is given it meanwhile.
+        let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(FRESH)) };
+        if self.is_named(handle, Duration::ZERO).await? {
+            return Ok(Next::After(FRESH));
+        }
+        let note = match self.management.delete_claim(handle, Instant::now() + GONE).await {
+            Ok(()) => {
+                let note = format!("deleted, since it was an orphan for {}", duration::show(age));
+                tracing::warn!(claim = handle, "{note}");
+                self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
+                self.repairs.count(ORPHAN_REMOVED);
+                return Ok(Next::Wait);
+            }
+            Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
+                return Err(error.to_string());
+            }
+            Err(error) => format!("an orphan for {}, but not deleted: {error}", duration::show(age)),
+        };
+        let before = lock(&self.refused).insert(handle.to_owned(), note.clone());
+        if before.is_none() {
+            tracing::warn!(claim = handle, "{note}");
+            self.events.warning(claim.reference.clone(), "Delete", "OrphanNotRemoved", note);
+        }
+        Ok(Next::After(REFUSED))
+    }
+
+    /// Whether one of the guest's volumes names the handle, as its API said within `age`.
+    async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
+        let mut listed = self.listed.lock().await;
+        if let Some((at, handles)) = &*listed
+            && at.elapsed() < age
+        {
+            return Ok(handles.contains(handle));
+        }
+        let at = Instant::now();
+        let handles = self.guest.handles_now().await?;
+        let is_named = handles.contains(handle);
+        *listed = Some((at, handles));
+        Ok(is_named)
+    }
+
+    fn forget(&self, handle: &str) {
+        lock(&self.seen).remove(handle);
+        lock(&self.refused).remove(handle);
+        if lock(&self.found).remove(handle).is_some() {
+            self.count();
+        }
+    }
+
+    fn count(&self) {
+        let found = lock(&self.found);
+        let (retained, orphaned): (Vec<_>, Vec<_>) =
+            found.values().partition(|(state, _)| *state == State::Retained);
+        let bytes: u64 = orphaned.iter().map(|(_, bytes)| bytes).sum();
+        self.counts.retained.set(i64::try_from(retained.len()).unwrap_or(i64::MAX));
+        self.counts.orphaned.set(i64::try_from(orphaned.len()).unwrap_or(i64::MAX));
+        self.counts.orphaned_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+    }
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(retain: bool, orphaned: Option<&str>) -> GivenClaim {
+        GivenClaim {
+            volume: "pvc-1".to_owned(),
+            guest_claim: None,
+            made: true,
+            retain,
+            orphaned: orphaned.map(|since| (since.to_owned(), "VolumeGone".to_owned())),
+            retained: None,
+            bytes: 1,
+            reference: Default::default(),
+        }
+    }
+
+    #[test]
+    fn a_volume_that_is_being_made_is_no_orphan_and_one_that_was_let_go_is_retained() {
+        assert_eq!(state(&claim(false, None), Wish::Open), None);
+        assert_eq!(state(&claim(true, None), Wish::Open), None);
+        assert_eq!(state(&claim(true, None), Wish::Gone), Some(State::Retained));
+        assert_eq!(state(&claim(false, None), Wish::Gone), Some(State::VolumeGone));
+        assert_eq!(state(&claim(false, None), Wish::Fulfilled), Some(State::ClaimLost));
+    }
+
+    #[test]
+    fn the_time_of_a_mark_is_that_of_the_first_and_all_marks_go_together() {
+        let annotations = |claim: &GivenClaim, state| {
+            let all = marks(claim, state, "now").annotations;
+            let keys = [
+                names::ANNOTATION_ORPHANED_SINCE,
+                names::ANNOTATION_ORPHANED_REASON,
+                names::ANNOTATION_RETAINED_SINCE,
+            ];
+            keys.map(|key| all[key].clone().unwrap_or_default())
+        };
+        assert_eq!(annotations(&claim(false, None), Some(State::VolumeGone)), ["now", "VolumeGone", ""]);
+        assert_eq!(
+            annotations(&claim(false, Some("then")), Some(State::ClaimLost)),
+            ["then", "ClaimLost", ""]
+        );
+        assert_eq!(annotations(&claim(true, Some("then")), Some(State::Retained)), ["", "", "now"]);
+        assert_eq!(annotations(&claim(false, Some("then")), None), ["", "", ""]);
+    }
+}

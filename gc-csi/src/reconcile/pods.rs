@@ -1,0 +1,113 @@
+//! Which of the guest's pods use a claim.
+
+use std::sync::Arc;
+
+use kube::{Api, Client};
+use kube_kit::health::Check;
+use kube_kit::index::Index;
+use kube_kit::informer::{Informer, Key};
+use kube_kit::lean::{Pod, PodVolume};
+use tokio_util::sync::CancellationToken;
+
+/// The pods of the guest, trimmed to their claims.
+#[derive(Debug, Clone)]
+pub(super) struct Pods {
+    informer: Informer<Pod>,
+    by_claim: Arc<Index>,
+}
+
+impl Pods {
+    /// Starts the watch; `changed` is told of each claim whose users change.
+    pub(super) fn start(
+        client: &Client,
+        check: Check,
+        stop: &CancellationToken,
+        changed: impl Fn(&Key) + Send + Sync + 'static,
+    ) -> Self {
+        let by_claim = Arc::new(Index::default());
+        let index = by_claim.clone();
+        let informer = Informer::builder("guest Pods", Api::all(client.clone()))
+            .trim(trim)
+            .on_change(move |change| {
+                let [old, new] =
+                    [change.old, change.new].map(|pod| pod.map_or(Vec::new(), |pod| claims(pod)));
+                index.put(change.key, new.iter().cloned());
+                let (left, joined) = (
+                    old.iter().filter(|key| !new.contains(key)),
+                    new.iter().filter(|key| !old.contains(key)),
+                );
+                for claim in left.chain(joined) {
+                    changed(claim);
+                }
+            })
+            .start(check, stop.clone());
+        Self { informer, by_claim }
+    }
+
+    /// Waits until all were read once.
+    pub(super) async fn synced(&self) {
+        self.informer.synced().await;
+    }
+
+    /// The pods that use a claim, in order.
+    pub(super) fn using(&self, claim: &Key) -> Vec<Key> {
+        self.by_claim.members(claim)
+    }
+}
+
+/// The claims of a pod; one that has ended uses none any more.
+fn claims(pod: &Pod) -> Vec<Key> {
+    if matches!(pod.phase.as_deref(), Some("Succeeded" | "Failed")) {
+        return Vec::new();
+    }
+    let name = |volume: &PodVolume| match volume {
+        PodVolume::Claim(name) => name.clone(),
+        // Kubernetes, "Generic ephemeral volumes": the claim's name is the pod's and the volume's.
+        PodVolume::Ephemeral(volume) => {
+            format!("{}-{volume}", pod.metadata.name.as_deref().unwrap_or_default())
+        }
+    };
+    let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
+    pod.volumes.iter().map(|volume| Key::new(namespace, name(volume))).collect()
+}
+
+/// Keeps of the metadata who it is.
+fn trim(pod: &mut Pod) {
+    pod.metadata.annotations = None;
+    pod.metadata.labels = None;
+    pod.metadata.finalizers = None;
+    pod.metadata.owner_references = None;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pod(phase: &str) -> Pod {
+        let mut pod: Pod = serde_json::from_value(serde_json::json!({
+            "metadata": {"name": "web", "namespace": "shop", "labels": {"app": "web"}},
+            "spec": {
+                "containers": [{"name": "c", "image": "i"}],
+                "volumes": [
+                    {"name": "a", "persistentVolumeClaim": {"claimName": "data"}},
+                    {"name": "scratch", "ephemeral": {}},
+                    {"name": "b", "emptyDir": {}},
+                ],
+            },
+            "status": {"phase": phase},
+        }))
+        .unwrap();
+        trim(&mut pod);
+        pod
+    }
+
+    #[test]
+    fn only_a_running_pod_uses_its_claims() {
+        let running = pod("Running");
+        assert_eq!(claims(&running), [Key::new("shop", "data"), Key::new("shop", "web-scratch")]);
+        assert!(running.metadata.labels.is_none());
+        for ended in ["Succeeded", "Failed"] {
+            assert!(claims(&pod(ended)).is_empty(), "{ended}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! The zone of each machine as the label of its guest node, by which Kubernetes schedules and volumes are placed. A
+//! label that is there is never overwritten: whoever set it may have had a reason.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use crds::VirtualMachine;
+use crds::names::{LABEL_ZONE, TAINT_OUT_OF_SERVICE};
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use kube_kit::client::chain;
+use kube_kit::events::Events;
+use kube_kit::health::Check;
+use kube_kit::informer::{Informer, Key};
+use kube_kit::lean::Node;
+use kube_kit::queue::Next;
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use super::out_of_service;
+use crate::guest::reference;
+use crate::management::Management;
+
+/// Labels guest nodes.
+pub(super) struct Zones {
+    api: Api<Node>,
+    nodes: Informer<Node>,
+    management: Management,
+    events: Events,
+    told: Mutex<HashMap<String, String>>,
+}
+
+/// What is to be done about a node.
+#[derive(Debug, PartialEq, Eq)]
+enum Action {
+    Nothing,
+    Label,
+    /// The label says another zone.
+    Tell,
+}
+
+/// The zone of a machine.
+pub(super) fn zone_of(machine: &VirtualMachine) -> Option<&str> {
+    machine.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
+}
+
+impl Zones {
+    /// Starts the watch of nodes; `changed` is told the name of each that comes, goes, has another zone, or is lost or
+    /// found.
+    pub(super) fn start(
+        client: &Client,
+        management: Management,
+        events: Events,
+        check: Check,
+        stop: &CancellationToken,
+        changed: impl Fn(&str) + Send + Sync + 'static,
+    ) -> Self {
+        let nodes = Informer::builder("guest Nodes", Api::all(client.clone()))
+            .trim(trim)
+            .on_change(move |change| {
+                let read = |node: Option<&std::sync::Arc<Node>>| {
+                    node.map(|node| (zone_label(node).map(str::to_owned), out_of_service::is_tainted(node)))
+                };
+                if read(change.old) != read(change.new) {
+                    changed(&change.key.name);
+                }
+            })
+            .start(check, stop.clone());
+        Self { api: Api::all(client.clone()), nodes, management, events, told: Mutex::default() }
+    }
+
+    /// Waits until all nodes were read once.
+    pub(super) async fn synced(&self) {
+        self.nodes.synced().await;
+    }
+
+    /// The names of all nodes.
+    pub(super) fn names(&self) -> Vec<String> {
+        self.nodes.list().iter().filter_map(|node| node.metadata.name.clone()).collect()
+    }
+
+    /// Whether a machine of this name is a node of the guest.
+    pub(super) fn is_node(&self, name: &str) -> bool {
+        self.nodes.get(&Key::cluster(name)).is_some()
+    }
+
+    /// The same as the guest's API says now.
+    pub(super) async fn is_node_now(&self, name: &str) -> Result<bool, String> {
+        let read = self.api.get_metadata_opt(name).await;
+        let node = read.map_err(|error| format!("cannot read guest Node {name}: {}", chain(&error)))?;
+        Ok(node.is_some())
+    }
+
+    /// What an event about a node refers to.
+    pub(super) fn reference_to(&self, name: &str) -> ObjectReference {
+        let node = self.nodes.get(&Key::cluster(name));
+        node.map_or_else(
+            || ObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Node".to_owned()),
+                name: Some(name.to_owned()),
+                ..ObjectReference::default()
+            },
+            |node| reference(&*node),
+        )
+    }
+
+    /// Brings the label of one node up to date, and what is said of its machine.
+    pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
+        if let Some(node) = self.nodes.get(&Key::cluster(name)) {
+            out_of_service::reconcile(&self.management, &node).await?;
+        }
+        let machine = self.management.machine(name);
+        let (Some(node), Some(zone)) =
+            (self.nodes.get(&Key::cluster(name)), machine.as_deref().and_then(zone_of))
+        else {
+            self.forget(name);
+            return Ok(Next::Wait);
+        };
+        match decide(zone_label(&node), zone) {
+            Action::Nothing => self.forget(name),
+            Action::Label => {
+                self.forget(name);
+                self.label(&node, zone).await?;
+            }
+            Action::Tell => {
+                let note = format!(
+                    "label {LABEL_ZONE} of Node {name} is {:?}, but VirtualMachine {} runs in zone {zone:?}: volumes \
+                     are placed by the label; correct it, or remove it to have it set",
+                    zone_label(&node).unwrap_or_default(),
+                    self.management.full_name(name),
+                );
+                if self.is_news(name, &note) {
+                    tracing::warn!("{note}");
+                    self.events.warning(reference(&*node), "Label", "ZoneDiffers", note);
+                }
+            }
+        }
+        Ok(Next::Wait)
+    }
+
+    async fn label(&self, node: &Node, zone: &str) -> Result<(), String> {
+        let name = node.metadata.name.as_deref().unwrap_or_default();
+        // The resource version makes the API server refuse this if the node has a label by now.
+        let guard = json!({"uid": node.metadata.uid, "resourceVersion": node.metadata.resource_version});
+        let mut metadata = guard;
+        metadata["labels"] = json!({LABEL_ZONE: zone});
+        let patch = Patch::Merge(json!({"metadata": metadata}));
+        match self.api.patch_metadata(name, &PatchParams::default(), &patch).await {
+            Ok(_) => {
+                tracing::info!(node = name, zone, "labelled a node with the zone of its machine");
+                Ok(())
+            }
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+            Err(error) => Err(format!("cannot label guest Node {name} with zone {zone}: {}", chain(&error))),
+        }
+    }
+
+    fn is_news(&self, node: &str, note: &str) -> bool {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
+    }
+
+    fn forget(&self, node: &str) {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
+    }
+}
+
+fn decide(label: Option<&str>, zone: &str) -> Action {
+    match label {
+        None => Action::Label,
+        Some(label) if label == zone => Action::Nothing,
+        Some(_) => Action::Tell,
+    }
+}
+
+fn zone_label(node: &Node) -> Option<&str> {
+    node.metadata.labels.as_ref()?.get(LABEL_ZONE).map(String::as_str)
+}
+
+/// Keeps identity, the zone and the taint of a lost node.
+fn trim(node: &mut Node) {
+    node.metadata.annotations = None;
+    node.metadata.finalizers = None;
+    node.metadata.owner_references = None;
+    if let Some(labels) = &mut node.metadata.labels {
+        labels.retain(|key, _| key == LABEL_ZONE);
+    }
+    node.taints.retain(|taint| taint.key == TAINT_OUT_OF_SERVICE);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_that_is_there_is_never_overwritten() {
+        assert_eq!(decide(None, "a"), Action::Label);
+        assert_eq!(decide(Some("a"), "a"), Action::Nothing);
+        assert_eq!(decide(Some("b"), "a"), Action::Tell);
+        assert_eq!(decide(Some(""), "a"), Action::Tell);
+    }
+}

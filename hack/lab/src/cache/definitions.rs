@@ -1,0 +1,73 @@
+//! The definitions of the snapshot API (VolumeSnapshot and its like), as the module of its Go client has them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Key, entry};
+use crate::process::{command, run};
+use crate::run::repository;
+
+const MODULE: &str = "github.com/kubernetes-csi/external-snapshotter/client/v8";
+/// Where the module keeps them. Snapshots of groups of volumes have another prefix, and are not installed.
+const FOLDER: &str = "config/crd";
+const PREFIX: &str = "snapshot.storage.k8s.io_";
+
+/// The folder that holds them, of the version that the sidecars are built with.
+pub async fn snapshot_definitions() -> Result<PathBuf> {
+    let tools = repository().join("hack/tools/kubernetes");
+    let go_mod =
+        fs::read(tools.join("go.mod")).with_context(|| format!("no go.mod in {}", tools.display()))?;
+    let key = Key::new("snapshot-definitions").with("go.mod", &go_mod);
+    entry(&format!("definitions-{}", key.hex()), async |out: &Path| {
+        let go = async |args: &[&str]| run(command("go", args).current_dir(&tools)).await;
+        // What is built needs the module too, but the build's own cache may have outlived the modules'.
+        go(&["mod", "download", MODULE]).await?;
+        let source = go(&["list", "-m", "-f", "{{.Dir}}", MODULE]).await?;
+        copy(&Path::new(source.trim()).join(FOLDER), out)
+    })
+    .await
+}
+
+fn copy(source: &Path, out: &Path) -> Result<()> {
+    let entries = fs::read_dir(source).with_context(|| format!("cannot read {}", source.display()))?;
+    let mut copied = 0;
+    for entry in entries {
+        let name = entry?.file_name();
+        if name.to_string_lossy().starts_with(PREFIX) {
+            // Written anew, since files of a module are read-only.
+            let text = fs::read(source.join(&name))?;
+            fs::write(out.join(&name), text)
+                .with_context(|| format!("cannot write {}", out.join(&name).display()))?;
+            copied += 1;
+        }
+    }
+    ensure!(copied > 0, "no definitions {PREFIX}* in {}", source.display());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_definitions_of_single_snapshots_are_taken() {
+        let (source, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let names = [
+            "snapshot.storage.k8s.io_volumesnapshots.yaml",
+            "groupsnapshot.storage.k8s.io_x.yaml",
+            "kustomization.yaml",
+        ];
+        for name in names {
+            fs::write(source.path().join(name), "").unwrap();
+        }
+        copy(source.path(), out.path()).unwrap();
+        let taken: Vec<_> =
+            fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(taken, [names[0]]);
+        assert!(copy(out.path(), source.path()).is_ok());
+        fs::remove_file(out.path().join(names[0])).unwrap();
+        assert!(copy(out.path(), source.path()).unwrap_err().to_string().contains("no definitions"));
+    }
+}

@@ -1,0 +1,113 @@
+//! Flags that parts run with instead of their usual ones, for a while: what a setting costs is measured by changing it.
+
+use std::str::FromStr;
+
+use anyhow::{Context, Result};
+
+use crate::lab::Lab;
+use crate::state::Part;
+
+/// One flag of one part, written `PART:FLAG[=VALUE]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    part: String,
+    flag: String,
+    value: Option<String>,
+}
+
+impl FromStr for Setting {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let form = || {
+            format!(
+                "{text:?} is not PART:FLAG or PART:FLAG=VALUE, as in g1-provisioner:kube-api-qps=5; \
+                 `cargo lab status` shows the parts"
+            )
+        };
+        let (part, flag) = text.split_once(':').ok_or_else(form)?;
+        let (flag, value) = match flag.split_once('=') {
+            Some((flag, value)) => (flag, Some(value.to_owned())),
+            None => (flag, None),
+        };
+        let flag = flag.trim_start_matches('-');
+        if part.is_empty() || flag.is_empty() {
+            return Err(form());
+        }
+        Ok(Self { part: part.to_owned(), flag: flag.to_owned(), value })
+    }
+}
+
+impl Setting {
+    /// A part's words with this flag in the place of what was said of it before.
+    fn put(&self, words: &mut Vec<String>) {
+        let flag = format!("--{}", self.flag);
+        let is_same = |word: &String| *word == flag || word.starts_with(&format!("{flag}="));
+        words.retain(|word| !is_same(word));
+        words.push(match &self.value {
+            Some(value) => format!("{flag}={value}"),
+            None => flag,
+        });
+    }
+}
+
+impl Lab {
+    /// Does some work while parts run with other flags than usual. However it ends, they run with the usual ones again.
+    pub async fn with_settings<T>(
+        &self,
+        settings: &[Setting],
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        let mut names: Vec<&String> = settings.iter().map(|setting| &setting.part).collect();
+        names.sort();
+        names.dedup();
+        let mut usual: Vec<(String, Part)> = Vec::new();
+        let changed = async {
+            for name in names {
+                let part = self.run().state()?.parts.remove(name);
+                let part = part.with_context(|| {
+                    format!(
+                        "the lab has no part {name:?} to set flags of; `cargo lab status` shows the parts"
+                    )
+                })?;
+                usual.push((name.clone(), part.clone()));
+                let mut other = part;
+                for setting in settings.iter().filter(|setting| setting.part == *name) {
+                    setting.put(&mut other.argv);
+                }
+                self.run_as(name, other).await?;
+            }
+            work.await
+        };
+        let outcome = changed.await;
+        for (name, part) in usual {
+            self.run_as(&name, part).await?;
+        }
+        outcome
+    }
+
+    async fn run_as(&self, name: &str, part: Part) -> Result<()> {
+        self.stop(name).await?;
+        self.run().record(name, part)?;
+        self.start(name).await.with_context(|| format!("{name} does not start with other flags"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flag_takes_the_place_of_what_was_said_before() {
+        let mut words: Vec<String> =
+            ["/bin/csi-provisioner", "--kube-api-qps=500", "--kube-api-burst=1000"].map(str::to_owned).into();
+        let setting: Setting = "g1-provisioner:--kube-api-qps=5".parse().unwrap();
+        setting.put(&mut words);
+        assert_eq!(words, ["/bin/csi-provisioner", "--kube-api-burst=1000", "--kube-api-qps=5"]);
+        "g1-provisioner:strict-topology".parse::<Setting>().unwrap().put(&mut words);
+        assert_eq!(words.last().unwrap(), "--strict-topology");
+        for bad in ["", "g1-provisioner", ":flag", "part:", "part:=5"] {
+            assert!(bad.parse::<Setting>().is_err(), "{bad}");
+        }
+    }
+}

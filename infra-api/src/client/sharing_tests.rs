@@ -1,0 +1,57 @@
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::ConnectInfo;
+use axum_server::Handle;
+use axum_server::tls_rustls::RustlsConfig;
+use futures::future::join_all;
+use tokio::sync::Barrier;
+
+use super::*;
+
+/// More than a client begins with before the server has said how many it takes.
+const CALLS: usize = 150;
+
+#[tokio::test]
+async fn many_calls_that_wait_go_on_one_connection_at_once() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let key = rcgen::KeyPair::generate().unwrap();
+    let certificate =
+        rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
+    let (cert, key) = (certificate.pem().into_bytes(), key.serialize_pem().into_bytes());
+
+    // None is answered before all are there.
+    let (all, callers) = (Arc::new(Barrier::new(CALLS)), Arc::new(Mutex::new(HashSet::new())));
+    let seen = callers.clone();
+    let app = Router::new().fallback(move |ConnectInfo(caller): ConnectInfo<SocketAddr>| {
+        let (all, seen) = (all.clone(), seen.clone());
+        async move {
+            seen.lock().unwrap().insert(caller);
+            all.wait().await;
+            r#"{"items": []}"#
+        }
+    });
+    let tls = RustlsConfig::from_pem(cert.clone(), key.clone()).await.unwrap();
+    let handle = Handle::new();
+    let server = axum_server::bind_rustls(SocketAddr::from(([127, 0, 0, 1], 0)), tls).handle(handle.clone());
+    tokio::spawn(server.serve(app.into_make_service_with_connect_info::<SocketAddr>()));
+    let address = handle.listening().await.unwrap();
+
+    let client = Client::new(&ClientOptions {
+        url: format!("https://{address}"),
+        ca: cert.clone(),
+        cert,
+        key,
+        connect_timeout: Duration::from_secs(30),
+        timeout: Duration::from_secs(60),
+    })
+    .unwrap();
+    for answer in join_all((0..CALLS).map(|_| client.list_pools())).await {
+        assert_eq!(answer.unwrap(), []);
+    }
+    assert_eq!(callers.lock().unwrap().len(), 1);
+    handle.shutdown();
+}

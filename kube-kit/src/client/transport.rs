@@ -1,0 +1,134 @@
+//! How requests get to an API server, and how it is noticed that they do not.
+//!
+//! All requests and watches of a client share one connection (HTTP/2), which is asked for a sign of life whenever it
+//! is silent: a link that broke without a word is noticed for all of them at once. Where only HTTP/1.1 is spoken, the
+//! kernel's probes find a peer that is gone; and in any case a request ends by itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Request, Response};
+use http_body_util::combinators::UnsyncBoxBody;
+use http_body_util::{BodyExt, Full};
+use hyper_rustls::{FixedServerNameResolver, HttpsConnectorBuilder};
+use hyper_timeout::TimeoutConnector;
+use hyper_util::client::legacy;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use kube::client::retry::RetryPolicy;
+use kube::client::{Body, ConfigExt};
+use kube::{Client, Config};
+use tower::retry::RetryLayer;
+use tower::{BoxError, ServiceBuilder, ServiceExt};
+
+use super::traffic::Traffic;
+
+/// How long a connection may take to come about, TLS included.
+const CONNECT: Duration = Duration::from_secs(5);
+/// A connection on which nothing came for so long is asked whether it is alive.
+const SILENT: Duration = Duration::from_secs(5);
+/// It is given up when it gives no sign of life for so long.
+const NO_SIGN: Duration = Duration::from_secs(10);
+/// How many of the kernel's probes must fail.
+const PROBES: u32 = 2;
+/// How long an answer may take, with the tries that were turned away before it: longer than an admission webhook may
+/// take by default, three times over.
+const ANSWER: Duration = Duration::from_secs(30);
+/// How long a connection is kept that nothing uses.
+const IDLE: Duration = Duration::from_secs(60);
+/// A server that asks to come back (429, 503, 504) is asked again so many times, with pauses between these.
+const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(2));
+
+type Bytes = hyper::body::Bytes;
+type Answer = Response<UnsyncBoxBody<Bytes, BoxError>>;
+
+/// A request that the API server at this address did not answer.
+#[derive(Debug, thiserror::Error)]
+#[error("{server}: {source}")]
+struct NoAnswer {
+    server: Arc<str>,
+    source: BoxError,
+}
+
+/// A client whose every request ends, and whose errors say which server they are about.
+pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, BoxError> {
+    if let Some(proxy) = &config.proxy_url {
+        return Err(format!("proxies are not supported: {proxy}").into());
+    }
+    // Fails only when a provider is installed already, which is what is wanted.
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_keepalive(Some(SILENT));
+    tcp.set_keepalive_interval(Some(NO_SIGN / PROBES));
+    tcp.set_keepalive_retries(Some(PROBES));
+    tcp.set_tcp_user_timeout(Some(SILENT + NO_SIGN));
+    let mut tls =
+        HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_or_http();
+    if let Some(name) = &config.tls_server_name {
+        tls = tls.with_server_name_resolver(FixedServerNameResolver::new(name.clone().try_into()?));
+    }
+    let mut connector = TimeoutConnector::new(tls.enable_all_versions().wrap_connector(tcp));
+    connector.set_connect_timeout(Some(CONNECT));
+    let connections = legacy::Client::builder(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .pool_timer(TokioTimer::new())
+        .pool_idle_timeout(IDLE)
+        .http2_keep_alive_interval(SILENT)
+        .http2_keep_alive_timeout(NO_SIGN)
+        .build(connector);
+
+    let sent = Traffic::with(cluster);
+    let received = sent.clone();
+    let (tries, first, longest) = TRIES;
+    let service = ServiceBuilder::new()
+        .layer(crate::fail_points::layer(cluster))
+        .layer(config.base_uri_layer())
+        .layer(RetryLayer::new(RetryPolicy::new(first, longest, tries, true)?))
+        .option_layer(config.auth_layer()?)
+        .layer(config.extra_headers_layer()?)
+        .map_err(BoxError::from)
+        .map_request(move |request: Request<Body>| {
+            sent.count_sent(request.body());
+            request
+        })
+        .service(connections)
+        .map_response(move |answer| received.count_received(answer))
+        .boxed_clone();
+    let server: Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
+    let service = tower::service_fn(move |request| answer(service.clone(), server.clone(), request));
+    Ok(Client::new(service, config.default_namespace))
+}
+
+type Requests = tower::util::BoxCloneService<Request<Body>, Answer, BoxError>;
+
+/// The whole answer, or the beginning of a watch, within [`ANSWER`].
+async fn answer(service: Requests, server: Arc<str>, request: Request<Body>) -> Result<Answer, BoxError> {
+    let is_watch = request.uri().query().is_some_and(|query| query.split('&').any(|one| one == "watch=true"));
+    let named = {
+        let server = server.clone();
+        move |source: BoxError| -> BoxError {
+            // What the transport says ("connection refused") doesn't say where.
+            if source.is::<kube::Error>() {
+                source
+            } else {
+                Box::new(NoAnswer { server: server.clone(), source })
+            }
+        }
+    };
+    let whole = async {
+        let answer = service.oneshot(request).await?;
+        if is_watch {
+            let named = named.clone();
+            return Ok(answer.map(|body| body.map_err(named).boxed_unsync()));
+        }
+        let (head, body) = answer.into_parts();
+        let body = Full::new(body.collect().await?.to_bytes());
+        Ok(Response::from_parts(head, body.map_err(|never| match never {}).boxed_unsync()))
+    };
+    match tokio::time::timeout(ANSWER, whole).await {
+        Ok(answer) => answer.map_err(named),
+        Err(_) => Err(named(format!("no answer within {ANSWER:?}").into())),
+    }
+}

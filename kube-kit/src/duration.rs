@@ -1,0 +1,56 @@
+//! Durations as flags take them and reports show them: a whole number and a unit.
+
+use std::time::Duration;
+
+/// Units, largest first, and their seconds.
+const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
+
+/// Reads `90s`, `5m`, `12h`, `30d`, or several of these in a row, as in `1h30m`.
+pub fn parse(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("{text:?} is not a duration: whole numbers with d, h, m or s, as in 90s or 1h30m");
+    let (mut seconds, mut number) = (0u64, String::new());
+    for c in text.chars() {
+        if c.is_ascii_digit() {
+            number.push(c);
+            continue;
+        }
+        let (_, unit) = UNITS.into_iter().find(|(name, _)| *name == c).ok_or_else(wrong)?;
+        let count: u64 = std::mem::take(&mut number).parse().map_err(|_| wrong())?;
+        let more = count.checked_mul(unit).ok_or_else(wrong)?;
+        seconds = seconds.checked_add(more).ok_or_else(wrong)?;
+    }
+    if text.is_empty() || !number.is_empty() { Err(wrong()) } else { Ok(Duration::from_secs(seconds)) }
+}
+
+/// A duration in its two largest units, as in `3d4h`.
+pub fn show(duration: Duration) -> String {
+    let mut left = duration.as_secs();
+    let parts = UNITS.into_iter().filter_map(|(name, unit)| {
+        let count = left / unit;
+        left %= unit;
+        (count > 0).then(|| format!("{count}{name}"))
+    });
+    let shown: String = parts.take(2).collect();
+    if shown.is_empty() { "0s".to_owned() } else { shown }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_read_as_they_are_shown() {
+        for (text, seconds) in [("90s", 90), ("5m", 300), ("1h30m", 5400), ("30d", 30 * 86_400), ("0s", 0)] {
+            assert_eq!(parse(text), Ok(Duration::from_secs(seconds)), "{text}");
+            assert_eq!(
+                parse(&show(Duration::from_secs(seconds))),
+                Ok(Duration::from_secs(seconds)),
+                "{text}"
+            );
+        }
+        assert_eq!(show(Duration::from_secs(100_000)), "1d3h");
+        for bad in ["", "5", "m", "5 m", "-5m", "5w", "1.5h", "99999999999999999999d"] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}

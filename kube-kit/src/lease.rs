@@ -1,0 +1,408 @@
+//! Leader election among the replicas of a controller by a `coordination.k8s.io/v1` Lease, as client-go does it: one
+//! replica holds the Lease and renews it; who sees no renewal for the Lease's duration takes it over.
+//!
+//! Clocks of different machines are never compared. A candidate measures by its own monotonic clock how long the Lease
+//! has not changed before its eyes, and the holder counts from before it sent its last renewal, so it has stopped by
+//! the time another may begin, as long as both clocks run at about the same speed. What decides is the API server: each
+//! write names the version that it replaces.
+
+mod args;
+mod decide;
+
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
+
+use k8s_openapi::api::coordination::v1::{Lease, LeaseSpec};
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::api::PostParams;
+use kube::runtime::watcher;
+use kube::{Api, Client, Resource};
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use crate::client::chain;
+use crate::events::Events;
+use crate::health::Health;
+use crate::informer::{Informer, Key};
+use crate::latest::is_newer;
+use args::Timings;
+use decide::{Step, claimed, holder, next, released};
+
+pub use args::LeaseArgs;
+
+/// Why a request failed that took too long.
+const NO_ANSWER: &str = "the API server did not answer in time";
+
+/// What runs in one replica at a time: in the holder of a Lease, or in this process where there is no election.
+pub struct Election {
+    metrics: Metrics,
+    candidate: Option<Candidate>,
+}
+
+/// How a replica takes part.
+struct Candidate {
+    client: Client,
+    lease: Key,
+    identity: String,
+    component: &'static str,
+    timings: Timings,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Metrics {
+    leader: Gauge,
+    terms: Counter,
+}
+
+impl std::fmt::Debug for Election {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Election").finish_non_exhaustive()
+    }
+}
+
+impl Election {
+    /// Registers the metrics. Without a namespace for the Lease, there is no election.
+    fn new(
+        component: &'static str,
+        client: &Client,
+        namespace: Option<String>,
+        timings: Timings,
+        registry: &mut Registry,
+    ) -> Self {
+        let metrics = Metrics::default();
+        registry.register(
+            "leader",
+            "1 while this replica runs the reconcilers, else 0",
+            metrics.leader.clone(),
+        );
+        registry.register(
+            "leader_terms",
+            "How often this replica began to run the reconcilers",
+            metrics.terms.clone(),
+        );
+        let candidate = namespace.map(|namespace| Candidate {
+            client: client.clone(),
+            lease: Key::new(namespace, component),
+            identity: identity(),
+            component,
+            timings,
+        });
+        Self { metrics, candidate }
+    }
+
+    /// Runs `term` whenever this replica leads, until it ends by itself, which it must soon after `stop`; the Lease is
+    /// given back then. When the Lease is lost, the term is dropped wherever it is, and nothing of it runs any more.
+    /// `ready` gets a check for the watch of the Lease.
+    pub async fn lead<Term: Future<Output = ()>>(
+        self,
+        ready: &Health,
+        stop: &CancellationToken,
+        term: impl Fn() -> Term,
+    ) {
+        let Self { metrics, candidate } = self;
+        match candidate {
+            Some(candidate) => candidate.start(metrics, ready, stop).lead(stop, term).await,
+            None => {
+                metrics.begun();
+                term().await;
+                metrics.ended();
+            }
+        }
+    }
+}
+
+impl Metrics {
+    fn begun(&self) {
+        self.leader.set(1);
+        self.terms.inc();
+    }
+
+    fn ended(&self) {
+        self.leader.set(0);
+    }
+}
+
+impl Candidate {
+    fn start(self, metrics: Metrics, ready: &Health, stop: &CancellationToken) -> Elector {
+        let Self { client, lease, identity, component, timings } = self;
+        let check = ready.check("watch of the Lease", "not started yet");
+        let watch =
+            Informer::builder(format!("Lease {lease}"), Api::namespaced(client.clone(), &lease.namespace))
+                .config(watcher::Config::default().fields(&format!("metadata.name={}", lease.name)))
+                .start(check, stop.clone());
+        Elector {
+            api: Api::namespaced(client.clone(), &lease.namespace),
+            events: Events::new(client, component),
+            watch,
+            lease,
+            identity,
+            timings,
+            metrics,
+            known: None,
+            unchanged_since: Instant::now(),
+        }
+    }
+}
+
+/// A replica that takes part.
+struct Elector {
+    api: Api<Lease>,
+    events: Events,
+    watch: Informer<Lease>,
+    lease: Key,
+    identity: String,
+    timings: Timings,
+    metrics: Metrics,
+    /// The newest that is known of the Lease, by the watch or by an answer.
+    known: Option<Arc<Lease>>,
+    /// Since when its spec is as it is, before the eyes of this process.
+    unchanged_since: Instant,
+}
+
+/// Why a write did not make this replica the holder.
+enum Refusal {
+    /// Somebody else wrote, or removed, what it was to replace.
+    Changed,
+    /// No answer in time, or another.
+    Failed(String),
+}
+
+impl Elector {
+    async fn lead<Term: Future<Output = ()>>(mut self, stop: &CancellationToken, term: impl Fn() -> Term) {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = self.watch.synced() => {}
+        }
+        while let Some(until) = self.acquire(stop).await {
+            tracing::info!(lease = %self.lease, identity = self.identity, "leading");
+            self.metrics.begun();
+            self.tell("became leader");
+            let until = Mutex::new(until);
+            let lost = tokio::select! {
+                // Before every step of the term it is looked whether the Lease is still held.
+                biased;
+                why = self.renew(&until) => Some(why),
+                () = while_held(&until, term()) => None,
+            };
+            self.metrics.ended();
+            let Some(why) = lost else { return self.release().await };
+            tracing::warn!(lease = %self.lease, "stopped leading: {why}");
+            self.tell("stopped leading");
+        }
+    }
+
+    /// Waits until this replica holds the Lease; gives until when it surely does. None when `stop` came first.
+    async fn acquire(&mut self, stop: &CancellationToken) -> Option<Instant> {
+        while !stop.is_cancelled() {
+            let seen = self.watch.get(&self.lease);
+            let was_seen = seen.is_some();
+            match seen {
+                Some(seen) => self.note(Some(seen)),
+                None if self.known.is_none() => {}
+                // It was removed, or the watch is behind.
+                None => {
+                    if let Err(reason) = self.read(Instant::now() + self.timings.attempt()).await {
+                        self.pause(&reason, stop).await;
+                        continue;
+                    }
+                }
+            }
+            let now = Instant::now();
+            match next(self.spec(), self.unchanged_since, self.timings.duration, now) {
+                Step::Wait(until) => {
+                    let known = self.known.clone();
+                    let changed = |seen: Option<&Arc<Lease>>| {
+                        seen.map_or(was_seen, |seen| is_newer(&**seen, known.as_deref())).then_some(())
+                    };
+                    tokio::select! {
+                        () = stop.cancelled() => return None,
+                        _ = self.watch.wait_for(&self.lease, until, changed) => {}
+                    }
+                }
+                Step::Take => {
+                    let spec = claimed(self.spec(), &self.identity, &self.timings);
+                    match self.write(spec, now + self.timings.attempt()).await {
+                        Ok(()) => return Some(now + self.timings.renew_deadline),
+                        Err(Refusal::Failed(reason)) => self.pause(&reason, stop).await,
+                        Err(Refusal::Changed) => {
+                            let read = self.read(Instant::now() + self.timings.attempt()).await;
+                            if let Err(reason) = read {
+                                self.pause(&reason, stop).await;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// Gives the API server time.
+    async fn pause(&self, reason: &str, stop: &CancellationToken) {
+        tracing::warn!(lease = %self.lease, "cannot take the Lease: {reason}; trying again");
+        let pause = self.timings.retry_period.mul_f64(1.0 + fastrand::f64() / 5.0);
+        // Either way it goes on.
+        let _ = tokio::time::timeout(pause, stop.cancelled()).await;
+    }
+
+    /// Keeps the Lease; returns when it is lost, and says why. `until` is kept at when it runs out.
+    async fn renew(&mut self, until: &Mutex<Instant>) -> String {
+        let mut at = Instant::now() + self.timings.retry_period;
+        loop {
+            let end = *until.lock().unwrap_or_else(PoisonError::into_inner);
+            if Instant::now() >= end {
+                return format!("it could not be renewed for {:?}", self.timings.renew_deadline);
+            }
+            if let Some(other) = self.taken(at.min(end)).await {
+                return format!("the Lease is held by {other} now");
+            }
+            let sent = Instant::now();
+            if sent < at {
+                continue;
+            }
+            at = sent + self.timings.retry_period;
+            let spec = claimed(self.spec(), &self.identity, &self.timings);
+            let answer_by = end.min(sent + self.timings.attempt());
+            let refusal = match self.write(spec, answer_by).await {
+                Ok(()) => {
+                    *until.lock().unwrap_or_else(PoisonError::into_inner) =
+                        sent + self.timings.renew_deadline;
+                    continue;
+                }
+                Err(Refusal::Changed) => self.read(answer_by).await,
+                Err(Refusal::Failed(reason)) => Err(reason),
+            };
+            match refusal {
+                // It is this replica's, in a version that it did not know: at once again.
+                Ok(()) if holder(self.spec()) == Some(&*self.identity) => at = sent,
+                Ok(()) => {
+                    let other = holder(self.spec()).unwrap_or("nobody");
+                    return format!("the Lease is held by {other} now");
+                }
+                Err(reason) => {
+                    tracing::warn!(lease = %self.lease, "cannot renew the Lease: {reason}; trying again");
+                }
+            }
+        }
+    }
+
+    /// Waits until the watch shows that another holds the Lease, and gives its identity; None when `at` came first.
+    async fn taken(&self, at: Instant) -> Option<String> {
+        let by_another = |seen: Option<&Arc<Lease>>| {
+            let seen = seen.filter(|seen| is_newer(&***seen, self.known.as_deref()))?;
+            let other = holder(seen.spec.as_ref()).filter(|holder| *holder != self.identity)?;
+            Some(other.to_owned())
+        };
+        let other = self.watch.wait_for(&self.lease, at, by_another).await;
+        if other.is_none() {
+            // The watch ends before the term does when the process is stopped.
+            sleep_until(at).await;
+        }
+        other
+    }
+
+    /// Gives the Lease back, so that another replica need not wait.
+    async fn release(&mut self) {
+        let spec = released(self.spec());
+        match self.write(spec, Instant::now() + self.timings.attempt()).await {
+            Ok(()) => tracing::info!(lease = %self.lease, "gave the Lease back"),
+            Err(Refusal::Changed) => {}
+            Err(Refusal::Failed(reason)) => {
+                tracing::warn!(lease = %self.lease, "cannot give the Lease back: {reason}");
+            }
+        }
+    }
+
+    /// Replaces the Lease as it is known, or makes it.
+    async fn write(&mut self, spec: LeaseSpec, deadline: Instant) -> Result<(), Refusal> {
+        let lease = match self.known.as_deref() {
+            Some(known) => Lease { spec: Some(spec), ..known.clone() },
+            None => Lease {
+                metadata: ObjectMeta { name: Some(self.lease.name.clone()), ..ObjectMeta::default() },
+                spec: Some(spec),
+            },
+        };
+        let parameters = PostParams::default();
+        let written = async {
+            match self.known {
+                Some(_) => self.api.replace(&self.lease.name, &parameters, &lease).await,
+                None => self.api.create(&parameters, &lease).await,
+            }
+        };
+        match timeout_at(deadline, written).await {
+            Ok(Ok(lease)) => {
+                self.note(Some(Arc::new(lease)));
+                Ok(())
+            }
+            Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Err(Refusal::Changed),
+            Ok(Err(error)) => Err(Refusal::Failed(chain(&error))),
+            Err(_) => Err(Refusal::Failed(NO_ANSWER.to_owned())),
+        }
+    }
+
+    /// Reads the Lease from the API server; fails with a reason.
+    async fn read(&mut self, deadline: Instant) -> Result<(), String> {
+        match timeout_at(deadline, self.api.get_opt(&self.lease.name)).await {
+            Ok(Ok(lease)) => {
+                self.note(lease.map(Arc::new));
+                Ok(())
+            }
+            Ok(Err(error)) => Err(chain(&error)),
+            Err(_) => Err(NO_ANSWER.to_owned()),
+        }
+    }
+
+    /// Takes what was seen of the Lease, unless newer is known.
+    fn note(&mut self, seen: Option<Arc<Lease>>) {
+        if let (Some(seen), Some(known)) = (&seen, &self.known)
+            && !is_newer(&**seen, Some(&**known))
+        {
+            return;
+        }
+        if seen.as_ref().and_then(|seen| seen.spec.as_ref()) != self.spec() {
+            self.unchanged_since = Instant::now();
+        }
+        self.known = seen;
+    }
+
+    fn spec(&self) -> Option<&LeaseSpec> {
+        self.known.as_ref()?.spec.as_ref()
+    }
+
+    fn tell(&self, what: &str) {
+        let about = ObjectReference {
+            api_version: Some(Lease::api_version(&()).into_owned()),
+            kind: Some(Lease::kind(&()).into_owned()),
+            name: Some(self.lease.name.clone()),
+            namespace: Some(self.lease.namespace.clone()),
+            uid: self.known.as_ref().and_then(|lease| lease.metadata.uid.clone()),
+            ..ObjectReference::default()
+        };
+        self.events.normal(about, "Elect", "LeaderElection", format!("{} {what}", self.identity));
+    }
+}
+
+/// Does a step of `work` only before `until`. After a process stood still, its timers may fire later than its work goes
+/// on.
+async fn while_held<Work: Future>(until: &Mutex<Instant>, work: Work) -> Work::Output {
+    let mut work = pin!(work);
+    std::future::poll_fn(|context| {
+        if Instant::now() < *until.lock().unwrap_or_else(PoisonError::into_inner) {
+            work.as_mut().poll(context)
+        } else {
+            Poll::Pending
+        }
+    })
+    .await
+}
+
+/// The host's name, for people, and what no other process has.
+fn identity() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    format!("{}_{:016x}", host.trim(), fastrand::u64(..))
+}

@@ -1,0 +1,149 @@
+//! Whether a disk may be taken from its machine by force: where the guest says that the machine is lost, and the platform
+//! team lets that count.
+
+use std::sync::Arc;
+
+use crds::names::ANNOTATION_OUT_OF_SERVICE;
+use crds::{VirtualMachine, VolumeAttachment, virtual_machine_resource};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use kube::{Api, Client};
+use kube_kit::health::Check;
+use kube_kit::informer::{Informer, Key};
+use tokio::time::{Duration, Instant};
+use tokio_util::sync::CancellationToken;
+
+/// What to do about a machine that the guest says is lost, and that keeps a disk which is to leave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Fence {
+    /// Switch it off.
+    PowerOff,
+    /// Wait until it lets go of the disk, or is off.
+    Never,
+}
+
+/// The machines that are said to be lost; none where that doesn't count.
+#[derive(Debug, Clone)]
+pub(super) struct Lost(Option<Informer<VirtualMachine>>);
+
+impl Lost {
+    /// No machine is.
+    pub(super) fn none() -> Self {
+        Self(None)
+    }
+
+    /// Watches the machines; `changed` is told the key of each that is said to be lost from now on.
+    pub(super) fn watch(
+        client: &Client,
+        version: &str,
+        check: Check,
+        stop: &CancellationToken,
+        changed: impl Fn(&Key) + Send + Sync + 'static,
+    ) -> Self {
+        let api = Api::all_with(client.clone(), &virtual_machine_resource(version));
+        let machines = Informer::builder(format!("VirtualMachines ({version})"), api)
+            .trim(trim)
+            .on_change(move |change| {
+                let said = |machine: Option<&Arc<VirtualMachine>>| machine.is_some_and(|one| is_said(one));
+                if said(change.new) && !said(change.old) {
+                    changed(change.key);
+                }
+            })
+            .start(check, stop.clone());
+        Self(Some(machines))
+    }
+
+    /// Whether an order's machine is said to be lost.
+    pub(super) fn has_machine_of(&self, order: &VolumeAttachment) -> bool {
+        let machine = self
+            .0
+            .as_ref()
+            .zip(machine_of(order))
+            .and_then(|(machines, owner)| machines.get(&key(order, owner)));
+        is_lost(order, machine.as_deref())
+    }
+
+    /// Waits until an order's machine is said to be lost, or for ever.
+    pub(super) async fn gets_machine_of(&self, order: &VolumeAttachment) {
+        if let Some((machines, owner)) = self.0.as_ref().zip(machine_of(order)) {
+            let far = Instant::now() + Duration::from_secs(24 * 60 * 60);
+            let said = |machine: Option<&Arc<VirtualMachine>>| {
+                is_lost(order, machine.map(|machine| &**machine)).then_some(())
+            };
+            if machines.wait_for(&key(order, owner), far, said).await.is_some() {
+                return;
+            }
+        }
+        std::future::pending::<()>().await;
+    }
+}
+
+/// The machine that an order was made for.
+pub(super) fn machine_of(order: &VolumeAttachment) -> Option<&OwnerReference> {
+    let owners = order.metadata.owner_references.as_deref().unwrap_or_default();
+    owners.iter().find(|owner| owner.kind == "VirtualMachine")
+}
+
+fn key(order: &VolumeAttachment, owner: &OwnerReference) -> Key {
+    Key::new(order.metadata.namespace.clone().unwrap_or_default(), owner.name.clone())
+}
+
+/// Whether it is the order's own machine that is said to be lost, and not another of its name.
+fn is_lost(order: &VolumeAttachment, machine: Option<&VirtualMachine>) -> bool {
+    let owner = machine_of(order).map(|owner| &owner.uid);
+    machine.is_some_and(|machine| owner == machine.metadata.uid.as_ref() && is_said(machine))
+}
+
+fn is_said(machine: &VirtualMachine) -> bool {
+    let annotations = machine.metadata.annotations.as_ref();
+    annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
+}
+
+/// Keeps identity, and whether it is said to be lost.
+fn trim(machine: &mut VirtualMachine) {
+    if let Some(annotations) = &mut machine.metadata.annotations {
+        annotations.retain(|name, _| name == ANNOTATION_OUT_OF_SERVICE);
+    }
+    machine.metadata.labels = None;
+    machine.metadata.owner_references = None;
+    machine.spec.volumes = Vec::new();
+    machine.status = None;
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn machine(uid: &str, annotations: serde_json::Value) -> VirtualMachine {
+        serde_json::from_value(json!({
+            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "spec": {},
+            "metadata": {"name": "vm", "namespace": "guest", "uid": uid, "annotations": annotations},
+        }))
+        .unwrap()
+    }
+
+    fn order() -> VolumeAttachment {
+        let owner = json!({
+            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1",
+        });
+        serde_json::from_value(json!({
+            "metadata": {"name": "vm-1", "namespace": "guest", "ownerReferences": [owner]},
+            "spec": {"nodeUUID": "u", "volumeName": "data"},
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn only_the_orders_own_machine_is_lost_when_it_is_said_of_it_and_where_that_counts() {
+        let said = json!({ANNOTATION_OUT_OF_SERVICE: "n1"});
+        let lost = |machines: Vec<VirtualMachine>| Lost(Some(Informer::fixed(machines)));
+        assert!(lost(vec![machine("u1", said.clone())]).has_machine_of(&order()));
+        assert!(!lost(vec![machine("u1", json!({"other": "x"}))]).has_machine_of(&order()));
+        assert!(!lost(vec![machine("u2", said.clone())]).has_machine_of(&order()));
+        assert!(!lost(Vec::new()).has_machine_of(&order()));
+        assert!(!Lost::none().has_machine_of(&order()));
+        let ownerless = VolumeAttachment { metadata: Default::default(), ..order() };
+        assert!(!lost(vec![machine("u1", said)]).has_machine_of(&ownerless));
+    }
+}

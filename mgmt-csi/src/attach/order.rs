@@ -1,0 +1,117 @@
+//! A `VolumeAttachment` as this driver keeps it, and what it says.
+
+use crds::VolumeAttachment;
+use crds::names::FINALIZER_DETACH;
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::Resource;
+use serde_json::json;
+
+use super::fence::machine_of;
+
+/// Keeps what this driver reads.
+pub(super) fn trim(order: &mut VolumeAttachment) {
+    let meta = std::mem::take(&mut order.metadata);
+    order.metadata = ObjectMeta {
+        name: meta.name,
+        namespace: meta.namespace,
+        uid: meta.uid,
+        resource_version: meta.resource_version,
+        generation: meta.generation,
+        deletion_timestamp: meta.deletion_timestamp,
+        finalizers: meta.finalizers,
+        owner_references: meta.owner_references,
+        ..Default::default()
+    };
+}
+
+/// Whether the disk was told to be plugged.
+pub(super) fn is_attached(order: &VolumeAttachment) -> bool {
+    order.status.as_ref().is_some_and(|status| status.attached)
+}
+
+/// Whether it has this driver's finalizer.
+pub(super) fn is_held(order: &VolumeAttachment) -> bool {
+    order.metadata.finalizers.as_deref().unwrap_or_default().iter().any(|one| one == FINALIZER_DETACH)
+}
+
+/// Whether it was carried out, as far as it says itself, so that only the infra can tell of something to do.
+pub(crate) fn is_carried_out(order: &VolumeAttachment) -> bool {
+    let answered = |status: &crds::VolumeAttachmentStatus| {
+        status.attached && status.error.is_none() && status.observed_generation == order.metadata.generation
+    };
+    order.metadata.deletion_timestamp.is_none()
+        && is_held(order)
+        && order.status.as_ref().is_some_and(answered)
+}
+
+/// The machine in the words of people, who know its name, and of the infra, which knows its UUID.
+pub(super) fn machine(order: &VolumeAttachment) -> String {
+    match machine_of(order) {
+        Some(owner) => format!("VirtualMachine {} ({})", owner.name, order.spec.node_uuid),
+        None => format!("machine {}", order.spec.node_uuid),
+    }
+}
+
+/// What an event about it refers to.
+pub(super) fn reference(order: &VolumeAttachment) -> ObjectReference {
+    ObjectReference {
+        api_version: Some(VolumeAttachment::api_version(&()).into_owned()),
+        kind: Some(VolumeAttachment::kind(&()).into_owned()),
+        name: order.metadata.name.clone(),
+        namespace: order.metadata.namespace.clone(),
+        uid: order.metadata.uid.clone(),
+        resource_version: order.metadata.resource_version.clone(),
+        ..Default::default()
+    }
+}
+
+/// Makes a patch fail when the name stands for another object by now.
+pub(super) fn same_object(order: &VolumeAttachment) -> serde_json::Value {
+    json!({"op": "test", "path": "/metadata/uid", "value": order.metadata.uid})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_is_carried_out_when_it_is_held_answered_and_wanted_as_it_is() {
+        let order = |metadata: serde_json::Value, status: serde_json::Value| -> VolumeAttachment {
+            let spec = json!({"nodeUUID": "n", "volumeName": "data"});
+            let mut order: VolumeAttachment =
+                serde_json::from_value(json!({"metadata": metadata, "spec": spec, "status": status}))
+                    .unwrap();
+            order.metadata.name = Some("a".into());
+            order
+        };
+        let held = || json!({"generation": 1, "finalizers": [FINALIZER_DETACH]});
+        let told = json!({"attached": true, "diskUUID": "d", "observedGeneration": 1});
+        assert!(is_carried_out(&order(held(), told.clone())));
+        assert!(!is_carried_out(&order(json!({"generation": 1}), told.clone())));
+        assert!(!is_carried_out(&order(held(), json!({"attached": true, "observedGeneration": 0}))));
+        assert!(!is_carried_out(&order(held(), json!({"attached": false, "observedGeneration": 1}))));
+        assert!(!is_carried_out(&order(held(), json!(null))));
+        let mut leaving = held();
+        leaving["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+        assert!(!is_carried_out(&order(leaving, told)));
+    }
+
+    #[test]
+    fn what_is_kept_of_an_order_is_enough_to_carry_it_out() {
+        let mut order: VolumeAttachment = serde_json::from_value(json!({
+            "metadata": {
+                "name": "a", "namespace": "guest", "uid": "u", "generation": 1, "labels": {"l": "v"},
+                "annotations": {"k": "v"}, "creationTimestamp": "2026-01-01T00:00:00Z",
+                "finalizers": [FINALIZER_DETACH],
+                "ownerReferences": [{"apiVersion": "v1", "kind": "VirtualMachine", "name": "vm", "uid": "m"}],
+            },
+            "spec": {"nodeUUID": "n", "volumeName": "data"},
+            "status": {"attached": true, "diskUUID": "d", "observedGeneration": 1},
+        }))
+        .unwrap();
+        trim(&mut order);
+        assert!(is_carried_out(&order) && machine_of(&order).is_some());
+        assert!(order.metadata.labels.is_none() && order.metadata.annotations.is_none());
+    }
+}

@@ -1,0 +1,207 @@
+use std::collections::HashSet;
+use std::convert::Infallible;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_trait::async_trait;
+use futures::future::join_all;
+use futures::stream::BoxStream;
+use http::{Request, Response};
+use infra_api::{
+    AttachmentSpec, Capacity, CapacityQuery, Event, List, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec,
+    Volume, VolumeId, VolumeSize, VolumeSpec,
+};
+use kube::client::Body;
+use prometheus_client::registry::Registry;
+use tokio::sync::Barrier;
+use tokio::time::{Instant as Deadline, timeout};
+
+use super::super::turns::AT_ONCE;
+use super::*;
+use crate::cluster::Cluster;
+use crate::infra::{CreateError, DeleteError, GrowError, LimitError, Named, SnapshotError, order_of};
+
+const NODE: &str = "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
+const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
+const NEXT_UID: &str = "8f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
+/// The one whose disk leaves.
+const LAST: &str = "last";
+
+/// An order whose disk is to leave, or the next one of its name.
+fn order(name: &str, uid: &str, version: &str) -> VolumeAttachment {
+    serde_json::from_value(json!({
+        "metadata": {
+            "name": name, "namespace": "guest", "uid": uid, "resourceVersion": version,
+            "deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": [FINALIZER_DETACH],
+        },
+        "spec": {"nodeUUID": NODE, "volumeName": name},
+        "status": {"attached": true, "diskUUID": UID},
+    }))
+    .unwrap()
+}
+
+/// An infra whose detaches all fail but one, and whose orders are gone by the time they do.
+struct Failing {
+    orders: Arc<Latest<VolumeAttachment>>,
+    asked: Mutex<HashSet<String>>,
+    all_asked: Barrier,
+    left: AtomicBool,
+}
+
+#[async_trait]
+impl StorageInfra for Failing {
+    async fn detach(&self, id: &AttachmentId, _: bool, _: Duration) -> Result<(), DetachError> {
+        let Some(Named::Order(key)) = order_of(id) else { panic!("{id} is no order's") };
+        if key.name == LAST {
+            self.left.store(true, Ordering::SeqCst);
+            return Ok(());
+        }
+        if self.asked.lock().unwrap().insert(key.name.clone()) {
+            self.all_asked.wait().await;
+            self.orders.changed(order(&key.name, NEXT_UID, "2"));
+        }
+        Err(DetachError(Trouble::Failed("busy".to_owned())))
+    }
+
+    async fn create_volume(&self, _: &VolumeId, _: &VolumeSpec, _: Deadline) -> Result<Volume, CreateError> {
+        unreachable!()
+    }
+
+    async fn delete_volume(&self, _: &VolumeId, _: Deadline) -> Result<(), DeleteError> {
+        unreachable!()
+    }
+
+    async fn get_volume(&self, _: &VolumeId, _: Deadline) -> Result<Option<Volume>, ReadError> {
+        unreachable!()
+    }
+
+    async fn list_volumes(
+        &self,
+        _: Option<u32>,
+        _: Option<&str>,
+        _: Deadline,
+    ) -> Result<List<Volume>, ReadError> {
+        unreachable!()
+    }
+
+    async fn grow_volume(&self, _: &VolumeId, _: &VolumeSize, _: Deadline) -> Result<Volume, GrowError> {
+        unreachable!()
+    }
+
+    async fn limit_volume(&self, _: &VolumeId, _: &Qos, _: Deadline) -> Result<Volume, LimitError> {
+        unreachable!()
+    }
+
+    async fn create_snapshot(
+        &self,
+        _: &SnapshotId,
+        _: &SnapshotSpec,
+        _: Deadline,
+    ) -> Result<Snapshot, SnapshotError> {
+        unreachable!()
+    }
+
+    async fn delete_snapshot(&self, _: &SnapshotId, _: Deadline) -> Result<(), DeleteError> {
+        unreachable!()
+    }
+
+    async fn get_snapshot(&self, _: &SnapshotId, _: Deadline) -> Result<Option<Snapshot>, ReadError> {
+        unreachable!()
+    }
+
+    async fn list_snapshots(
+        &self,
+        _: Option<&VolumeId>,
+        _: Option<u32>,
+        _: Option<&str>,
+        _: Deadline,
+    ) -> Result<List<Snapshot>, ReadError> {
+        unreachable!()
+    }
+
+    async fn list_pools(&self, _: Deadline) -> Result<Vec<Pool>, ReadError> {
+        unreachable!()
+    }
+
+    async fn capacity(&self, _: &CapacityQuery, _: Deadline) -> Result<Capacity, ReadError> {
+        unreachable!()
+    }
+
+    async fn attach(
+        &self,
+        _: &AttachmentId,
+        _: &AttachmentSpec,
+        _: Option<&AttachmentId>,
+        _: Duration,
+    ) -> Result<Uuid, AttachError> {
+        unreachable!()
+    }
+
+    async fn list_attachments(&self, _: Option<Uuid>, _: Deadline) -> Result<Vec<Attachment>, ReadError> {
+        unreachable!()
+    }
+
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble> {
+        unreachable!()
+    }
+
+    async fn ping(&self) -> Result<(), Trouble> {
+        unreachable!()
+    }
+}
+
+/// An API server that has nothing.
+fn empty() -> Client {
+    let status =
+        json!({"kind": "Status", "status": "Failure", "reason": "NotFound", "message": "", "code": 404});
+    let service = tower::service_fn(move |_: Request<Body>| {
+        let answer = Response::builder().status(404).body(Body::from(status.to_string().into_bytes()));
+        async move { Ok::<_, Infallible>(answer.unwrap()) }
+    });
+    Client::new(service, "guest")
+}
+
+#[tokio::test(start_paused = true)]
+async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
+    let mut names: Vec<String> = (0..AT_ONCE).map(|n| format!("order-{n}")).collect();
+    names.push(LAST.to_owned());
+    let orders = names.iter().map(|name| order(name, UID, "1"));
+    let orders = Arc::new(Latest::new(Informer::fixed(orders)));
+    let infra = Arc::new(Failing {
+        orders: orders.clone(),
+        asked: Mutex::default(),
+        all_asked: Barrier::new(AT_ONCE),
+        left: AtomicBool::new(false),
+    });
+    let client = empty();
+    let cluster = Cluster::new(&client);
+    let reconciler = Reconciler {
+        events: Events::new(client.clone(), "mgmt-csi"),
+        client,
+        infra: infra.clone(),
+        orders,
+        claims: cluster.claims(),
+        volumes: cluster.volumes(),
+        memories: Arc::default(),
+        turns: Turns::default(),
+        requests: Semaphore::new(AT_ONCE),
+        lost: Lost::none(),
+        metrics: Metrics::register(&mut Registry::default()),
+        stop: CancellationToken::new(),
+    };
+    let keys: Vec<Key> = names.iter().map(|name| Key::new("guest", name)).collect();
+    let passes = join_all(keys.iter().map(|key| reconciler.reconcile(key)));
+    for pass in timeout(2 * WAIT, passes).await.expect("they wait for each other's turns") {
+        assert_eq!(pass.unwrap(), Next::Wait);
+    }
+    assert!(infra.left.load(Ordering::SeqCst));
+}
+
+#[test]
+fn an_order_that_waits_is_small() {
+    fn size<'a, F: Future>(_: impl Fn(&'a Reconciler, &'a Key) -> F) -> usize {
+        size_of::<F>()
+    }
+    let size = size(Reconciler::reconcile);
+    assert!(size <= 2048, "{size} bytes");
+}

@@ -1,0 +1,129 @@
+//! What is to be published, from the classes and the pools. Pure.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use crds::names::MANAGEMENT_DRIVER;
+use infra_api::{Placement, Pool, ZONE_LABEL};
+use k8s_openapi::api::storage::v1::StorageClass;
+
+use crate::controller::parameters::Parameters;
+
+/// What new volumes of one class can have in one zone.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) class: String,
+    /// None: what can be reached from everywhere.
+    pub(super) zone: Option<String>,
+    /// The sum over all pools.
+    pub(super) free_bytes: u64,
+    /// The largest volume.
+    pub(super) max_volume_bytes: u64,
+}
+
+/// One entry per class of this driver and zone, and one without zone where there are pools without zone, or none at
+/// all.
+pub(super) fn wanted(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
+    let mut zones: BTreeSet<Option<&str>> = pools.iter().map(zone_of).collect();
+    if zones.is_empty() {
+        zones.insert(None);
+    }
+    let ours = classes.iter().filter(|class| class.provisioner == MANAGEMENT_DRIVER);
+    let entry = |class: &StorageClass, zone: Option<&str>| {
+        // A class that no volume can be made of has no capacity.
+        let parameters = class.parameters.clone().unwrap_or_default().into_iter().collect();
+        let placement = Parameters::read(&parameters).ok().map(|read| read.placement);
+        let free = || {
+            let takes =
+                |pool: &&Pool| placement.as_ref().is_some_and(|placement| takes(pool, placement, zone));
+            pools.iter().filter(takes).map(|pool| pool.free_bytes)
+        };
+        Entry {
+            class: class.metadata.name.clone().unwrap_or_default(),
+            zone: zone.map(str::to_owned),
+            free_bytes: free().sum(),
+            max_volume_bytes: free().max().unwrap_or_default(),
+        }
+    };
+    ours.flat_map(|class| zones.iter().map(move |zone| entry(class, *zone))).collect()
+}
+
+/// Whether the pool takes new volumes that are placed so, by the rules of the infra's `GET /v1/capacity`.
+fn takes(pool: &Pool, placement: &Placement, zone: Option<&str>) -> bool {
+    pool.healthy
+        && !pool.cordoned
+        && placement.pool.as_ref().is_none_or(|name| *name == pool.name)
+        && placement.pool_labels.iter().all(|(key, value)| pool.labels.get(key) == Some(value))
+        && zone_of(pool).is_none_or(|own| Some(own) == zone)
+}
+
+fn zone_of(pool: &Pool) -> Option<&str> {
+    pool.labels.get(ZONE_LABEL).map(String::as_str)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn pool(name: &str, zone: Option<&str>, free: u64) -> Pool {
+        let mut labels = json!({"tier": name});
+        if let Some(zone) = zone {
+            labels[ZONE_LABEL] = json!(zone);
+        }
+        serde_json::from_value(json!({
+            "name": name, "engine": "file", "path": "/p", "labels": labels, "cordoned": false, "healthy": true,
+            "capacityBytes": 100, "reservedBytes": 0, "usedBytes": 0, "freeBytes": free, "reflink": true,
+        }))
+        .unwrap()
+    }
+
+    fn class(name: &str, provisioner: &str, parameters: serde_json::Value) -> Arc<StorageClass> {
+        let class = json!({"metadata": {"name": name}, "provisioner": provisioner, "parameters": parameters});
+        Arc::new(serde_json::from_value(class).unwrap())
+    }
+
+    fn numbers(entries: &[Entry]) -> Vec<(&str, Option<&str>, u64, u64)> {
+        entries
+            .iter()
+            .map(|e| (e.class.as_str(), e.zone.as_deref(), e.free_bytes, e.max_volume_bytes))
+            .collect()
+    }
+
+    #[test]
+    fn each_class_has_an_entry_per_zone_with_the_pools_that_it_and_the_zone_reach() {
+        let pools =
+            [pool("a1", Some("a"), 5), pool("a2", Some("a"), 7), pool("b", Some("b"), 9), pool("x", None, 3)];
+        let classes = [
+            class("any", MANAGEMENT_DRIVER, json!({})),
+            class("one", MANAGEMENT_DRIVER, json!({"pool": "b"})),
+            class("foreign", "other", json!({})),
+        ];
+        assert_eq!(
+            numbers(&wanted(&classes, &pools)),
+            [
+                ("any", None, 3, 3),
+                ("any", Some("a"), 15, 7),
+                ("any", Some("b"), 12, 9),
+                ("one", None, 0, 0),
+                ("one", Some("a"), 0, 0),
+                ("one", Some("b"), 9, 9),
+            ]
+        );
+    }
+
+    #[test]
+    fn pools_that_take_nothing_and_classes_of_which_no_volume_can_be_made_have_no_capacity() {
+        let classes = [
+            class("any", MANAGEMENT_DRIVER, json!({"pool.tier": "p"})),
+            class("bad", MANAGEMENT_DRIVER, json!({"replicas": "3"})),
+        ];
+        let (mut cordoned, mut sick) = (pool("p", None, 5), pool("p", None, 5));
+        cordoned.cordoned = true;
+        sick.healthy = false;
+        let pools = [cordoned, sick, pool("p", None, 4), pool("q", None, 8)];
+        assert_eq!(numbers(&wanted(&classes, &pools)), [("any", None, 4, 4), ("bad", None, 0, 0)]);
+        assert_eq!(numbers(&wanted(&classes[..1], &[])), [("any", None, 0, 0)]);
+    }
+}

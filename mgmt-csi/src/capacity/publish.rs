@@ -1,0 +1,125 @@
+//! Makes the objects say what they should, writing only what differs.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crds::names::{LABEL_ZONE, MANAGEMENT_DRIVER};
+use k8s_openapi::api::storage::v1::CSIStorageCapacity;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use kube::{Api, ResourceExt};
+use kube_kit::client::chain;
+use kube_kit::informer::Informer;
+use kube_kit::quantity;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::compute::Entry;
+
+/// Label by which this driver knows its own objects, and its value.
+const MANAGED_BY: (&str, &str) = ("nestor.dev/managed-by", "mgmt-csi");
+/// Label that csi-provisioner also sets, for people who look.
+const DRIVER_NAME: &str = "csi.storage.k8s.io/drivername";
+
+/// Selects this driver's own objects.
+pub(super) fn selector() -> String {
+    format!("{}={}", MANAGED_BY.0, MANAGED_BY.1)
+}
+
+/// Writes to one namespace.
+pub(super) struct Publisher {
+    pub(super) api: Api<CSIStorageCapacity>,
+    pub(super) published: Informer<CSIStorageCapacity>,
+}
+
+impl Publisher {
+    /// Creates, changes and removes objects. Goes on after a failure, and gives the last one.
+    pub(super) async fn publish(&self, entries: Vec<Entry>) -> Result<(), String> {
+        let wanted: HashMap<String, Entry> = entries.into_iter().map(|entry| (name(&entry), entry)).collect();
+        let published = self.published.list();
+        let mut outcome = Ok(());
+        for old in &published {
+            if !wanted.contains_key(&old.name_any()) {
+                let removed = self.api.delete(&old.name_any(), &DeleteParams::default()).await;
+                keep(&mut outcome, "remove", &old.name_any(), removed.map(drop));
+            }
+        }
+        for (name, entry) in &wanted {
+            let old = published.iter().find(|old| old.name_any() == *name);
+            let written = match old {
+                Some(old) if says(old, entry) => continue,
+                Some(_) => {
+                    let patch = Patch::Merge(json!({
+                        "capacity": number(entry.free_bytes),
+                        "maximumVolumeSize": number(entry.max_volume_bytes),
+                    }));
+                    self.api.patch(name, &PatchParams::default(), &patch).await
+                }
+                None => self.api.create(&PostParams::default(), &object(name, entry)).await,
+            };
+            keep(&mut outcome, "write", name, written.map(drop));
+        }
+        outcome
+    }
+}
+
+/// Remembers a failure. One that says that another replica was faster is none: the watch tells what it wrote.
+fn keep(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::Result<()>) {
+    match result {
+        Ok(()) => {}
+        Err(kube::Error::Api(status)) if status.is_already_exists() || status.is_not_found() => {}
+        Err(error) => *outcome = Err(format!("cannot {what} CSIStorageCapacity {name}: {}", chain(&error))),
+    }
+}
+
+/// The same for the same class and zone. A class's name has no slash.
+fn name(entry: &Entry) -> String {
+    let source = format!("{}/{}", entry.class, entry.zone.as_deref().unwrap_or_default());
+    let hash: String = Sha256::digest(source.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("nestor-{}", &hash[..32])
+}
+
+fn says(object: &CSIStorageCapacity, entry: &Entry) -> bool {
+    object.capacity.as_ref().and_then(quantity::value) == Some(entry.free_bytes)
+        && object.maximum_volume_size.as_ref().and_then(quantity::value) == Some(entry.max_volume_bytes)
+}
+
+fn object(name: &str, entry: &Entry) -> CSIStorageCapacity {
+    let label = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+    let zone = entry.zone.as_ref().map(|zone| BTreeMap::from([(LABEL_ZONE.to_owned(), zone.clone())]));
+    CSIStorageCapacity {
+        metadata: ObjectMeta {
+            name: Some(name.to_owned()),
+            labels: Some([label(MANAGED_BY), label((DRIVER_NAME, MANAGEMENT_DRIVER))].into()),
+            ..Default::default()
+        },
+        storage_class_name: entry.class.clone(),
+        capacity: Some(number(entry.free_bytes)),
+        maximum_volume_size: Some(number(entry.max_volume_bytes)),
+        // An empty selector is every node.
+        node_topology: Some(LabelSelector { match_labels: zone, match_expressions: None }),
+    }
+}
+
+fn number(bytes: u64) -> Quantity {
+    Quantity(bytes.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_says_what_its_entry_says_however_the_api_server_writes_numbers() {
+        let mut entry = Entry { class: "c".into(), zone: None, free_bytes: 5000, max_volume_bytes: 1 << 30 };
+        let mut published = object(&name(&entry), &entry);
+        published.capacity = Some(Quantity("5k".into()));
+        assert!(says(&published, &entry));
+        assert_eq!(published.node_topology, Some(LabelSelector::default()));
+        entry.max_volume_bytes += 1;
+        assert!(!says(&published, &entry));
+        let everywhere = name(&entry);
+        entry.zone = Some("a".into());
+        assert_ne!(name(&entry), everywhere);
+    }
+}

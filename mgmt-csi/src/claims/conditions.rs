@@ -1,0 +1,245 @@
+//! Which volumes are not well, as the infra says: read once, and then kept up by its events.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use infra_api::{Change, Event, EventKind, Volume, VolumeId};
+use kube_kit::informer::Key;
+use kube_kit::queue::{Next, Queue};
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use tokio::time::Instant;
+
+use super::bound::Bound;
+use crate::infra::{News, ReadError, StorageInfra};
+
+/// How long the infra may take for one answer.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// What to read of the infra.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) enum Look {
+    Everything,
+    One(VolumeId),
+}
+
+impl fmt::Display for Look {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Everything => f.write_str("all volumes of the storage infra"),
+            Self::One(id) => write!(f, "volume {id} of the storage infra"),
+        }
+    }
+}
+
+/// What is to be read after each of the infra's news. A pool that fails is told of by each of its volumes.
+pub(super) fn news(
+    looks: Queue<Look>,
+    conditions: Conditions,
+    bound: Bound,
+) -> impl Fn(News<'_>) + Send + Sync + use<> {
+    move |news| match news {
+        News::Everything => looks.push(Look::Everything),
+        News::One(Event { kind: EventKind::Volume, id, change }) => {
+            let Ok(id) = VolumeId::new(id.as_str()) else { return };
+            // In the normal life of a volume, these two say nothing of how it is.
+            let says_nothing = match change {
+                Change::Created => true,
+                Change::Deleted => bound.claims_of(&id).is_empty(),
+                Change::Updated => false,
+            };
+            if !says_nothing || conditions.of(id.as_str()) != Condition::Normal {
+                looks.push(Look::One(id));
+            }
+        }
+        News::One(_) => {}
+    }
+}
+
+/// Whether one volume is well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Condition {
+    /// The infra was not asked yet.
+    Unknown,
+    Normal,
+    /// And what is wrong.
+    Abnormal(String),
+}
+
+/// The volumes that are not well, and why; nothing at all before the first look.
+#[derive(Debug, Clone)]
+pub(super) struct Conditions {
+    abnormal: Arc<RwLock<Option<HashMap<VolumeId, String>>>>,
+    count: Gauge,
+}
+
+impl Conditions {
+    pub(super) fn register(registry: &mut Registry) -> Self {
+        let count = Gauge::default();
+        registry.register(
+            "volumes_abnormal",
+            "Volumes that are not well, as the storage infra says, or that it has lost",
+            count.clone(),
+        );
+        Self { abnormal: Arc::default(), count }
+    }
+
+    pub(super) fn of(&self, handle: &str) -> Condition {
+        let abnormal = self.abnormal.read().unwrap_or_else(PoisonError::into_inner);
+        let Some(abnormal) = abnormal.as_ref() else { return Condition::Unknown };
+        let message = VolumeId::new(handle).ok().and_then(|id| abnormal.get(&id).cloned());
+        message.map_or(Condition::Normal, Condition::Abnormal)
+    }
+
+    /// Reads, and asks for a look at the claims whose volume's condition is another than before. After the very first
+    /// reading that can be any, by what an earlier process wrote.
+    pub(super) async fn look(
+        &self,
+        infra: &dyn StorageInfra,
+        look: Look,
+        bound: &Bound,
+        claims: &Queue<Key>,
+    ) -> Result<Next, ReadError> {
+        let changed = match look {
+            Look::Everything => {
+                // Before the volumes are read: what is bound by now is there by then.
+                let expected = bound.ids();
+                self.replace(read_all(infra, expected).await?)
+            }
+            Look::One(id) => {
+                let trouble = read_one(infra, &id, bound).await?;
+                Some(if self.put(&id, trouble) { vec![id] } else { Vec::new() })
+            }
+        };
+        let keys: Vec<Key> = match changed {
+            Some(volumes) => volumes.iter().flat_map(|id| bound.claims_of(id)).collect(),
+            None => bound.claims.informer().list().iter().map(|claim| Key::of(&**claim)).collect(),
+        };
+        for key in keys {
+            claims.push(key);
+        }
+        Ok(Next::Wait)
+    }
+
+    /// Asks the infra itself whether what is known of a volume is so now.
+    pub(super) async fn is_so(
+        &self,
+        infra: &dyn StorageInfra,
+        id: &VolumeId,
+        bound: &Bound,
+    ) -> Result<bool, ReadError> {
+        let known = self.of(id.as_str());
+        let trouble = read_one(infra, id, bound).await?;
+        Ok(known == trouble.map_or(Condition::Normal, Condition::Abnormal))
+    }
+
+    /// Forgets a volume that nothing in the cluster names any more.
+    pub(super) fn forget(&self, handle: &str) {
+        if let Ok(id) = VolumeId::new(handle) {
+            self.put(&id, None);
+        }
+    }
+
+    /// The volumes that changed; None when nothing was known before.
+    fn replace(&self, now: HashMap<VolumeId, String>) -> Option<Vec<VolumeId>> {
+        let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
+        let before = abnormal.replace(now.clone());
+        self.count.set(i64::try_from(now.len()).unwrap_or(i64::MAX));
+        let before = before?;
+        let differs = |id: &&VolumeId| before.get(*id) != now.get(*id);
+        let gone = before.keys().filter(|id| !now.contains_key(*id));
+        Some(now.keys().filter(differs).chain(gone).cloned().collect())
+    }
+
+    /// Whether that is new. Before the first look at everything it is not kept: that look is to come.
+    fn put(&self, id: &VolumeId, trouble: Option<String>) -> bool {
+        let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
+        let Some(abnormal) = abnormal.as_mut() else { return false };
+        let before = match trouble.clone() {
+            Some(message) => abnormal.insert(id.clone(), message),
+            None => abnormal.remove(id),
+        };
+        self.count.set(i64::try_from(abnormal.len()).unwrap_or(i64::MAX));
+        before != trouble
+    }
+}
+
+/// What is wrong with a volume now, if anything is.
+async fn read_one(
+    infra: &dyn StorageInfra,
+    id: &VolumeId,
+    bound: &Bound,
+) -> Result<Option<String>, ReadError> {
+    Ok(match infra.get_volume(id, Instant::now() + ANSWER).await? {
+        Some(volume) => trouble_of(&volume),
+        // Nobody deletes the volume of a claim that is there.
+        None => (!bound.claims_of(id).is_empty()).then(|| lost(id)),
+    })
+}
+
+/// Reads all volumes; an `expected` one that is not among them is lost.
+async fn read_all(
+    infra: &dyn StorageInfra,
+    mut expected: HashSet<VolumeId>,
+) -> Result<HashMap<VolumeId, String>, ReadError> {
+    let mut abnormal = HashMap::new();
+    let mut next: Option<String> = None;
+    loop {
+        let page = infra.list_volumes(None, next.as_deref(), Instant::now() + ANSWER).await?;
+        for volume in page.items {
+            expected.remove(&volume.id);
+            if let Some(trouble) = trouble_of(&volume) {
+                abnormal.insert(volume.id, trouble);
+            }
+        }
+        next = page.next;
+        if next.is_none() {
+            abnormal.extend(expected.into_iter().map(|id| (id.clone(), lost(&id))));
+            return Ok(abnormal);
+        }
+    }
+}
+
+fn lost(id: &VolumeId) -> String {
+    format!(
+        "the storage infra has no volume {id} any more: somebody deleted it there, or its catalog was restored"
+    )
+}
+
+/// What is wrong with a volume, if anything is.
+fn trouble_of(volume: &Volume) -> Option<String> {
+    let condition = &volume.condition;
+    let silent = || "the storage infra does not say why".to_owned();
+    (!condition.healthy).then(|| condition.message.clone().unwrap_or_else(silent))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(name: &str) -> VolumeId {
+        VolumeId::new(name).unwrap()
+    }
+
+    #[test]
+    fn only_what_changed_is_told_and_nothing_is_known_before_the_first_look() {
+        let conditions = Conditions::register(&mut Registry::default());
+        assert!(!conditions.put(&id("a"), Some("broken".into())));
+        assert_eq!(conditions.of("a"), Condition::Unknown);
+        assert_eq!(conditions.replace([(id("a"), "broken".into())].into()), None);
+        assert_eq!(conditions.of("a"), Condition::Abnormal("broken".into()));
+        assert_eq!(conditions.of("b"), Condition::Normal);
+
+        assert!(!conditions.put(&id("a"), Some("broken".into())));
+        assert!(conditions.put(&id("b"), Some("gone".into())));
+        assert_eq!(conditions.count.get(), 2);
+        let now = [(id("b"), "gone".into()), (id("c"), "gone".into())].into();
+        let mut changed = conditions.replace(now).unwrap();
+        changed.sort();
+        assert_eq!(changed, [id("a"), id("c")]);
+        assert!(conditions.put(&id("b"), None));
+        assert_eq!((conditions.of("b"), conditions.count.get()), (Condition::Normal, 1));
+    }
+}

@@ -1,0 +1,178 @@
+//! What is to be written to one claim, without I/O.
+
+use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::conditions::Condition;
+use crate::cluster::{annotation, is_bound_back};
+
+/// The value of the annotation, and of the policy that it repeats.
+const RETAIN: &str = "Retain";
+/// Reasons of the condition and of the events.
+pub(super) const ABNORMAL: &str = "VolumeConditionAbnormal";
+pub(super) const NORMAL: &str = "VolumeConditionNormal";
+
+/// What is to be written; mostly nothing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Changes {
+    /// The annotation's new value, or that it goes.
+    pub(super) reclaim_policy: Option<Option<&'static str>>,
+    /// The condition.
+    pub(super) healthy: Option<PersistentVolumeClaimCondition>,
+}
+
+/// Compares what the claim says with what is so. `volume` is that which the claim names.
+pub(super) fn changes(
+    claim: &PersistentVolumeClaim,
+    volume: &PersistentVolume,
+    condition: &Condition,
+    now: &Time,
+) -> Changes {
+    if !volume.spec.as_ref().is_some_and(|spec| is_bound_back(spec, claim)) {
+        return Changes::default();
+    }
+    let wanted = is_kept(volume).then_some(RETAIN);
+    let told = annotation(claim, ANNOTATION_RECLAIM_POLICY);
+    Changes {
+        reclaim_policy: (told != wanted).then_some(wanted),
+        healthy: healthy(told_condition(claim), condition, now),
+    }
+}
+
+/// Whether the volume stays when its claim goes.
+pub(super) fn is_kept(volume: &PersistentVolume) -> bool {
+    volume.spec.as_ref().and_then(|spec| spec.persistent_volume_reclaim_policy.as_deref()) == Some(RETAIN)
+}
+
+/// The condition to write, if what is told is not so. A volume that was always well has none.
+fn healthy(
+    told: Option<&PersistentVolumeClaimCondition>,
+    condition: &Condition,
+    now: &Time,
+) -> Option<PersistentVolumeClaimCondition> {
+    let was = told.map(|told| told.status.as_str());
+    let (status, reason, message) = match condition {
+        Condition::Unknown => return None,
+        Condition::Normal if was.is_none_or(|was| was == "True") => return None,
+        Condition::Normal => ("True", NORMAL, "the volume is well again"),
+        Condition::Abnormal(message) => ("False", ABNORMAL, message.as_str()),
+    };
+    if let Some(told) = told
+        && told.status == status
+        && told.message.as_deref() == Some(message)
+    {
+        return None;
+    }
+    let since = told.filter(|told| told.status == status).and_then(|told| told.last_transition_time.clone());
+    Some(PersistentVolumeClaimCondition {
+        type_: CONDITION_HEALTHY.to_owned(),
+        status: status.to_owned(),
+        reason: Some(reason.to_owned()),
+        message: Some(message.to_owned()),
+        last_transition_time: Some(since.unwrap_or_else(|| now.clone())),
+        last_probe_time: None,
+    })
+}
+
+/// What the claim says of what this room keeps on it.
+pub(super) fn told_of(
+    claim: &PersistentVolumeClaim,
+) -> (Option<String>, Option<PersistentVolumeClaimCondition>) {
+    let policy = annotation(claim, ANNOTATION_RECLAIM_POLICY).map(str::to_owned);
+    (policy, told_condition(claim).cloned())
+}
+
+fn told_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
+    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
+    conditions.iter().find(|condition| condition.type_ == CONDITION_HEALTHY)
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::jiff::Timestamp;
+    use serde_json::json;
+
+    use super::*;
+
+    fn at(seconds: i64) -> Time {
+        Time(Timestamp::from_second(seconds).unwrap())
+    }
+
+    fn claim() -> PersistentVolumeClaim {
+        serde_json::from_value(json!({
+            "metadata": {"name": "data", "namespace": "guest", "uid": "u1"},
+            "spec": {"volumeName": "pv1"},
+        }))
+        .unwrap()
+    }
+
+    fn volume(policy: &str, uid: &str) -> PersistentVolume {
+        serde_json::from_value(json!({
+            "metadata": {"name": "pv1"},
+            "spec": {
+                "persistentVolumeReclaimPolicy": policy,
+                "claimRef": {"namespace": "guest", "name": "data", "uid": uid},
+            },
+        }))
+        .unwrap()
+    }
+
+    /// The claim after the changes.
+    fn write(claim: &mut PersistentVolumeClaim, changes: Changes) {
+        if let Some(policy) = changes.reclaim_policy {
+            claim.metadata.annotations =
+                policy.map(|policy| [(ANNOTATION_RECLAIM_POLICY.to_owned(), policy.to_owned())].into());
+        }
+        if let Some(condition) = changes.healthy {
+            claim.status.get_or_insert_default().conditions = Some(vec![condition]);
+        }
+    }
+
+    #[test]
+    fn the_usual_volume_costs_no_write() {
+        for condition in [Condition::Unknown, Condition::Normal] {
+            assert_eq!(changes(&claim(), &volume("Delete", "u1"), &condition, &at(1)), Changes::default());
+        }
+    }
+
+    #[test]
+    fn retain_is_told_and_taken_back_once_each() {
+        let mut claim = claim();
+        let (keep, drop) = (volume("Retain", "u1"), volume("Delete", "u1"));
+        let told = changes(&claim, &keep, &Condition::Unknown, &at(1));
+        assert_eq!(told.reclaim_policy, Some(Some("Retain")));
+        write(&mut claim, told);
+        assert_eq!(changes(&claim, &keep, &Condition::Normal, &at(2)), Changes::default());
+        let back = changes(&claim, &drop, &Condition::Normal, &at(3));
+        assert_eq!(back.reclaim_policy, Some(None));
+        write(&mut claim, back);
+        assert_eq!(changes(&claim, &drop, &Condition::Normal, &at(4)), Changes::default());
+    }
+
+    #[test]
+    fn a_volume_of_another_claim_says_nothing() {
+        let broken = Condition::Abnormal("broken".into());
+        assert_eq!(changes(&claim(), &volume("Retain", "u2"), &broken, &at(1)), Changes::default());
+    }
+
+    #[test]
+    fn a_sick_volume_is_told_once_with_its_time_and_then_that_it_is_well_again() {
+        let (mut claim, volume) = (claim(), volume("Delete", "u1"));
+        let mut step = |condition: &Condition, now| {
+            let changes = changes(&claim, &volume, condition, &at(now));
+            write(&mut claim, changes.clone());
+            changes.healthy
+        };
+        let broken = Condition::Abnormal("pool p is away".into());
+        let told = step(&broken, 5).unwrap();
+        assert_eq!((told.status.as_str(), told.message.as_deref()), ("False", Some("pool p is away")));
+        assert_eq!(step(&broken, 6), None);
+        let other = step(&Condition::Abnormal("the file is gone".into()), 7).unwrap();
+        assert_eq!(other.last_transition_time, Some(at(5)));
+        assert_eq!(step(&Condition::Unknown, 8), None);
+        let well = step(&Condition::Normal, 9).unwrap();
+        assert_eq!((well.status.as_str(), well.last_transition_time), ("True", Some(at(9))));
+        assert_eq!(step(&Condition::Normal, 10), None);
+    }
+}

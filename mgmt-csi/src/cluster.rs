@@ -1,0 +1,213 @@
+//! The claims and volumes of the management cluster, watched once for all rooms that need them.
+
+use std::sync::Arc;
+
+use crds::names::{
+    ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, CONDITION_HEALTHY,
+    MANAGEMENT_DRIVER,
+};
+use k8s_openapi::api::core::v1::{
+    CSIPersistentVolumeSource, ObjectReference, PersistentVolume, PersistentVolumeClaim,
+    PersistentVolumeClaimSpec, PersistentVolumeClaimStatus, PersistentVolumeSpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::{Api, Client};
+use kube_kit::health::Health;
+use kube_kit::index::Index;
+use kube_kit::informer::{Builder, Change, Informer, Key};
+use tokio_util::sync::CancellationToken;
+
+/// The watches, not started yet.
+pub struct Cluster {
+    claims: Builder<PersistentVolumeClaim>,
+    volumes: Builder<PersistentVolume>,
+    by_handle: Arc<Index>,
+}
+
+/// The volumes, by name and by the infra's id.
+#[derive(Debug, Clone)]
+pub struct Volumes {
+    informer: Informer<PersistentVolume>,
+    by_handle: Arc<Index>,
+}
+
+impl Volumes {
+    /// The copy itself.
+    pub fn informer(&self) -> &Informer<PersistentVolume> {
+        &self.informer
+    }
+
+    /// One volume.
+    pub fn get(&self, name: &str) -> Option<Arc<PersistentVolume>> {
+        self.informer.get(&Key::cluster(name))
+    }
+
+    /// Those of a handle: one, unless several PersistentVolumes name it.
+    pub fn of_handle(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
+        let names = self.by_handle.members(&Key::cluster(handle));
+        names.iter().filter_map(|name| self.informer.get(name)).collect()
+    }
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cluster").finish_non_exhaustive()
+    }
+}
+
+impl Cluster {
+    /// Watches through `client`.
+    pub fn new(client: &Client) -> Self {
+        let by_handle = Arc::<Index>::default();
+        let indexed = by_handle.clone();
+        let index = move |change: &Change<'_, PersistentVolume>| {
+            indexed.put(change.key, change.new.and_then(|volume| handle(volume)).map(Key::cluster));
+        };
+        Self {
+            claims: Informer::builder("PersistentVolumeClaims", Api::all(client.clone())).trim(trim_claim),
+            volumes: Informer::builder("PersistentVolumes", Api::all(client.clone()))
+                .trim(trim_volume)
+                .on_change(index),
+            by_handle,
+        }
+    }
+
+    /// The claims; none before the start.
+    pub fn claims(&self) -> Informer<PersistentVolumeClaim> {
+        self.claims.informer()
+    }
+
+    /// The volumes; none before the start.
+    pub fn volumes(&self) -> Volumes {
+        Volumes { informer: self.volumes.informer(), by_handle: self.by_handle.clone() }
+    }
+
+    /// Is told of every change of a claim.
+    #[must_use]
+    pub fn on_claim(
+        mut self,
+        handler: impl Fn(&Change<'_, PersistentVolumeClaim>) + Send + Sync + 'static,
+    ) -> Self {
+        self.claims = self.claims.on_change(handler);
+        self
+    }
+
+    /// Is told of every change of a volume.
+    #[must_use]
+    pub fn on_volume(
+        mut self,
+        handler: impl Fn(&Change<'_, PersistentVolume>) + Send + Sync + 'static,
+    ) -> Self {
+        self.volumes = self.volumes.on_change(handler);
+        self
+    }
+
+    /// Starts watching, until `stop`. `ready` gets a check for each watch.
+    pub fn start(self, ready: &Health, stop: &CancellationToken) {
+        let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
+        self.claims.start(check("PersistentVolumeClaims"), stop.clone());
+        self.volumes.start(check("PersistentVolumes"), stop.clone());
+    }
+}
+
+/// Name of the volume that a claim says it is bound to.
+pub(crate) fn volume_name(claim: &PersistentVolumeClaim) -> Option<&str> {
+    claim.spec.as_ref()?.volume_name.as_deref().filter(|name| !name.is_empty())
+}
+
+/// The claim that a volume says it is bound to.
+pub(crate) fn claim_of(volume: &PersistentVolume) -> Option<Key> {
+    let claim = volume.spec.as_ref()?.claim_ref.as_ref()?;
+    Some(Key::new(claim.namespace.clone()?, claim.name.clone()?))
+}
+
+/// Whether a volume says that it is bound to this very claim. What the claim says is its author's choice.
+pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVolumeClaim) -> bool {
+    volume.claim_ref.as_ref().is_some_and(|back| {
+        back.uid == claim.metadata.uid
+            && back.name == claim.metadata.name
+            && back.namespace == claim.metadata.namespace
+    })
+}
+
+/// The handle of a volume of this driver.
+pub(crate) fn handle(volume: &PersistentVolume) -> Option<&str> {
+    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+    (csi.driver == MANAGEMENT_DRIVER).then_some(csi.volume_handle.as_str())
+}
+
+/// An annotation's value.
+pub(crate) fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Option<&'a str> {
+    claim.metadata.annotations.as_ref()?.get(key).map(String::as_str)
+}
+
+/// What an event about a claim refers to.
+pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
+    ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("PersistentVolumeClaim".to_owned()),
+        name: claim.metadata.name.clone(),
+        namespace: claim.metadata.namespace.clone(),
+        uid: claim.metadata.uid.clone(),
+        resource_version: claim.metadata.resource_version.clone(),
+        ..Default::default()
+    }
+}
+
+/// Keeps of a claim what this driver reads.
+pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
+    let annotations = claim.metadata.annotations.take().map(|mut all| {
+        let read = [ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, ANNOTATION_ACCESSIBLE_ZONES];
+        all.retain(|key, _| read.contains(&key.as_str()));
+        all
+    });
+    claim.metadata = ObjectMeta {
+        annotations: annotations.filter(|kept| !kept.is_empty()),
+        ..trim_meta(&mut claim.metadata)
+    };
+    claim.spec = claim.spec.take().map(|spec| PersistentVolumeClaimSpec {
+        volume_name: spec.volume_name,
+        volume_mode: spec.volume_mode,
+        access_modes: spec.access_modes,
+        ..Default::default()
+    });
+    claim.status = claim.status.take().map(|status| PersistentVolumeClaimStatus {
+        phase: status.phase,
+        conditions: status
+            .conditions
+            .map(|all| all.into_iter().filter(|one| one.type_ == CONDITION_HEALTHY).collect::<Vec<_>>())
+            .filter(|kept| !kept.is_empty()),
+        ..Default::default()
+    });
+}
+
+fn trim_volume(volume: &mut PersistentVolume) {
+    volume.metadata = trim_meta(&mut volume.metadata);
+    volume.spec = volume.spec.take().map(|spec| PersistentVolumeSpec {
+        persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
+        csi: spec.csi.map(|csi| CSIPersistentVolumeSource {
+            driver: csi.driver,
+            volume_handle: csi.volume_handle,
+            ..Default::default()
+        }),
+        claim_ref: spec.claim_ref.map(|claim| ObjectReference {
+            namespace: claim.namespace,
+            name: claim.name,
+            uid: claim.uid,
+            ..Default::default()
+        }),
+        ..Default::default()
+    });
+    volume.status = None;
+}
+
+fn trim_meta(meta: &mut ObjectMeta) -> ObjectMeta {
+    ObjectMeta {
+        name: meta.name.take(),
+        namespace: meta.namespace.take(),
+        uid: meta.uid.take(),
+        resource_version: meta.resource_version.take(),
+        deletion_timestamp: meta.deletion_timestamp.take(),
+        ..Default::default()
+    }
+}

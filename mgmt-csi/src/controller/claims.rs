@@ -1,0 +1,89 @@
+//! The management claim that a volume is made for: which zones it asks for, and being told which it got.
+
+use std::sync::Arc;
+
+use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use kube_kit::client::chain;
+use kube_kit::informer::{Informer, Key};
+use serde_json::json;
+use tokio::time::{Instant, timeout_at};
+use tonic::Status;
+
+use crate::cluster::annotation;
+
+/// Reads and annotates claims.
+#[derive(Clone)]
+pub(super) struct Claims {
+    pub(super) client: Client,
+    pub(super) seen: Informer<PersistentVolumeClaim>,
+}
+
+impl Claims {
+    /// The claim, if it is there.
+    pub(super) async fn find(
+        &self,
+        key: &Key,
+        deadline: Instant,
+    ) -> Result<Option<Arc<PersistentVolumeClaim>>, Status> {
+        if let Some(seen) = self.seen.get(key) {
+            return Ok(Some(seen));
+        }
+        // csi-provisioner's watch can be ahead of ours.
+        match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
+            Ok(Ok(found)) => Ok(found.map(Arc::new)),
+            Ok(Err(error)) => Err(Status::unavailable(format!(
+                "cannot read PersistentVolumeClaim {key} in the management cluster: {}",
+                chain(&error)
+            ))),
+            Err(_) => Err(Status::deadline_exceeded(format!(
+                "the management cluster did not answer in time about PersistentVolumeClaim {key}"
+            ))),
+        }
+    }
+
+    /// Writes to the claim from which zone its volume can be reached, unless it says so already.
+    pub(super) async fn tell_zone(
+        &self,
+        key: &Key,
+        claim: &PersistentVolumeClaim,
+        zone: &str,
+        deadline: Instant,
+    ) -> Result<(), Status> {
+        if annotation(claim, ANNOTATION_ACCESSIBLE_ZONES) == Some(zone) {
+            return Ok(());
+        }
+        // A UID in a patch is a condition: another claim of the same name stays as it is.
+        let patch = Patch::Merge(json!({"metadata": {
+            "uid": claim.metadata.uid,
+            "annotations": {ANNOTATION_ACCESSIBLE_ZONES: zone},
+        }}));
+        let params = PatchParams::default();
+        match timeout_at(deadline, self.api(key).patch_metadata(&key.name, &params, &patch)).await {
+            Ok(Ok(_)) => Ok(()),
+            // Gone: nobody waits for the answer.
+            Ok(Err(kube::Error::Api(status))) if status.code == 404 => Ok(()),
+            Ok(Err(error)) => Err(Status::unavailable(format!(
+                "the volume is made in zone {zone}, but that cannot be written to PersistentVolumeClaim {key} in the \
+                 management cluster: {}",
+                chain(&error)
+            ))),
+            Err(_) => Err(Status::deadline_exceeded(format!(
+                "the volume is made in zone {zone}, but the management cluster did not take that for \
+                 PersistentVolumeClaim {key} in time"
+            ))),
+        }
+    }
+
+    fn api(&self, key: &Key) -> Api<PersistentVolumeClaim> {
+        Api::namespaced(self.client.clone(), &key.namespace)
+    }
+}
+
+/// The zones that a claim asks for, best first; none where any will do.
+pub(super) fn requested_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
+    let zones = annotation(claim, ANNOTATION_REQUESTED_ZONES).unwrap_or_default();
+    zones.split(',').map(str::trim).filter(|zone| !zone.is_empty()).map(str::to_owned).collect()
+}

@@ -1,0 +1,200 @@
+//! `CreateVolume`: empty, from a snapshot, or from another volume.
+
+use csi::capability;
+use csi::proto;
+use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
+use csi::request::{Size, required};
+use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
+use tokio::time::Instant;
+use tonic::Status;
+
+use super::parameters::Parameters;
+use super::{Controller, access, claims, limits, to_proto};
+use crate::infra::volume_id;
+
+/// The size of a volume for which none is asked, in bytes.
+const DEFAULT_SIZE: u64 = 1 << 30;
+
+impl Controller {
+    pub(super) async fn create(
+        &self,
+        request: &proto::CreateVolumeRequest,
+        deadline: Instant,
+    ) -> Result<proto::Volume, Status> {
+        let name = required("name", &request.name)?;
+        let capabilities = capability::required_all(&request.volume_capabilities)?;
+        let Parameters { mut placement, labels, shareable, claim: claim_key } =
+            Parameters::read(&request.parameters)?;
+        if let Some(why) = access::refusal(&capabilities, shareable) {
+            return Err(Status::invalid_argument(why));
+        }
+        let qos = limits::read(&request.mutable_parameters)?;
+        let source = request.volume_content_source.as_ref().map(read_source).transpose()?;
+        let id = volume_id(name);
+        let _guard = self.locks.acquire(id.as_str())?;
+
+        let size = self.size(&id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
+        let claim = match &claim_key {
+            Some(key) => self.claims.find(key, deadline).await?.map(|claim| (key, claim)),
+            None => None,
+        };
+        if let Some((_, claim)) = &claim {
+            placement.zones = claims::requested_zones(claim);
+        } else if claim_key.is_some()
+            && let Some(made) = self.made_before(&id, deadline).await?
+        {
+            return Ok(to_proto(&Volume { source, ..made }));
+        }
+        let spec = VolumeSpec {
+            capacity_bytes: size.required,
+            limit_bytes: size.limit,
+            placement,
+            source,
+            qos,
+            // Only where it is asked for: nobody can then plug the others twice by mistake.
+            shareable: access::is_shared(&capabilities),
+            labels,
+        };
+        let mut volume = self.infra.create_volume(&id, &spec, deadline).await?;
+        if !size.admits(volume.capacity_bytes) {
+            return Err(Status::already_exists(format!(
+                "volume {id} exists with {} bytes, which is not what is asked for: {} bytes at least{}",
+                volume.capacity_bytes,
+                size.required,
+                size.limit.map(|limit| format!(", {limit} at most")).unwrap_or_default(),
+            )));
+        }
+        if volume.qos != spec.qos {
+            // An earlier try was made with another VolumeAttributesClass.
+            volume = self.infra.limit_volume(&id, &spec.qos, deadline).await?;
+        }
+        if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
+            self.claims.tell_zone(key, claim, zone, deadline).await?;
+        }
+        tracing::info!(volume = %id, name, bytes = volume.capacity_bytes, pool = %volume.pool, "created");
+        Ok(to_proto(&Volume { source: spec.source, ..volume }))
+    }
+
+    /// How large the volume must and may be. What a volume that is there began with may be gone or have grown since.
+    async fn size(
+        &self,
+        id: &VolumeId,
+        range: Option<&proto::CapacityRange>,
+        source: Option<&VolumeSource>,
+        deadline: Instant,
+    ) -> Result<Size, Status> {
+        let Some(source) = source else { return Size::from_range(range, DEFAULT_SIZE) };
+        if let Some(made) = self.infra.get_volume(id, deadline).await? {
+            return Size::from_range(range, made.capacity_bytes);
+        }
+        let (what, least) = match source {
+            VolumeSource::Snapshot(id) => {
+                let snapshot = self.infra.get_snapshot(id, deadline).await?;
+                (format!("snapshot {id}"), snapshot.map(|snapshot| snapshot.capacity_bytes))
+            }
+            VolumeSource::Volume(id) => {
+                let volume = self.infra.get_volume(id, deadline).await?;
+                (format!("volume {id}"), volume.map(|volume| volume.capacity_bytes))
+            }
+        };
+        let least = least.ok_or_else(|| {
+            Status::not_found(format!("the storage infra has no {what} to make volume {id} from"))
+        })?;
+        beginning_with(&format!("volume {id}"), range, &what, least)
+    }
+
+    /// The volume that an earlier try made for a claim that is gone by now, and with it what it asked for: csi-provisioner
+    /// calls until it has the volume, so that it can delete it.
+    async fn made_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
+        match self.infra.get_volume(id, deadline).await? {
+            Some(volume) if volume.state == VolumeState::Ready => Ok(Some(volume)),
+            Some(volume) => Err(Status::aborted(format!(
+                "the storage infra is not done: volume {id} is {}",
+                volume.state
+            ))),
+            None => Ok(None),
+        }
+    }
+}
+
+/// How large a volume must and may be that begins with `least` bytes of something.
+fn beginning_with(
+    volume: &str,
+    range: Option<&proto::CapacityRange>,
+    source: &str,
+    least: u64,
+) -> Result<Size, Status> {
+    let size = Size::from_range(range, least)?;
+    if size.required < least {
+        return Err(Status::out_of_range(format!(
+            "{volume} is to have {} bytes, but {source}, which it begins with, has {least}: ask for {least} bytes or more",
+            size.required
+        )));
+    }
+    Ok(size)
+}
+
+fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Status> {
+    match &source.r#type {
+        None => Err(Status::invalid_argument("volume content source names neither a snapshot nor a volume")),
+        Some(Content::Snapshot(SnapshotSource { snapshot_id })) => {
+            let id = required("volume_content_source.snapshot.snapshot_id", snapshot_id)?;
+            SnapshotId::new(id)
+                .map(VolumeSource::Snapshot)
+                .map_err(|_| Status::not_found(format!("the storage infra has no snapshot {id:?}")))
+        }
+        Some(Content::Volume(FromVolume { volume_id })) => {
+            let id = required("volume_content_source.volume.volume_id", volume_id)?;
+            VolumeId::new(id)
+                .map(VolumeSource::Volume)
+                .map_err(|_| Status::not_found(format!("the storage infra has no volume {id:?}")))
+        }
+    }
+}
+
+pub(super) fn write_source(source: &VolumeSource) -> proto::VolumeContentSource {
+    let content = match source {
+        VolumeSource::Snapshot(id) => Content::Snapshot(SnapshotSource { snapshot_id: id.to_string() }),
+        VolumeSource::Volume(id) => Content::Volume(FromVolume { volume_id: id.to_string() }),
+    };
+    proto::VolumeContentSource { r#type: Some(content) }
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+
+    #[test]
+    fn a_volume_is_at_least_as_large_as_what_it_begins_with() {
+        let of = |required_bytes, limit_bytes| {
+            let range = proto::CapacityRange { required_bytes, limit_bytes };
+            beginning_with("volume v", Some(&range), "snapshot s", 10)
+        };
+        assert_eq!(beginning_with("volume v", None, "snapshot s", 10).unwrap().required, 10);
+        assert_eq!(of(0, 20).unwrap(), Size { required: 10, limit: Some(20) });
+        assert_eq!(of(15, 0).unwrap().required, 15);
+        for short in [of(9, 0), of(0, 9), of(9, 20)] {
+            let status = short.unwrap_err();
+            assert_eq!(status.code(), Code::OutOfRange);
+            assert!(status.message().contains("snapshot s") && status.message().contains("10"), "{status}");
+        }
+    }
+
+    #[test]
+    fn a_source_comes_back_as_it_was_named_and_one_that_cannot_be_is_not_found() {
+        let named = |content| proto::VolumeContentSource { r#type: Some(content) };
+        let snapshot = |id: &str| named(Content::Snapshot(SnapshotSource { snapshot_id: id.into() }));
+        let volume = |id: &str| named(Content::Volume(FromVolume { volume_id: id.into() }));
+        for source in [snapshot("s-1"), volume("v-1")] {
+            assert_eq!(write_source(&read_source(&source).unwrap()), source);
+        }
+        assert_eq!(read_source(&snapshot("../etc")).unwrap_err().code(), Code::NotFound);
+        assert_eq!(read_source(&volume("")).unwrap_err().code(), Code::InvalidArgument);
+        assert_eq!(
+            read_source(&proto::VolumeContentSource { r#type: None }).unwrap_err().code(),
+            Code::InvalidArgument
+        );
+    }
+}

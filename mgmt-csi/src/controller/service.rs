@@ -1,0 +1,216 @@
+//! The calls, one by one: between the wire and what does the work.
+
+use std::time::Duration;
+
+use csi::capability::{self, Capability};
+use csi::deadline;
+use csi::proto;
+use csi::proto::controller_service_capability::rpc::Type as Rpc;
+use csi::request::required;
+use infra_api::{CapacityQuery, SnapshotId, Volume, VolumeId, ZONE_LABEL};
+use tonic::{Request, Response, Status};
+
+use super::parameters::Parameters;
+use super::{Controller, access, bytes, condition, pages, snapshots, to_proto};
+
+/// What a caller that sets no timeout of its own gets.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+// GetSnapshot is served but not announced: no sidecar calls it yet, and csi-sanity 5.4 fails on a capability that it
+// does not know.
+const CAPABILITIES: [Rpc; 11] = [
+    Rpc::CreateDeleteVolume,
+    Rpc::CloneVolume,
+    Rpc::ExpandVolume,
+    Rpc::ModifyVolume,
+    Rpc::ListVolumes,
+    Rpc::GetVolume,
+    Rpc::VolumeCondition,
+    Rpc::CreateDeleteSnapshot,
+    Rpc::ListSnapshots,
+    Rpc::GetCapacity,
+    // With this csi-provisioner may pass ReadWriteOncePod, which asks nothing more of the infra.
+    Rpc::SingleNodeMultiWriter,
+];
+
+#[tonic::async_trait]
+impl proto::controller_server::Controller for Controller {
+    async fn create_volume(
+        &self,
+        request: Request<proto::CreateVolumeRequest>,
+    ) -> Result<Response<proto::CreateVolumeResponse>, Status> {
+        let volume = self.create(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::CreateVolumeResponse { volume: Some(volume) }))
+    }
+
+    async fn delete_volume(
+        &self,
+        request: Request<proto::DeleteVolumeRequest>,
+    ) -> Result<Response<proto::DeleteVolumeResponse>, Status> {
+        let deadline = deadline::of(&request, TIMEOUT);
+        let request = request.into_inner();
+        let handle = required("volume_id", &request.volume_id)?;
+        // An id that the infra can't have is the id of nothing, and to delete nothing succeeds.
+        if let Ok(id) = VolumeId::new(handle) {
+            let _guard = self.locks.acquire(id.as_str())?;
+            self.infra.delete_volume(&id, deadline).await?;
+            tracing::info!(volume = %id, "deleted");
+        }
+        Ok(Response::new(proto::DeleteVolumeResponse {}))
+    }
+
+    async fn validate_volume_capabilities(
+        &self,
+        request: Request<proto::ValidateVolumeCapabilitiesRequest>,
+    ) -> Result<Response<proto::ValidateVolumeCapabilitiesResponse>, Status> {
+        let handle = required("volume_id", &request.get_ref().volume_id)?;
+        let capabilities = capability::required_all(&request.get_ref().volume_capabilities)?;
+        let volume = self.find(handle, deadline::of(&request, TIMEOUT)).await?;
+        let answer =
+            capability::validated(request.into_inner(), access::refusal(&capabilities, volume.shareable));
+        Ok(Response::new(answer))
+    }
+
+    async fn list_volumes(
+        &self,
+        request: Request<proto::ListVolumesRequest>,
+    ) -> Result<Response<proto::ListVolumesResponse>, Status> {
+        let deadline = deadline::of(&request, TIMEOUT);
+        let request = request.into_inner();
+        let page = |limit, after: Option<String>| async move {
+            self.infra.list_volumes(limit, after.as_deref(), deadline).await
+        };
+        let (volumes, next_token) =
+            pages::collect("volumes", request.max_entries, &request.starting_token, page).await?;
+        let entry = |volume: &Volume| proto::list_volumes_response::Entry {
+            volume: Some(to_proto(volume)),
+            status: Some(proto::list_volumes_response::VolumeStatus {
+                // Machines are not published through this driver's Controller service, so it names none.
+                published_node_ids: Vec::new(),
+                volume_condition: Some(condition(volume)),
+            }),
+        };
+        let entries = volumes.iter().map(entry).collect();
+        Ok(Response::new(proto::ListVolumesResponse { entries, next_token }))
+    }
+
+    async fn controller_get_volume(
+        &self,
+        request: Request<proto::ControllerGetVolumeRequest>,
+    ) -> Result<Response<proto::ControllerGetVolumeResponse>, Status> {
+        let handle = required("volume_id", &request.get_ref().volume_id)?;
+        let volume = self.find(handle, deadline::of(&request, TIMEOUT)).await?;
+        let status = proto::controller_get_volume_response::VolumeStatus {
+            published_node_ids: Vec::new(),
+            volume_condition: Some(condition(&volume)),
+        };
+        Ok(Response::new(proto::ControllerGetVolumeResponse {
+            volume: Some(to_proto(&volume)),
+            status: Some(status),
+        }))
+    }
+
+    async fn controller_expand_volume(
+        &self,
+        request: Request<proto::ControllerExpandVolumeRequest>,
+    ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
+        let capacity = self.grow(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::ControllerExpandVolumeResponse {
+            capacity_bytes: bytes(capacity),
+            // Management nodes never mount; the guest tier grows the filesystem.
+            node_expansion_required: false,
+        }))
+    }
+
+    async fn controller_modify_volume(
+        &self,
+        request: Request<proto::ControllerModifyVolumeRequest>,
+    ) -> Result<Response<proto::ControllerModifyVolumeResponse>, Status> {
+        self.modify(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::ControllerModifyVolumeResponse {}))
+    }
+
+    async fn create_snapshot(
+        &self,
+        request: Request<proto::CreateSnapshotRequest>,
+    ) -> Result<Response<proto::CreateSnapshotResponse>, Status> {
+        let snapshot = self.take_snapshot(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        Ok(Response::new(proto::CreateSnapshotResponse { snapshot: Some(snapshot) }))
+    }
+
+    async fn delete_snapshot(
+        &self,
+        request: Request<proto::DeleteSnapshotRequest>,
+    ) -> Result<Response<proto::DeleteSnapshotResponse>, Status> {
+        let handle = required("snapshot_id", &request.get_ref().snapshot_id)?;
+        // As with volumes: to delete nothing succeeds.
+        if let Ok(id) = SnapshotId::new(handle) {
+            self.infra.delete_snapshot(&id, deadline::of(&request, TIMEOUT)).await?;
+            tracing::info!(snapshot = %id, "deleted");
+        }
+        Ok(Response::new(proto::DeleteSnapshotResponse {}))
+    }
+
+    async fn list_snapshots(
+        &self,
+        request: Request<proto::ListSnapshotsRequest>,
+    ) -> Result<Response<proto::ListSnapshotsResponse>, Status> {
+        let (found, next_token) = self.snapshots(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        let entry = |snapshot| {
+            Ok(proto::list_snapshots_response::Entry { snapshot: Some(snapshots::to_proto(snapshot)?) })
+        };
+        let entries = found.iter().map(entry).collect::<Result<_, Status>>()?;
+        Ok(Response::new(proto::ListSnapshotsResponse { entries, next_token }))
+    }
+
+    async fn get_snapshot(
+        &self,
+        request: Request<proto::GetSnapshotRequest>,
+    ) -> Result<Response<proto::GetSnapshotResponse>, Status> {
+        let handle = required("snapshot_id", &request.get_ref().snapshot_id)?;
+        let found = self.find_snapshot(handle, deadline::of(&request, TIMEOUT)).await?;
+        let snapshot = found
+            .ok_or_else(|| Status::not_found(format!("the storage infra has no snapshot {handle:?}")))?;
+        let snapshot = Some(snapshots::to_proto(&snapshot)?);
+        Ok(Response::new(proto::GetSnapshotResponse { snapshot }))
+    }
+
+    async fn get_capacity(
+        &self,
+        request: Request<proto::GetCapacityRequest>,
+    ) -> Result<Response<proto::GetCapacityResponse>, Status> {
+        let deadline = deadline::of(&request, TIMEOUT);
+        let request = request.into_inner();
+        let wanted: Vec<Capability> =
+            request.volume_capabilities.iter().map(Capability::try_from).collect::<Result<_, _>>()?;
+        let Parameters { placement, shareable, .. } = Parameters::read(&request.parameters)?;
+        if access::refusal(&wanted, shareable).is_some() {
+            // The specification: capacity for volumes as described, and there can be none of these.
+            return Ok(Response::new(proto::GetCapacityResponse {
+                maximum_volume_size: Some(0),
+                ..Default::default()
+            }));
+        }
+        let zone =
+            request.accessible_topology.and_then(|topology| topology.segments.get(ZONE_LABEL).cloned());
+        let query = CapacityQuery { pool: placement.pool, zone, labels: placement.pool_labels };
+        let capacity = self.infra.capacity(&query, deadline).await?;
+        Ok(Response::new(proto::GetCapacityResponse {
+            available_capacity: bytes(capacity.free_bytes),
+            maximum_volume_size: Some(bytes(capacity.max_volume_bytes)),
+            minimum_volume_size: None,
+        }))
+    }
+
+    async fn controller_get_capabilities(
+        &self,
+        _: Request<proto::ControllerGetCapabilitiesRequest>,
+    ) -> Result<Response<proto::ControllerGetCapabilitiesResponse>, Status> {
+        use proto::controller_service_capability::{Rpc as Wire, Type};
+        let capability = |rpc: Rpc| proto::ControllerServiceCapability {
+            r#type: Some(Type::Rpc(Wire { r#type: rpc as i32 })),
+        };
+        let capabilities = CAPABILITIES.into_iter().map(capability).collect();
+        Ok(Response::new(proto::ControllerGetCapabilitiesResponse { capabilities }))
+    }
+}

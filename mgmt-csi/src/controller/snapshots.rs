@@ -1,0 +1,106 @@
+//! Snapshots: making, finding, listing.
+
+use csi::proto;
+use csi::request::required;
+use infra_api::{Labels, List, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState};
+use k8s_openapi::jiff::Timestamp;
+use tokio::time::Instant;
+use tonic::Status;
+
+use super::{Controller, bytes, pages};
+use crate::infra::snapshot_id;
+
+/// What csi-snapshotter adds by itself.
+const SNAPSHOTTER: &str = "csi.storage.k8s.io/";
+
+impl Controller {
+    pub(super) async fn take_snapshot(
+        &self,
+        request: &proto::CreateSnapshotRequest,
+        deadline: Instant,
+    ) -> Result<proto::Snapshot, Status> {
+        let name = required("name", &request.name)?;
+        let source = required("source_volume_id", &request.source_volume_id)?;
+        let volume = VolumeId::new(source)
+            .map_err(|_| Status::not_found(format!("the storage infra has no volume {source:?}")))?;
+        let mut labels = Labels::new();
+        for (key, value) in &request.parameters {
+            match key.strip_prefix(SNAPSHOTTER) {
+                Some("volumesnapshot/name") => labels.insert("snapshot".to_owned(), value.clone()),
+                Some("volumesnapshot/namespace") => labels.insert("namespace".to_owned(), value.clone()),
+                Some(_) => None,
+                None => {
+                    return Err(Status::invalid_argument(format!(
+                        "parameter {key:?} is not known: a VolumeSnapshotClass of {} takes none",
+                        crds::names::MANAGEMENT_DRIVER
+                    )));
+                }
+            };
+        }
+        let id = snapshot_id(name);
+        let spec = SnapshotSpec { volume, labels };
+        let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;
+        tracing::info!(snapshot = %id, name, volume = %snapshot.volume, "taken");
+        to_proto(&snapshot)
+    }
+
+    pub(super) async fn find_snapshot(
+        &self,
+        handle: &str,
+        deadline: Instant,
+    ) -> Result<Option<Snapshot>, Status> {
+        match SnapshotId::new(handle) {
+            Ok(id) => Ok(self.infra.get_snapshot(&id, deadline).await?),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// A page of snapshots and the token of the next.
+    pub(super) async fn snapshots(
+        &self,
+        request: &proto::ListSnapshotsRequest,
+        deadline: Instant,
+    ) -> Result<(Vec<Snapshot>, String), Status> {
+        let of = request.source_volume_id.as_str();
+        if !request.snapshot_id.is_empty() {
+            let found = self.find_snapshot(&request.snapshot_id, deadline).await?;
+            let found = found.filter(|snapshot| of.is_empty() || snapshot.volume.as_str() == of);
+            return Ok((found.into_iter().collect(), String::new()));
+        }
+        let volume = match of {
+            "" => None,
+            of => match VolumeId::new(of) {
+                Ok(volume) => Some(volume),
+                // An id that the infra can't have has no snapshots.
+                Err(_) => return Ok((Vec::new(), String::new())),
+            },
+        };
+        let volume = volume.as_ref();
+        let page = |limit, after: Option<String>| async move {
+            let page: List<Snapshot> =
+                self.infra.list_snapshots(volume, limit, after.as_deref(), deadline).await?;
+            Ok(page)
+        };
+        pages::collect("snapshots", request.max_entries, &request.starting_token, page).await
+    }
+}
+
+pub(super) fn to_proto(snapshot: &Snapshot) -> Result<proto::Snapshot, Status> {
+    let taken: Timestamp = snapshot.created_at.parse().map_err(|error| {
+        Status::internal(format!(
+            "the storage infra says that snapshot {} was taken at {:?}, which is no time: {error}",
+            snapshot.id, snapshot.created_at
+        ))
+    })?;
+    Ok(proto::Snapshot {
+        size_bytes: bytes(snapshot.capacity_bytes),
+        snapshot_id: snapshot.id.to_string(),
+        source_volume_id: snapshot.volume.to_string(),
+        creation_time: Some(prost_types::Timestamp {
+            seconds: taken.as_second(),
+            nanos: taken.subsec_nanosecond(),
+        }),
+        ready_to_use: snapshot.state == VolumeState::Ready,
+        group_snapshot_id: String::new(),
+    })
+}

@@ -1,0 +1,446 @@
+//! What nothing uses, found without I/O. Each says whether it can be removed, or why a person must decide.
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::time::Duration;
+
+use crds::names::{
+    ANNOTATION_CONSUMER_PREFIX, ANNOTATION_ORPHANED_REASON, ANNOTATION_ORPHANED_SINCE,
+    ANNOTATION_RETAINED_SINCE,
+};
+use infra_api::{Attachment, Labels, Snapshot, Volume, VolumeId};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::jiff::Timestamp;
+use kube::ResourceExt;
+use kube_kit::informer::Key;
+use kube_kit::quantity;
+
+use super::world::World;
+use crate::cluster::{self, is_bound_back, volume_name};
+use crate::infra::volume_id;
+use crate::repair::judge::{Facts, Verdict, judge};
+
+/// What kind of thing is orphaned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    /// A claim of a guest.
+    Claim,
+    /// A released PersistentVolume.
+    Volume,
+    InfraVolume,
+    InfraSnapshot,
+    InfraAttachment,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Claim => "PersistentVolumeClaim",
+            Self::Volume => "PersistentVolume",
+            Self::InfraVolume => "InfraVolume",
+            Self::InfraSnapshot => "InfraSnapshot",
+            Self::InfraAttachment => "InfraAttachment",
+        })
+    }
+}
+
+/// Whether it can be removed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Removal {
+    Delete,
+    /// And why not.
+    Keep(String),
+}
+
+/// One thing that nothing uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Orphan {
+    pub(super) kind: Kind,
+    pub(super) namespace: Option<String>,
+    pub(super) name: String,
+    pub(super) uid: Option<String>,
+    pub(super) resource_version: Option<String>,
+    pub(super) bytes: Option<u64>,
+    /// Since it is an orphan, or, where nobody wrote that down, since it is there.
+    pub(super) age: Option<Duration>,
+    /// One CamelCase word.
+    pub(super) reason: String,
+    /// Why it is called an orphan.
+    pub(super) message: String,
+    pub(super) removal: Removal,
+}
+
+impl Orphan {
+    /// Namespace and name.
+    pub(super) fn full_name(&self) -> String {
+        Key::new(self.namespace.clone().unwrap_or_default(), self.name.clone()).to_string()
+    }
+
+    /// Whether both are about the same thing.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        self.kind == other.kind && self.full_name() == other.full_name() && self.uid == other.uid
+    }
+}
+
+/// All that nothing uses, by kind and name. Where the infra is not `exclusive`ly this cluster's, what this one does not
+/// know there may be another's.
+pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
+    let mut found: Vec<Orphan> = world.claims.iter().filter_map(|claim| of_claim(world, claim)).collect();
+    found.extend(world.volumes.iter().filter_map(|volume| of_volume(world, volume)));
+    let named: HashSet<&str> = world.volumes.iter().filter_map(cluster::handle).collect();
+    let coming: HashSet<VolumeId> = world.claims.iter().filter_map(to_come).collect();
+    found.extend(world.infra_volumes.iter().filter_map(|volume| {
+        let is_known = named.contains(volume.id.as_str()) || coming.contains(&volume.id);
+        (!is_known).then(|| of_infra_volume(world, volume))
+    }));
+    let unknown = world.infra_snapshots.iter().filter(|one| !world.known_snapshots.contains(&one.id));
+    found.extend(unknown.map(|snapshot| of_infra_snapshot(world, snapshot)));
+    let volumes: HashMap<&str, &PersistentVolume> = world
+        .volumes
+        .iter()
+        .filter(|volume| cluster::claim_of(volume).is_some())
+        .filter_map(|volume| Some((cluster::handle(volume)?, volume)))
+        .collect();
+    found.extend(world.attachments.iter().filter_map(|attachment| {
+        of_infra_attachment(world, attachment, volumes.get(attachment.volume.as_str()).copied())
+    }));
+    for orphan in found.iter_mut().filter(|_| !exclusive) {
+        if [Kind::InfraVolume, Kind::InfraSnapshot].contains(&orphan.kind)
+            && orphan.removal == Removal::Delete
+        {
+            orphan.removal = Removal::Keep(
+                "another cluster may use it: where none uses this infra, say so with --exclusive-infra"
+                    .to_owned(),
+            );
+        }
+    }
+    found.sort_by_key(|orphan| (orphan.kind, orphan.full_name()));
+    found
+}
+
+/// The volume that is made, or was just made, for a claim that waits. csi-provisioner names it after the claim, as its
+/// `--volume-name-prefix` is by default.
+fn to_come(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
+    let phase = claim.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
+    (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default())))
+}
+
+fn since(now: Timestamp, text: Option<&str>) -> Option<Duration> {
+    let then: Timestamp = text?.parse().ok()?;
+    Duration::try_from(now.duration_since(then)).ok()
+}
+
+fn made(volume: &PersistentVolume) -> Option<Timestamp> {
+    volume.metadata.creation_timestamp.as_ref().map(|time| time.0)
+}
+
+fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
+    let key = Key::of(claim);
+    let marked = |mark: &str| claim.annotations().get(mark).map(String::as_str);
+    let (time, reason, message) = match (marked(ANNOTATION_ORPHANED_SINCE), marked(ANNOTATION_RETAINED_SINCE))
+    {
+        (Some(since), _) => {
+            let reason = marked(ANNOTATION_ORPHANED_REASON).unwrap_or("VolumeGone");
+            (since, reason, "no PersistentVolume of its guest names it any more")
+        }
+        (None, Some(since)) => (since, "Retained", "its guest let go of it with reclaim policy Retain"),
+        (None, None) => return None,
+    };
+    let volume = world.volumes.iter().find(|volume| {
+        volume.metadata.name.as_deref() == volume_name(claim)
+            && volume.spec.as_ref().is_some_and(|spec| is_bound_back(spec, claim))
+    });
+    let policy = volume.and_then(|volume| volume.spec.as_ref()?.persistent_volume_reclaim_policy.as_deref());
+    let consumers: Vec<&str> =
+        claim.annotations().keys().filter_map(|key| key.strip_prefix(ANNOTATION_CONSUMER_PREFIX)).collect();
+    let order = world.orders.iter().find(|order| {
+        order.spec.volume_name == key.name && order.metadata.namespace.as_ref() == Some(&key.namespace)
+    });
+    let plugged = volume
+        .and_then(cluster::handle)
+        .and_then(|handle| world.attachments.iter().find(|attachment| attachment.volume.as_str() == handle));
+    let wanting = world.machines.iter().flatten().find(|machine| {
+        let mut entries =
+            machine.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
+        machine.metadata.namespace.as_ref() == Some(&key.namespace)
+            && entries.any(|entry| entry.claim_name == key.name)
+    });
+    let removal = if reason != "VolumeGone" {
+        Removal::Keep(match reason {
+            "Retained" => "its guest said Retain: delete the claim by hand".to_owned(),
+            _ => "the guest's claim still says that it has this volume".to_owned(),
+        })
+    } else if claim.metadata.deletion_timestamp.is_some() {
+        Removal::Keep("it is being deleted".to_owned())
+    } else if policy != Some("Delete") {
+        Removal::Keep("its PersistentVolume is gone or says Retain: delete the claim by hand".to_owned())
+    } else if let Some(order) = order {
+        Removal::Keep(format!("VolumeAttachment {} has it", order.name_any()))
+    } else if let Some(machine) = wanting {
+        Removal::Keep(format!("VirtualMachine {} has it in spec.volumes", machine.name_any()))
+    } else if let Some(attachment) = plugged {
+        Removal::Keep(format!("the infra has it attached to machine {}", attachment.node))
+    } else if !consumers.is_empty() {
+        Removal::Keep(format!("other guests use it: {}", consumers.join(", ")))
+    } else {
+        Removal::Delete
+    };
+    let capacity = claim.status.as_ref().and_then(|status| status.capacity.as_ref()?.get("storage"));
+    Some(Orphan {
+        kind: Kind::Claim,
+        namespace: Some(key.namespace),
+        name: key.name,
+        uid: claim.uid(),
+        resource_version: claim.resource_version(),
+        bytes: capacity.and_then(quantity::value),
+        age: since(world.now, Some(time)),
+        reason: reason.to_owned(),
+        message: message.to_owned(),
+        removal,
+    })
+}
+
+fn of_volume(world: &World, volume: &PersistentVolume) -> Option<Orphan> {
+    let handle = cluster::handle(volume)?;
+    let spec = volume.spec.as_ref()?;
+    let status = volume.status.as_ref()?;
+    let retains = spec.persistent_volume_reclaim_policy.as_deref() == Some("Retain");
+    if !retains || status.phase.as_deref() != Some("Released") {
+        return None;
+    }
+    let released = status.last_phase_transition_time.as_ref().map(|time| time.0);
+    let made = made(volume);
+    let capacity = spec.capacity.as_ref().and_then(|capacity| capacity.get("storage"));
+    let was = cluster::claim_of(volume).map_or_else(String::new, |claim| format!(" {claim}"));
+    Some(Orphan {
+        kind: Kind::Volume,
+        namespace: None,
+        name: volume.name_any(),
+        uid: volume.uid(),
+        resource_version: volume.resource_version(),
+        bytes: capacity.and_then(quantity::value),
+        age: released.or(made).and_then(|then| Duration::try_from(world.now.duration_since(then)).ok()),
+        reason: "Released".to_owned(),
+        message: format!("its claim{was} is gone"),
+        removal: Removal::Keep(format!(
+            "reclaim policy Retain: delete the PersistentVolume by hand, and volume {handle} of the infra is listed here"
+        )),
+    })
+}
+
+/// The claim that something in the infra was made for, as its maker wrote on it.
+fn maker(labels: &Labels, of: &str) -> Option<Key> {
+    Some(Key::new(labels.get("namespace")?.clone(), labels.get(of)?.clone()))
+}
+
+fn of_infra_volume(world: &World, volume: &Volume) -> Orphan {
+    let claim = maker(&volume.labels, "pvc");
+    let is_there = claim.as_ref().is_some_and(|claim| world.claims.iter().any(|one| Key::of(one) == *claim));
+    let removal = match &claim {
+        None => Removal::Keep("it does not say that mgmt-csi made it for a claim".to_owned()),
+        Some(claim) if is_there => Removal::Keep(format!(
+            "claim {claim}, for which it was made, is there: restore the PersistentVolume"
+        )),
+        Some(_) if !volume.attached_to.is_empty() => Removal::Keep("it is attached".to_owned()),
+        Some(_) => Removal::Delete,
+    };
+    let made_for = claim.map_or_else(String::new, |claim| format!("; it was made for claim {claim}"));
+    Orphan {
+        kind: Kind::InfraVolume,
+        namespace: None,
+        name: volume.id.to_string(),
+        uid: None,
+        resource_version: None,
+        bytes: Some(volume.capacity_bytes),
+        age: since(world.now, Some(&volume.created_at)),
+        reason: "NoPersistentVolume".to_owned(),
+        message: format!("no PersistentVolume of this cluster names it{made_for}"),
+        removal,
+    }
+}
+
+fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
+    let made_for = maker(&snapshot.labels, "snapshot");
+    let removal = match &made_for {
+        Some(_) => Removal::Delete,
+        None => Removal::Keep("it does not say that mgmt-csi took it for a VolumeSnapshot".to_owned()),
+    };
+    let made_for = made_for.map_or_else(String::new, |name| format!("; it was taken for {name}"));
+    Orphan {
+        kind: Kind::InfraSnapshot,
+        namespace: None,
+        name: snapshot.id.to_string(),
+        uid: None,
+        resource_version: None,
+        bytes: Some(snapshot.capacity_bytes),
+        age: since(world.now, Some(&snapshot.created_at)),
+        reason: "NoSnapshotContent".to_owned(),
+        message: format!("no VolumeSnapshotContent of this cluster names it{made_for}"),
+        removal,
+    }
+}
+
+fn of_infra_attachment(
+    world: &World,
+    attachment: &Attachment,
+    volume: Option<&PersistentVolume>,
+) -> Option<Orphan> {
+    let claim = volume.and_then(cluster::claim_of);
+    let facts = Facts {
+        attachment,
+        claim: claim.as_ref(),
+        volume_made: volume.and_then(made),
+        orders: &world.orders,
+        machines: world.machines.as_deref(),
+    };
+    let (reason, removal) = match judge(&facts) {
+        Verdict::Ordered => return None,
+        Verdict::Detach => ("NoOrder", Removal::Delete),
+        Verdict::Leave(reason, why) => (reason, Removal::Keep(why)),
+    };
+    Some(Orphan {
+        kind: Kind::InfraAttachment,
+        namespace: None,
+        name: attachment.id.to_string(),
+        uid: None,
+        resource_version: None,
+        bytes: None,
+        age: since(world.now, Some(&attachment.created_at)),
+        reason: reason.to_owned(),
+        message: format!(
+            "no VolumeAttachment is there for volume {} in machine {}",
+            attachment.volume, attachment.node
+        ),
+        removal,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn world() -> World {
+        World {
+            now: "2026-01-02T00:00:00Z".parse().unwrap(),
+            claims: Vec::new(),
+            volumes: Vec::new(),
+            orders: Vec::new(),
+            machines: Some(Vec::new()),
+            known_snapshots: HashSet::new(),
+            infra_volumes: Vec::new(),
+            infra_snapshots: Vec::new(),
+            attachments: Vec::new(),
+        }
+    }
+
+    fn claim(annotations: Value, phase: &str) -> PersistentVolumeClaim {
+        serde_json::from_value(json!({
+            "metadata": {"name": "data", "namespace": "guest", "uid": "u1", "annotations": annotations},
+            "spec": {"volumeName": "pv1"},
+            "status": {"phase": phase, "capacity": {"storage": "4Mi"}},
+        }))
+        .unwrap()
+    }
+
+    fn volume(policy: &str, phase: &str) -> PersistentVolume {
+        serde_json::from_value(json!({
+            "metadata": {"name": "pv1", "creationTimestamp": "2026-01-01T00:00:00Z"},
+            "spec": {
+                "persistentVolumeReclaimPolicy": policy, "capacity": {"storage": "4Mi"},
+                "csi": {"driver": crds::names::MANAGEMENT_DRIVER, "volumeHandle": "pvc-u1"},
+                "claimRef": {"namespace": "guest", "name": "data", "uid": "u1"},
+            },
+            "status": {"phase": phase},
+        }))
+        .unwrap()
+    }
+
+    fn infra_volume(labels: Value) -> Volume {
+        serde_json::from_value(json!({
+            "id": "pvc-u1", "capacityBytes": 4 << 20, "pool": "a",
+            "diskUuid": "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "state": "ready",
+            "labels": labels, "createdAt": "2026-01-01T22:00:00Z",
+        }))
+        .unwrap()
+    }
+
+    fn is_kept(orphans: &[Orphan]) -> bool {
+        assert_eq!(orphans.len(), 1, "{orphans:?}");
+        matches!(orphans[0].removal, Removal::Keep(_))
+    }
+
+    #[test]
+    fn an_orphaned_claim_goes_unless_its_policy_its_guest_or_another_guest_keeps_it() {
+        let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
+        let with = |more: Value| {
+            let mut all = orphaned.clone();
+            json_patch::merge(&mut all, &more);
+            all
+        };
+        let found = |annotations: Value, policy: &str| {
+            let claims = vec![claim(annotations, "Bound")];
+            find(&World { claims, volumes: vec![volume(policy, "Bound")], ..world() }, true)
+        };
+        let gone = found(orphaned.clone(), "Delete");
+        assert!(!is_kept(&gone));
+        assert_eq!((gone[0].age, gone[0].bytes), (Some(Duration::from_secs(86_400)), Some(4 << 20)));
+        assert!(is_kept(&found(orphaned.clone(), "Retain")));
+        assert!(is_kept(&found(with(json!({ANNOTATION_ORPHANED_REASON: "ClaimLost"})), "Delete")));
+        assert!(is_kept(&found(with(json!({"consumer.nestor.dev/other": "{}"})), "Delete")));
+        assert!(is_kept(&found(json!({ANNOTATION_RETAINED_SINCE: "2026-01-01T00:00:00Z"}), "Delete")));
+        assert!(found(json!({}), "Delete").is_empty());
+    }
+
+    #[test]
+    fn an_orphaned_claim_that_a_machine_has_or_wants_is_kept_whatever_its_mark_says() {
+        let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
+        let bound = || World {
+            claims: vec![claim(orphaned.clone(), "Bound")],
+            volumes: vec![volume("Delete", "Bound")],
+            ..world()
+        };
+        let machine = |claim: &str| {
+            serde_json::from_value(json!({
+                "metadata": {"name": "vm-1", "namespace": "guest"},
+                "spec": {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": claim}}]},
+            }))
+            .unwrap()
+        };
+        let with_machine = |claim: &str| World { machines: Some(vec![machine(claim)]), ..bound() };
+        assert!(is_kept(&find(&with_machine("data"), true)));
+        assert!(!is_kept(&find(&with_machine("other"), true)));
+        let attachment = json!({
+            "id": "by-hand", "volume": "pvc-u1", "node": "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "readOnly": false,
+            "access": "single-node", "state": "attached", "diskUuid": "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab",
+            "createdAt": "2026-01-01T12:00:00Z",
+        });
+        let attachments = vec![serde_json::from_value(attachment).unwrap()];
+        let found = find(&World { attachments, ..bound() }, true);
+        assert!(is_kept(&found[..1]));
+    }
+
+    #[test]
+    fn an_infra_volume_is_an_orphan_only_when_nothing_names_it_or_will() {
+        let labels = json!({"namespace": "guest", "pvc": "data"});
+        let found = |claims: Vec<PersistentVolumeClaim>, volumes: Vec<PersistentVolume>, labels: &Value| {
+            let infra_volumes = vec![infra_volume(labels.clone())];
+            find(&World { claims, volumes, infra_volumes, ..world() }, true)
+        };
+        assert!(found(Vec::new(), vec![volume("Delete", "Bound")], &labels).is_empty());
+        assert!(found(vec![claim(json!({}), "Pending")], Vec::new(), &labels).is_empty());
+        assert!(!is_kept(&found(Vec::new(), Vec::new(), &labels)));
+        assert!(is_kept(&found(vec![claim(json!({}), "Lost")], Vec::new(), &labels)));
+        assert!(is_kept(&found(Vec::new(), Vec::new(), &json!({}))));
+        let infra_volumes = vec![infra_volume(labels)];
+        assert!(is_kept(&find(&World { infra_volumes, ..world() }, false)), "it may be another cluster's");
+    }
+
+    #[test]
+    fn a_released_volume_that_is_to_be_kept_is_listed_and_never_removed() {
+        let found = |policy, phase| find(&World { volumes: vec![volume(policy, phase)], ..world() }, true);
+        assert!(is_kept(&found("Retain", "Released")));
+        assert!(found("Retain", "Bound").is_empty() && found("Delete", "Released").is_empty());
+    }
+}

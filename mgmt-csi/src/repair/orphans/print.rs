@@ -1,0 +1,137 @@
+//! Orphans, for people and for scripts.
+
+use std::io::Write;
+
+use kube_kit::{duration, quantity};
+use serde_json::{Value, json};
+
+use super::Outcomes;
+use super::find::{Orphan, Removal};
+
+/// The shape of what is printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(super) enum Format {
+    /// For people.
+    Table,
+    /// For scripts.
+    Json,
+}
+
+const HEAD: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "WHAT TO DO"];
+
+/// Writes to standard output.
+pub(super) fn print(
+    format: Format,
+    orphans: &[Orphan],
+    remove: bool,
+    outcomes: &Outcomes,
+) -> std::io::Result<()> {
+    let text = match format {
+        Format::Table => table(orphans, remove, outcomes),
+        Format::Json => json(orphans, remove, outcomes),
+    };
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.flush()
+}
+
+fn table(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
+    if orphans.is_empty() {
+        return "nothing is orphaned\n".to_owned();
+    }
+    let rows = orphans.iter().map(|orphan| {
+        [
+            orphan.kind.to_string(),
+            orphan.full_name(),
+            orphan.bytes.map_or("-".to_owned(), |bytes| quantity::of(bytes).0),
+            orphan.age.map_or("-".to_owned(), duration::show),
+            orphan.reason.clone(),
+            what_to_do(orphan, remove, outcomes),
+        ]
+    });
+    let rows: Vec<[String; 6]> = std::iter::once(HEAD.map(str::to_owned)).chain(rows).collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
+    let line = |row: &[String; 6]| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
+        format!("{}\n", cells.collect::<Vec<_>>().join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
+fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
+    let item = |orphan: &Orphan| {
+        let mut item = json!({
+            "kind": orphan.kind.to_string(),
+            "namespace": orphan.namespace,
+            "name": orphan.name,
+            "sizeBytes": orphan.bytes,
+            "ageSeconds": orphan.age.map(|age| age.as_secs()),
+            "reason": orphan.reason,
+            "message": orphan.message,
+            "removable": orphan.removal == Removal::Delete,
+            "whatToDo": what_to_do(orphan, remove, outcomes),
+        });
+        if let Some(outcome) = outcomes.get(&(orphan.kind, orphan.full_name())) {
+            item["removed"] = json!(outcome.is_ok());
+        }
+        item
+    };
+    let items: Vec<Value> = orphans.iter().map(item).collect();
+    format!("{:#}\n", json!({"items": items}))
+}
+
+/// What was done, would be done, or should be.
+fn what_to_do(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
+    match (&orphan.removal, outcomes.get(&(orphan.kind, orphan.full_name()))) {
+        (_, Some(Ok(()))) => "removed".to_owned(),
+        (_, Some(Err(error))) => format!("not removed: {error}"),
+        (Removal::Delete, None) if remove => format!("would be removed: {}", orphan.message),
+        (Removal::Delete, None) => orphan.message.clone(),
+        (Removal::Keep(why), None) => format!("kept: {why}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::find::Kind;
+    use super::*;
+
+    fn orphan(name: &str, removal: Removal) -> Orphan {
+        Orphan {
+            kind: Kind::InfraVolume,
+            namespace: None,
+            name: name.to_owned(),
+            uid: None,
+            resource_version: None,
+            bytes: Some(4 << 20),
+            age: Some(Duration::from_secs(7200)),
+            reason: "NoPersistentVolume".to_owned(),
+            message: "no PersistentVolume names it".to_owned(),
+            removal,
+        }
+    }
+
+    #[test]
+    fn a_table_says_what_would_be_done_and_what_was() {
+        let orphans = [orphan("a", Removal::Delete), orphan("b", Removal::Keep("attached".to_owned()))];
+        let shown = table(&orphans, true, &Outcomes::new());
+        let lines: Vec<&str> = shown.lines().collect();
+        assert_eq!(lines[0], "KIND         NAME  SIZE  AGE  REASON              WHAT TO DO");
+        assert_eq!(
+            lines[1],
+            "InfraVolume  a     4Mi   2h   NoPersistentVolume  would be removed: no PersistentVolume names it"
+        );
+        assert_eq!(lines[2], "InfraVolume  b     4Mi   2h   NoPersistentVolume  kept: attached");
+        let outcomes = Outcomes::from([((Kind::InfraVolume, "a".to_owned()), Err("in use".to_owned()))]);
+        assert!(table(&orphans, true, &outcomes).contains("not removed: in use"));
+        let read: Value = serde_json::from_str(&json(&orphans, true, &outcomes)).unwrap();
+        assert_eq!(read["items"][0]["removed"], json!(false));
+        assert_eq!(
+            (&read["items"][0]["ageSeconds"], &read["items"][1]["removable"]),
+            (&json!(7200), &json!(false))
+        );
+    }
+}

@@ -1,0 +1,110 @@
+//! Everything that orphans are found in, read once.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use anyhow::anyhow;
+use crds::names::MANAGEMENT_DRIVER;
+use crds::{VirtualMachine, VolumeAttachment};
+use infra_api::{Attachment, List, Snapshot, SnapshotId, Volume};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{ApiResource, DynamicObject, ListParams};
+use kube::core::GroupVersionKind;
+use kube::{Api, Client, Resource};
+use kube_kit::client::chain;
+use serde::de::DeserializeOwned;
+use tokio::time::Instant;
+
+use crate::infra::{ReadError, StorageInfra, snapshot_id};
+use crate::repair::strays::machines;
+
+/// How long the infra may take for one answer.
+const ANSWER: Duration = Duration::from_secs(60);
+
+/// Both sides, as they are.
+pub(super) struct World {
+    pub(super) now: Timestamp,
+    pub(super) claims: Vec<PersistentVolumeClaim>,
+    pub(super) volumes: Vec<PersistentVolume>,
+    pub(super) orders: Vec<VolumeAttachment>,
+    /// None where the cluster has no such objects.
+    pub(super) machines: Option<Vec<VirtualMachine>>,
+    /// The snapshots of the infra that VolumeSnapshotContents of this driver stand for, or will once they are taken.
+    pub(super) known_snapshots: HashSet<SnapshotId>,
+    pub(super) infra_volumes: Vec<Volume>,
+    pub(super) infra_snapshots: Vec<Snapshot>,
+    pub(super) attachments: Vec<Attachment>,
+}
+
+impl World {
+    /// Reads the infra first: what was made before that is known to the cluster by then, if it ever will be.
+    pub(super) async fn read(client: &Client, infra: &dyn StorageInfra) -> anyhow::Result<Self> {
+        let infra_volumes =
+            pages(async |after: Option<&str>| infra.list_volumes(None, after, Instant::now() + ANSWER).await);
+        let infra_volumes = infra_volumes.await?;
+        let infra_snapshots = pages(async |after: Option<&str>| {
+            infra.list_snapshots(None, None, after, Instant::now() + ANSWER).await
+        });
+        let infra_snapshots = infra_snapshots.await?;
+        let attachments = infra.list_attachments(None, Instant::now() + ANSWER).await?;
+        Ok(Self {
+            claims: all(client, "PersistentVolumeClaims").await?,
+            volumes: all(client, "PersistentVolumes").await?,
+            orders: all(client, "VolumeAttachments").await?,
+            machines: machines(client, None).await.map_err(|error| anyhow!("cannot read {error}"))?,
+            known_snapshots: known_snapshots(client).await?,
+            infra_volumes,
+            infra_snapshots,
+            attachments,
+            now: Timestamp::now(),
+        })
+    }
+}
+
+async fn pages<T>(
+    page: impl AsyncFn(Option<&str>) -> Result<List<T>, ReadError>,
+) -> Result<Vec<T>, ReadError> {
+    let (mut all, mut next) = (Vec::new(), None::<String>);
+    loop {
+        let List { items, next: after } = page(next.as_deref()).await?;
+        all.extend(items);
+        next = after;
+        if next.is_none() {
+            return Ok(all);
+        }
+    }
+}
+
+async fn all<K>(client: &Client, what: &str) -> anyhow::Result<Vec<K>>
+where
+    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + std::fmt::Debug,
+{
+    let list = Api::<K>::all(client.clone()).list(&ListParams::default()).await;
+    Ok(list.map_err(|error| anyhow!("cannot read {what}: {}", chain(&error)))?.items)
+}
+
+/// Where snapshots are not served, there are none.
+async fn known_snapshots(client: &Client) -> anyhow::Result<HashSet<SnapshotId>> {
+    let gvk = GroupVersionKind::gvk("snapshot.storage.k8s.io", "v1", "VolumeSnapshotContent");
+    let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::from_gvk(&gvk));
+    match api.list(&ListParams::default()).await {
+        Ok(list) => Ok(list.items.iter().flat_map(snapshots_of).collect()),
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(HashSet::new()),
+        Err(error) => Err(anyhow!("cannot read VolumeSnapshotContents: {}", chain(&error))),
+    }
+}
+
+/// The ids that a content's snapshot has, or gets.
+fn snapshots_of(content: &DynamicObject) -> Vec<SnapshotId> {
+    if content.data["spec"]["driver"] != MANAGEMENT_DRIVER {
+        return Vec::new();
+    }
+    let handles =
+        [&content.data["status"]["snapshotHandle"], &content.data["spec"]["source"]["snapshotHandle"]];
+    let handles = handles.into_iter().filter_map(|handle| SnapshotId::new(handle.as_str()?).ok());
+    // csi-snapshotter names a snapshot after its VolumeSnapshot, as `--snapshot-name-prefix` is by default.
+    let uid = content.data["spec"]["volumeSnapshotRef"]["uid"].as_str();
+    let coming = uid.map(|uid| snapshot_id(&format!("snapshot-{uid}")));
+    handles.chain(coming).collect()
+}

@@ -1,0 +1,49 @@
+//! Whether what is noted with the bytes of volumes and snapshots is as the catalog has it. The schema itself notices
+//! every change after which that is due.
+
+use infra_api::{PoolName, SnapshotId, VolumeId};
+
+use super::{Result, Tx, parse};
+use crate::engine::Object;
+
+/// What something is still to be noted of.
+pub(super) const DUE: &str = "record_due AND state = 'ready'";
+
+impl Tx<'_> {
+    /// The complete objects of which something is still to be noted, with their pools.
+    pub fn due_records(&self) -> Result<Vec<(Object, PoolName)>> {
+        self.0
+            .prepare_cached(&format!(
+                "SELECT 0, id, pool FROM volumes WHERE {DUE} UNION ALL SELECT 1, id, pool FROM snapshots WHERE {DUE}"
+            ))?
+            .query_map([], |row| Ok((row.get(0)?, row.get(1)?, row.get(2)?)))?
+            .map(|row| {
+                let (is_snapshot, id, pool): (bool, String, String) = row?;
+                let object = if is_snapshot {
+                    Object::Snapshot(parse("snapshots.id", &id)?)
+                } else {
+                    Object::Volume(parse("volumes.id", &id)?)
+                };
+                Ok((object, parse("pool", &pool)?))
+            })
+            .collect()
+    }
+
+    /// Whether what is noted with a volume may be older than the catalog.
+    pub fn is_record_due(&self, id: &VolumeId) -> Result<bool> {
+        let mut due = self.0.prepare_cached("SELECT 1 FROM volumes WHERE id = ?1 AND record_due")?;
+        Ok(due.exists([id.as_str()])?)
+    }
+
+    /// Notes that what is noted with a volume is as the catalog has it. Where that is lost, the same is noted again.
+    pub fn volume_is_noted(&self, id: &VolumeId) -> Result<()> {
+        self.0.prepare_cached("UPDATE volumes SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
+        Ok(())
+    }
+
+    /// Notes that what is noted with a snapshot is as the catalog has it. Where that is lost, the same is noted again.
+    pub fn snapshot_is_noted(&self, id: &SnapshotId) -> Result<()> {
+        self.0.prepare_cached("UPDATE snapshots SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
+        Ok(())
+    }
+}

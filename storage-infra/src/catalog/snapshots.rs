@@ -1,0 +1,143 @@
+//! The table of snapshots.
+
+use infra_api::{Labels, PoolName, SnapshotId, VolumeId, VolumeState};
+use rusqlite::{OptionalExtension, Row, params};
+use uuid::Uuid;
+
+use super::{Result, Tx, from_json, from_word, parse, to_json};
+
+/// A snapshot as the catalog keeps it.
+#[derive(Debug, Clone)]
+pub struct SnapshotRow {
+    /// Its id.
+    pub id: SnapshotId,
+    /// The volume whose bytes it keeps, which may be gone.
+    pub volume: VolumeId,
+    /// The pool that holds it.
+    pub pool: PoolName,
+    /// The size its volume had.
+    pub capacity: u64,
+    /// The most that it can keep allocated.
+    pub reserved: u64,
+    /// What it may share blocks with.
+    pub family: Uuid,
+    /// While it is made: piece by piece, from a volume that nobody may write to meanwhile.
+    pub copying: bool,
+    /// How far it is.
+    pub state: VolumeState,
+    /// As asked for.
+    pub labels: Labels,
+    /// RFC 3339: its moment.
+    pub created_at: String,
+}
+
+const COLUMNS: &str = "id, volume, pool, capacity, reserved, family, copying, state, labels, created_at";
+
+/// What something was begun on and not finished.
+pub(super) const UNFINISHED: &str = "state <> 'ready'";
+
+fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
+    let (id, volume, pool, capacity): (String, String, String, u64) =
+        (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
+    let (reserved, family, copying): (u64, String, bool) = (row.get(4)?, row.get(5)?, row.get(6)?);
+    let (state, labels, created_at): (String, String, String) = (row.get(7)?, row.get(8)?, row.get(9)?);
+    Ok((|| {
+        Ok(SnapshotRow {
+            id: parse("snapshots.id", &id)?,
+            volume: parse("snapshots.volume", &volume)?,
+            pool: parse("snapshots.pool", &pool)?,
+            capacity,
+            reserved,
+            family: parse("snapshots.family", &family)?,
+            copying,
+            state: from_word("snapshots.state", &state)?,
+            labels: from_json("snapshots.labels", &labels)?,
+            created_at,
+        })
+    })())
+}
+
+impl Tx<'_> {
+    /// One snapshot.
+    pub fn snapshot(&self, id: &SnapshotId) -> Result<Option<SnapshotRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM snapshots WHERE id = ?1"))?
+            .query_row([id.as_str()], read)
+            .optional()?
+            .transpose()
+    }
+
+    /// At most `limit` snapshots, of one volume or of all, with ids after `after`, by id.
+    pub fn snapshots(
+        &self,
+        volume: Option<&VolumeId>,
+        after: &str,
+        limit: usize,
+    ) -> Result<Vec<SnapshotRow>> {
+        let of = if volume.is_some() { "volume = ?2" } else { "?2 IS NULL" };
+        self.0
+            .prepare_cached(&format!(
+                "SELECT {COLUMNS} FROM snapshots WHERE id > ?1 AND {of} ORDER BY id LIMIT ?3"
+            ))?
+            .query_map(params![after, volume.map(VolumeId::as_str), limit], read)?
+            .map(|row| row?)
+            .collect()
+    }
+
+    /// The snapshots that something was begun on and not finished.
+    pub fn unfinished_snapshots(&self) -> Result<Vec<SnapshotRow>> {
+        self.0
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM snapshots WHERE {UNFINISHED} ORDER BY id"))?
+            .query_map([], read)?
+            .map(|row| row?)
+            .collect()
+    }
+
+    /// Adds a snapshot.
+    pub fn insert_snapshot(&self, row: &SnapshotRow) -> Result<()> {
+        self.0
+            .prepare_cached(&format!(
+                "INSERT INTO snapshots ({COLUMNS}, record_due) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, 0)"
+            ))?
+            .execute(params![
+                row.id.as_str(),
+                row.volume.as_str(),
+                row.pool.as_str(),
+                row.capacity,
+                row.reserved,
+                row.family.to_string(),
+                row.copying,
+                row.state.to_string(),
+                to_json(&row.labels)?,
+                row.created_at,
+            ])?;
+        Ok(())
+    }
+
+    /// Notes that a snapshot is complete: what it keeps allocated at most, and from which moment it is. False when it
+    /// was told to go meanwhile.
+    pub fn finish_snapshot(&self, id: &SnapshotId, reserved: u64, created_at: &str) -> Result<bool> {
+        let changed = self
+            .0
+            .prepare_cached(
+                "UPDATE snapshots SET state = 'ready', reserved = ?2, created_at = ?3 \
+                 WHERE id = ?1 AND state = 'creating'",
+            )?
+            .execute(params![id.as_str(), reserved, created_at])?;
+        Ok(changed > 0)
+    }
+
+    /// Notes that a snapshot is to go.
+    pub fn begin_delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE snapshots SET state = 'deleting' WHERE id = ?1")?
+            .execute([id.as_str()])?;
+        Ok(())
+    }
+
+    /// Removes a snapshot.
+    pub fn delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        self.0.prepare_cached("DELETE FROM snapshots WHERE id = ?1")?.execute([id.as_str()])?;
+        Ok(())
+    }
+}

@@ -1,0 +1,183 @@
+use infra_api::{EngineKind, Labels, PoolName};
+
+use super::*;
+use crate::engine::record::{PoolRecord, SnapshotRecord, VolumeRecord};
+
+fn engine(dir: &Path) -> FileEngine {
+    let engine = FileEngine::new(dir, Uuid::new_v4());
+    engine.adopt(&pool()).unwrap();
+    engine
+}
+
+fn pool() -> Record {
+    Record::Pool(PoolRecord {
+        name: PoolName::new("p").unwrap(),
+        engine: EngineKind::File,
+        labels: Labels::new(),
+        cordoned: false,
+    })
+}
+
+fn record(object: &Object, identity: u128) -> Record {
+    let (identity, created_at) = (Uuid::from_u128(identity), "2026-01-01T00:00:00Z".to_owned());
+    match object {
+        Object::Volume(id) => Record::Volume(Box::new(VolumeRecord {
+            id: id.clone(),
+            disk_uuid: identity,
+            capacity: 4096,
+            spec: serde_json::from_str(r#"{"capacityBytes":4096}"#).unwrap(),
+            family: identity,
+            qos: infra_api::Qos::default(),
+            created_at,
+            holders: Vec::new(),
+        })),
+        Object::Snapshot(id) => Record::Snapshot(SnapshotRecord {
+            id: id.clone(),
+            volume: self::id("v"),
+            capacity: 4096,
+            family: identity,
+            labels: Labels::new(),
+            created_at,
+        }),
+    }
+}
+
+fn create(engine: &FileEngine, name: &str, bytes: u64) -> Result<()> {
+    engine.create(&id(name), bytes, &record(&object(name), 1))
+}
+
+fn remove(engine: &FileEngine, name: &str) -> Result<()> {
+    engine.remove(&object(name), Uuid::from_u128(1))
+}
+
+fn id(text: &str) -> VolumeId {
+    VolumeId::new(text).unwrap()
+}
+
+fn object(text: &str) -> Object {
+    Object::Volume(id(text))
+}
+
+fn snapshot(text: &str) -> Object {
+    Object::Snapshot(infra_api::SnapshotId::new(text).unwrap())
+}
+
+#[test]
+fn a_volume_is_sparse_grows_and_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 1 << 30).unwrap();
+    create(&engine, "v", 1 << 30).unwrap();
+    let contents = engine.contents(&HashSet::from([object("v")])).unwrap();
+    assert!(contents.allocated[&object("v")] < 1 << 20 && contents.unknown.is_empty(), "{contents:?}");
+    engine.grow(&id("v"), 2 << 30).unwrap();
+    engine.grow(&id("v"), 1 << 30).unwrap();
+    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), 2 << 30);
+    remove(&engine, "v").unwrap();
+    remove(&engine, "v").unwrap();
+    assert!(!engine.exists(&object("v")).unwrap());
+}
+
+#[test]
+fn a_directory_that_is_not_the_registered_one_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 4096).unwrap();
+    fs::write(dir.path().join(MARKER), Uuid::new_v4().to_string()).unwrap();
+    assert!(matches!(remove(&engine, "v"), Err(EngineError::Unhealthy(_))));
+    assert!(matches!(create(&engine, "w", 4096), Err(EngineError::Unhealthy(_))));
+    fs::remove_file(dir.path().join(MARKER)).unwrap();
+    assert!(matches!(engine.inspect(), Err(EngineError::Unhealthy(_))));
+    engine.release().unwrap();
+    assert!(dir.path().join("v.raw").exists() && !dir.path().join("w.raw").exists());
+}
+
+#[test]
+fn a_directory_of_another_pool_is_refused_and_foreign_files_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = engine(dir.path());
+    let second = FileEngine::new(dir.path(), Uuid::new_v4());
+    assert!(matches!(second.adopt(&pool()), Err(EngineError::Foreign(_))));
+    fs::write(dir.path().join("photo.jpg"), "x").unwrap();
+    fs::write(dir.path().join("w.raw"), "x").unwrap();
+    create(&first, "v", 4096).unwrap();
+    assert_eq!(first.contents(&HashSet::from([object("v")])).unwrap().unknown, ["photo.jpg", "w.raw"]);
+}
+
+#[test]
+fn a_copy_keeps_holes_and_is_not_there_by_its_name_until_it_is_complete() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 64 << 20).unwrap();
+    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(b"head", 0).unwrap();
+    file.write_all_at(b"tail", (64 << 20) - 4).unwrap();
+    let source = engine.source(&id("v"));
+    let cancelled = Copying::default();
+    cancelled.cancel();
+    let note = record(&snapshot("v"), 1);
+    let fill = |copying| engine.fill(&snapshot("v"), &source, 65 << 20, Method::Copy, &note, copying);
+    let is_complete = || engine.is_complete(&snapshot("v"), note.identity()).unwrap();
+    assert!(matches!(fill(&cancelled), Err(EngineError::Cancelled)));
+    assert!(engine.exists(&snapshot("v")).unwrap() && !is_complete());
+    let known = HashSet::from([object("v"), snapshot("v")]);
+    assert!(engine.contents(&known).unwrap().unknown.is_empty());
+    assert_eq!(engine.missing(known.clone()).unwrap(), HashSet::from([snapshot("v")]));
+
+    let copying = Copying::default();
+    fill(&copying).unwrap();
+    assert_eq!(copying.copied(), 65 << 20);
+    assert!(engine.missing(known).unwrap().is_empty() && engine.allocated(&snapshot("v")).unwrap() < 1 << 20);
+    assert!(is_complete() && engine.noted(&snapshot("v")).unwrap().as_ref() == Some(&note));
+    let copy = File::open(dir.path().join("v.snap")).unwrap();
+    let mut tail = [0; 4];
+    copy.read_exact_at(&mut tail, (64 << 20) - 4).unwrap();
+    assert_eq!((&tail, copy.metadata().unwrap().len()), (b"tail", 65 << 20));
+    assert!(!dir.path().join("v.spart").exists());
+}
+
+#[test]
+fn what_is_noted_of_another_object_keeps_a_file_from_being_removed_or_taken_for_our_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 4096).unwrap();
+    let (other, ours) = (record(&object("v"), 2), record(&object("v"), 1));
+    assert!(matches!(engine.remove(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
+    assert!(matches!(engine.create(&id("v"), 8192, &other), Err(EngineError::Foreign(_))));
+    assert!(matches!(engine.is_complete(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
+    engine.discard(&object("v")).unwrap();
+    assert_eq!(engine.noted(&object("v")).unwrap(), Some(ours));
+    // By another name it is nobody's.
+    fs::rename(dir.path().join("v.raw"), dir.path().join("w.raw")).unwrap();
+    assert!(matches!(remove(&engine, "w"), Err(EngineError::Foreign(_))));
+    assert_eq!(fs::metadata(dir.path().join("w.raw")).unwrap().len(), 4096);
+}
+
+#[test]
+fn a_directory_tells_by_itself_what_it_holds() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 4096).unwrap();
+    fs::write(dir.path().join("photo.jpg"), "x").unwrap();
+    let found = survey(dir.path()).unwrap();
+    assert_eq!((found.uuid, found.pool), (engine.uuid, Some(pool())));
+    let names: Vec<&str> = found.files.iter().map(|file| file.name.as_str()).collect();
+    assert_eq!(names, ["photo.jpg", "v.raw"]);
+    assert_eq!(found.files[0].record, Ok(None));
+    assert_eq!(found.files[1].record, Ok(Some(record(&object("v"), 1))));
+    fs::remove_file(dir.path().join(MARKER)).unwrap();
+    assert!(survey(dir.path()).unwrap_err().to_string().contains("not mounted"));
+}
+
+#[test]
+fn what_an_earlier_version_made_is_finished_and_noted() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    fs::write(dir.path().join("v.raw"), "bytes").unwrap();
+    create(&engine, "v", 4096).unwrap();
+    let bytes = fs::read(dir.path().join("v.raw")).unwrap();
+    assert!(bytes.starts_with(b"bytes") && bytes.len() == 4096);
+    assert_eq!(engine.noted(&object("v")).unwrap(), Some(record(&object("v"), 1)));
+}

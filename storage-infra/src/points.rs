@@ -1,0 +1,178 @@
+//! Points around every effect of an engine or a hypervisor at which a test can let the server die: see the crate
+//! `fail_point`. They are named `engine.<effect>` and `hypervisor.<effect>`, with `.before` and `.after`.
+
+use std::sync::Arc;
+
+use crate::engine::Engine;
+use crate::hypervisor::Hypervisor;
+
+/// The engine with its points.
+#[cfg(debug_assertions)]
+pub(crate) fn engine(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
+    Arc::new(debug::Passing(engine))
+}
+
+/// The engine: this build has no points.
+#[cfg(not(debug_assertions))]
+pub(crate) fn engine(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
+    engine
+}
+
+/// The hypervisor with its points.
+#[cfg(debug_assertions)]
+pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor> {
+    Arc::new(debug::Passing(hypervisor))
+}
+
+/// The hypervisor: this build has no points.
+#[cfg(not(debug_assertions))]
+pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor> {
+    hypervisor
+}
+
+#[cfg(debug_assertions)]
+mod debug {
+    use std::collections::HashSet;
+    use std::sync::Arc;
+
+    use async_trait::async_trait;
+    use fail_point::{around, around_async};
+    use infra_api::VolumeId;
+    use uuid::Uuid;
+
+    use crate::engine::{self, Contents, Copying, DiskSource, Engine, Method, Object, PoolFacts, Record};
+    use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Unplugged};
+
+    /// Either, with its points.
+    pub(super) struct Passing<T: ?Sized>(pub(super) Arc<T>);
+
+    fn effect<T>(name: &str, work: impl FnOnce() -> T) -> T {
+        around(|| Some(format!("engine.{name}")), work)
+    }
+
+    async fn change<F: Future>(name: &str, work: F) -> F::Output {
+        around_async(|| Some(format!("hypervisor.{name}")), work).await
+    }
+
+    impl Engine for Passing<dyn Engine> {
+        fn adopt(&self, pool: &Record) -> engine::Result<()> {
+            effect("adopt", || self.0.adopt(pool))
+        }
+
+        fn release(&self) -> engine::Result<()> {
+            effect("release", || self.0.release())
+        }
+
+        fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> engine::Result<()> {
+            effect("create", || self.0.create(id, bytes, record))
+        }
+
+        fn fill(
+            &self,
+            object: &Object,
+            from: &DiskSource,
+            bytes: u64,
+            method: Method,
+            record: &Record,
+            copying: &Copying,
+        ) -> engine::Result<()> {
+            effect("fill", || self.0.fill(object, from, bytes, method, record, copying))
+        }
+
+        fn note(&self, record: &Record) -> engine::Result<()> {
+            // The engine has the points itself: only it knows whether anything is written.
+            self.0.note(record)
+        }
+
+        fn discard(&self, object: &Object) -> engine::Result<()> {
+            effect("discard", || self.0.discard(object))
+        }
+
+        fn noted(&self, object: &Object) -> engine::Result<Option<Record>> {
+            self.0.noted(object)
+        }
+
+        fn grow(&self, id: &VolumeId, bytes: u64) -> engine::Result<()> {
+            effect("grow", || self.0.grow(id, bytes))
+        }
+
+        fn remove(&self, object: &Object, identity: Uuid) -> engine::Result<()> {
+            effect("remove", || self.0.remove(object, identity))
+        }
+
+        fn inspect(&self) -> engine::Result<PoolFacts> {
+            self.0.inspect()
+        }
+
+        fn contents(&self, known: &HashSet<Object>) -> engine::Result<Contents> {
+            self.0.contents(known)
+        }
+
+        fn missing(&self, expected: HashSet<Object>) -> engine::Result<HashSet<Object>> {
+            self.0.missing(expected)
+        }
+
+        fn exists(&self, object: &Object) -> engine::Result<bool> {
+            self.0.exists(object)
+        }
+
+        fn is_complete(&self, object: &Object, identity: Uuid) -> engine::Result<bool> {
+            self.0.is_complete(object, identity)
+        }
+
+        fn allocated(&self, object: &Object) -> engine::Result<u64> {
+            self.0.allocated(object)
+        }
+
+        fn source(&self, id: &VolumeId) -> DiskSource {
+            self.0.source(id)
+        }
+
+        fn locate(&self, object: &Object) -> engine::Result<DiskSource> {
+            self.0.locate(object)
+        }
+    }
+
+    #[async_trait]
+    impl Hypervisor for Passing<dyn Hypervisor> {
+        async fn plug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+            change("plug", self.0.plug(node, disk)).await
+        }
+
+        async fn unplug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<Unplugged> {
+            change("unplug", self.0.unplug(node, disk)).await
+        }
+
+        async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> hypervisor::Result<()> {
+            change("resize", self.0.resize(node, disk, bytes)).await
+        }
+
+        async fn throttle(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+            change("throttle", self.0.throttle(node, disk)).await
+        }
+
+        async fn power_off(&self, node: Uuid) -> hypervisor::Result<()> {
+            change("power_off", self.0.power_off(node)).await
+        }
+
+        fn kind(&self) -> &'static str {
+            self.0.kind()
+        }
+
+        async fn check(&self) -> hypervisor::Result<()> {
+            self.0.check().await
+        }
+
+        async fn describe(&self, node: Uuid) -> hypervisor::Result<NodeFacts> {
+            self.0.describe(node).await
+        }
+
+        async fn plugged(&self) -> hypervisor::Result<Vec<Plugged>> {
+            self.0.plugged().await
+        }
+
+        async fn presence(&self, node: Uuid, disks: &[Disk]) -> hypervisor::Result<Presence> {
+            self.0.presence(node, disks).await
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! What is noted with the bytes of volumes and snapshots, kept as the catalog has it: at once where the safety of the
+//! bytes hangs on it, which is before a disk is plugged, else soon.
+
+use infra_api::{Access, NodeSpec, Problem, ProblemCode, SnapshotId, VolumeId, VolumeState, What};
+
+use super::fencing::is_without_disks;
+use super::pools::{pool_of, pool_record};
+use super::{Failure, Result, Service};
+use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
+use crate::engine::{DiskSource, EngineError, Object, Record};
+use crate::hypervisor::{Disk, Unplugged};
+
+/// What is noted of a volume that these have.
+pub(super) fn volume_record(row: &VolumeRow, holders: Vec<Holder>) -> Record {
+    Record::Volume(Box::new(VolumeRecord {
+        id: row.id.clone(),
+        disk_uuid: row.disk_uuid,
+        capacity: row.capacity,
+        spec: row.spec.clone(),
+        family: row.family,
+        qos: row.qos,
+        created_at: row.created_at.clone(),
+        holders,
+    }))
+}
+
+/// What is noted of a snapshot of this moment.
+pub(super) fn snapshot_record(row: &SnapshotRow, moment: &str) -> Record {
+    Record::Snapshot(SnapshotRecord {
+        id: row.id.clone(),
+        volume: row.volume.clone(),
+        capacity: row.capacity,
+        family: row.family,
+        labels: row.labels.clone(),
+        created_at: moment.to_owned(),
+    })
+}
+
+fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<Holder>> {
+    let holder = |row: AttachmentRow| {
+        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(What::Node, row.node))?;
+        Ok(Holder {
+            id: row.id,
+            uuid: row.node,
+            // Labels are for people, and a file can keep only so much.
+            node: NodeSpec { labels: infra_api::Labels::new(), ..node.spec },
+            read_only: row.read_only,
+            access: row.access,
+            created_at: row.created_at,
+        })
+    };
+    rows.into_iter().map(holder).collect()
+}
+
+/// What is to be noted of a volume, where, and whether what is noted now may be older than the catalog.
+struct Due {
+    pool: PoolRow,
+    row: VolumeRow,
+    holders: Vec<Holder>,
+    due: bool,
+}
+
+impl Due {
+    fn of(tx: &Tx<'_>, id: &VolumeId) -> Result<Option<Self>> {
+        let Some(row) = tx.volume(id)?.filter(|row| row.state == VolumeState::Ready) else { return Ok(None) };
+        let holders = holders(tx, tx.attachments(None, Some(id))?)?;
+        Ok(Some(Self { pool: pool_of(tx, &row)?, row, holders, due: tx.is_record_due(id)? }))
+    }
+
+    fn record(&self) -> Record {
+        volume_record(&self.row, self.holders.clone())
+    }
+
+    /// Who is noted with the volume's bytes and not in the catalog. Fails where the bytes are another volume's.
+    fn strangers(&self, found: Record) -> Result<Vec<Holder>> {
+        match found {
+            Record::Volume(found) if found.disk_uuid == self.row.disk_uuid => {
+                Ok(found.strangers(&self.holders))
+            }
+            _ => Err(self.another()),
+        }
+    }
+
+    /// The volume's own file knows of more than the catalog does.
+    fn newer(&self, strangers: &[Holder]) -> Failure {
+        let who: Vec<String> =
+            strangers.iter().map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id)).collect();
+        let detail = format!(
+            "the volume {} is noted with its bytes as attached to {}, and the catalog does not know of that: it is \
+             older than the pool; stop the server and rebuild it with `storage-infra recover`",
+            self.row.id,
+            who.join(", ")
+        );
+        let nodes =
+            strangers.iter().map(|one| infra_api::NodeRef { uuid: one.uuid, name: one.node.name.clone() });
+        let problem = Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id);
+        problem.used_by(nodes.collect()).into()
+    }
+
+    fn disk_of(&self, holder: &Holder, source: DiskSource) -> Disk {
+        Disk {
+            uuid: self.row.disk_uuid,
+            source,
+            read_only: holder.read_only,
+            shared: holder.access != Access::SingleNode,
+            qos: self.row.qos,
+        }
+    }
+
+    fn another(&self) -> Failure {
+        let detail = format!(
+            "the file of volume {} in pool {} is that of another volume of this id: the catalog is older than the pool; \
+             stop the server and rebuild it with `storage-infra recover`",
+            self.row.id, self.pool.name
+        );
+        Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id).into()
+    }
+}
+
+impl Service {
+    /// Notes with a volume's bytes who may have it, by what the catalog has now.
+    pub(super) async fn note_volume(&self, id: &VolumeId) -> Result<()> {
+        // A lock of its own: a filesystem that stands still must not keep disks from being unplugged. No volume can have
+        // a name with a slash.
+        let _lock = self.0.locks.lock(&format!("note/{id}")).await;
+        let key = id.clone();
+        let Some(due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        let (engine, object, record) = (self.engine_of(&due.pool), Object::Volume(id.clone()), due.record());
+        let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
+        let strangers = found.map_or(Ok(Vec::new()), |found| due.strangers(found))?;
+        let there = self.still_there(&due, strangers).await?;
+        if !there.is_empty() {
+            return Err(due.newer(&there));
+        }
+        let write = record.clone();
+        self.engine::<_, Failure, _>(engine, move |e| Ok(e.note(&write)?)).await?;
+        if !due.due {
+            return Ok(());
+        }
+        let key = id.clone();
+        self.0
+            .catalog
+            .note(move |tx| -> Result<_> {
+                // Not where it changed meanwhile: then it is due again.
+                if Due::of(tx, &key)?.is_some_and(|now| now.record() == record) {
+                    tx.volume_is_noted(&key)?;
+                }
+                Ok(())
+            })
+            .await
+    }
+
+    /// Those of the strangers who may have the disk. Where the note may be older than the catalog, whoever was told to
+    /// go has not, and of the others their machine's live state tells.
+    async fn still_there(&self, due: &Due, strangers: Vec<Holder>) -> Result<Vec<Holder>> {
+        if !due.due || strangers.is_empty() {
+            return Ok(strangers);
+        }
+        let untold = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
+            let mut left = Vec::new();
+            for one in strangers {
+                if !tx.is_attachment_ended(&one.id)? {
+                    left.push(one);
+                }
+            }
+            Ok(left)
+        };
+        let mut there = Vec::new();
+        for one in self.0.catalog.read(untold).await? {
+            let disk = due.disk_of(&one, self.engine_of(&due.pool).source(&due.row.id));
+            let uuid = disk.uuid;
+            let presence = self.hypervisor(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
+            let has = presence.disks.contains(&uuid) && !is_without_disks(presence.state);
+            let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
+            if has || self.unless_moved(&node).await? != Unplugged::Gone {
+                there.push(one);
+            }
+        }
+        Ok(there)
+    }
+
+    /// Notes later what changed about a volume. Nobody waits for it.
+    pub(super) fn note_soon(&self, id: &VolumeId) {
+        let (service, id) = (self.clone(), id.clone());
+        self.0.tasks.spawn(async move { service.note_or_tell(&id).await });
+    }
+
+    async fn note_or_tell(&self, id: &VolumeId) {
+        if let Err(failure) = self.note_volume(id).await {
+            tracing::debug!(volume = %id, %failure, "not noted yet; will be tried again");
+        }
+    }
+
+    async fn note_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        let key = id.clone();
+        let found = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                let Some(row) = tx.snapshot(&key)?.filter(|row| row.state == VolumeState::Ready) else {
+                    return Ok(None);
+                };
+                let pool = tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &row.pool))?;
+                Ok(Some((pool, row)))
+            })
+            .await?;
+        let Some((pool, row)) = found else { return Ok(()) };
+        let record = snapshot_record(&row, &row.created_at);
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.note(&record)?)).await?;
+        let key = id.clone();
+        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.snapshot_is_noted(&key)?) }).await
+    }
+
+    /// Notes all that is still to be noted: what an earlier version made, and what could not be noted when it changed.
+    /// Nobody waits for it, and it is not begun again before it has ended.
+    pub(super) fn note_due_soon(&self) {
+        let Ok(noting) = self.0.noting.clone().try_lock_owned() else { return };
+        let service = self.clone();
+        self.0.tasks.spawn(async move {
+            let _noting = noting;
+            if let Err(failure) = service.note_due().await {
+                tracing::warn!(%failure, "could not look for what is to be noted");
+            }
+        });
+    }
+
+    async fn note_due(&self) -> Result<()> {
+        let (pools, objects) =
+            self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.due_records()?)) }).await?;
+        let sick = self.sick_pools();
+        for pool in pools.iter().filter(|pool| pool.marked && !sick.contains(&pool.name)) {
+            let record = pool_record(pool);
+            let noted =
+                self.engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.note(&record)).await;
+            if let Err(error) = noted {
+                tracing::debug!(pool = %pool.name, %error, "not noted yet; will be tried again");
+            }
+        }
+        for (object, pool) in objects {
+            if sick.contains(&pool) {
+                continue;
+            }
+            match object {
+                Object::Volume(id) => self.note_or_tell(&id).await,
+                Object::Snapshot(id) => {
+                    let _lock = self.lock_snapshot(&id).await;
+                    if let Err(failure) = self.note_snapshot(&id).await {
+                        tracing::debug!(snapshot = %id, %failure, "not noted yet; will be tried again");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}

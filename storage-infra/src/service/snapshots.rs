@@ -1,0 +1,371 @@
+//! Snapshots: taking, listing, deleting.
+
+use std::time::Duration;
+
+use infra_api::{
+    Change, EventKind, List, Problem, ProblemCode, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState,
+    What,
+};
+
+use tokio::sync::oneshot;
+
+use super::filling::{Origin, refuse_written};
+use super::locks::Guard;
+use super::placing::Ground;
+use super::pools::pool_of;
+use super::records::snapshot_record;
+use super::{Failure, Result, Service, now};
+use crate::catalog::{PoolRow, SnapshotRow, Tx, VolumeRow};
+use crate::engine::{Method, Object};
+use crate::placement::Candidate;
+
+/// The most snapshots in one page of a list.
+const PAGE: usize = 1000;
+
+impl Service {
+    /// One snapshot.
+    pub async fn snapshot(&self, id: &SnapshotId) -> Result<Snapshot> {
+        let id = id.clone();
+        let row = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                tx.snapshot(&id)?.ok_or_else(|| Failure::not_found(What::Snapshot, &id))
+            })
+            .await?;
+        Ok(self.to_snapshot(row))
+    }
+
+    /// A page of snapshots, of one volume or of all, after an id.
+    pub async fn snapshots(
+        &self,
+        volume: Option<VolumeId>,
+        limit: Option<usize>,
+        after: String,
+    ) -> Result<List<Snapshot>> {
+        let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
+        let mut rows = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> { Ok(tx.snapshots(volume.as_ref(), &after, limit + 1)?) })
+            .await?;
+        let more = rows.len() > limit;
+        rows.truncate(limit);
+        let next = rows.last().filter(|_| more).map(|row| row.id.to_string());
+        Ok(List { items: rows.into_iter().map(|row| self.to_snapshot(row)).collect(), next })
+    }
+
+    fn to_snapshot(&self, row: SnapshotRow) -> Snapshot {
+        let copied = self.0.filling.copied(&Object::Snapshot(row.id.clone()));
+        Snapshot {
+            id: row.id,
+            volume: row.volume,
+            capacity_bytes: row.capacity,
+            pool: row.pool,
+            state: row.state,
+            copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
+            labels: row.labels,
+            created_at: row.created_at,
+        }
+    }
+
+    /// Keeps a volume's bytes, or answers with the snapshot where the same was asked before. True when it is new.
+    /// Waits at most so long; the work goes on.
+    pub async fn put_snapshot(
+        &self,
+        id: SnapshotId,
+        spec: SnapshotSpec,
+        wait: Duration,
+    ) -> Result<(Snapshot, bool)> {
+        let service = self.clone();
+        let (key, wanted) = (id.clone(), spec.clone());
+        let making = |begun: oneshot::Sender<()>| async move {
+            let _lock = service.lock_snapshot(&key).await;
+            let (name, asked) = (key.clone(), wanted.clone());
+            let found = service.0.catalog.read(move |tx| same_snapshot(tx, &name, &asked)).await?;
+            let (row, created) = match found {
+                Some(row) => (row, false),
+                None => (service.reserve_snapshot(&key, wanted).await?, true),
+            };
+            let _ = begun.send(());
+            if row.state == VolumeState::Creating {
+                service.finish_snapshot(row, true).await?;
+            }
+            Ok((service.snapshot(&key).await?, created))
+        };
+        if let Some(made) = self.at_most(wait, making).await {
+            return made;
+        }
+        let name = id.clone();
+        match self.0.catalog.read(move |tx| same_snapshot(tx, &name, &spec)).await? {
+            Some(row) => Ok((self.to_snapshot(row), false)),
+            None => {
+                let detail = format!("the snapshot {id} waits for other work; repeat");
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Snapshot, id).into())
+            }
+        }
+    }
+
+    pub(super) async fn lock_snapshot(&self, id: &SnapshotId) -> Guard {
+        // No volume can have a name with a slash.
+        self.0.locks.lock(&format!("snapshot/{id}")).await
+    }
+
+    /// Measures what the snapshot can keep, and writes the intent.
+    async fn reserve_snapshot(&self, id: &SnapshotId, spec: SnapshotSpec) -> Result<SnapshotRow> {
+        let volume = spec.volume.clone();
+        let source = self.0.catalog.read(move |tx| ready_volume(tx, &volume)).await?;
+        let (pool, sought) = (source.pool.clone(), source.pool.clone());
+        let pool = self.0.catalog.read(move |tx| tx.pool(&pool).map_err(Failure::from)).await?;
+        let Some(pool) = pool else { return Err(Failure::not_found(What::Pool, &sought)) };
+        let _placing = self.0.placing.pools.read().await;
+        let mut ground = self.ground().await?;
+        let row = loop {
+            match self.try_reserve_snapshot(id, &spec, &source, &pool, &ground).await {
+                Err(refusal) => self.look_closer(&mut ground, refusal).await?,
+                Ok(row) => break row,
+            }
+        };
+        self.emit(EventKind::Snapshot, id, Change::Created);
+        Ok(row)
+    }
+
+    async fn try_reserve_snapshot(
+        &self,
+        id: &SnapshotId,
+        spec: &SnapshotSpec,
+        source: &VolumeRow,
+        pool: &PoolRow,
+        ground: &Ground,
+    ) -> Result<SnapshotRow> {
+        let Some(said) = ground.facts.get(&pool.name).copied() else {
+            let detail = format!("the pool {} of volume {} is not healthy", pool.name, source.id);
+            return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name).into());
+        };
+        let (from, to) = (Object::Volume(source.id.clone()), Object::Snapshot(id.clone()));
+        let (taken, most) = self
+            .engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok((e.exists(&to)?, e.allocated(&from)?)))
+            .await?;
+        if taken {
+            let detail = format!(
+                "the pool {} has a file by the name of snapshot {id} that no snapshot owns; move it away, or use another id",
+                pool.name
+            );
+            return Err(Problem::new(ProblemCode::Exists, detail).about(What::Snapshot, id).into());
+        }
+        let copying = !said.reflink;
+        let row = SnapshotRow {
+            id: id.clone(),
+            volume: source.id.clone(),
+            pool: source.pool.clone(),
+            capacity: source.size(),
+            reserved: most,
+            // A copy shares nothing.
+            family: if copying { uuid::Uuid::new_v4() } else { source.family },
+            copying,
+            state: VolumeState::Creating,
+            labels: spec.labels.clone(),
+            created_at: now(),
+        };
+        let (insert, room, facts) = (row.clone(), self.0.placing.room.clone(), ground.facts.clone());
+        self.0
+            .catalog
+            .run(move |tx| -> Result<_> {
+                refuse_without_room(&insert, room.candidates(tx, &facts, None)?)?;
+                if ready_volume(tx, &insert.volume)?.size() != insert.capacity {
+                    let detail = format!("the volume {} grew meanwhile; repeat", insert.volume);
+                    let problem = Problem::new(ProblemCode::Unavailable, detail);
+                    return Err(problem.about(What::Volume, &insert.volume).into());
+                }
+                if insert.copying {
+                    let why = format!("its pool {} has no reflink", insert.pool);
+                    refuse_written(tx, &insert.volume, &why)?;
+                }
+                Ok(tx.insert_snapshot(&insert)?)
+            })
+            .await?;
+        Ok(row)
+    }
+
+    /// Takes a snapshot whose intent is written; one that fails is forgotten again, unless its bytes are complete or that
+    /// is not known: then only what came of it is still to be written. Where nobody asked for it now,
+    /// after a crash, what was not complete is not taken at a later moment, but given up; a copy is done again, since
+    /// nobody could write to its volume meanwhile.
+    pub(super) async fn finish_snapshot(&self, row: SnapshotRow, asked: bool) -> Result<()> {
+        let (id, pool, size, identity) = (row.id.clone(), row.pool.clone(), row.reserved, row.family);
+        match self.take(row, asked).await {
+            Ok(true) => {
+                self.emit(EventKind::Snapshot, &id, Change::Updated);
+                Ok(())
+            }
+            Ok(false) => {
+                let detail = format!("taking the snapshot {id} was broken off");
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Snapshot, &id).into())
+            }
+            Err(failure) if self.is_made(&pool, Object::Snapshot(id.clone()), identity).await => Err(failure),
+            Err(failure) => {
+                tracing::warn!(snapshot = %id, %failure, "not taken; undoing what was done of it");
+                self.discard(pool, Object::Snapshot(id.clone()), size).await?;
+                let name = id.clone();
+                self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
+                self.emit(EventKind::Snapshot, &id, Change::Deleted);
+                Err(failure)
+            }
+        }
+    }
+
+    /// True when it is complete, false when it was told to end before.
+    async fn take(&self, row: SnapshotRow, asked: bool) -> Result<bool> {
+        let (name, volume) = (row.pool.clone(), row.volume.clone());
+        let (pool, source) = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                let pool = tx.pool(&name)?.ok_or_else(|| Failure::not_found(What::Pool, &name))?;
+                let source = tx.volume(&volume)?.map(|row| pool_of(tx, &row)).transpose()?;
+                Ok((pool, source))
+            })
+            .await?;
+        let object = Object::Snapshot(row.id.clone());
+        let (engine, key, identity) = (self.engine_of(&pool), object.clone(), row.family);
+        let complete =
+            self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.is_complete(&key, identity)?)).await?;
+        let mut moment = row.created_at.clone();
+        if !complete {
+            let source = source.ok_or_else(|| Failure::not_found(What::Volume, &row.volume))?;
+            let method = if row.copying { Method::Copy } else { Method::Reflink };
+            if !asked && method == Method::Reflink {
+                let detail = format!("the moment of snapshot {} has passed", row.id);
+                return Err(Problem::new(ProblemCode::Unavailable, detail)
+                    .about(What::Snapshot, row.id)
+                    .into());
+            }
+            if method == Method::Reflink {
+                moment = now();
+            }
+            let origin = Origin { pool: source, object: Object::Volume(row.volume.clone()), method };
+            let record = snapshot_record(&row, &moment);
+            if !self.fill(&pool, origin, row.capacity, record).await? {
+                return Ok(false);
+            }
+        }
+        let kept = self.engine::<_, Failure, _>(engine, move |e| Ok(e.allocated(&object)?)).await?;
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_snapshot(&row.id, kept, &moment)?) }).await
+    }
+
+    /// Deletes a snapshot and its bytes, also one that is being taken. False when there was none.
+    pub async fn delete_snapshot(&self, id: SnapshotId) -> Result<bool> {
+        let service = self.clone();
+        self.unbroken(async move {
+            // Before the lock is had, so that whoever is taking it does not begin again.
+            if !service.begin_delete_snapshot(&id).await? {
+                return Ok(false);
+            }
+            service.0.filling.cancel(&Object::Snapshot(id.clone()));
+            let _lock = service.lock_snapshot(&id).await;
+            service.finish_delete_snapshot(&id).await?;
+            Ok(true)
+        })
+        .await
+    }
+
+    async fn begin_delete_snapshot(&self, id: &SnapshotId) -> Result<bool> {
+        let id = id.clone();
+        self.0
+            .catalog
+            .run(move |tx| -> Result<_> {
+                let found = tx.snapshot(&id)?.is_some();
+                tx.begin_delete_snapshot(&id)?;
+                Ok(found)
+            })
+            .await
+    }
+
+    /// Removes the bytes of a snapshot that the catalog says is to be deleted.
+    async fn finish_delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        let name = id.clone();
+        let found = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                let row = tx.snapshot(&name)?.filter(|row| row.state == VolumeState::Deleting);
+                let found = row.map(|row| {
+                    let pool =
+                        tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &row.pool))?;
+                    Ok((pool, row.family, row.reserved))
+                });
+                found.transpose()
+            })
+            .await?;
+        let Some((pool, identity, size)) = found else { return Ok(()) };
+        let object = Object::Snapshot(id.clone());
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&object, identity)?))
+            .await?;
+        self.0.placing.room.removed(&pool.name, size);
+        let name = id.clone();
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
+        self.emit(EventKind::Snapshot, id, Change::Deleted);
+        Ok(())
+    }
+
+    /// Finishes, or gives up, what was begun on a snapshot.
+    pub(super) async fn resume_snapshot(&self, id: &SnapshotId) -> Result<()> {
+        let _lock = self.lock_snapshot(id).await;
+        let key = id.clone();
+        // Read under the lock: whoever held it may have finished.
+        let row = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.snapshot(&key)?) }).await?;
+        let Some(row) = row else { return Ok(()) };
+        match row.state {
+            VolumeState::Creating => self.finish_snapshot(row, false).await,
+            VolumeState::Deleting => self.finish_delete_snapshot(id).await,
+            VolumeState::Ready => Ok(()),
+        }
+    }
+}
+
+/// Refuses where the snapshot's pool has no room for what it can keep.
+fn refuse_without_room(row: &SnapshotRow, pools: Vec<Candidate>) -> Result<()> {
+    let free = pools.iter().find(|pool| pool.name == row.pool).map_or(0, |pool| pool.free_bytes);
+    if free >= row.reserved {
+        return Ok(());
+    }
+    let detail = format!(
+        "the snapshot {} of volume {} can keep {} bytes allocated, its pool {} has {free} free",
+        row.id, row.volume, row.reserved, row.pool
+    );
+    Err(Problem::new(ProblemCode::OutOfSpace, detail).about(What::Snapshot, &row.id).into())
+}
+
+/// The volume, where its bytes are there to be read.
+pub(super) fn ready_volume(tx: &Tx<'_>, id: &VolumeId) -> Result<VolumeRow> {
+    let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(What::Volume, id))?;
+    match row.state {
+        VolumeState::Ready => Ok(row),
+        VolumeState::Creating => {
+            let detail = format!("the volume {id} is not ready yet; repeat later");
+            Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
+        }
+        VolumeState::Deleting => {
+            let detail = format!("the volume {id} is being deleted");
+            Err(Problem::new(ProblemCode::NotFound, detail).about(What::Volume, id).into())
+        }
+    }
+}
+
+/// The snapshot, where the very same was asked for before.
+fn same_snapshot(tx: &Tx<'_>, id: &SnapshotId, asked: &SnapshotSpec) -> Result<Option<SnapshotRow>> {
+    let Some(row) = tx.snapshot(id)? else { return Ok(None) };
+    let about = |code, detail: String| Failure::from(Problem::new(code, detail).about(What::Snapshot, id));
+    if row.state == VolumeState::Deleting {
+        let detail = format!("the snapshot {id} is being deleted; repeat when it is gone");
+        return Err(about(ProblemCode::Unavailable, detail));
+    }
+    if row.volume != asked.volume {
+        let detail = format!(
+            "the snapshot {id} is of volume {}, and was asked for of volume {}",
+            row.volume, asked.volume
+        );
+        return Err(about(ProblemCode::Exists, detail));
+    }
+    Ok(Some(row))
+}

@@ -1,0 +1,310 @@
+//! The server dies at every step of every operation, is started again, and is asked again: what was asked for is there
+//! once, nothing else is, and every byte is. The steps are those that the operation was seen to pass, so that a new one is
+//! tested without anybody remembering. Runs as root.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+#![allow(clippy::print_stdout, reason = "how much was tried is told")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::PathBuf;
+
+use infra_api::{
+    Attachment, AttachmentId, ClientError, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId, Volume,
+    VolumeId, VolumeSize, VolumeSpec, VolumeState,
+};
+use support::*;
+use uuid::Uuid;
+
+const BYTES: &[u8] = b"every acknowledged byte";
+
+/// What is done while the server dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operation {
+    Create,
+    Delete,
+    Grow,
+    Attach,
+    Detach,
+    Snapshot,
+    DeleteSnapshot,
+    Restore,
+    Elsewhere,
+    Limit,
+    AddPool,
+    RemovePool,
+}
+
+use Operation::*;
+
+/// What an operation is done to. Ids of attachments can be used once, so each round has names of its own.
+struct Round {
+    volume: VolumeId,
+    other: VolumeId,
+    snapshot: SnapshotId,
+    attachment: AttachmentId,
+    pool: PoolName,
+    dir: PathBuf,
+    node: Uuid,
+}
+
+impl Round {
+    fn new(number: usize, site: &Site, node: Uuid) -> Self {
+        Self {
+            volume: volume(&format!("v{number}")),
+            other: volume(&format!("w{number}")),
+            snapshot: snapshot(&format!("s{number}")),
+            attachment: attachment(&format!("a{number}")),
+            pool: PoolName::new(format!("more{number}")).unwrap(),
+            dir: site.path(&format!("more{number}")),
+            node,
+        }
+    }
+
+    fn more(&self) -> PoolSpec {
+        PoolSpec {
+            engine: infra_api::EngineKind::File,
+            path: text(&self.dir).to_owned(),
+            labels: infra_api::Labels::new(),
+            cordoned: false,
+        }
+    }
+
+    fn elsewhere(&self) -> VolumeSpec {
+        let mut spec = cloned(&self.volume, MIB);
+        spec.placement.pool = Some(PoolName::new("far").unwrap());
+        spec
+    }
+
+    /// Brings about what the operation needs.
+    async fn prepare(&self, operation: Operation, site: &Site, server: &Server) {
+        let client = &server.client;
+        match operation {
+            Create => return,
+            AddPool | RemovePool => {
+                fs::create_dir_all(&self.dir).unwrap();
+                if operation == RemovePool {
+                    client.put_pool(&self.pool, &self.more()).await.unwrap();
+                }
+                return;
+            }
+            _ => {}
+        }
+        client.put_volume(&self.volume, &near(), SOON).await.unwrap();
+        site.write(&self.volume, BYTES, 4096);
+        if matches!(operation, Grow | Detach | Limit) {
+            client.attach(&self.attachment, &writer(&self.volume, self.node), SOON).await.unwrap();
+        }
+        if matches!(operation, DeleteSnapshot | Restore) {
+            client.put_snapshot(&self.snapshot, &of(&self.volume), SOON).await.unwrap();
+        }
+    }
+
+    async fn act(&self, operation: Operation, server: &Server) -> Result<(), ClientError> {
+        let client = &server.client;
+        match operation {
+            Create => client.put_volume(&self.volume, &near(), SOON).await.map(drop),
+            Delete => client.delete_volume(&self.volume).await,
+            Grow => {
+                let size = VolumeSize { capacity_bytes: 2 * MIB, limit_bytes: None };
+                client.grow_volume(&self.volume, &size).await.map(drop)
+            }
+            Attach => client.attach(&self.attachment, &writer(&self.volume, self.node), SOON).await.map(drop),
+            Detach => client.detach(&self.attachment, SOON).await,
+            Snapshot => client.put_snapshot(&self.snapshot, &of(&self.volume), SOON).await.map(drop),
+            DeleteSnapshot => client.delete_snapshot(&self.snapshot).await,
+            Restore => client.put_volume(&self.other, &restored(&self.snapshot, MIB), SOON).await.map(drop),
+            Elsewhere => client.put_volume(&self.other, &self.elsewhere(), SOON).await.map(drop),
+            Limit => client.put_qos(&self.volume, &limit()).await.map(drop),
+            AddPool => client.put_pool(&self.pool, &self.more()).await.map(drop),
+            RemovePool => client.delete_pool(&self.pool).await,
+        }
+    }
+
+    /// Checks that what was asked for is there, and nothing else.
+    async fn check(&self, operation: Operation, site: &Site, server: &Server) {
+        let client = &server.client;
+        let volumes = client.list_volumes(None, None).await.unwrap().items;
+        let snapshots = client.list_snapshots(None, None, None).await.unwrap().items;
+        let attachments = client.list_attachments(None, None).await.unwrap();
+        let mut ids: Vec<&VolumeId> = volumes.iter().map(|volume| &volume.id).collect();
+        ids.sort();
+        let expected = match operation {
+            Delete | AddPool | RemovePool => vec![],
+            Restore | Elsewhere => vec![&self.volume, &self.other],
+            _ => vec![&self.volume],
+        };
+        assert_eq!(ids, expected);
+        assert!(volumes.iter().all(|volume| volume.state == VolumeState::Ready && volume.condition.healthy));
+        let snapshot = matches!(operation, Snapshot | Restore);
+        assert_eq!(snapshots.len(), usize::from(snapshot));
+        assert!(snapshots.iter().all(|snapshot| snapshot.state == VolumeState::Ready));
+        let attached = matches!(operation, Grow | Attach | Limit);
+        assert_eq!(attachments.len(), usize::from(attached));
+        assert_eq!(site.devices().len(), usize::from(attached));
+        assert!(volumes.iter().all(|volume| volume.attached_to.len() == usize::from(attached)));
+        assert_eq!(client.health().await.unwrap().unknown_files, 0);
+        assert_eq!(client.list_pools().await.unwrap().len(), if operation == AddPool { 3 } else { 2 });
+        let limits = if operation == Limit { limit() } else { Qos::default() };
+        let size = if operation == Grow { 2 * MIB } else { MIB };
+        for volume in &volumes {
+            assert_eq!((volume.qos, volume.capacity_bytes), (limits, size));
+            let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
+            let bytes = fs::read(&path).unwrap();
+            assert_eq!(bytes.len() as u64, size);
+            let wrote = operation != Create;
+            assert_eq!(&bytes[4096..4096 + BYTES.len()] == BYTES, wrote, "{}", volume.id);
+            assert!(bytes[..4096].iter().chain(&bytes[4096 + BYTES.len()..]).all(|byte| *byte == 0));
+        }
+        for volume in &volumes {
+            let link = site.link(self.node, volume.disk_uuid);
+            assert_eq!(fs::symlink_metadata(&link).is_ok(), attached);
+        }
+        self.recoverable(&volumes, &attachments, site);
+    }
+
+    /// What is noted in the pools tells the same as the catalog.
+    fn recoverable(&self, volumes: &[Volume], attachments: &[Attachment], site: &Site) {
+        for volume in volumes {
+            let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
+            let noted = noted(&path).unwrap();
+            assert_eq!(noted["diskUuid"], volume.disk_uuid.to_string());
+            let holders = noted["holders"].as_array().unwrap();
+            let ids: Vec<&str> = holders.iter().map(|holder| holder["id"].as_str().unwrap()).collect();
+            let expected: Vec<&str> = attachments
+                .iter()
+                .filter(|attachment| attachment.volume == volume.id)
+                .map(|attachment| attachment.id.as_str())
+                .collect();
+            assert_eq!(ids, expected, "{}", volume.id);
+        }
+    }
+
+    /// Takes everything away, and checks that nothing stays.
+    async fn clear(&self, site: &Site, server: &Server) {
+        let client = &server.client;
+        client.detach(&self.attachment, SOON).await.unwrap();
+        client.delete_volume(&self.other).await.unwrap();
+        client.delete_snapshot(&self.snapshot).await.unwrap();
+        client.delete_volume(&self.volume).await.unwrap();
+        client.delete_pool(&self.pool).await.unwrap();
+        assert!(client.list_volumes(None, None).await.unwrap().items.is_empty());
+        assert!(site.devices().is_empty());
+        for dir in ["pool", "far"] {
+            let names = fs::read_dir(site.path(dir)).unwrap().map(|entry| entry.unwrap().file_name());
+            let mut names: Vec<_> = names.filter(|name| name != "lost+found").collect();
+            names.sort();
+            assert_eq!(names, [".nestor-pool"], "{dir}");
+        }
+        assert!(!self.dir.join(".nestor-pool").exists());
+    }
+}
+
+fn near() -> VolumeSpec {
+    let mut spec = size(MIB);
+    spec.placement.pool = Some(pool());
+    spec
+}
+
+fn limit() -> Qos {
+    Qos { iops: Some(100), bytes_per_second: None }
+}
+
+/// Waits until the server has nothing left to do by itself.
+async fn quiet(site: &Site) {
+    until("everything is noted", async || {
+        let catalog = site.catalog();
+        let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
+                        + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready')";
+        catalog.query_row(due, [], |row| row.get::<_, i64>(0)).unwrap() == 0
+    })
+    .await;
+}
+
+/// Asks until it is done: what is being finished may keep it waiting.
+async fn insist(round: &Round, operation: Operation, server: &Server) {
+    until("it is done", async || match round.act(operation, server).await {
+        Ok(()) => true,
+        Err(error) => {
+            let wait = matches!(error.code(), Some(ProblemCode::Unavailable));
+            assert!(wait, "{operation:?}: {error}");
+            false
+        }
+    })
+    .await;
+}
+
+async fn site() -> (Site, Uuid) {
+    let mut site = Site::reflink();
+    site.mount("far", &["mkfs.ext4", "-q", "-F"]);
+    let node = Uuid::new_v4();
+    let server = site.ready(&[node]).await;
+    let far = PoolSpec { path: text(&site.path("far")).to_owned(), ..site.pool_spec() };
+    server.client.put_pool(&PoolName::new("far").unwrap(), &far).await.unwrap();
+    server.kill();
+    (site, node)
+}
+
+/// Lets the server die at each step of these operations, and says how often it did.
+async fn die_at_every_step(operations: &[Operation]) {
+    let (site, node) = site().await;
+    let (mut server, mut number, mut deaths) = (site.start(), 0, 0);
+    for operation in operations {
+        let mut next = || {
+            number += 1;
+            Round::new(number, &site, node)
+        };
+        let round = next();
+        round.prepare(*operation, &site, &server).await;
+        quiet(&site).await;
+        site.watch_points();
+        round.act(*operation, &server).await.unwrap();
+        quiet(&site).await;
+        let steps = site.passed_points();
+        round.check(*operation, &site, &server).await;
+        round.clear(&site, &server).await;
+        assert!(steps.iter().any(|step| step.starts_with("catalog.")), "{operation:?}: {steps:?}");
+        let mut times: HashMap<&str, usize> = HashMap::new();
+        for step in &steps {
+            let time = times.entry(step).or_default();
+            *time += 1;
+            let round = next();
+            round.prepare(*operation, &site, &server).await;
+            quiet(&site).await;
+            site.arm(step, *time);
+            // Whether it was done before the server died, nobody can say.
+            let _ = round.act(*operation, &server).await;
+            server.dies().await;
+            server = site.start();
+            insist(&round, *operation, &server).await;
+            quiet(&site).await;
+            println!("{operation:?} at {step} for the {time}. time");
+            round.check(*operation, &site, &server).await;
+            round.clear(&site, &server).await;
+            deaths += 1;
+        }
+    }
+    println!("{} operations, {deaths} deaths", operations.len());
+}
+
+#[tokio::test]
+async fn a_volume_comes_grows_is_limited_and_goes_whole_wherever_the_server_dies() {
+    die_at_every_step(&[Create, Grow, Limit, Delete]).await;
+}
+
+#[tokio::test]
+async fn a_disk_is_plugged_and_unplugged_once_wherever_the_server_dies() {
+    die_at_every_step(&[Attach, Detach]).await;
+}
+
+#[tokio::test]
+async fn a_copy_is_whole_or_not_there_wherever_the_server_dies() {
+    die_at_every_step(&[Snapshot, Restore, Elsewhere, DeleteSnapshot]).await;
+}
+
+#[tokio::test]
+async fn a_pool_is_registered_or_not_wherever_the_server_dies() {
+    die_at_every_step(&[AddPool, RemovePool]).await;
+}

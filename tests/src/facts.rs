@@ -1,0 +1,309 @@
+//! Everything that both tiers and the infra hold for the first guest, as a list of facts: what should be there and is
+//! not, what is there and should not be, and what is there twice, is a difference of two lists.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use kube::api::{ListParams, ResourceExt};
+use lab::LoopNode;
+use serde_json::Value;
+
+use crate::sizes::{bytes, requested};
+use crate::{PATIENCE, Scenario, eventually};
+
+/// Sorted; a fact that holds twice is there twice.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Facts(Vec<String>);
+
+impl Facts {
+    /// What there is of a volume of so many bytes that is nowhere attached, by its management claim's name.
+    pub fn of_volume(claim: &str, bytes: u64) -> Self {
+        Self::new(vec![
+            format!("claim {claim}: Bound, asks for {bytes}, has {bytes}"),
+            format!("PersistentVolume of {claim}: Bound, {bytes}"),
+            format!("infra volume of {claim}: ready, {bytes}"),
+            format!("file of {claim}: {bytes}"),
+        ])
+    }
+
+    /// What there is besides, while it is attached to a machine that this host plays.
+    pub fn of_attached(claim: &str, bytes: u64, node: &LoopNode) -> Self {
+        let node = &node.name;
+        Self::new(vec![
+            format!("machine {node}: wants {claim}"),
+            format!("machine {node}: shows {claim}, attached"),
+            format!("VolumeAttachment of {claim} to {node}: attached"),
+            format!("infra attachment of {claim} to {node}: attached"),
+            format!("disk of {claim} in {node}"),
+            format!("device of {claim}: {bytes}"),
+        ])
+    }
+
+    /// What there is of a snapshot of a volume that has so many bytes, by the management snapshot's name.
+    pub fn of_snapshot(name: &str, claim: &str, bytes: u64) -> Self {
+        Self::new(vec![
+            format!("VolumeSnapshot {name} of {claim}: ready"),
+            format!("VolumeSnapshotContent of {name}: ready"),
+            format!("infra snapshot of {name}: ready, {bytes}"),
+            format!("file of {name}: {bytes}"),
+        ])
+    }
+
+    /// These and those.
+    pub fn and(mut self, more: Self) -> Self {
+        self.0.extend(more.0);
+        Self::new(self.0)
+    }
+
+    /// These without those.
+    pub fn without(self, less: &Self) -> Self {
+        Self(difference(&self.0, &less.0))
+    }
+
+    /// Waits until these hold, and nothing else.
+    pub async fn hold(&self, s: &Scenario) -> Result<()> {
+        eventually("what should be there, once, and nothing else", PATIENCE, || async {
+            // The infra may be dying just now.
+            Ok(Self::now(s)
+                .await
+                .map_err(|error| format!("{error:#}"))
+                .and_then(|there| self.compare(&there)))
+        })
+        .await
+    }
+
+    fn new(mut facts: Vec<String>) -> Self {
+        facts.sort();
+        Self(facts)
+    }
+
+    fn compare(&self, there: &Self) -> Result<(), String> {
+        let (missing, unexpected) = (difference(&self.0, &there.0), difference(&there.0, &self.0));
+        if missing.is_empty() && unexpected.is_empty() {
+            return Ok(());
+        }
+        Err(format!("missing: {missing:#?}, not expected: {unexpected:#?}"))
+    }
+
+    /// What there is now.
+    pub async fn now(s: &Scenario) -> Result<Self> {
+        let names = Names::read(s).await?;
+        let facts = [of_management(s).await?, names.of_infra(s).await?, names.of_pools(s).await?];
+        Ok(Self::new(facts.concat()))
+    }
+}
+
+/// Those of `these` that are not among `those`.
+fn difference(these: &[String], those: &[String]) -> Vec<String> {
+    let mut left = those.to_vec();
+    let is_absent = |fact: &&String| match left.iter().position(|one| one == *fact) {
+        Some(at) => {
+            left.swap_remove(at);
+            false
+        }
+        None => true,
+    };
+    these.iter().filter(is_absent).cloned().collect()
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap_or("nothing")
+}
+
+async fn of_management(s: &Scenario) -> Result<Vec<String>> {
+    let mut facts = Vec::new();
+    let all = ListParams::default();
+    for claim in s.claims().list(&all).await? {
+        let status = claim.status.as_ref();
+        let (asks, has) = (requested(&claim), bytes(status.and_then(|status| status.capacity.as_ref())));
+        let phase = phase(&claim, status.and_then(|status| status.phase.as_deref()));
+        facts.push(format!("claim {}: {phase}, asks for {asks}, has {has}", claim.name_any()));
+    }
+    for volume in s.volumes().list(&all).await? {
+        let phase = phase(&volume, volume.status.as_ref().and_then(|status| status.phase.as_deref()));
+        let Some(spec) = volume.spec else { continue };
+        let claim = spec.claim_ref.and_then(|claim| claim.name).unwrap_or_default();
+        facts.push(format!("PersistentVolume of {claim}: {phase}, {}", bytes(spec.capacity.as_ref())));
+    }
+    for snapshot in s.snapshots().list(&all).await? {
+        let source = text(&snapshot.data["spec"]["source"]["persistentVolumeClaimName"]);
+        let ready = ready(&snapshot, &snapshot.data["status"]["readyToUse"]);
+        facts.push(format!("VolumeSnapshot {} of {source}: {ready}", snapshot.name_any()));
+    }
+    for content in s.contents().list(&all).await? {
+        let of = text(&content.data["spec"]["volumeSnapshotRef"]["name"]);
+        let ready = ready(&content, &content.data["status"]["readyToUse"]);
+        facts.push(format!("VolumeSnapshotContent of {of}: {ready}"));
+    }
+    let machines = s.machines().list(&all).await?;
+    for machine in &machines {
+        let name = machine.name_any();
+        facts.extend(machine.spec.volumes.iter().map(|disk| format!("machine {name}: wants {}", disk.name)));
+        for disk in machine.status.iter().flat_map(|status| &status.volumes) {
+            let attached = if disk.attached { "attached" } else { "not attached" };
+            facts.push(format!("machine {name}: shows {}, {attached}", disk.name));
+        }
+    }
+    for order in s.attachments().list(&all).await? {
+        let owner = order.owner_references().first().map_or("nobody", |owner| owner.name.as_str());
+        let claim = &order.spec.volume_name;
+        let attached = match &order.status {
+            _ if order.metadata.deletion_timestamp.is_some() => "going",
+            Some(status) if status.attached => "attached",
+            _ => "not attached",
+        };
+        facts.push(format!("VolumeAttachment of {claim} to {owner}: {attached}"));
+    }
+    Ok(facts)
+}
+
+fn phase<'a>(object: &impl ResourceExt, phase: Option<&'a str>) -> &'a str {
+    if object.meta().deletion_timestamp.is_some() { "going" } else { phase.unwrap_or("no phase") }
+}
+
+fn ready(object: &impl ResourceExt, ready: &Value) -> &'static str {
+    match ready.as_bool() {
+        _ if object.meta().deletion_timestamp.is_some() => "going",
+        Some(true) => "ready",
+        _ => "not ready",
+    }
+}
+
+/// What the management cluster calls what the infra has: volumes and snapshots by id, machines by UUID. Whatever has no
+/// name there is an orphan, and shows by its id.
+struct Names(BTreeMap<String, String>);
+
+impl Names {
+    async fn read(s: &Scenario) -> Result<Self> {
+        let mut names = BTreeMap::new();
+        let all = ListParams::default();
+        for volume in s.volumes().list(&all).await? {
+            let Some(spec) = volume.spec else { continue };
+            let claim = spec.claim_ref.and_then(|claim| claim.name);
+            names.extend(spec.csi.map(|csi| csi.volume_handle).zip(claim));
+        }
+        for content in s.contents().list(&all).await? {
+            let handle = content.data["status"]["snapshotHandle"].as_str();
+            let of = content.data["spec"]["volumeSnapshotRef"]["name"].as_str();
+            names.extend(handle.zip(of).map(|(handle, of)| (handle.to_owned(), of.to_owned())));
+        }
+        for machine in s.machines().list(&all).await? {
+            let uuid = machine.status.as_ref().and_then(crds::node_uuid);
+            names.extend(uuid.map(|uuid| (uuid, machine.name_any())));
+        }
+        Ok(Self(names))
+    }
+
+    fn of(&self, id: impl ToString) -> String {
+        let id = id.to_string();
+        self.0.get(&id).cloned().unwrap_or(id)
+    }
+
+    async fn of_infra(&self, s: &Scenario) -> Result<Vec<String>> {
+        let mut facts = Vec::new();
+        for volume in s.infra.list_volumes(None, None).await?.items {
+            let (state, bytes) = (volume.state, volume.capacity_bytes);
+            facts.push(format!("infra volume of {}: {state}, {bytes}", self.of(&volume.id)));
+        }
+        for snapshot in s.infra.list_snapshots(None, None, None).await?.items {
+            let (state, bytes) = (snapshot.state, snapshot.capacity_bytes);
+            facts.push(format!("infra snapshot of {}: {state}, {bytes}", self.of(&snapshot.id)));
+        }
+        for one in s.infra.list_attachments(None, None).await? {
+            let (volume, node) = (self.of(&one.volume), self.of(one.node));
+            facts.push(format!("infra attachment of {volume} to {node}: {}", one.state));
+        }
+        Ok(facts)
+    }
+
+    /// The files of the pools, the loop devices over them, and the links by which machines have those.
+    async fn of_pools(&self, s: &Scenario) -> Result<Vec<String>> {
+        let infra = s.lab.state().infra.as_ref().context("the lab has no infra")?;
+        let mut facts = Vec::new();
+        for (file, bytes) in
+            infra.pools.values().map(|pool| files(pool)).collect::<Result<Vec<_>>>()?.concat()
+        {
+            facts.push(format!("file of {}: {bytes}", self.of(file)));
+        }
+        let devices = devices().await?;
+        for (device, file) in &devices {
+            // Size in sectors of 512 bytes: Linux, `Documentation/ABI/stable/sysfs-block`.
+            let size = Path::new("/sys/block").join(device.file_name().unwrap_or_default()).join("size");
+            let sectors: u64 = std::fs::read_to_string(size).unwrap_or_default().trim().parse().unwrap_or(0);
+            if let Some(id) = id_of(file).filter(|_| infra.pools.values().any(|pool| file.starts_with(pool)))
+            {
+                facts.push(format!("device of {}: {}", self.of(id), sectors * 512));
+            }
+        }
+        for folder in entries(&infra.loop_root)? {
+            let node = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            for link in entries(&folder)? {
+                let device = std::fs::read_link(&link).unwrap_or_default();
+                let disk = match devices.get(&device).and_then(|file| id_of(file)) {
+                    Some(id) => self.of(id),
+                    None => format!("nothing ({})", link.display()),
+                };
+                facts.push(format!("disk of {disk} in {}", self.of(&node)));
+            }
+        }
+        Ok(facts)
+    }
+}
+
+/// The id of what a file of a pool holds, complete or not.
+fn id_of(file: &Path) -> Option<String> {
+    let kind = file.extension()?.to_str()?;
+    let id = file.file_stem()?.to_string_lossy();
+    match kind {
+        "raw" | "snap" => Some(id.into_owned()),
+        "vpart" | "spart" => Some(format!("{id} (unfinished)")),
+        _ => None,
+    }
+}
+
+/// The files of a pool that hold bytes, by the id of what they hold, and how many bytes.
+fn files(pool: &Path) -> Result<Vec<(String, u64)>> {
+    let found = entries(pool)?.into_iter().filter_map(|path| {
+        let bytes = std::fs::metadata(&path).ok()?.len();
+        Some((id_of(&path)?, bytes))
+    });
+    Ok(found.collect())
+}
+
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    match std::fs::read_dir(folder) {
+        Ok(entries) => Ok(entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect()),
+        // A machine's folder comes with its first disk, and goes with the machine.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error).with_context(|| format!("cannot list {}", folder.display())),
+    }
+}
+
+/// All loop devices, and the files beneath.
+async fn devices() -> Result<BTreeMap<PathBuf, PathBuf>> {
+    let columns = ["--list", "--json", "--output", "NAME,BACK-FILE"];
+    let list = lab::process::run(&mut lab::process::command("losetup", columns)).await?;
+    if list.trim().is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let list: Value = serde_json::from_str(&list)?;
+    let devices = list["loopdevices"].as_array().into_iter().flatten();
+    let path = |value: &Value| value.as_str().map(PathBuf::from);
+    Ok(devices.filter_map(|one| path(&one["name"]).zip(path(&one["back-file"]))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_missing_and_what_is_there_twice_is_told() {
+        let facts = |all: &[&str]| Facts::new(all.iter().map(|fact| (*fact).to_owned()).collect());
+        let expected = facts(&["a"]).and(facts(&["c", "b"]));
+        assert!(expected.compare(&facts(&["c", "b", "a"])).is_ok());
+        let told = expected.compare(&facts(&["a", "a", "b"])).unwrap_err();
+        assert!(told.contains("missing: [\n    \"c\",\n], not expected: [\n    \"a\",\n]"), "{told}");
+        assert_eq!(expected.without(&facts(&["b"])), facts(&["a", "c"]));
+    }
+}

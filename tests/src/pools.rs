@@ -1,0 +1,159 @@
+//! Pools of the infra: one's own, and labels on those of the lab.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use infra_api::{Pool, PoolName, PoolSpec};
+use lab::process::{command, run};
+
+use crate::{PATIENCE, Scenario, eventually, unique};
+
+/// The filesystem of a pool, which is sparse. Far less than the lab's pools have, so that nobody else's volume goes there.
+const BYTES: u64 = 1 << 30;
+
+/// A pool of a scenario's own, on a filesystem of its own: what is free in it changes by nobody else's deeds.
+#[derive(Debug, Clone)]
+pub struct OwnPool {
+    /// Its name.
+    pub name: PoolName,
+    /// Its directory.
+    pub path: PathBuf,
+    mount: PathBuf,
+    image: PathBuf,
+    reflink: bool,
+}
+
+impl OwnPool {
+    fn away(&self) -> PathBuf {
+        self.path.with_extension("away")
+    }
+
+    /// Takes its directory away.
+    pub fn hide(&self) -> Result<()> {
+        std::fs::rename(&self.path, self.away())
+            .with_context(|| format!("cannot take {} away", self.path.display()))
+    }
+
+    /// Brings its directory back, if it is away.
+    pub fn show(&self) -> Result<()> {
+        match self.away().exists() {
+            true => std::fs::rename(self.away(), &self.path)
+                .with_context(|| format!("cannot bring {} back", self.path.display())),
+            false => Ok(()),
+        }
+    }
+
+    async fn make(&self) -> Result<()> {
+        std::fs::create_dir_all(&self.mount)?;
+        std::fs::File::create(&self.image)?.set_len(BYTES)?;
+        let reflink = format!("reflink={}", u8::from(self.reflink));
+        run(command("mkfs.xfs", ["-q", "-m", &reflink]).arg(&self.image)).await?;
+        run(command("mount", ["-o", "loop"]).arg(&self.image).arg(&self.mount)).await?;
+        std::fs::create_dir(&self.path).with_context(|| format!("cannot make {}", self.path.display()))
+    }
+
+    async fn unmake(&self) -> Result<()> {
+        if std::fs::read_to_string("/proc/self/mounts")?.contains(&format!(" {} ", self.mount.display())) {
+            // The infra may be looking at it just now.
+            eventually(&format!("{} unmounted", self.mount.display()), PATIENCE, || async {
+                let unmounted = run(&mut command("umount", [&self.mount])).await;
+                Ok(unmounted.map(drop).map_err(|error| format!("{error:#}")))
+            })
+            .await?;
+        }
+        std::fs::remove_dir(&self.mount)
+            .with_context(|| format!("cannot remove {}", self.mount.display()))?;
+        std::fs::remove_file(&self.image).with_context(|| format!("cannot remove {}", self.image.display()))
+    }
+}
+
+/// A filesystem that takes no writes until this is dropped: whoever writes, waits.
+pub struct Frozen(PathBuf);
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0).status();
+    }
+}
+
+/// Lets nobody write to the filesystem that holds a volume's file, so that a copy in it cannot end.
+pub fn freeze_filesystem_of(file: &Path) -> Result<Frozen> {
+    let dir = file.parent().context("a volume's file is in no directory")?;
+    let status = Command::new("fsfreeze").arg("--freeze").arg(dir).status()?;
+    ensure!(status.success(), "cannot freeze the filesystem of {}", dir.display());
+    Ok(Frozen(dir.to_owned()))
+}
+
+impl Scenario {
+    /// Registers a pool of the scenario's own with these labels, until the scenario ends.
+    pub async fn pool(&self, labels: &[(&str, &str)]) -> Result<OwnPool> {
+        self.make_pool(labels, true).await
+    }
+
+    /// The same on a filesystem that shares no blocks, so that snapshots and clones are copies.
+    pub async fn pool_of_copies(&self, labels: &[(&str, &str)]) -> Result<OwnPool> {
+        self.make_pool(labels, false).await
+    }
+
+    async fn make_pool(&self, labels: &[(&str, &str)], reflink: bool) -> Result<OwnPool> {
+        let name = PoolName::new(unique(&self.name))?;
+        // Whatever is mounted below the run's folder goes with the run.
+        let beside = self.lab.dir().join("pools");
+        let mount = beside.join(name.as_str());
+        let image = beside.join(format!("{name}.xfs"));
+        let pool = OwnPool { path: mount.join("pool"), name, mount, image, reflink };
+        self.made().pools.push(pool.clone());
+        pool.make().await?;
+        self.label_own_pool(&pool, labels).await?;
+        Ok(pool)
+    }
+
+    /// Gives a pool of the scenario's own these labels, and no others.
+    pub async fn label_own_pool(&self, pool: &OwnPool, labels: &[(&str, &str)]) -> Result<()> {
+        let beside = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
+        let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+        let path = pool.path.display().to_string();
+        let spec = PoolSpec { engine: beside.engine, path, labels, cordoned: false };
+        self.infra.put_pool(&pool.name, &spec).await?;
+        Ok(())
+    }
+
+    /// Gives one of the infra's pools a label, until the scenario ends.
+    pub async fn label_pool(&self, key: &str, value: &str) -> Result<()> {
+        let pool = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
+        let name = pool.name.clone();
+        self.made().pool_labels.push((name.clone(), key.to_owned()));
+        let mut spec = spec_of(pool);
+        spec.labels.insert(key.to_owned(), value.to_owned());
+        self.infra.put_pool(&name, &spec).await?;
+        Ok(())
+    }
+
+    /// Brings back what of the scenario's pools is away, so that their volumes can be removed.
+    pub(crate) fn show_pools(&self) -> Result<()> {
+        self.made().pools.iter().try_for_each(OwnPool::show)
+    }
+
+    /// Removes the scenario's pools and labels.
+    pub(crate) async fn clean_pools(&self) -> Result<()> {
+        let pools = std::mem::take(&mut self.made().pools);
+        for pool in pools {
+            self.infra.delete_pool(&pool.name).await?;
+            pool.unmake().await?;
+        }
+        let labels = std::mem::take(&mut self.made().pool_labels);
+        for (name, key) in labels {
+            let pool = self.infra.get_pool(&name).await?.context("a pool went away")?;
+            let mut spec = spec_of(pool);
+            spec.labels.remove(&key);
+            self.infra.put_pool(&name, &spec).await?;
+        }
+        Ok(())
+    }
+}
+
+/// What would register a pool as it is.
+fn spec_of(pool: Pool) -> PoolSpec {
+    PoolSpec { engine: pool.engine, path: pool.path, labels: pool.labels, cordoned: pool.cordoned }
+}

@@ -1,0 +1,84 @@
+//! How large each tier says a volume is.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::PostParams;
+use kube_kit::quantity;
+use serde_json::json;
+
+use crate::guest::handle;
+use crate::{PATIENCE, Scenario, eventually, unique};
+
+/// The storage of a list of sizes, in bytes; 0 where it says none.
+pub(crate) fn bytes(sizes: Option<&BTreeMap<String, Quantity>>) -> u64 {
+    sizes.and_then(|all| quantity::value(all.get("storage")?)).unwrap_or_default()
+}
+
+/// What a claim asks for, in bytes.
+pub fn requested(claim: &PersistentVolumeClaim) -> u64 {
+    let resources = claim.spec.as_ref().and_then(|spec| spec.resources.as_ref());
+    bytes(resources.and_then(|resources| resources.requests.as_ref()))
+}
+
+impl Scenario {
+    /// What each tier says of a guest claim's size, in bytes, read from the top down: guest claim, guest volume,
+    /// management claim, infra.
+    pub async fn sizes(&self, claim: &str) -> Result<[u64; 4]> {
+        let claim = self.guest_claims().get(claim).await?;
+        let of_claim = bytes(claim.status.as_ref().and_then(|status| status.capacity.as_ref()));
+        let volume = claim.spec.and_then(|spec| spec.volume_name).context("the claim has no volume")?;
+        let volume = self.guest_volumes().get(&volume).await?;
+        let of_volume = bytes(volume.spec.as_ref().and_then(|spec| spec.capacity.as_ref()));
+        let handle = handle(&volume)?;
+        let below = self.claims().get(&handle).await?.status;
+        let below = bytes(below.as_ref().and_then(|status| status.capacity.as_ref()));
+        Ok([of_claim, of_volume, below, self.infra_volume(&handle).await?.capacity_bytes])
+    }
+
+    /// Waits until the guest's volume has so many mebibytes, and the management claim and the infra as many. On the way,
+    /// no tier may promise more than the one below it has.
+    pub async fn grown(&self, claim: &str, size: u64) -> Result<()> {
+        eventually(&format!("guest claim {claim} of {size} MiB in every tier"), PATIENCE, || async {
+            let sizes = self.sizes(claim).await?;
+            // They were read from the top down, and sizes only rise: what is higher above was so at that moment.
+            ensure!(sizes.is_sorted(), "guest claim, guest volume, management claim, infra: {sizes:?}");
+            let done = sizes[1..].iter().all(|one| *one == size << 20);
+            Ok(if done { Ok(()) } else { Err(format!("{sizes:?}; {:?}", self.events(claim).await?)) })
+        })
+        .await
+    }
+
+    /// Waits until the management cluster refuses a claim of a class for so much storage: what a quota's status says,
+    /// the API server's admission check learns a moment later.
+    pub async fn limited(&self, class: &str, storage: &str) -> Result<()> {
+        let claim: PersistentVolumeClaim = serde_json::from_value(json!({
+            "metadata": {"name": unique(&self.name)},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "storageClassName": class,
+                "resources": {"requests": {"storage": storage}},
+            },
+        }))?;
+        let dry_run = PostParams { dry_run: true, ..PostParams::default() };
+        eventually(&format!("a claim of class {class} for {storage} is refused"), PATIENCE, || async {
+            match self.claims().create(&dry_run, &claim).await {
+                Ok(_) => Ok(Err("it would be made".to_owned())),
+                Err(kube::Error::Api(status)) if status.code == 403 => Ok(Ok(())),
+                Err(error) => Err(error.into()),
+            }
+        })
+        .await
+    }
+
+    /// Waits until csi-resizer of the management cluster has begun to expand a management claim to so many mebibytes.
+    pub async fn growth_begun(&self, below: &str, size: u64) -> Result<()> {
+        eventually(&format!("{below} is being expanded to {size} MiB"), PATIENCE, || async {
+            let status = self.claims().get(below).await?.status.unwrap_or_default();
+            let begun = bytes(status.allocated_resources.as_ref()) == size << 20;
+            Ok(if begun { Ok(()) } else { Err(format!("{status:?}")) })
+        })
+        .await
+    }
+}

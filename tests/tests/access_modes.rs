@@ -1,0 +1,341 @@
+//! Who may use a volume at once: what each access mode allows, on which nodes, and the reason where it can't be.
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::volume_capability::{AccessType, access_mode::Mode};
+use csi::proto::{CreateVolumeRequest, ValidateVolumeCapabilitiesRequest, VolumeCapability};
+use infra_api::{Access, Attachment};
+use kube::ResourceExt;
+use lab::LoopNode;
+use serde_json::json;
+use tests::driver::{block, mount, new_volume};
+use tests::guest::handle;
+use tests::pods::{self, Ask, Script, filesystem};
+use tests::{MIB, PATIENCE, Scenario, eventually, run};
+use tonic::Code;
+
+fn new_with(s: &Scenario, class: &str, capabilities: Vec<VolumeCapability>) -> CreateVolumeRequest {
+    CreateVolumeRequest { volume_capabilities: capabilities, ..new_volume(&s.csi_name(), MIB, class) }
+}
+
+/// What the infra has of a volume, by machine.
+async fn attachments(s: &Scenario, handle: &str) -> Result<Vec<Attachment>> {
+    let volume = s.infra_volume(handle).await?.id;
+    Ok(s.infra.list_attachments(None, Some(&volume)).await?)
+}
+
+/// A machine that csi-attacher can attach to.
+async fn joined(s: &Scenario) -> Result<LoopNode> {
+    let node = s.node().await?;
+    s.lab.join_guest(&node).await?;
+    Ok(node)
+}
+
+// ---- what can be had ----
+
+#[tokio::test]
+async fn each_mix_that_can_be_had_is_asked_for_below_as_it_is() -> Result<()> {
+    run(|s| async move {
+        for (wanted, class, mode) in [
+            (mount(Mode::SingleNodeWriter), "nestor", "ReadWriteOnce"),
+            (mount(Mode::SingleNodeSingleWriter), "nestor", "ReadWriteOncePod"),
+            (mount(Mode::SingleNodeMultiWriter), "nestor", "ReadWriteOnce"),
+            (mount(Mode::MultiNodeReaderOnly), "nestor", "ReadOnlyMany"),
+            (block(Mode::SingleNodeWriter), "nestor", "ReadWriteOnce"),
+            (block(Mode::SingleNodeSingleWriter), "nestor", "ReadWriteOncePod"),
+            (block(Mode::MultiNodeReaderOnly), "nestor", "ReadOnlyMany"),
+            (block(Mode::MultiNodeMultiWriter), "nestor-shareable", "ReadWriteMany"),
+        ] {
+            let is_block = matches!(wanted.access_type, Some(AccessType::Block(_)));
+            let made = s.driver.create(new_with(&s, class, vec![wanted.clone()])).await;
+            let volume = made.with_context(|| format!("{mode} of {class}, block: {is_block}"))?.volume_id;
+            let spec = s.claims().get(&volume).await?.spec.context("the management claim has no spec")?;
+            assert_eq!(spec.access_modes, Some(vec![mode.to_owned()]));
+            let volume_mode = if is_block { "Block" } else { "Filesystem" };
+            assert_eq!(spec.volume_mode.as_deref(), Some(volume_mode));
+            // Nobody can plug a volume twice by mistake that was not asked to be shared.
+            assert_eq!(s.infra_volume(&volume).await?.shareable, mode == "ReadWriteMany");
+            let ask = ValidateVolumeCapabilitiesRequest {
+                volume_id: volume,
+                volume_capabilities: vec![wanted],
+                ..Default::default()
+            };
+            let answer = s.driver.calls().validate_volume_capabilities(ask).await?.into_inner();
+            assert!(answer.confirmed.is_some(), "{mode}: {}", answer.message);
+        }
+        Ok(())
+    })
+    .await
+}
+
+// ---- what can't ----
+
+#[tokio::test]
+async fn each_mix_that_cannot_be_had_is_refused_with_its_reason_and_leaves_nothing() -> Result<()> {
+    run(|s| async move {
+        let own = s.management_class(&[]).await?;
+        let not_shareable = s.management_class(&[(names::PARAMETER_SHAREABLE, "false")]).await?;
+        let many = ["ReadWriteMany", "filesystem", "volumeMode Block"];
+        let one_writes = ["MULTI_NODE_SINGLE_WRITER"];
+        let asks_for = |class: &str| {
+            vec!["ReadWriteMany".to_owned(), class.to_owned(), names::PARAMETER_SHAREABLE.to_owned()]
+        };
+        let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+        for (wanted, class, expected) in [
+            (mount(Mode::MultiNodeMultiWriter), own.as_str(), texts(&many)),
+            (mount(Mode::MultiNodeMultiWriter), "nestor-shareable", texts(&many)),
+            (block(Mode::MultiNodeMultiWriter), &own, asks_for(&own)),
+            (block(Mode::MultiNodeMultiWriter), &not_shareable, asks_for(&not_shareable)),
+            (mount(Mode::MultiNodeSingleWriter), &own, texts(&one_writes)),
+            (block(Mode::MultiNodeSingleWriter), "nestor-shareable", texts(&one_writes)),
+        ] {
+            let request = new_with(&s, class, vec![wanted]);
+            let refused = s.driver.create(request.clone()).await.unwrap_err();
+            assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+            let missing: Vec<_> = expected.iter().filter(|text| !refused.message().contains(*text)).collect();
+            assert!(missing.is_empty(), "{refused} does not say {missing:?}");
+            assert!(s.claims().get_opt(&s.claim_name(&request.name)).await?.is_none(), "{refused}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guest_claim_of_a_mix_that_cannot_be_had_is_told_why() -> Result<()> {
+    run(|s| async move {
+        let many = json!({"accessModes": ["ReadWriteMany"]});
+        s.claim_with("files", "nestor-shareable", "1Mi", many.clone()).await?;
+        let mut raw = many;
+        raw["volumeMode"] = json!("Block");
+        s.claim_with("raw", "nestor", "1Mi", raw).await?;
+        let (reason, _) = s.told("files", &["ReadWriteMany", "filesystem", "volumeMode Block"]).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+        let (reason, _) =
+            s.told("raw", &["ReadWriteMany", "StorageClass nestor", names::PARAMETER_SHAREABLE]).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+        Ok(())
+    })
+    .await
+}
+
+// ---- one node ----
+
+#[tokio::test]
+async fn a_volume_of_one_node_is_refused_to_a_second_by_the_firsts_name_until_it_is_free() -> Result<()> {
+    run(|s| async move {
+        let (first, second) = (joined(&s).await?, joined(&s).await?);
+        for (claim, class, mode, more) in [
+            ("once", "nestor", Mode::SingleNodeWriter, json!({})),
+            (
+                "once-pod",
+                "nestor",
+                Mode::SingleNodeSingleWriter,
+                json!({"accessModes": ["ReadWriteOncePod"]}),
+            ),
+            // The class allows more than this claim asks for.
+            ("raw", "nestor-shareable", Mode::SingleNodeWriter, json!({"volumeMode": "Block"})),
+        ] {
+            s.claim_with(claim, class, "1Mi", more).await?;
+            let (_, volume) = s.bound(claim).await?;
+            let order = s.order_attach(&volume.name_any(), &first.name).await?;
+            s.attached(&order).await?;
+            let other = s.order_attach(&volume.name_any(), &second.name).await?;
+            s.orders().refused(&other, &["attached to VirtualMachine", &first.name]).await?;
+            let handle = handle(&volume)?;
+            let wanted = if claim == "raw" { block(mode) } else { mount(mode) };
+            let refused = s.driver.refusal(&handle, &second.name, &wanted).await?;
+            assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+            assert!(refused.message().contains(&first.name), "{refused}");
+            let there = attachments(&s, &handle).await?;
+            assert_eq!(
+                there.iter().map(|one| (one.node, one.access)).collect::<Vec<_>>(),
+                [(first.uuid, Access::SingleNode)]
+            );
+            s.order_detach(&order).await?;
+            s.attached(&other).await?;
+            s.order_detach(&other).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_second_pod_of_a_read_write_once_pod_claim_waits_for_the_first_to_go() -> Result<()> {
+    run(|s| async move {
+        let node = s.node_for_pods("zone-a", None).await?;
+        let once_pod = json!({"accessModes": ["ReadWriteOncePod"], "volumeMode": "Block"});
+        s.claim_with("data", "nestor", "1Mi", once_pod).await?;
+        s.bound("data").await?;
+        s.pod("first", None, &["data"]).await?;
+        assert_eq!(s.scheduled("first").await?, node.name);
+        s.pod("second", None, &["data"]).await?;
+        s.not_scheduled("second", &["ReadWriteOncePod"]).await?;
+        s.delete_pod("first").await?;
+        assert_eq!(s.scheduled("second").await?, node.name);
+        Ok(())
+    })
+    .await
+}
+
+// ---- many that read ----
+
+#[tokio::test]
+async fn a_volume_of_many_readers_is_plugged_read_only_into_each() -> Result<()> {
+    run(|s| async move {
+        let (first, second) = (joined(&s).await?, joined(&s).await?);
+        s.claim_with("data", "nestor", "1Mi", json!({"accessModes": ["ReadOnlyMany"]})).await?;
+        let (_, volume) = s.bound("data").await?;
+        let handle = handle(&volume)?;
+        let mut orders = Vec::new();
+        for node in [&first, &second] {
+            let order = s.order_attach(&volume.name_any(), &node.name).await?;
+            let disk = s.attached(&order).await?;
+            assert!(is_read_only(node, &disk)?, "{} can write to it", node.name);
+            orders.push(order);
+        }
+        let there = attachments(&s, &handle).await?;
+        assert_eq!(there.len(), 2);
+        assert!(
+            there.iter().all(|one| one.read_only && one.access == Access::MultiNodeReadOnly),
+            "{there:?}"
+        );
+
+        let third = s.node().await?;
+        let refused = s.driver.publish(&handle, &third.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains("ReadOnlyMany"), "{refused}");
+        for order in orders {
+            s.order_detach(&order).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_writer_and_readers_keep_each_other_out_by_name() -> Result<()> {
+    run(|s| async move {
+        let (reads, writes) = (mount(Mode::MultiNodeReaderOnly), mount(Mode::SingleNodeWriter));
+        let volume = s.driver.create(new_with(&s, "nestor", vec![writes, reads.clone()])).await?.volume_id;
+        let (reader, writer) = (s.node().await?, s.node().await?);
+        s.driver.publish_as(&volume, &reader.name, reads.clone()).await?;
+        let refused = s.driver.publish(&volume, &writer.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&reader.name), "{refused}");
+        s.driver.unpublish(&volume, &reader.name).await?;
+
+        s.driver.publish(&volume, &writer.name).await?;
+        let refused = s.driver.publish_as(&volume, &reader.name, reads.clone()).await.unwrap_err();
+        assert!(refused.message().contains(&writer.name), "{refused}");
+        s.driver.unpublish(&volume, &writer.name).await?;
+        eventually("the reader has it once the writer is gone", PATIENCE, || async {
+            Ok(s.driver
+                .publish_as(&volume, &reader.name, reads.clone())
+                .await
+                .map_err(|status| format!("{status}")))
+        })
+        .await?;
+        s.driver.unpublish(&volume, &reader.name).await.context("the reader lets go")
+    })
+    .await
+}
+
+/// Whether the kernel lets nobody write to a disk of a machine that this host plays.
+fn is_read_only(node: &LoopNode, disk: &str) -> Result<bool> {
+    let shown = names::disk_by_id(disk).map(|name| node.by_id_dir.join(name));
+    let shown = shown.iter().find(|path| path.exists()).context("the machine shows no such disk")?;
+    let device = std::fs::canonicalize(shown)?;
+    let name = device.file_name().context("a device has a name")?.to_string_lossy().into_owned();
+    Ok(std::fs::read_to_string(format!("/sys/block/{name}/ro"))?.trim() == "1")
+}
+
+#[tokio::test]
+async fn pods_on_two_machines_read_one_prefilled_volume_at_once() -> Result<()> {
+    pods::run(|machines| async move {
+        let source = machines.claim("source", &filesystem("ext4")).await?;
+        let write = Script::new("writer", &machines.here, "echo kept > /data/file; sync");
+        machines.run(write.mount(&source, "/data")).await?;
+        // A copy of a filesystem that is in use would have to be written to before it can be read.
+        machines.detached(&source).await?;
+        let more = json!({
+            "accessModes": ["ReadOnlyMany"],
+            "dataSource": {"kind": "PersistentVolumeClaim", "name": "source"},
+        });
+        let shared = machines.claim("shared", &Ask { more, ..filesystem("ext4") }).await?;
+        let look = "[ \"$(cat /data/file)\" = kept ]; touch /data/new && exit 1";
+        let holds = Script::new("holds", &machines.here, &format!("{look}\nexec sleep 1000"));
+        let holds = machines.start(holds.mount(&shared, "/data")).await?;
+        machines.running(&holds).await?;
+        let said = machines
+            .run(
+                Script::new("other", &machines.there, &format!("{look}\ncat /data/file"))
+                    .mount(&shared, "/data"),
+            )
+            .await?;
+        ensure!(said.contains("Read-only file system") && said.ends_with("kept"), "{said}");
+        machines.running(&holds).await.map(drop)
+    })
+    .await
+}
+
+// ---- many that write ----
+
+#[tokio::test]
+async fn a_shareable_raw_volume_is_plugged_into_many_machines_that_may_all_write() -> Result<()> {
+    run(|s| async move {
+        let nodes = [joined(&s).await?, joined(&s).await?];
+        let many = json!({"accessModes": ["ReadWriteMany"], "volumeMode": "Block"});
+        s.claim_with("raw", "nestor-shareable", "1Mi", many).await?;
+        let (_, volume) = s.bound("raw").await?;
+        let mut orders = Vec::new();
+        for node in &nodes {
+            let order = s.order_attach(&volume.name_any(), &node.name).await?;
+            let disk = s.attached(&order).await?;
+            assert!(!is_read_only(node, &disk)?, "{} cannot write to it", node.name);
+            orders.push(order);
+        }
+        let there = attachments(&s, &handle(&volume)?).await?;
+        assert_eq!(there.len(), 2);
+        assert!(there.iter().all(|one| !one.read_only && one.access == Access::MultiNode), "{there:?}");
+        for order in orders {
+            s.order_detach(&order).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn pods_on_two_machines_see_what_each_writes_to_a_shared_raw_volume() -> Result<()> {
+    pods::run(|machines| async move {
+        let ask = Ask {
+            class: Some("nestor-shareable".to_owned()),
+            more: json!({"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "4Mi"}}}),
+            ..pods::block()
+        };
+        let volume = machines.claim("raw", &ask).await?;
+        // Past the caches of both machines.
+        let talk = |says: &str, at: u8, hears: &str, from: u8| {
+            format!(
+                "printf '{says}' | dd of=/dev/volume bs=4096 seek={at} conv=sync,notrunc oflag=direct 2>/dev/null
+                until heard=$(dd if=/dev/volume bs=4096 skip={from} count=1 iflag=direct 2>/dev/null | head -c {}) &&
+                    [ \"$heard\" = '{hears}' ]; do sleep 1; done
+                echo \"$heard\"",
+                hears.len()
+            )
+        };
+        let one = Script::new("one", &machines.here, &talk("from one", 0, "from two", 1));
+        let two = Script::new("two", &machines.there, &talk("from two", 1, "from one", 0));
+        for pod in [one, two] {
+            machines.start(pod.device(&volume, "/dev/volume")).await?;
+        }
+        for (pod, heard) in [("one", "from two"), ("two", "from one")] {
+            let said = machines.finish(pod).await?;
+            ensure!(said == heard, "pod {pod} heard {said:?}");
+        }
+        Ok(())
+    })
+    .await
+}

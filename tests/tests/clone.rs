@@ -1,0 +1,259 @@
+//! Clones: volumes that begin with another volume's bytes, through both tiers.
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::CreateVolumeRequest;
+use csi::proto::volume_capability::access_mode::Mode;
+use infra_api::VolumeSource;
+use kube::ResourceExt;
+use kube::api::DeleteParams;
+use serde_json::json;
+use tests::bytes::{noise, read, read_at, write};
+use tests::driver::{block, cloned_volume};
+use tests::pods::{self, Ask, Script, filesystem};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, from_claim, run, unique};
+use tonic::Code;
+
+/// As many bytes as a volume of 4 MiB has.
+const ALL: usize = 4 << 20;
+
+/// Waits until a claim of the guest is gone, and the management claim of its volume with it.
+async fn claim_gone(s: &Scenario, claim: &str, handle: &str) -> Result<()> {
+    eventually(&format!("guest claim {claim} and management claim {handle} gone"), PATIENCE, || async {
+        let left = (s.guest_claims().get_opt(claim).await?, s.claims().get_opt(handle).await?);
+        Ok(if left == (None, None) { Ok(()) } else { Err(format!("{left:?}")) })
+    })
+    .await
+}
+
+// ---- through both tiers ----
+
+#[tokio::test]
+async fn a_clone_has_the_bytes_of_its_source_in_the_same_size_and_in_a_larger_one_and_each_lives_on()
+-> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (handle, source) = s.followed("data").await?;
+        write(&source, &noise(1, ALL))?;
+        let source_id = s.infra_volume(&handle).await?.id;
+        s.clone_of("same", "data", "4Mi").await?;
+        s.clone_of("larger", "data", "8Mi").await?;
+        for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
+            let (below, file) = s.followed(claim).await?;
+            s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
+            let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
+            let reference = reference.context("the management claim has no source")?;
+            assert_eq!((reference.kind.as_str(), &reference.name), ("PersistentVolumeClaim", &handle));
+            let volume = s.infra_volume(&below).await?;
+            assert_eq!(volume.capacity_bytes, size);
+            assert_eq!(volume.source, Some(VolumeSource::Volume(source_id.clone())));
+            assert!(read(&file, ALL)? == noise(1, ALL), "{claim} has other bytes");
+            let rest = read_at(&file, 4 << 20, size as usize - ALL)?;
+            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has something behind the source's bytes");
+        }
+
+        // Whoever writes now writes to one of them alone; and a clone can be cloned.
+        let (_, same) = s.followed("same").await?;
+        let (_, larger) = s.followed("larger").await?;
+        write(&source, &noise(2, ALL))?;
+        write(&same, &noise(3, ALL))?;
+        assert!(read(&larger, ALL)? == noise(1, ALL));
+        assert!(read(&source, ALL)? == noise(2, ALL));
+        s.clone_of("again", "same", "4Mi").await?;
+        let (_, again) = s.followed("again").await?;
+        assert!(read(&again, ALL)? == noise(3, ALL));
+
+        // The source goes first.
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        claim_gone(&s, "data", &handle).await?;
+        eventually("the source gone in the infra", PATIENCE, || async {
+            Ok(if source.exists() { Err(source.display().to_string()) } else { Ok(()) })
+        })
+        .await?;
+        assert!(read(&larger, ALL)? == noise(1, ALL) && read(&same, ALL)? == noise(3, ALL));
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn calls_can_be_repeated_and_another_source_of_the_same_name_is_refused() -> Result<()> {
+    run(|s| async move {
+        let (one, other) = (s.volume().await?, s.volume().await?);
+        let request = cloned_volume(&s.csi_name(), 4 * MIB, &one);
+        let made = s.driver.create(request.clone()).await?;
+        assert_eq!(made.content_source, request.volume_content_source);
+        assert_eq!(s.driver.create(request.clone()).await?, made);
+        let empty = CreateVolumeRequest { volume_content_source: None, ..request.clone() };
+        for differs in [cloned_volume(&request.name, 4 * MIB, &other), empty] {
+            let refused = s.driver.create(differs).await.unwrap_err();
+            assert_eq!(refused.code(), Code::AlreadyExists, "{refused}");
+            let texts = [&made.volume_id, &one];
+            assert!(texts.iter().all(|text| refused.message().contains(*text)), "{refused}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn ten_clones_at_once_are_ten_volumes_of_the_same_bytes() -> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (_, source) = s.followed("data").await?;
+        write(&source, &noise(4, ALL))?;
+        let names: Vec<String> = (0..10).map(|number| format!("clone-{number}")).collect();
+        for name in &names {
+            s.clone_of(name, "data", "4Mi").await?;
+        }
+        let mut files = std::collections::BTreeSet::new();
+        for name in &names {
+            let (_, file) = s.followed(name).await?;
+            assert!(read(&file, ALL)? == noise(4, ALL), "{name} has other bytes");
+            files.insert(file);
+        }
+        assert!(files.len() == 10 && !files.contains(&source));
+        Ok(())
+    })
+    .await
+}
+
+// ---- refusals ----
+
+#[tokio::test]
+async fn a_source_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_there() -> Result<()> {
+    run(|s| async move {
+        let second = s.second_guest().await?;
+        let foreign = s.management_claim(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], json!({})).await?;
+        let unlabelled = s.management_claim(&[], json!({})).await?;
+        let absent = unique(&s.name);
+        let mut told = Vec::new();
+        for source in [&absent, &foreign, &unlabelled] {
+            let name = s.csi_name();
+            let refused = s.driver.create(cloned_volume(&name, 4 * MIB, source)).await.unwrap_err();
+            assert_eq!(refused.code(), Code::NotFound, "{refused}");
+            assert!(refused.message().contains(source.as_str()), "{refused}");
+            assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none());
+            told.push(refused.message().replace(source.as_str(), "SOURCE"));
+        }
+        assert!(told.iter().all(|one| *one == told[0]), "{told:#?}");
+
+        // What the platform team shares for reading can be read, and so copied.
+        let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
+        let shared = s.management_claim(&[(&share, "ro")], json!({})).await?;
+        write(&s.file_of(&s.infra_volume(&shared).await?).await?, &noise(6, ALL))?;
+        let request = cloned_volume(&s.csi_name(), 4 * MIB, &shared);
+        let made = eventually(&format!("a clone of {shared}"), PATIENCE, || async {
+            match s.driver.create(request.clone()).await {
+                Ok(made) => Ok(Ok(made.volume_id)),
+                // The driver's watch does not show yet that the source is bound.
+                Err(behind) if behind.code() == Code::FailedPrecondition => Ok(Err(behind.to_string())),
+                Err(refused) => Err(refused.into()),
+            }
+        })
+        .await?;
+        let copied = s.file_of(&s.infra_volume(&made).await?).await?;
+        assert!(read(&copied, ALL)? == noise(6, ALL));
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_clone_that_is_smaller_or_used_in_another_way_is_refused_with_the_reason() -> Result<()> {
+    run(|s| async move {
+        let source = s.bound_claim("data").await?;
+        let name = s.csi_name();
+        let refused = s.driver.create(cloned_volume(&name, 2 * MIB, &source)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+        let texts = [source.as_str(), "4Mi", "2Mi"];
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        let mut raw = cloned_volume(&name, 4 * MIB, &source);
+        raw.volume_capabilities = vec![block(Mode::SingleNodeWriter)];
+        let refused = s.driver.create(raw).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        let texts = [source.as_str(), "Filesystem", "Block"];
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none(), "something was made");
+
+        s.clone_of("smaller", "data", "2Mi").await?;
+        s.told("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string()]).await?;
+        Ok(())
+    })
+    .await
+}
+
+// ---- a source that goes meanwhile ----
+
+#[tokio::test]
+async fn a_source_that_is_deleted_while_it_is_cloned_goes_after_the_clone_has_its_bytes() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (handle, source) = s.followed("data").await?;
+        write(&source, &noise(1, ALL))?;
+        let frozen = s.freeze_part("mgmt-csi")?;
+        let claim = s.clone_of("clone", "data", "4Mi").await?;
+        let below = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
+        eventually(&format!("management claim {below} is there"), PATIENCE, || async {
+            Ok(s.claims().get_opt(&below).await?.map(|_| ()).ok_or_else(|| "it is not".to_owned()))
+        })
+        .await?;
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        drop(frozen);
+        let (_, clone) = s.followed("clone").await?;
+        assert!(read(&clone, ALL)? == noise(1, ALL));
+        claim_gone(&s, "data", &handle).await?;
+        assert!(read(&clone, ALL)? == noise(1, ALL));
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_clone_that_never_came_to_be_and_its_source_go_together() -> Result<()> {
+    run(|s| async move {
+        let source = s.bound_claim("data").await?;
+        // There is no pool that its class could use.
+        let below = s.management_class(&[("pool.test", &s.name)]).await?;
+        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let claim = s.claim_with("clone", &class, "4Mi", from_claim("data")).await?;
+        let clone = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
+        s.told("clone", &["no pool for"]).await?;
+        // As when their namespace is deleted.
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        s.told("clone", &["data", "being deleted"]).await?;
+        s.guest_claims().delete("clone", &DeleteParams::default()).await?;
+        claim_gone(&s, "clone", &clone).await?;
+        claim_gone(&s, "data", &source).await
+    })
+    .await
+}
+
+// ---- pods ----
+
+#[tokio::test]
+async fn an_xfs_and_its_clone_are_mounted_on_one_machine_at_once() -> Result<()> {
+    pods::run(|machines| async move {
+        let source = machines.claim("data", &filesystem("xfs")).await?;
+        // It writes all the while, so that the clone is of a filesystem that was not unmounted.
+        let write = "dd if=/dev/urandom of=/data/first.bin bs=64k count=64 conv=fsync 2>/dev/null
+            touch /data/written; sync
+            while :; do echo more >> /data/log; done";
+        let here = &machines.here;
+        let writer = machines.start(Script::new("writer", here, write).mount(&source, "/data")).await?;
+        let look = "until [ -e /data/written ]; do sleep 1; done; sha256sum < /data/first.bin";
+        let written = machines.run(Script::new("look", here, look).mount(&source, "/data")).await?;
+        let more = from_claim(&source.claim);
+        let clone = machines.claim("clone", &Ask { more, ..filesystem("xfs") }).await?;
+
+        let both =
+            "for claim in data clone; do sha256sum < /$claim/first.bin; echo $claim > /$claim/mine; done
+            sync; cat /data/mine /clone/mine; grep -c -e ' /data xfs ' -e ' /clone xfs ' /proc/mounts";
+        let both = Script::new("both", here, both).mount(&source, "/data").mount(&clone, "/clone");
+        let said = machines.run(both).await?;
+        ensure!(said == format!("{written}\n{written}\ndata\nclone\n2"), "written was {written}; {said}");
+        machines.remove(&writer).await
+    })
+    .await
+}

@@ -1,0 +1,372 @@
+//! Each process dies before and after each write that it makes for each operation, and is started again: the operation
+//! ends right, nothing is left or done twice, and no byte that a machine wrote is lost.
+//!
+//! The cases are made of what an operation passed when it was done undisturbed, so that a new write has its cases
+//! without anyone adding them. Every point is met in the first operation that passes it; `NESTOR_CRASH_CASES=all` has
+//! it met in all of them, and any other text only those cases whose name contains it.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use csi::Status;
+use csi::proto::CreateVolumeRequest;
+use lab::LoopNode;
+use tests::bytes::device;
+use tests::crash::{Crashes, Place, insist};
+use tests::driver::{cloned_volume, new_volume, restored_volume};
+use tests::facts::Facts;
+use tests::records::{Log, Records, Writer};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
+
+/// The processes that die.
+const PARTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+/// What is written in its own time, some while after whatever it tells of, and so belongs to no operation.
+const LATER: [&str; 2] = ["csistoragecapacities", "leases"];
+/// A write that the work of others can spare an operation is waited for in so many of them.
+const ATTEMPTS: usize = 3;
+/// What the machine writes over and over.
+const ROOM: u64 = 128 << 10;
+/// How large volumes begin.
+const SIZE: u64 = 4 << 20;
+
+#[tokio::test]
+async fn each_operation_ends_right_wherever_each_process_dies() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let mut crashes = Crashes::of(&s, PARTS)?;
+        let outcome = matrix(&s, &mut crashes).await;
+        crashes.end().await.and(outcome)
+    })
+    .await
+}
+
+async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
+    let mut world = World::begin(s).await?;
+    let mut table = Vec::new();
+    for operation in ALL {
+        world.prepare(operation, crashes).await?;
+        let ((), places) = crashes.passed(world.run(operation)).await?;
+        let is_its_own = |place: &Place| !LATER.iter().any(|later| place.point.contains(later));
+        table.push((operation, places.into_iter().filter(is_its_own).collect::<Vec<_>>()));
+    }
+    let silent: Vec<_> = PARTS
+        .iter()
+        .filter(|part| !table.iter().any(|(_, all)| all.iter().any(|one| one.part == **part)))
+        .collect();
+    ensure!(silent.is_empty(), "{silent:?} passed no fail point: are they built with debug assertions?");
+
+    let (cases, of_all) = (chosen(&table), table.iter().map(|(_, places)| places.len()).sum::<usize>());
+    let (begun, total) = (Instant::now(), cases.len());
+    let mut missed = Vec::new();
+    for (operation, place) in &cases {
+        let case = Instant::now();
+        let died = world.crash(*operation, place, crashes).await.with_context(|| name(*operation, place))?;
+        if !died {
+            missed.push(name(*operation, place));
+        }
+        eprintln!(
+            "{:5.1} s  {}{}",
+            case.elapsed().as_secs_f64(),
+            name(*operation, place),
+            if died { "" } else { ": not passed again" }
+        );
+    }
+    let points: BTreeSet<_> = cases.iter().map(|(_, place)| (place.part, &place.point)).collect();
+    let operations: BTreeSet<_> = cases.iter().map(|(operation, _)| operation).collect();
+    eprintln!(
+        "{total} crashes, of {of_all} that there are: {} points in {} operations; {:.0} s, {} records written meanwhile",
+        points.len(),
+        operations.len(),
+        begun.elapsed().as_secs_f64(),
+        world.log.acknowledged(),
+    );
+    ensure!(
+        missed.is_empty(),
+        "not passed again in {ATTEMPTS} attempts, nor in another operation: {missed:#?}"
+    );
+    // What was written is looked at once more.
+    world.prepare(Attach, crashes).await
+}
+
+fn name(operation: Operation, place: &Place) -> String {
+    format!("{operation:?}: {place}")
+}
+
+/// The cases to run, those next to each other that undo each other.
+fn chosen(table: &[(Operation, Vec<Place>)]) -> Vec<(Operation, Place)> {
+    let wanted = std::env::var("NESTOR_CRASH_CASES").unwrap_or_default();
+    let mut met = BTreeSet::new();
+    let mut cases = Vec::new();
+    for (operation, places) in table {
+        for (index, place) in places.iter().enumerate() {
+            let first = met.insert((place.part, place.point.clone()));
+            let is_chosen = match wanted.as_str() {
+                "" => first,
+                "all" => true,
+                part => name(*operation, place).contains(part),
+            };
+            if is_chosen {
+                cases.push((*operation, index, place.clone()));
+            }
+        }
+    }
+    cases.sort_by_key(|(operation, index, _)| (operation.pair(), *index));
+    cases.into_iter().map(|(operation, _, place)| (operation, place)).collect()
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Operation {
+    Attach,
+    Expand,
+    Snapshot,
+    CloneVolume,
+    Restore,
+    DeleteSnapshot,
+    Create,
+    Delete,
+    Detach,
+}
+
+use Operation::{Attach, CloneVolume, Create, Delete, DeleteSnapshot, Detach, Expand, Restore, Snapshot};
+
+const ALL: [Operation; 9] =
+    [Attach, Expand, Snapshot, CloneVolume, Restore, DeleteSnapshot, Create, Delete, Detach];
+
+impl Operation {
+    /// The management sidecar that it needs.
+    fn sidecar(self) -> Option<&'static str> {
+        match self {
+            Attach | Detach => None,
+            Expand => Some("mgmt-resizer"),
+            Snapshot | DeleteSnapshot => Some("mgmt-snapshotter"),
+            CloneVolume | Restore | Create | Delete => Some("mgmt-provisioner"),
+        }
+    }
+
+    /// The same for two that undo each other.
+    fn pair(self) -> u8 {
+        match self {
+            Attach | Detach => 0,
+            Expand => 1,
+            CloneVolume => 2,
+            Snapshot | DeleteSnapshot => 3,
+            Restore => 4,
+            Create | Delete => 5,
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Volume {
+    handle: String,
+    bytes: u64,
+}
+
+struct Kept {
+    handle: String,
+    bytes: u64,
+    /// How many records were acknowledged when it was asked for.
+    records: u64,
+}
+
+/// What there should be.
+struct World<'a> {
+    s: &'a Scenario,
+    node: LoopNode,
+    /// What is attached, expanded, snapshotted and cloned, while it is written to.
+    subject: Volume,
+    log: Log,
+    /// While it is attached.
+    writer: Option<Writer>,
+    spares: Vec<Volume>,
+    snapshots: Vec<Kept>,
+    facts: Facts,
+}
+
+impl<'a> World<'a> {
+    async fn begin(s: &'a Scenario) -> Result<Self> {
+        let node = s.node().await?;
+        // Somebody who may want any disk: none is taken out again because nobody ordered it.
+        s.orders().attach_by("crash.test", &s.name, &node.name).await?;
+        let subject = Volume { handle: s.volume().await?, bytes: SIZE };
+        let file = s.file_of(&s.infra_volume(&subject.handle).await?).await?;
+        let log = Records::begin(&file, ROOM)?.close();
+        let facts = Facts::now(s).await?;
+        Ok(Self { s, node, subject, log, writer: None, spares: Vec::new(), snapshots: Vec::new(), facts })
+    }
+
+    /// Does what must be done before the operation can be.
+    async fn prepare(&mut self, operation: Operation, crashes: &mut Crashes<'_>) -> Result<()> {
+        while let Some(before) = self.lacks(operation) {
+            if let Some(sidecar) = before.sidecar() {
+                crashes.needs(sidecar).await?;
+            }
+            self.run(before).await.with_context(|| format!("{before:?} before {operation:?}"))?;
+        }
+        match operation.sidecar() {
+            Some(sidecar) => crashes.needs(sidecar).await,
+            None => Ok(()),
+        }
+    }
+
+    fn lacks(&self, operation: Operation) -> Option<Operation> {
+        let is_attached = self.writer.is_some();
+        let (is_lacking, before) = match operation {
+            Attach => (is_attached, Detach),
+            Detach | Expand | Snapshot | CloneVolume => (!is_attached, Attach),
+            Restore | DeleteSnapshot => (self.snapshots.is_empty(), Snapshot),
+            Create => return None,
+            Delete => (self.spares.is_empty(), Create),
+        };
+        if !is_lacking {
+            return None;
+        }
+        Some(self.lacks(before).unwrap_or(before))
+    }
+
+    /// Does the operation, in whose midst a process dies. False when it was not met. A write that nobody waits for may
+    /// have been passed only after the operation that it belongs to had ended: then it is met in another.
+    async fn crash(
+        &mut self,
+        operation: Operation,
+        place: &Place,
+        crashes: &mut Crashes<'_>,
+    ) -> Result<bool> {
+        let others = ALL.into_iter().filter(|other| *other != operation);
+        for operation in std::iter::repeat_n(operation, ATTEMPTS).chain(others) {
+            self.prepare(operation, crashes).await?;
+            let ((), died) = crashes.meanwhile(place, operation.sidecar(), self.run(operation)).await?;
+            if died {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Does the operation as a sidecar would, and waits until what should be there is, and nothing else.
+    async fn run(&mut self, operation: Operation) -> Result<()> {
+        match operation {
+            Attach => self.attach().await,
+            Detach => self.detach().await,
+            Expand => self.expand().await,
+            Snapshot => self.snapshot().await,
+            DeleteSnapshot => self.delete_snapshot().await,
+            Create => self.create(new_volume(&self.s.csi_name(), SIZE as i64, "nestor"), None).await,
+            CloneVolume => {
+                let (source, bytes) = (&self.subject.handle, self.subject.bytes as i64);
+                let request = cloned_volume(&self.s.csi_name(), bytes, source);
+                self.create(request, Some(self.log.acknowledged())).await
+            }
+            Restore => {
+                let Kept { handle, bytes, records } =
+                    self.snapshots.last().context("there is no snapshot")?;
+                let (records, bytes) = (*records, *bytes as i64);
+                self.create(restored_volume(&self.s.csi_name(), bytes, handle), Some(records)).await
+            }
+            Delete => self.delete().await,
+        }
+    }
+
+    async fn attach(&mut self) -> Result<()> {
+        let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
+        let disk = insist("attach", || s.driver.publish(&handle, &self.node.name)).await?;
+        let attached = Facts::of_attached(&handle, bytes, &self.node);
+        self.expect(Facts::default(), attached).await?;
+        let device = device(&self.node, &disk);
+        self.log.verify(&device)?;
+        self.writer = Some(self.log.clone().resume(&device)?.keep_appending());
+        Ok(())
+    }
+
+    async fn detach(&mut self) -> Result<()> {
+        // As when it is unmounted.
+        let writer = self.writer.take().context("it is not attached")?;
+        drop(writer.stop()?);
+        let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
+        insist("detach", || s.driver.unpublish(&handle, &self.node.name)).await?;
+        let attached = Facts::of_attached(&handle, bytes, &self.node);
+        self.expect(attached, Facts::default()).await?;
+        self.log.verify(&self.file(&handle).await?)
+    }
+
+    async fn expand(&mut self) -> Result<()> {
+        let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
+        let larger = bytes + MIB as u64;
+        let has = insist("expand", || s.driver.expand(&handle, larger as i64)).await?;
+        ensure!(has == larger as i64, "it has {has} bytes, not {larger}");
+        self.subject.bytes = larger;
+        let of = |bytes| Facts::of_volume(&handle, bytes).and(Facts::of_attached(&handle, bytes, &self.node));
+        let (before, after) = (of(bytes), of(larger));
+        self.expect(before, after).await
+    }
+
+    async fn snapshot(&mut self) -> Result<()> {
+        let (s, name, records) = (self.s, unique(&self.s.name), self.log.acknowledged());
+        let Volume { handle: source, bytes } = self.subject.clone();
+        let taken = insist("snapshot", || async {
+            let taken = s.csi_snapshot(&name, &source).await?;
+            if taken.ready_to_use { Ok(taken) } else { Err(Status::aborted("it is not ready")) }
+        })
+        .await?;
+        let handle = taken.snapshot_id;
+        self.expect(Facts::default(), Facts::of_snapshot(&handle, &source, bytes)).await?;
+        let file = told("the snapshot's file", || async {
+            let kept = s.infra_snapshot(&handle).await?;
+            let pool = s.infra.get_pool(&kept.pool).await?.context("the snapshot's pool is gone")?;
+            Ok(PathBuf::from(pool.path).join(format!("{}.snap", kept.id)))
+        });
+        self.log.verify_since(records, &file.await?)?;
+        self.snapshots.push(Kept { handle, bytes, records });
+        Ok(())
+    }
+
+    async fn delete_snapshot(&mut self) -> Result<()> {
+        let Kept { handle, bytes, .. } = self.snapshots.pop().context("there is no snapshot")?;
+        let s = self.s;
+        insist("delete a snapshot", || s.driver.delete_snapshot(&handle)).await?;
+        let gone = Facts::of_snapshot(&handle, &self.subject.handle, bytes);
+        self.expect(gone, Facts::default()).await
+    }
+
+    /// Makes a volume, which has the subject's first `records` where it began with its bytes.
+    async fn create(&mut self, request: CreateVolumeRequest, records: Option<u64>) -> Result<()> {
+        let s = self.s;
+        let volume = insist("create", || s.driver.create(request.clone())).await?;
+        let (handle, bytes) = (volume.volume_id, volume.capacity_bytes as u64);
+        self.expect(Facts::default(), Facts::of_volume(&handle, bytes)).await?;
+        if let Some(records) = records {
+            self.log.verify_since(records, &self.file(&handle).await?)?;
+        }
+        self.spares.push(Volume { handle, bytes });
+        Ok(())
+    }
+
+    async fn delete(&mut self) -> Result<()> {
+        let Volume { handle, bytes } = self.spares.pop().context("there is no volume to spare")?;
+        let s = self.s;
+        insist("delete", || s.driver.delete(&handle)).await?;
+        self.expect(Facts::of_volume(&handle, bytes), Facts::default()).await
+    }
+
+    /// Waits until there is what there was, without the one and with the other, and nothing else.
+    async fn expect(&mut self, without: Facts, with: Facts) -> Result<()> {
+        self.facts = std::mem::take(&mut self.facts).without(&without).and(with);
+        self.facts.hold(self.s).await
+    }
+
+    async fn file(&self, handle: &str) -> Result<PathBuf> {
+        told("the volume's file", || async { self.s.file_of(&self.s.infra_volume(handle).await?).await })
+            .await
+    }
+}
+
+/// Asks an infra that may be dying just now.
+async fn told<T, F, R>(what: &str, ask: F) -> Result<T>
+where
+    F: Fn() -> R,
+    R: Future<Output = Result<T>>,
+{
+    eventually(what, PATIENCE, || async { Ok(ask().await.map_err(|error| format!("{error:#}"))) }).await
+}

@@ -1,0 +1,394 @@
+//! Three replicas of each controller: calls go to any of them, and the reconcilers of each run in one. Leaders are
+//! killed, replaced and made to stand still while work is under way. How long it takes until another leads is printed.
+
+use std::collections::BTreeMap;
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use futures::future::try_join_all;
+use lab::audit::{Entry, Mark};
+use lab::{Lab, LoopNode, Replica};
+use tests::driver::{Driver, new_volume};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tonic::{Code, Status};
+
+/// The guest whose gc-csi has replicas.
+const GUEST: &str = "g1";
+/// How many replicas.
+const REPLICAS: u32 = 3;
+/// Our controllers: the first replica's part, and the metric by which a replica says that it leads.
+const CONTROLLERS: [(&str, &str); 3] = [
+    ("g1-gc-csi", "nestor_gc_csi_leader"),
+    ("mgmt-csi", "nestor_mgmt_csi_leader"),
+    ("vm-operator-shim", "vm_operator_shim_leader"),
+];
+/// How many volumes are made and attached at once.
+const VOLUMES: usize = 50;
+/// How many of them are begun last.
+const LAST: usize = 10;
+
+#[tokio::test]
+async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -> Result<()> {
+    replicated(|s| async move {
+        let since = s.lab.audit()?.mark()?;
+        let (drivers, nodes) = (drivers(&s).await?, [s.node().await?, s.node().await?]);
+        let done = Arc::new(AtomicUsize::new(0));
+        let begin = |number: usize| {
+            let (s, drivers, done) = (s.clone(), drivers.clone(), done.clone());
+            let node = nodes[number % nodes.len()].name.clone();
+            tokio::spawn(async move {
+                let handle = create(&s, &drivers, number).await?;
+                attach(&drivers, number, &handle, &node).await?;
+                done.fetch_add(1, Ordering::SeqCst);
+                anyhow::Ok(handle)
+            })
+        };
+        let mut work: Vec<_> = (0..VOLUMES - LAST).map(&begin).collect();
+        eventually("the first volumes are attached", PATIENCE, || async {
+            let done = done.load(Ordering::SeqCst);
+            Ok(if done > 4 { Ok(()) } else { Err(format!("{done} of {VOLUMES}")) })
+        })
+        .await?;
+        // However fast all this is: not everything is done when the leaders are killed.
+        let frozen = s.freeze_part("storage-infra")?;
+        work.extend((VOLUMES - LAST..VOLUMES).map(&begin));
+        let killed = Instant::now();
+        let mut leaders = Vec::new();
+        for controller in CONTROLLERS {
+            let leader = leader(&s, controller, &[]).await?;
+            s.kill_part(&leader).await?;
+            leaders.push((controller, leader));
+        }
+        let before = done.load(Ordering::SeqCst);
+        drop(frozen);
+        let scenario = &s;
+        try_join_all(leaders.iter().map(|(controller, old)| async move {
+            let new = leader(scenario, *controller, std::slice::from_ref(old)).await?;
+            println!("{old} was killed: {new} leads {:.1} s later", killed.elapsed().as_secs_f64());
+            anyhow::Ok(())
+        }))
+        .await?;
+        let mut handles = Vec::new();
+        for one in work {
+            handles.push(one.await??);
+        }
+        println!(
+            "all {VOLUMES} volumes are attached {:.1} s after the leaders were killed, {} of them since",
+            killed.elapsed().as_secs_f64(),
+            VOLUMES - before
+        );
+        assert!(before < VOLUMES, "nothing was under way any more");
+
+        let mut plugged = 0;
+        for node in &nodes {
+            let list = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
+            let mut volumes: Vec<String> = list.iter().map(|one| one.volume.to_string()).collect();
+            volumes.sort();
+            volumes.dedup();
+            assert_eq!(volumes.len(), list.len(), "a volume was plugged twice: {list:?}");
+            plugged += list.len();
+        }
+        assert_eq!(plugged, VOLUMES);
+        each_made_once(&s, since, &handles)?;
+        remove(&drivers, &handles, &nodes).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_rolling_restart_under_load_fails_no_call_and_does_nothing_twice() -> Result<()> {
+    replicated(|s| async move {
+        let since = s.lab.audit()?.mark()?;
+        let drivers = drivers(&s).await?;
+        let restarted = Arc::new(AtomicBool::new(false));
+        let mut work = Vec::new();
+        for number in 0..6 {
+            let (s, drivers, restarted) = (s.clone(), drivers.clone(), restarted.clone());
+            let node = s.node().await?;
+            work.push(tokio::spawn(async move {
+                let mut handles = Vec::new();
+                while !restarted.load(Ordering::SeqCst) || handles.is_empty() {
+                    let turn = number + handles.len();
+                    let handle = create(&s, &drivers, turn).await?;
+                    attach(&drivers, turn + 1, &handle, &node.name).await?;
+                    remove(&drivers, std::slice::from_ref(&handle), std::slice::from_ref(&node)).await?;
+                    handles.push(handle);
+                }
+                anyhow::Ok(handles)
+            }));
+        }
+        for number in 1..=REPLICAS {
+            for controller in CONTROLLERS {
+                restart(&s, controller, &Replica::nth(number).name(controller.0)).await?;
+            }
+        }
+        restarted.store(true, Ordering::SeqCst);
+        let mut handles = Vec::new();
+        for one in work {
+            handles.extend(one.await??);
+        }
+        println!("{} volumes were made, attached, detached and deleted meanwhile", handles.len());
+        each_made_once(&s, since, &handles)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_leader_that_stood_still_for_longer_than_its_lease_writes_nothing_when_it_goes_on() -> Result<()> {
+    replicated(|s| async move {
+        let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
+        let drivers = drivers(&s).await?;
+        let since = s.lab.audit()?.mark()?;
+        let mut stopped = Vec::new();
+        for controller in CONTROLLERS {
+            let leader = leader(&s, controller, &[]).await?;
+            let counted = writes(&s, &leader).await?;
+            stopped.push((controller, s.freeze_part(&leader)?, s.lab.pid(&leader), leader, counted));
+        }
+        // What goes on meanwhile, the leaders that stand still will be told of when they go on.
+        let others: Vec<Driver> = drivers
+            .iter()
+            .zip(1..)
+            .filter(|(_, number)| Replica::nth(*number).name(GUEST_DRIVER) != stopped[0].3)
+            .map(|(driver, _)| driver.clone())
+            .collect();
+        attach(&others, 0, &handle, &node.name).await?;
+        for (controller, _, _, old, _) in &stopped {
+            leader(&s, *controller, std::slice::from_ref(old)).await?;
+        }
+        let nodes = std::slice::from_ref(&node);
+        detach(&others, 1, &handle, nodes).await?;
+        s.nothing_is_attached(&node).await?;
+
+        for (controller, frozen, pid, old, counted) in stopped {
+            drop(frozen);
+            eventually(&format!("{old} knows that it does not lead any more"), PATIENCE, || async {
+                // It may take a while to answer.
+                let metrics = s.lab.metrics(&old).await.unwrap_or_default();
+                Ok(if says(&metrics, controller.1, "0") {
+                    Ok(())
+                } else {
+                    Err("it says that it leads".to_owned())
+                })
+            })
+            .await?;
+            assert_eq!(writes(&s, &old).await?, counted, "{old} wrote after it had stood still");
+            assert_eq!(s.lab.pid(&old), pid, "{old} was started anew");
+        }
+        s.nothing_is_attached(&node).await?;
+        let made = made(&s.lab.audit()?.since(since)?, "nestor.dev", "volumeattachments");
+        assert_eq!(made.into_values().collect::<Vec<_>>(), [1]);
+        // They go on serving calls.
+        for (driver, turn) in drivers.iter().zip(0..) {
+            attach(std::slice::from_ref(driver), turn, &handle, &node.name).await?;
+            detach(std::slice::from_ref(driver), turn, &handle, nodes).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_is_told_is_told_by_one_replica() -> Result<()> {
+    replicated(|s| async move {
+        let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
+        let drivers = drivers(&s).await?;
+        attach(&drivers, 0, &handle, &node.name).await?;
+        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+        detach(&drivers, 1, &handle, std::slice::from_ref(&node)).await?;
+        s.told("data", &["attached to no VirtualMachine"]).await?;
+        let told = s.events_of("PersistentVolumeClaim", "data").await?;
+        for what in ["VolumeAttached", "VolumeDetached"] {
+            assert_eq!(told.iter().filter(|(reason, _)| reason == what).count(), 1, "{told:?}");
+        }
+        for controller in CONTROLLERS {
+            leader(&s, controller, &[]).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// The first replica's part of the guest's driver.
+const GUEST_DRIVER: &str = CONTROLLERS[0].0;
+
+/// Runs a test over three replicas of each controller, of which each has a leader; afterwards there is one again.
+async fn replicated<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>) -> Running + Send + 'static,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let _alone = alone().await;
+    let lab = Lab::from_env()?;
+    lab.scale(GUEST, REPLICAS).await?;
+    let outcome = run(|s| async move {
+        for controller in CONTROLLERS {
+            leader(&s, controller, &[]).await?;
+        }
+        body(s).await
+    })
+    .await;
+    let alone_again = lab.scale(GUEST, 1).await;
+    outcome.and(alone_again)
+}
+
+/// The guest driver's replicas.
+async fn drivers(s: &Scenario) -> Result<Vec<Driver>> {
+    let first = s.lab.controller_socket(GUEST)?;
+    try_join_all((1..=REPLICAS).map(|number| {
+        let socket = Replica::nth(number).socket(&first);
+        async move { Driver::connect(&socket).await }
+    }))
+    .await
+}
+
+/// Waits for the one replica that leads, not counting some of which nothing can be asked.
+async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) -> Result<String> {
+    eventually(&format!("one {plain} leads"), PATIENCE, || async {
+        let mut leading = Vec::new();
+        for part in (1..=REPLICAS).map(|number| Replica::nth(number).name(plain)) {
+            if !silent.contains(&part)
+                && s.lab.pid(&part).is_some()
+                && says(&s.lab.metrics(&part).await.unwrap_or_default(), metric, "1")
+            {
+                leading.push(part);
+            }
+        }
+        match leading.len() {
+            0 => Ok(Err("none does".to_owned())),
+            1 => Ok(Ok(leading.remove(0))),
+            _ => bail!("several lead: {leading:?}"),
+        }
+    })
+    .await
+}
+
+fn says(metrics: &str, metric: &str, value: &str) -> bool {
+    metrics.lines().any(|line| line.split_once(' ') == Some((metric, value)))
+}
+
+/// What a part counts of its writes, as far as it does.
+async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
+    let metrics = s.lab.metrics(part).await?;
+    let counts =
+        ["vm_operator_shim_writes_total", "nestor_mgmt_csi_attachment_operation_duration_seconds_count"];
+    let lines = metrics.lines().filter(|line| counts.iter().any(|count| line.starts_with(count)));
+    Ok(lines.map(str::to_owned).collect())
+}
+
+/// Stops a replica with its sidecars as its orchestrator would, and starts it again; tells how long nobody led.
+async fn restart(s: &Scenario, controller: (&str, &str), part: &str) -> Result<()> {
+    let led = leader(s, controller, &[]).await? == part;
+    // Sidecars first: one that loses its driver ends as in a crash.
+    try_join_all(s.lab.sidecars(part)?.iter().map(|sidecar| s.lab.stop(sidecar))).await?;
+    let begun = Instant::now();
+    let away = [part.to_owned()];
+    let next = async {
+        if led {
+            let next = leader(s, controller, &away).await?;
+            println!("{part} was stopped: {next} leads {:.1} s later", begun.elapsed().as_secs_f64());
+        }
+        Ok(())
+    };
+    futures::try_join!(s.lab.stop(part), next)?;
+    s.lab.start(part).await
+}
+
+/// Calls as sidecars do, one replica after the other, until it is done; a code by which they would give up fails.
+async fn insist<T, Call, Calling>(drivers: &[Driver], first: usize, what: &str, call: Call) -> Result<T>
+where
+    Call: Fn(Driver) -> Calling,
+    Calling: Future<Output = Result<T, Status>>,
+{
+    let turn = AtomicUsize::new(first);
+    eventually(what, PATIENCE, || async {
+        let turn = turn.fetch_add(1, Ordering::SeqCst);
+        match call(drivers[turn % drivers.len()].clone()).await {
+            Ok(done) => Ok(Ok(done)),
+            Err(status) if goes_on(&status) => Ok(Err(status.to_string())),
+            Err(status) => bail!("{what}: a final code: {status}"),
+        }
+    })
+    .await
+}
+
+/// Whether sidecars take a code for work that may still be under way. A call whose connection broke has none.
+fn goes_on(status: &Status) -> bool {
+    let again = [Code::Unavailable, Code::Aborted, Code::Cancelled, Code::DeadlineExceeded];
+    again.contains(&status.code()) || status.source().is_some()
+}
+
+async fn create(s: &Scenario, drivers: &[Driver], turn: usize) -> Result<String> {
+    let name = s.csi_name();
+    let call = |driver: Driver| {
+        let request = new_volume(&name, 4 * MIB, "nestor");
+        async move { driver.create(request).await }
+    };
+    Ok(insist(drivers, turn, &format!("volume {name} made"), call).await?.volume_id)
+}
+
+async fn attach(drivers: &[Driver], turn: usize, handle: &str, node: &str) -> Result<()> {
+    let call = |driver: Driver| async move { driver.publish(handle, node).await };
+    insist(drivers, turn, &format!("{handle} attached to {node}"), call).await.map(drop)
+}
+
+/// Detaches a volume from whichever of these nodes has it.
+async fn detach(drivers: &[Driver], turn: usize, handle: &str, nodes: &[LoopNode]) -> Result<()> {
+    try_join_all(nodes.iter().map(|node| {
+        let call = move |driver: Driver| async move { driver.unpublish(handle, &node.name).await };
+        async move { insist(drivers, turn, &format!("{handle} detached from {}", node.name), call).await }
+    }))
+    .await
+    .map(drop)
+}
+
+/// Detaches and deletes volumes, all at once.
+async fn remove(drivers: &[Driver], handles: &[String], nodes: &[LoopNode]) -> Result<()> {
+    try_join_all(handles.iter().zip(0..).map(|(handle, turn)| async move {
+        detach(drivers, turn, handle, nodes).await?;
+        let call = |driver: Driver| async move { driver.delete(handle).await };
+        insist(drivers, turn + 1, &format!("{handle} deleted"), call).await
+    }))
+    .await
+    .map(drop)
+}
+
+/// Fails unless each volume's claim, management volume and VolumeAttachment were created exactly once.
+fn each_made_once(s: &Scenario, since: Mark, handles: &[String]) -> Result<()> {
+    let requests = s.lab.audit()?.since(since)?;
+    let claims = made(&requests, "", "persistentvolumeclaims");
+    for handle in handles {
+        let count = claims.get(handle).with_context(|| format!("nobody made claim {handle}"))?;
+        assert_eq!(*count, 1, "claim {handle}");
+    }
+    for (group, resource) in [("", "persistentvolumes"), ("nestor.dev", "volumeattachments")] {
+        let made = made(&requests, group, resource);
+        assert!(made.values().all(|count| *count == 1), "{resource}: {made:?}");
+        assert_eq!(made.len(), handles.len(), "{resource}: {made:?}");
+    }
+    Ok(())
+}
+
+/// How often each object of a kind was created. A request whose sender died may be told as broken off although it was
+/// carried out: then no other created the object.
+fn made(requests: &[Entry], group: &str, resource: &str) -> BTreeMap<String, usize> {
+    let mut made = BTreeMap::new();
+    let mut broken_off = Vec::new();
+    for request in requests {
+        let is_of_kind =
+            request.group == group && request.resource == resource && request.subresource.is_empty();
+        let creates = is_of_kind && request.verb == "create";
+        match request.code {
+            201 if creates => *made.entry(request.name.clone()).or_default() += 1,
+            500..=599 if creates => broken_off.push(request.name.clone()),
+            _ => {}
+        }
+    }
+    for name in broken_off {
+        made.entry(name).or_insert(1);
+    }
+    made
+}

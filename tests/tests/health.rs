@@ -1,0 +1,294 @@
+//! Volumes that are not well: who is told, in which words, and that it is taken back when they are well again.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::{ControllerGetVolumeRequest, ListVolumesRequest, VolumeCondition};
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use kube::ResourceExt;
+use kube::api::{Api, ListParams};
+use rustix::process::Signal;
+use tests::driver::Driver;
+use tests::guest::handle;
+use tests::hypervisor::Bare;
+use tests::pods::{self, Ask, Script, filesystem};
+use tests::{PATIENCE, Scenario, eventually, run};
+
+/// How volumes that are not well are counted, by part and metric.
+const COUNTS: [(&str, &str); 2] =
+    [("g1-gc-csi", "nestor_gc_csi_volumes_abnormal"), ("mgmt-csi", "nestor_mgmt_csi_volumes_abnormal")];
+
+/// How long kubelet may take to tell of a volume: it looks every one to two minutes, in a machine that may be emulated.
+const KUBELET: Duration = Duration::from_secs(600);
+
+/// What a claim says of its volume's health: status, reason and message.
+fn told(claim: &PersistentVolumeClaim) -> Option<(&str, &str, &str)> {
+    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
+    let told = conditions.iter().find(|told| told.type_ == names::CONDITION_HEALTHY)?;
+    Some((&told.status, told.reason.as_deref()?, told.message.as_deref()?))
+}
+
+/// Waits until the claims of both tiers say this of a volume's health.
+async fn shows(s: &Scenario, claim: &str, handle: &str, status: &str, texts: &[&str]) -> Result<()> {
+    eventually(&format!("health of {claim} is {status} with {texts:?}"), PATIENCE, || async {
+        let claims = [s.claims().get(handle).await?, s.guest_claims().get(claim).await?];
+        let is_so = |claim: &PersistentVolumeClaim| {
+            told(claim).is_some_and(|(is, _, message)| {
+                is == status && texts.iter().all(|text| message.contains(text))
+            })
+        };
+        let seen: Vec<_> = claims.iter().map(told).collect();
+        Ok(if claims.iter().all(is_so) { Ok(()) } else { Err(format!("{seen:?}")) })
+    })
+    .await
+}
+
+/// Waits for an event on a management claim.
+async fn told_below(s: &Scenario, handle: &str, reason: &str, texts: &[&str]) -> Result<()> {
+    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
+    let about = ListParams::default().fields(&format!("involvedObject.name={handle},reason={reason}"));
+    eventually(&format!("event {reason} on management claim {handle} with {texts:?}"), PATIENCE, || async {
+        let events = events.list(&about).await?.items;
+        let notes: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
+        let is_told = notes.iter().any(|note| texts.iter().all(|text| note.contains(text)));
+        Ok(if is_told { Ok(()) } else { Err(format!("{notes:?}")) })
+    })
+    .await
+}
+
+/// Waits for an event with this reason on the guest's claim.
+async fn told_above(s: &Scenario, claim: &str, reason: &str, texts: &[&str]) -> Result<()> {
+    eventually(&format!("event {reason} on guest claim {claim} with {texts:?}"), PATIENCE, || async {
+        let events = s.events(claim).await?;
+        let is_it =
+            |told: &(String, String)| told.0 == reason && texts.iter().all(|text| told.1.contains(text));
+        Ok(if events.iter().any(is_it) { Ok(()) } else { Err(format!("{events:?}")) })
+    })
+    .await
+}
+
+/// What a driver says of a volume that it is asked for, and in its list: the condition, and the nodes that have it.
+async fn by_csi(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<String>); 2]> {
+    let request = ControllerGetVolumeRequest { volume_id: volume.to_owned() };
+    let got =
+        driver.calls().controller_get_volume(request).await?.into_inner().status.context("no status")?;
+    let list = driver.calls().list_volumes(ListVolumesRequest::default()).await?.into_inner().entries;
+    let is_it = |entry: &csi::proto::list_volumes_response::Entry| {
+        entry.volume.as_ref().is_some_and(|one| one.volume_id == volume)
+    };
+    let listed =
+        list.into_iter().find(is_it).and_then(|entry| entry.status).context("the volume is not listed")?;
+    let condition = |condition: Option<VolumeCondition>| condition.context("no condition");
+    Ok([
+        (condition(got.volume_condition)?, got.published_node_ids),
+        (condition(listed.volume_condition)?, listed.published_node_ids),
+    ])
+}
+
+/// Waits until a driver calls a volume abnormal in these words, or well.
+async fn says(driver: &Driver, volume: &str, abnormal: Option<&str>, nodes: &[&str]) -> Result<()> {
+    eventually(&format!("CSI says of {volume} {abnormal:?} on {nodes:?}"), PATIENCE, || async {
+        let said = by_csi(driver, volume).await?;
+        let is_so = said.iter().all(|(condition, published)| {
+            condition.abnormal == abnormal.is_some()
+                && abnormal.is_none_or(|text| condition.message.contains(text))
+                && published == nodes
+        });
+        Ok(if is_so { Ok(()) } else { Err(format!("{said:?}")) })
+    })
+    .await
+}
+
+/// Waits until the metrics of both tiers count at least so many volumes, or none.
+async fn counted(s: &Scenario, any: bool) -> Result<()> {
+    for (part, metric) in COUNTS {
+        eventually(&format!("{metric} counts any: {any}"), PATIENCE, || async {
+            let metrics = s.lab.metrics(part).await?;
+            let line = metrics.lines().find_map(|line| line.strip_prefix(metric)?.trim().parse::<u64>().ok());
+            let count = line.with_context(|| format!("{part} has no metric {metric}"))?;
+            Ok(if (count > 0) == any { Ok(()) } else { Err(format!("{count}")) })
+        })
+        .await?;
+    }
+    Ok(())
+}
+
+// ---- pools and files ----
+
+#[tokio::test]
+async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -> Result<()> {
+    run(|s| async move {
+        let pool = s.pool(&[("test", &s.name)]).await?;
+        let below = s.management_class(&[("pool.test", &s.name)]).await?;
+        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        s.claim("data", &class, "4Mi").await?;
+        let (_, volume) = s.bound("data").await?;
+        let handle = handle(&volume)?;
+        let infra = s.infra_volume(&handle).await?;
+        assert_eq!(infra.pool, pool.name);
+        let management = Driver::connect(&s.lab.mgmt_socket()?).await?;
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        says(&s.driver, &handle, None, &[]).await?;
+        let order = s.order_attach(&volume.name_any(), &node.name).await?;
+        s.attached(&order).await?;
+        says(&s.driver, &handle, None, &[&node.name]).await?;
+        assert_eq!(
+            told(&s.guest_claims().get("data").await?),
+            None,
+            "a volume that was never ill says nothing"
+        );
+
+        pool.hide()?;
+        let name = pool.name.as_str();
+        let texts = [name, "not healthy", "is gone"];
+        shows(&s, "data", &handle, "False", &texts).await?;
+        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
+        told_below(&s, &handle, "VolumeConditionAbnormal", &texts).await?;
+        says(&s.driver, &handle, Some(name), &[&node.name]).await?;
+        says_below(&management, infra.id.as_str(), Some(name)).await?;
+        counted(&s, true).await?;
+
+        pool.show()?;
+        shows(&s, "data", &handle, "True", &[]).await?;
+        told_above(&s, "data", "VolumeConditionNormal", &["well"]).await?;
+        told_below(&s, &handle, "VolumeConditionNormal", &["well"]).await?;
+        says(&s.driver, &handle, None, &[&node.name]).await?;
+        says_below(&management, infra.id.as_str(), None).await?;
+        counted(&s, false).await?;
+        s.order_detach(&order).await?;
+        says(&s.driver, &handle, None, &[]).await
+    })
+    .await
+}
+
+/// The same of the management driver, which knows machines by other names.
+async fn says_below(driver: &Driver, volume: &str, abnormal: Option<&str>) -> Result<()> {
+    eventually(&format!("CSI says below of {volume} {abnormal:?}"), PATIENCE, || async {
+        let said = by_csi(driver, volume).await?;
+        let is_so = said.iter().all(|(condition, _)| {
+            condition.abnormal == abnormal.is_some()
+                && abnormal.is_none_or(|text| condition.message.contains(text))
+        });
+        Ok(if is_so { Ok(()) } else { Err(format!("{said:?}")) })
+    })
+    .await
+}
+
+/// A file that is moved away, and back in the end.
+struct Away(PathBuf, PathBuf);
+
+impl Away {
+    fn take(file: PathBuf) -> Result<Self> {
+        let away = file.with_extension("away");
+        std::fs::rename(&file, &away).with_context(|| format!("cannot move {}", file.display()))?;
+        Ok(Self(file, away))
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        let _ = std::fs::rename(&self.1, &self.0);
+    }
+}
+
+#[tokio::test]
+async fn a_volume_whose_file_is_missing_is_told_alone_with_the_file_and_its_pool() -> Result<()> {
+    run(|s| async move {
+        let handle = s.bound_claim("data").await?;
+        let healthy = s.bound_claim("healthy").await?;
+        let infra = s.infra_volume(&handle).await?;
+        let away = Away::take(s.file_of(&infra).await?)?;
+        let texts = ["missing", infra.id.as_str(), infra.pool.as_str()];
+        shows(&s, "data", &handle, "False", &texts).await?;
+        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
+        says(&s.driver, &handle, Some("missing"), &[]).await?;
+        says(&s.driver, &healthy, None, &[]).await?;
+        drop(away);
+        shows(&s, "data", &handle, "True", &[]).await?;
+        told_above(&s, "data", "VolumeConditionNormal", &["well"]).await?;
+        assert_eq!(told(&s.guest_claims().get("healthy").await?), None);
+        Ok(())
+    })
+    .await
+}
+
+// ---- machines ----
+
+#[tokio::test]
+async fn a_disk_that_left_its_machine_behind_our_back_is_told_and_comes_back() -> Result<()> {
+    run(|s| async move {
+        let machine = Bare::start(&s).await?;
+        let outcome = loses_a_disk(&s, &machine).await;
+        outcome.and(machine.remove(&s).await)
+    })
+    .await
+}
+
+async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
+    let name = machine.node.name.as_str();
+    s.lab.join_guest(&machine.node).await?;
+    s.claim("data", "nestor", "4Mi").await?;
+    let (_, volume) = s.bound("data").await?;
+    let handle = handle(&volume)?;
+    let order = s.order_attach(&volume.name_any(), name).await?;
+    let disk = s.attached(&order).await?;
+    says(&s.driver, &handle, None, &[name]).await?;
+
+    // The infra tells of it and plugs it again in one go. Into a machine that hangs nothing is plugged, so that
+    // there is time to see what is told.
+    let infra = s.freeze_part("storage-infra")?;
+    s.libvirt_unplug(name, &disk).await?;
+    eventually("the disk unplugged", PATIENCE, || async {
+        let left = s.libvirt_disk(name, &disk).await?;
+        Ok(left.map_or(Ok(()), Err))
+    })
+    .await?;
+    machine.signal(s, Signal::STOP)?;
+    drop(infra);
+    let texts = ["gone from the running machine", name];
+    shows(s, "data", &handle, "False", &texts).await?;
+    told_above(s, "data", "VolumeConditionAbnormal", &texts).await?;
+
+    machine.signal(s, Signal::CONT)?;
+    shows(s, "data", &handle, "True", &[]).await?;
+    ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not plugged again");
+    told_above(s, "data", "VolumeConditionNormal", &["well"]).await?;
+    says(&s.driver, &handle, None, &[name]).await?;
+    s.order_detach(&order).await
+}
+
+#[tokio::test]
+async fn filesystems_that_take_no_more_writes_are_told_to_the_pod_that_uses_them() -> Result<()> {
+    pods::run(|machines| async move {
+        let ask = Ask { options: &["errors=remount-ro"], ..filesystem("ext4") };
+        let failing = machines.claim("failing", &ask).await?;
+        let stopped = machines.claim("stopped", &filesystem("xfs")).await?;
+        let pod = Script::new("pod", &machines.here, "exec sleep 10000");
+        let pod = machines.start(pod.mount(&failing, "/failing").mount(&stopped, "/stopped")).await?;
+        machines.running(&pod).await?;
+        // One meets an error, as of its disk (Linux, Documentation/ABI/testing/sysfs-fs-ext4). Not every kernel says of the
+        // filesystem that it is read-only from then on. The other one is, and its mount in the pod is not.
+        let fail = format!(
+            "device=$(grep -m1 '{}' /proc/self/mounts | cut -d' ' -f1)
+            echo 1 > /sys/fs/ext4/$(basename \"$device\")/trigger_fs_error
+            device=$(grep -m1 '{}' /proc/self/mounts | cut -d' ' -f1)
+            mount -o remount,ro \"$device\" $(grep -m1 \"^$device .*globalmount\" /proc/self/mounts | cut -d' ' -f2)",
+            failing.pv, stopped.pv
+        );
+        machines.run(Script::in_machine("fail", &machines.here, &fail)).await?;
+        for texts in [["Volume failing", "ext4 filesystem"], ["Volume stopped", "xfs filesystem became read-only"]] {
+            let (reason, _) = eventually(&format!("kubelet tells of {texts:?}"), KUBELET, || async {
+                let events = machines.scenario().events_of("Pod", &pod).await?;
+                let found = events.iter().find(|(_, text)| texts.iter().all(|part| text.contains(part)));
+                Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
+            })
+            .await?;
+            ensure!(reason == "VolumeConditionAbnormal", "{reason}");
+        }
+        Ok(())
+    })
+    .await
+}

@@ -1,0 +1,71 @@
+//! The infra loses its catalog while a machine writes: it does not serve what it does not know, and goes on from what is on
+//! disk, with every record, and with one writer.
+
+use std::path::PathBuf;
+use std::process::Output;
+
+use anyhow::{Context, Result, ensure};
+use tests::bytes::device;
+use tests::crash::insist;
+use tests::program::binary;
+use tests::records::Records;
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+
+const PART: &str = "storage-infra";
+
+fn data_dir(s: &Scenario) -> PathBuf {
+    s.lab.dir().join("infra/data")
+}
+
+async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
+    let mut command = tokio::process::Command::new(binary(&s.lab, PART));
+    let hypervisor = format!("loop=loop:{}", s.lab.dir().join("infra/loop").display());
+    command.args(["recover", "--hypervisor", &hypervisor, "--data-dir"]).arg(data_dir(s)).args(arguments);
+    let Output { status, stdout, stderr } = command.output().await.context("cannot run recover")?;
+    let said = String::from_utf8([stdout, stderr].concat())?;
+    ensure!(status.success(), "recover {arguments:?}: {said}");
+    Ok(said)
+}
+
+#[tokio::test]
+async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &here.name).await?;
+        let path = device(&here, &disk);
+        let writer = Records::begin(&path, MIB as u64)?.keep_appending();
+        let volumes = s.infra.list_volumes(None, None).await?.items;
+        let attachments = s.infra.list_attachments(None, None).await?;
+
+        s.kill_part(PART).await?;
+        let catalog = data_dir(&s).join("catalog.sqlite");
+        let length = std::fs::metadata(&catalog)?.len();
+        std::fs::File::options().write(true).open(&catalog)?.set_len(length / 2)?;
+        for beside in ["-wal", "-shm"] {
+            let _ = std::fs::remove_file(data_dir(&s).join(format!("catalog.sqlite{beside}")));
+        }
+        let planned = recover(&s, &[]).await?;
+        ensure!(planned.contains("nothing was changed"), "{planned}");
+        recover(&s, &["--dry-run=false"]).await?;
+        s.start_part(PART).await?;
+
+        let found = s.infra.list_volumes(None, None).await?.items;
+        ensure!(found == volumes, "{found:?} instead of {volumes:?}");
+        let found = s.infra.list_attachments(None, None).await?;
+        ensure!(found == attachments, "{found:?} instead of {attachments:?}");
+        let second = s.driver.publish(&handle, &there.name).await.unwrap_err();
+        ensure!(second.code() == tonic::Code::FailedPrecondition, "{second}");
+        let records = writer.stop()?;
+        insist("an attach where it is", || s.driver.publish(&handle, &here.name)).await?;
+        records.log().verify(&path)?;
+        let log = records.close();
+        insist("a detach", || s.driver.unpublish(&handle, &here.name)).await?;
+        eventually("an attach elsewhere", PATIENCE, || async {
+            Ok(s.driver.publish(&handle, &there.name).await.map_err(|status| status.to_string()))
+        })
+        .await?;
+        log.verify(&device(&there, &disk))
+    })
+    .await
+}

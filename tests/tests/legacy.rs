@@ -1,0 +1,313 @@
+//! Volumes of an earlier driver, which gc-csi serves under that driver's name: they live on, and new ones are not made.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use crds::names;
+use csi::proto::identity_client::IdentityClient;
+use csi::proto::node_client::NodeClient;
+use csi::proto::volume_capability::{AccessType, access_mode::Mode};
+use csi::proto::volume_usage::Unit;
+use csi::proto::{
+    CapacityRange, ControllerExpandVolumeRequest, GetPluginInfoRequest, NodeExpandVolumeRequest,
+    NodeGetInfoRequest, NodeGetVolumeStatsRequest, NodePublishVolumeRequest, NodeStageVolumeRequest,
+    NodeUnpublishVolumeRequest, NodeUnstageVolumeRequest, VolumeCapability,
+};
+use csi::registration::proto::InfoRequest;
+use csi::registration::proto::registration_client::RegistrationClient;
+use k8s_openapi::api::core::v1::PersistentVolume;
+use k8s_openapi::api::storage::v1::{CSINode, CSINodeDriver};
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, PostParams};
+use lab::LoopNode;
+use serde_json::json;
+use tests::driver::{Driver, mount, new_volume};
+use tests::guest::static_volume;
+use tests::program::{Controller, Running, binary};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tonic::{Code, Request};
+
+/// An earlier driver's name that no other test has.
+fn earlier() -> String {
+    format!("{}.csi.example.com", unique("old"))
+}
+
+/// gc-csi's controller, which serves an earlier driver's name, too.
+struct Serving {
+    controller: Controller,
+    /// The Controller service under the earlier name.
+    legacy: Driver,
+    /// Where that is.
+    socket: PathBuf,
+}
+
+async fn serve(s: &Scenario, name: &str) -> Result<Serving> {
+    let name = format!("--legacy-driver-name={name}");
+    let controller = Controller::start(s, &[&name, "--legacy-endpoint=unix://${FOLDER}/legacy.sock"]).await?;
+    let socket = controller.socket("legacy.sock");
+    let legacy = eventually("the earlier driver is served", PATIENCE, || async {
+        Ok(Driver::connect(&socket).await.map_err(|error| format!("{error:#}")))
+    })
+    .await?;
+    Ok(Serving { controller, legacy, socket })
+}
+
+/// The name that a driver gives itself on a socket.
+async fn name_on(socket: &Path) -> Result<String> {
+    let mut identity = IdentityClient::new(csi::client::connect(socket).await?);
+    Ok(identity.get_plugin_info(GetPluginInfoRequest {}).await?.into_inner().name)
+}
+
+/// The name that kubelet is told on a registration socket, and the socket it is sent to.
+async fn registered_on(socket: &Path) -> Result<(String, String)> {
+    let mut registration = RegistrationClient::new(csi::client::connect(socket).await?);
+    let info = registration.get_info(InfoRequest {}).await?.into_inner();
+    Ok((info.name, info.endpoint))
+}
+
+#[tokio::test]
+async fn each_socket_has_its_name_and_new_volumes_are_sent_to_the_class_to_use() -> Result<()> {
+    run(|s| async move {
+        // Before the driver, which then knows them from the beginning.
+        let below = s.management_class(&[]).await?;
+        let ours = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let name = earlier();
+        let serving = serve(&s, &name).await?;
+        assert_eq!(name_on(&serving.controller.socket("csi.sock")).await?, names::GUEST_DRIVER);
+        assert_eq!(name_on(&serving.socket).await?, name);
+
+        let texts = [name.as_str(), names::GUEST_DRIVER, &ours];
+        let refused = serving.legacy.create(new_volume(&s.csi_name(), MIB, &below)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        // Under its own name, the same process makes it.
+        serving.controller.driver.create(new_volume(&s.csi_name(), MIB, &below)).await?;
+
+        // A person reads it on the claim.
+        let theirs = s.guest_class_of(&name, "Delete", &[("storagePolicy", &below)]).await?;
+        let _provisioner =
+            Running::sidecar(&s, "csi-provisioner", &serving.socket, &["--immediate-topology=false"]).await?;
+        s.claim("data", &theirs, "1Mi").await?;
+        let (reason, _) = s.told("data", &texts).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+        serving.controller.stop().await
+    })
+    .await
+}
+
+/// A bound guest claim `data` of a volume that the earlier driver made, as its PersistentVolume says; its handle is the
+/// name of a management claim.
+async fn made_by(s: &Scenario, driver: &str, handle: &str) -> Result<PersistentVolume> {
+    let class = s.guest_class_of(driver, "Delete", &[]).await?;
+    let spec = json!({
+        "storageClassName": class, "persistentVolumeReclaimPolicy": "Delete", "csi": {"driver": driver},
+    });
+    let mut volume = static_volume(&unique(&s.name), &s.name, handle, &spec)?;
+    volume.annotations_mut().insert("pv.kubernetes.io/provisioned-by".to_owned(), driver.to_owned());
+    let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
+    s.claim_with("data", &class, "4Mi", json!({"volumeName": volume.name_any()})).await?;
+    Ok(s.bound("data").await?.1)
+}
+
+#[tokio::test]
+async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Result<()> {
+    run(|s| async move {
+        let name = earlier();
+        let serving = serve(&s, &name).await?;
+        let socket = serving.socket.as_path();
+        let _provisioner =
+            Running::sidecar(&s, "csi-provisioner", socket, &["--immediate-topology=false"]).await?;
+        let _attacher = Running::sidecar(&s, "csi-attacher", socket, &[]).await?;
+        let _resizer =
+            Running::sidecar(&s, "csi-resizer", socket, &["--handle-volume-inuse-error=false"]).await?;
+
+        let handle = s.volume().await?;
+        let volume = made_by(&s, &name, &handle).await?.name_any();
+        let node = s.node().await?;
+        join_as(&s, &node, &name).await?;
+        let order = s.orders().attach_by(&name, &volume, &node.name).await?;
+        let disk = s.attached(&order).await?;
+        assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
+        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+
+        s.request("data", "8Mi").await?;
+        eventually("the volume has grown", PATIENCE, || async {
+            let spec = s.guest_volumes().get(&volume).await?.spec.unwrap_or_default();
+            let size = spec.capacity.and_then(|all| all.get("storage").map(|size| size.0.clone()));
+            Ok(match size.as_deref() {
+                Some("8Mi") => Ok(()),
+                _ => Err(format!("{size:?}; events: {:?}", s.events("data").await?)),
+            })
+        })
+        .await?;
+        assert_eq!(s.infra_volume(&handle).await?.capacity_bytes, 8 << 20);
+
+        s.order_detach(&order).await?;
+        s.nothing_is_attached(&node).await?;
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        eventually("the guest volume gone", PATIENCE, || async {
+            let left = s.guest_volumes().get_opt(&volume).await?;
+            let events = s.events_of("PersistentVolume", &volume).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}; events: {events:?}", volume.status))))
+        })
+        .await?;
+        s.nothing_is_left().await?;
+        serving.controller.stop().await
+    })
+    .await
+}
+
+/// Makes a machine known to its guest as one where the earlier driver runs, too.
+async fn join_as(s: &Scenario, node: &LoopNode, driver: &str) -> Result<()> {
+    s.lab.join_guest(node).await?;
+    let nodes: Api<CSINode> = Api::all(s.guest.clone());
+    let mut known = nodes.get(&node.name).await?;
+    let also =
+        CSINodeDriver { name: driver.to_owned(), node_id: node.name.clone(), ..CSINodeDriver::default() };
+    known.spec.drivers.push(also);
+    nodes.replace(&node.name, &PostParams::default(), &known).await?;
+    Ok(())
+}
+
+/// Unmounts whatever is below a folder, so that a test that failed leaves no disk in use.
+struct Mounts(PathBuf);
+
+impl Drop for Mounts {
+    fn drop(&mut self) {
+        let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let points = table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+        for point in points.filter(|point| point.starts_with(&self.0)).collect::<Vec<_>>().iter().rev() {
+            let _ = rustix::mount::unmount(point, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_halves() -> Result<()> {
+    run(|s| async move {
+        let name = earlier();
+        let serving = serve(&s, &name).await?;
+        let handle = {
+            let request = new_volume(&s.csi_name(), 320 * MIB, "nestor");
+            s.driver.create(request).await?.volume_id
+        };
+        let machine = s.node().await?;
+        let folder = tempfile::tempdir()?;
+        let _mounts = Mounts(folder.path().canonicalize()?);
+        let plugin = node_plugin(&s, &machine, folder.path(), &name).await?;
+        let path = |file: &str| folder.path().join(file);
+        assert_eq!(name_on(&path("csi.sock")).await?, names::GUEST_DRIVER);
+        assert_eq!(name_on(&path("legacy.sock")).await?, name);
+        for (socket, driver, leads_to) in
+            [("reg.sock", names::GUEST_DRIVER, "csi.sock"), ("legacy-reg.sock", &name, "legacy.sock")]
+        {
+            let (registered, endpoint) = registered_on(&path(socket)).await?;
+            assert_eq!((registered.as_str(), Path::new(&endpoint)), (driver, path(leads_to).as_path()));
+        }
+        let mut node = NodeClient::new(csi::client::connect(&path("legacy.sock")).await?);
+        assert_eq!(node.node_get_info(NodeGetInfoRequest {}).await?.into_inner().node_id, machine.name);
+
+        let disk = serving.legacy.publish(&handle, &machine.name).await?;
+        let text = |file: &str| path(file).display().to_string();
+        std::fs::create_dir_all(path("kubelet/plugins/volume"))?;
+        std::fs::create_dir_all(path("kubelet/pods/pod"))?;
+        let (staging, target) = (text("kubelet/plugins/volume/globalmount"), text("kubelet/pods/pod/mount"));
+        let context = || [(names::CONTEXT_DISK_UUID.to_owned(), disk.clone())].into();
+        node.node_stage_volume(NodeStageVolumeRequest {
+            volume_id: handle.clone(),
+            publish_context: context(),
+            staging_target_path: staging.clone(),
+            volume_capability: Some(xfs()),
+            ..Default::default()
+        })
+        .await?;
+        node.node_publish_volume(NodePublishVolumeRequest {
+            volume_id: handle.clone(),
+            publish_context: context(),
+            staging_target_path: staging.clone(),
+            target_path: target.clone(),
+            volume_capability: Some(xfs()),
+            ..Default::default()
+        })
+        .await?;
+        std::fs::write(Path::new(&target).join("file"), "kept")?;
+
+        let wanted = CapacityRange { required_bytes: 640 * MIB, limit_bytes: 0 };
+        let mut expand = Request::new(ControllerExpandVolumeRequest {
+            volume_id: handle.clone(),
+            capacity_range: Some(wanted),
+            volume_capability: Some(xfs()),
+            ..Default::default()
+        });
+        expand.set_timeout(PATIENCE);
+        let grown = serving.legacy.calls().controller_expand_volume(expand).await?.into_inner();
+        assert_eq!((grown.capacity_bytes, grown.node_expansion_required), (640 * MIB, true));
+        node.node_expand_volume(NodeExpandVolumeRequest {
+            volume_id: handle.clone(),
+            volume_path: target.clone(),
+            staging_target_path: staging.clone(),
+            capacity_range: Some(wanted),
+            volume_capability: Some(xfs()),
+            ..Default::default()
+        })
+        .await?;
+        let stats = NodeGetVolumeStatsRequest {
+            volume_id: handle.clone(),
+            volume_path: target.clone(),
+            ..Default::default()
+        };
+        let usage = node.node_get_volume_stats(stats).await?.into_inner().usage;
+        let bytes = usage.iter().find(|usage| usage.unit == Unit::Bytes as i32).context("no bytes")?;
+        assert!(bytes.total > 500 * MIB, "{bytes:?}");
+        assert_eq!(std::fs::read_to_string(Path::new(&target).join("file"))?, "kept");
+
+        let unpublish = NodeUnpublishVolumeRequest { volume_id: handle.clone(), target_path: target.clone() };
+        node.node_unpublish_volume(unpublish).await?;
+        let unstage = NodeUnstageVolumeRequest { volume_id: handle.clone(), staging_target_path: staging };
+        node.node_unstage_volume(unstage).await?;
+        serving.legacy.unpublish(&handle, &machine.name).await?;
+        s.nothing_is_attached(&machine).await?;
+        serving.legacy.delete(&handle).await?;
+        assert!(s.claims().get_opt(&handle).await?.is_none());
+        let status = plugin.stop().await?;
+        assert!(status.success(), "the node plugin ended with {status}");
+        serving.controller.stop().await
+    })
+    .await
+}
+
+/// gc-csi's node plugin for a machine that this host plays, under both names, with its sockets in a folder.
+async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &str) -> Result<Running> {
+    let inside = |file: &str| folder.join(file).display().to_string();
+    std::fs::create_dir_all(folder.join("kubelet"))?;
+    let words = [
+        "node".to_owned(),
+        format!("--node-name={}", machine.name),
+        format!("--kubelet-dir={}", inside("kubelet")),
+        format!("--by-id-dir={}", machine.by_id_dir.display()),
+        format!("--endpoint=unix://{}", inside("csi.sock")),
+        format!("--registration-socket={}", inside("reg.sock")),
+        format!("--legacy-driver-name={legacy}"),
+        format!("--legacy-endpoint=unix://{}", inside("legacy.sock")),
+        format!("--legacy-registration-socket={}", inside("legacy-reg.sock")),
+    ];
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let plugin = Running::start(&binary(&s.lab, "gc-csi"), &words).await?;
+    for socket in ["csi.sock", "reg.sock", "legacy.sock", "legacy-reg.sock"] {
+        eventually(&format!("the node plugin serves {socket}"), PATIENCE, || async {
+            let connected = csi::client::connect(&folder.join(socket)).await;
+            Ok(connected.map(drop).map_err(|error| format!("{error}; {}", plugin.log())))
+        })
+        .await?;
+    }
+    Ok(plugin)
+}
+
+/// A filesystem that grows while it is mounted.
+fn xfs() -> VolumeCapability {
+    let mut wanted = mount(Mode::SingleNodeWriter);
+    if let Some(AccessType::Mount(mount)) = &mut wanted.access_type {
+        mount.fs_type = "xfs".to_owned();
+    }
+    wanted
+}

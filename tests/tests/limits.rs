@@ -1,0 +1,97 @@
+//! How many volumes a machine takes: told to the scheduler as the hypervisor has it, and kept to at each level below.
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use infra_api::NodeSpec;
+use k8s_openapi::api::storage::v1::CSINode;
+use kube::ResourceExt;
+use kube::api::Api;
+use lab::LoopNode;
+use lab::vm::virsh;
+use serde_json::json;
+use tests::{Scenario, run};
+
+#[tokio::test]
+async fn a_virtual_machine_says_the_number_of_disks_that_its_hypervisor_can_plug() -> Result<()> {
+    run(|s| async move {
+        let machines = s.lab.vms();
+        anyhow::ensure!(!machines.is_empty(), "the lab has no virtual machine: `cargo lab up --vms 2`");
+        for machine in machines {
+            let known =
+                s.infra.get_node(s.lab.vm(&machine)?.uuid).await?.context("the infra has no such node")?;
+            let node = Api::<CSINode>::all(s.guest.clone()).get(&machine).await?;
+            let driver = node.spec.drivers.into_iter().find(|driver| driver.name == names::GUEST_DRIVER);
+            let told = driver.and_then(|driver| driver.allocatable?.count);
+            assert_eq!(told.map(i64::from), known.max_disks.map(i64::from), "{machine}");
+            assert!(told.is_some_and(|count| count > 0), "{machine}: {told:?}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_with_one_volume_more_than_its_node_takes_waits_until_another_has_left() -> Result<()> {
+    run(|s| async move {
+        let node = s.node_for_pods("zone-a", Some(2)).await?;
+        for claim in ["one", "two", "three"] {
+            s.claim_with(claim, "nestor", "1Mi", json!({"volumeMode": "Block"})).await?;
+        }
+        for claim in ["one", "two", "three"] {
+            s.bound(claim).await?;
+        }
+        for pod in ["one", "two"] {
+            s.pod(pod, None, &[pod]).await?;
+            assert_eq!(s.scheduled(pod).await?, node.name);
+        }
+        s.pod("three", None, &["three"]).await?;
+        s.not_scheduled("three", &["exceed max volume count"]).await?;
+        s.delete_pod("one").await?;
+        assert_eq!(s.scheduled("three").await?, node.name);
+        Ok(())
+    })
+    .await
+}
+
+/// A domain that is never switched on and has no place for disks, as one has that is full.
+fn domain(machine: &LoopNode) -> String {
+    format!(
+        "<domain type='qemu'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
+        <os><type arch='x86_64' machine='q35'>hvm</type></os>
+        <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><memballoon model='none'/></devices></domain>",
+        machine.name, machine.uuid
+    )
+}
+
+/// One disk more than a machine takes is refused in the words of its hypervisor, and plugged nowhere.
+async fn is_refused(s: &Scenario, machine: &LoopNode) -> Result<()> {
+    let hypervisor = "libvirt".to_owned();
+    let spec = NodeSpec { name: machine.name.clone(), hypervisor, zone: None, labels: Default::default() };
+    let node = s.infra.put_node(machine.uuid, &spec).await?;
+    ensure!(node.max_disks == Some(0), "{node:?}");
+    s.lab.join_guest(machine).await?;
+    s.claim("data", "nestor", "1Mi").await?;
+    let (_, volume) = s.bound("data").await?;
+    let order = s.order_attach(&volume.name_any(), &machine.name).await?;
+    let texts = [machine.name.as_str(), "no virtio-scsi controller"];
+    s.orders().refused(&order, &texts).await?;
+    s.told("data", &texts).await?;
+    s.order_detach(&order).await?;
+    s.nothing_is_attached(machine).await
+}
+
+#[tokio::test]
+async fn a_disk_that_its_machine_has_no_place_for_is_refused_in_the_hypervisors_words() -> Result<()> {
+    run(|s| async move {
+        let machine = s.node().await?;
+        let folder = tempfile::tempdir()?;
+        let file = folder.path().join("domain.xml");
+        std::fs::write(&file, domain(&machine))?;
+        let file = file.to_str().context("a path that is not UTF-8")?;
+        virsh(s.lab.run(), ["create", file, "--paused"]).await?;
+        let outcome = is_refused(&s, &machine).await;
+        virsh(s.lab.run(), ["destroy", &machine.name]).await?;
+        outcome
+    })
+    .await
+}

@@ -1,0 +1,161 @@
+//! What a management claim says of the guest objects that it serves, so that people there see whom a volume is for.
+
+use anyhow::Result;
+use crds::names;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube::ResourceExt;
+use kube::api::{DeleteParams, Patch, PatchParams};
+use serde_json::{Value, json};
+use tests::program::{Controller, binary, run_to_end};
+use tests::{PATIENCE, Scenario, eventually, run, unique};
+
+/// Labels that the tests' controllers copy.
+const TEAM: &str = "team";
+const TIER: &str = "example.com/tier";
+
+/// Waits until a management claim is as it should be.
+async fn below(
+    s: &Scenario,
+    claim: &str,
+    what: &str,
+    is_so: impl Fn(&PersistentVolumeClaim) -> bool,
+) -> Result<()> {
+    eventually(&format!("management claim {claim} {what}"), PATIENCE, || async {
+        let claim = s.claims().get(claim).await?;
+        Ok(if is_so(&claim) {
+            Ok(())
+        } else {
+            Err(format!("{:?} {:?}", claim.labels(), claim.annotations()))
+        })
+    })
+    .await
+}
+
+/// A controller with an identity and flags of its own, and a management claim that belongs to that identity. (The lab's own
+/// controller keeps to its flags on what is its own.)
+async fn serving(s: &Scenario, flags: &[&str]) -> Result<(Controller, String)> {
+    let id = unique(&s.name);
+    let controller = Controller::start_as(s, &id, flags).await?;
+    let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id), ("platform", "own")], json!({})).await?;
+    Ok((controller, claim))
+}
+
+/// Changes labels of the guest's claim.
+async fn label(s: &Scenario, claim: &str, labels: Value) -> Result<()> {
+    let patch = Patch::Merge(json!({"metadata": {"labels": labels}}));
+    s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_claim_names_the_guests_objects_also_when_it_serves_others_than_before() -> Result<()> {
+    run(|s| async move {
+        let (controller, handle) = serving(&s, &[]).await?;
+        for claim in ["first", "second"] {
+            let volume = s.static_claim(claim, &handle, json!({})).await?;
+            below(&s, &handle, "names the guest's objects", |below| {
+                let said = |key: &str| below.annotations().get(key).map(String::as_str);
+                said(names::ANNOTATION_GUEST_PVC) == Some(claim)
+                    && said(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
+                    && said(names::ANNOTATION_GUEST_PV) == Some(&volume.name_any())
+            })
+            .await?;
+            s.guest_claims().delete(claim, &DeleteParams::default()).await?;
+            s.guest_volumes().delete(&volume.name_any(), &DeleteParams::default()).await?;
+            eventually("the guest's volume is gone", PATIENCE, || async {
+                let left = s.guest_volumes().get_opt(&volume.name_any()).await?;
+                Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
+            })
+            .await?;
+        }
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_labels_that_were_chosen_are_copied_and_kept_current_and_no_others() -> Result<()> {
+    run(|s| async move {
+        let flags = [format!("--sync-label={TEAM}"), format!("--sync-label={TIER}")];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let (controller, handle) = serving(&s, &flags).await?;
+        s.static_claim("data", &handle, json!({})).await?;
+        let has = |team: Option<&'static str>, tier: Option<&'static str>| {
+            move |below: &PersistentVolumeClaim| {
+                let label = |key: &str| below.labels().get(key).map(String::as_str);
+                label(TEAM) == team && label(TIER) == tier
+            }
+        };
+        label(&s, "data", json!({TEAM: "a", TIER: "web", "other": "x"})).await?;
+        below(&s, &handle, "has both labels", has(Some("a"), Some("web"))).await?;
+        label(&s, "data", json!({TEAM: "b"})).await?;
+        below(&s, &handle, "has the changed label", has(Some("b"), Some("web"))).await?;
+        label(&s, "data", json!({TIER: null})).await?;
+        below(&s, &handle, "has lost the removed label", has(Some("b"), None)).await?;
+        // Somebody below changes what is the guest's to say.
+        let patch = Patch::Merge(json!({"metadata": {"labels": {TEAM: "c"}}}));
+        s.claims().patch(&handle, &PatchParams::default(), &patch).await?;
+        below(&s, &handle, "has the guest's label again", has(Some("b"), None)).await?;
+
+        let claim = s.claims().get(&handle).await?;
+        assert!(!claim.labels().contains_key("other"), "{:?}", claim.labels());
+        assert_eq!(claim.labels().get("platform").map(String::as_str), Some("own"));
+        assert!(claim.labels().contains_key(names::LABEL_CLUSTER_ID));
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn the_pods_that_use_a_claim_are_named_while_they_do() -> Result<()> {
+    run(|s| async move {
+        let (controller, handle) = serving(&s, &["--sync-pods"]).await?;
+        s.static_claim("data", &handle, json!({})).await?;
+        let uses = |pods: &[&str]| {
+            let pods: Vec<String> = pods.iter().map(|pod| format!("{}/{pod}", s.name)).collect();
+            let wanted = (!pods.is_empty()).then(|| json!(pods));
+            move |below: &PersistentVolumeClaim| {
+                let said = below.annotations().get(names::ANNOTATION_GUEST_PODS);
+                said.map(|said| serde_json::from_str::<Value>(said).unwrap_or_default()) == wanted
+            }
+        };
+        // They wait for a node that there is not, and use the claim all the same.
+        s.pod("one", None, &["data"]).await?;
+        below(&s, &handle, "names a pod", uses(&["one"])).await?;
+        s.pod("two", None, &["data"]).await?;
+        below(&s, &handle, "names both pods", uses(&["one", "two"])).await?;
+        s.delete_pod("one").await?;
+        below(&s, &handle, "names the pod that is left", uses(&["two"])).await?;
+        s.delete_pod("two").await?;
+        below(&s, &handle, "names no pod", uses(&[])).await?;
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn labels_that_mean_something_to_the_management_cluster_cannot_be_chosen() -> Result<()> {
+    run(|s| async move {
+        for key in [
+            names::LABEL_CLUSTER_ID,
+            "share.nestor.dev/another-guest",
+            "kubernetes.io/metadata.name",
+            names::LABEL_ZONE,
+            "snapshot.storage.k8s.io/x",
+            "not a key",
+        ] {
+            let flag = format!("--sync-label={key}");
+            let words = ["controller", "--management-namespace=x", "--cluster-id=x", &flag];
+            let ended = run_to_end(&binary(&s.lab, "gc-csi"), &words).await?;
+            assert_eq!(ended.code, Some(2), "{key}: {}", ended.stderr);
+            let why = if key.contains('/') {
+                "mean something to the management cluster"
+            } else {
+                "not a label key"
+            };
+            assert!(ended.stderr.contains(key) && ended.stderr.contains(why), "{key}: {}", ended.stderr);
+        }
+        Ok(())
+    })
+    .await
+}

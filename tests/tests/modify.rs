@@ -1,0 +1,216 @@
+//! VolumeAttributesClasses: chosen in the guest, carried out by the hypervisor, also while a pod uses the volume.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::ControllerModifyVolumeRequest;
+use infra_api::Qos;
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube::api::{Patch, PatchParams};
+use serde_json::json;
+use tests::guest::handle;
+use tests::pods::{self, Ask, Machines, Script, Volume};
+use tests::{PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+const UNLIMITED: Qos = Qos { iops: None, bytes_per_second: None };
+
+/// Names another VolumeAttributesClass in the guest's claim.
+async fn choose(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+    let patch = Patch::Merge(json!({"spec": {"volumeAttributesClassName": class}}));
+    s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Waits until the guest's claim says that its volume has what a class says.
+async fn has(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+    eventually(&format!("guest claim {claim} has VolumeAttributesClass {class}"), PATIENCE, || async {
+        let status = s.guest_claims().get(claim).await?.status.unwrap_or_default();
+        let is_so = status.current_volume_attributes_class_name.as_deref() == Some(class)
+            && status.modify_volume_status.is_none();
+        Ok(if is_so { Ok(()) } else { Err(format!("{status:?}; events: {:?}", s.events(claim).await?)) })
+    })
+    .await
+}
+
+/// The class that a claim says its volume has.
+fn current(claim: &PersistentVolumeClaim) -> Option<&str> {
+    claim.status.as_ref()?.current_volume_attributes_class_name.as_deref()
+}
+
+/// Both tiers say that the volume has this class, and the infra has its limits.
+async fn is_limited(s: &Scenario, handle: &str, class: &str, qos: Qos) -> Result<()> {
+    let below = s.claims().get(handle).await?;
+    let wanted = below.spec.as_ref().and_then(|spec| spec.volume_attributes_class_name.as_deref());
+    ensure!((wanted, current(&below)) == (Some(class), Some(class)), "{:?} {:?}", wanted, below.status);
+    let has = s.infra_volume(handle).await?.qos;
+    ensure!(has == qos, "the infra limits to {has:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_class_limits_a_volume_from_the_beginning_and_another_one_changes_that() -> Result<()> {
+    run(|s| async move {
+        let silver = s.attributes_class(&[("iops", "300"), ("bytesPerSecond", "10Mi")]).await?;
+        let gold = s.attributes_class(&[("bytesPerSecond", "50M")]).await?;
+        let open = s.attributes_class(&[("iops", "0")]).await?;
+        s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": silver})).await?;
+        let (claim, volume) = s.bound("data").await?;
+        assert_eq!(current(&claim), Some(silver.as_str()));
+        let handle = handle(&volume)?;
+        is_limited(&s, &handle, &silver, Qos { iops: Some(300), bytes_per_second: Some(10 << 20) }).await?;
+        for (class, qos) in
+            [(&gold, Qos { iops: None, bytes_per_second: Some(50_000_000) }), (&open, UNLIMITED)]
+        {
+            choose(&s, "data", class).await?;
+            has(&s, "data", class).await?;
+            is_limited(&s, &handle, class, qos).await?;
+        }
+        // A volume that was made without any gets one, too.
+        let plain = s.bound_claim("plain").await?;
+        assert_eq!(s.infra_volume(&plain).await?.qos, UNLIMITED);
+        choose(&s, "plain", "gold").await?;
+        has(&s, "plain", "gold").await?;
+        is_limited(&s, &plain, "gold", Qos { iops: Some(2000), bytes_per_second: Some(80 << 20) }).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_class_that_leads_to_none_below_is_refused_with_the_reason() -> Result<()> {
+    run(|s| async move {
+        let class = s.guest_attributes_class().await?;
+        let texts = ["VolumeAttributesClass", &class, "does not exist in the management cluster"];
+
+        s.claim_with("new", "nestor", "1Mi", json!({"volumeAttributesClassName": class})).await?;
+        let (reason, _) = s.told("new", &texts).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+
+        let handle = s.bound_claim("data").await?;
+        let of = |parameters: &[(&str, &str)]| ControllerModifyVolumeRequest {
+            volume_id: handle.clone(),
+            mutable_parameters: parameters
+                .iter()
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect(),
+            ..Default::default()
+        };
+        let absent = [(names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS, class.as_str())];
+        let refused = s.driver.calls().controller_modify_volume(of(&absent)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        let refused = s.driver.calls().controller_modify_volume(of(&[("iops", "300")])).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        assert!(refused.message().contains("iops") && refused.message().contains(absent[0].0), "{refused}");
+        let unknown = ControllerModifyVolumeRequest { volume_id: unique("never-was"), ..of(&absent) };
+        let refused = s.driver.calls().controller_modify_volume(unknown).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{refused}");
+
+        choose(&s, "data", &class).await?;
+        let (reason, _) = s.told("data", &texts).await?;
+        assert_eq!(reason, "VolumeModifyFailed");
+        assert_eq!(s.infra_volume(&handle).await?.qos, UNLIMITED);
+        choose(&s, "data", "standard").await?;
+        has(&s, "data", "standard").await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_class_that_the_management_tier_cannot_have_is_told_in_its_words_until_another_is_chosen()
+-> Result<()> {
+    run(|s| async move {
+        let odd = s.attributes_class(&[("speed", "high")]).await?;
+        let good = s.attributes_class(&[("iops", "400")]).await?;
+        s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": good})).await?;
+        let handle = handle(&s.bound("data").await?.1)?;
+        choose(&s, "data", &odd).await?;
+        let (reason, _) = s.told("data", &[&odd, "speed", "is not known"]).await?;
+        assert_eq!(reason, "VolumeModifyFailed");
+        eventually("the guest's claim calls it infeasible", PATIENCE, || async {
+            let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
+            let state = status.modify_volume_status.as_ref().map(|state| state.status.as_str());
+            Ok(if state == Some("Infeasible") { Ok(()) } else { Err(format!("{status:?}")) })
+        })
+        .await?;
+        let limits = Qos { iops: Some(400), bytes_per_second: None };
+        assert_eq!(s.infra_volume(&handle).await?.qos, limits);
+        choose(&s, "data", &good).await?;
+        has(&s, "data", &good).await?;
+        is_limited(&s, &handle, &good, limits).await
+    })
+    .await
+}
+
+// ---- on a machine ----
+
+/// What the hypervisor limits a disk to while its machine runs: operations, and bytes, per second.
+async fn libvirt_limits(machines: &Machines, volume: &Volume) -> Result<(Option<u64>, Option<u64>)> {
+    let xml = machines.scenario().libvirt_disk(&machines.here, &volume.disk).await?;
+    let xml = xml.context("the disk is not plugged")?;
+    let limit = |name: &str| {
+        let rest = xml.split(&format!("<{name}>")).nth(1)?;
+        rest.split('<').next()?.parse::<u64>().ok().filter(|limit| *limit > 0)
+    };
+    Ok((limit("total_iops_sec"), limit("total_bytes_sec")))
+}
+
+/// How long these take on the volume, each of them, as the machine's clock says.
+async fn times(machines: &Machines, volume: &Volume, name: &str, commands: &[&str]) -> Result<Vec<Duration>> {
+    let timed = |command: &&str| {
+        format!(
+            "begin=$(cut -d' ' -f1 /proc/uptime)\n{command} 2>/dev/null\necho $begin $(cut -d' ' -f1 /proc/uptime)\n"
+        )
+    };
+    let script: String = commands.iter().map(timed).collect();
+    let said = machines.run(Script::new(name, &machines.here, &script).device(volume, "/dev/volume")).await?;
+    let time = |line: &str| {
+        let (begin, end) = line.split_once(' ')?;
+        Some(Duration::from_secs_f64(end.parse::<f64>().ok()? - begin.parse::<f64>().ok()?))
+    };
+    said.lines().map(|line| time(line).with_context(|| format!("no times: {said}"))).collect()
+}
+
+/// Each took at least as long as its limit implies. The hypervisor saves up a tenth of a second's worth, and lets the last
+/// of the requests go before its time.
+fn at_least(times: &[Duration], seconds: f64) -> Result<()> {
+    let least = Duration::from_secs_f64(seconds * 0.9);
+    ensure!(times.iter().all(|time| *time >= least), "{times:?}, but the limit implies {seconds} s");
+    Ok(())
+}
+
+#[tokio::test]
+async fn limits_hold_on_the_machine_and_change_while_a_pod_uses_the_volume() -> Result<()> {
+    pods::run(|machines| async move {
+        let s = machines.scenario();
+        let bytes = s.attributes_class(&[("bytesPerSecond", "2Mi")]).await?;
+        let operations = s.attributes_class(&[("iops", "20")]).await?;
+        let open = s.attributes_class(&[("bytesPerSecond", "0")]).await?;
+        let more = json!({
+            "volumeAttributesClassName": bytes, "resources": {"requests": {"storage": "32Mi"}},
+        });
+        let volume = machines.claim("raw", &Ask { more, ..pods::block() }).await?;
+        let user = Script::new("user", &machines.here, "exec sleep 100000").device(&volume, "/dev/volume");
+        let user = machines.start(user).await?;
+        machines.running(&user).await?;
+
+        ensure!(libvirt_limits(&machines, &volume).await? == (None, Some(2 << 20)));
+        let write = "dd if=/dev/zero of=/dev/volume bs=128k count=96 conv=notrunc oflag=direct";
+        let read = "dd if=/dev/volume of=/dev/null bs=128k count=96 iflag=direct";
+        at_least(&times(&machines, &volume, "bytes", &[write, read]).await?, 6.0)?;
+
+        choose(s, "raw", &operations).await?;
+        has(s, "raw", &operations).await?;
+        ensure!(libvirt_limits(&machines, &volume).await? == (Some(20), None));
+        let write = "dd if=/dev/zero of=/dev/volume bs=4k count=100 conv=notrunc oflag=direct";
+        let read = "dd if=/dev/volume of=/dev/null bs=4k count=100 iflag=direct";
+        at_least(&times(&machines, &volume, "operations", &[write, read]).await?, 5.0)?;
+
+        choose(s, "raw", &open).await?;
+        has(s, "raw", &open).await?;
+        ensure!(libvirt_limits(&machines, &volume).await? == (None, None));
+        machines.running(&user).await.map(drop)
+    })
+    .await
+}

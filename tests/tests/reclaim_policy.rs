@@ -1,0 +1,444 @@
+//! What becomes of a volume when its guest claim goes: the guest's PersistentVolume and the management one decide
+//! together, and csi-provisioner carries it out.
+
+use anyhow::{Context, Result};
+use crds::names;
+use k8s_openapi::api::core::v1::Event;
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use lab::audit::Mark;
+use serde_json::json;
+use tests::driver::{Driver, new_volume};
+use tests::guest::handle;
+use tests::program::Controller;
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tonic::{Code, Status};
+
+/// The event that csi-provisioner writes on a volume whose deletion was refused.
+const REFUSED: &str = "VolumeFailedDelete";
+
+/// A volume in both tiers.
+struct Both {
+    /// Name of the guest's volume.
+    above: String,
+    /// Name of the management claim.
+    handle: String,
+    /// Name of the management volume.
+    below: String,
+}
+
+/// A bound guest claim `data` of this class, which both tiers have.
+async fn bound(s: &Scenario, class: &str) -> Result<Both> {
+    s.claim("data", class, "4Mi").await?;
+    let (_, volume) = s.bound("data").await?;
+    let handle = handle(&volume)?;
+    let below = s.claims().get(&handle).await?.spec.and_then(|spec| spec.volume_name);
+    let below = below.context("the management claim has no volume")?;
+    // It is told a moment after the claim is bound.
+    tells_policy(s, &handle, (class == "nestor-retain").then_some("Retain")).await?;
+    Ok(Both { above: volume.name_any(), handle, below })
+}
+
+/// Changes the reclaim policy of the guest's volume.
+async fn set_above(s: &Scenario, both: &Both, policy: &str) -> Result<()> {
+    let patch = Patch::Merge(json!({"spec": {"persistentVolumeReclaimPolicy": policy}}));
+    s.guest_volumes().patch(&both.above, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Changes the reclaim policy of the management volume, and waits until its claim tells the guest of it.
+async fn set_below(s: &Scenario, both: &Both, policy: &str) -> Result<()> {
+    s.set_reclaim_policy(&both.handle, policy).await?;
+    tells_policy(s, &both.handle, (policy == "Retain").then_some(policy)).await
+}
+
+/// Waits until a management claim says this of its volume's policy.
+async fn tells_policy(s: &Scenario, claim: &str, policy: Option<&str>) -> Result<()> {
+    eventually(&format!("management claim {claim} says {policy:?}"), PATIENCE, || async {
+        let claim = s.claims().get(claim).await?;
+        let said = claim.annotations().get(names::ANNOTATION_RECLAIM_POLICY).map(String::as_str);
+        Ok(if said == policy { Ok(()) } else { Err(format!("{said:?}")) })
+    })
+    .await
+}
+
+async fn delete_claim(s: &Scenario) -> Result<()> {
+    s.guest_claims().delete("data", &DeleteParams::default()).await?;
+    Ok(())
+}
+
+/// Waits until the guest's volume has lost its claim.
+async fn released(s: &Scenario, both: &Both) -> Result<()> {
+    eventually(&format!("guest volume {} released", both.above), PATIENCE, || async {
+        let status = s.guest_volumes().get(&both.above).await?.status.unwrap_or_default();
+        Ok(if status.phase.as_deref() == Some("Released") { Ok(()) } else { Err(format!("{status:?}")) })
+    })
+    .await
+}
+
+/// Waits until the guest's volume is gone; nothing of it may be left below then.
+async fn goes(s: &Scenario, both: &Both) -> Result<()> {
+    eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+        let left = s.guest_volumes().get_opt(&both.above).await?;
+        let events = s.events_of("PersistentVolume", &both.above).await?;
+        Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}; events: {events:?}", volume.status))))
+    })
+    .await?;
+    assert!(s.claims().get_opt(&both.handle).await?.is_none(), "nothing is done above before it is below");
+    s.own(&both.above);
+    s.nothing_is_left().await
+}
+
+/// Waits until the deletion of the guest's volume is refused in words that have all of these, and proves that the CSI
+/// call says the same and that nothing was touched.
+async fn is_refused(s: &Scenario, both: &Both, texts: &[&str]) -> Result<()> {
+    let (reason, _) = s.told_of("PersistentVolume", &both.above, texts).await?;
+    assert_eq!(reason, REFUSED);
+    refuses(&s.driver, &both.handle, texts).await?;
+    is_untouched(s, both).await
+}
+
+async fn refuses(driver: &Driver, handle: &str, texts: &[&str]) -> Result<()> {
+    let refused = refusal(&format!("delete {handle}"), || driver.delete(handle)).await?;
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused} does not name {texts:?}");
+    Ok(())
+}
+
+/// Why the driver refuses to do something, asked again while csi-provisioner asks for the same.
+async fn refusal<T, F, R>(what: &str, call: F) -> Result<Status>
+where
+    F: Fn() -> R,
+    R: Future<Output = Result<T, Status>>,
+{
+    eventually(&format!("a refusal to {what}"), PATIENCE, || async {
+        match call().await {
+            Ok(_) => anyhow::bail!("the driver did not refuse to {what}"),
+            Err(busy) if busy.code() == Code::Aborted => Ok(Err(busy.to_string())),
+            Err(refused) => Ok(Ok(refused)),
+        }
+    })
+    .await
+}
+
+/// Both management objects and the infra's volume are there, and nobody has asked for their end.
+async fn is_untouched(s: &Scenario, both: &Both) -> Result<()> {
+    let claim = s.claims().get(&both.handle).await?;
+    assert!(claim.metadata.deletion_timestamp.is_none());
+    assert_eq!(claim.status.and_then(|status| status.phase).as_deref(), Some("Bound"));
+    let volume = s.volumes().get(&both.below).await?;
+    assert!(volume.metadata.deletion_timestamp.is_none());
+    s.infra_volume(&both.handle).await?;
+    Ok(())
+}
+
+// ---- the four rows ----
+
+#[tokio::test]
+async fn delete_and_delete_all_goes() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor").await?;
+        let file = s.file_of(&s.infra_volume(&both.handle).await?).await?;
+        delete_claim(&s).await?;
+        goes(&s, &both).await?;
+        assert!(!file.exists(), "{} is left", file.display());
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn delete_and_retain_is_refused_until_the_management_tier_lets_go() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor").await?;
+        set_below(&s, &both, "Retain").await?;
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
+        // csi-provisioner asks again by itself.
+        s.set_reclaim_policy(&both.handle, "Delete").await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn delete_and_retain_by_their_classes_is_refused_too() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor-retain").await?;
+        tells_policy(&s, &both.handle, Some("Retain")).await?;
+        set_above(&s, &both, "Delete").await?;
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
+        // The guest can settle it, too.
+        set_above(&s, &both, "Retain").await?;
+        s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
+        eventually("the guest volume gone", PATIENCE, || async {
+            let left = s.guest_volumes().get_opt(&both.above).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
+        })
+        .await?;
+        is_untouched(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn retain_and_delete_nothing_is_called_in_the_whole_life_of_the_volume() -> Result<()> {
+    run(|s| async move {
+        let begin = s.lab.audit()?.mark()?;
+        let both = bound(&s, "nestor").await?;
+        set_above(&s, &both, "Retain").await?;
+        outlives_its_guest(&s, &both, begin).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn retain_and_retain_nothing_is_called_in_the_whole_life_of_the_volume() -> Result<()> {
+    run(|s| async move {
+        let begin = s.lab.audit()?.mark()?;
+        let both = bound(&s, "nestor-retain").await?;
+        tells_policy(&s, &both.handle, Some("Retain")).await?;
+        outlives_its_guest(&s, &both, begin).await
+    })
+    .await
+}
+
+/// The volume is used, its claim goes, then the volume itself: the management claim stays Bound, the audit log since
+/// `begin` has no request that removes it, and a volume made by hand has it back.
+async fn outlives_its_guest(s: &Scenario, both: &Both, begin: Mark) -> Result<()> {
+    let node = s.node().await?;
+    let disk = s.driver.publish(&both.handle, &node.name).await?;
+    s.driver.unpublish(&both.handle, &node.name).await?;
+    delete_claim(s).await?;
+    released(s, both).await?;
+    s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
+    eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+        let left = s.guest_volumes().get_opt(&both.above).await?;
+        Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
+    })
+    .await?;
+    is_untouched(s, both).await?;
+    no_removal(s, both, begin)?;
+
+    s.static_claim("again", &both.handle, json!({})).await?;
+    assert_eq!(s.driver.publish(&both.handle, &node.name).await?, disk, "the same disk is back");
+    s.driver.unpublish(&both.handle, &node.name).await?;
+    no_removal(s, both, begin)
+}
+
+/// Proves by the management API's audit log that gc-csi, as whom it proved to be, made the claim and asked for the end
+/// of nothing of it.
+fn no_removal(s: &Scenario, both: &Both, begin: Mark) -> Result<()> {
+    let state = s.lab.state();
+    let account = state.guests.get("g1").context("the lab has no guest g1")?.account();
+    let user = format!("system:serviceaccount:{}:{account}", s.namespace);
+    let asked = s.lab.audit()?.since(begin)?.into_iter().filter(|entry| entry.user == user);
+    let (mut made, mut removals) = (false, Vec::new());
+    for entry in asked {
+        let is_it = [&both.handle, &both.below].contains(&&entry.name);
+        made |= is_it && entry.verb == "create" && entry.code == 201;
+        if entry.verb == "deletecollection" || (entry.verb == "delete" && is_it) {
+            removals.push(entry);
+        }
+    }
+    assert!(made, "the log has the requests of {user}");
+    assert!(removals.is_empty(), "{removals:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_released_volume_that_is_given_the_policy_delete_goes_by_the_table() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor-retain").await?;
+        delete_claim(&s).await?;
+        released(&s, &both).await?;
+        is_untouched(&s, &both).await?;
+        set_above(&s, &both, "Delete").await?;
+        is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
+        s.set_reclaim_policy(&both.handle, "Delete").await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+// ---- classes that differ ----
+
+#[tokio::test]
+async fn classes_that_differ_are_refused_with_both_names_and_policies() -> Result<()> {
+    run(|s| async move {
+        for (name, above, below, policy) in
+            [("keeps", "Retain", "nestor", "Delete"), ("lets-go", "Delete", "nestor-retain", "Retain")]
+        {
+            let class = s.guest_class(above, &[(names::PARAMETER_MANAGEMENT_CLASS, below)]).await?;
+            let claim = s.claim(name, &class, "1Mi").await?;
+            let texts = ["reclaimPolicy", class.as_str(), above, below, policy];
+            let (reason, _) = s.told(name, &texts).await?;
+            assert_eq!(reason, "ProvisioningFailed");
+            let csi_name = format!("pvc-{}", claim.uid().context("no UID")?);
+            let create = || s.driver.create(for_claim(&s, name, &csi_name, below));
+            let refused = refusal(&format!("create {csi_name}"), create).await?;
+            assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+            assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+            assert!(s.claims().get_opt(&s.claim_name(&csi_name)).await?.is_none(), "nothing is made below");
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// What csi-provisioner asks for a guest claim.
+fn for_claim(s: &Scenario, claim: &str, csi_name: &str, class: &str) -> csi::proto::CreateVolumeRequest {
+    let mut request = new_volume(csi_name, MIB, class);
+    for (key, value) in [("pvc/name", claim), ("pvc/namespace", &s.name), ("pv/name", csi_name)] {
+        request.parameters.insert(format!("csi.storage.k8s.io/{key}"), value.to_owned());
+    }
+    request
+}
+
+#[tokio::test]
+async fn classes_that_differ_are_only_warned_of_where_that_is_asked_for() -> Result<()> {
+    run(|s| async move {
+        let class = s.guest_class("Retain", &[(names::PARAMETER_MANAGEMENT_CLASS, "nestor")]).await?;
+        // It names its volume, so csi-provisioner, whose driver would refuse, leaves it alone.
+        let claim = s.claim_with("data", &class, "1Mi", json!({"volumeName": unique(&s.name)})).await?;
+        let csi_name = s.own(&format!("pvc-{}", claim.uid().context("no UID")?));
+        let lenient = Controller::start(&s, &["--reclaim-policy-mismatch=warn"]).await?;
+        let made = lenient.driver.create(for_claim(&s, "data", &csi_name, "nestor")).await?;
+        s.infra_volume(&made.volume_id).await?;
+        s.told("data", &["reclaimPolicy", &class, "Retain", "nestor", "Delete"]).await?;
+        let events: Api<Event> = Api::namespaced(s.guest.clone(), &s.name);
+        let events = events.list(&ListParams::default().fields("involvedObject.name=data")).await?.items;
+        let about =
+            |event: &&Event| event.message.as_deref().is_some_and(|text| text.contains("reclaimPolicy"));
+        let types: Vec<_> = events.iter().filter(about).map(|event| event.type_.as_deref()).collect();
+        assert_eq!(types, [Some("Warning")], "{events:?}");
+        lenient.stop().await
+    })
+    .await
+}
+
+// ---- in use ----
+
+#[tokio::test]
+async fn a_volume_that_a_machine_has_is_refused_with_its_name_and_goes_once_it_is_detached() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let both = bound(&s, "nestor").await?;
+        s.driver.publish(&both.handle, &node.name).await?;
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &["attached", &both.handle, &node.name]).await?;
+        s.driver.unpublish(&both.handle, &node.name).await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_that_another_guest_uses_is_refused_with_its_name_and_goes_once_that_one_leaves()
+-> Result<()> {
+    run(|s| async move {
+        let second = s.second_guest().await?;
+        let both = bound(&s, "nestor").await?;
+        let share = format!("{}{}", names::LABEL_SHARE_PREFIX, second.cluster_id);
+        let share = Patch::Merge(json!({"metadata": {"labels": {share: "rw"}}}));
+        s.claims().patch(&both.handle, &PatchParams::default(), &share).await?;
+        let theirs = second.static_volume(&both.handle, &json!({})).await?.name_any();
+        let record = format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, second.cluster_id);
+        eventually("the second guest is recorded", PATIENCE, || async {
+            let claim = s.claims().get(&both.handle).await?;
+            let there = claim.annotations().contains_key(&record);
+            Ok(if there { Ok(()) } else { Err(format!("{:?}", claim.annotations())) })
+        })
+        .await?;
+
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &[&both.handle, &second.cluster_id, &theirs]).await?;
+        second.volumes().delete(&theirs, &DeleteParams::default()).await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guest_that_is_no_more_holds_a_volume_until_the_platform_team_removes_its_record() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor").await?;
+        let guest = unique("gone");
+        let record = format!("{}{guest}", names::ANNOTATION_CONSUMER_PREFIX);
+        let write =
+            |value: serde_json::Value| Patch::Merge(json!({"metadata": {"annotations": {&record: value}}}));
+        // As that guest wrote it once, and damaged: it counts all the same.
+        s.claims().patch(&both.handle, &PatchParams::default(), &write(json!("{"))).await?;
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &[&both.handle, &guest]).await?;
+        s.claims().patch(&both.handle, &PatchParams::default(), &write(json!(null))).await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_that_another_one_of_the_guest_names_too_is_refused_with_that_name() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor").await?;
+        let other = s.static_claim("other", &both.handle, json!({})).await?.name_any();
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &[&both.handle, &other]).await?;
+        s.guest_claims().delete("other", &DeleteParams::default()).await?;
+        s.guest_volumes().delete(&other, &DeleteParams::default()).await?;
+        goes(&s, &both).await
+    })
+    .await
+}
+
+// ---- volumes that were not made here ----
+
+/// What makes csi-provisioner delete the storage of a volume that was made by hand.
+async fn as_if_provisioned(s: &Scenario, volume: &str) -> Result<()> {
+    let patch = json!({
+        "metadata": {"annotations": {"pv.kubernetes.io/provisioned-by": names::GUEST_DRIVER}},
+        "spec": {"persistentVolumeReclaimPolicy": "Delete"},
+    });
+    s.guest_volumes().patch(volume, &PatchParams::default(), &Patch::Merge(patch)).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_shared_claim_is_never_deleted_by_those_it_is_shared_with() -> Result<()> {
+    run(|s| async move {
+        let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
+        let labels = [(names::LABEL_CLUSTER_ID, "the-owner"), (share.as_str(), "rw")];
+        let handle = s.management_claim(&labels, json!({})).await?;
+        let above = s.static_claim("data", &handle, json!({})).await?.name_any();
+        let below = s.claims().get(&handle).await?.spec.and_then(|spec| spec.volume_name);
+        let both = Both { above, handle, below: below.context("the management claim has no volume")? };
+        as_if_provisioned(&s, &both.above).await?;
+        delete_claim(&s).await?;
+        is_refused(&s, &both, &[&both.handle, "the-owner", "Retain"]).await?;
+
+        // The remedy that the refusal names.
+        set_above(&s, &both, "Retain").await?;
+        s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
+        eventually("the guest volume gone", PATIENCE, || async {
+            let left = s.guest_volumes().get_opt(&both.above).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
+        })
+        .await?;
+        is_untouched(&s, &both).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guests_own_claim_that_it_names_by_hand_can_go_with_its_volume() -> Result<()> {
+    run(|s| async move {
+        let handle = s.management_claim(&[(names::LABEL_CLUSTER_ID, &s.cluster_id)], json!({})).await?;
+        let above = s.static_claim("data", &handle, json!({})).await?.name_any();
+        let both = Both { above, handle, below: String::new() };
+        as_if_provisioned(&s, &both.above).await?;
+        delete_claim(&s).await?;
+        goes(&s, &both).await
+    })
+    .await
+}

@@ -1,0 +1,483 @@
+//! What was edited, lost or left over by hand, in each tier: it heals, is told, or is left to people.
+
+use std::collections::HashMap;
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use infra_api::{Access, AttachmentId, AttachmentSpec, VolumeId, VolumeSpec};
+use k8s_openapi::api::core::v1::Event;
+use kube::ResourceExt;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use serde_json::{Value, json};
+use tests::driver::new_volume;
+use tests::guest::static_volume;
+use tests::program::{Controller, binary};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tokio::process::Command;
+
+/// How long the tests' own controllers wait before they call something wrong.
+const GRACE: &str = "--repair-grace=2s";
+
+// ---- entries of machines ----
+
+#[tokio::test]
+async fn an_entry_that_nothing_orders_is_taken_out_after_a_while_and_those_of_others_stay() -> Result<()> {
+    run(|s| async move {
+        let (id, controller) = own_controller(&s, &[]).await?;
+        let (node, no_node) = (s.node().await?, s.node().await?);
+        s.lab.join_guest(&node).await?;
+        let own = [(names::LABEL_CLUSTER_ID, id.as_str())];
+        let claim = |labels: Vec<(&'static str, String)>| {
+            let s = s.clone();
+            async move {
+                let labels: Vec<(&str, &str)> = labels.iter().map(|(k, v)| (*k, v.as_str())).collect();
+                s.management_claim(&labels, json!({})).await
+            }
+        };
+        let own_label = || vec![(names::LABEL_CLUSTER_ID, own[0].1.to_owned())];
+        let (stale, ordered) = (claim(own_label()).await?, claim(own_label()).await?);
+        let (elsewhere, nobodys) = (claim(own_label()).await?, claim(Vec::new()).await?);
+        let volume = static_volume(&unique(&s.name), &s.name, &ordered, &json!({}))?;
+        let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
+        s.order_attach(&volume.name_any(), &node.name).await?;
+        controller.driver.publish(&ordered, &node.name).await?;
+        controller.driver.publish(&elsewhere, &no_node.name).await?;
+        s.add_entry(&node.name, entry(&nobodys)).await?;
+        // The last, so that its time is over only after that of the others.
+        controller.driver.publish(&stale, &node.name).await?;
+
+        entries(&s, &node.name, &[&ordered, &nobodys]).await?;
+        let (reason, _) = s.told_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
+        assert_eq!(reason, "StaleEntryRemoved");
+        eventually("the disk unplugged", PATIENCE, || async {
+            let disk = s.disk(&node.name, &stale).await?;
+            Ok(disk.map_or(Ok(()), |disk| Err(format!("{disk:?}"))))
+        })
+        .await?;
+        counted(&controller, "repairs_total{kind=\"stale_entry\"} 1").await?;
+        entries(&s, &no_node.name, &[&elsewhere]).await?;
+        for machine in [&node, &no_node] {
+            s.remove_entries(&machine.name, |_| true).await?;
+        }
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let handle = s.bound_claim("data").await?;
+        s.lab.join_guest(&node).await?;
+        let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let disk = s.attached(&order).await?;
+        s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
+        let (reason, _) = s.told("data", &["lost its entry", &handle, &order]).await?;
+        assert_eq!(reason, "LostEntryRestored");
+        attached(&s, &node.name, &handle, &disk).await?;
+        let metrics = s.lab.metrics("g1-gc-csi").await?;
+        let counted = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
+        assert!(counted >= 1, "{metrics}");
+        s.order_detach(&order).await?;
+        entries(&s, &node.name, &[]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_the_disk() -> Result<()> {
+    run(|s| async move {
+        let (node, other) = (s.node().await?, s.node().await?);
+        let handle = s.bound_claim("data").await?;
+        s.lab.join_guest(&node).await?;
+        let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let disk = s.attached(&order).await?;
+        s.add_entry(&other.name, entry(&handle)).await?;
+        // It waits for the disk before that is let go of, and so is the first to have it then.
+        eventually(&format!("{handle} refused to {}", other.name), PATIENCE, || async {
+            let order = s.attachment(&other.name, &handle).await?.and_then(|order| order.status);
+            let is_refused = order.as_ref().is_some_and(|status| status.error.is_some());
+            Ok(if is_refused { Ok(()) } else { Err(format!("{order:?}")) })
+        })
+        .await?;
+        s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
+        assert_eq!(s.told("data", &["lost its entry", &handle]).await?.0, "LostEntryRestored");
+        // Nobody wanted it for a moment, so the other machine has it; a second writer is refused.
+        attached(&s, &other.name, &handle, &disk).await?;
+        let volume = s.infra_volume(&handle).await?.id;
+        let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
+        assert!(plugged.len() == 1 && plugged[0].node.to_string() == other.uuid.to_string(), "{plugged:?}");
+        s.told("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
+        // Once a person has decided, it heals.
+        s.remove_entries(&other.name, |entry| entry["name"] == json!(handle)).await?;
+        attached(&s, &node.name, &handle, &disk).await?;
+        s.order_detach(&order).await
+    })
+    .await
+}
+
+// ---- attachments of the infra ----
+
+#[tokio::test]
+async fn a_disk_that_the_infra_lost_is_plugged_again() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        let before = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
+        let lost = before.first().context("the infra has no attachment")?;
+        s.infra.detach(&lost.id, PATIENCE).await?;
+        let told = told_below(&s, &handle, &["lost the attachment"]).await?;
+        assert_eq!(told, "AttachmentLost");
+        eventually("the disk plugged again", PATIENCE, || async {
+            let now = s.infra.list_attachments(Some(lost.node), None).await?;
+            let is_there = now.iter().any(|one| one.state == infra_api::AttachmentState::Attached);
+            Ok(if is_there { Ok(()) } else { Err(format!("{now:?}")) })
+        })
+        .await?;
+        attached(&s, &node.name, &handle, &disk).await?;
+        let metrics = s.lab.metrics("mgmt-csi").await?;
+        let counted = value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"lost_attachment\"}")?;
+        assert!(counted >= 1, "{metrics}");
+        s.driver.unpublish(&handle, &node.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        let (left, wanted, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
+        // What is left when an order is deleted past its finalizer.
+        let leftover = |name: &str| format!("{}.{name}.{}", s.namespace, uuid::Uuid::new_v4());
+        let stray = plug(&s, &leftover(&unique("gone")), &left, &node).await?;
+        let again = plug(&s, &leftover(&unique("gone")), &wanted, &node).await?;
+        // At once, before its grace is over.
+        s.add_entry(&node.name, entry(&wanted)).await?;
+        let foreign = plug(&s, &unique("somebody"), &by_hand, &node).await?;
+
+        let told = told_below(&s, &left, &["no VolumeAttachment", "unplugged"]).await?;
+        assert_eq!(told, "StrayAttachmentRemoved");
+        assert_eq!(told_below(&s, &wanted, &["left alone", "OrderedAnew"]).await?, "StrayAttachment");
+        assert_eq!(told_below(&s, &by_hand, &["left alone", "NotOurs"]).await?, "StrayAttachment");
+        let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
+        let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();
+        assert!(!there.contains(&&stray), "{there:?}");
+        assert!(there.contains(&&again) && there.contains(&&foreign), "{there:?}");
+        let metrics = s.lab.metrics("mgmt-csi").await?;
+        assert!(
+            value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"stray_attachment\"}")? >= 1,
+            "{metrics}"
+        );
+        assert!(value(&metrics, "nestor_mgmt_csi_stray_attachments")? >= 2, "{metrics}");
+
+        // Whoever unplugs it by hand makes room for the order.
+        s.infra.detach(&again, PATIENCE).await?;
+        s.infra.detach(&foreign, PATIENCE).await?;
+        let disk = s.infra_volume(&wanted).await?.disk_uuid.to_string();
+        attached(&s, &node.name, &wanted, &disk).await
+    })
+    .await
+}
+
+// ---- orphans ----
+
+#[tokio::test]
+async fn a_claim_whose_volume_is_gone_is_marked_and_told_until_a_volume_names_it_again() -> Result<()> {
+    run(|s| async move {
+        let (id, controller) = own_controller(&s, &[]).await?;
+        let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
+        let policy = json!({"persistentVolumeReclaimPolicy": "Delete"});
+        used_and_lost(&s, &claim, "data", policy).await?;
+        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
+        let annotations = s.claims().get(&claim).await?.annotations().clone();
+        assert_eq!(annotations[names::ANNOTATION_ORPHANED_REASON], "VolumeGone");
+        assert_eq!(told_below(&s, &claim, &["no PersistentVolume of the guest"]).await?, "Orphaned");
+        counted(&controller, "orphaned_claims 1").await?;
+        counted(&controller, &format!("orphaned_claims_bytes {}", 4 * MIB)).await?;
+
+        let volume = static_volume(&unique(&s.name), &s.name, &claim, &json!({}))?;
+        s.guest_volumes().create(&PostParams::default(), &volume).await?;
+        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
+        assert_eq!(told_below(&s, &claim, &["names this claim again"]).await?, "NotOrphaned");
+        counted(&controller, "orphaned_claims 0").await?;
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_that_the_guest_let_go_with_retain_is_no_orphan() -> Result<()> {
+    run(|s| async move {
+        let (id, controller) = own_controller(&s, &["--remove-orphans-after=0s"]).await?;
+        let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
+        used_and_lost(&s, &claim, "data", json!({})).await?;
+        marked(&s, &claim, names::ANNOTATION_RETAINED_SINCE, true).await?;
+        counted(&controller, "retained_claims 1").await?;
+        counted(&controller, "orphaned_claims 0").await?;
+        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
+        controller.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_orphan_is_deleted_only_where_the_policy_says_so_and_nothing_keeps_it() -> Result<()> {
+    run(|s| async move {
+        // Nothing is deleted before all is as it should be found.
+        let (id, maker) = own_controller(&s, &[]).await?;
+        // A person's claim that the guest has lost: it is marked, and stays.
+        let by_hand = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
+        let policy = json!({"persistentVolumeReclaimPolicy": "Delete"});
+        used_and_lost(&s, &by_hand, "data", policy).await?;
+        let make = || async {
+            let name = unique(&s.name);
+            let mut request = new_volume(&name, 4 * MIB, "nestor");
+            let volume = (format!("csi.storage.k8s.io/{}", "pv/name"), name);
+            request.parameters.extend(HashMap::from([volume]));
+            anyhow::Ok(maker.driver.create(request).await?.volume_id)
+        };
+        let shared = make().await?;
+        let consumer = format!("{}another-guest", names::ANNOTATION_CONSUMER_PREFIX);
+        annotate(&s, &shared, json!({&consumer: "{}"})).await?;
+        let kept = make().await?;
+        s.set_reclaim_policy(&kept, "Retain").await?;
+        marked(&s, &kept, names::ANNOTATION_RECLAIM_POLICY, true).await?;
+        let orphan = make().await?;
+        maker.stop().await?;
+
+        let controller = Controller::start_as(&s, &id, &[GRACE, "--remove-orphans-after=1s"]).await?;
+        gone_below(&s, &orphan).await?;
+        counted(&controller, "repairs_total{kind=\"orphan_removed\"} 1").await?;
+        for (claim, text) in [(&shared, "another-guest"), (&kept, "Retain")] {
+            assert_eq!(told_below(&s, claim, &["not deleted", text]).await?, "OrphanNotRemoved");
+        }
+        for claim in [&by_hand, &shared, &kept] {
+            marked(&s, claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
+            ensure!(s.claims().get(claim).await?.metadata.deletion_timestamp.is_none(), "{claim}");
+        }
+        // What stood in its way is over.
+        s.set_reclaim_policy(&kept, "Delete").await?;
+        gone_below(&s, &kept).await?;
+        controller.stop().await?;
+        s.claims().delete(&shared, &DeleteParams::default()).await?;
+        gone_below(&s, &shared).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_that_lost_its_label_is_told_and_left_alone_until_it_has_it_again() -> Result<()> {
+    run(|s| async move {
+        let handle = s.bound_claim("data").await?;
+        let label = |value: Value| {
+            let patch = Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: value}}}));
+            let (claims, handle) = (s.claims(), handle.clone());
+            async move { claims.patch(&handle, &PatchParams::default(), &patch).await }
+        };
+        label(Value::Null).await?;
+        assert_eq!(s.told("data", &["neither this guest's", &handle]).await?.0, "ManagementClaimNotFound");
+        ensure!(s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none());
+        label(json!(s.cluster_id)).await?;
+        assert_eq!(s.told("data", &["fits", "now"]).await?.0, "VolumeFits");
+        Ok(())
+    })
+    .await
+}
+
+// ---- the list ----
+
+#[tokio::test]
+async fn what_nothing_uses_is_listed_and_removed_only_on_request() -> Result<()> {
+    run(|s| async move {
+        let volume = VolumeId::new(format!("pvc-{}", uuid::Uuid::new_v4()))?;
+        let labels = [("namespace", s.namespace.as_str()), ("pvc", s.name.as_str())];
+        let spec: VolumeSpec = serde_json::from_value(json!({
+            "capacityBytes": 4 * MIB, "labels": labels.into_iter().collect::<HashMap<_, _>>(),
+        }))?;
+        s.infra.put_volume(&volume, &spec, PATIENCE).await?;
+        let used = s.volume().await?;
+
+        let all = orphans(&s, &[]).await?;
+        ensure!(item(&all, volume.as_str()).is_some(), "{all}");
+        let used = s.infra_volume(&used).await?.id;
+        ensure!(item(&all, used.as_str()).is_none(), "{all}");
+
+        let only = volume.as_str();
+        let listed = orphans(&s, &[only]).await?;
+        let found = item(&listed, only).context("not listed")?.clone();
+        assert_eq!((&found["kind"], &found["reason"]), (&json!("InfraVolume"), &json!("NoPersistentVolume")));
+        assert_eq!(found["sizeBytes"], json!(4 * MIB));
+        ensure!(found["ageSeconds"].is_u64() && found["removable"] == json!(false), "{found}");
+        ensure!(orphans(&s, &[only, "--older-than=1d"]).await?["items"] == json!([]));
+
+        // Nothing goes without each of the flags.
+        let remove = ["--remove", "--older-than=0s"];
+        for flags in [
+            &["--exclusive-infra"][..],
+            &[remove[0], remove[1], "--dry-run=false"],
+            &[remove[0], remove[1], "--exclusive-infra"],
+        ] {
+            let said = orphans(&s, &[&[only], flags].concat()).await?;
+            ensure!(item(&said, only).is_some_and(|item| item.get("removed").is_none()), "{said}");
+            s.infra.get_volume(&volume).await?.with_context(|| format!("removed by {flags:?}"))?;
+        }
+        let flags = [only, remove[0], remove[1], "--exclusive-infra", "--dry-run=false"];
+        let said = orphans(&s, &flags).await?;
+        ensure!(item(&said, only).is_some_and(|item| item["removed"] == json!(true)), "{said}");
+        ensure!(s.infra.get_volume(&volume).await?.is_none(), "it is still there");
+        Ok(())
+    })
+    .await
+}
+
+// ---- what they share ----
+
+/// A controller with an identity of its own, that is soon done with waiting.
+async fn own_controller(s: &Scenario, flags: &[&str]) -> Result<(String, Controller)> {
+    let id = unique(&s.name);
+    let controller = Controller::start_as(s, &id, &[&[GRACE], flags].concat()).await?;
+    Ok((id, controller))
+}
+
+fn entry(claim: &str) -> Value {
+    json!({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
+}
+
+/// Waits until a machine has exactly these entries.
+async fn entries(s: &Scenario, machine: &str, wanted: &[&String]) -> Result<()> {
+    let mut wanted: Vec<String> = wanted.iter().map(|name| (*name).clone()).collect();
+    wanted.sort_unstable();
+    eventually(&format!("{machine} has entries {wanted:?}"), PATIENCE, || async {
+        let volumes = s.machines().get(machine).await?.spec.volumes;
+        let mut names: Vec<String> = volumes.into_iter().map(|entry| entry.name).collect();
+        names.sort_unstable();
+        Ok(if names == wanted { Ok(()) } else { Err(format!("{names:?}")) })
+    })
+    .await
+}
+
+/// Waits until a machine has the disk, and says so.
+async fn attached(s: &Scenario, machine: &str, handle: &str, disk: &str) -> Result<()> {
+    eventually(&format!("{handle} attached to {machine}"), PATIENCE, || async {
+        let shown = s.disk(machine, handle).await?;
+        let order = s.attachment(machine, handle).await?.and_then(|order| order.status);
+        let is_there = shown.as_ref().is_some_and(|shown| shown.attached)
+            && order.as_ref().is_some_and(|status| status.attached)
+            && shown.as_ref().and_then(|shown| shown.disk_uuid.as_deref()) == Some(disk);
+        Ok(if is_there { Ok(()) } else { Err(format!("{shown:?}, {order:?}")) })
+    })
+    .await
+}
+
+/// Plugs the volume behind a management claim into a machine, past everybody but the infra.
+async fn plug(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Result<AttachmentId> {
+    let id = AttachmentId::new(id)?;
+    let volume = s.infra_volume(claim).await?.id;
+    let node = node.uuid.to_string().parse()?;
+    let spec = AttachmentSpec { volume, node, read_only: false, access: Access::SingleNode };
+    s.infra.attach(&id, &spec, PATIENCE).await?;
+    Ok(id)
+}
+
+/// Binds a guest claim to a management claim, waits until that is written down below, and deletes both the guest's claim
+/// and its volume.
+async fn used_and_lost(s: &Scenario, claim: &str, name: &str, more: Value) -> Result<()> {
+    let volume = s.static_claim(name, claim, more).await?.name_any();
+    eventually(&format!("{claim} names volume {volume}"), PATIENCE, || async {
+        let annotations = s.claims().get(claim).await?.annotations().clone();
+        let is_so = annotations.get(names::ANNOTATION_GUEST_PV) == Some(&volume);
+        Ok(if is_so { Ok(()) } else { Err(format!("{annotations:?}")) })
+    })
+    .await?;
+    s.guest_claims().delete(name, &DeleteParams::default()).await?;
+    // With policy Delete, the lab's own driver, to which the claim is nothing, may have let it go already.
+    match s.guest_volumes().delete(&volume, &DeleteParams::default()).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => {}
+        deleted => drop(deleted?),
+    }
+    eventually(&format!("guest volume {volume} gone"), PATIENCE, || async {
+        let left = s.guest_volumes().get_opt(&volume).await?;
+        Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata.finalizers))))
+    })
+    .await
+}
+
+/// Waits until a management claim is gone.
+async fn gone_below(s: &Scenario, claim: &str) -> Result<()> {
+    eventually(&format!("management claim {claim} gone"), PATIENCE, || async {
+        let left = s.claims().get_opt(claim).await?;
+        Ok(left.map_or(Ok(()), |claim| Err(format!("{:?}", claim.annotations()))))
+    })
+    .await
+}
+
+async fn annotate(s: &Scenario, claim: &str, annotations: Value) -> Result<()> {
+    let patch = Patch::Merge(json!({"metadata": {"annotations": annotations}}));
+    s.claims().patch(claim, &PatchParams::default(), &patch).await?;
+    Ok(())
+}
+
+/// Waits until a management claim has an annotation, or hasn't.
+async fn marked(s: &Scenario, claim: &str, mark: &str, wanted: bool) -> Result<()> {
+    eventually(&format!("{mark} on {claim}: {wanted}"), PATIENCE, || async {
+        let annotations = s.claims().get(claim).await?.annotations().clone();
+        let is_so = annotations.contains_key(mark) == wanted;
+        Ok(if is_so { Ok(()) } else { Err(format!("{annotations:?}")) })
+    })
+    .await
+}
+
+/// Waits for an event on a management claim whose text has all of these; gives its reason.
+async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<String> {
+    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
+    let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
+    eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
+        let list = events.list(&ListParams::default().fields(&about)).await?.items;
+        let found = list.iter().find(|event| {
+            let text = event.message.as_deref().unwrap_or_default();
+            texts.iter().all(|part| text.contains(part))
+        });
+        let all = || list.iter().map(|event| (&event.reason, &event.message)).collect::<Vec<_>>();
+        Ok(found.and_then(|event| event.reason.clone()).ok_or_else(|| format!("{:?}", all())))
+    })
+    .await
+}
+
+/// Waits for a line of a controller's metrics.
+async fn counted(controller: &Controller, line: &str) -> Result<()> {
+    let line = format!("nestor_gc_csi_{line}");
+    eventually(&format!("the metric {line}"), PATIENCE, || async {
+        let (_, metrics) = controller.process.get("/metrics").await?;
+        Ok(metrics.lines().any(|one| one == line).then_some(()).ok_or(metrics))
+    })
+    .await
+}
+
+fn value(metrics: &str, name: &str) -> Result<u64> {
+    let line = metrics.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    Ok(line.with_context(|| format!("no metric {name}"))?.parse()?)
+}
+
+/// What `mgmt-csi orphans` lists.
+async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
+    let state = s.lab.state();
+    let infra = state.infra.clone().context("the lab has no infra")?;
+    let management = state.management.clone().context("the lab has no management cluster")?;
+    let file = |name: &str| infra.pki.join(name);
+    let mut command = Command::new(binary(&s.lab, "mgmt-csi"));
+    command.args(["orphans", "--output=json"]).args(flags).env_remove("KUBECONFIG").kill_on_drop(true);
+    command.arg("--kubeconfig").arg(&management.kubeconfig).arg("--infra-url").arg(&infra.url);
+    command.arg("--infra-ca").arg(file("ca.crt"));
+    command.arg("--infra-cert").arg(file("client.crt")).arg("--infra-key").arg(file("client.key"));
+    let output = tokio::time::timeout(PATIENCE, command.output()).await??;
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "mgmt-csi orphans {flags:?} ended with {}: {said}", output.status);
+    serde_json::from_slice(&output.stdout).with_context(|| format!("not JSON; {said}"))
+}
+
+fn item<'a>(list: &'a Value, name: &str) -> Option<&'a Value> {
+    list["items"].as_array()?.iter().find(|item| item["name"] == name)
+}

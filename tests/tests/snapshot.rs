@@ -1,0 +1,410 @@
+//! Snapshots: a guest's VolumeSnapshot becomes one of the management cluster, that one a snapshot of the infra; and
+//! volumes are made from it.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use infra_api::{VolumeSource, VolumeState};
+use kube::ResourceExt;
+use kube::api::{DeleteParams, ListParams};
+use serde_json::json;
+use tests::bytes::{checksum, device, noise, read, read_at, write};
+use tests::driver::restored_volume;
+use tests::pods::{self, Ask, Script, filesystem};
+use tests::pools::freeze_filesystem_of;
+use tests::{MIB, PATIENCE, Scenario, eventually, from_snapshot, run, unique};
+use tonic::Code;
+
+/// As many bytes as a volume of 4 MiB has.
+const ALL: usize = 4 << 20;
+
+// ---- in both tiers ----
+
+#[tokio::test]
+async fn a_guest_snapshot_is_one_of_the_infra_with_the_same_facts_in_both_tiers_and_leaves_nothing()
+-> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "5Mi").await?;
+        let (volume, _) = s.followed("data").await?;
+        s.snapshot("first", "data").await?;
+        let handle = s.snapshot_ready("first").await?;
+        let above = s.guest_snapshots().get("first").await?;
+        let csi_name = format!("snapshot-{}", above.uid().context("no UID")?);
+        assert_eq!(handle, names::management_snapshot(&s.cluster_id, &csi_name), "a deterministic name");
+
+        let below = s.snapshots().get(&handle).await?;
+        assert_eq!(below.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
+        for (annotation, value) in
+            [(names::ANNOTATION_GUEST_SNAPSHOT, "first"), (names::ANNOTATION_GUEST_NAMESPACE, &s.name)]
+        {
+            assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(value), "{annotation}");
+        }
+        assert_eq!(below.data["spec"]["source"]["persistentVolumeClaimName"], volume);
+        assert_eq!(below.data["spec"]["volumeSnapshotClassName"], "nestor");
+        for status in [&above.data["status"], &below.data["status"]] {
+            assert_eq!(status["readyToUse"], true, "{status}");
+            assert_eq!(status["restoreSize"], "5Mi", "{status}");
+            assert_eq!(status["creationTime"], below.data["status"]["creationTime"], "{status}");
+        }
+
+        let kept = s.infra_snapshot(&handle).await?;
+        assert_eq!(kept.volume, s.infra_volume(&volume).await?.id);
+        assert_eq!((kept.capacity_bytes, kept.state), (5 << 20, VolumeState::Ready));
+        let second = |time: &str| time.split(['.', 'Z']).next().unwrap_or_default().to_owned();
+        let told = above.data["status"]["creationTime"].as_str().context("no creationTime")?;
+        assert_eq!(second(&kept.created_at), second(told), "the moment is the infra's");
+
+        let content =
+            above.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
+        s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
+        eventually("the guest's content gone", PATIENCE, || async {
+            let left = s.guest_contents().get_opt(content).await?;
+            Ok(left.map_or(Ok(()), |content| Err(content.data["status"].to_string())))
+        })
+        .await?;
+        // Nothing is reported done above before it is done below.
+        assert!(s.snapshots().get_opt(&handle).await?.is_none());
+        assert!(s.infra.get_snapshot(&kept.id).await?.is_none());
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_snapshot_is_ready_no_sooner_than_the_infra_has_all_its_bytes() -> Result<()> {
+    run(|s| async move {
+        let (volume, file) = copied_volume(&s, "16Mi").await?;
+        write(&file, &noise(5, 1 << 20).repeat(16))?;
+        let id = s.infra_volume(&volume).await?.id;
+        let frozen = freeze_filesystem_of(&file)?;
+        s.snapshot("first", "data").await?;
+        let both = || async {
+            // The guest first: what it says must be true below by then.
+            let above = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
+            let below = s.infra.list_snapshots(Some(&id), None, None).await?.items;
+            let below = below.iter().map(|one| one.state).collect::<Vec<_>>();
+            ensure!(above != Some(true) || below == [VolumeState::Ready], "the infra has {below:?} of it");
+            anyhow::Ok((above, below))
+        };
+        eventually("the copy under way, and the guest told so", PATIENCE, || async {
+            let seen = both().await?;
+            Ok(if seen == (Some(false), vec![VolumeState::Creating]) {
+                Ok(())
+            } else {
+                Err(format!("{seen:?}"))
+            })
+        })
+        .await?;
+        drop(frozen);
+        eventually("ready in the guest", PATIENCE, || async {
+            let seen = both().await?;
+            Ok(if seen.0 == Some(true) { Ok(()) } else { Err(format!("{seen:?}")) })
+        })
+        .await?;
+        s.snapshot_ready("first").await?;
+        Ok(())
+    })
+    .await
+}
+
+/// A bound claim `data` of a pool that shares no blocks, so that its snapshots are copies; its handle, and its file.
+async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::PathBuf)> {
+    let label = unique("label");
+    s.pool_of_copies(&[(&label, &s.name)]).await?;
+    let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
+    let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+    s.claim("data", &class, size).await?;
+    s.followed("data").await
+}
+
+// ---- bytes ----
+
+#[tokio::test]
+async fn what_is_restored_has_the_bytes_of_the_moment_in_the_same_size_and_in_a_larger_one() -> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (_, source) = s.followed("data").await?;
+        let (then, later) = (noise(1, ALL), noise(2, ALL));
+        write(&source, &then)?;
+        s.snapshot("first", "data").await?;
+        let handle = s.snapshot_ready("first").await?;
+        write(&source, &later)?;
+
+        s.restore("same", "first", "4Mi").await?;
+        s.restore("larger", "first", "8Mi").await?;
+        for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
+            let (below, file) = s.followed(claim).await?;
+            s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
+            let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
+            let reference = reference.context("the management claim has no source")?;
+            assert_eq!((reference.kind.as_str(), &reference.name), ("VolumeSnapshot", &handle));
+            let volume = s.infra_volume(&below).await?;
+            assert_eq!(volume.capacity_bytes, size);
+            let kept = s.infra_snapshot(&handle).await?.id;
+            assert_eq!(volume.source, Some(VolumeSource::Snapshot(kept)));
+            assert!(read(&file, ALL)? == then, "{claim} has other bytes");
+            let rest = read_at(&file, 4 << 20, size as usize - ALL)?;
+            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has something behind the snapshot's bytes");
+        }
+
+        // From now on they are volumes of their own.
+        let (_, same) = s.followed("same").await?;
+        write(&same, b"changed")?;
+        s.restore("again", "first", "4Mi").await?;
+        let (again, file) = s.followed("again").await?;
+        assert!(read(&file, ALL)? == then, "the snapshot changed with what was made from it");
+        assert!(read(&source, ALL)? == later, "the source changed");
+        let node = s.node().await?;
+        let disk = s.driver.publish(&again, &node.name).await?;
+        assert!(read(&device(&node, &disk), ALL)? == then, "a machine sees other bytes");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_source_may_go_before_its_snapshot_and_a_snapshot_before_what_was_made_from_it() -> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (volume, source) = s.followed("data").await?;
+        write(&source, &noise(1, ALL))?;
+        s.snapshot("first", "data").await?;
+        let handle = s.snapshot_ready("first").await?;
+
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        eventually("the source gone in both tiers", PATIENCE, || async {
+            let left = s.claims().get_opt(&volume).await?;
+            Ok(left.map_or(Ok(()), |claim| Err(format!("{:?}", claim.metadata))))
+        })
+        .await?;
+        eventually("the source gone in the infra", PATIENCE, || async {
+            Ok(if source.exists() { Err(source.display().to_string()) } else { Ok(()) })
+        })
+        .await?;
+        assert_eq!(s.infra_snapshot(&handle).await?.state, VolumeState::Ready);
+        s.restore("restored", "first", "4Mi").await?;
+        let (_, restored) = s.followed("restored").await?;
+        assert!(read(&restored, ALL)? == noise(1, ALL));
+
+        s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
+        s.snapshot_gone("first").await?;
+        assert!(read(&restored, ALL)? == noise(1, ALL), "the bytes went with the snapshot");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_smaller_volume_than_the_snapshot_is_refused_with_both_sizes() -> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        s.bound("data").await?;
+        s.snapshot("first", "data").await?;
+        let handle = s.snapshot_ready("first").await?;
+        let name = s.csi_name();
+        let refused = s.driver.create(restored_volume(&name, 2 * MIB, &handle)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
+        let texts = [handle.as_str(), "4Mi", "2Mi"];
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none());
+
+        s.restore("smaller", "first", "2Mi").await?;
+        s.told("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string(), "first"]).await?;
+        s.guest_claims().delete("smaller", &DeleteParams::default()).await?;
+        Ok(())
+    })
+    .await
+}
+
+// ---- refusals ----
+
+#[tokio::test]
+async fn a_class_that_does_not_lead_to_a_management_class_is_told_and_heals_when_there_is_one() -> Result<()>
+{
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        s.bound("data").await?;
+        let of = json!({"persistentVolumeClaimName": "data"});
+        let none = s.snapshot_class(&[]).await?;
+        s.snapshot_of("without", &none, of.clone()).await?;
+        let texts = ["InvalidArgument", names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS, "is missing"];
+        s.snapshot_failure("without", &texts).await?;
+
+        let absent = s.snapshot_class(&[]).await?;
+        let leads = s.snapshot_class(&[(names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS, &absent)]).await?;
+        s.snapshot_of("data", &leads, of).await?;
+        let texts = ["InvalidArgument", &absent, "does not exist in the management cluster"];
+        s.snapshot_failure("data", &texts).await?;
+        let content = s.guest_snapshots().get("data").await?.data["status"].clone();
+        let content = content["boundVolumeSnapshotContentName"].as_str().context("no content")?;
+        let (reason, _) = s.told_of("VolumeSnapshotContent", content, &texts).await?;
+        // csi-snapshotter calls it a check once something else, as a class that it had not seen yet, failed before.
+        let reasons = ["SnapshotCreationFailed", "SnapshotContentCheckandUpdateFailed"];
+        assert!(reasons.contains(&reason.as_str()), "{reason}");
+        s.management_snapshot_class(&absent).await?;
+        s.snapshot_ready("data").await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_snapshot_that_the_infra_refuses_is_told_in_its_words_and_taken_once_it_can_be() -> Result<()> {
+    run(|s| async move {
+        let (volume, file) = copied_volume(&s, "4Mi").await?;
+        write(&file, &noise(3, ALL))?;
+        let node = s.node().await?;
+        s.driver.publish(&volume, &node.name).await?;
+        s.snapshot("first", "data").await?;
+        s.snapshot_failure("first", &[&node.name, "detach it first"]).await?;
+        s.driver.unpublish(&volume, &node.name).await?;
+        s.snapshot_ready("first").await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_snapshot_that_is_deleted_before_it_could_be_taken_leaves_nothing() -> Result<()> {
+    run(|s| async move {
+        let (volume, _) = copied_volume(&s, "4Mi").await?;
+        let node = s.node().await?;
+        s.driver.publish(&volume, &node.name).await?;
+        s.snapshot("first", "data").await?;
+        s.snapshot_failure("first", &["detach it first"]).await?;
+        s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
+        s.snapshot_gone("first").await?;
+        eventually("the management snapshot gone", PATIENCE, || async {
+            let own = |one: &&kube::api::DynamicObject| {
+                one.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
+            };
+            let list = s.snapshots().list(&ListParams::default()).await?;
+            let left = list.iter().find(own).map(|one| one.data["status"].to_string());
+            Ok(left.map_or(Ok(()), Err))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_restore_that_never_came_to_be_and_its_snapshot_go_together() -> Result<()> {
+    run(|s| async move {
+        let source = s.bound_claim("data").await?;
+        s.snapshot("first", "data").await?;
+        let handle = s.snapshot_ready("first").await?;
+        // There is no pool that its class could use.
+        let below = s.management_class(&[("pool.test", &s.name)]).await?;
+        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let claim = s.claim_with("restored", &class, "4Mi", from_snapshot("first")).await?;
+        let restored = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
+        s.told("restored", &["no pool for"]).await?;
+        // As when their namespace is deleted.
+        s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
+        for claim in ["data", "restored"] {
+            s.guest_claims().delete(claim, &DeleteParams::default()).await?;
+        }
+        s.snapshot_gone("first").await?;
+        eventually("nothing left in the management cluster", PATIENCE, || async {
+            let claims = (s.claims().get_opt(&source).await?, s.claims().get_opt(&restored).await?);
+            let left = s.snapshots().get_opt(&handle).await?.is_some() || claims != (None, None);
+            Ok(if left { Err(format!("{claims:?}")) } else { Ok(()) })
+        })
+        .await
+    })
+    .await
+}
+
+// ---- many ----
+
+#[tokio::test]
+async fn twenty_snapshots_at_once_are_twenty_snapshots() -> Result<()> {
+    run(|s| async move {
+        s.claim("data", "nestor", "4Mi").await?;
+        let (volume, file) = s.followed("data").await?;
+        write(&file, &noise(1, ALL))?;
+        let names: Vec<String> = (0..20).map(|number| format!("number-{number}")).collect();
+        for name in &names {
+            s.snapshot(name, "data").await?;
+        }
+        let mut handles = BTreeSet::new();
+        for name in &names {
+            handles.insert(s.snapshot_ready(name).await?);
+        }
+        assert_eq!(handles.len(), 20);
+        let id = s.infra_volume(&volume).await?.id;
+        assert_eq!(s.infra.list_snapshots(Some(&id), None, None).await?.items.len(), 20);
+        s.restore("restored", "number-19", "4Mi").await?;
+        let (_, restored) = s.followed("restored").await?;
+        assert_eq!(checksum(&restored).await?, checksum(&file).await?);
+        Ok(())
+    })
+    .await
+}
+
+// ---- pods ----
+
+/// Waits until a file is there.
+fn until(path: &str) -> String {
+    format!("until [ -e {path} ]; do sleep 1; done")
+}
+
+#[tokio::test]
+async fn a_snapshot_of_a_running_pods_volume_has_what_it_had_written_and_nothing_since() -> Result<()> {
+    pods::run(|machines| async move {
+        let s = machines.scenario();
+        let volume = machines.claim("data", &filesystem("ext4")).await?;
+        let dd =
+            |name: &str| format!("dd if=/dev/urandom of=/data/{name} bs=64k count=64 conv=fsync 2>/dev/null");
+        // It never stops writing, so that the snapshot is of a filesystem in motion.
+        let writer = format!(
+            "{}\ntouch /data/written; sync
+            while [ ! -e /data/go ]; do echo more >> /data/log; done
+            {}\ntouch /data/rewritten; sync; exec sleep 1000",
+            dd("first.bin"),
+            dd("second.bin")
+        );
+        let (here, there) = (&machines.here, &machines.there);
+        let writer = machines.start(Script::new("writer", here, &writer).mount(&volume, "/data")).await?;
+        machines.running(&writer).await?;
+        // It can see the file before the writer's own sync has ended.
+        let look = format!("{}\nsync; sha256sum < /data/first.bin", until("/data/written"));
+        let written = machines.run(Script::new("look", here, &look).mount(&volume, "/data")).await?;
+        s.snapshot("first", &volume.claim).await?;
+        s.snapshot_ready("first").await?;
+        let go = format!("touch /data/go; {}; ls /data", until("/data/rewritten"));
+        let said = machines.run(Script::new("go", here, &go).mount(&volume, "/data")).await?;
+        ensure!(said.contains("second.bin"), "{said}");
+
+        let mut more = from_snapshot("first");
+        let same = machines.claim("same", &Ask { more: more.clone(), ..filesystem("ext4") }).await?;
+        more["resources"] = json!({"requests": {"storage": "640Mi"}});
+        let larger = machines.claim("larger", &Ask { more, ..filesystem("ext4") }).await?;
+        let read = "for claim in same larger; do
+                sha256sum < /$claim/first.bin; ls /$claim | grep -v -e lost+found -e log | tr '\\n' ' '; echo
+                df -kP /$claim | tail -n 1 | awk '{print $2}'
+            done";
+        let reader = Script::new("reader", there, read).mount(&same, "/same").mount(&larger, "/larger");
+        let said = machines.run(reader).await?;
+        let lines: Vec<&str> = said.lines().map(str::trim).collect();
+        let [first, files, size, first_larger, files_larger, size_larger] = lines[..] else {
+            anyhow::bail!("{said}")
+        };
+        ensure!(first == written && first_larger == written, "written was {written}, read is {said}");
+        ensure!(files == "first.bin written" && files_larger == files, "{said}");
+        let of_disk = |kib: &str, mebibytes: u64| -> Result<bool> {
+            let kib: u64 = kib.parse().with_context(|| said.clone())?;
+            Ok(kib > (mebibytes << 10) / 10 * 8 && kib <= mebibytes << 10)
+        };
+        ensure!(of_disk(size, 320)? && of_disk(size_larger, 640)?, "{said}");
+        ensure!(grown(&larger.file)? == 640 << 20, "the infra's file has another size");
+        Ok(())
+    })
+    .await
+}
+
+fn grown(file: &Path) -> Result<u64> {
+    Ok(std::fs::metadata(file)?.len())
+}

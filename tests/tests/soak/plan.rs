@@ -1,0 +1,220 @@
+//! What one user does, one operation after the other, drawn from a seed alone, and what must exist after each: the same
+//! seed gives the same operations, however long each of them takes.
+
+use std::collections::BTreeMap;
+
+use fastrand::Rng;
+
+/// How many machines a user has.
+pub const MACHINES: usize = 2;
+const VOLUMES: usize = 4;
+const SNAPSHOTS: usize = 3;
+const LARGEST_MIB: i64 = 32;
+
+/// A name for a volume or a snapshot that the user never gives again.
+pub type Number = u64;
+
+/// Records that must be found: those of the volume that they were first written to, and how many.
+pub type Records = Option<(Number, u64)>;
+
+/// A volume as it must be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Volume {
+    pub mib: i64,
+    pub records: Records,
+    /// The machine that it is attached to.
+    pub at: Option<usize>,
+}
+
+/// A snapshot as it must be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    pub mib: i64,
+    pub records: Records,
+}
+
+/// One thing that a user does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operation {
+    Create {
+        volume: Number,
+        mib: i64,
+    },
+    Restore {
+        volume: Number,
+        snapshot: Number,
+        mib: i64,
+    },
+    Clone {
+        volume: Number,
+        source: Number,
+        mib: i64,
+    },
+    Attach {
+        volume: Number,
+        machine: usize,
+    },
+    /// A second machine asks for a volume that is attached, and must be refused.
+    Contend {
+        volume: Number,
+        machine: usize,
+    },
+    Write {
+        volume: Number,
+        records: u64,
+    },
+    Verify {
+        volume: Number,
+    },
+    Expand {
+        volume: Number,
+        mib: i64,
+    },
+    Detach {
+        volume: Number,
+        machine: usize,
+    },
+    Delete {
+        volume: Number,
+    },
+    Snapshot {
+        snapshot: Number,
+        volume: Number,
+    },
+    DeleteSnapshot {
+        snapshot: Number,
+    },
+}
+
+/// One user's operations, and what they come to.
+#[derive(Debug)]
+pub struct Plan {
+    random: Rng,
+    next: Number,
+    pub volumes: BTreeMap<Number, Volume>,
+    pub snapshots: BTreeMap<Number, Snapshot>,
+}
+
+impl Plan {
+    pub fn new(seed: u64) -> Self {
+        let (volumes, snapshots) = (BTreeMap::new(), BTreeMap::new());
+        Self { random: Rng::with_seed(seed), next: 0, volumes, snapshots }
+    }
+
+    /// The next operation. It must be carried out, and then be [`Self::done`].
+    pub fn next(&mut self) -> Operation {
+        let mut possible = Vec::new();
+        let fresh = self.next;
+        if self.volumes.len() < VOLUMES {
+            possible.push(Operation::Create { volume: fresh, mib: self.random.i64(4..=8) });
+            for (snapshot, of) in &self.snapshots {
+                let mib = of.mib + self.random.i64(0..=2);
+                possible.push(Operation::Restore { volume: fresh, snapshot: *snapshot, mib });
+            }
+        }
+        for (number, volume) in &self.volumes {
+            let number = *number;
+            match volume.at {
+                None => {
+                    let machine = self.random.usize(0..MACHINES);
+                    // Twice as likely: most of what can go wrong is about disks in use.
+                    possible.extend([(); 2].map(|()| Operation::Attach { volume: number, machine }));
+                    possible.push(Operation::Delete { volume: number });
+                }
+                Some(machine) => {
+                    let records = self.random.u64(1..=16);
+                    possible.extend([(); 2].map(|()| Operation::Write { volume: number, records }));
+                    possible.push(Operation::Contend { volume: number, machine: (machine + 1) % MACHINES });
+                    possible.push(Operation::Detach { volume: number, machine });
+                }
+            }
+            possible.push(Operation::Verify { volume: number });
+            let mib = volume.mib + self.random.i64(1..=4);
+            if mib <= LARGEST_MIB {
+                possible.push(Operation::Expand { volume: number, mib });
+            }
+            if self.snapshots.len() < SNAPSHOTS {
+                possible.push(Operation::Snapshot { snapshot: fresh, volume: number });
+            }
+            if self.volumes.len() < VOLUMES {
+                possible.push(Operation::Clone { volume: fresh, source: number, mib: volume.mib });
+            }
+        }
+        possible.extend(self.snapshots.keys().map(|number| Operation::DeleteSnapshot { snapshot: *number }));
+        possible.swap_remove(self.random.usize(..possible.len()))
+    }
+
+    /// Brings what must exist up to date with an operation that was carried out.
+    pub fn done(&mut self, operation: &Operation) {
+        let Self { next, volumes, snapshots, .. } = self;
+        let made = |mib: i64, records: Records| Volume { mib, records, at: None };
+        match *operation {
+            Operation::Create { volume, mib } => {
+                volumes.insert(volume, made(mib, None));
+                *next += 1;
+            }
+            Operation::Restore { volume, snapshot, mib } => {
+                volumes.insert(volume, made(mib, snapshots[&snapshot].records));
+                *next += 1;
+            }
+            Operation::Clone { volume, source, mib } => {
+                volumes.insert(volume, made(mib, volumes[&source].records));
+                *next += 1;
+            }
+            Operation::Snapshot { snapshot, volume } => {
+                let Volume { mib, records, .. } = volumes[&volume];
+                snapshots.insert(snapshot, Snapshot { mib, records });
+                *next += 1;
+            }
+            Operation::Attach { volume, machine } => of(volumes, volume).at = Some(machine),
+            Operation::Detach { volume, .. } => of(volumes, volume).at = None,
+            Operation::Write { volume, records } => {
+                let written = &mut of(volumes, volume).records;
+                // What a volume began with is no more once something was written over it.
+                let own = written.filter(|(writer, _)| *writer == volume).map_or(0, |(_, own)| own);
+                *written = Some((volume, own + records));
+            }
+            Operation::Expand { volume, mib } => of(volumes, volume).mib = mib,
+            Operation::Delete { volume } => drop(volumes.remove(&volume)),
+            Operation::DeleteSnapshot { snapshot } => drop(snapshots.remove(&snapshot)),
+            Operation::Verify { .. } | Operation::Contend { .. } => {}
+        }
+    }
+
+    /// What takes everything away that is left.
+    pub fn end(&self) -> Vec<Operation> {
+        let mut all = Vec::new();
+        for (number, volume) in &self.volumes {
+            let volume_number = *number;
+            all.push(Operation::Verify { volume: volume_number });
+            if let Some(machine) = volume.at {
+                all.push(Operation::Detach { volume: volume_number, machine });
+                all.push(Operation::Verify { volume: volume_number });
+            }
+            all.push(Operation::Delete { volume: volume_number });
+        }
+        all.extend(self.snapshots.keys().map(|number| Operation::DeleteSnapshot { snapshot: *number }));
+        all
+    }
+}
+
+#[allow(clippy::unwrap_used, reason = "an operation on a volume that is not there is a mistake in this file")]
+fn of(volumes: &mut BTreeMap<Number, Volume>, number: Number) -> &mut Volume {
+    volumes.get_mut(&number).unwrap()
+}
+
+#[test]
+fn a_seed_gives_the_same_operations_each_time() {
+    let operations = |seed| {
+        let mut plan = Plan::new(seed);
+        let mut all = Vec::new();
+        for _ in 0..500 {
+            let operation = plan.next();
+            plan.done(&operation);
+            all.push(operation);
+        }
+        all
+    };
+    assert_eq!(operations(7), operations(7));
+    assert_ne!(operations(7), operations(8));
+}

@@ -1,0 +1,310 @@
+//! One user: carries operations out as a sidecar would, again and again until the answer is final, and looks whether
+//! what there is then is what must be.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use infra_api::{AttachmentState, VolumeState};
+use lab::LoopNode;
+use tests::driver::{self, Driver};
+use tests::records::Records;
+use tests::{MIB, PATIENCE, Scenario, bytes, eventually};
+use tonic::{Code, Status};
+
+use super::plan::{MACHINES, Number, Operation, Plan};
+
+/// How long an operation may take, while parts may fail again before what they are needed for is done.
+const STUCK: Duration = Duration::from_secs(600);
+/// What the records of a volume have room for.
+const ROOM: u64 = 256 << 10;
+
+/// A user of a guest, with machines of its own.
+pub struct User {
+    scenario: Arc<Scenario>,
+    name: String,
+    socket: PathBuf,
+    machines: Vec<LoopNode>,
+    plan: Plan,
+    /// The CSI handles of its volumes and snapshots.
+    handles: BTreeMap<Number, String>,
+    /// The disks of attached volumes.
+    disks: BTreeMap<Number, PathBuf>,
+    /// What was written, by the volume that it was written to.
+    records: BTreeMap<Number, Records>,
+}
+
+impl User {
+    pub async fn new(s: &Arc<Scenario>, guest: &str, number: u64, seed: u64) -> Result<Self> {
+        let second = if guest == "g1" { None } else { Some(s.second_guest().await?) };
+        let mut machines = Vec::new();
+        for _ in 0..MACHINES {
+            machines.push(match &second {
+                None => s.node().await?,
+                Some(second) => second.node().await?,
+            });
+        }
+        Ok(Self {
+            scenario: s.clone(),
+            name: format!("{}-{guest}-{number}", s.name),
+            socket: s.lab.controller_socket(guest)?,
+            machines,
+            plan: Plan::new(seed),
+            handles: BTreeMap::new(),
+            disks: BTreeMap::new(),
+            records: BTreeMap::new(),
+        })
+    }
+
+    /// Does what the plan has until then, and takes everything away that is left. Gives how often it did what.
+    pub async fn until(mut self, until: Instant) -> Result<BTreeMap<&'static str, usize>> {
+        let mut counts = BTreeMap::new();
+        while Instant::now() < until {
+            let operation = self.plan.next();
+            self.carry_out(&operation, &mut counts).await?;
+        }
+        for operation in self.plan.end() {
+            self.carry_out(&operation, &mut counts).await?;
+        }
+        Ok(counts)
+    }
+
+    async fn carry_out(
+        &mut self,
+        operation: &Operation,
+        counts: &mut BTreeMap<&'static str, usize>,
+    ) -> Result<()> {
+        let nth: usize = counts.values().sum();
+        let context = format!("user {}, operation {nth}: {operation:?}", self.name);
+        let what = self.act(operation).await.with_context(|| context.clone())?;
+        self.plan.done(operation);
+        self.check(operation).await.with_context(|| format!("after {context}"))?;
+        *counts.entry(what).or_default() += 1;
+        Ok(())
+    }
+
+    async fn act(&mut self, operation: &Operation) -> Result<&'static str> {
+        Ok(match *operation {
+            Operation::Create { volume, mib } => {
+                let request = driver::new_volume(&self.csi_name(volume), mib * MIB, "nestor");
+                self.make(volume, request).await?;
+                "create"
+            }
+            Operation::Restore { volume, snapshot, mib } => {
+                let from = &self.handles[&snapshot];
+                let request = driver::restored_volume(&self.csi_name(volume), mib * MIB, from);
+                self.make(volume, request).await?;
+                "restore"
+            }
+            Operation::Clone { volume, source, mib } => {
+                let from = &self.handles[&source];
+                let request = driver::cloned_volume(&self.csi_name(volume), mib * MIB, from);
+                self.make(volume, request).await?;
+                "clone"
+            }
+            Operation::Attach { volume, machine } => {
+                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+                let disk = self.insist(|driver| async move { driver.publish(handle, node).await }).await?;
+                self.disks.insert(volume, bytes::device(&self.machines[machine], &disk));
+                self.move_records(volume).await?;
+                "attach"
+            }
+            Operation::Contend { volume, machine } => {
+                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+                let refused = self
+                    .insist(|driver| async move {
+                        match driver.publish(handle, node).await {
+                            Err(status) if status.code() == Code::FailedPrecondition => Ok(Err(status)),
+                            answer => answer.map(Ok),
+                        }
+                    })
+                    .await?;
+                let Err(refused) = refused else { bail!("two machines have {handle}") };
+                let first = &self.machines[(machine + 1) % MACHINES].name;
+                ensure!(refused.message().contains(first.as_str()), "who has it is not told: {refused}");
+                self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
+                "contend"
+            }
+            Operation::Write { volume, records } => {
+                let mut own = match self.records.remove(&volume) {
+                    Some(records) => records,
+                    None => Records::begin(&self.disks[&volume], ROOM)?,
+                };
+                let appended =
+                    tokio::task::block_in_place(|| (0..records).try_for_each(|_| own.append().map(drop)));
+                self.records.insert(volume, own);
+                appended?;
+                "write"
+            }
+            Operation::Verify { .. } => "verify",
+            Operation::Expand { volume, mib } => {
+                let handle = self.handle(volume);
+                let has = self.insist(|driver| async move { driver.expand(handle, mib * MIB).await }).await?;
+                ensure!(has == mib * MIB, "{has} bytes");
+                "expand"
+            }
+            Operation::Detach { volume, machine } => {
+                self.disks.remove(&volume);
+                // Nobody holds the disk any more.
+                self.move_records(volume).await?;
+                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+                self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
+                "detach"
+            }
+            Operation::Delete { volume } => {
+                let handle = self.handle(volume);
+                self.insist(|driver| async move { driver.delete(handle).await }).await?;
+                "delete"
+            }
+            Operation::Snapshot { snapshot, volume } => {
+                let (name, of) = (&*self.csi_name(snapshot), self.handle(volume));
+                let made = self
+                    .insist(|driver| async move {
+                        match driver.snapshot(name, of, "nestor").await {
+                            Ok(made) if !made.ready_to_use => Err(Status::unavailable("not ready to use")),
+                            answer => answer,
+                        }
+                    })
+                    .await?;
+                self.handles.insert(snapshot, made.snapshot_id);
+                "snapshot"
+            }
+            Operation::DeleteSnapshot { snapshot } => {
+                let handle = self.handle(snapshot);
+                self.insist(|driver| async move { driver.delete_snapshot(handle).await }).await?;
+                "delete snapshot"
+            }
+        })
+    }
+
+    async fn make(&mut self, volume: Number, request: csi::proto::CreateVolumeRequest) -> Result<()> {
+        let wanted = request.capacity_range.unwrap_or_default().required_bytes;
+        let request = &request;
+        let made = self.insist(|driver| async move { driver.create(request.clone()).await }).await?;
+        ensure!(made.capacity_bytes == wanted, "{made:?}");
+        self.handles.insert(volume, made.volume_id);
+        Ok(())
+    }
+
+    /// Calls the driver until it answers finally. What is not final is what a sidecar repeats because the work may be
+    /// under way, or that nobody answers.
+    async fn insist<T, Answer>(&self, call: impl Fn(Driver) -> Answer) -> Result<T>
+    where
+        Answer: Future<Output = Result<T, Status>>,
+    {
+        eventually("a final answer", STUCK, || async {
+            let driver = match Driver::connect(&self.socket).await {
+                Ok(driver) => driver,
+                Err(error) => return Ok(Err(format!("{error:#}"))),
+            };
+            match call(driver).await {
+                Ok(answer) => Ok(Ok(answer)),
+                Err(status) if may_be_under_way(&status) => Ok(Err(status.to_string())),
+                Err(status) => bail!("a final answer: {status}"),
+            }
+        })
+        .await
+    }
+
+    /// Looks whether the volume or snapshot of an operation is as it must be, in the infra and by its records.
+    async fn check(&self, operation: &Operation) -> Result<()> {
+        match *operation {
+            Operation::Create { volume, .. }
+            | Operation::Restore { volume, .. }
+            | Operation::Clone { volume, .. }
+            | Operation::Attach { volume, .. }
+            | Operation::Contend { volume, .. }
+            | Operation::Write { volume, .. }
+            | Operation::Verify { volume }
+            | Operation::Expand { volume, .. }
+            | Operation::Detach { volume, .. }
+            | Operation::Snapshot { volume, .. } => self.check_volume(volume).await,
+            Operation::Delete { volume } => {
+                let claim = &self.handles[&volume];
+                let left = self.scenario.claims().get_opt(claim).await?;
+                ensure!(left.is_none(), "the claim is left: {left:?}");
+                Ok(())
+            }
+            Operation::DeleteSnapshot { snapshot } => {
+                let left = self.scenario.snapshots().get_opt(&self.handles[&snapshot]).await?;
+                ensure!(left.is_none(), "the snapshot is left: {left:?}");
+                Ok(())
+            }
+        }
+    }
+
+    async fn check_volume(&self, number: Number) -> Result<()> {
+        let must = &self.plan.volumes[&number];
+        let claim = &self.handles[&number];
+        let size = u64::try_from(must.mib * MIB)?;
+        let node = must.at.map(|machine| self.machines[machine].uuid);
+        // Asked until it answers: the infra may be away just now.
+        let file = eventually(&format!("volume {claim} as it must be: {must:?}"), PATIENCE, || async {
+            let volume = match self.scenario.infra_volume(claim).await {
+                Ok(volume) => volume,
+                Err(error) => return Ok(Err(format!("{error:#}"))),
+            };
+            let attachments = match self.scenario.infra.list_attachments(None, Some(&volume.id)).await {
+                Ok(attachments) => attachments,
+                Err(error) => return Ok(Err(error.to_string())),
+            };
+            let nodes: Vec<_> = attachments.iter().map(|one| one.node).collect();
+            let attached = attachments.iter().all(|one| one.state == AttachmentState::Attached);
+            let as_it_must_be = volume.state == VolumeState::Ready
+                && volume.capacity_bytes == size
+                && attached
+                && nodes == Vec::from_iter(node);
+            if !as_it_must_be {
+                return Ok(Err(format!("{volume:?} {attachments:?}")));
+            }
+            Ok(self.scenario.file_of(&volume).await.map_err(|error| format!("{error:#}")))
+        })
+        .await?;
+        if let Some((writer, count)) = must.records {
+            let path = self.disks.get(&number).unwrap_or(&file);
+            tokio::task::block_in_place(|| self.records[&writer].verify_since(count, path))?;
+        }
+        Ok(())
+    }
+
+    /// Lets the records of a volume go on where its bytes are now.
+    async fn move_records(&mut self, volume: Number) -> Result<()> {
+        let Some(records) = self.records.remove(&volume) else { return Ok(()) };
+        let place = match self.disks.get(&volume) {
+            Some(disk) => disk.clone(),
+            None => self.file(volume).await?,
+        };
+        self.records.insert(volume, records.moved_to(&place)?);
+        Ok(())
+    }
+
+    async fn file(&self, volume: Number) -> Result<PathBuf> {
+        let claim = &self.handles[&volume];
+        eventually(&format!("the file of {claim}"), PATIENCE, || async {
+            let file = async {
+                let volume = self.scenario.infra_volume(claim).await?;
+                self.scenario.file_of(&volume).await
+            };
+            Ok(file.await.map_err(|error| format!("{error:#}")))
+        })
+        .await
+    }
+
+    fn handle(&self, number: Number) -> &str {
+        &self.handles[&number]
+    }
+
+    fn csi_name(&self, number: Number) -> String {
+        format!("{}-{number}", self.name)
+    }
+}
+
+fn may_be_under_way(status: &Status) -> bool {
+    // Unknown is what the transport says of a driver that died while it was asked.
+    matches!(
+        status.code(),
+        Code::Unavailable | Code::DeadlineExceeded | Code::Aborted | Code::Cancelled | Code::Unknown
+    )
+}

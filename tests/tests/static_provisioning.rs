@@ -1,0 +1,487 @@
+//! Static provisioning: a guest's PersistentVolume that a person wrote by hand, and the management claim it names.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::volume_capability::access_mode::Mode;
+use csi::proto::{
+    CapacityRange, ControllerExpandVolumeRequest, ControllerModifyVolumeRequest, ListVolumesRequest,
+    ValidateVolumeCapabilitiesRequest, VolumeCapability,
+};
+use kube::ResourceExt;
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use lab::LoopNode;
+use serde_json::{Value, json};
+use tests::bytes::{checksum, device, noise, read, write};
+use tests::driver::{block, mount};
+use tests::guest::static_volume;
+use tests::pods::{self, Script};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+/// The label that shares a claim with a guest.
+fn share(cluster_id: &str) -> String {
+    format!("{}{cluster_id}", names::LABEL_SHARE_PREFIX)
+}
+
+// ---- what was there ----
+
+#[tokio::test]
+async fn pods_find_what_was_on_the_volume_and_nothing_is_formatted() -> Result<()> {
+    pods::run(|machines| async move {
+        let s = machines.scenario();
+        let own = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
+        let size = json!({"resources": {"requests": {"storage": "16Mi"}}});
+        let files = s.management_claim(&own, size).await?;
+        let raw = s.management_claim(&own, json!({"volumeMode": "Block"})).await?;
+
+        let folder = tempfile::tempdir()?;
+        let kept = folder.path().join("kept");
+        std::fs::write(&kept, noise(1, 1 << 20))?;
+        let file = s.file_of(&s.infra_volume(&files).await?).await?;
+        let make = ["-q".as_ref(), "-F".as_ref(), "-d".as_ref(), folder.path().as_os_str(), file.as_os_str()];
+        lab::process::run(&mut lab::process::command("mkfs.ext4", make)).await?;
+        let identity = filesystem_uuid(&file).await?;
+        let device = s.file_of(&s.infra_volume(&raw).await?).await?;
+        write(&device, &noise(2, 4 << 20))?;
+        let (kept, device) = (checksum(&kept).await?, checksum(&device).await?);
+
+        s.static_claim("files", &files, json!({"capacity": {"storage": "16Mi"}})).await?;
+        s.static_claim("raw", &raw, json!({"volumeMode": "Block"})).await?;
+        let (files, raw) = (machines.follow("files").await?, machines.follow("raw").await?);
+        let script = "sha256sum < /files/kept; sha256sum < /dev/raw; echo more > /files/more; sync";
+        let pod =
+            Script::new("here", &machines.here, script).mount(&files, "/files").device(&raw, "/dev/raw");
+        let said = machines.run(pod).await?;
+        ensure!(
+            said == format!("{kept}  -\n{device}  -"),
+            "written were {kept} and {device}, read is {said}"
+        );
+
+        let script = "sha256sum < /files/kept; cat /files/more";
+        let pod = Script::new("there", &machines.there, script).mount(&files, "/files");
+        let said = machines.run(pod).await?;
+        ensure!(said == format!("{kept}  -\nmore"), "on the other machine: {said}");
+
+        machines.detached(&files).await?;
+        let after = filesystem_uuid(&files.file).await?;
+        ensure!(after == identity, "filesystem {identity} has become {after}");
+        Ok(())
+    })
+    .await
+}
+
+async fn filesystem_uuid(file: &Path) -> Result<String> {
+    let probe =
+        ["-p".as_ref(), "-s".as_ref(), "UUID".as_ref(), "-o".as_ref(), "value".as_ref(), file.as_os_str()];
+    lab::process::run(&mut lab::process::command("blkid", probe)).await
+}
+
+// ---- one claim, several guests ----
+
+/// Waits until these guests, and no others, are recorded as users of a management claim: cluster ID, volume, mode.
+async fn consumers(s: &Scenario, claim: &str, wanted: &[(&str, &str, &str)]) -> Result<()> {
+    let wanted: BTreeMap<String, Value> = wanted
+        .iter()
+        .map(|(id, volume, mode)| ((*id).to_owned(), json!({"pv": volume, "mode": mode})))
+        .collect();
+    eventually(&format!("the consumers of management claim {claim}"), PATIENCE, || async {
+        let found = s.claims().get(claim).await?;
+        let mut there = BTreeMap::new();
+        for (key, value) in found.annotations() {
+            if let Some(id) = key.strip_prefix(names::ANNOTATION_CONSUMER_PREFIX) {
+                there.insert(id.to_owned(), serde_json::from_str(value)?);
+            }
+        }
+        Ok(if there == wanted { Ok(()) } else { Err(format!("{there:?}, not {wanted:?}")) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn two_guests_read_one_management_claim_at_once_and_are_recorded_on_it_for_as_long() -> Result<()> {
+    run(|s| async move {
+        let second = s.second_guest().await?;
+        let shares = [share(&s.cluster_id), share(&second.cluster_id)];
+        // Nobody's own: the platform team's.
+        let labels = [(shares[0].as_str(), "ro"), (shares[1].as_str(), "ro")];
+        let reading = json!({"accessModes": ["ReadOnlyMany"]});
+        let handle = s.management_claim(&labels, reading.clone()).await?;
+        let bytes = noise(3, 4 << 20);
+        write(&s.file_of(&s.infra_volume(&handle).await?).await?, &bytes)?;
+        consumers(&s, &handle, &[]).await?;
+
+        let first_volume = s.static_claim("data", &handle, reading.clone()).await?.name_any();
+        let second_volume = second.static_volume(&handle, &reading).await?.name_any();
+        let first_entry = (s.cluster_id.as_str(), first_volume.as_str(), "ro");
+        let second_entry = (second.cluster_id.as_str(), second_volume.as_str(), "ro");
+        consumers(&s, &handle, &[first_entry, second_entry]).await?;
+
+        let (here, there) = (s.node().await?, second.node().await?);
+        s.lab.join_guest(&here).await?;
+        s.lab.join_guest(&there).await?;
+        let one = s.orders().attach(&first_volume, &here.name).await?;
+        let other = second.orders().attach(&second_volume, &there.name).await?;
+        for (node, disk) in
+            [(&here, s.orders().attached(&one).await?), (&there, second.orders().attached(&other).await?)]
+        {
+            assert!(read(&device(node, &disk), bytes.len())? == bytes, "{} reads something else", node.name);
+            let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
+            assert!(attachments.iter().all(|one| one.read_only), "{attachments:?}");
+        }
+
+        // A guest that leaves takes its record with it, and no other.
+        second.orders().detach(&other).await?;
+        second.volumes().delete(&second_volume, &DeleteParams::default()).await?;
+        consumers(&s, &handle, &[first_entry]).await?;
+        s.orders().detach(&one).await?;
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        s.guest_volumes().delete(&first_volume, &DeleteParams::default()).await?;
+        consumers(&s, &handle, &[]).await?;
+        assert!(s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none(), "the claim is kept");
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_guest() -> Result<()> {
+    run(|s| async move {
+        let second = s.second_guest().await?;
+        let shared = share(&second.cluster_id);
+        let labels = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str()), (shared.as_str(), "rw")];
+        let handle = s.management_claim(&labels, json!({})).await?;
+        let mine = s.static_claim("data", &handle, json!({})).await?.name_any();
+        let theirs = second.static_volume(&handle, &json!({})).await?.name_any();
+        // Whose own it is, its label says: only the other guest is recorded.
+        consumers(&s, &handle, &[(&second.cluster_id, &theirs, "rw")]).await?;
+
+        let (here, there, far) = (s.node().await?, s.node().await?, second.node().await?);
+        for node in [&here, &there, &far] {
+            s.lab.join_guest(node).await?;
+        }
+        let first = s.orders().attach(&mine, &here.name).await?;
+        let disk = s.orders().attached(&first).await?;
+        write(&device(&here, &disk), b"written in the first guest")?;
+
+        // No second writer: neither on another machine of the guest, nor in the other guest.
+        let another = s.orders().attach(&mine, &there.name).await?;
+        s.orders().refused(&another, &["FailedPrecondition", &here.name]).await?;
+        let writer = mount(Mode::SingleNodeWriter);
+        let refused = s.driver.refusal(&handle, &there.name, &writer).await?;
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&here.name), "{refused}");
+        let elsewhere = second.orders().attach(&theirs, &far.name).await?;
+        second.orders().refused(&elsewhere, &["FailedPrecondition", &here.name]).await?;
+        let refused = second.driver.refusal(&handle, &far.name, &writer).await?;
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&here.name), "{refused}");
+
+        // Once the first lets go, the other guest has it by itself, and finds what was written.
+        s.orders().detach(&another).await?;
+        s.orders().detach(&first).await?;
+        assert_eq!(second.orders().attached(&elsewhere).await?, disk, "the same disk");
+        let text = b"written in the first guest";
+        assert_eq!(read(&device(&far, &disk), text.len())?, text);
+        let refused = s.driver.publish(&handle, &here.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(refused.message().contains(&far.name), "{refused}");
+        second.orders().detach(&elsewhere).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guest_may_use_what_is_shared_with_it_and_change_nothing_of_it() -> Result<()> {
+    run(|s| async move {
+        let shared = share(&s.cluster_id);
+        let labels = [(names::LABEL_CLUSTER_ID, "the-owner"), (shared.as_str(), "rw")];
+        let handle = s.management_claim(&labels, json!({})).await?;
+        s.static_claim("data", &handle, json!({})).await?;
+        let mut calls = s.driver.calls();
+
+        let wanted = vec![mount(Mode::SingleNodeWriter)];
+        let validate = ValidateVolumeCapabilitiesRequest {
+            volume_id: handle.clone(),
+            volume_capabilities: wanted.clone(),
+            ..Default::default()
+        };
+        let answer = calls.validate_volume_capabilities(validate).await?.into_inner();
+        assert_eq!(answer.confirmed.map(|confirmed| confirmed.volume_capabilities), Some(wanted));
+        let listed = calls.list_volumes(ListVolumesRequest::default()).await?.into_inner();
+        let listed = listed.entries.into_iter().filter_map(|entry| entry.volume);
+        assert!(listed.into_iter().any(|volume| volume.volume_id == handle), "it is listed");
+
+        let expand = ControllerExpandVolumeRequest {
+            volume_id: handle.clone(),
+            capacity_range: Some(CapacityRange { required_bytes: 8 * MIB, limit_bytes: 0 }),
+            volume_capability: Some(mount(Mode::SingleNodeWriter)),
+            ..Default::default()
+        };
+        let modify = ControllerModifyVolumeRequest {
+            volume_id: handle.clone(),
+            mutable_parameters: [(
+                names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS.to_owned(),
+                "gold".to_owned(),
+            )]
+            .into(),
+            ..Default::default()
+        };
+        // Codes that end the sidecars' tries: no try of this guest can ever succeed.
+        for refused in [
+            calls.controller_expand_volume(expand).await.unwrap_err(),
+            calls.controller_modify_volume(modify).await.unwrap_err(),
+        ] {
+            assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+            let texts = [handle.as_str(), "shared with this guest", "owner"];
+            assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        }
+        let refused = s.driver.delete(&handle).await.unwrap_err();
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        let texts = [handle.as_str(), "the-owner", "Retain"];
+        assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
+        let claim = s.claims().get(&handle).await?;
+        assert!(claim.metadata.deletion_timestamp.is_none());
+        assert_eq!(s.infra_volume(&handle).await?.capacity_bytes, 4 << 20);
+
+        let node = s.node().await?;
+        s.driver.publish(&handle, &node.name).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_is_no_longer_shared_is_not_found_and_can_still_be_detached() -> Result<()> {
+    run(|s| async move {
+        let shared = share(&s.cluster_id);
+        let handle = s.management_claim(&[(&shared, "rw")], json!({})).await?;
+        let volume = s.static_claim("data", &handle, json!({})).await?.name_any();
+        consumers(&s, &handle, &[(&s.cluster_id, &volume, "rw")]).await?;
+        let node = s.node().await?;
+        s.driver.publish(&handle, &node.name).await?;
+
+        let unshare = Patch::Merge(json!({"metadata": {"labels": {&shared: null}}}));
+        s.claims().patch(&handle, &PatchParams::default(), &unshare).await?;
+        s.told("data", &[&volume, &handle, &shared]).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        s.nothing_is_attached(&node).await?;
+        let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{refused}");
+
+        // Its record would hold up the owner for ever.
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        s.guest_volumes().delete(&volume, &DeleteParams::default()).await?;
+        consumers(&s, &handle, &[]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guest_is_recorded_until_the_last_of_its_volumes_is_gone_and_as_a_writer_while_one_writes()
+-> Result<()> {
+    run(|s| async move {
+        let shared = share(&s.cluster_id);
+        let modes = json!({"accessModes": ["ReadWriteOnce", "ReadOnlyMany"]});
+        let handle = s.management_claim(&[(&shared, "rw")], modes).await?;
+        let volume =
+            |modes: &str| static_volume(&unique(&s.name), &s.name, &handle, &json!({"accessModes": [modes]}));
+        let volumes = s.guest_volumes();
+        let reader = volumes.create(&PostParams::default(), &volume("ReadOnlyMany")?).await?.name_any();
+        let as_reader = (s.cluster_id.as_str(), reader.as_str(), "ro");
+        consumers(&s, &handle, &[as_reader]).await?;
+
+        let writer = volumes.create(&PostParams::default(), &volume("ReadWriteOnce")?).await?.name_any();
+        let record = format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, s.cluster_id);
+        eventually("the guest is recorded as a writer", PATIENCE, || async {
+            let claim = s.claims().get(&handle).await?;
+            let said = claim.annotations().get(&record).cloned().unwrap_or_default();
+            Ok(if said.contains("\"rw\"") { Ok(()) } else { Err(said) })
+        })
+        .await?;
+
+        volumes.delete(&writer, &DeleteParams::default()).await?;
+        consumers(&s, &handle, &[as_reader]).await?;
+        volumes.delete(&reader, &DeleteParams::default()).await?;
+        consumers(&s, &handle, &[]).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_shared_for_reading_is_given_to_a_volume_that_says_it_only_reads() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let handle = s.management_claim(&[(&share(&s.cluster_id), "ro")], json!({})).await?;
+        let volume = s.static_claim("data", &handle, json!({"csi": {"readOnly": true}})).await?.name_any();
+        consumers(&s, &handle, &[(&s.cluster_id, &volume, "ro")]).await?;
+        let order = s.orders().attach(&volume, &node.name).await?;
+        s.orders().attached(&order).await?;
+        let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
+        assert!(attachments.len() == 1 && attachments[0].read_only, "{attachments:?}");
+        s.orders().detach(&order).await
+    })
+    .await
+}
+
+// ---- what does not fit ----
+
+/// A guest volume that does not fit the management claim it names.
+struct Misfit {
+    /// Name of the guest's claim.
+    name: &'static str,
+    /// Labels of the management claim.
+    labels: Vec<(String, String)>,
+    /// What its spec says other than a filesystem of 4 MiB, ReadWriteOnce.
+    below: Value,
+    /// The same of the guest's volume.
+    above: Value,
+    /// As which it is attached.
+    wanted: VolumeCapability,
+    /// What the refusal names, besides both objects.
+    texts: Vec<String>,
+}
+
+#[tokio::test]
+async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_never_attached() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let own = || vec![(names::LABEL_CLUSTER_ID.to_owned(), s.cluster_id.clone())];
+        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        for misfit in [
+            Misfit {
+                name: "larger",
+                labels: own(),
+                below: json!({}),
+                above: json!({"capacity": {"storage": "8Mi"}}),
+                wanted: mount(Mode::SingleNodeWriter),
+                texts: words(&["8Mi", "4Mi"]),
+            },
+            Misfit {
+                name: "block-of-filesystem",
+                labels: own(),
+                below: json!({}),
+                above: json!({"volumeMode": "Block"}),
+                wanted: block(Mode::SingleNodeWriter),
+                texts: words(&["volumeMode", "Block", "Filesystem"]),
+            },
+            Misfit {
+                name: "filesystem-of-block",
+                labels: own(),
+                below: json!({"volumeMode": "Block"}),
+                above: json!({}),
+                wanted: mount(Mode::SingleNodeWriter),
+                texts: words(&["volumeMode", "Block", "Filesystem"]),
+            },
+            Misfit {
+                name: "another-access-mode",
+                labels: own(),
+                below: json!({}),
+                above: json!({"accessModes": ["ReadOnlyMany"]}),
+                wanted: mount(Mode::MultiNodeReaderOnly),
+                texts: words(&["ReadOnlyMany", "ReadWriteOnce"]),
+            },
+            Misfit {
+                name: "writer-of-a-reader",
+                labels: own(),
+                below: json!({"accessModes": ["ReadOnlyMany"]}),
+                above: json!({}),
+                wanted: mount(Mode::SingleNodeWriter),
+                texts: words(&["ReadWriteOnce", "ReadOnlyMany"]),
+            },
+            Misfit {
+                name: "shared-for-reading",
+                labels: vec![(share(&s.cluster_id), "ro".to_owned())],
+                below: json!({}),
+                above: json!({}),
+                wanted: mount(Mode::SingleNodeWriter),
+                texts: words(&["for reading only"]),
+            },
+        ] {
+            refused_everywhere(&s, &node, misfit).await?;
+        }
+        s.nothing_is_attached(&node).await
+    })
+    .await
+}
+
+/// The same words stand on the guest's claim, in the answer to the CSI call, and in what csi-attacher writes.
+async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Result<()> {
+    let name = misfit.name;
+    let labels: Vec<_> = misfit.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    let handle = s.management_claim(&labels, misfit.below).await?;
+    let volume = s.static_claim(name, &handle, misfit.above).await.context(name)?.name_any();
+    let mut texts: Vec<&str> = misfit.texts.iter().map(String::as_str).collect();
+    texts.extend([volume.as_str(), handle.as_str()]);
+    s.told(name, &texts).await.context(name)?;
+    let Err(refused) = s.driver.publish_as(&handle, &node.name, misfit.wanted).await else {
+        anyhow::bail!("{name}: it was attached");
+    };
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{name}: {refused}");
+    assert!(texts.iter().all(|text| refused.message().contains(text)), "{name}: {refused}");
+    let order = s.orders().attach(&volume, &node.name).await?;
+    texts.push("FailedPrecondition");
+    s.orders().refused(&order, &texts).await.context(name)?;
+    s.orders().detach(&order).await
+}
+
+#[tokio::test]
+async fn a_claim_of_another_guest_cannot_be_told_from_one_that_is_not_there() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let foreign = s.management_claim(&[(names::LABEL_CLUSTER_ID, "another-guest")], json!({})).await?;
+        let shared_elsewhere = share("another-guest");
+        let elsewhere = s.management_claim(&[(&shared_elsewhere, "rw")], json!({})).await?;
+        let absent = unique(&s.name);
+        let mut told = Vec::new();
+        for (name, handle) in [("absent", &absent), ("foreign", &foreign), ("elsewhere", &elsewhere)] {
+            let volume = s.static_claim(name, handle, json!({})).await?.name_any();
+            let (_, event) = s.told(name, &[&volume, handle]).await?;
+            let answer = s.driver.publish(handle, &node.name).await.unwrap_err();
+            assert_eq!(answer.code(), Code::NotFound, "{name}: {answer}");
+            let order = s.orders().attach(&volume, &node.name).await?;
+            s.orders().refused(&order, &["NotFound", &volume, handle]).await?;
+            s.orders().detach(&order).await?;
+            let without = |text: &str| text.replace(&volume, "VOLUME").replace(handle.as_str(), "CLAIM");
+            told.push((without(&event), without(answer.message())));
+        }
+        assert!(told.iter().all(|one| *one == told[0]), "{told:#?}");
+        consumers(&s, &foreign, &[]).await?;
+
+        // While a volume has no claim, it is told on the volume.
+        let lonely = static_volume(&unique(&s.name), &s.name, &absent, &json!({}))?;
+        let lonely = s.guest_volumes().create(&PostParams::default(), &lonely).await?.name_any();
+        s.told_of("PersistentVolume", &lonely, &[&lonely, &absent]).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_that_was_refused_is_attached_once_its_claim_below_is_there() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let handle = s.management_claim(&[], json!({})).await?;
+        let volume = s.static_claim("data", &handle, json!({})).await?.name_any();
+        let order = s.orders().attach(&volume, &node.name).await?;
+        s.orders().refused(&order, &["NotFound", &handle]).await?;
+        // Only a claim that was told of a misfit is told that it fits.
+        s.told("data", &[&volume, &handle]).await?;
+
+        let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));
+        s.claims().patch(&handle, &PatchParams::default(), &shared).await?;
+        s.orders().attached(&order).await?;
+        let (reason, _) = s.told("data", &["fits", "now"]).await?;
+        assert_eq!(reason, "VolumeFits");
+        consumers(&s, &handle, &[(&s.cluster_id, &volume, "rw")]).await?;
+        s.orders().detach(&order).await
+    })
+    .await
+}

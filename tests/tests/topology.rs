@@ -1,0 +1,303 @@
+//! Zones: from a machine to its node, from a pod to its volume's pool, and back as the places from which a volume can be
+//! reached; and how much room each zone has, by which the scheduler chooses.
+
+use anyhow::{Context, Result};
+use crds::names;
+use csi::proto::{GetCapacityRequest, Topology};
+use infra_api::Pool;
+use k8s_openapi::api::core::v1::{Node, PersistentVolume};
+use k8s_openapi::api::storage::v1::{CSINode, CSIStorageCapacity};
+use kube::api::{Api, ListParams, Patch, PatchParams};
+use kube::{Client, ResourceExt};
+use kube_kit::quantity;
+use serde_json::{Value, json};
+use tests::driver::new_volume;
+use tests::guest::handle;
+use tests::pools::OwnPool;
+use tests::{MIB, PATIENCE, Scenario, eventually, run};
+
+const A: &str = "zone-a";
+const B: &str = "zone-b";
+/// Label of a scenario's pools.
+const OWN: &str = "test";
+
+/// A pool of the scenario's own in a zone, or in none.
+async fn pool_in(s: &Scenario, zone: Option<&str>) -> Result<OwnPool> {
+    let zone = zone.map(|zone| (names::LABEL_ZONE, zone));
+    let labels: Vec<_> = [(OWN, s.name.as_str())].into_iter().chain(zone).collect();
+    s.pool(&labels).await
+}
+
+/// A management class that only the scenario's pools serve, and a guest's class for it that says this besides.
+async fn classes(s: &Scenario, more: Value) -> Result<(String, String)> {
+    let below = s.management_class(&[(&format!("pool.{OWN}"), &s.name)]).await?;
+    let above = s.guest_class_with(&[(names::PARAMETER_MANAGEMENT_CLASS, &below)], more).await?;
+    Ok((below, above))
+}
+
+fn wait_for_consumer() -> Value {
+    json!({"volumeBindingMode": "WaitForFirstConsumer"})
+}
+
+fn only_in(zone: &str) -> Value {
+    json!({"allowedTopologies": [{"matchLabelExpressions": [{"key": names::LABEL_ZONE, "values": [zone]}]}]})
+}
+
+/// A claim of a raw volume, so that no pod needs a filesystem.
+async fn raw_claim(s: &Scenario, name: &str, class: &str) -> Result<()> {
+    s.claim_with(name, class, "4Mi", json!({"volumeMode": "Block"})).await.map(drop)
+}
+
+/// What a volume's node affinity says, as text; nothing where it can be used on every node.
+fn affinity(volume: &PersistentVolume) -> Option<String> {
+    let affinity = volume.spec.as_ref()?.node_affinity.as_ref()?;
+    serde_json::to_string(affinity).ok()
+}
+
+/// The volume of a bound guest claim lies in this pool, and can be reached from its zone only.
+async fn lies_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Result<()> {
+    let (_, volume) = s.bound(claim).await?;
+    let handle = handle(&volume)?;
+    assert_eq!(s.infra_volume(&handle).await?.pool, pool.name);
+    let term = json!({"matchExpressions": [{"key": names::LABEL_ZONE, "operator": "In", "values": [zone]}]});
+    let wanted = json!({"required": {"nodeSelectorTerms": [term]}});
+    let affinity =
+        affinity(&volume).with_context(|| format!("volume {} has no node affinity", volume.name_any()))?;
+    assert_eq!(serde_json::from_str::<Value>(&affinity)?, wanted);
+    let below = s.claims().get(&handle).await?;
+    for annotation in [names::ANNOTATION_REQUESTED_ZONES, names::ANNOTATION_ACCESSIBLE_ZONES] {
+        assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(zone), "{annotation}");
+    }
+    Ok(())
+}
+
+// ---- machines ----
+
+#[tokio::test]
+async fn a_machines_zone_is_its_nodes_label_and_known_to_the_driver_there() -> Result<()> {
+    run(|s| async move {
+        let machines = s.lab.vms();
+        anyhow::ensure!(machines.len() > 1, "two virtual machines are needed: `cargo lab up --vms 2`");
+        let mut zones = Vec::new();
+        for machine in machines {
+            let zone = s.lab.vm(&machine)?.zone;
+            let node = Api::<Node>::all(s.guest.clone()).get(&machine).await?;
+            assert_eq!(node.labels().get(names::LABEL_ZONE), Some(&zone), "{machine}");
+            let node = Api::<CSINode>::all(s.guest.clone()).get(&machine).await?;
+            let driver = node.spec.drivers.into_iter().find(|driver| driver.name == names::GUEST_DRIVER);
+            let keys = driver.and_then(|driver| driver.topology_keys);
+            assert_eq!(keys, Some(vec![names::LABEL_ZONE.to_owned()]), "{machine}");
+            zones.push(zone);
+        }
+        assert_eq!(zones[..2], [A, B]);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_zone_that_somebody_wrote_on_a_node_is_kept_and_told() -> Result<()> {
+    run(|s| async move {
+        let node = s.node_for_pods(A, None).await?;
+        let nodes = Api::<Node>::all(s.guest.clone());
+        let label = async |zone: Option<&str>| {
+            let patch = Patch::Merge(json!({"metadata": {"labels": {names::LABEL_ZONE: zone}}}));
+            nodes.patch(&node.name, &PatchParams::default(), &patch).await
+        };
+        label(Some("elsewhere")).await?;
+        let (reason, _) = s.told_of("Node", &node.name, &["elsewhere", A, &node.name]).await?;
+        assert_eq!(reason, "ZoneDiffers");
+        let there = nodes.get(&node.name).await?;
+        assert_eq!(there.labels().get(names::LABEL_ZONE).map(String::as_str), Some("elsewhere"));
+        label(None).await?;
+        eventually("the node has its machine's zone again", PATIENCE, || async {
+            let there = nodes.get(&node.name).await?;
+            let zone = there.labels().get(names::LABEL_ZONE).cloned();
+            Ok(if zone.as_deref() == Some(A) { Ok(()) } else { Err(format!("{zone:?}")) })
+        })
+        .await
+    })
+    .await
+}
+
+// ---- where volumes go ----
+
+#[tokio::test]
+async fn a_volume_is_made_in_the_zone_of_its_pods_node_and_holds_later_pods_there() -> Result<()> {
+    run(|s| async move {
+        let (pool_a, pool_b) = (pool_in(&s, Some(A)).await?, pool_in(&s, Some(B)).await?);
+        let (node_a, node_b) = (s.node_for_pods(A, None).await?, s.node_for_pods(B, None).await?);
+        let (_, class) = classes(&s, wait_for_consumer()).await?;
+        for (name, node, pool, zone) in [("a", &node_a, &pool_a, A), ("b", &node_b, &pool_b, B)] {
+            raw_claim(&s, name, &class).await?;
+            s.pod(name, Some(node), &[name]).await?;
+            assert_eq!(s.scheduled(name).await?, node.name);
+            lies_in(&s, name, pool, zone).await?;
+        }
+        s.pod("astray", Some(&node_a), &["b"]).await?;
+        s.not_scheduled("astray", &["1 node(s) didn't match PersistentVolume's node affinity"]).await?;
+        s.pod("anywhere", None, &["b"]).await?;
+        assert_eq!(s.scheduled("anywhere").await?, node_b.name);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_pod_that_may_run_anywhere_is_sent_where_its_volume_has_room() -> Result<()> {
+    run(|s| async move {
+        let pool = pool_in(&s, Some(B)).await?;
+        s.node_for_pods(A, None).await?;
+        let node = s.node_for_pods(B, None).await?;
+        let (_, class) = classes(&s, wait_for_consumer()).await?;
+        raw_claim(&s, "data", &class).await?;
+        s.pod("pod", None, &["data"]).await?;
+        assert_eq!(s.scheduled("pod").await?, node.name);
+        lies_in(&s, "data", &pool, B).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_class_that_allows_one_zone_keeps_to_it() -> Result<()> {
+    run(|s| async move {
+        pool_in(&s, Some(A)).await?;
+        let pool = pool_in(&s, Some(B)).await?;
+        let (_, class) = classes(&s, only_in(B)).await?;
+        raw_claim(&s, "data", &class).await?;
+        lies_in(&s, "data", &pool, B).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_that_is_reached_from_everywhere_names_no_zone() -> Result<()> {
+    run(|s| async move {
+        let pool = pool_in(&s, None).await?;
+        let (below, class) = classes(&s, json!({})).await?;
+        raw_claim(&s, "data", &class).await?;
+        let (_, volume) = s.bound("data").await?;
+        assert_eq!(affinity(&volume), None);
+        let handle = handle(&volume)?;
+        assert_eq!(s.infra_volume(&handle).await?.pool, pool.name);
+        let claim = s.claims().get(&handle).await?;
+        for annotation in [names::ANNOTATION_REQUESTED_ZONES, names::ANNOTATION_ACCESSIBLE_ZONES] {
+            assert!(!claim.annotations().contains_key(annotation), "{annotation}");
+        }
+        // Also where a zone is asked for: from there it is reached, too.
+        let above = [(names::PARAMETER_MANAGEMENT_CLASS, below.as_str())];
+        let zoned = s.guest_class_with(&above, only_in(B)).await?;
+        raw_claim(&s, "zoned", &zoned).await?;
+        assert_eq!(affinity(&s.bound("zoned").await?.1), None);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_zone_without_room_is_told_with_what_each_pool_lacks_and_heals() -> Result<()> {
+    run(|s| async move {
+        let pool = pool_in(&s, Some(A)).await?;
+        let (_, class) = classes(&s, only_in(B)).await?;
+        raw_claim(&s, "data", &class).await?;
+        let (reason, _) =
+            s.told("data", &["no pool for", "1 in another zone", "labels do not match"]).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+        s.label_own_pool(&pool, &[(OWN, &s.name), (names::LABEL_ZONE, B)]).await?;
+        lies_in(&s, "data", &pool, B).await
+    })
+    .await
+}
+
+// ---- how much room there is ----
+
+/// What is free in a pool, as the infra says.
+async fn free(s: &Scenario, pool: &OwnPool) -> Result<u64> {
+    let pool: Pool = s.infra.get_pool(&pool.name).await?.context("the pool is gone")?;
+    Ok(pool.free_bytes)
+}
+
+/// What is published in a cluster for a class and a zone: all that is left, and the largest volume.
+async fn published(
+    client: &Client,
+    namespace: &str,
+    class: &str,
+    zone: &str,
+) -> Result<Option<(Option<u64>, Option<u64>)>> {
+    let api: Api<CSIStorageCapacity> = Api::namespaced(client.clone(), namespace);
+    let list = api.list(&ListParams::default()).await?;
+    let is_of_zone = |one: &CSIStorageCapacity| {
+        let labels = one.node_topology.as_ref().and_then(|topology| topology.match_labels.as_ref());
+        labels.and_then(|labels| labels.get(names::LABEL_ZONE)).map(String::as_str) == Some(zone)
+    };
+    let found = list.items.into_iter().find(|one| one.storage_class_name == class && is_of_zone(one));
+    let bytes = |quantity: Option<_>| quantity.as_ref().and_then(quantity::value);
+    Ok(found.map(|one| (bytes(one.capacity), bytes(one.maximum_volume_size))))
+}
+
+/// Waits until both tiers say of both zones what the pools there have: the guest no more than this, where it is limited.
+/// Gives what is free in each.
+async fn is_told(
+    s: &Scenario,
+    below: &str,
+    above: &str,
+    pools: &[(&str, &OwnPool); 2],
+    most: Option<u64>,
+) -> Result<[u64; 2]> {
+    let mut frees = [0; 2];
+    for (at, (zone, pool)) in pools.iter().enumerate() {
+        let what = format!("the room of {above} in {zone}, at most {most:?}, is told");
+        frees[at] = eventually(&what, PATIENCE, || async {
+            let free = free(s, pool).await?;
+            let left = most.map_or(free, |most| most.min(free));
+            let request = GetCapacityRequest {
+                parameters: [(names::PARAMETER_MANAGEMENT_CLASS.to_owned(), below.to_owned())].into(),
+                accessible_topology: Some(Topology {
+                    segments: [(names::LABEL_ZONE.to_owned(), (*zone).to_owned())].into(),
+                }),
+                ..Default::default()
+            };
+            let answer = s.driver.calls().get_capacity(request).await?.into_inner();
+            let seen = [
+                published(&s.management, "nestor-system", below, zone).await?,
+                published(&s.guest, "kube-system", above, zone).await?,
+                Some((
+                    u64::try_from(answer.available_capacity).ok(),
+                    answer.maximum_volume_size.map(|size| size as u64),
+                )),
+            ];
+            let wanted = [free, left, left].map(|bytes| Some((Some(bytes), Some(bytes))));
+            Ok(if seen == wanted { Ok(free) } else { Err(format!("{seen:?} instead of {wanted:?}")) })
+        })
+        .await?;
+    }
+    Ok(frees)
+}
+
+#[tokio::test]
+async fn both_tiers_say_how_much_room_each_zones_pools_have_less_what_quotas_leave() -> Result<()> {
+    run(|s| async move {
+        let (pool_a, pool_b) = (pool_in(&s, Some(A)).await?, pool_in(&s, Some(B)).await?);
+        let pools = [(A, &pool_a), (B, &pool_b)];
+        let (below, above) = classes(&s, wait_for_consumer()).await?;
+        let before = is_told(&s, &below, &above, &pools, None).await?;
+        assert!(before.iter().all(|bytes| *bytes > 100 << 20), "{before:?}");
+
+        let mut request = new_volume(&s.csi_name(), 64 * MIB, &below);
+        let zone = Topology { segments: [(names::LABEL_ZONE.to_owned(), A.to_owned())].into() };
+        request.accessibility_requirements = Some(csi::proto::TopologyRequirement {
+            requisite: vec![zone.clone()],
+            preferred: vec![zone.clone()],
+        });
+        let made = s.driver.create(request).await?;
+        assert_eq!(made.accessible_topology, [zone]);
+        let after = is_told(&s, &below, &above, &pools, None).await?;
+        assert!(after[0] <= before[0] - (64 << 20), "{before:?}, and with a volume {after:?}");
+
+        s.quota(&below, "100Mi").await?;
+        is_told(&s, &below, &above, &pools, Some(36 << 20)).await?;
+        s.driver.delete(&made.volume_id).await?;
+        is_told(&s, &below, &above, &pools, Some(100 << 20)).await.map(drop)
+    })
+    .await
+}

@@ -4,6 +4,7 @@
 //! These are for reading. Whoever writes sends a patch, or an object of `k8s-openapi`.
 
 mod attachment;
+mod claim;
 mod metadata;
 mod node;
 mod pod;
@@ -11,6 +12,7 @@ mod quantities;
 mod volume;
 
 pub use attachment::{AttachmentSource, VolumeAttachment};
+pub use claim::{PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus};
 pub use node::Node;
 pub use pod::{Pod, PodVolume};
 pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec};

@@ -202,12 +202,25 @@ fn counts(tier: Tier, xml: &str) -> Option<Counts> {
     })
 }
 
-/// Names of the tests that failed.
-fn failures(xml: &str) -> Vec<&str> {
+/// The tests that failed, each with why.
+fn failures(xml: &str) -> Vec<String> {
     let cases = xml.split("<testcase ").skip(1);
     let failed =
         cases.filter(|case| case.contains("status=\"failed\"") || case.contains("status=\"panicked\""));
-    failed.filter_map(|case| case.split("name=\"").nth(1)?.split('"').next()).collect()
+    let quoted = |text: &str, before: &str| {
+        let value = text.split(before).nth(1)?.split('"').next()?;
+        Some(value.replace("&#xA;", "\n").replace("&#34;", "\"").replace("&lt;", "<").replace("&gt;", ">"))
+    };
+    failed
+        .filter_map(|case| {
+            let why = case.split("<failure ").nth(1).and_then(|failure| quoted(failure, "message=\""));
+            Some(format!(
+                "{}: {}",
+                quoted(case, "name=\"")?,
+                why.unwrap_or_else(|| "it does not say why".into())
+            ))
+        })
+        .collect()
 }
 
 #[cfg(test)]
@@ -217,9 +230,9 @@ mod tests {
     #[test]
     fn counts_come_from_the_suite_and_not_from_the_whole() {
         let xml = r#"<testsuites tests="9" errors="0" failures="0"><testsuite name="CSI" package="/" tests="90" disabled="2" skipped="30" errors="1" failures="2" time="1">
-            <testcase name="[It] a" status="passed"></testcase><testcase name="[It] b" status="failed"></testcase></testsuite>"#;
+            <testcase name="[It] a" status="passed"></testcase><testcase name="[It] b" status="failed"><failure message="code = Unavailable&#xA;desc = &lt;no room&gt;" type="failed"></failure></testcase></testsuite>"#;
         let expected = Counts { tier: Tier::Mgmt, passed: 55, failed: 3, skipped: 32 };
         assert_eq!(counts(Tier::Mgmt, xml), Some(expected));
-        assert_eq!(failures(xml), ["[It] b"]);
+        assert_eq!(failures(xml), ["[It] b: code = Unavailable\ndesc = <no room>"]);
     }
 }

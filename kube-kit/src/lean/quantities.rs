@@ -15,3 +15,24 @@ pub(super) fn storage<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Opti
     let resources = Option::<Resources>::deserialize(deserializer)?;
     Ok(resources.and_then(|resources| quantity::value(&resources.storage?)))
 }
+
+#[derive(Deserialize)]
+struct Requirements {
+    #[serde(default, deserialize_with = "storage")]
+    requests: Option<u64>,
+}
+
+/// Decodes `{requests: {storage: …}}`; none where it says none, or nothing that is a number.
+pub(super) fn requested<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    Ok(Option::<Requirements>::deserialize(deserializer)?.and_then(|requirements| requirements.requests))
+}
+
+#[derive(Deserialize)]
+struct States {
+    storage: Option<String>,
+}
+
+/// Decodes the word in `{storage: …}`.
+pub(super) fn state<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    Ok(Option::<States>::deserialize(deserializer)?.and_then(|states| states.storage))
+}

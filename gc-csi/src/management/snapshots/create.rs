@@ -10,14 +10,14 @@ use kube_kit::informer::Key;
 use tokio::time::Instant;
 
 use super::{
-    GROUP_VERSION, SnapshotFailure, SnapshotSource, SnapshotSpec, VolumeSnapshot, is_cut, is_ready,
-    source_claim,
+    GROUP_VERSION, SnapshotSource, SnapshotSpec, Snapshots, VolumeSnapshot, is_cut, is_ready, source_claim,
 };
 use crate::management::claims::is_bound;
 use crate::management::{ApiError, Management};
 
-/// How long a failure that was known before the call may take to heal, before it is reported again.
-const KNOWN_FAILURE: Duration = Duration::from_secs(2);
+/// How long a failure may take to heal before it is reported: the cluster's snapshot-controller writes one for each race
+/// for an object that it lost, and tries again a second later.
+const HEALS: Duration = Duration::from_secs(3);
 
 /// A snapshot to take.
 #[derive(Debug, Clone)]
@@ -105,9 +105,7 @@ impl Management {
         let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::Unserved)?;
         let name = names::management_snapshot(self.home.cluster.as_str(), &wanted.csi_name);
         let key = self.key(&name);
-        let failure = |one: &VolumeSnapshot| one.status.as_ref().and_then(|status| status.error.clone());
-        let seen = snapshots.watched.get(&key);
-        if seen.is_none() {
+        if snapshots.watched.get(&key).is_none() {
             let (claim, _) = self
                 .usable_claim(&wanted.claim)
                 .ok_or_else(|| SnapshotError::NoClaim(wanted.claim.clone()))?;
@@ -125,34 +123,55 @@ impl Management {
                 Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
             }
         }
-        let known = seen.as_deref().and_then(failure);
-        let heal_by = known.as_ref().map_or(deadline, |_| deadline.min(Instant::now() + KNOWN_FAILURE));
-        let failing = |failure: SnapshotFailure| SnapshotError::Failing {
-            snapshot: name.clone(),
-            message: failure.message.unwrap_or_else(|| "no message".to_owned()),
+        self.wait_ready(snapshots, &name, wanted, deadline).await
+    }
+
+    async fn wait_ready(
+        &self,
+        snapshots: &Snapshots,
+        name: &str,
+        wanted: &NewSnapshot,
+        deadline: Instant,
+    ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
+        let key = self.key(name);
+        let settled = |found: &Arc<VolumeSnapshot>| {
+            if let Err(difference) = self.same_snapshot(found, wanted) {
+                let (csi_name, snapshot) = (wanted.csi_name.clone(), name.to_owned());
+                return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
+            }
+            if found.metadata.deletion_timestamp.is_some() {
+                return Some(Err(SnapshotError::Deleting(name.to_owned())));
+            }
+            is_ready(found).then(|| Ok(found.clone()))
         };
-        let outcome = snapshots
-            .watched
-            .wait_for(&key, heal_by, |found| {
+        loop {
+            let seen = snapshots.watched.wait_for(&key, deadline, |found| {
                 let found = found?;
-                if let Err(difference) = self.same_snapshot(found, wanted) {
-                    let (csi_name, snapshot) = (wanted.csi_name.clone(), name.clone());
-                    return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
-                }
-                if found.metadata.deletion_timestamp.is_some() {
-                    return Some(Err(SnapshotError::Deleting(name.clone())));
-                }
-                if is_ready(found) {
-                    return Some(Ok(found.clone()));
-                }
-                failure(found).filter(|now| known.as_ref() != Some(now)).map(|now| Err(failing(now)))
-            })
-            .await;
-        outcome.unwrap_or_else(|| match (known, snapshots.watched.get(&key)) {
-            (_, Some(found)) if is_cut(&found) => Ok(found),
-            (Some(known), _) => Err(failing(known)),
-            (None, _) => Err(SnapshotError::Deadline(name.clone())),
-        })
+                settled(found).map(Some).or_else(|| failure(found).map(|_| None))
+            });
+            if let Some(Some(outcome)) = seen.await {
+                return outcome;
+            }
+            let healed = snapshots.watched.wait_for(&key, deadline.min(Instant::now() + HEALS), |found| {
+                let found = found?;
+                settled(found).map(Some).or_else(|| failure(found).is_none().then_some(None))
+            });
+            match healed.await {
+                Some(Some(outcome)) => return outcome,
+                Some(None) if Instant::now() < deadline => {}
+                _ => break,
+            }
+        }
+        let found = snapshots.watched.get(&key);
+        if let Some(found) = found.as_ref().filter(|found| is_cut(found)) {
+            return Ok(found.clone());
+        }
+        match found.as_deref().and_then(failure) {
+            Some(failure) => {
+                Err(SnapshotError::Failing { snapshot: name.to_owned(), message: failure.to_owned() })
+            }
+            None => Err(SnapshotError::Deadline(name.to_owned())),
+        }
     }
 
     async fn new_snapshot(&self, resource: &ApiResource, name: &str, wanted: &NewSnapshot) -> VolumeSnapshot {
@@ -180,4 +199,10 @@ impl Management {
         }
         Ok(())
     }
+}
+
+/// The failure that its cluster reports of a snapshot, in that cluster's words.
+fn failure(snapshot: &VolumeSnapshot) -> Option<&str> {
+    let failure = snapshot.status.as_ref()?.error.as_ref()?;
+    Some(failure.message.as_deref().unwrap_or("no message"))
 }

@@ -1,0 +1,107 @@
+//! PersistentVolumeClaim.
+
+use k8s_openapi::api::core::v1;
+use k8s_openapi::api::core::v1::{
+    ModifyVolumeStatus, PersistentVolumeClaimCondition, TypedLocalObjectReference,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use serde::Deserialize;
+
+use super::{metadata, or_default, quantities};
+
+/// A PersistentVolumeClaim.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+pub struct PersistentVolumeClaim {
+    /// Its metadata, without managed fields.
+    #[serde(default, deserialize_with = "metadata::read")]
+    pub metadata: ObjectMeta,
+    /// What it asks for.
+    #[serde(default, deserialize_with = "or_default")]
+    pub spec: PersistentVolumeClaimSpec,
+    /// What became of it.
+    #[serde(default, deserialize_with = "or_default")]
+    pub status: PersistentVolumeClaimStatus,
+}
+
+super::resource!(PersistentVolumeClaim, v1::PersistentVolumeClaim);
+
+/// What a claim asks for.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PersistentVolumeClaimSpec {
+    /// Access modes, as Kubernetes writes them.
+    #[serde(default, deserialize_with = "or_default")]
+    pub access_modes: Vec<String>,
+    /// What it is to be made from.
+    pub data_source: Option<Box<TypedLocalObjectReference>>,
+    /// `resources.requests.storage`, in bytes.
+    #[serde(default, rename = "resources", deserialize_with = "quantities::requested")]
+    pub requested: Option<u64>,
+    /// Its class.
+    pub storage_class_name: Option<String>,
+    /// The VolumeAttributesClass that it is to have.
+    pub volume_attributes_class_name: Option<String>,
+    /// `Filesystem` or `Block`.
+    pub volume_mode: Option<String>,
+    /// The volume that it is bound to, or is to be.
+    pub volume_name: Option<String>,
+}
+
+/// What became of a claim.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct PersistentVolumeClaimStatus {
+    /// `allocatedResources.storage`, in bytes: what it is being grown to.
+    #[serde(default, rename = "allocatedResources", deserialize_with = "quantities::storage")]
+    pub allocated: Option<u64>,
+    /// `allocatedResourceStatuses.storage`: how its growth stands.
+    #[serde(default, rename = "allocatedResourceStatuses", deserialize_with = "quantities::state")]
+    pub allocated_state: Option<String>,
+    /// `capacity.storage`, in bytes.
+    #[serde(default, deserialize_with = "quantities::storage")]
+    pub capacity: Option<u64>,
+    /// Its conditions.
+    #[serde(default, deserialize_with = "or_default")]
+    pub conditions: Vec<PersistentVolumeClaimCondition>,
+    /// The VolumeAttributesClass that it has.
+    pub current_volume_attributes_class_name: Option<String>,
+    /// How a change to another VolumeAttributesClass stands.
+    pub modify_volume_status: Option<Box<ModifyVolumeStatus>>,
+    /// `Pending`, `Bound` or `Lost`.
+    pub phase: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_claim_is_read_with_its_sizes_in_bytes() {
+        let claim: PersistentVolumeClaim = serde_json::from_value(json!({
+            "metadata": {"name": "c", "namespace": "n", "managedFields": [{"manager": "m"}]},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "storageClassName": "fast", "volumeMode": "Block",
+                "resources": {"requests": {"storage": "1Gi", "cpu": "1"}, "limits": {"storage": "2Gi"}},
+                "dataSource": {"apiGroup": "g", "kind": "VolumeSnapshot", "name": "s"},
+                "dataSourceRef": {"apiGroup": "g", "kind": "VolumeSnapshot", "name": "s"},
+            },
+            "status": {
+                "phase": "Bound", "capacity": {"storage": "1536Mi"}, "conditions": null,
+                "allocatedResources": {"storage": "2Gi"},
+                "allocatedResourceStatuses": {"storage": "ControllerResizeInProgress"},
+                "modifyVolumeStatus": {"status": "Pending", "targetVolumeAttributesClassName": "gold"},
+            },
+        }))
+        .unwrap();
+        assert_eq!(claim.metadata.managed_fields, None);
+        assert_eq!(claim.spec.requested, Some(1 << 30));
+        assert_eq!(claim.spec.data_source.unwrap().name, "s");
+        assert_eq!((claim.status.capacity, claim.status.allocated), (Some(3 << 29), Some(2 << 30)));
+        assert_eq!(claim.status.allocated_state.as_deref(), Some("ControllerResizeInProgress"));
+        assert_eq!(claim.status.modify_volume_status.unwrap().status, "Pending");
+        let new: PersistentVolumeClaim = serde_json::from_value(json!({"metadata": {"name": "c"}})).unwrap();
+        assert_eq!((new.spec.requested, new.status.phase), (None, None));
+    }
+}

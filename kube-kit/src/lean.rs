@@ -52,11 +52,23 @@ macro_rules! resource {
 }
 use resource;
 
-/// What is there, or nothing: lists and parts of an object may be missing, or null.
+/// What is there, or nothing: parts of an object may be missing, or null.
 fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: serde::Deserializer<'de>,
     T: serde::Deserialize<'de> + Default,
 {
     Ok(<Option<T> as serde::Deserialize>::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// A list that may be missing, or null, in no more memory than it needs: most have one member, and grew to have room for
+/// four.
+fn list<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+    T: serde::Deserialize<'de>,
+{
+    let mut list: Vec<T> = or_default(deserializer)?;
+    list.shrink_to_fit();
+    Ok(list)
 }

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 
-use super::{metadata, or_default, quantities};
+use super::{list, metadata, or_default, quantities};
 
 /// A PersistentVolumeClaim.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
@@ -30,7 +30,7 @@ super::resource!(PersistentVolumeClaim, v1::PersistentVolumeClaim);
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeClaimSpec {
     /// Access modes, as Kubernetes writes them.
-    #[serde(default, deserialize_with = "or_default")]
+    #[serde(default, deserialize_with = "list")]
     pub access_modes: Vec<String>,
     /// What it is to be made from.
     pub data_source: Option<Box<TypedLocalObjectReference>>,
@@ -61,7 +61,7 @@ pub struct PersistentVolumeClaimStatus {
     #[serde(default, deserialize_with = "quantities::storage")]
     pub capacity: Option<u64>,
     /// Its conditions.
-    #[serde(default, deserialize_with = "or_default")]
+    #[serde(default, deserialize_with = "list")]
     pub conditions: Vec<PersistentVolumeClaimCondition>,
     /// The VolumeAttributesClass that it has.
     pub current_volume_attributes_class_name: Option<String>,

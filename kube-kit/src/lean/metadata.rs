@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use serde::{Deserialize, Deserializer};
 
+use super::list;
+
 /// What `kubectl apply` remembers: a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
@@ -20,8 +22,10 @@ struct Read {
     deletion_timestamp: Option<Time>,
     labels: Option<BTreeMap<String, String>>,
     annotations: Option<BTreeMap<String, String>>,
-    finalizers: Option<Vec<String>>,
-    owner_references: Option<Vec<OwnerReference>>,
+    #[serde(default, deserialize_with = "list")]
+    finalizers: Vec<String>,
+    #[serde(default, deserialize_with = "list")]
+    owner_references: Vec<OwnerReference>,
 }
 
 /// Decodes metadata.
@@ -39,10 +43,10 @@ pub(super) fn read<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ObjectM
         generation: read.generation,
         creation_timestamp: read.creation_timestamp,
         deletion_timestamp: read.deletion_timestamp,
-        labels: read.labels,
-        annotations,
-        finalizers: read.finalizers,
-        owner_references: read.owner_references,
+        labels: read.labels.filter(|labels| !labels.is_empty()),
+        annotations: annotations.filter(|annotations| !annotations.is_empty()),
+        finalizers: Some(read.finalizers).filter(|finalizers| !finalizers.is_empty()),
+        owner_references: Some(read.owner_references).filter(|owners| !owners.is_empty()),
         ..ObjectMeta::default()
     })
 }

@@ -4,7 +4,7 @@ use k8s_openapi::api::core::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 
-use super::{metadata, or_default, quantities};
+use super::{list, metadata, or_default, quantities};
 
 /// A PersistentVolume.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
@@ -24,7 +24,7 @@ super::resource!(PersistentVolume, v1::PersistentVolume);
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeSpec {
     /// Access modes, as Kubernetes writes them.
-    #[serde(default, deserialize_with = "or_default")]
+    #[serde(default, deserialize_with = "list")]
     pub access_modes: Vec<String>,
     /// `capacity.storage`, in bytes.
     #[serde(default, deserialize_with = "quantities::storage")]

@@ -5,10 +5,7 @@ mod snapshots;
 
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{
-    ObjectReference, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    VolumeResourceRequirements,
-};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::storage::v1::StorageClass;
 use kube::{Api, Client, Resource};
 use kube_kit::events::Events;
@@ -16,7 +13,10 @@ use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::Latest;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeSpec};
+use kube_kit::lean::{
+    PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
+    PersistentVolumeSpec,
+};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
@@ -78,7 +78,7 @@ impl Guest {
                 claim_gone(change.key);
             }
             for claim in [change.old, change.new].into_iter().flatten() {
-                let volume = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_deref());
+                let volume = claim.spec.volume_name.as_deref();
                 let volume = volume.and_then(|name| bound_to.get(&Key::cluster(name)));
                 if let Some(handle) = volume.as_deref().and_then(handle) {
                     told(handle);
@@ -129,7 +129,7 @@ impl Guest {
         self.claims
             .wait_for(claim, deadline, |claim| {
                 let claim = claim.filter(|claim| is_for(csi_name, claim.metadata.uid.as_deref()))?;
-                Some(claim.spec.as_ref()?.storage_class_name.clone().unwrap_or_default())
+                Some(claim.spec.storage_class_name.clone().unwrap_or_default())
             })
             .await
     }
@@ -155,8 +155,7 @@ impl Guest {
         let claim_ref = volume.spec.claim_ref.as_ref()?;
         let key = Key::new(claim_ref.namespace.clone()?, claim_ref.name.clone()?);
         self.latest_claims.get(&key).filter(|claim| {
-            let bound_to = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_ref());
-            claim.metadata.uid == claim_ref.uid && bound_to == volume.metadata.name.as_ref()
+            claim.metadata.uid == claim_ref.uid && claim.spec.volume_name == volume.metadata.name
         })
     }
 
@@ -169,7 +168,7 @@ impl Guest {
     /// The handle of the volume that a claim of ours is bound to.
     pub(crate) fn handle_of(&self, claim: &Key) -> Option<String> {
         let claim = self.claims.get(claim)?;
-        let volume = self.volumes.get(&Key::cluster(claim.spec.as_ref()?.volume_name.as_deref()?))?;
+        let volume = self.volumes.get(&Key::cluster(claim.spec.volume_name.as_deref()?))?;
         handle(&volume).map(str::to_owned)
     }
 }
@@ -213,24 +212,14 @@ fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
         there.retain(|key, _| labels.contains(key));
     }
     claim.metadata.labels = claim.metadata.labels.take().filter(|labels| !labels.is_empty());
-    if let Some(spec) = &mut claim.spec {
-        let requests = spec.resources.take().and_then(|resources| resources.requests);
-        *spec = PersistentVolumeClaimSpec {
-            storage_class_name: spec.storage_class_name.take(),
-            volume_name: spec.volume_name.take(),
-            resources: Some(VolumeResourceRequirements { requests, limits: None }),
-            ..Default::default()
-        };
-    }
-    if let Some(status) = &mut claim.status {
-        let mut conditions = status.conditions.take().unwrap_or_default();
-        conditions.retain(|condition| condition.type_.starts_with("nestor.dev/"));
-        *status = PersistentVolumeClaimStatus {
-            capacity: status.capacity.take(),
-            conditions: (!conditions.is_empty()).then_some(conditions),
-            ..Default::default()
-        };
-    }
+    let PersistentVolumeClaimSpec { requested, storage_class_name, volume_name, .. } =
+        std::mem::take(&mut claim.spec);
+    claim.spec =
+        PersistentVolumeClaimSpec { requested, storage_class_name, volume_name, ..Default::default() };
+    let PersistentVolumeClaimStatus { capacity, mut conditions, .. } = std::mem::take(&mut claim.status);
+    conditions.retain(|condition| condition.type_.starts_with("nestor.dev/"));
+    conditions.shrink_to_fit();
+    claim.status = PersistentVolumeClaimStatus { capacity, conditions, ..Default::default() };
 }
 
 /// Keeps identity and what must fit the management claim; volumes of other drivers lose everything but their name.
@@ -238,6 +227,7 @@ fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
     volume.metadata.annotations = None;
     volume.metadata.labels = None;
     volume.metadata.finalizers = None;
+    volume.metadata.owner_references = None;
     if volume.spec.csi.as_ref().is_none_or(|csi| !drivers.contains(&csi.driver)) {
         volume.spec = PersistentVolumeSpec::default();
     }
@@ -245,7 +235,41 @@ fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+
+    #[test]
+    fn a_claim_keeps_what_is_read_of_it() {
+        let mut claim: PersistentVolumeClaim = serde_json::from_value(json!({
+            "metadata": {"name": "c", "labels": {"team": "a", "app": "b"}, "annotations": {"a": "b"}},
+            "spec": {
+                "accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "2"}},
+                "storageClassName": "fast", "volumeName": "pv-1",
+            },
+            "status": {
+                "phase": "Bound", "capacity": {"storage": "1"},
+                "conditions": [{"type": "Resizing", "status": "True"}, {"type": "nestor.dev/Healthy", "status": "True"}],
+            },
+        }))
+        .unwrap();
+        let without_labels = {
+            let mut claim = claim.clone();
+            trim_claim(&mut claim, &[]);
+            claim.metadata.labels
+        };
+        assert_eq!(without_labels, None);
+        trim_claim(&mut claim, &["team".to_owned()]);
+        assert_eq!(claim.metadata.labels, Some([("team".to_owned(), "a".to_owned())].into()));
+        assert_eq!(claim.metadata.annotations, None);
+        let PersistentVolumeClaimSpec { requested, storage_class_name, volume_name, access_modes, .. } =
+            claim.spec;
+        assert_eq!((requested, access_modes.len()), (Some(2), 0));
+        assert_eq!((storage_class_name.as_deref(), volume_name.as_deref()), (Some("fast"), Some("pv-1")));
+        assert_eq!((claim.status.capacity, claim.status.phase), (Some(1), None));
+        let conditions: Vec<_> = claim.status.conditions.iter().map(|one| one.type_.as_str()).collect();
+        assert_eq!(conditions, ["nestor.dev/Healthy"]);
+    }
 
     #[test]
     fn a_volume_named_after_another_uid_is_not_for_this_claim() {

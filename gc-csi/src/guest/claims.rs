@@ -2,12 +2,11 @@
 
 use std::collections::HashSet;
 
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::Api;
 use kube::api::ListParams;
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolume;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use super::{Guest, is_for};
 
@@ -31,7 +30,7 @@ impl Guest {
     /// How the claim stands for which the volume `csi_name` was made, by the watch or else as the API says now.
     pub(crate) async fn wish(&self, claim: &Key, csi_name: &str) -> Result<Wish, String> {
         let wish = |claim: &PersistentVolumeClaim| {
-            let named = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_deref()).unwrap_or_default();
+            let named = claim.spec.volume_name.as_deref().unwrap_or_default();
             match is_for(csi_name, claim.metadata.uid.as_deref()) {
                 false => Wish::Gone,
                 true if named.is_empty() => Wish::Open,

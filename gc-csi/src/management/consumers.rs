@@ -2,8 +2,8 @@
 //! guest that owns the claim can't delete it meanwhile. The owner needs no record, since its label says it.
 
 use crds::names;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Patch, PatchParams};
+use kube_kit::lean::PersistentVolumeClaim;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

@@ -1,7 +1,7 @@
 //! The volumes that this guest has or may use, as they are now.
 
 use crds::names;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
 
@@ -44,7 +44,7 @@ fn volume(claim: &PersistentVolumeClaim, mut machines: Vec<String>) -> Option<Vo
     machines.sort_unstable();
     let is_there = claims::is_bound(claim) || !machines.is_empty();
     is_there.then(|| Volume {
-        capacity: claims::capacity(claim).unwrap_or_default(),
+        capacity: claim.status.capacity.unwrap_or_default(),
         illness: illness(claim),
         claim: name,
         machines,
@@ -52,9 +52,8 @@ fn volume(claim: &PersistentVolumeClaim, mut machines: Vec<String>) -> Option<Vo
 }
 
 fn illness(claim: &PersistentVolumeClaim) -> Option<String> {
-    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
-    let told =
-        conditions.iter().find(|told| told.type_ == names::CONDITION_HEALTHY && told.status == "False")?;
+    let mut conditions = claim.status.conditions.iter();
+    let told = conditions.find(|told| told.type_ == names::CONDITION_HEALTHY && told.status == "False")?;
     let message = told.message.clone().filter(|message| !message.is_empty());
     Some(message.or_else(|| told.reason.clone()).unwrap_or_else(|| "the volume is not well".to_owned()))
 }

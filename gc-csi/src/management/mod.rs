@@ -21,11 +21,11 @@ pub mod sharing;
 pub mod snapshots;
 mod warnings;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::VirtualMachine;
 use crds::names::{self, ClusterId};
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
@@ -33,6 +33,7 @@ use kube_kit::client::chain;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
+use kube_kit::lean::PersistentVolumeClaim;
 use tokio_util::sync::CancellationToken;
 
 use capacity::Capacities;
@@ -281,37 +282,69 @@ fn held_by(metadata: Option<&ObjectMeta>) -> String {
     held.map(|finalizers| format!(": held by finalizers {}", finalizers.join(", "))).unwrap_or_default()
 }
 
+/// Keeps of labels or annotations what is read. A map that has become empty would still take up half a KiB.
+fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
+    if let Some(map) = map {
+        map.retain(|key, _| is_read(key));
+    }
+    map.take_if(|map| map.is_empty());
+}
+
 /// Keeps identity, owners, sizes, classes and phase, and the conditions that somebody here reads.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    if let Some(annotations) = &mut claim.metadata.annotations {
-        annotations.retain(|key, _| {
-            key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
-        });
-    }
-    if let Some(spec) = &mut claim.spec {
-        spec.selector = None;
-        spec.data_source_ref = None;
-    }
-    if let Some(conditions) = claim.status.as_mut().and_then(|status| status.conditions.as_mut()) {
-        let kept =
-            [names::CONDITION_HEALTHY, claims::CONDITION_RESIZE_FAILED, claims::CONDITION_MODIFY_FAILED];
-        conditions.retain(|condition| kept.contains(&condition.type_.as_str()));
-    }
+    keep(&mut claim.metadata.annotations, |key| {
+        key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
+    });
+    let read = [names::CONDITION_HEALTHY, claims::CONDITION_RESIZE_FAILED, claims::CONDITION_MODIFY_FAILED];
+    claim.status.conditions.retain(|condition| read.contains(&condition.type_.as_str()));
+    claim.status.conditions.shrink_to_fit();
 }
 
 /// Keeps identity, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
 /// in the list.
 fn trim_machine(machine: &mut VirtualMachine) {
-    if let Some(annotations) = &mut machine.metadata.annotations {
-        annotations.retain(|key, _| key == names::ANNOTATION_OUT_OF_SERVICE);
-    }
+    keep(&mut machine.metadata.annotations, |key| key == names::ANNOTATION_OUT_OF_SERVICE);
     machine.metadata.labels = None;
+    machine.metadata.finalizers = None;
     machine.metadata.owner_references = None;
+    machine.spec.volumes.shrink_to_fit();
+    if let Some(status) = &mut machine.status {
+        status.volumes.shrink_to_fit();
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
+
+    #[test]
+    fn a_claim_keeps_what_is_read_of_it_and_no_empty_maps() {
+        let trimmed = |annotations: Value| {
+            let mut claim: PersistentVolumeClaim = serde_json::from_value(json!({
+                "metadata": {"name": "c", "annotations": annotations, "finalizers": ["f"], "labels": {"team": "a"}},
+                "status": {"conditions": [
+                    {"type": "FileSystemResizePending", "status": "True"},
+                    {"type": names::CONDITION_HEALTHY, "status": "False"},
+                ]},
+            }))
+            .unwrap();
+            trim_claim(&mut claim);
+            claim
+        };
+        let kept = trimmed(json!({"nestor.dev/guest-pv": "a", "consumer.nestor.dev/g": "b", "other": "c"}));
+        let annotations = kept.metadata.annotations.unwrap_or_default();
+        assert_eq!(
+            annotations.into_keys().collect::<Vec<_>>(),
+            ["consumer.nestor.dev/g", "nestor.dev/guest-pv"]
+        );
+        assert_eq!(kept.metadata.labels.unwrap_or_default()["team"], "a");
+        assert_eq!(kept.metadata.finalizers.unwrap_or_default(), ["f"]);
+        let conditions: Vec<_> = kept.status.conditions.iter().map(|one| one.type_.as_str()).collect();
+        assert_eq!(conditions, [names::CONDITION_HEALTHY]);
+        assert_eq!(trimmed(json!({"other": "c"})).metadata.annotations, None);
+    }
 
     #[test]
     fn a_name_that_could_lead_elsewhere_in_a_url_is_no_object() {

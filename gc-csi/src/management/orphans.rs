@@ -52,7 +52,7 @@ impl Management {
             orphaned: says(names::ANNOTATION_ORPHANED_SINCE)
                 .map(|since| (since, says(names::ANNOTATION_ORPHANED_REASON).unwrap_or_default())),
             retained: says(names::ANNOTATION_RETAINED_SINCE),
-            bytes: claims::capacity(&claim).unwrap_or_default(),
+            bytes: claim.status.capacity.unwrap_or_default(),
             reference: claim.object_ref(&()),
             volume,
         })

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::names;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
 use crate::fit::{self, Asked, Misfit, Offered};
@@ -57,9 +57,9 @@ impl Management {
     /// Whether what a guest's volume wants of the claim of this name can be had of it.
     pub(crate) fn fits(&self, name: &str, asked: &Asked) -> Result<(), Misfit> {
         let offered = self.usable_claim(name).map(|(claim, relation)| Offered {
-            capacity: claims::capacity(&claim),
+            capacity: claim.status.capacity,
             block: claims::is_block(&claim),
-            modes: claim.spec.as_ref().and_then(|spec| spec.access_modes.clone()).unwrap_or_default(),
+            modes: claim.spec.access_modes.clone(),
             read_only: relation == Relation::Shared { read_only: true },
         });
         let share_label = format!("{}{}", names::LABEL_SHARE_PREFIX, self.home.cluster);

@@ -4,17 +4,38 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::runtime::watcher;
-use kube::{Api, Client};
+use kube::{Api, Client, Resource};
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
+use kube_kit::lean::PersistentVolumeClaim;
+use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
+
+/// What is read of an event.
+#[derive(Debug, Clone, Deserialize, Resource)]
+#[resource(inherit = "Event")]
+#[serde(rename_all = "camelCase")]
+struct Warning {
+    metadata: ObjectMeta,
+    #[serde(default)]
+    involved_object: Involved,
+    reason: Option<String>,
+    message: Option<String>,
+}
+
+/// A claim in the event's own namespace.
+#[derive(Debug, Clone, Default, Deserialize)]
+struct Involved {
+    name: Option<String>,
+}
 
 #[derive(Debug, Default)]
 struct Seen {
     count: u64,
-    latest: HashMap<String, (u64, String)>,
+    latest: HashMap<String, (u64, Arc<Warning>)>,
 }
 
 /// The latest warning about each claim, numbered in the order in which they came.
@@ -36,22 +57,17 @@ impl Warnings {
             .config(
                 watcher::Config::default().fields("involvedObject.kind=PersistentVolumeClaim,type=Warning"),
             )
-            .trim(|event: &mut Event| {
-                // The text is kept here, once per claim; the watch needs only the event's identity.
-                event.source = None;
-                event.related = None;
-                event.reporting_component = None;
+            .trim(|event: &mut Warning| {
+                event.metadata.annotations = None;
+                event.metadata.labels = None;
             })
             .on_change(move |change| {
                 let name = change.old.or(change.new).and_then(|event| event.involved_object.name.clone());
                 let Some(claim) = name else { return };
                 match change.new {
                     Some(event) => {
-                        seen.note(&claim, event);
-                        claims.wake(&Key::new(
-                            event.involved_object.namespace.clone().unwrap_or_default(),
-                            claim,
-                        ));
+                        seen.note(&claim, event.clone());
+                        claims.wake(&Key::new(change.key.namespace.clone(), claim));
                     }
                     None => seen.forget(&claim),
                 }
@@ -68,7 +84,9 @@ impl Warnings {
     /// The latest warning about a claim, if it came after `mark`.
     pub(super) fn since(&self, mark: u64, claim: &str) -> Option<String> {
         let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.latest.get(claim).filter(|(number, _)| *number > mark).map(|(_, text)| text.clone())
+        let (_, event) = seen.latest.get(claim).filter(|(number, _)| *number > mark)?;
+        let [reason, message] = [&event.reason, &event.message].map(Option::as_deref);
+        Some(format!("{}: {}", reason.unwrap_or("Warning"), message.unwrap_or("no message")))
     }
 
     /// The latest warning about a claim, however old.
@@ -76,19 +94,44 @@ impl Warnings {
         self.since(0, claim)
     }
 
-    fn note(&self, claim: &str, event: &Event) {
+    fn note(&self, claim: &str, event: Arc<Warning>) {
         let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         seen.count += 1;
-        let text = format!(
-            "{}: {}",
-            event.reason.as_deref().unwrap_or("Warning"),
-            event.message.as_deref().unwrap_or("no message")
-        );
         let number = seen.count;
-        seen.latest.insert(claim.to_owned(), (number, text));
+        seen.latest.insert(claim.to_owned(), (number, event));
     }
 
     fn forget(&self, claim: &str) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).latest.remove(claim);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_latest_warning_about_a_claim_is_told_in_its_own_words() {
+        let event = |words: serde_json::Value| {
+            let mut event = json!({
+                "metadata": {"name": "e", "namespace": "n"}, "type": "Warning",
+                "involvedObject": {"kind": "PersistentVolumeClaim", "namespace": "n", "name": "c"},
+            });
+            event.as_object_mut().unwrap().extend(words.as_object().unwrap().clone());
+            Arc::new(serde_json::from_value::<Warning>(event).unwrap())
+        };
+        let warnings = Warnings::default();
+        let first = event(json!({"reason": "ProvisioningFailed", "message": "no room"}));
+        assert_eq!(first.involved_object.name.as_deref(), Some("c"));
+        warnings.note("c", first);
+        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no room"));
+        let mark = warnings.mark();
+        assert_eq!(warnings.since(mark, "c"), None);
+        warnings.note("c", event(json!({})));
+        assert_eq!(warnings.since(mark, "c").as_deref(), Some("Warning: no message"));
+        warnings.forget("c");
+        assert_eq!(warnings.latest("c"), None);
     }
 }

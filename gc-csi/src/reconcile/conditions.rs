@@ -1,13 +1,14 @@
 //! What a guest's claim shows of its volume: conditions, and an event whenever one of them changes. The one place that
 //! writes either.
 
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
+use kube_kit::lean::PersistentVolumeClaim;
 use serde_json::{Value, json};
 
 use crate::guest::{Guest, reference};
@@ -44,7 +45,7 @@ pub(super) fn shown<'a>(
     claim: &'a PersistentVolumeClaim,
     condition: &str,
 ) -> Option<&'a PersistentVolumeClaimCondition> {
-    claim.status.as_ref()?.conditions.as_ref()?.iter().find(|shown| shown.type_ == condition)
+    claim.status.conditions.iter().find(|shown| shown.type_ == condition)
 }
 
 /// Whether a condition says that it holds.
@@ -119,8 +120,6 @@ fn change(finding: &Finding, claim: &PersistentVolumeClaim) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::api::core::v1::PersistentVolumeClaimStatus;
-
     use super::*;
 
     fn claim(holds: bool, message: &str) -> PersistentVolumeClaim {
@@ -131,8 +130,9 @@ mod tests {
             message: Some(message.to_owned()),
             ..Default::default()
         };
-        let status = PersistentVolumeClaimStatus { conditions: Some(vec![condition]), ..Default::default() };
-        PersistentVolumeClaim { status: Some(status), ..Default::default() }
+        let mut claim = PersistentVolumeClaim::default();
+        claim.status.conditions.push(condition);
+        claim
     }
 
     fn finding(holds: bool, message: &str) -> Finding {

@@ -1,7 +1,8 @@
 //! Whether a volume is well, as the management claim's condition says.
 
 use crds::names::CONDITION_HEALTHY;
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
+use kube_kit::lean::PersistentVolumeClaim;
 
 use super::conditions::{Event, Finding, State, holds, shown};
 
@@ -40,8 +41,6 @@ pub(super) fn is_abnormal(below: &PersistentVolumeClaim) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use k8s_openapi::api::core::v1::PersistentVolumeClaimStatus;
-
     use super::*;
 
     fn condition(status: &str, message: &str) -> PersistentVolumeClaimCondition {
@@ -55,11 +54,9 @@ mod tests {
     }
 
     fn below(condition: Option<PersistentVolumeClaimCondition>) -> PersistentVolumeClaim {
-        let status = PersistentVolumeClaimStatus {
-            conditions: Some(condition.into_iter().collect()),
-            ..Default::default()
-        };
-        PersistentVolumeClaim { status: Some(status), ..Default::default() }
+        let mut claim = PersistentVolumeClaim::default();
+        claim.status.conditions.extend(condition);
+        claim
     }
 
     #[test]

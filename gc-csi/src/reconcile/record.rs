@@ -6,9 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crds::names;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolume;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::Next;
 use tokio::time::Instant;
 

@@ -3,9 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
-use kube_kit::lean::PersistentVolume;
-use kube_kit::quantity;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::Next;
 use prometheus_client::metrics::gauge::Gauge;
 
@@ -13,8 +11,8 @@ use super::conditions::{self, Finding, shown};
 use super::usable::{Misfits, Told};
 use super::{attach_state, growth, health, usable};
 use crate::guest::{self, Guest};
+use crate::management::Management;
 use crate::management::sharing::Relation;
-use crate::management::{Management, claims};
 
 /// Shows volumes on guest claims.
 pub(super) struct Show {
@@ -79,9 +77,10 @@ impl Show {
         findings.extend(attach_state::find(&self.management.machines_around(handle), handle, was_attached));
         let Some((below, relation)) = below else { return findings };
         findings.extend(health::find(below, shown(claim, crds::names::CONDITION_HEALTHY)));
+        let sizes = claim.spec.requested.zip(claim.status.capacity);
         // Only its owner can expand a volume.
         if let (Relation::Own, Some(below), Some(volume), Some((requested, got))) =
-            (relation, claims::capacity(below), volume.spec.capacity, sizes(claim))
+            (relation, below.status.capacity, volume.spec.capacity, sizes)
         {
             let sizes = growth::Sizes { below, volume, requested, got };
             findings.extend(growth::find(sizes, &self.management.full_name(handle)));
@@ -97,11 +96,4 @@ impl Show {
         };
         self.abnormal_count.set(i64::try_from(abnormal.len()).unwrap_or(i64::MAX));
     }
-}
-
-/// What a claim asks for, and what it has got.
-fn sizes(claim: &PersistentVolumeClaim) -> Option<(u64, u64)> {
-    let requests = claim.spec.as_ref()?.resources.as_ref()?.requests.as_ref()?;
-    let got = claim.status.as_ref()?.capacity.as_ref()?;
-    Some((quantity::value(requests.get("storage")?)?, quantity::value(got.get("storage")?)?))
 }

@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use crds::names;
 use csi::request::Size;
-use k8s_openapi::api::core::v1::{
-    PersistentVolumeClaim, PersistentVolumeClaimSpec, TypedLocalObjectReference, VolumeResourceRequirements,
-};
+use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResourceRequirements};
+use kube::Api;
 use kube::api::PostParams;
 use kube_kit::informer::Key;
+use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{capacity, is_block, is_bound, phase, requested, volume_mode};
+use super::{is_block, is_bound, phase, volume_mode};
 use crate::management::{ApiError, Management, recent, snapshots};
 
 /// A claim to make.
@@ -236,7 +236,9 @@ impl Management {
                 self.check_source(source, wanted, bytes, behind).await?;
             }
             let claim = self.new_claim(&name, wanted, bytes).await;
-            match self.claims_api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
+            let api: Api<v1::PersistentVolumeClaim> =
+                Api::namespaced(self.claims_api.clone().into_client(), &self.home.namespace);
+            match api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
                 // An earlier call made it; the informer will show it, and it is compared then.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(CreateError::Api { claim: name, source }),
@@ -307,7 +309,7 @@ impl Management {
                     return Err(CreateError::SourceMode { origin: origin(), has, wanted });
                 }
                 // The management cluster's csi-provisioner compares what was requested, whatever came of it.
-                capacity(&claim).max(requested(&claim)).unwrap_or(0)
+                claim.status.capacity.max(claim.spec.requested).unwrap_or(0)
             }
         };
         if has > bytes {
@@ -338,7 +340,7 @@ impl Management {
                 }
                 match phase(claim) {
                     "Bound" => {
-                        let (capacity, zones) = (capacity(claim)?, accessible_zones(claim));
+                        let (capacity, zones) = (claim.status.capacity?, accessible_zones(claim));
                         Some(Ok(BoundClaim { name: name.to_owned(), capacity, zones }))
                     }
                     "Lost" => Some(Err(CreateError::Lost { claim: name.to_owned() })),
@@ -356,18 +358,18 @@ impl Management {
         })
     }
 
-    async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> PersistentVolumeClaim {
+    async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
-        PersistentVolumeClaim {
+        v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, wanted.annotations.clone()).await,
-            spec: Some(PersistentVolumeClaimSpec {
+            spec: Some(v1::PersistentVolumeClaimSpec {
                 access_modes: Some(wanted.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
                 storage_class_name: Some(wanted.class.clone()),
                 volume_mode: Some(volume_mode(wanted.block).to_owned()),
                 data_source: wanted.source.as_ref().map(Source::reference),
                 volume_attributes_class_name: wanted.attributes_class.clone(),
                 resources: Some(VolumeResourceRequirements { requests: Some(requests.into()), limits: None }),
-                ..PersistentVolumeClaimSpec::default()
+                ..Default::default()
             }),
             status: None,
         }
@@ -378,8 +380,8 @@ impl Management {
         if !self.owns(claim) {
             return Err("it is not labelled as this guest's".to_owned());
         }
-        let Some(spec) = &claim.spec else { return Err("it has no spec".to_owned()) };
-        let requested = requested(claim).unwrap_or_default();
+        let spec = &claim.spec;
+        let requested = spec.requested.unwrap_or_default();
         if requested != bytes {
             return Err(format!("it was made with {requested} bytes, not {bytes}"));
         }
@@ -391,7 +393,7 @@ impl Management {
         if mode != volume_mode(wanted.block) {
             return Err(format!("its volumeMode is {mode}, not {}", volume_mode(wanted.block)));
         }
-        let mut modes: Vec<&str> = spec.access_modes.iter().flatten().map(String::as_str).collect();
+        let mut modes: Vec<&str> = spec.access_modes.iter().map(String::as_str).collect();
         let mut wanted_modes = wanted.access_modes.clone();
         modes.sort_unstable();
         wanted_modes.sort_unstable();
@@ -399,13 +401,13 @@ impl Management {
             let (modes, wanted) = (modes.join(", "), wanted_modes.join(", "));
             return Err(format!("its access modes are {modes}, not {wanted}"));
         }
-        let source = wanted.source.as_ref().map(Source::reference);
-        if spec.data_source != source {
-            let made_from = |source: &Option<TypedLocalObjectReference>| match source {
+        let (has, source) = (spec.data_source.as_deref(), wanted.source.as_ref().map(Source::reference));
+        if has != source.as_ref() {
+            let made_from = |source: Option<&TypedLocalObjectReference>| match source {
                 Some(source) => format!("from {} {}", source.kind, source.name),
                 None => "empty".to_owned(),
             };
-            let (was, wanted) = (made_from(&spec.data_source), made_from(&source));
+            let (was, wanted) = (made_from(has), made_from(source.as_ref()));
             return Err(format!("it was made {was}, not {wanted}"));
         }
         Ok(())

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use crds::names;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{DeleteParams, Preconditions};
 use kube_kit::informer::Key;
+use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::has_volume;
@@ -214,7 +214,7 @@ impl Management {
         let annotations = claim.metadata.annotations.as_ref();
         let policy = annotations.and_then(|annotations| annotations.get(names::ANNOTATION_RECLAIM_POLICY));
         if policy.is_some_and(|policy| policy == "Retain") {
-            let volume = claim.spec.as_ref().and_then(|spec| spec.volume_name.clone()).unwrap_or_default();
+            let volume = claim.spec.volume_name.clone().unwrap_or_default();
             return Err(DeleteError::Retained { claim: claim_name(), volume });
         }
         if let Some(machine) = self.machines_with(name).first() {

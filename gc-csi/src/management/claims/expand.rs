@@ -5,13 +5,13 @@
 //! which Kubernetes allows down to just above what the claim has (KEP-1790).
 
 use csi::request::Size;
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Patch, PatchParams};
+use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{capacity, condition, is_bound, requested};
+use super::{condition, is_bound};
 use crate::management::sharing::Relation;
 use crate::management::{ApiError, Management};
 
@@ -195,8 +195,7 @@ impl Management {
         match answer.map_err(ApiError::from) {
             Ok(_) | Err(ApiError::Conflict(_)) => Ok(()),
             Err(source) => {
-                let class = seen.spec.as_ref().and_then(|spec| spec.storage_class_name.clone());
-                let class = class.unwrap_or_default();
+                let class = seen.spec.storage_class_name.clone().unwrap_or_default();
                 Err(ExpandError::Api { claim: name.to_owned(), class, size: size.0, source })
             }
         }
@@ -213,7 +212,7 @@ fn within(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, Expan
 
 /// What to do about a claim so that it has at least `required` bytes, which is `bytes` in whole mebibytes.
 fn step(claim: &PersistentVolumeClaim, required: u64, bytes: u64) -> Step {
-    let (has, asked) = (capacity(claim).unwrap_or(0), requested(claim).unwrap_or(0));
+    let (has, asked) = (claim.status.capacity.unwrap_or(0), claim.spec.requested.unwrap_or(0));
     if has >= required {
         return Step::Done(has);
     }
@@ -231,14 +230,11 @@ fn step(claim: &PersistentVolumeClaim, required: u64, bytes: u64) -> Step {
 /// What csi-resizer says of a request for so many bytes, where it failed. What it says of an earlier request doesn't
 /// count.
 fn failure(claim: &PersistentVolumeClaim, asked: u64) -> Option<Step> {
-    let status = claim.status.as_ref()?;
-    let allocated = quantity::value(status.allocated_resources.as_ref()?.get("storage")?)?;
-    if allocated != asked {
+    if claim.status.allocated != Some(asked) {
         return None;
     }
-    let state = status.allocated_resource_statuses.as_ref().and_then(|all| all.get("storage"));
     let reason = condition(claim, CONDITION_RESIZE_FAILED).map(str::to_owned);
-    match (state.map(String::as_str), reason) {
+    match (claim.status.allocated_state.as_deref(), reason) {
         (Some(INFEASIBLE), reason) => {
             Some(Step::Infeasible(reason.unwrap_or_else(|| "it is infeasible".to_owned())))
         }

@@ -6,9 +6,8 @@ mod expand;
 mod modify;
 
 use csi::request::Size;
-use k8s_openapi::api::core::v1::{PersistentVolumeClaim, PersistentVolumeClaimStatus};
 use kube_kit::informer::Key;
-use kube_kit::quantity;
+use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::Management;
@@ -46,16 +45,6 @@ impl Management {
     }
 }
 
-/// What a bound claim really has, in bytes.
-pub fn capacity(claim: &PersistentVolumeClaim) -> Option<u64> {
-    quantity::value(claim.status.as_ref()?.capacity.as_ref()?.get("storage")?)
-}
-
-/// What a claim asks for, in bytes.
-fn requested(claim: &PersistentVolumeClaim) -> Option<u64> {
-    quantity::value(claim.spec.as_ref()?.resources.as_ref()?.requests.as_ref()?.get("storage")?)
-}
-
 /// The smallest whole number of mebibytes in the range; the range's limit where there is none.
 fn whole_mebibytes(size: Size) -> Result<u64, u64> {
     let bytes = size.required.max(1).div_ceil(GRANULARITY).saturating_mul(GRANULARITY);
@@ -67,8 +56,7 @@ fn whole_mebibytes(size: Size) -> Result<u64, u64> {
 
 /// The message of a claim's condition while it holds.
 fn condition<'a>(claim: &'a PersistentVolumeClaim, type_: &str) -> Option<&'a str> {
-    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
-    let found = conditions.iter().find(|one| one.type_ == type_ && one.status == "True")?;
+    let found = claim.status.conditions.iter().find(|one| one.type_ == type_ && one.status == "True")?;
     let message = found.message.as_deref().unwrap_or("no message");
     // csi-resizer writes what it was doing and the code before the driver's own words.
     Some(message.split_once(" desc = ").map_or(message, |(_, words)| words))
@@ -81,21 +69,16 @@ pub fn is_bound(claim: &PersistentVolumeClaim) -> bool {
 
 /// Whether a claim has a volume, or is about to have the one that it names, as after a restore from a backup.
 fn has_volume(claim: &PersistentVolumeClaim) -> bool {
-    let named = claim.spec.as_ref().and_then(|spec| spec.volume_name.as_ref());
-    phase(claim) != "Pending" || named.is_some_and(|name| !name.is_empty())
+    phase(claim) != "Pending" || claim.spec.volume_name.as_ref().is_some_and(|name| !name.is_empty())
 }
 
 /// Whether a claim is for a raw block device.
 pub fn is_block(claim: &PersistentVolumeClaim) -> bool {
-    claim.spec.as_ref().and_then(|spec| spec.volume_mode.as_deref()) == Some("Block")
+    claim.spec.volume_mode.as_deref() == Some("Block")
 }
 
 fn phase(claim: &PersistentVolumeClaim) -> &str {
-    claim
-        .status
-        .as_ref()
-        .and_then(|PersistentVolumeClaimStatus { phase, .. }| phase.as_deref())
-        .unwrap_or("Pending")
+    claim.status.phase.as_deref().unwrap_or("Pending")
 }
 
 fn volume_mode(block: bool) -> &'static str {

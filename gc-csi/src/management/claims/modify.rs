@@ -3,8 +3,8 @@
 //! A class that can't be had stays requested: the management cluster's csi-resizer tries it again now and then, and the
 //! guest takes its wish back by naming another.
 
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Patch, PatchParams};
+use kube_kit::lean::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -147,20 +147,19 @@ impl Management {
 }
 
 fn wanted_class(claim: &PersistentVolumeClaim) -> Option<&str> {
-    claim.spec.as_ref()?.volume_attributes_class_name.as_deref()
+    claim.spec.volume_attributes_class_name.as_deref()
 }
 
 /// Whether the volume has what the class says, and nothing else is being done to it.
 fn has_class(claim: &PersistentVolumeClaim, class: &str) -> bool {
-    claim.status.as_ref().is_some_and(|status| {
-        status.current_volume_attributes_class_name.as_deref() == Some(class)
-            && status.modify_volume_status.is_none()
-    })
+    let status = &claim.status;
+    status.current_volume_attributes_class_name.as_deref() == Some(class)
+        && status.modify_volume_status.is_none()
 }
 
 /// Why the volume can't have what the class says, where csi-resizer said so of this class.
 fn infeasible(claim: &PersistentVolumeClaim, class: &str) -> Option<String> {
-    let state = claim.status.as_ref()?.modify_volume_status.as_ref()?;
+    let state = claim.status.modify_volume_status.as_ref()?;
     let of_class = state.target_volume_attributes_class_name.as_deref() == Some(class);
     (of_class && state.status == "Infeasible")
         .then(|| condition(claim, CONDITION_MODIFY_FAILED).unwrap_or("it is infeasible").to_owned())

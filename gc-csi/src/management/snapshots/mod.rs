@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::sharing::Relation;
-use super::{Listener, Management};
+use super::{Listener, Management, keep};
 
 pub use create::{NewSnapshot, SnapshotError};
 pub use delete::{AbandonedSnapshot, DeleteSnapshotError};
@@ -80,9 +80,6 @@ pub struct SnapshotFailure {
     /// In the words of the tier that failed.
     #[serde(default)]
     pub message: Option<String>,
-    /// When.
-    #[serde(default)]
-    pub time: Option<Time>,
 }
 
 /// Snapshots and their classes, watched.
@@ -108,12 +105,7 @@ impl Snapshots {
             "management VolumeSnapshots",
             Api::namespaced_with(client.clone(), namespace, &resource),
         )
-        .trim(|snapshot: &mut VolumeSnapshot| {
-            if let Some(annotations) = &mut snapshot.metadata.annotations {
-                let read = [names::ANNOTATION_MADE_BY, names::ANNOTATION_DELETED_WITH];
-                annotations.retain(|key, _| read.contains(&key.as_str()));
-            }
-        })
+        .trim(trim)
         .on_change(changed)
         .start(ready.check("management-snapshots", "not read yet"), stop.clone());
         let classes = Informer::builder(
@@ -183,6 +175,17 @@ pub fn restore_size(snapshot: &VolumeSnapshot) -> Option<u64> {
 /// has said so, and not before.
 fn is_cut(snapshot: &VolumeSnapshot) -> bool {
     snapshot.status.as_ref().is_some_and(|status| status.creation_time.is_some())
+}
+
+/// Keeps identity, owners and whose it is, besides what its type has.
+fn trim(snapshot: &mut VolumeSnapshot) {
+    snapshot.types = None;
+    keep(&mut snapshot.metadata.annotations, |key| {
+        [names::ANNOTATION_MADE_BY, names::ANNOTATION_DELETED_WITH].contains(&key)
+    });
+    keep(&mut snapshot.metadata.labels, |key| {
+        key == names::LABEL_CLUSTER_ID || key.starts_with(names::LABEL_SHARE_PREFIX)
+    });
 }
 
 /// A snapshot as the source of a claim.

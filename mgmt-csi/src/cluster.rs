@@ -6,15 +6,16 @@ use crds::names::{
     ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, CONDITION_HEALTHY,
     MANAGEMENT_DRIVER,
 };
-use k8s_openapi::api::core::v1::{
-    CSIPersistentVolumeSource, ObjectReference, PersistentVolume, PersistentVolumeClaim,
-    PersistentVolumeClaimSpec, PersistentVolumeClaimStatus, PersistentVolumeSpec,
-};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
+use kube_kit::lean::{
+    PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
+    PersistentVolumeSpec,
+};
 use tokio_util::sync::CancellationToken;
 
 /// The watches, not started yet.
@@ -61,7 +62,7 @@ impl Cluster {
         let by_handle = Arc::<Index>::default();
         let indexed = by_handle.clone();
         let index = move |change: &Change<'_, PersistentVolume>| {
-            indexed.put(change.key, change.new.and_then(|volume| handle(volume)).map(Key::cluster));
+            indexed.put(change.key, change.new.and_then(|volume| handle(&volume.spec)).map(Key::cluster));
         };
         Self {
             claims: Informer::builder("PersistentVolumeClaims", Api::all(client.clone())).trim(trim_claim),
@@ -112,12 +113,12 @@ impl Cluster {
 
 /// Name of the volume that a claim says it is bound to.
 pub(crate) fn volume_name(claim: &PersistentVolumeClaim) -> Option<&str> {
-    claim.spec.as_ref()?.volume_name.as_deref().filter(|name| !name.is_empty())
+    claim.spec.volume_name.as_deref().filter(|name| !name.is_empty())
 }
 
 /// The claim that a volume says it is bound to.
-pub(crate) fn claim_of(volume: &PersistentVolume) -> Option<Key> {
-    let claim = volume.spec.as_ref()?.claim_ref.as_ref()?;
+pub(crate) fn claim_of(volume: &PersistentVolumeSpec) -> Option<Key> {
+    let claim = volume.claim_ref.as_ref()?;
     Some(Key::new(claim.namespace.clone()?, claim.name.clone()?))
 }
 
@@ -131,8 +132,8 @@ pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVol
 }
 
 /// The handle of a volume of this driver.
-pub(crate) fn handle(volume: &PersistentVolume) -> Option<&str> {
-    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+pub(crate) fn handle(volume: &PersistentVolumeSpec) -> Option<&str> {
+    let csi = volume.csi.as_ref()?;
     (csi.driver == MANAGEMENT_DRIVER).then_some(csi.volume_handle.as_str())
 }
 
@@ -165,40 +166,34 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         annotations: annotations.filter(|kept| !kept.is_empty()),
         ..trim_meta(&mut claim.metadata)
     };
-    claim.spec = claim.spec.take().map(|spec| PersistentVolumeClaimSpec {
+    let spec = std::mem::take(&mut claim.spec);
+    claim.spec = PersistentVolumeClaimSpec {
         volume_name: spec.volume_name,
         volume_mode: spec.volume_mode,
         access_modes: spec.access_modes,
         ..Default::default()
-    });
-    claim.status = claim.status.take().map(|status| PersistentVolumeClaimStatus {
+    };
+    let mut status = std::mem::take(&mut claim.status);
+    status.conditions.retain(|one| one.type_ == CONDITION_HEALTHY);
+    claim.status = PersistentVolumeClaimStatus {
         phase: status.phase,
-        conditions: status
-            .conditions
-            .map(|all| all.into_iter().filter(|one| one.type_ == CONDITION_HEALTHY).collect::<Vec<_>>())
-            .filter(|kept| !kept.is_empty()),
+        conditions: status.conditions,
         ..Default::default()
-    });
+    };
+    // A list has room for more when it was read.
+    claim.spec.access_modes.shrink_to_fit();
+    claim.status.conditions.shrink_to_fit();
 }
 
 fn trim_volume(volume: &mut PersistentVolume) {
     volume.metadata = trim_meta(&mut volume.metadata);
-    volume.spec = volume.spec.take().map(|spec| PersistentVolumeSpec {
+    let spec = std::mem::take(&mut volume.spec);
+    volume.spec = PersistentVolumeSpec {
         persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
-        csi: spec.csi.map(|csi| CSIPersistentVolumeSource {
-            driver: csi.driver,
-            volume_handle: csi.volume_handle,
-            ..Default::default()
-        }),
-        claim_ref: spec.claim_ref.map(|claim| ObjectReference {
-            namespace: claim.namespace,
-            name: claim.name,
-            uid: claim.uid,
-            ..Default::default()
-        }),
+        csi: spec.csi,
+        claim_ref: spec.claim_ref,
         ..Default::default()
-    });
-    volume.status = None;
+    };
 }
 
 fn trim_meta(meta: &mut ObjectMeta) -> ObjectMeta {

@@ -64,7 +64,7 @@ impl Attachments {
     }
 }
 
-/// Keeps what the shim reads.
+/// Keeps what the shim reads. The entry's name is mostly that which its claim's name gives, and a map is large.
 pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     let mut meta = std::mem::take(&mut attachment.metadata);
     attachment.metadata = ObjectMeta {
@@ -77,10 +77,16 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
         annotations: meta
             .annotations
             .as_mut()
-            .and_then(|annotations| annotations.remove(ANNOTATION_ENTRY))
-            .map(|entry| [(ANNOTATION_ENTRY.to_owned(), entry)].into()),
+            .and_then(|annotations| annotations.remove_entry(ANNOTATION_ENTRY))
+            .filter(|(_, entry)| *entry != names::volume_entry(&attachment.spec.volume_name))
+            .map(|entry| [entry].into()),
         ..Default::default()
     };
+    if let Some(owners) = &mut attachment.metadata.owner_references {
+        owners.iter_mut().for_each(|owner| owner.api_version = String::new());
+        // A list has room for more when it was read.
+        owners.shrink_to_fit();
+    }
     if let Some(status) = &mut attachment.status {
         status.conditions = Vec::new();
     }
@@ -89,4 +95,36 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
 fn machine_of(attachment: &VolumeAttachment) -> Option<Key> {
     let owner = attachment.owner_references().iter().find(|owner| owner.kind == "VirtualMachine")?;
     Some(Key::new(attachment.meta().namespace.clone()?, owner.name.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn an_entrys_name_is_kept_where_the_claims_does_not_give_it() {
+        for (entry, is_kept) in [("pvc-1", false), ("disk", true)] {
+            let mut attachment: VolumeAttachment = serde_json::from_value(json!({
+                "metadata": {
+                    "name": "a", "namespace": "guest", "uid": "u", "resourceVersion": "7", "generation": 1,
+                    "finalizers": ["f"], "labels": {"l": "v"}, "annotations": {ANNOTATION_ENTRY: entry, "a": "b"},
+                    "ownerReferences": [{"apiVersion": "v1", "kind": "VirtualMachine", "name": "vm", "uid": "m"}],
+                },
+                "spec": {"nodeUUID": "n", "volumeName": "pvc-1"},
+            }))
+            .unwrap();
+            trim(&mut attachment);
+            assert_eq!(machine_of(&attachment), Some(Key::new("guest", "vm")));
+            let mut kept = json!({
+                "name": "a", "namespace": "guest", "uid": "u", "resourceVersion": "7",
+                "ownerReferences": [{"apiVersion": "", "kind": "VirtualMachine", "name": "vm", "uid": "m"}],
+            });
+            if is_kept {
+                kept["annotations"] = json!({ANNOTATION_ENTRY: entry});
+            }
+            assert_eq!(json!(attachment.metadata), kept);
+        }
+    }
 }

@@ -81,6 +81,7 @@ impl MachineStatus {
 /// Drops what the shim doesn't read.
 pub(crate) fn trim(machine: &mut Machine) {
     let mut meta = std::mem::take(&mut machine.metadata);
+    machine.types = None;
     machine.metadata = ObjectMeta {
         name: meta.name,
         namespace: meta.namespace,
@@ -90,10 +91,15 @@ pub(crate) fn trim(machine: &mut Machine) {
         labels: meta
             .labels
             .as_mut()
-            .and_then(|labels| labels.remove(LABEL_CLUSTER_ID))
-            .map(|id| [(LABEL_CLUSTER_ID.to_owned(), id)].into()),
+            .and_then(|labels| labels.remove_entry(LABEL_CLUSTER_ID))
+            .map(|id| [id].into()),
         ..Default::default()
     };
+    // A list has room for more when it was read.
+    machine.spec.volumes.shrink_to_fit();
+    if let Some(volumes) = machine.status.as_mut().and_then(|status| status.volumes.as_mut()) {
+        volumes.shrink_to_fit();
+    }
 }
 
 #[cfg(test)]

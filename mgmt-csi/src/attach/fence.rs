@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crds::names::ANNOTATION_OUT_OF_SERVICE;
 use crds::{VirtualMachine, VolumeAttachment, virtual_machine_resource};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Api, Client};
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
@@ -100,11 +100,20 @@ fn is_said(machine: &VirtualMachine) -> bool {
 
 /// Keeps identity, and whether it is said to be lost.
 fn trim(machine: &mut VirtualMachine) {
-    if let Some(annotations) = &mut machine.metadata.annotations {
-        annotations.retain(|name, _| name == ANNOTATION_OUT_OF_SERVICE);
-    }
-    machine.metadata.labels = None;
-    machine.metadata.owner_references = None;
+    let mut meta = std::mem::take(&mut machine.metadata);
+    machine.types = None;
+    machine.metadata = ObjectMeta {
+        name: meta.name,
+        namespace: meta.namespace,
+        uid: meta.uid,
+        resource_version: meta.resource_version,
+        annotations: meta
+            .annotations
+            .as_mut()
+            .and_then(|annotations| annotations.remove_entry(ANNOTATION_OUT_OF_SERVICE))
+            .map(|said| [said].into()),
+        ..Default::default()
+    };
     machine.spec.volumes = Vec::new();
     machine.status = None;
 }
@@ -143,6 +152,9 @@ mod tests {
         assert!(!lost(vec![machine("u2", said.clone())]).has_machine_of(&order()));
         assert!(!lost(Vec::new()).has_machine_of(&order()));
         assert!(!Lost::none().has_machine_of(&order()));
+        let mut kept = machine("u1", json!({ANNOTATION_OUT_OF_SERVICE: "n1", "other": "x"}));
+        trim(&mut kept);
+        assert!(lost(vec![kept]).has_machine_of(&order()));
         let ownerless = VolumeAttachment { metadata: Default::default(), ..order() };
         assert!(!lost(vec![machine("u1", said)]).has_machine_of(&ownerless));
     }

@@ -15,13 +15,13 @@ use std::sync::Arc;
 
 use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version};
 use infra_api::{Change as InfraChange, Event, EventKind};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::{Api, Client};
 use kube_kit::events::Events;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Queue, Retry};
 use kube_kit::versions;
 use prometheus_client::registry::Registry;
@@ -96,8 +96,7 @@ impl Attach {
         let told = tell_orders_of_claim(&self.by_claim, &self.queue);
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
             let bound = |claim: &Arc<PersistentVolumeClaim>| {
-                let phase = claim.status.as_ref().and_then(|status| status.phase.clone());
-                (claim.metadata.uid.clone(), claim.spec.clone(), phase)
+                (claim.metadata.uid.clone(), claim.spec.clone(), claim.status.phase.clone())
             };
             if change.old.map(bound) != change.new.map(bound) {
                 told(change.key);
@@ -108,7 +107,9 @@ impl Attach {
             if change.old.map(|volume| &volume.spec) == change.new.map(|volume| &volume.spec) {
                 return;
             }
-            for claim in [change.old, change.new].into_iter().flatten().filter_map(|v| cluster::claim_of(v)) {
+            for claim in
+                [change.old, change.new].into_iter().flatten().filter_map(|v| cluster::claim_of(&v.spec))
+            {
                 told(&claim);
             }
         })

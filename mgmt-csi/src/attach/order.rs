@@ -23,6 +23,17 @@ pub(super) fn trim(order: &mut VolumeAttachment) {
         owner_references: meta.owner_references,
         ..Default::default()
     };
+    // A list has room for more when it was read.
+    if let Some(owners) = &mut order.metadata.owner_references {
+        owners.iter_mut().for_each(|owner| owner.api_version = String::new());
+        owners.shrink_to_fit();
+    }
+    if let Some(finalizers) = &mut order.metadata.finalizers {
+        finalizers.shrink_to_fit();
+    }
+    if let Some(status) = &mut order.status {
+        status.conditions.shrink_to_fit();
+    }
 }
 
 /// Whether the disk was told to be plugged.

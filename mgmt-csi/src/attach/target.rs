@@ -3,8 +3,8 @@
 use crds::names::MANAGEMENT_DRIVER;
 use crds::{VolumeAttachment, VolumeAttachmentSpec};
 use infra_api::{Access, AttachmentSpec, VolumeId};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::informer::{Informer, Key};
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use super::failure::Failure;
 use super::order::is_attached;
@@ -51,7 +51,7 @@ fn target(
             ),
         ));
     }
-    let phase = claim.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
+    let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     let name = volume_name(claim).filter(|_| phase == "Bound").ok_or_else(|| {
         Failure::of_objects(
             "ClaimNotBound",
@@ -61,7 +61,7 @@ fn target(
             ),
         )
     })?;
-    let Some(volume) = volume.and_then(|volume| volume.spec.as_ref()) else {
+    let Some(volume) = volume.map(|volume| &volume.spec) else {
         return Err(Failure::of_objects(
             "VolumeNotFound",
             format!(
@@ -106,10 +106,8 @@ fn target(
 
 /// Who may have the volume at the same time, by what the claim's author asked for.
 fn access(claim: &PersistentVolumeClaim, read_only: bool) -> Access {
-    let spec = claim.spec.as_ref();
-    let modes = spec.and_then(|spec| spec.access_modes.as_deref()).unwrap_or_default();
-    let has = |mode: &str| modes.iter().any(|one| one == mode);
-    let raw = spec.and_then(|spec| spec.volume_mode.as_deref()) == Some("Block");
+    let has = |mode: &str| claim.spec.access_modes.iter().any(|one| one == mode);
+    let raw = claim.spec.volume_mode.as_deref() == Some("Block");
     if has("ReadWriteMany") && raw {
         // Also to read only: all who have the volume at once must have it in the same way.
         Access::MultiNode

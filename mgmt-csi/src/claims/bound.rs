@@ -4,9 +4,9 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::informer::Key;
 use kube_kit::latest::Latest;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use crate::cluster::{self, Volumes};
 
@@ -26,15 +26,15 @@ impl Bound {
     /// The volumes of the infra that claims are bound to.
     pub(super) fn ids(&self) -> HashSet<VolumeId> {
         let bound = |volume: &Arc<PersistentVolume>| {
-            self.claim_of(volume).and(VolumeId::new(cluster::handle(volume)?).ok())
+            self.claim_of(volume).and(VolumeId::new(cluster::handle(&volume.spec)?).ok())
         };
         self.volumes.informer().list().iter().filter_map(bound).collect()
     }
 
     /// The claim that a volume is bound to, and that is bound to it.
     pub(super) fn claim_of(&self, volume: &PersistentVolume) -> Option<Key> {
-        let key = cluster::claim_of(volume)?;
+        let key = cluster::claim_of(&volume.spec)?;
         let claim = self.claims.get(&key).filter(|claim| claim.metadata.deletion_timestamp.is_none())?;
-        cluster::is_bound_back(volume.spec.as_ref()?, &claim).then_some(key)
+        cluster::is_bound_back(&volume.spec, &claim).then_some(key)
     }
 }

@@ -1,8 +1,9 @@
 //! What is to be written to one claim, without I/O.
 
 use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use super::conditions::Condition;
 use crate::cluster::{annotation, is_bound_back};
@@ -29,7 +30,7 @@ pub(super) fn changes(
     condition: &Condition,
     now: &Time,
 ) -> Changes {
-    if !volume.spec.as_ref().is_some_and(|spec| is_bound_back(spec, claim)) {
+    if !is_bound_back(&volume.spec, claim) {
         return Changes::default();
     }
     let wanted = is_kept(volume).then_some(RETAIN);
@@ -42,7 +43,7 @@ pub(super) fn changes(
 
 /// Whether the volume stays when its claim goes.
 pub(super) fn is_kept(volume: &PersistentVolume) -> bool {
-    volume.spec.as_ref().and_then(|spec| spec.persistent_volume_reclaim_policy.as_deref()) == Some(RETAIN)
+    volume.spec.persistent_volume_reclaim_policy.as_deref() == Some(RETAIN)
 }
 
 /// The condition to write, if what is told is not so. A volume that was always well has none.
@@ -84,8 +85,7 @@ pub(super) fn told_of(
 }
 
 fn told_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
-    let conditions = claim.status.as_ref()?.conditions.as_ref()?;
-    conditions.iter().find(|condition| condition.type_ == CONDITION_HEALTHY)
+    claim.status.conditions.iter().find(|condition| condition.type_ == CONDITION_HEALTHY)
 }
 
 #[cfg(test)]
@@ -125,7 +125,7 @@ mod tests {
                 policy.map(|policy| [(ANNOTATION_RECLAIM_POLICY.to_owned(), policy.to_owned())].into());
         }
         if let Some(condition) = changes.healthy {
-            claim.status.get_or_insert_default().conditions = Some(vec![condition]);
+            claim.status.conditions = vec![condition];
         }
     }
 

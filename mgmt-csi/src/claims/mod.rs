@@ -9,11 +9,11 @@ mod reconcile;
 use std::sync::Arc;
 
 use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use kube::Client;
 use kube_kit::events::Events;
 use kube_kit::informer::{Change, Key};
 use kube_kit::latest::Latest;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Queue, Retry};
 use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
@@ -80,13 +80,13 @@ impl Keeper {
             (self.conditions.clone(), self.queue.clone(), self.look_at_restored());
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
             if let (Some(old), None) = (change.old, change.new)
-                && let Some(handle) = cluster::handle(old)
+                && let Some(handle) = cluster::handle(&old.spec)
             {
                 conditions.forget(handle);
             }
             if let Some(new) = change.new
                 && change.old.is_none_or(|old| old.spec != new.spec)
-                && let Some(claim) = cluster::claim_of(new)
+                && let Some(claim) = cluster::claim_of(&new.spec)
             {
                 if change.old.is_none() {
                     look(new);
@@ -103,7 +103,7 @@ impl Keeper {
         move |volume| {
             // The first look at everything is to come.
             let known = |handle: &&str| conditions.of(handle) != Condition::Unknown;
-            let id = cluster::handle(volume).filter(known).map(VolumeId::new);
+            let id = cluster::handle(&volume.spec).filter(known).map(VolumeId::new);
             if let Some(Ok(id)) = id
                 && bound.claim_of(volume).is_some()
             {

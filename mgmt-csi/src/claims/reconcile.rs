@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crds::names::ANNOTATION_RECLAIM_POLICY;
 use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimCondition};
+use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Patch, PatchParams};
@@ -13,6 +13,7 @@ use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
 use kube_kit::informer::Key;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Next, Queue};
 use serde_json::json;
 use tokio::sync::Semaphore;
@@ -58,7 +59,7 @@ impl Reconciler {
         };
         let volume = cluster::volume_name(&claim).and_then(|name| self.bound.volumes.get(name));
         let Some(volume) = volume else { return Ok(Next::Wait) };
-        let Some(handle) = cluster::handle(&volume) else { return Ok(Next::Wait) };
+        let Some(handle) = cluster::handle(&volume.spec) else { return Ok(Next::Wait) };
         let changes = changes(&claim, &volume, &self.conditions.of(handle), &now());
         if let Some(policy) = changes.reclaim_policy
             && (policy.is_some() || !self.is_kept(&volume).await?)

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES};
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::informer::{Informer, Key};
+use kube_kit::lean::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;

@@ -15,9 +15,9 @@ use std::sync::Arc;
 use csi::locks::VolumeLocks;
 use csi::proto;
 use infra_api::{Volume, VolumeId};
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::Client;
 use kube_kit::informer::Informer;
+use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 use tonic::Status;
 

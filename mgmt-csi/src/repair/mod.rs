@@ -18,13 +18,13 @@ use crds::VolumeAttachment;
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, VolumeId,
 };
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::Client;
 use kube_kit::duration;
 use kube_kit::events::Events;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::Latest;
+use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::queue::{Next, Queue, Retry};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -217,7 +217,7 @@ impl Known {
     /// The orders that say the disk of a volume is plugged.
     fn orders_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
         let claims =
-            self.volumes.of_handle(id.as_str()).into_iter().filter_map(|one| cluster::claim_of(&one));
+            self.volumes.of_handle(id.as_str()).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
         let orders = claims.flat_map(|claim| self.by_claim.members(&claim));
         orders.filter_map(|order| self.orders.get(&order)).filter(|order| counts_on(order)).collect()
     }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use crds::{VirtualMachine, VolumeAttachment, newest_virtual_machine_version, virtual_machine_resource};
 use futures::StreamExt;
 use infra_api::{Attachment, AttachmentId};
-use k8s_openapi::api::core::v1::PersistentVolume;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::duration;
 use kube_kit::informer::Key;
+use kube_kit::lean::PersistentVolume;
 use kube_kit::queue::Next;
 use tokio::time::Instant;
 
@@ -166,9 +166,9 @@ async fn claim_now(known: &Known, stray: &Attachment) -> Result<Option<(Key, Opt
     let read = Api::<PersistentVolume>::all(known.client.clone()).get_opt(name).await;
     let volume =
         read.map_err(|error| Failed::Cluster(format!("PersistentVolume {name}: {}", chain(&error))))?;
-    let volume = volume.filter(|volume| cluster::handle(volume) == handle);
+    let volume = volume.filter(|volume| cluster::handle(&volume.spec) == handle);
     let made = |volume: &PersistentVolume| volume.metadata.creation_timestamp.as_ref().map(|time| time.0);
-    Ok(volume.and_then(|volume| Some((cluster::claim_of(&volume)?, made(&volume)))))
+    Ok(volume.and_then(|volume| Some((cluster::claim_of(&volume.spec)?, made(&volume)))))
 }
 
 /// The orders of a namespace; none where there is no namespace.

@@ -8,14 +8,13 @@ use crds::names::{
     ANNOTATION_CONSUMER_PREFIX, ANNOTATION_ORPHANED_REASON, ANNOTATION_ORPHANED_SINCE,
     ANNOTATION_RETAINED_SINCE,
 };
-use infra_api::{Attachment, Labels, Snapshot, Volume, VolumeId};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use infra_api::{Attachment, Labels, Snapshot, Volume as InfraVolume, VolumeId};
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube_kit::informer::Key;
-use kube_kit::quantity;
+use kube_kit::lean::PersistentVolumeClaim;
 
-use super::world::World;
+use super::world::{Volume, World};
 use crate::cluster::{self, is_bound_back, volume_name};
 use crate::infra::volume_id;
 use crate::repair::judge::{Facts, Verdict, judge};
@@ -87,7 +86,8 @@ impl Orphan {
 pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
     let mut found: Vec<Orphan> = world.claims.iter().filter_map(|claim| of_claim(world, claim)).collect();
     found.extend(world.volumes.iter().filter_map(|volume| of_volume(world, volume)));
-    let named: HashSet<&str> = world.volumes.iter().filter_map(cluster::handle).collect();
+    let named: HashSet<&str> =
+        world.volumes.iter().filter_map(|volume| cluster::handle(&volume.spec)).collect();
     let coming: HashSet<VolumeId> = world.claims.iter().filter_map(to_come).collect();
     found.extend(world.infra_volumes.iter().filter_map(|volume| {
         let is_known = named.contains(volume.id.as_str()) || coming.contains(&volume.id);
@@ -95,11 +95,11 @@ pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
     }));
     let unknown = world.infra_snapshots.iter().filter(|one| !world.known_snapshots.contains(&one.id));
     found.extend(unknown.map(|snapshot| of_infra_snapshot(world, snapshot)));
-    let volumes: HashMap<&str, &PersistentVolume> = world
+    let volumes: HashMap<&str, &Volume> = world
         .volumes
         .iter()
-        .filter(|volume| cluster::claim_of(volume).is_some())
-        .filter_map(|volume| Some((cluster::handle(volume)?, volume)))
+        .filter(|volume| cluster::claim_of(&volume.spec).is_some())
+        .filter_map(|volume| Some((cluster::handle(&volume.spec)?, volume)))
         .collect();
     found.extend(world.attachments.iter().filter_map(|attachment| {
         of_infra_attachment(world, attachment, volumes.get(attachment.volume.as_str()).copied())
@@ -121,7 +121,7 @@ pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
 /// The volume that is made, or was just made, for a claim that waits. csi-provisioner names it after the claim, as its
 /// `--volume-name-prefix` is by default.
 fn to_come(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
-    let phase = claim.status.as_ref().and_then(|status| status.phase.as_deref()).unwrap_or("Pending");
+    let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default())))
 }
 
@@ -130,7 +130,7 @@ fn since(now: Timestamp, text: Option<&str>) -> Option<Duration> {
     Duration::try_from(now.duration_since(then)).ok()
 }
 
-fn made(volume: &PersistentVolume) -> Option<Timestamp> {
+fn made(volume: &Volume) -> Option<Timestamp> {
     volume.metadata.creation_timestamp.as_ref().map(|time| time.0)
 }
 
@@ -147,17 +147,16 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
         (None, None) => return None,
     };
     let volume = world.volumes.iter().find(|volume| {
-        volume.metadata.name.as_deref() == volume_name(claim)
-            && volume.spec.as_ref().is_some_and(|spec| is_bound_back(spec, claim))
+        volume.metadata.name.as_deref() == volume_name(claim) && is_bound_back(&volume.spec, claim)
     });
-    let policy = volume.and_then(|volume| volume.spec.as_ref()?.persistent_volume_reclaim_policy.as_deref());
+    let policy = volume.and_then(|volume| volume.spec.persistent_volume_reclaim_policy.as_deref());
     let consumers: Vec<&str> =
         claim.annotations().keys().filter_map(|key| key.strip_prefix(ANNOTATION_CONSUMER_PREFIX)).collect();
     let order = world.orders.iter().find(|order| {
         order.spec.volume_name == key.name && order.metadata.namespace.as_ref() == Some(&key.namespace)
     });
     let plugged = volume
-        .and_then(cluster::handle)
+        .and_then(|volume| cluster::handle(&volume.spec))
         .and_then(|handle| world.attachments.iter().find(|attachment| attachment.volume.as_str() == handle));
     let wanting = world.machines.iter().flatten().find(|machine| {
         let mut entries =
@@ -185,14 +184,13 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     } else {
         Removal::Delete
     };
-    let capacity = claim.status.as_ref().and_then(|status| status.capacity.as_ref()?.get("storage"));
     Some(Orphan {
         kind: Kind::Claim,
         namespace: Some(key.namespace),
         name: key.name,
         uid: claim.uid(),
         resource_version: claim.resource_version(),
-        bytes: capacity.and_then(quantity::value),
+        bytes: claim.status.capacity,
         age: since(world.now, Some(time)),
         reason: reason.to_owned(),
         message: message.to_owned(),
@@ -200,9 +198,9 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     })
 }
 
-fn of_volume(world: &World, volume: &PersistentVolume) -> Option<Orphan> {
-    let handle = cluster::handle(volume)?;
-    let spec = volume.spec.as_ref()?;
+fn of_volume(world: &World, volume: &Volume) -> Option<Orphan> {
+    let spec = &volume.spec;
+    let handle = cluster::handle(spec)?;
     let status = volume.status.as_ref()?;
     let retains = spec.persistent_volume_reclaim_policy.as_deref() == Some("Retain");
     if !retains || status.phase.as_deref() != Some("Released") {
@@ -210,15 +208,14 @@ fn of_volume(world: &World, volume: &PersistentVolume) -> Option<Orphan> {
     }
     let released = status.last_phase_transition_time.as_ref().map(|time| time.0);
     let made = made(volume);
-    let capacity = spec.capacity.as_ref().and_then(|capacity| capacity.get("storage"));
-    let was = cluster::claim_of(volume).map_or_else(String::new, |claim| format!(" {claim}"));
+    let was = cluster::claim_of(spec).map_or_else(String::new, |claim| format!(" {claim}"));
     Some(Orphan {
         kind: Kind::Volume,
         namespace: None,
         name: volume.name_any(),
         uid: volume.uid(),
         resource_version: volume.resource_version(),
-        bytes: capacity.and_then(quantity::value),
+        bytes: spec.capacity,
         age: released.or(made).and_then(|then| Duration::try_from(world.now.duration_since(then)).ok()),
         reason: "Released".to_owned(),
         message: format!("its claim{was} is gone"),
@@ -233,7 +230,7 @@ fn maker(labels: &Labels, of: &str) -> Option<Key> {
     Some(Key::new(labels.get("namespace")?.clone(), labels.get(of)?.clone()))
 }
 
-fn of_infra_volume(world: &World, volume: &Volume) -> Orphan {
+fn of_infra_volume(world: &World, volume: &InfraVolume) -> Orphan {
     let claim = maker(&volume.labels, "pvc");
     let is_there = claim.as_ref().is_some_and(|claim| world.claims.iter().any(|one| Key::of(one) == *claim));
     let removal = match &claim {
@@ -280,12 +277,8 @@ fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
     }
 }
 
-fn of_infra_attachment(
-    world: &World,
-    attachment: &Attachment,
-    volume: Option<&PersistentVolume>,
-) -> Option<Orphan> {
-    let claim = volume.and_then(cluster::claim_of);
+fn of_infra_attachment(world: &World, attachment: &Attachment, volume: Option<&Volume>) -> Option<Orphan> {
+    let claim = volume.and_then(|volume| cluster::claim_of(&volume.spec));
     let facts = Facts {
         attachment,
         claim: claim.as_ref(),
@@ -344,7 +337,7 @@ mod tests {
         .unwrap()
     }
 
-    fn volume(policy: &str, phase: &str) -> PersistentVolume {
+    fn volume(policy: &str, phase: &str) -> Volume {
         serde_json::from_value(json!({
             "metadata": {"name": "pv1", "creationTimestamp": "2026-01-01T00:00:00Z"},
             "spec": {
@@ -357,7 +350,7 @@ mod tests {
         .unwrap()
     }
 
-    fn infra_volume(labels: Value) -> Volume {
+    fn infra_volume(labels: Value) -> InfraVolume {
         serde_json::from_value(json!({
             "id": "pvc-u1", "capacityBytes": 4 << 20, "pool": "a",
             "diskUuid": "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "state": "ready",
@@ -424,7 +417,7 @@ mod tests {
     #[test]
     fn an_infra_volume_is_an_orphan_only_when_nothing_names_it_or_will() {
         let labels = json!({"namespace": "guest", "pvc": "data"});
-        let found = |claims: Vec<PersistentVolumeClaim>, volumes: Vec<PersistentVolume>, labels: &Value| {
+        let found = |claims: Vec<PersistentVolumeClaim>, volumes: Vec<Volume>, labels: &Value| {
             let infra_volumes = vec![infra_volume(labels.clone())];
             find(&World { claims, volumes, infra_volumes, ..world() }, true)
         };

@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use infra_api::{AttachmentId, SnapshotId, VolumeId};
-use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{DeleteParams, Preconditions};
 use kube::{Api, Client};
 use kube_kit::client::{chain, connect};
 use kube_kit::duration;
+use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use crate::infra::{InfraArgs, StorageInfra};

@@ -6,13 +6,14 @@ use std::time::Duration;
 use anyhow::anyhow;
 use crds::names::MANAGEMENT_DRIVER;
 use crds::{VirtualMachine, VolumeAttachment};
-use infra_api::{Attachment, List, Snapshot, SnapshotId, Volume};
-use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use infra_api::{Attachment, List, Snapshot, SnapshotId, Volume as InfraVolume};
+use k8s_openapi::api::core::v1::PersistentVolumeStatus;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{ApiResource, DynamicObject, ListParams};
-use kube::core::GroupVersionKind;
-use kube::{Api, Client, Resource};
+use kube::core::{GroupVersionKind, Object};
+use kube::{Api, Client};
 use kube_kit::client::chain;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeSpec};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
@@ -22,17 +23,20 @@ use crate::repair::strays::machines;
 /// How long the infra may take for one answer.
 const ANSWER: Duration = Duration::from_secs(60);
 
+/// A PersistentVolume with its status.
+pub(super) type Volume = Object<PersistentVolumeSpec, PersistentVolumeStatus>;
+
 /// Both sides, as they are.
 pub(super) struct World {
     pub(super) now: Timestamp,
     pub(super) claims: Vec<PersistentVolumeClaim>,
-    pub(super) volumes: Vec<PersistentVolume>,
+    pub(super) volumes: Vec<Volume>,
     pub(super) orders: Vec<VolumeAttachment>,
     /// None where the cluster has no such objects.
     pub(super) machines: Option<Vec<VirtualMachine>>,
     /// The snapshots of the infra that VolumeSnapshotContents of this driver stand for, or will once they are taken.
     pub(super) known_snapshots: HashSet<SnapshotId>,
-    pub(super) infra_volumes: Vec<Volume>,
+    pub(super) infra_volumes: Vec<InfraVolume>,
     pub(super) infra_snapshots: Vec<Snapshot>,
     pub(super) attachments: Vec<Attachment>,
 }
@@ -48,10 +52,11 @@ impl World {
         });
         let infra_snapshots = infra_snapshots.await?;
         let attachments = infra.list_attachments(None, Instant::now() + ANSWER).await?;
+        let volumes = ApiResource::erase::<PersistentVolume>(&());
         Ok(Self {
-            claims: all(client, "PersistentVolumeClaims").await?,
-            volumes: all(client, "PersistentVolumes").await?,
-            orders: all(client, "VolumeAttachments").await?,
+            claims: all(Api::all(client.clone()), "PersistentVolumeClaims").await?,
+            volumes: all(Api::all_with(client.clone(), &volumes), "PersistentVolumes").await?,
+            orders: all(Api::all(client.clone()), "VolumeAttachments").await?,
             machines: machines(client, None).await.map_err(|error| anyhow!("cannot read {error}"))?,
             known_snapshots: known_snapshots(client).await?,
             infra_volumes,
@@ -76,11 +81,11 @@ async fn pages<T>(
     }
 }
 
-async fn all<K>(client: &Client, what: &str) -> anyhow::Result<Vec<K>>
+async fn all<K>(api: Api<K>, what: &str) -> anyhow::Result<Vec<K>>
 where
-    K: Resource<DynamicType = ()> + DeserializeOwned + Clone + std::fmt::Debug,
+    K: DeserializeOwned + Clone + std::fmt::Debug,
 {
-    let list = Api::<K>::all(client.clone()).list(&ListParams::default()).await;
+    let list = api.list(&ListParams::default()).await;
     Ok(list.map_err(|error| anyhow!("cannot read {what}: {}", chain(&error)))?.items)
 }
 

@@ -3,7 +3,7 @@
 
 use anyhow::{Context, Result};
 use crds::names;
-use k8s_openapi::api::core::v1::Event;
+use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
 use lab::audit::Mark;
@@ -32,10 +32,11 @@ async fn bound(s: &Scenario, class: &str) -> Result<Both> {
     s.claim("data", class, "4Mi").await?;
     let (_, volume) = s.bound("data").await?;
     let handle = handle(&volume)?;
-    let below = s.claims().get(&handle).await?.spec.and_then(|spec| spec.volume_name);
+    let claim = s.claims().get(&handle).await?;
+    // Told from the first moment on, so that a deletion that follows at once is refused, too.
+    assert_eq!(said_policy(&claim), (class == "nestor-retain").then_some("Retain"));
+    let below = claim.spec.and_then(|spec| spec.volume_name);
     let below = below.context("the management claim has no volume")?;
-    // It is told a moment after the claim is bound.
-    tells_policy(s, &handle, (class == "nestor-retain").then_some("Retain")).await?;
     Ok(Both { above: volume.name_any(), handle, below })
 }
 
@@ -56,10 +57,14 @@ async fn set_below(s: &Scenario, both: &Both, policy: &str) -> Result<()> {
 async fn tells_policy(s: &Scenario, claim: &str, policy: Option<&str>) -> Result<()> {
     eventually(&format!("management claim {claim} says {policy:?}"), PATIENCE, || async {
         let claim = s.claims().get(claim).await?;
-        let said = claim.annotations().get(names::ANNOTATION_RECLAIM_POLICY).map(String::as_str);
+        let said = said_policy(&claim);
         Ok(if said == policy { Ok(()) } else { Err(format!("{said:?}")) })
     })
     .await
+}
+
+fn said_policy(claim: &PersistentVolumeClaim) -> Option<&str> {
+    claim.annotations().get(names::ANNOTATION_RECLAIM_POLICY).map(String::as_str)
 }
 
 async fn delete_claim(s: &Scenario) -> Result<()> {

@@ -18,7 +18,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ListMeta;
 use kube::api::{ListParams, ObjectList, WatchEvent, WatchParams};
 use kube::core::{DeserializeGuard, Request, Status};
 use kube::{Error, Resource, ResourceExt};
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::time::Instant;
 
 use super::{Builder, Key};
@@ -26,14 +26,16 @@ use crate::client::chain;
 use crate::health::Check;
 
 /// An API server sends a bookmark each minute when nothing else is to be said, unless it keeps no cache of the resource
-/// (as of events). A watch that had bookmarks and is silent for longer is dead, or of a server that went back in time (a
-/// restored etcd), which has nothing to tell until it is there again.
+/// (as of events), or nothing at all was written since the watch began, as far as that cache has heard, which without
+/// `--watch-progress-notify-interval` of etcd it mostly hasn't. A watch that had bookmarks and is silent for longer is one
+/// of these, or dead, or of a server that went back in time (a restored etcd), which has nothing to tell until it is there
+/// again.
 const SILENCE: Duration = Duration::from_secs(90);
 /// The first and the longest pause before a watch is begun anew. Calls with deadlines wait behind this.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(4));
-/// How long the server is asked to keep a watch open, in seconds: the first, and how much may come to that, so that
-/// not all watches of all clients end at once.
-const LASTS: (u32, u32) = (200, 90);
+/// How long the server is asked to keep a watch open: the first, and how many seconds may come to that, so that not all
+/// watches of all clients end at once.
+const LASTS: (Duration, u32) = (Duration::from_secs(200), 90);
 /// How long after that a server that sends no bookmarks is waited for.
 const MARGIN: Duration = Duration::from_secs(5);
 /// How many objects a page of a list has.
@@ -48,6 +50,8 @@ struct Place {
     bookmarks: bool,
     /// Whether the next that is told holds a malformed object.
     malformed: bool,
+    /// Whether the server can't have been put back to an older state since it told of that version.
+    unbroken: bool,
 }
 
 /// Why a watch is over.
@@ -81,7 +85,9 @@ where
         let mut pause = PAUSES.0;
         loop {
             let begun = Instant::now();
-            match self.round(&mut place, &check).await {
+            let over = self.round(&mut place, &check).await;
+            place.unbroken &= matches!(over, Over::Closed);
+            match over {
                 Over::Closed => {}
                 Over::Malformed => place.malformed = true,
                 Over::Expired(why) => {
@@ -109,15 +115,18 @@ where
         let since = match place.version.clone() {
             Some(since) => since,
             None => match self.read().await {
-                Ok(read) => place.version.insert(read).clone(),
+                Ok(read) => {
+                    place.unbroken = true;
+                    place.version.insert(read).clone()
+                }
                 Err(error) => return error.into(),
             },
         };
-        let lasts = LASTS.0 + fastrand::u32(..LASTS.1);
+        let lasts = LASTS.0 + Duration::from_secs(fastrand::u32(..LASTS.1).into());
         let parameters = WatchParams {
             label_selector: self.config.label_selector.clone(),
             field_selector: self.config.field_selector.clone(),
-            timeout: Some(lasts),
+            timeout: Some(u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX)),
             ..WatchParams::default()
         };
         let request = match Request::new(&self.url).watch(&parameters, &since) {
@@ -125,6 +134,7 @@ where
             Err(error) => return Error::BuildRequest(error).into(),
         };
         let is_tolerant = std::mem::take(&mut place.malformed);
+        let begun = Instant::now();
         let events = match is_tolerant {
             true => {
                 let events = self.client.request_events::<DeserializeGuard<K>>(request).await;
@@ -141,13 +151,31 @@ where
         };
         let mut events = pin!(events);
         self.up(check);
+        let mut asked = false;
         loop {
-            let silence = if place.bookmarks { SILENCE } else { Duration::from_secs(lasts.into()) + MARGIN };
+            let silence = if place.bookmarks { SILENCE } else { lasts + MARGIN };
             let event = match tokio::time::timeout(silence, events.next()).await {
                 Ok(Some(Ok(event))) => event,
-                Ok(None) => return Over::Closed,
+                Ok(None) => {
+                    // Before its time it is a server that stops, and another may come.
+                    place.unbroken &= begun.elapsed() >= lasts;
+                    return Over::Closed;
+                }
                 Ok(Some(Err(error))) if !is_tolerant && is_malformed(&error) => return Over::Malformed,
                 Ok(Some(Err(error))) => return error.into(),
+                Err(_) if place.unbroken && !asked => {
+                    match self.has_reached(place.version.as_deref()).await {
+                        Ok(true) => {
+                            asked = true;
+                            continue;
+                        }
+                        Ok(false) => {
+                            place.version = None;
+                            return Over::Trouble("the server went back to an older state".to_owned());
+                        }
+                        Err(error) => return error.into(),
+                    }
+                }
                 Err(_) => {
                     place.version = None;
                     return Over::Trouble(format!("nothing was heard for {silence:?}"));
@@ -175,7 +203,25 @@ where
             if seen.is_some() {
                 place.version = seen;
             }
+            (place.unbroken, asked) = (true, false);
         }
+    }
+
+    /// Whether the server is at this version, or later. It looks for that itself, at what is written, and so has something
+    /// to tell those who watch from then on.
+    async fn has_reached(&self, version: Option<&str>) -> kube::Result<bool> {
+        let parameters = ListParams {
+            label_selector: self.config.label_selector.clone(),
+            field_selector: self.config.field_selector.clone(),
+            limit: Some(1),
+            ..ListParams::default()
+        };
+        let request = Request::new(&self.url).list(&parameters).map_err(Error::BuildRequest)?;
+        let list = self.client.request::<ObjectList<IgnoredAny>>(request).await?;
+        let number = |version: &str| version.parse::<u64>().ok();
+        let (now, since) =
+            (list.metadata.resource_version.as_deref().and_then(number), version.and_then(number));
+        Ok(now.is_some() && now >= since)
     }
 
     /// Reads all objects, page by page; gives the version from which to watch.
@@ -415,6 +461,24 @@ mod tests {
             tokio::time::sleep(PAUSES.0).await;
         }
         assert!(informer.trouble().is_none());
+        stop.cancel();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_watch_of_what_nobody_writes_is_kept_once_the_server_says_where_it_is() {
+        let server = Arc::new(Server::default());
+        *server.shows.lock().unwrap() = ("9".to_owned(), "quiet".to_owned());
+        let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "9"}});
+        *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+        let (informer, health, stop) = started(&server);
+        shown(&informer, "quiet").await;
+        *server.shows.lock().unwrap() = ("12".to_owned(), "missed".to_owned());
+        tokio::time::sleep(SILENCE + PAUSES.1).await;
+        let asked = (server.lists.load(Ordering::SeqCst), server.watches.load(Ordering::SeqCst));
+        assert_eq!(asked, (2, 1), "lists, watches");
+        assert!(health.failing().is_empty(), "{:?}", health.failing());
+        // Silent even so, it is dead.
+        shown(&informer, "missed").await;
         stop.cancel();
     }
 

@@ -277,6 +277,14 @@ impl Management {
         Ok(())
     }
 
+    /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
+    fn is_kept(&self, class: &str) -> bool {
+        let class = self.classes.get(&Key::cluster(class));
+        class.is_some_and(|class| {
+            class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
+        })
+    }
+
     /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
     async fn check_source(
         &self,
@@ -360,8 +368,13 @@ impl Management {
 
     async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
+        let mut annotations = wanted.annotations.clone();
+        if self.is_kept(&wanted.class) {
+            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+            annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
+        }
         v1::PersistentVolumeClaim {
-            metadata: self.new_metadata(name, wanted.annotations.clone()).await,
+            metadata: self.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {
                 access_modes: Some(wanted.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
                 storage_class_name: Some(wanted.class.clone()),

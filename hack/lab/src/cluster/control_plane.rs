@@ -153,6 +153,8 @@ impl ControlPlane {
                     ("initial-cluster", format!("{}={peer}", self.cluster.name)),
                     // A lab's data need not survive the machine, only the process.
                     ("unsafe-no-fsync", "true".into()),
+                    // As kubeadm does: watches of what nobody writes are told how far the cluster is.
+                    ("watch-progress-notify-interval", "5s".into()),
                     ("log-level", "warn".into()),
                 ],
             ),

@@ -163,17 +163,19 @@ where
                 }
                 Ok(Some(Err(error))) if !is_tolerant && is_malformed(&error) => return Over::Malformed,
                 Ok(Some(Err(error))) => return error.into(),
-                Err(_) if place.unbroken && !asked => {
+                // Without bookmarks it is silent for longer than it was to last.
+                Err(_) if place.bookmarks && place.unbroken && !asked => {
                     match self.has_reached(place.version.as_deref()).await {
                         Ok(true) => {
                             asked = true;
                             continue;
                         }
-                        Ok(false) => {
+                        outcome => {
                             place.version = None;
-                            return Over::Trouble("the server went back to an older state".to_owned());
+                            let behind =
+                                || Over::Trouble("the server went back to an older state".to_owned());
+                            return outcome.map_or_else(Over::from, |_| behind());
                         }
-                        Err(error) => return error.into(),
                     }
                 }
                 Err(_) => {

@@ -19,7 +19,7 @@ use serde_json::json;
 use tokio::sync::Semaphore;
 
 use super::bound::Bound;
-use super::conditions::{Conditions, Look};
+use super::conditions::{Condition, Conditions, Look};
 use super::decide::{ABNORMAL, NORMAL, changes, is_kept};
 use crate::cluster::{self, reference, trim_claim};
 use crate::infra::StorageInfra;
@@ -59,14 +59,17 @@ impl Reconciler {
         };
         let volume = cluster::volume_name(&claim).and_then(|name| self.bound.volumes.get(name));
         let Some(volume) = volume else { return Ok(Next::Wait) };
-        let Some(handle) = cluster::handle(&volume.spec) else { return Ok(Next::Wait) };
-        let changes = changes(&claim, &volume, &self.conditions.of(handle), &now());
+        let handle = cluster::handle(&volume.spec);
+        let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
+        let changes = changes(&claim, &volume, &condition, &now());
         if let Some(policy) = changes.reclaim_policy
+            // gc-csi wrote it in advance, by the class, and the claim may have found another driver's volume since.
+            && (handle.is_some() || policy.is_none())
             && (policy.is_some() || !self.is_kept(&volume).await?)
         {
             return self.annotate(key, &claim, policy).await;
         }
-        let (Some(condition), Ok(id)) = (changes.healthy, VolumeId::new(handle)) else {
+        let (Some(condition), Some(Ok(id))) = (changes.healthy, handle.map(VolumeId::new)) else {
             return Ok(Next::Wait);
         };
         // What the claim says may be the newer word, of another replica that the infra's event reached first, or of

@@ -13,7 +13,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{is_block, is_bound, phase, volume_mode};
+use super::{DeleteError, is_block, is_bound, phase, volume_mode};
 use crate::management::{ApiError, Management, recent, snapshots};
 
 /// A claim to make.
@@ -167,7 +167,7 @@ pub enum CreateError {
     },
     /// The claim came out larger than the caller allows.
     #[error(
-        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; it was deleted again"
+        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {fate}"
     )]
     TooLarge {
         /// The management claim.
@@ -176,6 +176,8 @@ pub enum CreateError {
         capacity: u64,
         /// The limit.
         limit: u64,
+        /// What became of the claim.
+        fate: &'static str,
     },
     /// The management tier reports a failure; it goes on trying.
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
@@ -246,11 +248,17 @@ impl Management {
         }
         let bound = self.wait_bound(&name, wanted, bytes, mark, deadline).await?;
         if let Some(limit) = wanted.size.limit.filter(|limit| bound.capacity > *limit) {
-            self.delete_claim(&name, deadline).await.map_err(|error| CreateError::Failing {
-                claim: name.clone(),
-                warning: format!("it is larger than the limit and could not be deleted: {error}"),
-            })?;
-            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit });
+            let fate = match self.delete_claim(&name, deadline).await {
+                Ok(()) => "it was deleted again",
+                Err(DeleteError::Retained { .. }) => {
+                    "it stays, by its class's reclaim policy: have it removed"
+                }
+                Err(error) => {
+                    let warning = format!("it is larger than the limit and could not be deleted: {error}");
+                    return Err(CreateError::Failing { claim: name, warning });
+                }
+            };
+            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit, fate });
         }
         Ok(bound)
     }

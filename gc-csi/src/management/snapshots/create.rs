@@ -149,8 +149,10 @@ impl Management {
                 let found = found?;
                 settled(found).map(Some).or_else(|| failure(found).map(|_| None))
             });
-            if let Some(Some(outcome)) = seen.await {
-                return outcome;
+            match seen.await {
+                Some(Some(outcome)) => return outcome,
+                Some(None) => {}
+                None => break,
             }
             let healed = snapshots.watched.wait_for(&key, deadline.min(Instant::now() + HEALS), |found| {
                 let found = found?;
@@ -158,8 +160,8 @@ impl Management {
             });
             match healed.await {
                 Some(Some(outcome)) => return outcome,
-                Some(None) if Instant::now() < deadline => {}
-                _ => break,
+                Some(None) => {}
+                None => break,
             }
         }
         let found = snapshots.watched.get(&key);

@@ -282,7 +282,9 @@ fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Re
 }
 
 fn attacher(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
-    sidecar(state, driver, "csi-attacher", &[("worker-threads", "100")])
+    // A call for a machine that hangs keeps its worker until it ends: with as many of those as there are workers, all other
+    // attaches wait.
+    sidecar(state, driver, "csi-attacher", &[("worker-threads", "500")])
 }
 
 fn resizer(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {

@@ -180,8 +180,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         conditions: status.conditions,
         ..Default::default()
     };
-    // A list has room for more when it was read.
-    claim.spec.access_modes.shrink_to_fit();
+    // It had room for those that went.
     claim.status.conditions.shrink_to_fit();
 }
 

@@ -103,6 +103,18 @@ async fn is_refused(s: &Scenario, both: &Both, texts: &[&str]) -> Result<()> {
     is_untouched(s, both).await
 }
 
+/// The guest lets a volume go that it may not delete: its record goes, and nothing below does.
+async fn let_go(s: &Scenario, both: &Both) -> Result<()> {
+    set_above(s, both, "Retain").await?;
+    s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
+    eventually("the guest volume gone", PATIENCE, || async {
+        let left = s.guest_volumes().get_opt(&both.above).await?;
+        Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
+    })
+    .await?;
+    is_untouched(s, both).await
+}
+
 async fn refuses(driver: &Driver, handle: &str, texts: &[&str]) -> Result<()> {
     let refused = refusal(&format!("delete {handle}"), || driver.delete(handle)).await?;
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
@@ -170,19 +182,11 @@ async fn delete_and_retain_is_refused_until_the_management_tier_lets_go() -> Res
 async fn delete_and_retain_by_their_classes_is_refused_too() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor-retain").await?;
-        tells_policy(&s, &both.handle, Some("Retain")).await?;
         set_above(&s, &both, "Delete").await?;
         delete_claim(&s).await?;
         is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
         // The guest can settle it, too.
-        set_above(&s, &both, "Retain").await?;
-        s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
-        eventually("the guest volume gone", PATIENCE, || async {
-            let left = s.guest_volumes().get_opt(&both.above).await?;
-            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
-        })
-        .await?;
-        is_untouched(&s, &both).await
+        let_go(&s, &both).await
     })
     .await
 }
@@ -203,7 +207,6 @@ async fn retain_and_retain_nothing_is_called_in_the_whole_life_of_the_volume() -
     run(|s| async move {
         let begin = s.lab.audit()?.mark()?;
         let both = bound(&s, "nestor-retain").await?;
-        tells_policy(&s, &both.handle, Some("Retain")).await?;
         outlives_its_guest(&s, &both, begin).await
     })
     .await
@@ -423,14 +426,7 @@ async fn a_shared_claim_is_never_deleted_by_those_it_is_shared_with() -> Result<
         is_refused(&s, &both, &[&both.handle, "the-owner", "Retain"]).await?;
 
         // The remedy that the refusal names.
-        set_above(&s, &both, "Retain").await?;
-        s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
-        eventually("the guest volume gone", PATIENCE, || async {
-            let left = s.guest_volumes().get_opt(&both.above).await?;
-            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
-        })
-        .await?;
-        is_untouched(&s, &both).await
+        let_go(&s, &both).await
     })
     .await
 }

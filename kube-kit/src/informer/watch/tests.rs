@@ -1,0 +1,219 @@
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use http::{Request, Response};
+use http_body_util::StreamBody;
+use http_body_util::combinators::UnsyncBoxBody;
+use hyper::body::{Bytes, Frame};
+use k8s_openapi::api::core::v1::ConfigMap;
+use k8s_openapi::serde_json::{Value, json};
+use kube::client::Body;
+use kube::{Api, Client};
+use tokio_util::sync::CancellationToken;
+
+use super::super::{Informer, Key};
+use super::*;
+use crate::health::Health;
+
+type Answer = Response<UnsyncBoxBody<Bytes, std::convert::Infallible>>;
+
+/// An API server of one object and watches that say what they are told to, and then nothing more.
+#[derive(Default)]
+struct Server {
+    lists: AtomicUsize,
+    watches: AtomicUsize,
+    /// What the list shows of the object.
+    shows: Mutex<(String, String)>,
+    /// What each watch says; the last one goes on with this for ever.
+    says: Mutex<Vec<Result<Value, u16>>>,
+    /// Another object of the list.
+    besides: Mutex<Option<Value>>,
+    /// Whether a watch ends when it has said what it is told to.
+    ends: AtomicBool,
+}
+
+fn object(version: &str, text: &str) -> Value {
+    let metadata = json!({"name": "c", "namespace": "n", "uid": text, "resourceVersion": version});
+    json!({"metadata": metadata, "data": {"text": text}})
+}
+
+impl Server {
+    fn answer(&self, request: &Request<Body>) -> Answer {
+        let (version, text) = self.shows.lock().unwrap().clone();
+        if !request.uri().query().unwrap_or_default().contains("watch=true") {
+            self.lists.fetch_add(1, Ordering::SeqCst);
+            let besides = self.besides.lock().unwrap().clone();
+            let items: Vec<Value> = [object(&version, &text)].into_iter().chain(besides).collect();
+            let list = json!({"metadata": {"resourceVersion": version}, "items": items});
+            return body(200, stream_of(Some(list)).boxed());
+        }
+        self.watches.fetch_add(1, Ordering::SeqCst);
+        let mut says = self.says.lock().unwrap();
+        let said = if says.is_empty() { None } else { Some(says.remove(0)) };
+        match said {
+            Some(Err(code)) => {
+                let status =
+                    json!({"code": code, "message": "too old", "reason": "Expired", "status": "Failure"});
+                body(code, stream_of(Some(status)).boxed())
+            }
+            Some(Ok(event)) if self.ends.load(Ordering::SeqCst) => body(200, stream_of(Some(event)).boxed()),
+            Some(Ok(event)) => body(200, stream_of(Some(event)).chain(futures::stream::pending()).boxed()),
+            None => body(200, futures::stream::pending().boxed()),
+        }
+    }
+}
+
+type Frames = futures::stream::BoxStream<'static, Result<Frame<Bytes>, std::convert::Infallible>>;
+
+fn stream_of(
+    value: Option<Value>,
+) -> impl futures::Stream<Item = Result<Frame<Bytes>, std::convert::Infallible>> {
+    futures::stream::iter(value.map(|value| Ok(Frame::data(Bytes::from(format!("{value}\n"))))))
+}
+
+fn body(code: u16, frames: Frames) -> Answer {
+    Response::builder().status(code).body(UnsyncBoxBody::new(StreamBody::new(frames))).unwrap()
+}
+
+fn started(server: &Arc<Server>) -> (Informer<ConfigMap>, Health, CancellationToken) {
+    let answering = server.clone();
+    let service = tower::service_fn(move |request: Request<Body>| {
+        let answer = answering.answer(&request);
+        async move { Ok::<_, std::convert::Infallible>(answer) }
+    });
+    let (health, stop) = (Health::default(), CancellationToken::new());
+    let api = Api::namespaced(Client::new(service, "n"), "n");
+    let informer = Informer::builder("ConfigMaps", api).start(health.check("watch", "not yet"), stop.clone());
+    (informer, health, stop)
+}
+
+async fn shown(informer: &Informer<ConfigMap>, text: &str) {
+    let shows = |object: Option<&Arc<ConfigMap>>| {
+        (object?.data.as_ref()?.get("text").map(String::as_str) == Some(text)).then_some(())
+    };
+    let by = Instant::now() + 2 * SILENCE;
+    informer.wait_for(&Key::new("n", "c"), by, shows).await.unwrap_or_else(|| panic!("never shows {text}"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_expired_is_begun_anew_and_those_who_wait_see_what_they_wait_for() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "old".to_owned());
+    let gone = json!({"type": "ERROR", "object": {"code": 410, "message": "too old", "status": "Failure"}});
+    *server.says.lock().unwrap() = vec![Err(410), Ok(gone)];
+    let (informer, health, stop) = started(&server);
+    informer.synced().await;
+    let waiting = tokio::spawn({
+        let informer = informer.clone();
+        async move { shown(&informer, "new").await }
+    });
+    *server.shows.lock().unwrap() = ("9".to_owned(), "new".to_owned());
+    waiting.await.unwrap();
+    while server.watches.load(Ordering::SeqCst) < 3 {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    assert!(health.failing().is_empty(), "{:?}", health.failing());
+    assert_eq!(server.lists.load(Ordering::SeqCst), 3);
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_silent_watch_is_believed_no_longer_and_everything_is_read_anew() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("9".to_owned(), "later".to_owned());
+    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "9"}});
+    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    let (informer, health, stop) = started(&server);
+    shown(&informer, "later").await;
+    // An older state came back: no watch from version 9 on tells of it.
+    *server.shows.lock().unwrap() = ("5".to_owned(), "restored".to_owned());
+    let begun = Instant::now();
+    shown(&informer, "restored").await;
+    assert!(begun.elapsed() < SILENCE + PAUSES.1, "{:?}", begun.elapsed());
+    // It is well again although the new watch says nothing.
+    while !health.failing().is_empty() {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    assert!(informer.trouble().is_none());
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_of_what_nobody_writes_is_kept_once_the_server_says_where_it_is() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("9".to_owned(), "quiet".to_owned());
+    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "9"}});
+    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    let (informer, health, stop) = started(&server);
+    shown(&informer, "quiet").await;
+    *server.shows.lock().unwrap() = ("12".to_owned(), "missed".to_owned());
+    tokio::time::sleep(SILENCE + PAUSES.1).await;
+    let asked = (server.lists.load(Ordering::SeqCst), server.watches.load(Ordering::SeqCst));
+    assert_eq!(asked, (2, 1), "lists, watches");
+    assert!(health.failing().is_empty(), "{:?}", health.failing());
+    // Silent even so, it is dead.
+    shown(&informer, "missed").await;
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_object_under_a_version_that_was_seen_is_told() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("9".to_owned(), "later".to_owned());
+    let gone = json!({"type": "ERROR", "object": {"code": 410, "message": "too old", "status": "Failure"}});
+    *server.says.lock().unwrap() = vec![Ok(gone)];
+    let (informer, _, stop) = started(&server);
+    informer.synced().await;
+    *server.shows.lock().unwrap() = ("9".to_owned(), "restored".to_owned());
+    shown(&informer, "restored").await;
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_malformed_object_is_left_out_and_does_not_stop_the_others() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "old".to_owned());
+    let (mut malformed, mut well) = (object("2", "x"), object("3", "new"));
+    malformed["data"] = json!("not a map");
+    malformed["metadata"]["name"] = json!("m");
+    let event = |object: &mut Value| Ok(json!({"type": "MODIFIED", "object": object.take()}));
+    let malformed = event(&mut malformed);
+    // What a watch can't decode, the next one is told again.
+    *server.says.lock().unwrap() = vec![malformed.clone(), malformed, event(&mut well)];
+    server.ends.store(true, Ordering::SeqCst);
+    let (informer, health, stop) = started(&server);
+    shown(&informer, "new").await;
+    assert_eq!(informer.len(), 1);
+    assert_eq!(server.lists.load(Ordering::SeqCst), 1, "what was read is still good");
+    assert!(health.failing().is_empty(), "{:?}", health.failing());
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_malformed_object_of_a_list_is_left_out() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "text".to_owned());
+    let mut malformed = object("1", "x");
+    malformed["data"] = json!("not a map");
+    malformed["metadata"]["name"] = json!("m");
+    *server.besides.lock().unwrap() = Some(malformed);
+    let (informer, _, stop) = started(&server);
+    shown(&informer, "text").await;
+    assert_eq!(informer.len(), 1);
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_fails_is_resumed_and_well_again_though_nothing_is_said() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "same".to_owned());
+    *server.says.lock().unwrap() = vec![Err(500), Err(500)];
+    let (informer, health, stop) = started(&server);
+    informer.synced().await;
+    while server.watches.load(Ordering::SeqCst) < 3 || !health.failing().is_empty() {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    assert!(informer.trouble().is_none());
+    assert_eq!(server.lists.load(Ordering::SeqCst), 1, "what was read is still good");
+    stop.cancel();
+}

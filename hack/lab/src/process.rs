@@ -66,10 +66,11 @@ impl Process {
         Some(process)
     }
 
-    /// The process that has this pid now.
+    /// The process that has this pid now and still holds anything: its ports, files and locks are free when this is
+    /// `None`.
     pub fn current(pid: i32) -> Option<Self> {
-        let (process, state) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
-        (state != 'Z' && state != 'X').then_some(process)
+        let (process, running) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
+        running.then_some(process)
     }
 
     /// Whether this very process still runs.
@@ -109,13 +110,16 @@ impl Process {
     }
 }
 
-/// Identity and state letter out of a stat line. The command's name may hold spaces and brackets: fields count from
-/// the last `)`.
-fn parse_stat(line: &str) -> Option<(Process, char)> {
+/// Identity out of a stat line, and whether any thread of it runs: where the first thread is a zombie, others may
+/// still be ending, and hold all that the process has open. The command's name may hold spaces and brackets: fields
+/// count from the last `)`.
+fn parse_stat(line: &str) -> Option<(Process, bool)> {
     let (head, tail) = line.rsplit_once(')')?;
     let pid = head.split_whitespace().next()?.parse().ok()?;
     let fields: Vec<&str> = tail.split_whitespace().collect();
-    Some((Process { pid, start: fields.get(19)?.parse().ok()? }, fields.first()?.chars().next()?))
+    let ended = matches!(*fields.first()?, "Z" | "X");
+    let threads: u32 = fields.get(17)?.parse().ok()?;
+    Some((Process { pid, start: fields.get(19)?.parse().ok()? }, !ended || threads > 1))
 }
 
 /// The identity of this boot: after another boot no recorded process can be alive.
@@ -184,7 +188,19 @@ mod tests {
     #[test]
     fn a_command_name_with_brackets_does_not_shift_the_fields() {
         let line = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
-        assert_eq!(parse_stat(line), Some((Process { pid: 42, start: 777 }, 'S')));
+        assert_eq!(parse_stat(line), Some((Process { pid: 42, start: 777 }, true)));
+    }
+
+    #[test]
+    fn a_process_has_ended_when_its_last_thread_has() {
+        let running = |state: &str, threads: u32| {
+            let line = format!("42 (a) {state} 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 {threads} 0 777 9");
+            parse_stat(&line).unwrap().1
+        };
+        assert!(running("S", 1));
+        assert!(running("Z", 2));
+        assert!(!running("Z", 1));
+        assert!(!running("X", 0));
     }
 
     #[tokio::test]

@@ -6,7 +6,7 @@ mod watch;
 
 use std::collections::HashMap;
 use std::fmt::{Debug, Display};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DeserializeGuard;
@@ -78,8 +78,18 @@ struct Shared<K> {
     objects: RwLock<HashMap<Key, Arc<K>>>,
     waiting: Mutex<HashMap<Key, Arc<Notify>>>,
     synced: tokio::sync::watch::Sender<bool>,
+    told: Mutex<Told>,
     trouble: Mutex<Option<String>>,
     ended: CancellationToken,
+}
+
+/// How far the server has told.
+#[derive(Debug, Default, Clone, Copy)]
+struct Told {
+    /// The version up to which all is known, where it is a number.
+    version: Option<u64>,
+    /// When that was asked for from which all was read the last time.
+    read: Option<Instant>,
 }
 
 impl<K> Clone for Informer<K> {
@@ -106,6 +116,7 @@ where
     trim: Trim<K>,
     handlers: Vec<Handler<K>>,
     returns: Vec<Box<dyn Fn() + Send + Sync>>,
+    reads: Vec<Box<dyn Fn() + Send + Sync>>,
     informer: Informer<K>,
 }
 
@@ -119,6 +130,7 @@ where
             objects: RwLock::default(),
             waiting: Mutex::default(),
             synced: tokio::sync::watch::Sender::new(false),
+            told: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
         };
@@ -130,6 +142,7 @@ where
             trim: Box::new(|_| {}),
             handlers: Vec::new(),
             returns: Vec::new(),
+            reads: Vec::new(),
             informer: Self { shared: Arc::new(shared) },
         }
     }
@@ -143,6 +156,7 @@ impl<K: Resource> Informer<K> {
             objects: RwLock::new(objects),
             waiting: Mutex::default(),
             synced: tokio::sync::watch::Sender::new(true),
+            told: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
         };
@@ -180,6 +194,18 @@ impl<K> Informer<K> {
     /// Whether the first list was read.
     pub fn is_synced(&self) -> bool {
         *self.shared.synced.borrow()
+    }
+
+    /// Whether what is known from now on is no older than a write of this version that was answered at `answered`: the
+    /// watch is past it, or all was read since, as after a server went back to an older state.
+    pub(crate) fn reflects(&self, version: Option<u64>, answered: Instant) -> bool {
+        let told = *self.told();
+        told.read.is_some_and(|read| read > answered)
+            || version.is_some_and(|version| told.version >= Some(version))
+    }
+
+    fn told(&self) -> MutexGuard<'_, Told> {
+        self.shared.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Why what is known may be behind: the watch is down. None while it is up.
@@ -287,6 +313,14 @@ where
     #[must_use]
     pub fn on_return(mut self, told: impl Fn() + Send + Sync + 'static) -> Self {
         self.returns.push(Box::new(told));
+        self
+    }
+
+    /// Is told when everything was read anew, after the changes that this showed: what came and went since the last that
+    /// was heard was in none of them. On the watch's own task: it must not block.
+    #[must_use]
+    pub fn on_read(mut self, told: impl Fn() + Send + Sync + 'static) -> Self {
+        self.reads.push(Box::new(told));
         self
     }
 

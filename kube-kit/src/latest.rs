@@ -3,21 +3,28 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
 
 use kube::{Resource, ResourceExt};
+use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
 
-/// How long an own write is believed without being seen in the watch. Only an object that came and went
-/// while the watch was down gets this old; look at its key again after this time.
-pub const BELIEVED: Duration = Duration::from_secs(10);
-
-/// Reads the newest that is known of an object.
+/// Reads the newest that is known of an object. An own write is believed until the watch is past it, however far behind
+/// that is, or everything was read anew.
+///
+/// One that came and went while the watch was down is in no change: who creates objects looks at them all again in the
+/// informer's `on_read`.
 #[derive(Debug)]
 pub struct Latest<K> {
     informer: Informer<K>,
-    own: Mutex<HashMap<Key, (Instant, Arc<K>)>>,
+    own: Mutex<HashMap<Key, Own<K>>>,
+}
+
+/// An own write.
+#[derive(Debug)]
+struct Own<K> {
+    object: Arc<K>,
+    answered: Instant,
 }
 
 impl<K: Resource> Latest<K> {
@@ -33,12 +40,14 @@ impl<K: Resource> Latest<K> {
 
     /// The newest of what was seen and what was written.
     pub fn get(&self, key: &Key) -> Option<Arc<K>> {
-        let own = self.own();
+        let mut own = self.own();
+        // Before the look at what was seen, which is no older than that then.
+        if own.get(key).is_some_and(|own| self.informer.reflects(version(&*own.object), own.answered)) {
+            own.remove(key);
+        }
         let seen = self.informer.get(key);
         match own.get(key) {
-            Some((at, written)) if at.elapsed() < BELIEVED && is_newer(&**written, seen.as_deref()) => {
-                Some(written.clone())
-            }
+            Some(own) if is_newer(&*own.object, seen.as_deref()) => Some(own.object.clone()),
             _ => seen,
         }
     }
@@ -48,7 +57,7 @@ impl<K: Resource> Latest<K> {
         let key = Key::of(&object);
         let mut own = self.own();
         if is_newer(&object, self.informer.get(&key).as_deref()) {
-            own.insert(key, (Instant::now(), Arc::new(object)));
+            own.insert(key, Own { object: Arc::new(object), answered: Instant::now() });
         }
     }
 
@@ -60,21 +69,21 @@ impl<K: Resource> Latest<K> {
         let seen = self.informer.get(&key);
         let was_known = seen.is_some() || own.contains_key(&key);
         if was_known && is_newer(&object, seen.as_deref()) {
-            own.insert(key, (Instant::now(), Arc::new(object)));
+            own.insert(key, Own { object: Arc::new(object), answered: Instant::now() });
         }
     }
 
     /// Forgets a write once the watch has caught up with it.
     pub fn seen(&self, change: &Change<'_, K>) {
         let mut own = self.own();
-        if let Some((_, written)) = own.get(change.key)
-            && change.new.is_none_or(|new| !is_newer(&**written, Some(&**new)))
+        if let Some(written) = own.get(change.key)
+            && change.new.is_none_or(|new| !is_newer(&*written.object, Some(&**new)))
         {
             own.remove(change.key);
         }
     }
 
-    fn own(&self) -> MutexGuard<'_, HashMap<Key, (Instant, Arc<K>)>> {
+    fn own(&self) -> MutexGuard<'_, HashMap<Key, Own<K>>> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -94,14 +103,22 @@ pub async fn catch_up<K: Resource>(
     informer.wait_for(key, deadline, |seen| shows(seen).then_some(())).await.is_some()
 }
 
-/// Whether `written` is newer than `seen`. Resource versions are numbers that can be compared (KEP-5504).
+/// Whether `written` is newer than `seen`.
 pub(crate) fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
-    let number = |object: &K| object.resource_version().and_then(|version| version.parse::<u64>().ok());
-    match (number(written), seen) {
+    match (version(written), seen) {
         (_, None) => true,
-        (Some(written), Some(seen)) => number(seen).is_some_and(|seen| written > seen),
+        (Some(written), Some(seen)) => version(seen).is_some_and(|seen| written > seen),
         (None, Some(_)) => false,
     }
+}
+
+fn version<K: Resource>(object: &K) -> Option<u64> {
+    number(&object.resource_version()?)
+}
+
+/// A resource version as what it is: a number that can be compared (KEP-5504).
+pub(crate) fn number(version: &str) -> Option<u64> {
+    version.parse().ok()
 }
 
 #[cfg(test)]

@@ -122,7 +122,14 @@ async fn serve_machines(
             }
         }
     };
-    builder.trim(attachments::trim).on_change(handler).start(checks.attachments, stop.clone());
+    // One that was made and deleted again while the watch was down is missed by nothing but a look at its machine.
+    let (all, anew) = (machines.clone(), queue.clone());
+    let look_at_all = move || all.informer().list().iter().for_each(|machine| anew.push(Key::of(&**machine)));
+    builder
+        .trim(attachments::trim)
+        .on_change(handler)
+        .on_read(look_at_all)
+        .start(checks.attachments, stop.clone());
 
     // A disk must not be called gone because the attachments were not read yet.
     tokio::select! {

@@ -11,7 +11,7 @@ use kube::core::ApiResource;
 use kube::{Api, Client, ResourceExt};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
-use kube_kit::latest::{BELIEVED, Latest};
+use kube_kit::latest::Latest;
 use kube_kit::queue::Next;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -122,7 +122,6 @@ impl Reconciler {
             vm = Arc::new(now);
             orders = self.plan(key, &vm, &BTreeMap::new());
         }
-        let wrote = !orders.create.is_empty() || !orders.delete.is_empty();
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
         let creates = join_all(orders.create.iter().map(|order| self.create(&api, order)));
         let deletes = join_all(orders.delete.iter().map(|order| self.delete(&api, order)));
@@ -140,7 +139,7 @@ impl Reconciler {
         // The writes above changed what is to be told.
         let vm = if is_confirmed { vm } else { self.machines.get(key).unwrap_or(vm) };
         let Plan { status, under_way, .. } = self.plan(key, &vm, &refused);
-        let mut next = if wrote { Next::After(BELIEVED) } else { Next::Wait };
+        let mut next = Next::Wait;
         match status {
             None => self.gathering.ended(key),
             // A pass that failed is repeated late, so it tells what it has.
@@ -148,7 +147,9 @@ impl Reconciler {
                 Some(left) => next = Next::After(left),
                 None => {
                     let written = self.write_status(key, &vm, &volumes).await?;
-                    next = Next::After(if written { BELIEVED } else { GATHER });
+                    if !written {
+                        next = Next::After(GATHER);
+                    }
                 }
             },
         }

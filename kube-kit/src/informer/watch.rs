@@ -21,9 +21,10 @@ use kube::{Error, Resource, ResourceExt};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::time::Instant;
 
-use super::{Builder, Key};
+use super::{Builder, Key, Told};
 use crate::client::chain;
 use crate::health::Check;
+use crate::latest::number;
 
 /// An API server sends a bookmark each minute when nothing else is to be said, unless it keeps no cache of the resource
 /// (as of events), or nothing at all was written since the watch began, as far as that cache has heard, which without
@@ -202,8 +203,9 @@ where
                     return Error::Api(status).into();
                 }
             };
-            if seen.is_some() {
-                place.version = seen;
+            if let Some(seen) = seen {
+                self.informer.told().version = number(&seen);
+                place.version = Some(seen);
             }
             (place.unbroken, asked) = (true, false);
         }
@@ -220,7 +222,6 @@ where
         };
         let request = Request::new(&self.url).list(&parameters).map_err(Error::BuildRequest)?;
         let list = self.client.request::<ObjectList<IgnoredAny>>(request).await?;
-        let number = |version: &str| version.parse::<u64>().ok();
         let (now, since) =
             (list.metadata.resource_version.as_deref().and_then(number), version.and_then(number));
         Ok(now.is_some() && now >= since)
@@ -234,6 +235,7 @@ where
             limit: Some(PAGE),
             ..ListParams::default()
         };
+        let begun = Instant::now();
         let mut fresh = HashMap::new();
         loop {
             let request = Request::new(&self.url).list(&parameters).map_err(Error::BuildRequest)?;
@@ -250,8 +252,11 @@ where
             let page = self.keep(&page, &mut fresh).map_err(Error::SerdeError)?;
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
+                let version = page.resource_version.unwrap_or_default();
                 self.replace(fresh);
-                return Ok(page.resource_version.unwrap_or_default());
+                *self.informer.told() = Told { version: number(&version), read: Some(begun) };
+                self.reads.iter().for_each(|told| told());
+                return Ok(version);
             }
         }
     }

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::super::{Informer, Key};
 use super::*;
 use crate::health::Health;
+use crate::latest::Latest;
 
 type Answer = Response<UnsyncBoxBody<Bytes, std::convert::Infallible>>;
 
@@ -215,5 +216,51 @@ async fn a_watch_that_fails_is_resumed_and_well_again_though_nothing_is_said() {
     }
     assert!(informer.trouble().is_none());
     assert_eq!(server.lists.load(Ordering::SeqCst), 1, "what was read is still good");
+    stop.cancel();
+}
+
+fn own(version: &str) -> (Key, ConfigMap) {
+    let metadata = json!({"name": "own", "namespace": "n", "resourceVersion": version});
+    (Key::new("n", "own"), k8s_openapi::serde_json::from_value(json!({"metadata": metadata})).unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_own_write_is_believed_until_the_watch_is_past_it() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "other".to_owned());
+    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "6"}});
+    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    let (informer, _health, stop) = started(&server);
+    let latest = Latest::new(informer.clone());
+    let (key, later) = own("7");
+    latest.created(later);
+    let before = Instant::now();
+    while !informer.reflects(Some(6), before) {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    assert!(latest.get(&key).is_some());
+    // It came, and went again, before the watch was there.
+    let (key, earlier) = own("5");
+    latest.created(earlier);
+    assert!(latest.get(&key).is_none());
+    assert_eq!(server.lists.load(Ordering::SeqCst), 1);
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_own_write_is_believed_no_longer_once_all_was_read_since() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "restored".to_owned());
+    let (informer, _health, stop) = started(&server);
+    informer.synced().await;
+    let latest = Latest::new(informer);
+    let (key, later) = own("7");
+    latest.created(later);
+    tokio::time::sleep(SILENCE).await;
+    assert!(latest.get(&key).is_some());
+    while server.lists.load(Ordering::SeqCst) < 2 {
+        tokio::time::sleep(PAUSES.1).await;
+    }
+    assert!(latest.get(&key).is_none());
     stop.cancel();
 }

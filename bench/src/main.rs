@@ -46,7 +46,13 @@ enum Bench {
     /// More and more claims at once, until all are bound and until all are gone.
     Burst(Work),
     /// A volume's whole life, against the same one tier further down.
-    Lifecycle(Work),
+    Lifecycle {
+        #[command(flatten)]
+        work: Work,
+        /// How many other volumes there are meanwhile; several numbers are measured one after the other.
+        #[arg(long, value_delimiter = ',', default_values_t = [0])]
+        besides: Vec<u32>,
+    },
     /// A guest's order to attach until it is carried out, against the infra's own attach.
     Attach(Work),
     /// A guest's order to attach, taken back, until it is gone, against the infra's own detach.
@@ -102,7 +108,7 @@ impl Bench {
             Self::Create { backend: Backend::Instant, .. } => "create-instant",
             Self::Delete(_) => "delete",
             Self::Burst(_) => "burst",
-            Self::Lifecycle(_) => "lifecycle",
+            Self::Lifecycle { .. } => "lifecycle",
             Self::Attach(_) => "attach",
             Self::Detach(_) => "detach",
             Self::Blocked { .. } => "blocked",
@@ -121,7 +127,7 @@ impl Bench {
             Self::Create { work, backend } => create::run(report, work, *backend).await,
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
-            Self::Lifecycle(work) => lifecycle::run(report, work).await,
+            Self::Lifecycle { work, besides } => lifecycle::run(report, work, besides).await,
             Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
             Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
             Self::Blocked { work, waiting } => blocked::run(report, work, *waiting).await,

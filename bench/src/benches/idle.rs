@@ -50,8 +50,5 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
         }
     }
     orders.detach(&given).await?;
-    for batch in made.chunks(250) {
-        claims.delete(batch).await?;
-    }
-    Ok(())
+    super::memory::empty(&claims, &made).await
 }

@@ -1,5 +1,6 @@
 //! A volume's whole life: claim made and bound, attached, detached, claim deleted and volume gone. The floor is the same
-//! one tier further down: a claim of the management cluster, and the infra's own attach and detach.
+//! one tier further down: a claim of the management cluster, and the infra's own attach and detach. With more and more
+//! other volumes beside it, what it costs is to stay the same.
 
 use std::sync::Arc;
 
@@ -15,9 +16,11 @@ use crate::report::Report;
 use crate::work::{Work, case};
 
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work) -> Result<()> {
+pub async fn run(report: &Report, work: &Work, besides: &[u32]) -> Result<()> {
     let (report, work) = (report.clone(), work.clone());
-    tests::run(move |s| async move { measure(&s, &report, &work).await }).await
+    let mut besides: Vec<usize> = besides.iter().map(|volumes| *volumes as usize).collect();
+    besides.sort_unstable();
+    tests::run(move |s| async move { measure(&s, &report, &work, &besides).await }).await
 }
 
 struct Lives<'a> {
@@ -48,9 +51,31 @@ impl Lives<'_> {
         floor::detach(&self.s.infra, &attachments).await?;
         self.below.delete(&claims).await.map(drop)
     }
+
+    async fn measure(&self, report: &Report, work: &Work, others: usize) -> Result<()> {
+        let mut cases = vec![("one".to_owned(), 1, work.count())];
+        cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
+        for (mut case, at_once, times) in cases {
+            if others > 0 {
+                case = format!("{case} beside {others}");
+            }
+            let (mut whole, mut below, mut cost) = (Vec::new(), Vec::new(), Cost::default());
+            for _ in 0..times {
+                below.push(timed(self.management(at_once)).await?.1);
+                let (((), time), one) = metered(&self.s.lab, at_once, timed(self.guest(at_once))).await?;
+                whole.push(time);
+                cost.add(one);
+            }
+            report.times(&case, &whole, &below);
+            report.cost(&case, &cost);
+            let requests = cost.of("gc-csi", "management") as f64 / cost.operations as f64;
+            report.number(&case, "gc-csi to management", "requests/life", requests);
+        }
+        Ok(())
+    }
 }
 
-async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, besides: &[usize]) -> Result<()> {
     let lives = Lives {
         s,
         node: s.simulated_node().await?,
@@ -62,20 +87,10 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> 
         lives.guest(1).await?;
         lives.management(1).await?;
     }
-    let mut cases = vec![("one".to_owned(), 1, work.count())];
-    cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
-    for (case, at_once, times) in cases {
-        let (mut whole, mut below, mut cost) = (Vec::new(), Vec::new(), Cost::default());
-        for _ in 0..times {
-            below.push(timed(lives.management(at_once)).await?.1);
-            let (((), time), one) = metered(&s.lab, at_once, timed(lives.guest(at_once))).await?;
-            whole.push(time);
-            cost.add(one);
-        }
-        report.times(&case, &whole, &below);
-        report.cost(&case, &cost);
-        let requests = cost.of("gc-csi", "management") as f64 / cost.operations as f64;
-        report.number(&case, "gc-csi to management", "requests/life", requests);
+    let mut made = Vec::new();
+    for others in besides {
+        super::memory::fill(&lives.above, &mut made, *others).await?;
+        lives.measure(report, work, *others).await?;
     }
-    Ok(())
+    super::memory::empty(&lives.above, &made).await
 }

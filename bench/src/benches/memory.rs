@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tests::Scenario;
 
-use crate::objects::Claims;
+use crate::objects::{Claim, Claims};
 use crate::parts;
 use crate::report::Report;
 
@@ -45,18 +45,23 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<
         }
     }
     s.lab.remove_node_plugin(&plugin).await?;
-    for batch in made.chunks(BATCH) {
-        claims.delete(batch).await?;
-    }
-    Ok(())
+    empty(&claims, &made).await
 }
 
 /// Makes claims until there are so many.
-pub(super) async fn fill(claims: &Claims, made: &mut Vec<crate::objects::Claim>, size: usize) -> Result<()> {
+pub(super) async fn fill(claims: &Claims, made: &mut Vec<Claim>, size: usize) -> Result<()> {
     while made.len() < size {
         let (more, _) = claims.create(BATCH.min(size - made.len())).await?;
         made.extend(more);
         eprintln!("{} of {size} volumes", made.len());
+    }
+    Ok(())
+}
+
+/// Deletes them again.
+pub(super) async fn empty(claims: &Claims, made: &[Claim]) -> Result<()> {
+    for batch in made.chunks(BATCH) {
+        claims.delete(batch).await?;
     }
     Ok(())
 }

@@ -60,10 +60,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
         times.push(start.elapsed());
     }
     report.times_of(&case, "watches are back", &times, &[]);
-    for batch in made.chunks(250) {
-        claims.delete(batch).await?;
-    }
-    Ok(())
+    super::memory::empty(&claims, &made).await
 }
 
 /// The moment at which a part is first seen to be ready.

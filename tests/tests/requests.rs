@@ -8,7 +8,7 @@ use kube::ResourceExt;
 use kube::api::DeleteParams;
 use lab::LoopNode;
 use lab::audit::{Entry, Mark};
-use tests::{PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 /// Our parts, by the beginning of their user agents.
 const PARTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
@@ -105,11 +105,9 @@ async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<(
         life("warm-up").await?;
         let mut reads = Vec::new();
         for number in 0..5 {
-            settled(&s, s.lab.audit()?.mark()?).await?;
-            let mark = s.lab.audit()?.mark()?;
+            let mark = calm(&s).await?;
             life(&format!("life-{number}")).await?;
-            let mut entries = settled(&s, mark).await?;
-            entries.retain(|entry| part(entry) == Some("gc-csi") && entry.resource != "leases");
+            let entries = of_gc_csi(&s, mark).await?;
             let expected = [
                 ("gc-csi create persistentvolumeclaims", 1),
                 ("gc-csi delete persistentvolumeclaims", 1),
@@ -126,13 +124,51 @@ async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<(
     .await
 }
 
+#[tokio::test]
+async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_of_gc_csi_and_no_read() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let handle = s.volume().await?;
+        let mut mark = calm(&s).await?;
+        for size in [8, 16] {
+            s.driver.expand(&handle, size * MIB).await?;
+            mark = only(&s, mark, "gc-csi patch persistentvolumeclaims").await?;
+        }
+        let snapshot = s.csi_snapshot(&unique(&s.name), &handle).await?;
+        mark = only(&s, mark, "gc-csi create volumesnapshots").await?;
+        s.driver.delete_snapshot(&snapshot.snapshot_id).await?;
+        only(&s, mark, "gc-csi delete volumesnapshots").await.map(drop)
+    })
+    .await
+}
+
 /// One attach and detach before, so that nothing is done for the first time; and then nothing is on its way any more,
 /// of an earlier test either.
 async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     s.driver.publish(handle, &node.name).await?;
     s.driver.unpublish(handle, &node.name).await?;
     s.nothing_is_attached(node).await?;
-    settled(s, s.lab.audit()?.mark()?).await.map(drop)
+    calm(s).await.map(drop)
+}
+
+/// The end of the log, once nothing is on its way any more.
+async fn calm(s: &Scenario) -> Result<Mark> {
+    settled(s, s.lab.audit()?.mark()?).await?;
+    s.lab.audit()?.mark()
+}
+
+/// What gc-csi asked since `mark`, but for its Lease.
+async fn of_gc_csi(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
+    let mut entries = settled(s, mark).await?;
+    entries.retain(|entry| part(entry) == Some("gc-csi") && entry.resource != "leases");
+    Ok(entries)
+}
+
+/// This one request is all that gc-csi made since `mark`.
+async fn only(s: &Scenario, mark: Mark, request: &str) -> Result<Mark> {
+    let all = tally(&of_gc_csi(s, mark).await?, |entry| entry.verb != "watch");
+    assert_eq!(all, [(request.to_owned(), 1)].into());
+    s.lab.audit()?.mark()
 }
 
 /// The entries of our parts since `mark`, once no more come: the last answer of a call is written before the

@@ -1,8 +1,10 @@
 //! How requests get to an API server, and how it is noticed that they do not.
 //!
-//! All requests and watches of a client share one connection (HTTP/2), which is asked for a sign of life whenever it
-//! is silent: a link that broke without a word is noticed for all of them at once. Where only HTTP/1.1 is spoken, the
-//! kernel's probes find a peer that is gone; and in any case a request ends by itself.
+//! All requests of a client share one connection (HTTP/2), and all its watches another, which are asked for a sign of life
+//! whenever they are silent: a link that broke without a word is noticed for all of them at once. On one connection a
+//! server would send each event of a watch in turn with the answers to hundreds of requests, and close the watch when it
+//! falls behind. Where only HTTP/1.1 is spoken, the kernel's probes find a peer that is gone; and in any case a request
+//! ends by itself.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -71,13 +73,20 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     }
     let mut connector = TimeoutConnector::new(tls.enable_all_versions().wrap_connector(tcp));
     connector.set_connect_timeout(Some(CONNECT));
-    let connections = legacy::Client::builder(TokioExecutor::new())
-        .timer(TokioTimer::new())
-        .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(IDLE)
-        .http2_keep_alive_interval(SILENT)
-        .http2_keep_alive_timeout(NO_SIGN)
-        .build(connector);
+    let connections = || {
+        legacy::Client::builder(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE)
+            .http2_keep_alive_interval(SILENT)
+            .http2_keep_alive_timeout(NO_SIGN)
+            .build(connector.clone())
+    };
+    let (requests, watches) = (connections(), connections());
+    let connections = move |request: Request<Body>| match is_watch(&request) {
+        true => watches.request(request),
+        false => requests.request(request),
+    };
 
     let sent = Traffic::with(cluster);
     let received = sent.clone();
@@ -93,7 +102,7 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
             sent.count_sent(request.body());
             request
         })
-        .service(connections)
+        .service(tower::service_fn(connections))
         .map_response(move |answer| received.count_received(answer))
         .boxed_clone();
     let server: Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
@@ -101,11 +110,15 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     Ok(Client::new(service, config.default_namespace))
 }
 
+fn is_watch(request: &Request<Body>) -> bool {
+    request.uri().query().is_some_and(|query| query.split('&').any(|one| one == "watch=true"))
+}
+
 type Requests = tower::util::BoxCloneService<Request<Body>, Answer, BoxError>;
 
 /// The whole answer, or the beginning of a watch, within [`ANSWER`].
 async fn answer(service: Requests, server: Arc<str>, request: Request<Body>) -> Result<Answer, BoxError> {
-    let is_watch = request.uri().query().is_some_and(|query| query.split('&').any(|one| one == "watch=true"));
+    let is_watch = is_watch(&request);
     let named = {
         let server = server.clone();
         move |source: BoxError| -> BoxError {

@@ -85,7 +85,7 @@ where
         let mut place = Place::default();
         let mut pause = PAUSES.0;
         loop {
-            let begun = Instant::now();
+            let (begun, since) = (Instant::now(), place.version.clone());
             let over = self.round(&mut place, &check).await;
             place.unbroken &= matches!(over, Over::Closed);
             match over {
@@ -103,7 +103,8 @@ where
                     self.down(&check, reason);
                 }
             }
-            if begun.elapsed() > PAUSES.1 {
+            // A server closes the watch of one who falls behind, who must not fall behind more by waiting.
+            if begun.elapsed() > PAUSES.1 || (place.version.is_some() && place.version != since) {
                 pause = PAUSES.0;
             }
             tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;

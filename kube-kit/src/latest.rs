@@ -24,7 +24,27 @@ pub struct Latest<K> {
 #[derive(Debug)]
 struct Own<K> {
     object: Arc<K>,
+    /// Whether it was the object's end.
+    ended: bool,
     answered: Instant,
+}
+
+impl<K: Resource> Own<K> {
+    fn new(object: K, ended: bool) -> Self {
+        Self { object: Arc::new(object), ended, answered: Instant::now() }
+    }
+
+    /// The version of an end is not in its answer.
+    fn version(&self) -> Option<u64> {
+        if self.ended { None } else { version(&*self.object) }
+    }
+
+    fn is_newer(&self, seen: Option<&K>) -> bool {
+        match self.ended {
+            true => seen.is_some_and(|seen| seen.meta().uid == self.object.meta().uid),
+            false => is_newer(&*self.object, seen),
+        }
+    }
 }
 
 impl<K: Resource> Latest<K> {
@@ -42,12 +62,12 @@ impl<K: Resource> Latest<K> {
     pub fn get(&self, key: &Key) -> Option<Arc<K>> {
         let mut own = self.own();
         // Before the look at what was seen, which is no older than that then.
-        if own.get(key).is_some_and(|own| self.informer.reflects(version(&*own.object), own.answered)) {
+        if own.get(key).is_some_and(|own| self.informer.reflects(own.version(), own.answered)) {
             own.remove(key);
         }
         let seen = self.informer.get(key);
         match own.get(key) {
-            Some(own) if is_newer(&*own.object, seen.as_deref()) => Some(own.object.clone()),
+            Some(own) if own.is_newer(seen.as_deref()) => (!own.ended).then(|| own.object.clone()),
             _ => seen,
         }
     }
@@ -57,7 +77,7 @@ impl<K: Resource> Latest<K> {
         let key = Key::of(&object);
         let mut own = self.own();
         if is_newer(&object, self.informer.get(&key).as_deref()) {
-            own.insert(key, Own { object: Arc::new(object), answered: Instant::now() });
+            own.insert(key, Own::new(object, false));
         }
     }
 
@@ -68,8 +88,22 @@ impl<K: Resource> Latest<K> {
         let mut own = self.own();
         let seen = self.informer.get(&key);
         let was_known = seen.is_some() || own.contains_key(&key);
-        if was_known && is_newer(&object, seen.as_deref()) {
-            own.insert(key, Own { object: Arc::new(object), answered: Instant::now() });
+        let has_ended =
+            own.get(&key).is_some_and(|own| own.ended && own.object.meta().uid == object.meta().uid);
+        if was_known && !has_ended && is_newer(&object, seen.as_deref()) {
+            own.insert(key, Own::new(object, false));
+        }
+    }
+
+    /// Takes the answer to the write that ended an object: the removal of its last finalizer.
+    pub fn ended(&self, object: K) {
+        let key = Key::of(&object);
+        let mut own = self.own();
+        let written = Own::new(object, true);
+        if written.is_newer(self.informer.get(&key).as_deref()) {
+            own.insert(key, written);
+        } else {
+            own.remove(&key);
         }
     }
 
@@ -77,7 +111,7 @@ impl<K: Resource> Latest<K> {
     pub fn seen(&self, change: &Change<'_, K>) {
         let mut own = self.own();
         if let Some(written) = own.get(change.key)
-            && change.new.is_none_or(|new| !is_newer(&*written.object, Some(&**new)))
+            && change.new.is_none_or(|new| !written.is_newer(Some(&**new)))
         {
             own.remove(change.key);
         }
@@ -154,5 +188,25 @@ mod tests {
         assert!(latest.get(&Key::cluster("a")).is_none());
         latest.created(object("11"));
         assert!(latest.get(&Key::cluster("a")).is_some());
+    }
+
+    #[test]
+    fn an_object_that_was_ended_is_gone_before_the_watch_says_so_and_the_next_of_its_name_is_not() {
+        let of = |uid: &str, version: &str| {
+            let mut object = object(version);
+            object.metadata.uid = Some(uid.into());
+            object
+        };
+        let latest = Latest::new(Informer::<ConfigMap>::fixed([of("u1", "9")]));
+        let key = Key::cluster("a");
+        latest.ended(of("u1", "9"));
+        assert!(latest.get(&key).is_none());
+        latest.changed(of("u1", "10"));
+        assert!(latest.get(&key).is_none());
+        let later = Arc::new(of("u1", "10"));
+        latest.seen(&Change { key: &key, old: None, new: Some(&later) });
+        assert!(latest.get(&key).is_none());
+        latest.created(of("u2", "12"));
+        assert_eq!(latest.get(&key).unwrap().metadata.uid.as_deref(), Some("u2"));
     }
 }

@@ -9,7 +9,7 @@ use infra_api::{Attachment, AttachmentId};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
 use kube_kit::informer::{Informer, Key};
@@ -168,8 +168,6 @@ impl Reconciler {
                 Step::Hold => Box::pin(self.hold(key, &order)).await?,
                 Step::Renew => Box::pin(self.renew(key, &order)).await?,
                 Step::Release => {
-                    // The answer to the write that ends an object has no newer version than the object had,
-                    // so the copy at hand can't tell that it is done.
                     Box::pin(self.release(key, &order)).await?;
                     return Ok(Next::Wait);
                 }
@@ -317,9 +315,9 @@ impl Reconciler {
         self.take(written, "the finalizer")
     }
 
-    async fn release(&self, key: &Key, order: &VolumeAttachment) -> Result<bool, Unfinished> {
+    async fn release(&self, key: &Key, order: &VolumeAttachment) -> Result<(), Unfinished> {
         let finalizers = order.metadata.finalizers.as_deref().unwrap_or_default();
-        let Some(at) = finalizers.iter().position(|one| one == FINALIZER_DETACH) else { return Ok(false) };
+        let Some(at) = finalizers.iter().position(|one| one == FINALIZER_DETACH) else { return Ok(()) };
         let path = format!("/metadata/finalizers/{at}");
         let patch = json_patch(json!([
             same_object(order),
@@ -328,9 +326,16 @@ impl Reconciler {
         ]));
         let _place = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
-        let taken = self.take(written, "the finalizer away")?;
+        // Finalizers of others keep it.
+        let is_kept = written
+            .as_ref()
+            .is_ok_and(|order| order.metadata.deletion_timestamp.is_none() || !order.finalizers().is_empty());
+        let is_there = self.take(written, "the finalizer away")?;
+        if !(is_there && is_kept) {
+            self.orders.ended(order.clone());
+        }
         tracing::info!(attachment = %key, node = order.spec.node_uuid, "detached");
-        Ok(taken)
+        Ok(())
     }
 
     /// Deletes an order that can't be carried out any more; its disk is not in the machine.

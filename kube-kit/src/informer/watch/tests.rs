@@ -264,3 +264,20 @@ async fn an_own_write_is_believed_no_longer_once_all_was_read_since() {
     assert!(latest.get(&key).is_none());
     stop.cancel();
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_a_server_closes_while_it_tells_something_is_resumed_without_ever_longer_pauses() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "first".to_owned());
+    let told = |version: u32| Ok(json!({"type": "MODIFIED", "object": object(&version.to_string(), "next")}));
+    *server.says.lock().unwrap() = (2..=20).map(told).collect();
+    server.ends.store(true, Ordering::SeqCst);
+    let begun = Instant::now();
+    let (informer, _health, stop) = started(&server);
+    while !informer.reflects(Some(20), begun) {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    assert!(begun.elapsed() <= 20 * PAUSES.0, "{:?}", begun.elapsed());
+    assert_eq!(server.lists.load(Ordering::SeqCst), 1);
+    stop.cancel();
+}

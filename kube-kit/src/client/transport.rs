@@ -80,6 +80,8 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
             .pool_idle_timeout(IDLE)
             .http2_keep_alive_interval(SILENT)
             .http2_keep_alive_timeout(NO_SIGN)
+            // No request is to find out that the link broke since the last one.
+            .http2_keep_alive_while_idle(true)
             .build(connector.clone())
     };
     let (requests, watches) = (connections(), connections());

@@ -85,11 +85,11 @@ struct Shared<K> {
 
 /// How far the server has told.
 #[derive(Debug, Default, Clone, Copy)]
-struct Told {
-    /// The version up to which all is known, where it is a number.
-    version: Option<u64>,
-    /// When that was asked for from which all was read the last time.
-    read: Option<Instant>,
+pub(crate) struct Told {
+    /// The version up to which it did, where that is a number. A server that went back to an older state may be behind it.
+    pub(crate) version: Option<u64>,
+    /// When everything was asked for the last time that it was read.
+    pub(crate) read: Option<Instant>,
 }
 
 impl<K> Clone for Informer<K> {
@@ -196,15 +196,12 @@ impl<K> Informer<K> {
         *self.shared.synced.borrow()
     }
 
-    /// Whether what is known from now on is no older than a write of this version that was answered at `answered`: the
-    /// watch is past it, or all was read since, as after a server went back to an older state.
-    pub(crate) fn reflects(&self, version: Option<u64>, answered: Instant) -> bool {
-        let told = *self.told();
-        told.read.is_some_and(|read| read > answered)
-            || version.is_some_and(|version| told.version >= Some(version))
+    /// What is looked at after this is no older.
+    pub(crate) fn told(&self) -> Told {
+        *self.told_mut()
     }
 
-    fn told(&self) -> MutexGuard<'_, Told> {
+    fn told_mut(&self) -> MutexGuard<'_, Told> {
         self.shared.told.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -376,8 +373,10 @@ where
     }
 
     /// Takes a fresh list: what it lacks is gone, what it has is new or changed.
-    fn replace(&self, fresh: HashMap<Key, Arc<K>>) {
+    fn replace(&self, fresh: HashMap<Key, Arc<K>>, told: Told) {
         let before = std::mem::replace(&mut *self.objects_mut(), fresh);
+        // Whoever is told below looks at what is known by then.
+        *self.informer.told_mut() = told;
         // Nobody else changes the copy, so it stays as it is while all that is told.
         for (key, old) in &before {
             if self.informer.get(key).is_none() {

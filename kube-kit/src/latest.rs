@@ -9,11 +9,11 @@ use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
 
-/// Reads the newest that is known of an object. An own write is believed until the watch is past it, however far behind
-/// that is, or everything was read anew.
+/// Reads the newest that is known of an object. An own write is believed until the watch has it or tells of the object's
+/// end, however far behind that is, or everything was read anew.
 ///
-/// One that came and went while the watch was down is in no change: who creates objects looks at them all again in the
-/// informer's `on_read`.
+/// What becomes of it while the watch is down, or the server goes back to an older state, may be in no change: who writes
+/// looks at all again in the informer's `on_read`.
 #[derive(Debug)]
 pub struct Latest<K> {
     informer: Informer<K>,
@@ -32,11 +32,6 @@ struct Own<K> {
 impl<K: Resource> Own<K> {
     fn new(object: K, ended: bool) -> Self {
         Self { object: Arc::new(object), ended, answered: Instant::now() }
-    }
-
-    /// The version of an end is not in its answer.
-    fn version(&self) -> Option<u64> {
-        if self.ended { None } else { version(&*self.object) }
     }
 
     fn is_newer(&self, seen: Option<&K>) -> bool {
@@ -61,15 +56,19 @@ impl<K: Resource> Latest<K> {
     /// The newest of what was seen and what was written.
     pub fn get(&self, key: &Key) -> Option<Arc<K>> {
         let mut own = self.own();
+        let Some(written) = own.get(key) else { return self.informer.get(key) };
         // Before the look at what was seen, which is no older than that then.
-        if own.get(key).is_some_and(|own| self.informer.reflects(own.version(), own.answered)) {
-            own.remove(key);
-        }
+        let told = self.informer.told();
         let seen = self.informer.get(key);
-        match own.get(key) {
-            Some(own) if own.is_newer(seen.as_deref()) => (!own.ended).then(|| own.object.clone()),
-            _ => seen,
+        let was_read_since = told.read.is_some_and(|read| read > written.answered);
+        // One that is seen as it was before, though the watch is past the write, is of a server that went back.
+        let came_and_went =
+            seen.is_none() && version(&*written.object).is_some_and(|own| told.version >= Some(own));
+        if was_read_since || came_and_went || !written.is_newer(seen.as_deref()) {
+            own.remove(key);
+            return seen;
         }
+        (!written.ended).then(|| written.object.clone())
     }
 
     /// Takes the answer to a create.
@@ -95,7 +94,7 @@ impl<K: Resource> Latest<K> {
         }
     }
 
-    /// Takes the answer to the write that ended an object: the removal of its last finalizer.
+    /// Takes an object, as it was before, that an own write ended: by removing its last finalizer.
     pub fn ended(&self, object: K) {
         let key = Key::of(&object);
         let mut own = self.own();

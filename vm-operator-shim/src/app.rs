@@ -104,11 +104,18 @@ async fn serve_machines(
             queue.push(change.key.clone());
         }
     };
+    // What was written may be gone without a change that says so: in a break of the watch, or with an older state of the
+    // server.
+    let look_at_all = || {
+        let (machines, queue) = (machines.clone(), queue.clone());
+        move || machines.informer().list().iter().for_each(|machine| queue.push(Key::of(&**machine)))
+    };
     let back = queue.clone();
     builder
         .trim(machine::trim)
         .on_change(handler)
         .on_return(move || back.hurry())
+        .on_read(look_at_all())
         .start(checks.machines, stop.clone());
 
     let builder = Informer::<VolumeAttachment>::builder("VolumeAttachments", Api::all(client.clone()));
@@ -122,13 +129,10 @@ async fn serve_machines(
             }
         }
     };
-    // One that was made and deleted again while the watch was down is missed by nothing but a look at its machine.
-    let (all, anew) = (machines.clone(), queue.clone());
-    let look_at_all = move || all.informer().list().iter().for_each(|machine| anew.push(Key::of(&**machine)));
     builder
         .trim(attachments::trim)
         .on_change(handler)
-        .on_read(look_at_all)
+        .on_read(look_at_all())
         .start(checks.attachments, stop.clone());
 
     // A disk must not be called gone because the attachments were not read yet.

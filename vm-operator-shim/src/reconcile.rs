@@ -27,6 +27,9 @@ use crate::plan::{ANNOTATION_ENTRY, Plan, plan};
 /// first write, whoever ordered them together has put all of them into the spec, and is not in its way.
 const GATHER: Duration = Duration::from_millis(50);
 
+/// After which time a machine is looked at again about which somebody else's write was not seen yet. Mostly it is by then.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
 /// Why a pass over a machine must be repeated.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unfinished {
@@ -129,17 +132,21 @@ impl Reconciler {
 
         let mut problems: Vec<String> = deleted.into_iter().filter_map(Result::err).collect();
         let mut refused = BTreeMap::new();
+        let mut next = Next::Wait;
         for (order, outcome) in orders.create.iter().zip(created) {
-            if let Err(problem) = outcome {
-                refused.insert(order.spec.volume_name.clone(), format!("AttachmentRefused: {problem}"));
-                problems.push(problem);
+            match outcome {
+                Ok(true) => {}
+                Ok(false) => next = Next::After(LOOK_AGAIN),
+                Err(problem) => {
+                    refused.insert(order.spec.volume_name.clone(), format!("AttachmentRefused: {problem}"));
+                    problems.push(problem);
+                }
             }
         }
 
         // The writes above changed what is to be told.
         let vm = if is_confirmed { vm } else { self.machines.get(key).unwrap_or(vm) };
         let Plan { status, under_way, .. } = self.plan(key, &vm, &refused);
-        let mut next = Next::Wait;
         match status {
             None => self.gathering.ended(key),
             // A pass that failed is repeated late, so it tells what it has.
@@ -148,7 +155,7 @@ impl Reconciler {
                 None => {
                     let written = self.write_status(key, &vm, &volumes).await?;
                     if !written {
-                        next = Next::After(GATHER);
+                        next = Next::After(LOOK_AGAIN);
                     }
                 }
             },
@@ -170,7 +177,8 @@ impl Reconciler {
         Ok(found)
     }
 
-    async fn create(&self, api: &Api<VolumeAttachment>, order: &VolumeAttachment) -> Result<(), String> {
+    /// False when one of this name is there already.
+    async fn create(&self, api: &Api<VolumeAttachment>, order: &VolumeAttachment) -> Result<bool, String> {
         let name = order.name_any();
         let outcome = api.create(&PostParams::default(), order).await;
         self.metrics.count("create", outcome.is_ok());
@@ -183,10 +191,10 @@ impl Reconciler {
                     "created"
                 );
                 self.attachments.created(made);
-                Ok(())
+                Ok(true)
             }
             // The watch is behind; its next event says whose it is.
-            Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),
+            Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(false),
             Err(error) => Err(format!("cannot create VolumeAttachment {name}: {}", chain(&error))),
         }
     }

@@ -73,18 +73,19 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     }
     let mut connector = TimeoutConnector::new(tls.enable_all_versions().wrap_connector(tcp));
     connector.set_connect_timeout(Some(CONNECT));
-    let connections = || {
+    let connections = |idle: Option<Duration>| {
         legacy::Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(IDLE)
+            .pool_idle_timeout(idle)
             .http2_keep_alive_interval(SILENT)
             .http2_keep_alive_timeout(NO_SIGN)
-            // No request is to find out that the link broke since the last one.
+            // A request is not the first to find out that the link broke long ago.
             .http2_keep_alive_while_idle(true)
             .build(connector.clone())
     };
-    let (requests, watches) = (connections(), connections());
+    // The one of the watches is idle for as long as none begins.
+    let (requests, watches) = (connections(Some(IDLE)), connections(None));
     let connections = move |request: Request<Body>| match is_watch(&request) {
         true => watches.request(request),
         false => requests.request(request),

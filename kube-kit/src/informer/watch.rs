@@ -87,7 +87,8 @@ where
         loop {
             let (begun, since) = (Instant::now(), place.version.clone());
             let over = self.round(&mut place, &check).await;
-            place.unbroken &= matches!(over, Over::Closed);
+            let is_closed = matches!(over, Over::Closed);
+            place.unbroken &= is_closed;
             match over {
                 Over::Closed => {}
                 Over::Malformed => place.malformed = true,
@@ -104,7 +105,8 @@ where
                 }
             }
             // A server closes the watch of one who falls behind, who must not fall behind more by waiting.
-            if begun.elapsed() > PAUSES.1 || (place.version.is_some() && place.version != since) {
+            let told_something = since.is_some() && place.version != since;
+            if begun.elapsed() > PAUSES.1 || (is_closed && told_something) {
                 pause = PAUSES.0;
             }
             tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
@@ -205,7 +207,7 @@ where
                 }
             };
             if let Some(seen) = seen {
-                self.informer.told().version = number(&seen);
+                self.informer.told_mut().version = number(&seen);
                 place.version = Some(seen);
             }
             (place.unbroken, asked) = (true, false);
@@ -254,8 +256,7 @@ where
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
                 let version = page.resource_version.unwrap_or_default();
-                self.replace(fresh);
-                *self.informer.told() = Told { version: number(&version), read: Some(begun) };
+                self.replace(fresh, Told { version: number(&version), read: Some(begun) });
                 self.reads.iter().for_each(|told| told());
                 return Ok(version);
             }

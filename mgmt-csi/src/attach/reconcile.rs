@@ -327,11 +327,11 @@ impl Reconciler {
         let _place = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
         // Finalizers of others keep it.
-        let is_kept = written
+        let is_over = written
             .as_ref()
-            .is_ok_and(|order| order.metadata.deletion_timestamp.is_none() || !order.finalizers().is_empty());
-        let is_there = self.take(written, "the finalizer away")?;
-        if !(is_there && is_kept) {
+            .is_ok_and(|left| left.metadata.deletion_timestamp.is_some() && left.finalizers().is_empty());
+        self.take(written, "the finalizer away")?;
+        if is_over {
             self.orders.ended(order.clone());
         }
         tracing::info!(attachment = %key, node = order.spec.node_uuid, "detached");

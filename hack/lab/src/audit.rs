@@ -1,11 +1,14 @@
 //! An API server's audit log: every request, written before it was answered.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, SeekFrom};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
+
+/// How much is looked through at once for the end of a line.
+const CHUNK: u64 = 64 * 1024;
 
 /// A reader over the audit log of a cluster.
 #[derive(Debug, Clone)]
@@ -54,10 +57,26 @@ impl Audit {
         Self { log }
     }
 
-    /// The end of the log now.
+    /// The end of the log now. A line that is still being written comes after it.
     pub fn mark(&self) -> Result<Mark> {
-        let about = std::fs::metadata(&self.log).with_context(|| self.unreadable())?;
-        Ok(Mark(about.len()))
+        self.last_line_end().map(Mark).with_context(|| self.unreadable())
+    }
+
+    fn last_line_end(&self) -> std::io::Result<u64> {
+        let mut file = File::open(&self.log)?;
+        let mut end = file.metadata()?.len();
+        let mut chunk = Vec::new();
+        while end > 0 {
+            let from = end.saturating_sub(CHUNK);
+            file.seek(SeekFrom::Start(from))?;
+            chunk.clear();
+            (&file).take(end - from).read_to_end(&mut chunk)?;
+            if let Some(at) = chunk.iter().rposition(|byte| *byte == b'\n') {
+                return Ok(from + at as u64 + 1);
+            }
+            end = from;
+        }
+        Ok(0)
     }
 
     /// The requests that were answered since a mark, in the order of their answers.
@@ -160,5 +179,17 @@ mod tests {
         let seen = audit.since(mark).unwrap();
         assert_eq!(seen.len(), 1);
         assert_eq!((seen[0].name.as_str(), seen[0].code, seen[0].is_write()), ("after", 200, true));
+
+        let mark = audit.mark().unwrap();
+        writeln!(file, "{}", &line("unfinished")[40..]).unwrap();
+        assert_eq!(audit.since(mark).unwrap()[0].name, "unfinished");
+        // However long it is.
+        let long = "x".repeat(2 * CHUNK as usize);
+        let mark = audit.mark().unwrap();
+        write!(file, "{}", &line(&long)[..line(&long).len() - 1]).unwrap();
+        assert_eq!(audit.mark().unwrap(), mark);
+        writeln!(file, "}}").unwrap();
+        assert!(audit.mark().unwrap() > mark);
+        assert_eq!(audit.since(mark).unwrap()[0].name, long);
     }
 }

@@ -33,7 +33,7 @@ use crate::latest::number;
 /// again.
 const SILENCE: Duration = Duration::from_secs(90);
 /// The first and the longest pause before a watch is begun anew. Calls with deadlines wait behind this.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(4));
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How long the server is asked to keep a watch open: the first, and how many seconds may come to that, so that not all
 /// watches of all clients end at once.
 const LASTS: (Duration, u32) = (Duration::from_secs(200), 90);

@@ -75,7 +75,7 @@ fn keep(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::
 /// The same for the same class and zone. A class's name has no slash.
 fn name(entry: &Entry) -> String {
     let source = format!("{}/{}", entry.class, entry.zone.as_deref().unwrap_or_default());
-    let hash: String = Sha256::digest(source.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect();
+    let hash = format!("{:x}", Sha256::digest(source.as_bytes()));
     format!("nestor-{}", &hash[..32])
 }
 

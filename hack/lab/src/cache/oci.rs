@@ -69,7 +69,7 @@ fn json_blob(layout: &Path, value: &Value, kind: &str) -> Result<Value> {
 
 /// Stores bytes under their digest, and gives the descriptor that points to them.
 fn blob(layout: &Path, bytes: &[u8], kind: &str) -> Result<Value> {
-    let hex: String = Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = format!("{:x}", Sha256::digest(bytes));
     fs::write(layout.join("blobs/sha256").join(&hex), bytes)?;
     Ok(json!({"mediaType": kind, "digest": format!("sha256:{hex}"), "size": bytes.len()}))
 }

@@ -101,7 +101,8 @@ fn kib(status: &str, field: &str) -> Option<u64> {
 /// Bytes of one direction, to and from all API servers.
 fn bytes(metrics: &str, direction: &str) -> u64 {
     let direction = format!("direction=\"{direction}\"");
-    let lines = metrics.lines().filter(|line| line.starts_with("kube_client_bytes_total{"));
+    // After the program's own prefix.
+    let lines = metrics.lines().filter(|line| line.contains("_kube_client_bytes_total{"));
     let ours = lines.filter(|line| line.contains(&direction));
     ours.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok()).sum()
 }
@@ -115,9 +116,9 @@ mod tests {
         let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 150 60 7 8 20 0 1 0 777 9";
         assert_eq!(cpu(stat), Some(Duration::from_millis(2100)));
         assert_eq!(kib("VmHWM:\t  100 kB\nVmRSS:\t    64 kB\n", "VmRSS:"), Some(64));
-        let metrics = "kube_client_bytes_total{cluster=\"guest\",direction=\"sent\"} 5\n\
-            kube_client_bytes_total{cluster=\"management\",direction=\"sent\"} 7\n\
-            kube_client_bytes_total{cluster=\"management\",direction=\"received\"} 100\n";
+        let metrics = "nestor_gc_csi_kube_client_bytes_total{cluster=\"guest\",direction=\"sent\"} 5\n\
+            nestor_gc_csi_kube_client_bytes_total{cluster=\"management\",direction=\"sent\"} 7\n\
+            nestor_gc_csi_kube_client_bytes_total{cluster=\"management\",direction=\"received\"} 100\n";
         assert_eq!((bytes(metrics, "sent"), bytes(metrics, "received")), (12, 100));
     }
 }

@@ -15,6 +15,9 @@ use tests::{Scenario, unique};
 
 use crate::seen::Seen;
 
+/// How many claims are made, or deleted, at once where there are to be very many.
+const BATCH: usize = 250;
+
 /// Claims in one namespace, and their volumes.
 pub(crate) struct Claims {
     api: Api<PersistentVolumeClaim>,
@@ -78,6 +81,24 @@ impl Claims {
         let claims = self.make(count).await?;
         let times = self.bound(&claims).await?;
         Ok((claims, times))
+    }
+
+    /// Makes claims until there are so many.
+    pub(crate) async fn fill(&self, made: &mut Vec<Claim>, size: usize) -> Result<()> {
+        while made.len() < size {
+            let (more, _) = self.create(BATCH.min(size - made.len())).await?;
+            made.extend(more);
+            eprintln!("{} of {size} volumes", made.len());
+        }
+        Ok(())
+    }
+
+    /// Deletes them again.
+    pub(crate) async fn empty(&self, made: &[Claim]) -> Result<()> {
+        for batch in made.chunks(BATCH) {
+            self.delete(batch).await?;
+        }
+        Ok(())
     }
 
     /// Deletes claims at once and waits until their volumes are gone; tells how long each took.

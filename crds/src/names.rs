@@ -160,7 +160,7 @@ fn digest(parts: &[&str], digits: usize) -> String {
         hasher.update((part.len() as u64).to_be_bytes());
         hasher.update(part.as_bytes());
     }
-    let mut hex: String = format!("{:x}", hasher.finalize());
+    let mut hex = format!("{:x}", hasher.finalize());
     hex.truncate(digits);
     hex
 }

@@ -28,7 +28,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
     let node = s.simulated_node().await?;
     let (mut made, mut given) = (Vec::new(), Vec::new());
     for size in sizes {
-        super::memory::fill(&claims, &mut made, *size).await?;
+        claims.fill(&mut made, *size).await?;
         let volumes: Vec<String> =
             made.iter().take(ATTACHED).skip(given.len()).map(|claim| claim.volume.clone()).collect();
         given.extend(orders.attach(&volumes, &node.name).await?.0);
@@ -50,5 +50,5 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
         }
     }
     orders.detach(&given).await?;
-    super::memory::empty(&claims, &made).await
+    claims.empty(&made).await
 }

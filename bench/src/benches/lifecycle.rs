@@ -89,8 +89,8 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, besides: &[usi
     }
     let mut made = Vec::new();
     for others in besides {
-        super::memory::fill(&lives.above, &mut made, *others).await?;
+        lives.above.fill(&mut made, *others).await?;
         lives.measure(report, work, *others).await?;
     }
-    super::memory::empty(&lives.above, &made).await
+    lives.above.empty(&made).await
 }

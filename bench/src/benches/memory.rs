@@ -6,12 +6,10 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use tests::Scenario;
 
-use crate::objects::{Claim, Claims};
+use crate::objects::Claims;
 use crate::parts;
 use crate::report::Report;
 
-/// How many claims are made at once.
-const BATCH: usize = 250;
 /// Our own processes of a lab.
 const OURS: [&str; 4] = ["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
@@ -29,7 +27,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<
     let plugin = s.lab.spawn_node_plugin(&node).await?;
     let mut made = Vec::new();
     for size in sizes {
-        fill(&claims, &mut made, *size).await?;
+        claims.fill(&mut made, *size).await?;
         let case = format!("{size} volumes");
         for (part, process) in parts::running(&s.lab)? {
             let memory = parts::resident(process)?;
@@ -45,25 +43,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<
         }
     }
     s.lab.remove_node_plugin(&plugin).await?;
-    empty(&claims, &made).await
-}
-
-/// Makes claims until there are so many.
-pub(super) async fn fill(claims: &Claims, made: &mut Vec<Claim>, size: usize) -> Result<()> {
-    while made.len() < size {
-        let (more, _) = claims.create(BATCH.min(size - made.len())).await?;
-        made.extend(more);
-        eprintln!("{} of {size} volumes", made.len());
-    }
-    Ok(())
-}
-
-/// Deletes them again.
-pub(super) async fn empty(claims: &Claims, made: &[Claim]) -> Result<()> {
-    for batch in made.chunks(BATCH) {
-        claims.delete(batch).await?;
-    }
-    Ok(())
+    claims.empty(&made).await
 }
 
 fn mib(bytes: u64) -> f64 {

@@ -31,7 +31,7 @@ pub async fn run(report: &Report, work: &Work, volumes: usize) -> Result<()> {
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize) -> Result<()> {
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
     let mut made = Vec::new();
-    super::memory::fill(&claims, &mut made, volumes).await?;
+    claims.fill(&mut made, volumes).await?;
     let case = format!("{volumes} volumes");
     for part in OURS {
         let mut times = Vec::new();
@@ -60,7 +60,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
         times.push(start.elapsed());
     }
     report.times_of(&case, "watches are back", &times, &[]);
-    super::memory::empty(&claims, &made).await
+    claims.empty(&made).await
 }
 
 /// The moment at which a part is first seen to be ready.

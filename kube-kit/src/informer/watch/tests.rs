@@ -38,6 +38,11 @@ fn object(version: &str, text: &str) -> Value {
     json!({"metadata": metadata, "data": {"text": text}})
 }
 
+fn bookmark(version: &str) -> Value {
+    let object = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": version}});
+    json!({"type": "BOOKMARK", "object": object})
+}
+
 impl Server {
     fn answer(&self, request: &Request<Body>) -> Answer {
         let (version, text) = self.shows.lock().unwrap().clone();
@@ -122,8 +127,7 @@ async fn a_watch_that_expired_is_begun_anew_and_those_who_wait_see_what_they_wai
 async fn a_silent_watch_is_believed_no_longer_and_everything_is_read_anew() {
     let server = Arc::new(Server::default());
     *server.shows.lock().unwrap() = ("9".to_owned(), "later".to_owned());
-    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "9"}});
-    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    *server.says.lock().unwrap() = vec![Ok(bookmark("9"))];
     let (informer, health, stop) = started(&server);
     shown(&informer, "later").await;
     // An older state came back: no watch from version 9 on tells of it.
@@ -143,8 +147,7 @@ async fn a_silent_watch_is_believed_no_longer_and_everything_is_read_anew() {
 async fn a_watch_of_what_nobody_writes_is_kept_once_the_server_says_where_it_is() {
     let server = Arc::new(Server::default());
     *server.shows.lock().unwrap() = ("9".to_owned(), "quiet".to_owned());
-    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "9"}});
-    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    *server.says.lock().unwrap() = vec![Ok(bookmark("9"))];
     let (informer, health, stop) = started(&server);
     shown(&informer, "quiet").await;
     *server.shows.lock().unwrap() = ("12".to_owned(), "missed".to_owned());
@@ -228,8 +231,7 @@ fn own(version: &str) -> (Key, ConfigMap) {
 async fn an_own_write_is_believed_until_the_watch_is_past_it() {
     let server = Arc::new(Server::default());
     *server.shows.lock().unwrap() = ("1".to_owned(), "other".to_owned());
-    let bookmark = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"resourceVersion": "6"}});
-    *server.says.lock().unwrap() = vec![Ok(json!({"type": "BOOKMARK", "object": bookmark}))];
+    *server.says.lock().unwrap() = vec![Ok(bookmark("6"))];
     let (informer, _health, stop) = started(&server);
     let latest = Latest::new(informer.clone());
     let (key, later) = own("7");

@@ -29,6 +29,7 @@ impl<K> Default for Queue<K> {
 #[derive(Debug)]
 enum Pushed<K> {
     Key(K),
+    After(K, Duration),
     /// Whatever failed may be tried again.
     Hurry,
 }
@@ -91,6 +92,11 @@ impl<K> Queue<K> {
         self.send(Pushed::Key(key));
     }
 
+    /// Asks for a look at `key` when so much time has passed: what is pushed until then merges into it.
+    pub fn push_after(&self, key: K, delay: Duration) {
+        self.send(Pushed::After(key, delay));
+    }
+
     /// Asks for a look at every key that waits to be tried again, within [`HURRY`]: what made them fail, such as a
     /// link that was down, is over.
     pub fn hurry(&self) {
@@ -126,37 +132,24 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         Error: Display,
     {
         let mut state: State<K> = State::default();
-        let mut later = DelayQueue::new();
-        let mut delayed = HashMap::new();
+        let mut later = Later::default();
         let mut running = FuturesUnordered::new();
         let mut hurried = None;
         loop {
             // All that is pushed by now merges before the next key is begun.
             while let Ok(pushed) = self.0.try_recv() {
-                match pushed {
-                    Pushed::Key(key) => state.push(key),
-                    Pushed::Hurry => hurried = Some(hurry(&state, &delayed, &mut later)),
-                }
+                take(pushed, &mut state, &mut later, &mut hurried);
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
-                if let Some(timer) = delayed.remove(&key) {
-                    later.remove(&timer);
-                }
+                later.forget(&key);
                 let (begun, outcome) = (Instant::now(), work(key.clone()));
                 running.push(async move { (key, begun, outcome.await) });
             }
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some(pushed) = self.0.recv() => match pushed {
-                    Pushed::Key(key) => state.push(key),
-                    Pushed::Hurry => hurried = Some(hurry(&state, &delayed, &mut later)),
-                },
-                Some(expired) = later.next() => {
-                    let key: K = expired.into_inner();
-                    delayed.remove(&key);
-                    state.push(key);
-                }
+                Some(pushed) = self.0.recv() => take(pushed, &mut state, &mut later, &mut hurried),
+                Some(key) = later.next() => state.push(key),
                 Some((key, begun, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
@@ -179,7 +172,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                     if let Some(delay) = again
                         && !state.is_waiting(&key)
                     {
-                        delayed.insert(key.clone(), later.insert(key, delay));
+                        later.look_within(key, delay);
                     }
                 }
             }
@@ -188,20 +181,68 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
     }
 }
 
-/// Brings the time forward at which failed keys are tried again; gives the time it is now.
-fn hurry<K: Eq + Hash>(
-    state: &State<K>,
-    delayed: &HashMap<K, delay_queue::Key>,
-    later: &mut DelayQueue<K>,
-) -> Instant {
-    let now = Instant::now();
-    for (_, timer) in delayed.iter().filter(|(key, _)| state.failures.contains_key(*key)) {
-        let soon = now + HURRY.mul_f64(fastrand::f64());
-        if later.deadline(timer) > soon {
-            later.reset_at(timer, soon);
+/// Takes in what was pushed. `hurried` becomes the time at which the cause of failures was over.
+fn take<K: Clone + Eq + Hash>(
+    pushed: Pushed<K>,
+    state: &mut State<K>,
+    later: &mut Later<K>,
+    hurried: &mut Option<Instant>,
+) {
+    match pushed {
+        Pushed::Key(key) => state.push(key),
+        Pushed::After(key, delay) if !state.is_waiting(&key) => later.look_within(key, delay),
+        Pushed::After(..) => {}
+        Pushed::Hurry => {
+            *hurried = Some(Instant::now());
+            for key in state.failures.keys() {
+                later.bring_forward(key, HURRY.mul_f64(fastrand::f64()));
+            }
         }
     }
-    now
+}
+
+/// Keys that are looked at when their time comes.
+struct Later<K> {
+    times: DelayQueue<K>,
+    timers: HashMap<K, delay_queue::Key>,
+}
+
+impl<K> Default for Later<K> {
+    fn default() -> Self {
+        Self { times: DelayQueue::new(), timers: HashMap::new() }
+    }
+}
+
+impl<K: Clone + Eq + Hash> Later<K> {
+    fn look_within(&mut self, key: K, delay: Duration) {
+        match self.timers.contains_key(&key) {
+            true => self.bring_forward(&key, delay),
+            false => drop(self.timers.insert(key.clone(), self.times.insert(key, delay))),
+        }
+    }
+
+    /// Where the key waits for a later time.
+    fn bring_forward(&mut self, key: &K, delay: Duration) {
+        let soon = Instant::now() + delay;
+        if let Some(timer) = self.timers.get(key)
+            && self.times.deadline(timer) > soon
+        {
+            self.times.reset_at(timer, soon);
+        }
+    }
+
+    fn forget(&mut self, key: &K) {
+        if let Some(timer) = self.timers.remove(key) {
+            self.times.remove(&timer);
+        }
+    }
+
+    /// The next whose time has come; None where there is none.
+    async fn next(&mut self) -> Option<K> {
+        let key = self.times.next().await?.into_inner();
+        self.timers.remove(&key);
+        Some(key)
+    }
 }
 
 /// Which keys wait, which are worked on, and which of those must be looked at once more.
@@ -355,6 +396,36 @@ mod tests {
         };
         second.run(1, Retry::default(), stop.clone(), work).await;
         assert_eq!(*seen.lock().unwrap(), [4]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_pushed_for_later_merges_and_is_looked_at_in_time() {
+        let (queue, worker) = queue::<u32>();
+        let stop = CancellationToken::new();
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let (begun, looking, done) = (Instant::now(), seen.clone(), stop.clone());
+        let work = tokio::spawn(worker.run(4, Retry::default(), stop, move |key| {
+            let (looking, done) = (looking.clone(), done.clone());
+            async move {
+                let mut seen = looking.lock().unwrap();
+                seen.push((key, begun.elapsed().as_millis() / 100));
+                if seen.len() == 3 {
+                    done.cancel();
+                }
+                Ok::<_, String>(Next::Wait)
+            }
+        }));
+        let second = Duration::from_secs(1);
+        queue.push_after(1, second);
+        queue.push_after(2, second);
+        queue.push_after(3, 3 * second);
+        tokio::time::sleep(second / 2).await;
+        // One that waits is not put off, one that is wanted sooner comes sooner, and one that is wanted now comes once.
+        queue.push_after(1, second);
+        queue.push_after(3, second);
+        queue.push(2);
+        work.await.unwrap();
+        assert_eq!(*seen.lock().unwrap(), [(2, 5), (1, 10), (3, 15)]);
     }
 
     #[test]

@@ -53,6 +53,10 @@ use repairing::Pushes;
 /// How many keys of a kind are worked on at once.
 const AT_ONCE: usize = 16;
 
+/// Nobody waits for what claims show. Calls go first: it is written when they are over, and few at once.
+const SHOWN_AFTER: Duration = Duration::from_secs(1);
+const SHOWN_AT_ONCE: usize = 4;
+
 /// What the management cluster refuses because of a policy, it refuses for every volume: those come back slowly.
 const RECORD_RETRY: Retry = Retry { first: Duration::from_millis(250), longest: Duration::from_secs(300) };
 
@@ -106,7 +110,7 @@ impl Drop for Counted<'_> {
 impl Queues {
     /// Asks for a look at the volume of this handle.
     pub(crate) fn push_volume(&self, handle: &str) {
-        self.shown.push(handle.to_owned());
+        self.shown.push_after(handle.to_owned(), SHOWN_AFTER);
         self.recorded.push(handle.to_owned());
         self.repairing.volumes.push(handle.to_owned());
     }
@@ -151,7 +155,7 @@ impl Queues {
             self.repairing.machines.push(change.key.name.clone());
         }
         for claim in attach_state::changed_claims(change) {
-            self.shown.push(claim);
+            self.shown.push_after(claim, SHOWN_AFTER);
         }
         let [old, new] = [change.old, change.new]
             .map(|machine| machine.map(|vm| (zones::zone_of(vm), out_of_service::is_said(vm))));
@@ -255,7 +259,7 @@ impl Started {
         let (waiting, owned, zoned) = (queues.waiting.worker(), queues.owned.worker(), queues.zoned.worker());
         self.push_all();
         let show = show::Show::new(guest.clone(), management.clone(), self.abnormal.clone());
-        let showing = shown.run(AT_ONCE, Retry::default(), stop.clone(), |handle| {
+        let showing = shown.run(SHOWN_AT_ONCE, Retry::default(), stop.clone(), |handle| {
             let show = &show;
             async move { show.reconcile(&handle).await }
         });

@@ -33,7 +33,7 @@ use crate::latest::number;
 /// again.
 const SILENCE: Duration = Duration::from_secs(90);
 /// The first and the longest pause before a watch is begun anew. Calls with deadlines wait behind this.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(1500));
 /// How long the server is asked to keep a watch open: the first, and how many seconds may come to that, so that not all
 /// watches of all clients end at once.
 const LASTS: (Duration, u32) = (Duration::from_secs(200), 90);
@@ -63,15 +63,18 @@ enum Over {
     Expired(String),
     /// An object was malformed.
     Malformed,
-    /// The link, the server, or our rights.
-    Trouble(String),
+    /// The server, or our rights.
+    Refused(String),
+    /// The link, or no server.
+    Broken(String),
 }
 
 impl From<Error> for Over {
     fn from(error: Error) -> Self {
         match &error {
             Error::Api(status) if status.code == 410 => Self::Expired(status.message.clone()),
-            _ => Self::Trouble(chain(&error)),
+            Error::Api(_) => Self::Refused(chain(&error)),
+            _ => Self::Broken(chain(&error)),
         }
     }
 }
@@ -83,11 +86,11 @@ where
     pub(super) async fn watch(self, check: Check) {
         self.down(&check, format!("the first list of {} was not read yet", self.what));
         let mut place = Place::default();
-        let mut pause = PAUSES.0;
+        let (mut pause, mut was_broken) = (PAUSES.0, false);
         loop {
             let (begun, since) = (Instant::now(), place.version.clone());
             let over = self.round(&mut place, &check).await;
-            let is_closed = matches!(over, Over::Closed);
+            let (is_closed, is_broken) = (matches!(over, Over::Closed), matches!(over, Over::Broken(_)));
             place.unbroken &= is_closed;
             match over {
                 Over::Closed => {}
@@ -96,7 +99,7 @@ where
                     tracing::info!("the watch of {} has expired ({why}): reading them anew", self.what);
                     place.version = None;
                 }
-                Over::Trouble(why) => {
+                Over::Refused(why) | Over::Broken(why) => {
                     let reason = format!("cannot watch {}: {why}", self.what);
                     if self.informer.trouble().is_none() {
                         tracing::warn!("{reason}; trying again");
@@ -106,9 +109,12 @@ where
             }
             // A server closes the watch of one who falls behind, who must not fall behind more by waiting.
             let told_something = since.is_some() && place.version != since;
-            if begun.elapsed() > PAUSES.1 || (is_closed && told_something) {
+            // One that is there again turns us away while it starts, and has forgotten where we were.
+            let is_back = was_broken && !is_broken;
+            if begun.elapsed() > PAUSES.1 || (is_closed && told_something) || is_back {
                 pause = PAUSES.0;
             }
+            was_broken = is_broken;
             tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
             pause = (2 * pause).min(PAUSES.1);
         }
@@ -176,15 +182,14 @@ where
                         }
                         outcome => {
                             place.version = None;
-                            let behind =
-                                || Over::Trouble("the server went back to an older state".to_owned());
-                            return outcome.map_or_else(Over::from, |_| behind());
+                            let behind = "the server went back to an older state";
+                            return outcome.map_or_else(Over::from, |_| Over::Refused(behind.to_owned()));
                         }
                     }
                 }
                 Err(_) => {
                     place.version = None;
-                    return Over::Trouble(format!("nothing was heard for {silence:?}"));
+                    return Over::Broken(format!("nothing was heard for {silence:?}"));
                 }
             };
             let seen = match event {

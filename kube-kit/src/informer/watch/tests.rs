@@ -31,6 +31,8 @@ struct Server {
     besides: Mutex<Option<Value>>,
     /// Whether a watch ends when it has said what it is told to.
     ends: AtomicBool,
+    /// Whether nothing answers.
+    is_away: AtomicBool,
 }
 
 fn object(version: &str, text: &str) -> Value {
@@ -84,8 +86,11 @@ fn body(code: u16, frames: Frames) -> Answer {
 fn started(server: &Arc<Server>) -> (Informer<ConfigMap>, Health, CancellationToken) {
     let answering = server.clone();
     let service = tower::service_fn(move |request: Request<Body>| {
-        let answer = answering.answer(&request);
-        async move { Ok::<_, std::convert::Infallible>(answer) }
+        let answer = match answering.is_away.load(Ordering::SeqCst) {
+            true => Err(std::io::Error::from(std::io::ErrorKind::ConnectionRefused)),
+            false => Ok(answering.answer(&request)),
+        };
+        async move { answer }
     });
     let (health, stop) = (Health::default(), CancellationToken::new());
     let api = Api::namespaced(Client::new(service, "n"), "n");
@@ -219,6 +224,31 @@ async fn a_watch_that_fails_is_resumed_and_well_again_though_nothing_is_said() {
     }
     assert!(informer.trouble().is_none());
     assert_eq!(server.lists.load(Ordering::SeqCst), 1, "what was read is still good");
+    stop.cancel();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_server_that_is_back_is_asked_again_soon_though_it_turns_us_away_and_has_forgotten_all() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "first".to_owned());
+    server.ends.store(true, Ordering::SeqCst);
+    *server.says.lock().unwrap() = vec![Ok(bookmark("2"))];
+    let (informer, _health, stop) = started(&server);
+    while informer.told().version < Some(2) {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    server.is_away.store(true, Ordering::SeqCst);
+    while informer.trouble().is_none() {
+        tokio::time::sleep(PAUSES.0).await;
+    }
+    tokio::time::sleep(10 * PAUSES.1).await;
+    *server.says.lock().unwrap() = vec![Err(403), Err(403), Err(410)];
+    *server.shows.lock().unwrap() = ("9".to_owned(), "now".to_owned());
+    server.is_away.store(false, Ordering::SeqCst);
+    let begun = Instant::now();
+    shown(&informer, "now").await;
+    // The pause that it was in, and three that grow from the first.
+    assert!(begun.elapsed() <= PAUSES.1 + 7 * PAUSES.0, "{:?}", begun.elapsed());
     stop.cancel();
 }
 

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use bench::apart::apart;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
@@ -29,6 +30,9 @@ struct Cli {
     /// Runs a part of the lab with another flag meanwhile, as in g1-provisioner:kube-api-qps=5. Repeatable.
     #[arg(long = "set", global = true, value_name = "PART:FLAG[=VALUE]")]
     settings: Vec<Setting>,
+    /// Gives the guests' parts half of the processors, and all other parts the other half.
+    #[arg(long, global = true)]
+    apart: bool,
 }
 
 #[derive(Debug, Subcommand)]
@@ -151,10 +155,17 @@ async fn run(cli: Cli) -> Result<()> {
         }
         return Ok(());
     }
-    let report = Report::new(cli.bench.name());
-    Lab::from_env()?.with_settings(&cli.settings, cli.bench.run(&report)).await?;
+    let name = cli.bench.name().to_owned() + if cli.apart { "-apart" } else { "" };
+    let (lab, report) = (Lab::from_env()?, Report::new(&name));
+    let work = async {
+        match cli.apart {
+            true => apart(&lab, cli.bench.run(&report)).await,
+            false => cli.bench.run(&report).await,
+        }
+    };
+    lab.with_settings(&cli.settings, work).await?;
     report.print()?;
-    let file = cli.json.unwrap_or_else(|| results.join(format!("{}.json", cli.bench.name())));
+    let file = cli.json.unwrap_or_else(|| results.join(format!("{name}.json")));
     report.write(&file)
 }
 

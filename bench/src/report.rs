@@ -17,7 +17,7 @@ const TOLD: [&str; 6] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infr
 /// What a bench found. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Report {
-    bench: &'static str,
+    bench: Arc<str>,
     rows: Arc<Mutex<Rows>>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Row {
 /// How often one kind of request was made per operation.
 #[derive(Debug, Clone, Serialize)]
 struct Request {
-    bench: &'static str,
+    bench: String,
     case: String,
     cluster: &'static str,
     component: String,
@@ -63,8 +63,8 @@ fn millis(times: &[Duration]) -> Vec<f64> {
 
 impl Report {
     /// An empty report.
-    pub fn new(bench: &'static str) -> Self {
-        Self { bench, rows: Arc::default() }
+    pub fn new(bench: &str) -> Self {
+        Self { bench: bench.into(), rows: Arc::default() }
     }
 
     fn rows(&self) -> MutexGuard<'_, Rows> {
@@ -94,7 +94,7 @@ impl Report {
     fn row(&self, case: &str, metric: &str, unit: &str, stats: Stats, floor: Option<f64>) {
         let Stats { n, p50, p90, p99, max } = stats;
         let row = Row {
-            bench: self.bench.to_owned(),
+            bench: self.bench.to_string(),
             case: case.to_owned(),
             metric: metric.to_owned(),
             unit: unit.to_owned(),
@@ -114,7 +114,7 @@ impl Report {
         let per_op = |count: f64| count / cost.operations.max(1) as f64;
         for (kind, count) in &cost.requests {
             let request = Request {
-                bench: self.bench,
+                bench: self.bench.to_string(),
                 case: case.to_owned(),
                 cluster: kind.cluster,
                 component: kind.component.to_owned(),

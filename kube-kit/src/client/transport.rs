@@ -20,7 +20,8 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::retry::RetryPolicy;
 use kube::client::{Body, ConfigExt};
 use kube::{Client, Config};
-use tower::retry::RetryLayer;
+use tokio::time::{Instant, Sleep};
+use tower::retry::{Policy, RetryLayer};
 use tower::{BoxError, ServiceBuilder, ServiceExt};
 
 use super::traffic::Traffic;
@@ -39,7 +40,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// How long a connection is kept that nothing uses.
 const IDLE: Duration = Duration::from_secs(60);
 /// A server that asks to come back (429, 503, 504) is asked again so many times, with pauses between these.
-const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(2));
+const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(1));
 
 type Bytes = hyper::body::Bytes;
 type Answer = Response<UnsyncBoxBody<Bytes, BoxError>>;
@@ -97,7 +98,7 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     let service = ServiceBuilder::new()
         .layer(crate::fail_points::layer(cluster))
         .layer(config.base_uri_layer())
-        .layer(RetryLayer::new(RetryPolicy::new(first, longest, tries, true)?))
+        .layer(RetryLayer::new(Again(RetryPolicy::new(first, longest, tries, true)?)))
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
         .map_err(BoxError::from)
@@ -111,6 +112,32 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     let server: Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
     let service = tower::service_fn(move |request| answer(service.clone(), server.clone(), request));
     Ok(Client::new(service, config.default_namespace))
+}
+
+/// When a server is asked again: when it says, but after the longest pause at most. One that starts says five seconds,
+/// and is there after one.
+#[derive(Clone)]
+struct Again(RetryPolicy);
+
+impl<B> Policy<Request<Body>, Response<B>, BoxError> for Again {
+    type Future = Sleep;
+
+    fn retry(
+        &mut self,
+        request: &mut Request<Body>,
+        answer: &mut Result<Response<B>, BoxError>,
+    ) -> Option<Sleep> {
+        let pause = self.0.retry(request, answer)?;
+        let longest = TRIES.2;
+        Some(match pause.deadline() > Instant::now() + longest {
+            true => tokio::time::sleep(longest.mul_f64(0.5 + fastrand::f64() / 2.0)),
+            false => pause,
+        })
+    }
+
+    fn clone_request(&mut self, request: &Request<Body>) -> Option<Request<Body>> {
+        Policy::<Request<Body>, Response<B>, BoxError>::clone_request(&mut self.0, request)
+    }
 }
 
 fn is_watch(request: &Request<Body>) -> bool {
@@ -146,5 +173,33 @@ async fn answer(service: Requests, server: Arc<str>, request: Request<Body>) -> 
     match tokio::time::timeout(ANSWER, whole).await {
         Ok(answer) => answer.map_err(named),
         Err(_) => Err(named(format!("no answer within {ANSWER:?}").into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_asks_for_a_long_pause_is_asked_again_after_the_longest_of_ours() {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counted = asked.clone();
+        let server = tower::service_fn(move |_: Request<Body>| {
+            let is_first = counted.fetch_add(1, Ordering::SeqCst) == 0;
+            let answer = match is_first {
+                true => Response::builder().status(503).header("Retry-After", "5"),
+                false => Response::builder().status(200),
+            };
+            async move { Ok::<_, BoxError>(answer.body(()).unwrap()) }
+        });
+        let (tries, first, longest) = TRIES;
+        let again = Again(RetryPolicy::new(first, longest, tries, true).unwrap());
+        let service = ServiceBuilder::new().layer(RetryLayer::new(again)).service(server);
+        let begun = Instant::now();
+        let answer = service.oneshot(Request::new(Body::empty())).await.unwrap();
+        assert_eq!((answer.status().as_u16(), asked.load(Ordering::SeqCst)), (200, 2));
+        assert!(begun.elapsed() >= longest / 2 && begun.elapsed() <= longest, "{:?}", begun.elapsed());
     }
 }

@@ -10,24 +10,32 @@ use lab::process::Process;
 use crate::parts;
 
 /// Does the work with the processors divided: half of them for the management cluster with its drivers and the infra, the
-/// others for the guests.
+/// others for the guests. Parts that are started meanwhile have all of them.
 pub async fn apart<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
-    let all = std::thread::available_parallelism().context("cannot count the processors")?.get();
-    ensure!(all > 1, "this machine has one processor, which cannot be divided");
-    let half = all / 2;
-    give(lab, &processors(0, half), &processors(half, all))?;
-    let outcome = work.await;
-    let everything = processors(0, all);
-    give(lab, &everything, &everything)?;
-    outcome
+    let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
+    let all = allowed(&status).context("/proc/self/status does not say which processors there are")?;
+    ensure!(all.len() > 1, "there is one processor, which cannot be divided");
+    let (management, guests) = all.split_at(all.len() / 2);
+    let outcome = match give(lab, management, guests) {
+        Ok(()) => work.await,
+        Err(error) => Err(error),
+    };
+    // In any case: whoever measures next finds the lab as it was.
+    let restored = give(lab, &all, &all);
+    outcome.and_then(|outcome| restored.map(|()| outcome))
 }
 
-/// From one up to another, as `taskset` wants them.
-fn processors(from: usize, to: usize) -> String {
-    format!("{from}-{}", to - 1)
+/// The processors that a process may use, out of its status: `0-3,8`.
+fn allowed(status: &str) -> Option<Vec<usize>> {
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim();
+    let ranges = list.split(',').map(|range| {
+        let (from, to) = range.split_once('-').unwrap_or((range, range));
+        Some(from.parse::<usize>().ok()?..=to.parse().ok()?)
+    });
+    Some(ranges.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-fn give(lab: &Lab, management: &str, guests: &str) -> Result<()> {
+fn give(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
     for (part, process) in parts::running(lab)? {
         move_to(&part, process, if is_guests(lab, &part) { guests } else { management })?;
     }
@@ -41,9 +49,10 @@ fn is_guests(lab: &Lab, part: &str) -> bool {
 }
 
 /// With all its threads.
-fn move_to(part: &str, process: Process, processors: &str) -> Result<()> {
-    let pid = process.pid.to_string();
-    let command = ["--all-tasks", "--cpu-list", "--pid", processors, &pid];
+fn move_to(part: &str, process: Process, processors: &[usize]) -> Result<()> {
+    let (list, pid) =
+        (processors.iter().map(usize::to_string).collect::<Vec<_>>().join(","), process.pid.to_string());
+    let command = ["--all-tasks", "--cpu-list", "--pid", &list, &pid];
     let output = Command::new("taskset").args(command).output().context("cannot run taskset")?;
     if !output.status.success() && process.alive() {
         bail!("taskset {}: {part}: {}", command.join(" "), String::from_utf8_lossy(&output.stderr).trim());
@@ -56,7 +65,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processors_are_named_from_one_up_to_another() {
-        assert_eq!((processors(0, 1), processors(1, 4)), ("0-0".to_owned(), "1-3".to_owned()));
+    fn processors_are_read_as_the_kernel_lists_them() {
+        assert_eq!(allowed("Name:\tbench\nCpus_allowed_list:\t0-2,8\n"), Some(vec![0, 1, 2, 8]));
+        assert_eq!(allowed("Cpus_allowed_list:\tall\n"), None);
     }
 }

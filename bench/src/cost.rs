@@ -1,6 +1,7 @@
 //! What operations cost besides time: requests to both API servers, by their audit logs; bytes; processor time.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use lab::Lab;
@@ -9,8 +10,8 @@ use tests::{PATIENCE, eventually};
 
 use crate::parts::{self, Used};
 
-/// How many looks in a row must show nothing new.
-const CALM: u32 = 4;
+/// For how long nothing new must be seen. What is shown on claims comes a second after what it tells of.
+const CALM: Duration = Duration::from_millis(1500);
 /// Programs whose requests are the cost of an operation. The bench's own are not among them.
 const COMPONENTS: [&str; 9] = [
     "gc-csi",
@@ -128,12 +129,13 @@ impl<'a> Meter<'a> {
 type Seen = (BTreeMap<Kind, usize>, BTreeMap<&'static str, usize>);
 
 async fn settled(marks: &[(&'static str, Audit, Mark)]) -> Result<Seen> {
-    let (mut before, mut calm) = (None, 0);
+    let (mut before, mut since) = (None, Instant::now());
     eventually("no more requests to the API servers", PATIENCE, || {
         let outcome = seen(marks).map(|seen| {
-            calm = if before.as_ref() == Some(&seen) { calm + 1 } else { 0 };
-            before = Some(seen.clone());
-            if calm >= CALM { Ok(seen) } else { Err(format!("{seen:?}")) }
+            if before.as_ref() != Some(&seen) {
+                (before, since) = (Some(seen.clone()), Instant::now());
+            }
+            if since.elapsed() >= CALM { Ok(seen) } else { Err(format!("{seen:?}")) }
         });
         async move { outcome }
     })

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper_rustls::{FixedServerNameResolver, HttpsConnectorBuilder};
@@ -40,7 +40,9 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// How long a connection is kept that nothing uses.
 const IDLE: Duration = Duration::from_secs(60);
 /// A server that asks to come back (429, 503, 504) is asked again so many times, with pauses between these.
-const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(1));
+const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(2));
+/// After which time at most one is asked again that is starting: it asks for five seconds, and is there after one.
+const STARTING: Duration = Duration::from_secs(1);
 
 type Bytes = hyper::body::Bytes;
 type Answer = Response<UnsyncBoxBody<Bytes, BoxError>>;
@@ -114,8 +116,8 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     Ok(Client::new(service, config.default_namespace))
 }
 
-/// When a server is asked again: when it says, but after the longest pause at most. One that starts says five seconds,
-/// and is there after one.
+/// When a server is asked again: when it says, unless it is not there yet (503). One that has too much to do (429) knows
+/// what it says.
 #[derive(Clone)]
 struct Again(RetryPolicy);
 
@@ -128,9 +130,10 @@ impl<B> Policy<Request<Body>, Response<B>, BoxError> for Again {
         answer: &mut Result<Response<B>, BoxError>,
     ) -> Option<Sleep> {
         let pause = self.0.retry(request, answer)?;
-        let longest = TRIES.2;
-        Some(match pause.deadline() > Instant::now() + longest {
-            true => tokio::time::sleep(longest.mul_f64(0.5 + fastrand::f64() / 2.0)),
+        let is_starting =
+            answer.as_ref().is_ok_and(|answer| answer.status() == StatusCode::SERVICE_UNAVAILABLE);
+        Some(match is_starting && pause.deadline() > Instant::now() + STARTING {
+            true => tokio::time::sleep(STARTING.mul_f64(0.5 + fastrand::f64() / 2.0)),
             false => pause,
         })
     }
@@ -182,14 +185,14 @@ mod tests {
 
     use super::*;
 
-    #[tokio::test(start_paused = true)]
-    async fn a_server_that_asks_for_a_long_pause_is_asked_again_after_the_longest_of_ours() {
+    /// How long it takes until a server that answers this once, and asks for a pause of five seconds, has answered.
+    async fn time_until_answered(code: u16) -> Duration {
         let asked = Arc::new(AtomicUsize::new(0));
         let counted = asked.clone();
         let server = tower::service_fn(move |_: Request<Body>| {
             let is_first = counted.fetch_add(1, Ordering::SeqCst) == 0;
             let answer = match is_first {
-                true => Response::builder().status(503).header("Retry-After", "5"),
+                true => Response::builder().status(code).header("Retry-After", "5"),
                 false => Response::builder().status(200),
             };
             async move { Ok::<_, BoxError>(answer.body(()).unwrap()) }
@@ -200,6 +203,13 @@ mod tests {
         let begun = Instant::now();
         let answer = service.oneshot(Request::new(Body::empty())).await.unwrap();
         assert_eq!((answer.status().as_u16(), asked.load(Ordering::SeqCst)), (200, 2));
-        assert!(begun.elapsed() >= longest / 2 && begun.elapsed() <= longest, "{:?}", begun.elapsed());
+        begun.elapsed()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_server_that_starts_is_asked_again_within_a_second_and_one_that_is_busy_when_it_says() {
+        let time = time_until_answered(503).await;
+        assert!(time >= STARTING / 2 && time <= STARTING, "{time:?}");
+        assert!(time_until_answered(429).await >= Duration::from_secs(5));
     }
 }

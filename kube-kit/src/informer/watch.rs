@@ -110,7 +110,7 @@ where
             // A server closes the watch of one who falls behind, who must not fall behind more by waiting.
             let told_something = since.is_some() && place.version != since;
             // One that is there again turns us away while it starts, and has forgotten where we were.
-            let is_back = was_broken && !is_broken;
+            let is_back = was_broken && !is_broken && pause == PAUSES.1;
             if begun.elapsed() > PAUSES.1 || (is_closed && told_something) || is_back {
                 pause = PAUSES.0;
             }

@@ -232,9 +232,10 @@ async fn a_server_that_is_back_is_asked_again_soon_though_it_turns_us_away_and_h
     let server = Arc::new(Server::default());
     *server.shows.lock().unwrap() = ("1".to_owned(), "first".to_owned());
     server.ends.store(true, Ordering::SeqCst);
-    *server.says.lock().unwrap() = vec![Ok(bookmark("2"))];
     let (informer, _health, stop) = started(&server);
-    while informer.told().version < Some(2) {
+    // Each watch says something, and ends: so it is not one in the middle that breaks, whose end is noticed late.
+    *server.says.lock().unwrap() = (2..1000).map(|version: u32| Ok(bookmark(&version.to_string()))).collect();
+    while informer.told().version < Some(3) {
         tokio::time::sleep(PAUSES.0).await;
     }
     server.is_away.store(true, Ordering::SeqCst);
@@ -242,11 +243,13 @@ async fn a_server_that_is_back_is_asked_again_soon_though_it_turns_us_away_and_h
         tokio::time::sleep(PAUSES.0).await;
     }
     tokio::time::sleep(10 * PAUSES.1).await;
+    assert_eq!(server.lists.load(Ordering::SeqCst), 1, "it knows where it was");
     *server.says.lock().unwrap() = vec![Err(403), Err(403), Err(410)];
     *server.shows.lock().unwrap() = ("9".to_owned(), "now".to_owned());
     server.is_away.store(false, Ordering::SeqCst);
     let begun = Instant::now();
     shown(&informer, "now").await;
+    assert!(server.says.lock().unwrap().is_empty());
     // The pause that it was in, and three that grow from the first.
     assert!(begun.elapsed() <= PAUSES.1 + 7 * PAUSES.0, "{:?}", begun.elapsed());
     stop.cancel();

@@ -12,6 +12,8 @@ use crate::parts::{self, Used};
 
 /// For how long nothing new must be seen. What is shown on claims comes a second after what it tells of.
 const CALM: Duration = Duration::from_millis(1500);
+/// How often something is done by itself to see what it costs. Each time is long for the calm around it.
+pub(crate) const ALONE: usize = 10;
 /// Programs whose requests are the cost of an operation. The bench's own are not among them.
 const COMPONENTS: [&str; 9] = [
     "gc-csi",

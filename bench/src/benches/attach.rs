@@ -11,7 +11,7 @@ use lab::LoopNode;
 use tests::Scenario;
 use tests::guest::handle;
 
-use crate::cost::{Cost, Meter};
+use crate::cost::{ALONE, Cost, metered};
 use crate::floor;
 use crate::objects::{Claims, Orders};
 use crate::report::Report;
@@ -65,21 +65,15 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
         let volume = s.guest_volumes().get(&claim.volume).await?;
         disks.push(Disk { volume: claim.volume.clone(), below: s.infra_volume(&handle(&volume)?).await?.id });
     }
-    for _ in 0..work.warm_up() {
-        bench.round(&disks[..1]).await?;
-    }
-    let mut cases = vec![("one".to_owned(), 1, work.count())];
-    cases.extend(bursts.into_iter().map(|burst| (case(burst), burst, work.rounds())));
-    for (case, at_once, rounds) in cases {
-        let mut all = Round::default();
-        for round in 0..rounds {
-            // Each volume in its turn, as far as they go.
-            let from = (round * at_once) % (disks.len() - at_once + 1);
-            let one = bench.round(&disks[from..from + at_once]).await?;
-            all.times.extend(one.times);
-            all.floor.extend(one.floor);
-            all.cost.add(one.cost);
-        }
+    bench.rounds(&disks, 1, work.warm_up(), false).await?;
+    // One right after the other, and what each costs by itself.
+    let all = bench.rounds(&disks, 1, work.count(), false).await?;
+    report.times("one", &all.times, &all.floor);
+    let all = bench.rounds(&disks, 1, work.count().min(ALONE), true).await?;
+    report.cost("one", &all.cost);
+    for at_once in bursts {
+        let all = bench.rounds(&disks, at_once, work.rounds(), true).await?;
+        let case = case(at_once);
         report.times(&case, &all.times, &all.floor);
         report.cost(&case, &all.cost);
     }
@@ -87,20 +81,43 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
 }
 
 impl Bench<'_> {
-    async fn round(&self, disks: &[Disk]) -> Result<Round> {
+    /// So many at once, so often, each volume in its turn as far as they go.
+    async fn rounds(&self, disks: &[Disk], at_once: usize, rounds: usize, is_metered: bool) -> Result<Round> {
+        let mut all = Round::default();
+        for round in 0..rounds {
+            let from = (round * at_once) % (disks.len() - at_once + 1);
+            let one = self.round(&disks[from..from + at_once], is_metered).await?;
+            all.times.extend(one.times);
+            all.floor.extend(one.floor);
+            all.cost.add(one.cost);
+        }
+        Ok(all)
+    }
+
+    async fn round(&self, disks: &[Disk], is_metered: bool) -> Result<Round> {
         let volumes: Vec<String> = disks.iter().map(|disk| disk.volume.clone()).collect();
         let (attached, detached) = self.infra(disks).await?;
-        let mut meter = Meter::start(&self.s.lab).await?;
-        let (orders, mut times) = self.orders.attach(&volumes, &self.node.name).await?;
-        let mut cost = meter.stop(volumes.len()).await?;
-        meter = Meter::start(&self.s.lab).await?;
-        let unplugged = self.orders.detach(&orders).await?;
-        let cost_of_detach = meter.stop(volumes.len()).await?;
+        let attach = self.orders.attach(&volumes, &self.node.name);
+        let ((orders, mut times), mut cost) = self.perhaps_metered(is_metered, volumes.len(), attach).await?;
+        let detach = self.orders.detach(&orders);
+        let (unplugged, cost_of_detach) = self.perhaps_metered(is_metered, volumes.len(), detach).await?;
         let mut floor = attached;
         if self.direction == Direction::Detach {
             (times, floor, cost) = (unplugged, detached, cost_of_detach);
         }
         Ok(Round { times, floor, cost })
+    }
+
+    async fn perhaps_metered<T>(
+        &self,
+        is_metered: bool,
+        operations: usize,
+        work: impl Future<Output = Result<T>>,
+    ) -> Result<(T, Cost)> {
+        match is_metered {
+            true => metered(&self.s.lab, operations, work).await,
+            false => Ok((work.await?, Cost::default())),
+        }
     }
 
     /// By the infra alone: attached, and detached again.

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
-use axum_server::tls_rustls::RustlsConfig;
+use axum_server::accept::NoDelayAcceptor;
+use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::pem::PemObject;
@@ -102,7 +103,10 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(address = %listener.local_addr()?, "serving the API");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());
-    let mut server = axum_server::from_tcp_rustls(listener, tls.clone())?.handle(handle.clone());
+    // An answer's head and body are sent one after the other: without this the body waits until the head was acknowledged,
+    // which a client puts off for 40 ms.
+    let acceptor = RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor);
+    let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
     server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let repairing = tokio::spawn({

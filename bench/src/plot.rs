@@ -68,6 +68,9 @@ fn plot(file: &Path, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
             _ => String::new(),
         })
         .draw()?;
+    // The axis has one more segment than there are rows.
+    let segments = u32::try_from(rows.len() + 1).unwrap_or(u32::MAX);
+    let half = chart.plotting_area().dim_in_pixel().0 / segments / 2;
     for (index, row) in rows.iter().enumerate() {
         let place = |value: f64| (SegmentValue::CenterOf(index), value);
         let bar = |value: f64, color: &RGBColor, left: u32, right: u32| {
@@ -78,7 +81,6 @@ fn plot(file: &Path, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
             bar.set_margin(0, 0, left, right);
             bar
         };
-        let half = SIZE.0 / u32::try_from(rows.len()).unwrap_or(u32::MAX) / 2;
         let gap = half / 5;
         chart.draw_series([bar(row.p50, &NESTOR, gap, half)])?;
         if let Some(floor) = row.floor_p50 {
@@ -124,5 +126,6 @@ mod tests {
         assert_eq!(drawn, [folder.path().join("plots/create.svg")]);
         let picture = std::fs::read_to_string(&drawn[0]).unwrap();
         assert!(["<svg", "burst30", "milliseconds"].iter().all(|text| picture.contains(text)), "{picture}");
+        assert!(!picture.contains("width=\"-"), "a bar has no width: {picture}");
     }
 }

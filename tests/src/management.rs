@@ -174,6 +174,13 @@ impl Scenario {
         uuid.context("the machine has no UUID")
     }
 
+    /// Writes an annotation of a machine, as somebody who has nothing to do with its disks.
+    pub async fn annotate_machine(&self, machine: &str, annotation: &str) -> Result<()> {
+        let patch = json!({"metadata": {"annotations": {annotation: "true"}}});
+        self.raw_machines().patch(machine, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        Ok(())
+    }
+
     /// Appends an entry to a machine's spec.volumes, as somebody other than gc-csi.
     pub async fn add_entry(&self, machine: &str, entry: Value) -> Result<()> {
         let machines = self.raw_machines();

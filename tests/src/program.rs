@@ -104,6 +104,15 @@ impl Running {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Waits until this stands in what it wrote to standard error, which comes a moment after what it does.
+    pub async fn has_logged(&self, text: &str) -> Result<()> {
+        eventually(&format!("\"{text}\" is logged"), PATIENCE, || async {
+            let log = self.log();
+            Ok(if log.contains(text) { Ok(()) } else { Err(log) })
+        })
+        .await
+    }
+
     /// Status and text of a page of its HTTP port.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await?;

@@ -201,11 +201,7 @@ async fn owners_follow_the_policy_and_the_cluster_object_and_those_of_others_sta
         let volume = new_claim(&gc_csi.driver).await?;
         let snapshot = gc_csi.driver.snapshot(&unique("snapshot"), &volume, "nestor").await?.snapshot_id;
         outliving(&gc_csi, 2).await?;
-        eventually("the missing Cluster object is told", PATIENCE, || async {
-            let log = gc_csi.process.log();
-            Ok(if log.contains("has no Cluster object") { Ok(()) } else { Err(log) })
-        })
-        .await?;
+        gc_csi.process.has_logged("has no Cluster object").await?;
         let owner = json!({
             "apiVersion": "cluster.x-k8s.io/v1beta2", "kind": "Cluster", "name": other.name_any(), "uid": other.uid(),
         });

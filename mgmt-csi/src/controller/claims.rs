@@ -1,6 +1,7 @@
 //! The management claim that a volume is made for: which zones it asks for, and being told which it got.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES};
 use kube::api::{Patch, PatchParams};
@@ -13,6 +14,9 @@ use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 
 use crate::cluster::annotation;
+
+/// How long a claim that is not seen yet is waited for, before it is read.
+const BEHIND: Duration = Duration::from_millis(200);
 
 /// Reads and annotates claims.
 #[derive(Clone)]
@@ -28,10 +32,11 @@ impl Claims {
         key: &Key,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, Status> {
-        if let Some(seen) = self.seen.get(key) {
+        // csi-provisioner's watch can be ahead of ours.
+        let soon = deadline.min(Instant::now() + BEHIND);
+        if let Some(seen) = self.seen.wait_for(key, soon, |claim| claim.cloned()).await {
             return Ok(Some(seen));
         }
-        // csi-provisioner's watch can be ahead of ours.
         match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
             Ok(Ok(found)) => Ok(found.map(Arc::new)),
             Ok(Err(error)) => Err(Status::unavailable(format!(

@@ -285,12 +285,19 @@ impl Management {
         Ok(())
     }
 
-    /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
-    fn is_kept(&self, class: &str) -> bool {
+    /// What others would write on a claim of this class first thing.
+    fn foreseen(&self, class: &str) -> Vec<(&'static str, &'static str)> {
         let class = self.classes.get(&Key::cluster(class));
-        class.is_some_and(|class| {
-            class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
-        })
+        let Some(class) = class.filter(|class| class.provisioner == names::MANAGEMENT_DRIVER) else {
+            return Vec::new();
+        };
+        // kube-controller-manager says so for csi-provisioner, which begins earlier by as much.
+        let mut foreseen = vec![(names::ANNOTATION_PROVISIONER, names::MANAGEMENT_DRIVER)];
+        if class.reclaim_policy.as_deref() == Some("Retain") {
+            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+            foreseen.push((names::ANNOTATION_RECLAIM_POLICY, "Retain"));
+        }
+        foreseen
     }
 
     /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
@@ -377,10 +384,8 @@ impl Management {
     async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = wanted.annotations.clone();
-        if self.is_kept(&wanted.class) {
-            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
-            annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
-        }
+        let foreseen = self.foreseen(&wanted.class).into_iter();
+        annotations.extend(foreseen.map(|(annotation, value)| (annotation.to_owned(), value.to_owned())));
         v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {

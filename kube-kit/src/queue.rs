@@ -13,7 +13,10 @@ use futures::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tokio_util::time::{DelayQueue, delay_queue};
+
+mod later;
+
+use later::Later;
 
 /// Where keys are pushed from anywhere. While nobody works them off they are dropped: who begins to, pushes all keys
 /// that there are.
@@ -132,48 +135,35 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         Error: Display,
     {
         let mut state: State<K> = State::default();
-        let mut later = Later::default();
         let mut running = FuturesUnordered::new();
-        let mut hurried = None;
         loop {
             // All that is pushed by now merges before the next key is begun.
             while let Ok(pushed) = self.0.try_recv() {
-                take(pushed, &mut state, &mut later, &mut hurried);
+                state.take(pushed);
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
-                later.forget(&key);
                 let (begun, outcome) = (Instant::now(), work(key.clone()));
                 running.push(async move { (key, begun, outcome.await) });
             }
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some(pushed) = self.0.recv() => take(pushed, &mut state, &mut later, &mut hurried),
-                Some(key) = later.next() => state.push(key),
+                Some(pushed) = self.0.recv() => state.take(pushed),
+                Some(key) = state.later.next() => state.push(key),
                 Some((key, begun, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
                             state.failures.remove(&key);
-                            match next {
-                                Next::Wait => None,
-                                Next::After(delay) => Some(delay),
-                            }
+                            next
                         }
                         Err(error) => {
-                            let failures = state.failures.entry(key.clone()).or_insert(0);
-                            // What failed before the cause was over says nothing about now.
-                            *failures = if hurried.is_some_and(|at| begun <= at) { 1 } else { *failures + 1 };
-                            let delay = retry.delay(*failures);
+                            let failures = state.failed(&key, begun);
+                            let delay = retry.delay(failures);
                             tracing::warn!(%key, failures, "{error}; trying again in {delay:.1?}");
-                            Some(delay)
+                            Next::After(delay)
                         }
                     };
-                    state.end(&key);
-                    if let Some(delay) = again
-                        && !state.is_waiting(&key)
-                    {
-                        later.look_within(key, delay);
-                    }
+                    state.end(key, again);
                 }
             }
         }
@@ -181,76 +171,15 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
     }
 }
 
-/// Takes in what was pushed. `hurried` becomes the time at which the cause of failures was over.
-fn take<K: Clone + Eq + Hash>(
-    pushed: Pushed<K>,
-    state: &mut State<K>,
-    later: &mut Later<K>,
-    hurried: &mut Option<Instant>,
-) {
-    match pushed {
-        Pushed::Key(key) => state.push(key),
-        Pushed::After(key, delay) if !state.is_waiting(&key) => later.look_within(key, delay),
-        Pushed::After(..) => {}
-        Pushed::Hurry => {
-            *hurried = Some(Instant::now());
-            for key in state.failures.keys() {
-                later.bring_forward(key, HURRY.mul_f64(fastrand::f64()));
-            }
-        }
-    }
-}
-
-/// Keys that are looked at when their time comes.
-struct Later<K> {
-    times: DelayQueue<K>,
-    timers: HashMap<K, delay_queue::Key>,
-}
-
-impl<K> Default for Later<K> {
-    fn default() -> Self {
-        Self { times: DelayQueue::new(), timers: HashMap::new() }
-    }
-}
-
-impl<K: Clone + Eq + Hash> Later<K> {
-    fn look_within(&mut self, key: K, delay: Duration) {
-        match self.timers.contains_key(&key) {
-            true => self.bring_forward(&key, delay),
-            false => drop(self.timers.insert(key.clone(), self.times.insert(key, delay))),
-        }
-    }
-
-    /// Where the key waits for a later time.
-    fn bring_forward(&mut self, key: &K, delay: Duration) {
-        let soon = Instant::now() + delay;
-        if let Some(timer) = self.timers.get(key)
-            && self.times.deadline(timer) > soon
-        {
-            self.times.reset_at(timer, soon);
-        }
-    }
-
-    fn forget(&mut self, key: &K) {
-        if let Some(timer) = self.timers.remove(key) {
-            self.times.remove(&timer);
-        }
-    }
-
-    /// The next whose time has come; None where there is none.
-    async fn next(&mut self) -> Option<K> {
-        let key = self.times.next().await?.into_inner();
-        self.timers.remove(&key);
-        Some(key)
-    }
-}
-
-/// Which keys wait, which are worked on, and which of those must be looked at once more.
+/// Which keys wait, now or for their time, which are worked on, and which of those must be looked at once more.
 struct State<K> {
     waiting: VecDeque<K>,
     queued: HashSet<K>,
     active: HashSet<K>,
+    later: Later<K>,
     failures: HashMap<K, u32>,
+    /// When the cause of failures was over.
+    hurried: Option<Instant>,
 }
 
 impl<K> Default for State<K> {
@@ -259,12 +188,27 @@ impl<K> Default for State<K> {
             waiting: VecDeque::new(),
             queued: HashSet::new(),
             active: HashSet::new(),
+            later: Later::default(),
             failures: HashMap::new(),
+            hurried: None,
         }
     }
 }
 
 impl<K: Clone + Eq + Hash> State<K> {
+    fn take(&mut self, pushed: Pushed<K>) {
+        match pushed {
+            Pushed::Key(key) => self.push(key),
+            Pushed::After(key, delay) => self.look_within(key, delay),
+            Pushed::Hurry => {
+                self.hurried = Some(Instant::now());
+                for key in self.failures.keys() {
+                    self.later.bring_forward(key, HURRY.mul_f64(fastrand::f64()));
+                }
+            }
+        }
+    }
+
     fn push(&mut self, key: K) {
         if self.queued.insert(key.clone()) && !self.active.contains(&key) {
             self.waiting.push_back(key);
@@ -275,18 +219,32 @@ impl<K: Clone + Eq + Hash> State<K> {
         let key = self.waiting.pop_front()?;
         self.queued.remove(&key);
         self.active.insert(key.clone());
+        self.later.forget(&key);
         Some(key)
     }
 
-    fn end(&mut self, key: &K) {
-        self.active.remove(key);
-        if self.queued.contains(key) {
-            self.waiting.push_back(key.clone());
+    /// How often a key has failed in a row, with the work that began then.
+    fn failed(&mut self, key: &K, begun: Instant) -> u32 {
+        let failures = self.failures.entry(key.clone()).or_insert(0);
+        // What failed before the cause was over says nothing about now.
+        *failures = if self.hurried.is_some_and(|at| begun <= at) { 1 } else { *failures + 1 };
+        *failures
+    }
+
+    fn end(&mut self, key: K, next: Next) {
+        self.active.remove(&key);
+        if self.queued.contains(&key) {
+            self.waiting.push_back(key);
+        } else if let Next::After(delay) = next {
+            self.later.look_within(key, delay);
         }
     }
 
-    fn is_waiting(&self, key: &K) -> bool {
-        self.queued.contains(key)
+    /// Unless it waits to be looked at already.
+    fn look_within(&mut self, key: K, delay: Duration) {
+        if !self.queued.contains(&key) {
+            self.later.look_within(key, delay);
+        }
     }
 }
 

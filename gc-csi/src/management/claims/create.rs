@@ -285,19 +285,19 @@ impl Management {
         Ok(())
     }
 
-    /// What others would write on a claim of this class first thing.
-    fn foreseen(&self, class: &str) -> Vec<(&'static str, &'static str)> {
-        let class = self.classes.get(&Key::cluster(class));
-        let Some(class) = class.filter(|class| class.provisioner == names::MANAGEMENT_DRIVER) else {
-            return Vec::new();
-        };
-        // kube-controller-manager says so for csi-provisioner, which begins earlier by as much.
-        let mut foreseen = vec![(names::ANNOTATION_PROVISIONER, names::MANAGEMENT_DRIVER)];
-        if class.reclaim_policy.as_deref() == Some("Retain") {
-            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
-            foreseen.push((names::ANNOTATION_RECLAIM_POLICY, "Retain"));
+    /// What another would write first thing on a claim of this class.
+    fn foreseen(&self, class: &str) -> Option<(&'static str, &'static str)> {
+        let class = self.classes.get(&Key::cluster(class))?;
+        if class.provisioner != names::MANAGEMENT_DRIVER {
+            return None;
         }
-        foreseen
+        Some(match class.reclaim_policy.as_deref() {
+            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+            Some("Retain") => (names::ANNOTATION_RECLAIM_POLICY, "Retain"),
+            // kube-controller-manager, for which csi-provisioner would wait. Where that takes a volume that was made
+            // beforehand instead, the one that csi-provisioner makes is in vain, and is not retained.
+            _ => (names::ANNOTATION_PROVISIONER, names::MANAGEMENT_DRIVER),
+        })
     }
 
     /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
@@ -384,8 +384,9 @@ impl Management {
     async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = wanted.annotations.clone();
-        let foreseen = self.foreseen(&wanted.class).into_iter();
-        annotations.extend(foreseen.map(|(annotation, value)| (annotation.to_owned(), value.to_owned())));
+        if let Some((annotation, value)) = self.foreseen(&wanted.class) {
+            annotations.insert(annotation.to_owned(), value.to_owned());
+        }
         v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {

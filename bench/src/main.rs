@@ -9,7 +9,7 @@ use bench::apart::apart;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, idle, lifecycle, memory, recovery, scale,
+    attach, blocked, burst, copy, create, delete, heal, idle, lifecycle, memory, recovery, scale,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -53,9 +53,8 @@ enum Bench {
     Lifecycle {
         #[command(flatten)]
         work: Work,
-        /// How many other volumes there are meanwhile; several numbers are measured one after the other.
-        #[arg(long, value_delimiter = ',', default_values_t = [0])]
-        besides: Vec<u32>,
+        #[command(flatten)]
+        beside: lifecycle::Beside,
     },
     /// A guest's order to attach until it is carried out, against the infra's own attach.
     Attach(Work),
@@ -73,6 +72,14 @@ enum Bench {
     Snapshot(Work),
     /// CreateVolume from a volume of 1 GiB until it answers, against the infra's own clone.
     Clone(Work),
+    /// How long claims and attaches wait on when what kept them from being carried out is over.
+    Heal {
+        #[command(flatten)]
+        work: Work,
+        /// How long they are kept.
+        #[arg(long, default_value_t = 60)]
+        seconds: u64,
+    },
     /// Requests and processor time while nothing happens.
     Idle {
         /// With how many volumes.
@@ -118,6 +125,7 @@ impl Bench {
             Self::Blocked { .. } => "blocked",
             Self::Snapshot(_) => "snapshot",
             Self::Clone(_) => "clone",
+            Self::Heal { .. } => "heal",
             Self::Idle { .. } => "idle",
             Self::Memory { .. } => "memory",
             Self::Recovery { .. } => "recovery",
@@ -131,12 +139,13 @@ impl Bench {
             Self::Create { work, backend } => create::run(report, work, *backend).await,
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
-            Self::Lifecycle { work, besides } => lifecycle::run(report, work, besides).await,
+            Self::Lifecycle { work, beside } => lifecycle::run(report, work, beside).await,
             Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
             Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
             Self::Blocked { work, waiting } => blocked::run(report, work, *waiting).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
             Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
+            Self::Heal { work, seconds } => heal::run(report, work, *seconds).await,
             Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,

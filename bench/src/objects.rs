@@ -35,6 +35,13 @@ pub(crate) struct Claim {
     start: Instant,
 }
 
+impl Claim {
+    /// The same, as if it had been made then.
+    pub(crate) fn since(self, start: Instant) -> Self {
+        Self { start, ..self }
+    }
+}
+
 fn elapsed(starts: impl Iterator<Item = Instant>, ends: Vec<Instant>) -> Vec<Duration> {
     starts.zip(ends).map(|(start, end)| end.duration_since(start)).collect()
 }
@@ -148,6 +155,13 @@ pub(crate) struct Orders {
 pub(crate) struct Order {
     name: String,
     start: Instant,
+}
+
+impl Order {
+    /// The same, as if it had been given then.
+    pub(crate) fn since(self, start: Instant) -> Self {
+        Self { start, ..self }
+    }
 }
 
 impl Orders {

@@ -1,13 +1,16 @@
 //! A volume's whole life: claim made and bound, attached, detached, claim deleted and volume gone. The floor is the same
 //! one tier further down: a claim of the management cluster, and the infra's own attach and detach. With more and more
-//! other volumes beside it, what it costs is to stay the same.
+//! other machines and volumes beside it, what it costs is to stay the same.
 
 use std::sync::Arc;
 
 use anyhow::Result;
+use clap::Args;
+use futures::{StreamExt, TryStreamExt, stream};
 use infra_api::VolumeId;
 use lab::LoopNode;
-use tests::Scenario;
+use tests::{Scenario, unique};
+use uuid::Uuid;
 
 use crate::cost::{Cost, metered};
 use crate::floor::{self, timed};
@@ -15,12 +18,27 @@ use crate::objects::{Claims, Orders};
 use crate::report::Report;
 use crate::work::{Work, case};
 
+/// How many machines are made at once.
+const AT_ONCE: usize = 32;
+
+/// What there is meanwhile.
+#[derive(Debug, Clone, Args)]
+pub struct Beside {
+    /// How many other volumes there are meanwhile; several numbers are measured one after the other.
+    #[arg(long, value_delimiter = ',', default_values_t = [0])]
+    besides: Vec<usize>,
+    /// How many other machines the guest has meanwhile, while there are no other volumes; several numbers are measured one
+    /// after the other.
+    #[arg(long, value_delimiter = ',')]
+    machines: Vec<usize>,
+}
+
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work, besides: &[u32]) -> Result<()> {
-    let (report, work) = (report.clone(), work.clone());
-    let mut besides: Vec<usize> = besides.iter().map(|volumes| *volumes as usize).collect();
-    besides.sort_unstable();
-    tests::run(move |s| async move { measure(&s, &report, &work, &besides).await }).await
+pub async fn run(report: &Report, work: &Work, beside: &Beside) -> Result<()> {
+    let (report, work, mut beside) = (report.clone(), work.clone(), beside.clone());
+    beside.besides.sort_unstable();
+    beside.machines.sort_unstable();
+    tests::run(move |s| async move { measure(&s, &report, &work, &beside).await }).await
 }
 
 struct Lives<'a> {
@@ -52,12 +70,12 @@ impl Lives<'_> {
         self.below.delete(&claims).await.map(drop)
     }
 
-    async fn measure(&self, report: &Report, work: &Work, others: usize) -> Result<()> {
+    async fn measure(&self, report: &Report, work: &Work, others: usize, what: &str) -> Result<()> {
         let mut cases = vec![("one".to_owned(), 1, work.count())];
         cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
         for (mut case, at_once, times) in cases {
             if others > 0 {
-                case = format!("{case} beside {others}");
+                case = format!("{case} beside {others}{what}");
             }
             let (mut whole, mut below, mut cost) = (Vec::new(), Vec::new(), Cost::default());
             for _ in 0..times {
@@ -75,7 +93,7 @@ impl Lives<'_> {
     }
 }
 
-async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, besides: &[usize]) -> Result<()> {
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &Beside) -> Result<()> {
     let lives = Lives {
         s,
         node: s.simulated_node().await?,
@@ -87,10 +105,33 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, besides: &[usi
         lives.guest(1).await?;
         lives.management(1).await?;
     }
+    let mut machines = Vec::new();
+    for others in &beside.machines {
+        add_machines(s, &mut machines, *others).await?;
+        lives.measure(report, work, *others, " machines").await?;
+    }
+    stream::iter(&machines)
+        .map(anyhow::Ok)
+        .try_for_each_concurrent(AT_ONCE, |name| lab::machines::delete(&s.management, &s.namespace, name))
+        .await?;
     let mut made = Vec::new();
-    for others in besides {
+    for others in &beside.besides {
         lives.above.fill(&mut made, *others).await?;
-        lives.measure(report, work, *others).await?;
+        lives.measure(report, work, *others, "").await?;
     }
     lives.above.empty(&made).await
+}
+
+/// Makes machines of the guest until there are so many.
+async fn add_machines(s: &Scenario, machines: &mut Vec<String>, count: usize) -> Result<()> {
+    let new: Vec<String> = (machines.len()..count).map(|_| unique("machine")).collect();
+    stream::iter(&new)
+        .map(anyhow::Ok)
+        .try_for_each_concurrent(AT_ONCE, |name| async move {
+            let uuid = Uuid::new_v4().to_string();
+            lab::machines::create(&s.management, &s.namespace, name, &uuid, "zone-a").await
+        })
+        .await?;
+    machines.extend(new);
+    Ok(())
 }

@@ -69,7 +69,7 @@ async fn make(client: &Client) -> Result<()> {
 /// The volume for a claim that has none.
 fn volume(claim: &PersistentVolumeClaim) -> Option<PersistentVolume> {
     let spec = claim.spec.as_ref()?;
-    let provisioner = claim.annotations().get(names::ANNOTATION_PROVISIONER)?;
+    let provisioner = claim.annotations().get("volume.kubernetes.io/storage-provisioner")?;
     if spec.volume_name.is_some()
         || provisioner != names::MANAGEMENT_DRIVER
         || claim.metadata.deletion_timestamp.is_some()

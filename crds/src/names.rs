@@ -32,8 +32,6 @@ pub const ANNOTATION_REQUESTED_ZONES: &str = "nestor.dev/requested-zones";
 /// Annotation on a management claim: the zones from which its volume can be reached. Written by mgmt-csi; without it,
 /// from every zone.
 pub const ANNOTATION_ACCESSIBLE_ZONES: &str = "nestor.dev/accessible-zones";
-/// Kubernetes' annotation on a claim: the CSI driver whose csi-provisioner is to make its volume.
-pub const ANNOTATION_PROVISIONER: &str = "volume.kubernetes.io/storage-provisioner";
 /// Annotation on a management claim whose PersistentVolume is to be kept: `Retain`. Written by mgmt-csi, since a guest
 /// can't read PersistentVolumes; without it, the volume goes with the claim.
 pub const ANNOTATION_RECLAIM_POLICY: &str = "nestor.dev/reclaim-policy";

@@ -4,11 +4,8 @@
 use anyhow::{Context, Result};
 use crds::names;
 use csi::proto::CapacityRange;
-use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::PersistentVolume;
 use kube::ResourceExt;
-use kube::api::{DeleteParams, ListParams, PostParams};
-use serde_json::json;
+use kube::api::{DeleteParams, ListParams};
 use tests::driver::new_volume;
 use tests::guest::handle;
 use tests::{MIB, PATIENCE, eventually, run, unique};
@@ -62,43 +59,6 @@ async fn a_guest_claim_is_bound_with_the_same_facts_in_both_tiers_and_leaves_not
         s.nothing_is_left().await?;
         assert!(!file.exists(), "{} is left", file.display());
         Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
-async fn a_volume_that_was_made_beforehand_is_taken_and_the_one_that_was_made_in_vain_goes() -> Result<()> {
-    run(|s| async move {
-        let (class, name) = (s.management_class(&[]).await?, unique("beforehand"));
-        let beforehand: PersistentVolume = serde_json::from_value(json!({
-            "metadata": {"name": name, "annotations": {"pv.kubernetes.io/provisioned-by": names::MANAGEMENT_DRIVER}},
-            "spec": {
-                "capacity": {"storage": "4Mi"}, "accessModes": ["ReadWriteOnce"], "storageClassName": class,
-                "persistentVolumeReclaimPolicy": "Delete",
-                "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": name},
-            },
-        }))?;
-        s.volumes().create(&PostParams::default(), &beforehand).await?;
-        eventually("the volume is available", PATIENCE, || async {
-            let status = s.volumes().get(&name).await?.status;
-            let phase = status.as_ref().and_then(|status| status.phase.as_deref());
-            Ok(if phase == Some("Available") { Ok(()) } else { Err(format!("{status:?}")) })
-        })
-        .await?;
-        let guest_class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &class)]).await?;
-        s.claim("data", &guest_class, "4Mi").await?;
-        let (_, volume) = s.bound("data").await?;
-        let below = s.claims().get(&handle(&volume)?).await?;
-        assert_eq!(below.spec.as_ref().and_then(|spec| spec.volume_name.as_ref()), Some(&name));
-        let in_vain = VolumeId::new(format!("pvc-{}", below.uid().context("no UID")?))?;
-        eventually("what was made in vain is gone", PATIENCE, || async {
-            let left = (s.volumes().get_opt(in_vain.as_str()).await?, s.infra.get_volume(&in_vain).await?);
-            Ok(if left == (None, None) { Ok(()) } else { Err(format!("{left:?}")) })
-        })
-        .await?;
-        s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        s.own(&volume.name_any());
-        s.nothing_is_left().await
     })
     .await
 }

@@ -125,29 +125,6 @@ async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<(
 }
 
 #[tokio::test]
-async fn a_management_claim_says_itself_who_makes_its_volume() -> Result<()> {
-    run(|s| async move {
-        let mark = s.lab.audit()?.mark()?;
-        let handle = s.volume().await?;
-        let updates: Vec<Entry> = s
-            .lab
-            .audit()?
-            .since(mark)?
-            .into_iter()
-            .filter(|entry| {
-                entry.resource == "persistentvolumeclaims"
-                    && entry.subresource.is_empty()
-                    && entry.name == handle
-            })
-            .filter(|entry| entry.verb == "update" && entry.code == 200)
-            .collect();
-        assert_eq!(updates.len(), 1, "it is bound, and nothing else: {updates:#?}");
-        Ok(())
-    })
-    .await
-}
-
-#[tokio::test]
 async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_of_gc_csi_and_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {

@@ -285,18 +285,11 @@ impl Management {
         Ok(())
     }
 
-    /// What another would write first thing on a claim of this class.
-    fn foreseen(&self, class: &str) -> Option<(&'static str, &'static str)> {
-        let class = self.classes.get(&Key::cluster(class))?;
-        if class.provisioner != names::MANAGEMENT_DRIVER {
-            return None;
-        }
-        Some(match class.reclaim_policy.as_deref() {
-            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
-            Some("Retain") => (names::ANNOTATION_RECLAIM_POLICY, "Retain"),
-            // kube-controller-manager, for which csi-provisioner would wait. Where that takes a volume that was made
-            // beforehand instead, the one that csi-provisioner makes is in vain, and is not retained.
-            _ => (names::ANNOTATION_PROVISIONER, names::MANAGEMENT_DRIVER),
+    /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
+    fn is_kept(&self, class: &str) -> bool {
+        let class = self.classes.get(&Key::cluster(class));
+        class.is_some_and(|class| {
+            class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
         })
     }
 
@@ -384,8 +377,9 @@ impl Management {
     async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = wanted.annotations.clone();
-        if let Some((annotation, value)) = self.foreseen(&wanted.class) {
-            annotations.insert(annotation.to_owned(), value.to_owned());
+        if self.is_kept(&wanted.class) {
+            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+            annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
         v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, annotations).await,

@@ -34,7 +34,7 @@ impl Claims {
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, Status> {
         // csi-provisioner's watch can be ahead of ours.
         let soon = deadline.min(Instant::now() + BEHIND);
-        if let Some(seen) = self.seen.wait_for(key, soon, |claim| claim.cloned()).await {
+        if let Some(seen) = self.seen.wait_for(key, soon, |claim| Some(claim?.clone())).await {
             return Ok(Some(seen));
         }
         match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {

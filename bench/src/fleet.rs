@@ -21,9 +21,9 @@ use uuid::Uuid;
 use crate::seen::{LONGEST, Seen};
 
 /// How many requests of the bench's own are under way at once.
-const AT_ONCE: usize = 32;
+pub(crate) const AT_ONCE: usize = 32;
 /// The zone of every machine.
-const ZONE: &str = "zone-a";
+pub(crate) const ZONE: &str = "zone-a";
 
 /// One machine, and the claims whose disks it should have.
 pub(crate) struct Machine {

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use futures::FutureExt;
+use futures::future::BoxFuture;
 use tests::Scenario;
 
 use crate::cost::metered;
@@ -26,12 +28,8 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, lasts: Duratio
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
     s.quota("nestor", "0").await?;
     let ((made, times), cost) = metered(&s.lab, work.count(), async {
-        let (begun, mut made) = (Instant::now(), Vec::new());
-        for _ in 0..work.count() {
-            made.extend(claims.make(1).await?);
-            tokio::time::sleep(APART).await;
-        }
-        tokio::time::sleep(lasts.saturating_sub(begun.elapsed())).await;
+        let making = (0..work.count()).map(|_| claims.make(1).boxed()).collect();
+        let made = spread(making, lasts).await?;
         s.quota("nestor", "1Ti").await?;
         let over = Instant::now();
         let made: Vec<_> = made.into_iter().map(|claim| claim.since(over)).collect();
@@ -43,17 +41,15 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, lasts: Duratio
     report.cost("claim", &cost);
 
     let (node, orders) = (s.simulated_node().await?, Orders::watch(&s.guest, &s.name));
+    let volumes: Vec<String> = made.iter().map(|claim| claim.volume.clone()).collect();
     node.hang()?;
     let ((given, times), cost) = metered(&s.lab, work.count(), async {
-        let (begun, mut given) = (Instant::now(), Vec::new());
-        for claim in &made {
-            given.extend(orders.give(std::slice::from_ref(&claim.volume), &node.name).await?);
-            tokio::time::sleep(APART).await;
-        }
-        tokio::time::sleep(lasts.saturating_sub(begun.elapsed())).await;
+        let giving = volumes.chunks(1).map(|one| orders.give(one, &node.name).boxed()).collect();
+        let given = spread(giving, lasts).await;
+        // Also where that failed: the machine's disks are taken from it in the end.
         node.go_on()?;
         let over = Instant::now();
-        let given: Vec<_> = given.into_iter().map(|order| order.since(over)).collect();
+        let given: Vec<_> = given?.into_iter().map(|order| order.since(over)).collect();
         let times = orders.attached(&given).await?;
         Ok((given, times))
     })
@@ -62,4 +58,15 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, lasts: Duratio
     report.cost("attach", &cost);
     orders.detach(&given).await?;
     claims.delete(&made).await.map(drop)
+}
+
+/// Does one after the other, and ends when what keeps them from being carried out has lasted so long.
+async fn spread<T>(begin: Vec<BoxFuture<'_, Result<Vec<T>>>>, lasts: Duration) -> Result<Vec<T>> {
+    let (since, mut begun) = (Instant::now(), Vec::new());
+    for one in begin {
+        begun.extend(one.await?);
+        tokio::time::sleep(APART).await;
+    }
+    tokio::time::sleep(lasts.saturating_sub(since.elapsed())).await;
+    Ok(begun)
 }

@@ -13,13 +13,11 @@ use tests::{Scenario, unique};
 use uuid::Uuid;
 
 use crate::cost::{Cost, metered};
+use crate::fleet::{AT_ONCE, ZONE};
 use crate::floor::{self, timed};
 use crate::objects::{Claims, Orders};
 use crate::report::Report;
 use crate::work::{Work, case};
-
-/// How many machines are made at once.
-const AT_ONCE: usize = 32;
 
 /// What there is meanwhile.
 #[derive(Debug, Clone, Args)]
@@ -129,7 +127,7 @@ async fn add_machines(s: &Scenario, machines: &mut Vec<String>, count: usize) ->
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| async move {
             let uuid = Uuid::new_v4().to_string();
-            lab::machines::create(&s.management, &s.namespace, name, &uuid, "zone-a").await
+            lab::machines::create(&s.management, &s.namespace, name, &uuid, ZONE).await
         })
         .await?;
     machines.extend(new);

@@ -1,0 +1,1 @@
+//! One guest's worst behaviour does not delay another guest.

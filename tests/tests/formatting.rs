@@ -1,0 +1,1 @@
+//! When a disk is formatted: only when the storage infra attests that it is blank.

@@ -1,0 +1,1 @@
+//! A guest PersistentVolume stays with its bytes, whatever takes the name of its management claim.

@@ -1,0 +1,1 @@
+//! A removal takes out only the volume entry that it was meant for.

@@ -1,0 +1,1 @@
+//! A pool is served by one storage-infra at a time.

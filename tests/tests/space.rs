@@ -1,0 +1,1 @@
+//! Promised space is there, and a failed request holds none of it.

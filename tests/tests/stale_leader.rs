@@ -1,0 +1,1 @@
+//! A new leader acts only on what the API server shows now.

@@ -1,0 +1,1 @@
+//! gc-csi beside the rules of the upstream VM Operator.

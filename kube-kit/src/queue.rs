@@ -100,7 +100,7 @@ impl<K> Queue<K> {
         self.send(Pushed::After(key, delay));
     }
 
-    /// Asks for a look at every key that waits to be tried again, within [`HURRY`]: what made them fail, such as a
+    /// Asks for a look at every key that waits to be tried again, within `HURRY`: what made them fail, such as a
     /// link that was down, is over.
     pub fn hurry(&self) {
         self.send(Pushed::Hurry);

@@ -1,4 +1,4 @@
-//! The Controller service of the guest driver: flags, wiring, and the protocol in [`service`], one file for each kind of call.
+//! The Controller service of the guest driver: flags, wiring, and the protocol in `service`, one file for each kind of call.
 
 mod capacity;
 mod create;

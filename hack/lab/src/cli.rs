@@ -67,10 +67,7 @@ enum Verb {
         keep: bool,
     },
     /// Formatting, lints, unit tests, and then the black-box tests and csi-sanity over a lab of their own.
-    Test {
-        /// Only black-box tests whose names hold this.
-        filter: Option<String>,
-    },
+    Test(verify::Selection),
     /// Lets users of two guests do this and that while parts of the system fail, and checks what must exist, over this
     /// lab or, where it is not up, one of its own.
     Soak {
@@ -131,7 +128,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
             with_lab(&ui, &run, &UpOptions::default(), after, async |lab| demo(&ui, lab).await).await?;
             say("the demo's claims all held");
         }
-        Verb::Test { filter } => return verify::verify(&ui, filter.as_deref()).await,
+        Verb::Test(selection) => return verify::verify(&ui, &selection).await,
         Verb::Sanity { tier } => {
             let options = UpOptions { vms: 0, ..UpOptions::default() };
             let work = async |lab: &crate::Lab| sanity(&ui, lab, tier).await;

@@ -40,7 +40,7 @@ impl Client {
 
     /// Creates a volume, or answers with it where the same request was done before.
     ///
-    /// Returns within `deadline`: with [`ClientError::UnderWay`] or [`ClientError::Timeout`] when that came first, as
+    /// Returns within `deadline`: with [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout) when that came first, as
     /// it can when much has to be copied; the server goes on, and the same call later picks the result up.
     pub async fn put_volume(&self, id: &VolumeId, spec: &VolumeSpec, deadline: Duration) -> Result<Volume> {
         let path = format!("/v1/volumes/{id}");
@@ -137,7 +137,7 @@ impl Client {
 
     /// Plugs a volume into a node and answers when the disk is really there.
     ///
-    /// Returns within `deadline`: with [`ClientError::UnderWay`] or [`ClientError::Timeout`] when that came first;
+    /// Returns within `deadline`: with [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout) when that came first;
     /// the server goes on, and the same call later picks the result up.
     pub async fn attach(
         &self,

@@ -9,7 +9,7 @@ use super::Rest;
 /// Flags by which the storage infra is reached.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InfraArgs {
-    /// The storage infra, as in https://infra.example:8443.
+    /// The storage infra, as in `https://infra.example:8443`.
     #[arg(long, env = "NESTOR_INFRA_URL", value_name = "URL")]
     infra_url: String,
     /// Certificate authority of the storage infra, PEM.

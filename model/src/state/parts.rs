@@ -13,7 +13,7 @@ pub type Machine = usize;
 pub type Replica = usize;
 /// UID of an order: its rank among those of its machine that anybody still knows.
 pub type Uid = u8;
-/// A text or status kept in [`crate::objects::Kept`].
+/// A text or status kept in `Kept`.
 pub type Ref = u8;
 
 /// A `VirtualMachine`.

@@ -137,7 +137,7 @@ pub struct Contents {
     pub unknown: Vec<String>,
 }
 
-/// One pool's storage. No method has a default: [`crate::points`] passes all of them on.
+/// One pool's storage. No method has a default: `crate::points` passes all of them on.
 pub trait Engine: Send + Sync {
     /// Makes the storage this pool's own, and notes what pool that is. Refused where it belongs to another.
     fn adopt(&self, pool: &Record) -> Result<()>;

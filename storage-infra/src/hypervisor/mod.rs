@@ -106,7 +106,7 @@ pub enum Unplugged {
 /// One hypervisor. The calls may take as long as the hypervisor takes: whoever calls keeps the volume locked until
 /// they return, and lets only its own callers time out.
 ///
-/// No method has a default: [`crate::points`] passes all of them on.
+/// No method has a default: `crate::points` passes all of them on.
 #[async_trait]
 pub trait Hypervisor: Send + Sync {
     /// The kind, as in the server's flags.

@@ -1,5 +1,5 @@
 //! The use cases. Each writes its intent to the catalog, then acts, then writes what came of it; so what a crash
-//! interrupts is known, and [`recovery`] finishes it.
+//! interrupts is known, and `recovery` finishes it.
 //!
 //! A volume's lock is held from the first look at it to the last write about it. Work runs in tasks of its own: a
 //! caller that goes away stops waiting, not the work.

@@ -1,11 +1,13 @@
 //! The system's own binaries, built in the target folder that the lab itself is in.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context, Result, bail};
 use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::Command;
 
+use super::entry;
 use crate::process::command;
 use crate::run::{repository, target_dir};
 use crate::ui::Ui;
@@ -13,19 +15,38 @@ use crate::ui::Ui;
 /// The crates whose binaries a lab runs.
 const CRATES: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
+/// The folder that a development tool is installed in, built once from the registry.
+pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {
+    entry(&format!("{name}-{version}"), async |out: &Path| {
+        let mut install = command(&program(), ["install", "--locked", "--version", version, "--root"]);
+        install.arg(out).arg(name);
+        finish(ui, &format!("building {name} {version}"), &mut install).await
+    })
+    .await
+}
+
 /// Builds the system, and gives the folder of its binaries.
 pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     let target = target_dir()?;
-    let program = std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned());
-    let mut cargo = command(&program, ["build"]);
+    let mut cargo = command(&program(), ["build"]);
     cargo.current_dir(repository());
     cargo.args(CRATES.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(&target);
     if release {
         cargo.arg("--release");
     }
+    finish(ui, "building the system with cargo", &mut cargo).await?;
+    Ok(target.join(if release { "release" } else { "debug" }))
+}
+
+fn program() -> String {
+    std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
+}
+
+/// Runs cargo to its end, and shows what it is at.
+async fn finish(ui: &Ui, what: &str, cargo: &mut Command) -> Result<()> {
     cargo.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
-    let mut step = ui.step("building the system with cargo");
-    let mut child = cargo.spawn().context("cannot run cargo build")?;
+    let mut step = ui.step(what);
+    let mut child = cargo.spawn().context("cannot run cargo")?;
     let mut said = Vec::new();
     if let Some(stderr) = child.stderr.take() {
         let mut lines = BufReader::new(stderr).lines();
@@ -36,8 +57,8 @@ pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     }
     let status = child.wait().await?;
     if !status.success() {
-        bail!("cargo build of {} failed ({status}):\n{}", CRATES.join(", "), said.join("\n"));
+        bail!("{what} failed ({status}):\n{}", said.join("\n"));
     }
     step.done();
-    Ok(target.join(if release { "release" } else { "debug" }))
+    Ok(())
 }

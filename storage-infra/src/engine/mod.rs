@@ -1,6 +1,7 @@
 //! How a pool keeps its volumes. One engine object per pool; all calls block and belong on blocking threads.
 
 pub mod file;
+pub mod image_lock;
 pub mod record;
 
 use std::collections::{HashMap, HashSet};

@@ -75,8 +75,15 @@ pub const PARAMETER_MANAGEMENT_SNAPSHOT_CLASS: &str = "managementSnapshotClass";
 pub const PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: &str = "managementVolumeAttributesClass";
 /// StorageClass parameter in the management cluster: whether several machines may write to a raw block volume at once.
 pub const PARAMETER_SHAREABLE: &str = "shareable";
+/// Key in a guest PersistentVolume's `spec.csi.volumeAttributes`: the management PersistentVolume that it is pinned to.
+/// As an annotation on the guest PersistentVolume, it overrides that, or pins one that has no such attribute.
+pub const MANAGEMENT_VOLUME: &str = "nestor.dev/management-pv";
 /// Key in a publish context: the UUID by which the machine finds the disk.
 pub const CONTEXT_DISK_UUID: &str = "diskUUID";
+/// Key in a publish context: the management PersistentVolume whose disk was attached.
+pub const CONTEXT_MANAGEMENT_VOLUME: &str = "managementPV";
+/// Key in a publish context: the pin among the volume's attributes that an annotation overrode, where one did.
+pub const CONTEXT_OVERRIDDEN_PIN: &str = "overriddenManagementPV";
 
 /// Longest name of an object that must also be a DNS label.
 pub const MAX_LABEL: usize = 63;

@@ -1,7 +1,10 @@
 //! Whether a guest's PersistentVolume fits the management claim that it names. A person who writes one by hand can be
 //! wrong about every part of it, so the same check tells them at once and keeps the disk out of the machine.
 
+use crds::names::MANAGEMENT_VOLUME;
 use kube_kit::quantity;
+
+use crate::pin::Pin;
 
 /// Which management claim, for what, and how a guest wants it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -16,12 +19,22 @@ pub(crate) struct Asked {
     pub(crate) modes: Vec<String>,
     /// Whether it is attached for reading only, whatever its modes are.
     pub(crate) read_only: bool,
+    /// Which bytes it stands for.
+    pub(crate) pin: Pin,
 }
 
 impl Asked {
     /// Whether it is only ever read.
     pub(crate) fn reads_only(&self) -> bool {
         self.read_only || self.modes.iter().all(|mode| mode == "ReadOnlyMany")
+    }
+
+    /// What it is, for people.
+    fn name(&self) -> String {
+        match &self.volume {
+            Some(name) => format!("guest PersistentVolume {name}"),
+            None => "the guest's PersistentVolume".to_owned(),
+        }
     }
 }
 
@@ -36,6 +49,8 @@ pub(crate) struct Offered {
     pub(crate) modes: Vec<String>,
     /// Whether it is shared with this guest for reading only.
     pub(crate) read_only: bool,
+    /// The management PersistentVolume that it is bound to, or is to be.
+    pub(crate) volume: Option<String>,
 }
 
 /// What does not fit, in a sentence that names both tiers' objects and says what to do.
@@ -50,6 +65,23 @@ pub(crate) enum Misfit {
     /// It differs from the claim.
     #[error("{0}, but management PersistentVolumeClaim {1} {2}; {3}")]
     Differs(String, String, String, &'static str),
+    /// The claim has other bytes than those that the volume stands for.
+    #[error(
+        "{volume} is pinned to management PersistentVolume {pinned}, but management PersistentVolumeClaim {claim} is \
+         bound to {there}: a claim that was deleted and made anew under the same name has other bytes; have the claim \
+         bound to {pinned} again, or, if the other volume is meant, set annotation {MANAGEMENT_VOLUME} on {volume} to \
+         its name"
+    )]
+    Replaced {
+        /// The guest's volume.
+        volume: String,
+        /// What it is pinned to.
+        pinned: String,
+        /// The management claim.
+        claim: String,
+        /// What that is bound to.
+        there: String,
+    },
 }
 
 /// Compares what is asked with the management claim `claim`, which is None where this guest has none of that name;
@@ -60,13 +92,11 @@ pub(crate) fn check(
     share_label: &str,
     offered: Option<&Offered>,
 ) -> Result<(), Misfit> {
-    let volume = match &asked.volume {
-        Some(name) => format!("guest PersistentVolume {name}"),
-        None => "the guest's volume".to_owned(),
-    };
+    let volume = asked.name();
     let Some(offered) = offered else {
         return Err(Misfit::Unknown(volume, claim.to_owned(), share_label.to_owned()));
     };
+    same_bytes(asked, claim, offered.volume.as_deref())?;
     let differs = |says: String, has: String, remedy| {
         Err(Misfit::Differs(format!("{volume} {says}"), claim.to_owned(), has, remedy))
     };
@@ -102,6 +132,14 @@ pub(crate) fn check(
         );
     }
     Ok(())
+}
+
+/// Whether the claim, which is bound to `there`, has the bytes that the volume stands for.
+pub(crate) fn same_bytes(asked: &Asked, claim: &str, there: Option<&str>) -> Result<(), Misfit> {
+    let Some(pinned) = asked.pin.to().filter(|pinned| there != Some(*pinned)) else { return Ok(()) };
+    let there = there.map_or("none".to_owned(), |there| format!("management PersistentVolume {there}"));
+    let (pinned, claim) = (pinned.to_owned(), claim.to_owned());
+    Err(Misfit::Replaced { volume: asked.name(), pinned, claim, there })
 }
 
 /// Whether a claim of these modes can be used in this one. ReadWriteOncePod keeps pods apart, not nodes, so to a
@@ -166,6 +204,21 @@ mod tests {
             assert!(finding(&asked(1, &["ReadWriteOnce", mode]), Some(&one)).contains(mode), "{mode}");
         }
         assert!(finding(&asked(1, &["ReadWriteOnce"]), None).contains(LABEL));
+    }
+
+    #[test]
+    fn a_claim_with_other_bytes_does_not_fit_whatever_else_does() {
+        let pin = Pin { attribute: Some("pvc-old".to_owned()), annotation: None };
+        let pinned = Asked { pin, ..asked(1, &["ReadWriteOnce"]) };
+        let bound =
+            |to: Option<&str>| Offered { volume: to.map(str::to_owned), ..offered(1, &["ReadWriteOnce"]) };
+        assert_eq!(finding(&pinned, Some(&bound(Some("pvc-old")))), "");
+        assert_eq!(finding(&asked(1, &["ReadWriteOnce"]), Some(&bound(Some("pvc-new")))), "");
+        for (there, said) in [(Some("pvc-new"), "PersistentVolume pvc-new"), (None, "bound to none")] {
+            let finding = finding(&pinned, Some(&bound(there)));
+            let texts = ["data", "claim-1", "pvc-old", said, MANAGEMENT_VOLUME];
+            assert!(texts.iter().all(|text| finding.contains(text)), "{finding}");
+        }
     }
 
     #[test]

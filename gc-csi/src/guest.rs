@@ -20,11 +20,13 @@ use kube_kit::lean::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crds::names::GUEST_DRIVER;
+use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
 pub(crate) use claims::Wish;
 
 use crate::fit::Asked;
+use crate::management::keep;
+use crate::pin::Pin;
 
 /// What of the guest is ours, and what is kept of it.
 #[derive(Debug, Clone, Default)]
@@ -150,6 +152,11 @@ impl Guest {
         keys.iter().filter_map(|key| self.volumes.get(key)).collect()
     }
 
+    /// What the volumes of this handle ask of their management claim.
+    pub(crate) fn asked_of(&self, handle: &str) -> Vec<Asked> {
+        self.volumes_of(handle).iter().map(|volume| asked(volume)).collect()
+    }
+
     /// The claim that a volume is bound to.
     pub(crate) fn claim_of(&self, volume: &PersistentVolume) -> Option<Arc<PersistentVolumeClaim>> {
         let claim_ref = volume.spec.claim_ref.as_ref()?;
@@ -182,6 +189,7 @@ pub(crate) fn asked(volume: &PersistentVolume) -> Asked {
         block: spec.volume_mode.as_deref() == Some("Block"),
         modes: spec.access_modes.clone(),
         read_only: spec.csi.as_ref().is_some_and(|csi| csi.read_only),
+        pin: Pin::of(volume),
     }
 }
 
@@ -224,12 +232,19 @@ fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
 
 /// Keeps identity and what must fit the management claim; volumes of other drivers lose everything but their name.
 fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
-    volume.metadata.annotations = None;
     volume.metadata.labels = None;
     volume.metadata.finalizers = None;
     volume.metadata.owner_references = None;
-    if volume.spec.csi.as_ref().is_none_or(|csi| !drivers.contains(&csi.driver)) {
-        volume.spec = PersistentVolumeSpec::default();
+    match volume.spec.csi.as_mut().filter(|csi| drivers.contains(&csi.driver)) {
+        Some(csi) => {
+            keep(&mut volume.metadata.annotations, |key| key == MANAGEMENT_VOLUME);
+            csi.volume_attributes.retain(|(key, _)| key == MANAGEMENT_VOLUME);
+            csi.volume_attributes.shrink_to_fit();
+        }
+        None => {
+            volume.metadata.annotations = None;
+            volume.spec = PersistentVolumeSpec::default();
+        }
     }
 }
 
@@ -269,6 +284,29 @@ mod tests {
         assert_eq!((claim.status.capacity, claim.status.phase), (Some(1), None));
         let conditions: Vec<_> = claim.status.conditions.iter().map(|one| one.type_.as_str()).collect();
         assert_eq!(conditions, ["nestor.dev/Healthy"]);
+    }
+
+    #[test]
+    fn a_volume_keeps_its_pin_and_no_more_of_what_it_is_told() {
+        let volume = |driver: &str| {
+            let mut volume: PersistentVolume = serde_json::from_value(json!({
+                "metadata": {"name": "pv-1", "annotations": {MANAGEMENT_VOLUME: "b", "other": "c"}},
+                "spec": {"csi": {
+                    "driver": driver, "volumeHandle": "h",
+                    "volumeAttributes": {MANAGEMENT_VOLUME: "a", "storage.kubernetes.io/csiProvisionerIdentity": "x"},
+                }},
+            }))
+            .unwrap();
+            trim_volume(&mut volume, &[GUEST_DRIVER.to_owned()]);
+            volume
+        };
+        let ours = volume(GUEST_DRIVER);
+        assert_eq!(Pin::of(&ours).overridden(), Some("a"));
+        assert_eq!(Pin::of(&ours).to(), Some("b"));
+        assert_eq!(ours.spec.csi.unwrap().volume_attributes.len(), 1);
+        assert_eq!(ours.metadata.annotations.unwrap().len(), 1);
+        let other = volume("another");
+        assert_eq!((other.metadata.annotations, other.spec), (None, PersistentVolumeSpec::default()));
     }
 
     #[test]

@@ -7,4 +7,5 @@ mod guest;
 pub mod machine;
 mod management;
 pub mod node;
+mod pin;
 mod reconcile;

@@ -1,1 +1,173 @@
 //! A guest PersistentVolume stays with its bytes, whatever takes the name of its management claim.
+
+use anyhow::{Context, Result, ensure};
+use crds::names;
+use csi::proto::CreateVolumeRequest;
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use kube::ResourceExt;
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
+use lab::LoopNode;
+use serde_json::{Value, json};
+use tests::bytes::{device, read, write};
+use tests::driver::cloned_volume;
+use tests::{MIB, PATIENCE, Scenario, eventually, run};
+use tonic::Code;
+
+const TEXT: &[u8] = b"written before the claim was made anew";
+
+/// The management PersistentVolume that a management claim is bound to.
+async fn bound_to(s: &Scenario, claim: &str) -> Result<String> {
+    eventually(&format!("management claim {claim} bound"), PATIENCE, || async {
+        let claim = s.claims().get(claim).await?;
+        let is_bound = claim.status.is_some_and(|status| status.phase.as_deref() == Some("Bound"));
+        let volume = claim.spec.and_then(|spec| spec.volume_name).filter(|_| is_bound);
+        Ok(volume.ok_or_else(|| "not bound".to_owned()))
+    })
+    .await
+}
+
+/// Deletes a management claim, whose PersistentVolume is to be kept, and makes it anew under the same name, as a tool
+/// that restores objects does; gives the PersistentVolume that it is bound to. With `volume`, it asks for that one.
+async fn recreate(s: &Scenario, name: &str, volume: Option<&str>) -> Result<String> {
+    s.set_reclaim_policy(name, "Retain").await?;
+    let claim = s.claims().get(name).await?;
+    s.claims().delete(name, &DeleteParams::default()).await?;
+    eventually(&format!("management claim {name} gone"), PATIENCE, || async {
+        Ok(s.claims().get_opt(name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+    })
+    .await?;
+    if let Some(volume) = volume {
+        // It remembers the claim that is gone, by its UID.
+        let free = Patch::Merge(json!({"spec": {"claimRef": null}}));
+        s.volumes().patch(volume, &PatchParams::default(), &free).await?;
+    }
+    let mut spec = serde_json::to_value(claim.spec.context("a claim without a spec")?)?;
+    spec["volumeName"] = json!(volume);
+    let metadata = json!({"name": name, "labels": claim.metadata.labels});
+    let anew: PersistentVolumeClaim = serde_json::from_value(json!({"metadata": metadata, "spec": spec}))?;
+    s.claims().create(&PostParams::default(), &anew).await?;
+    bound_to(s, name).await
+}
+
+/// What a guest volume carries for the driver under the key of the pin.
+fn pin(volume: &PersistentVolume) -> Option<String> {
+    let csi = volume.spec.as_ref()?.csi.as_ref()?;
+    csi.volume_attributes.as_ref()?.get(names::MANAGEMENT_VOLUME).cloned()
+}
+
+/// Attaches a volume, looks for what was written, and detaches it.
+async fn has_text(s: &Scenario, volume: &str, node: &LoopNode) -> Result<()> {
+    let order = s.order_attach(volume, &node.name).await?;
+    let disk = device(node, &s.attached(&order).await?);
+    ensure!(read(&disk, TEXT.len())? == TEXT, "{volume} has other bytes");
+    s.order_detach(&order).await
+}
+
+/// Waits until the guest claim `data` says whether its volume is usable, for this reason.
+async fn says(s: &Scenario, status: &str, reason: &str) -> Result<()> {
+    eventually(&format!("condition nestor.dev/Usable {status}, {reason}"), PATIENCE, || async {
+        let claim = s.guest_claims().get("data").await?;
+        let conditions = claim.status.and_then(|status| status.conditions).unwrap_or_default();
+        let shown = conditions.iter().find(|one| one.type_ == "nestor.dev/Usable");
+        let is_said = shown.is_some_and(|one| one.status == status && one.reason.as_deref() == Some(reason));
+        Ok(if is_said { Ok(()) } else { Err(format!("{shown:?}")) })
+    })
+    .await
+}
+
+/// Nothing is done to, or made from, the bytes that the claim of this handle has now.
+async fn is_left_alone(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<()> {
+    let snapshot = s.driver.snapshot(&s.csi_name(), handle, "nestor").await.map(drop);
+    let clone: CreateVolumeRequest = cloned_volume(&s.csi_name(), 4 * MIB, handle);
+    let clone = s.driver.create(clone).await.map(drop);
+    let expand = s.driver.expand(handle, 8 * MIB).await.map(drop);
+    let delete = s.driver.delete(handle).await;
+    for (call, answer, code) in [
+        ("CreateSnapshot", snapshot, Code::FailedPrecondition),
+        ("CreateVolume", clone, Code::FailedPrecondition),
+        ("ControllerExpandVolume", expand, Code::InvalidArgument),
+        ("DeleteVolume", delete, Code::FailedPrecondition),
+    ] {
+        let refused = answer.err().with_context(|| format!("{call} was carried out"))?;
+        ensure!(refused.code() == code, "{call}: {refused}");
+        ensure!(texts.iter().all(|text| refused.message().contains(text)), "{call}: {refused}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_volume() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let handle = s.bound_claim("data").await?;
+        let (_, guest_volume) = s.bound("data").await?;
+        let volume = guest_volume.name_any();
+        let first = bound_to(&s, &handle).await?;
+        let order = s.order_attach(&volume, &node.name).await?;
+        write(&device(&node, &s.attached(&order).await?), TEXT)?;
+        s.order_detach(&order).await?;
+
+        let second = recreate(&s, &handle, None).await?;
+        ensure!(first != second, "it is bound to {first} again");
+        let order = s.order_attach(&volume, &node.name).await?;
+        let texts = [first.as_str(), second.as_str()];
+        s.orders().refused(&order, &[&["FailedPrecondition", &handle], &texts[..]].concat()).await?;
+        s.told("data", &texts).await?;
+        says(&s, "False", "ManagementVolumeReplaced").await?;
+        s.order_detach(&order).await?;
+        assert_eq!(pin(&guest_volume), Some(first.clone()));
+        is_left_alone(&s, &handle, [&first, &second]).await?;
+        s.nothing_is_attached(&node).await?;
+
+        // The right one is found again as it was.
+        assert_eq!(recreate(&s, &handle, Some(&first)).await?, first);
+        says(&s, "True", "Fits").await?;
+        has_text(&s, &volume, &node).await?;
+
+        // A person may mean another: here the same bytes under another name, as restored from a backup.
+        let third = recreate(&s, &handle, None).await?;
+        says(&s, "False", "ManagementVolumeReplaced").await?;
+        write(&s.file_of(&s.infra_volume(&handle).await?).await?, TEXT)?;
+        let pinned = Patch::Merge(json!({"metadata": {"annotations": {names::MANAGEMENT_VOLUME: third}}}));
+        s.guest_volumes().patch(&volume, &PatchParams::default(), &pinned).await?;
+        says(&s, "True", "Fits").await?;
+        has_text(&s, &volume, &node).await?;
+
+        // It may go now, and takes the bytes that it stands for with it, and no others.
+        s.guest_claims().delete("data", &DeleteParams::default()).await?;
+        eventually("the management claim gone", PATIENCE, || async {
+            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        })
+        .await?;
+        s.volumes().get(&first).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_volume_made_by_hand_can_be_pinned_and_is_not_attached_where_that_is_wrong() -> Result<()> {
+    run(|s| async move {
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let own = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
+        let handle = s.management_claim(&own, json!({})).await?;
+        let there = bound_to(&s, &handle).await?;
+        let pinned =
+            |to: &str| -> Value { json!({"csi": {"volumeAttributes": {names::MANAGEMENT_VOLUME: to}}}) };
+
+        let wrong = s.static_claim("data", &handle, pinned("pvc-of-another-time")).await?.name_any();
+        says(&s, "False", "ManagementVolumeReplaced").await?;
+        let order = s.order_attach(&wrong, &node.name).await?;
+        s.orders().refused(&order, &["FailedPrecondition", "pvc-of-another-time", &there]).await?;
+        s.order_detach(&order).await?;
+
+        // One that is wrong does not stand in the way of one that is right.
+        let right = s.static_claim("right", &handle, pinned(&there)).await?.name_any();
+        let order = s.order_attach(&right, &node.name).await?;
+        s.attached(&order).await?;
+        s.order_detach(&order).await
+    })
+    .await
+}

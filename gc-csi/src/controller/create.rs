@@ -45,6 +45,10 @@ impl Controller {
         if !zones.is_empty() {
             annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), zones.join(","));
         }
+        let source_volumes = match &source {
+            Some(Source::Volume(handle)) => self.guest.asked_of(handle),
+            Some(Source::Snapshot(_)) | None => Vec::new(),
+        };
         let claim = NewClaim {
             csi_name: request.name,
             size,
@@ -52,6 +56,7 @@ impl Controller {
             block: wanted.iter().any(|one| one.access == Access::Block),
             access_modes: access_modes(&wanted),
             source,
+            source_volumes,
             attributes_class,
             annotations,
         };
@@ -61,9 +66,9 @@ impl Controller {
             volume: Some(proto::Volume {
                 volume_id: bound.name,
                 capacity_bytes: i64::try_from(bound.capacity).unwrap_or(i64::MAX),
+                volume_context: HashMap::from([(names::MANAGEMENT_VOLUME.to_owned(), bound.volume)]),
                 content_source: request.volume_content_source,
                 accessible_topology: bound.zones.into_iter().map(segment).collect(),
-                ..proto::Volume::default()
             }),
         })
     }

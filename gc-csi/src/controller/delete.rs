@@ -9,6 +9,8 @@ use tonic::Request;
 
 use super::errors;
 use super::service::Controller;
+use crate::fit::Asked;
+use crate::guest;
 use crate::management::claims::DeleteError;
 
 impl Controller {
@@ -26,17 +28,27 @@ impl Controller {
                  persistentVolumeReclaimPolicy Retain on the one that goes, or delete {other} first"
             )));
         }
-        self.delete_claim(volume, deadline).await.map_err(|error| errors::delete(&error))?;
+        let asked: Vec<Asked> = named.iter().map(|volume| guest::asked(volume)).collect();
+        self.delete_claim(volume, &asked, deadline).await.map_err(|error| errors::delete(&error))?;
         Ok(proto::DeleteVolumeResponse {})
     }
 
     /// Refuses only on what is so now: another replica may have detached the volume just now.
-    async fn delete_claim(&self, volume: &str, deadline: Instant) -> Result<(), DeleteError> {
-        let outcome = self.management.delete_claim(volume, deadline).await;
-        let Err(DeleteError::Attached { claim, machine }) = &outcome else { return outcome };
-        let failed = |source| DeleteError::Api { claim: claim.clone(), source };
-        self.management.catch_up(claim, &[machine], deadline).await.map_err(failed)?;
-        self.management.delete_claim(volume, deadline).await
+    async fn delete_claim(
+        &self,
+        volume: &str,
+        named: &[Asked],
+        deadline: Instant,
+    ) -> Result<(), DeleteError> {
+        let outcome = self.management.delete_claim(volume, named, deadline).await;
+        let machines = match &outcome {
+            Err(DeleteError::Attached { machine, .. }) => vec![machine.as_str()],
+            Err(DeleteError::Replaced(_)) => Vec::new(),
+            _ => return outcome,
+        };
+        let failed = |source| DeleteError::Api { claim: volume.to_owned(), source };
+        self.management.catch_up(volume, &machines, deadline).await.map_err(failed)?;
+        self.management.delete_claim(volume, named, deadline).await
     }
 }
 

@@ -6,6 +6,7 @@
 
 use csi::Status;
 
+use super::pinned::PinError;
 use crate::fit::Misfit;
 use crate::machine::Refusal;
 use crate::management::ApiError;
@@ -24,7 +25,9 @@ pub(super) fn create(error: &CreateError) -> Status {
         | CreateError::NotShareable { .. }
         | CreateError::SourceMode { .. } => Status::invalid_argument(text),
         CreateError::NoSource { .. } => Status::not_found(text),
-        CreateError::SourceNotReady { .. } => Status::failed_precondition(text),
+        CreateError::SourceNotReady { .. } | CreateError::SourceReplaced(_) => {
+            Status::failed_precondition(text)
+        }
         CreateError::NoSuchSize { .. }
         | CreateError::TooLarge { .. }
         | CreateError::SourceTooLarge { .. } => Status::out_of_range(text),
@@ -44,6 +47,7 @@ pub(super) fn delete(error: &DeleteError) -> Status {
         DeleteError::Shared { .. }
         | DeleteError::Retained { .. }
         | DeleteError::Consumed { .. }
+        | DeleteError::Replaced(_)
         | DeleteError::Attached { .. } => Status::failed_precondition(text),
         DeleteError::Deadline { .. } => Status::deadline_exceeded(text),
         DeleteError::Api { source, .. } => api(source, text),
@@ -92,6 +96,24 @@ pub(super) fn modify(error: &ModifyError) -> Status {
     }
 }
 
+/// Of a change to a volume: as with [`expand`], FAILED_PRECONDITION means something else to csi-resizer.
+pub(super) fn change(error: &PinError) -> Status {
+    let text = error.to_string();
+    match error {
+        PinError::Replaced(_) => Status::invalid_argument(text),
+        PinError::Unknown { source, .. } => api(source, text),
+    }
+}
+
+/// Of a copy of a volume.
+pub(super) fn copy(error: &PinError) -> Status {
+    let text = error.to_string();
+    match error {
+        PinError::Replaced(_) => Status::failed_precondition(text),
+        PinError::Unknown { source, .. } => api(source, text),
+    }
+}
+
 pub(super) fn snapshot(error: &SnapshotError) -> Status {
     let text = error.to_string();
     match error {
@@ -123,7 +145,9 @@ pub(super) fn attach(error: &AttachError) -> Status {
     let text = error.to_string();
     match error {
         AttachError::NoMachine(_) | AttachError::Unfit(Misfit::Unknown(..)) => Status::not_found(text),
-        AttachError::Unfit(Misfit::Differs(..)) => Status::failed_precondition(text),
+        AttachError::Unfit(Misfit::Differs(..) | Misfit::Replaced { .. }) => {
+            Status::failed_precondition(text)
+        }
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Api { source, .. }) => api(source, text),
         AttachError::NotBound(_) => Status::unavailable(text),

@@ -24,6 +24,7 @@ impl Controller {
         // Where there is a limit only, every volume within it is large enough.
         let size = Size::from_range(Some(range), 1)?;
         let _guard = self.locks.acquire(volume)?;
+        self.is_pinned(volume, deadline).await.map_err(|error| errors::change(&error))?;
         let capacity = self.grow(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
         Ok(proto::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(capacity).unwrap_or(i64::MAX),

@@ -7,7 +7,7 @@ use tonic::Request;
 
 use super::publish;
 use super::service::{Controller, supported};
-use crate::fit::Misfit;
+use crate::fit::{Asked, Misfit};
 use crate::management::inventory::Volume;
 
 impl Controller {
@@ -52,8 +52,15 @@ impl Controller {
         let (request, _) = self.begin(request)?;
         let handle = request::required("volume_id", &request.volume_id)?;
         let wanted = capability::required_all(&request.volume_capabilities)?;
-        let misfit =
-            wanted.iter().find_map(|one| self.management.fits(handle, &publish::asked(one, false)).err());
+        let pin = self.pin(&request.volume_context, &self.guest.asked_of(handle));
+        let pin = match pin {
+            Ok(pin) => pin,
+            Err(ambiguous) => {
+                return Ok(capability::validated(request, Some(ambiguous.message().to_owned())));
+            }
+        };
+        let asked = |one| Asked { pin: pin.clone(), ..publish::asked(one, false) };
+        let misfit = wanted.iter().find_map(|one| self.management.fits(handle, &asked(one)).err());
         let refused = match misfit {
             Some(Misfit::Unknown(..)) => {
                 return Err(Status::not_found(format!("there is no volume {handle} of this guest")));

@@ -9,6 +9,7 @@ mod legacy;
 mod list;
 mod modify;
 mod parameters;
+mod pinned;
 mod publish;
 mod service;
 mod snapshots;

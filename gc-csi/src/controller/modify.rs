@@ -22,6 +22,7 @@ impl Controller {
             &request.mutable_parameters,
         )?;
         let _guard = self.locks.acquire(volume)?;
+        self.is_pinned(volume, deadline).await.map_err(|error| errors::change(&error))?;
         let behind = deadline.min(Instant::now() + BEHIND);
         let modified = self.management.modify_claim(volume, class, behind, deadline).await;
         modified.map_err(|error| errors::modify(&error))?;

@@ -11,9 +11,9 @@ use tonic::Request;
 use super::errors;
 use super::service::{Controller, supported};
 use crate::fit::Asked;
-use crate::guest;
 use crate::management::commit::CommitError;
-use crate::management::disks::{Attach, AttachError};
+use crate::management::disks::{Attach, AttachError, Attached};
+use crate::pin::Pin;
 
 impl Controller {
     pub(super) async fn publish(
@@ -26,21 +26,23 @@ impl Controller {
         let wanted = capability::required(request.volume_capability.as_ref())?;
         supported(std::slice::from_ref(&wanted))?;
         let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
+        let volumes = self.guest.asked_of(volume);
+        let pin = self.pin(&request.volume_context, &volumes)?;
         let attach = Attach {
             claim: volume.to_owned(),
             machine: node.to_owned(),
             read_only: request.readonly || wanted.mode.is_read_only(),
             exclusive: !wanted.mode.is_multi_node(),
-            asked: asked(&wanted, request.readonly),
-            volumes: self.guest.volumes_of(volume).iter().map(|volume| guest::asked(volume)).collect(),
+            asked: Asked { pin, ..asked(&wanted, request.readonly) },
+            volumes,
         };
-        let disk = self.attach(&attach, deadline).await.map_err(|error| errors::attach(&error))?;
-        let publish_context = HashMap::from([(names::CONTEXT_DISK_UUID.to_owned(), disk)]);
+        let attached = self.attach(&attach, deadline).await.map_err(|error| errors::attach(&error))?;
+        let publish_context = context(attached, &attach.asked.pin);
         Ok(proto::ControllerPublishVolumeResponse { publish_context })
     }
 
     /// Refuses only on what is so now: another replica may have answered the call before this one.
-    async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<String, AttachError> {
+    async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let refusal = match self.management.attach(wanted, deadline).await {
             Ok(disk) => return Ok(disk),
             Err(refusal) => refusal,
@@ -73,6 +75,13 @@ impl Controller {
         }
         Ok(proto::ControllerUnpublishVolumeResponse {})
     }
+}
+
+/// What the node is told: the disk, and by which it sees that the disk is the volume's.
+fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, String> {
+    let overridden = pin.overridden().map(|pin| (names::CONTEXT_OVERRIDDEN_PIN, pin.to_owned()));
+    let said = [(names::CONTEXT_DISK_UUID, disk), (names::CONTEXT_MANAGEMENT_VOLUME, volume)];
+    said.into_iter().chain(overridden).map(|(key, value)| (key.to_owned(), value)).collect()
 }
 
 /// What a call asks of a volume's management claim.

@@ -43,6 +43,8 @@ impl Controller {
             class,
         };
         if !self.management.snapshot_is_begun(&wanted.csi_name) {
+            // One that is begun was begun of the right bytes.
+            self.is_pinned(&wanted.claim, deadline).await.map_err(|error| errors::copy(&error))?;
             self.unless_unwanted(&wanted.csi_name, content.as_deref(), deadline).await?;
         }
         let behind = deadline.min(Instant::now() + BEHIND);

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use super::commit::{CommitError, Operation};
 use super::consumers::{Consumer, ConsumerError};
+use super::sharing::bound_to;
 use super::{Management, recent};
 use crate::fit::{Asked, Misfit};
 use crate::machine::{self, Begin, Change, Committed, Refusal, committed, disk, wants};
@@ -45,6 +46,15 @@ pub(crate) struct Attach {
     pub asked: Asked,
     /// What the guest's volumes of this handle ask of it: one, unless a person made another.
     pub volumes: Vec<Asked>,
+}
+
+/// A disk that is plugged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Attached {
+    /// The UUID by which the machine finds it.
+    pub disk: String,
+    /// The management PersistentVolume that it is.
+    pub volume: String,
 }
 
 /// Why a disk is not plugged.
@@ -201,8 +211,8 @@ impl Management {
         found
     }
 
-    /// Plugs the disk and answers with the UUID by which the machine finds it.
-    pub(crate) async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<String, AttachError> {
+    /// Plugs the disk and answers with what it is.
+    pub(crate) async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let Attach { claim, machine, read_only, exclusive, asked, volumes } = wanted;
         let _begun = self.left.begin(recent::disk(machine, claim));
         let operation = self.committer.begin(machine);
@@ -211,9 +221,10 @@ impl Management {
         let Some(vm) = self.machines.get(&self.key(machine)) else {
             return Err(AttachError::NoMachine(machine.clone()));
         };
-        if !self.usable_claim(claim).is_some_and(|(claim, _)| super::claims::is_bound(&claim)) {
+        let bound = self.usable_claim(claim).filter(|(claim, _)| super::claims::is_bound(claim));
+        let Some(volume) = bound.and_then(|(claim, _)| bound_to(&claim)) else {
             return Err(AttachError::NotBound(claim.clone()));
-        }
+        };
         let entry = names::volume_entry(claim);
         let mut others = if *exclusive { self.machines_with(claim) } else { Vec::new() };
         others.retain(|other| other != machine);
@@ -241,8 +252,12 @@ impl Management {
             Begin::Add | Begin::Elsewhere => self.add(wanted, &operation, &entry, deadline).await?,
         };
         let disk = self.wait_attached(wanted, &entry, &since, deadline).await?;
+        // The claim may have been made anew meanwhile, and its other disk have been plugged.
+        if asked.pin.to().is_some() {
+            self.fits(claim, asked)?;
+        }
         self.arrived.saw(recent::disk(machine, claim), vm.metadata.uid.as_deref().unwrap_or_default());
-        Ok(disk)
+        Ok(Attached { disk, volume })
     }
 
     /// Puts the entry in; not before an earlier use of it is over, whose end would unplug the disk again.

@@ -283,7 +283,7 @@ fn held_by(metadata: Option<&ObjectMeta>) -> String {
 }
 
 /// Keeps of labels or annotations what is read. A map that has become empty would still take up half a KiB.
-fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
+pub(crate) fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
     if let Some(map) = map {
         map.retain(|key, _| is_read(key));
     }

@@ -61,6 +61,7 @@ impl Management {
             block: claims::is_block(&claim),
             modes: claim.spec.access_modes.clone(),
             read_only: relation == Relation::Shared { read_only: true },
+            volume: bound_to(&claim),
         });
         let share_label = format!("{}{}", names::LABEL_SHARE_PREFIX, self.home.cluster);
         fit::check(asked, &self.full_name(name), &share_label, offered.as_ref())
@@ -79,6 +80,24 @@ impl Management {
         misfit.map_or(Ok(()), Err)
     }
 
+    /// Whether the claim of this name has the bytes that the guest's volumes which name it stand for: all of them, since a
+    /// call doesn't say for which it is. Of a claim that is nothing to this guest, others tell.
+    pub(crate) fn has_bytes_of(&self, name: &str, volumes: &[Asked]) -> Result<(), Misfit> {
+        let Some((claim, _)) = self.usable_claim(name) else { return Ok(()) };
+        self.same_bytes(name, &claim, volumes)
+    }
+
+    /// Whether this very claim has the bytes that all of these volumes stand for.
+    pub(super) fn same_bytes(
+        &self,
+        name: &str,
+        claim: &PersistentVolumeClaim,
+        volumes: &[Asked],
+    ) -> Result<(), Misfit> {
+        let (name, there) = (self.full_name(name), bound_to(claim));
+        volumes.iter().try_for_each(|asked| fit::same_bytes(asked, &name, there.as_deref()))
+    }
+
     /// Whether the claim of this name is another guest's, and neither shared with this one nor still used by it since
     /// it was. One that is gone, or that lost its label, is not known to be: it can still be taken out of machines.
     pub(super) fn is_anothers(&self, name: &str) -> bool {
@@ -92,4 +111,9 @@ impl Management {
     pub(super) fn owns(&self, claim: &PersistentVolumeClaim) -> bool {
         self.relation(claim) == Some(Relation::Own)
     }
+}
+
+/// The PersistentVolume that a claim is bound to, or is to be.
+pub(super) fn bound_to(claim: &PersistentVolumeClaim) -> Option<String> {
+    claim.spec.volume_name.clone().filter(|name| !name.is_empty())
 }

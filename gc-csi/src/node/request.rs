@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
-use crds::names::CONTEXT_DISK_UUID;
+use crds::names::{CONTEXT_DISK_UUID, CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME};
 use csi::capability::{self, Access, Capability};
 use csi::{Status, proto, request};
 use tokio::time::Instant;
@@ -24,6 +24,7 @@ pub(super) fn stage(wanted: &proto::NodeStageVolumeRequest, until: Instant) -> R
     let staging = path("staging_target_path", &wanted.staging_target_path)?;
     let capability = capability(wanted.volume_capability.as_ref())?;
     let disk = disk(&wanted.publish_context)?;
+    same_bytes(&wanted.volume_context, &wanted.publish_context)?;
     let filesystem = filesystem(&capability)?;
     let read_only = is_read_only(&capability, filesystem.as_ref());
     Ok(Stage { disk, staging, filesystem, read_only, until })
@@ -39,6 +40,7 @@ pub(super) fn publish(wanted: &proto::NodePublishVolumeRequest) -> Result<Publis
     }
     let staging = path("staging_target_path", &wanted.staging_target_path)?;
     let disk = disk(&wanted.publish_context)?;
+    same_bytes(&wanted.volume_context, &wanted.publish_context)?;
     let filesystem = filesystem(&capability)?;
     Ok(Publish {
         disk,
@@ -139,6 +141,22 @@ fn disk(context: &HashMap<String, String>) -> Result<Uuid, Status> {
     })
 }
 
+/// Refuses what was attached where it has other bytes than the volume stands for.
+fn same_bytes(volume: &HashMap<String, String>, attached: &HashMap<String, String>) -> Result<(), Status> {
+    let Some(pinned) = volume.get(MANAGEMENT_VOLUME).filter(|pinned| !pinned.is_empty()) else {
+        return Ok(());
+    };
+    let there = attached.get(CONTEXT_MANAGEMENT_VOLUME);
+    if there == Some(pinned) || attached.get(CONTEXT_OVERRIDDEN_PIN) == Some(pinned) {
+        return Ok(());
+    }
+    let there = there.map_or("a disk of which the controller did not say what it is", String::as_str);
+    Err(Status::failed_precondition(format!(
+        "the volume is pinned to management PersistentVolume {pinned}, but attached was {there}: nothing was mounted; \
+         delete the pods on this machine that use the volume, so that it is detached and attached anew"
+    )))
+}
+
 #[cfg(test)]
 mod tests {
     use csi::proto::volume_capability::AccessType;
@@ -214,6 +232,32 @@ mod tests {
             ..request("/volume", 10, 0)
         };
         assert_eq!(read(&odd).unwrap_err().code(), tonic::Code::InvalidArgument);
+    }
+
+    #[test]
+    fn a_disk_with_other_bytes_than_the_volume_stands_for_is_refused() {
+        let context = |pairs: &[(&str, &str)]| -> HashMap<String, String> {
+            pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+        };
+        let volume = context(&[(MANAGEMENT_VOLUME, "a")]);
+        let there = |name| (CONTEXT_MANAGEMENT_VOLUME, name);
+        for (volume, attached) in [
+            (&volume, context(&[there("a")])),
+            // A person said so, and the controller knew of it.
+            (&volume, context(&[there("b"), (CONTEXT_OVERRIDDEN_PIN, "a")])),
+            (&context(&[]), context(&[there("b")])),
+            (&context(&[]), context(&[])),
+        ] {
+            assert_eq!(same_bytes(volume, &attached).map_err(|refused| refused.to_string()), Ok(()));
+        }
+        for attached in [
+            context(&[there("b")]),
+            context(&[there("b"), (CONTEXT_OVERRIDDEN_PIN, "c")]),
+            context(&[(CONTEXT_DISK_UUID, "x")]),
+        ] {
+            let refused = same_bytes(&volume, &attached).unwrap_err();
+            assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+        }
     }
 
     #[test]

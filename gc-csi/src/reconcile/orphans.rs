@@ -257,7 +257,7 @@ impl Orphans {
         if self.is_named(handle, Duration::ZERO).await? {
             return Ok(Next::After(FRESH));
         }
-        let note = match self.management.delete_claim(handle, Instant::now() + GONE).await {
+        let note = match self.management.delete_claim(handle, &[], Instant::now() + GONE).await {
             Ok(()) => {
                 let note = format!("deleted, since it was an orphan for {}", duration::show(age));
                 tracing::warn!(claim = handle, "{note}");

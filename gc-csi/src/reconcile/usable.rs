@@ -41,6 +41,7 @@ fn reason(misfit: &Misfit) -> &'static str {
     match misfit {
         Misfit::Unknown(..) => "ManagementClaimNotFound",
         Misfit::Differs(..) => "ManagementClaimDiffers",
+        Misfit::Replaced { .. } => "ManagementVolumeReplaced",
     }
 }
 

@@ -1,8 +1,10 @@
 //! PersistentVolume.
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::api::core::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer};
 
 use super::{list, metadata, or_default, quantities};
 
@@ -61,6 +63,21 @@ pub struct CsiSource {
     /// Whether it is only ever attached for reading.
     #[serde(default, deserialize_with = "or_default")]
     pub read_only: bool,
+    /// What the driver is told of it, in the order of the keys: a map of one would take up half a KiB.
+    #[serde(default, deserialize_with = "attributes")]
+    pub volume_attributes: Vec<(String, String)>,
+}
+
+impl CsiSource {
+    /// What the driver is told of it under this key.
+    pub fn attribute(&self, key: &str) -> Option<&str> {
+        self.volume_attributes.iter().find(|(there, _)| there == key).map(|(_, value)| value.as_str())
+    }
+}
+
+fn attributes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, String)>, D::Error> {
+    let attributes: BTreeMap<String, String> = or_default(deserializer)?;
+    Ok(attributes.into_iter().collect())
 }
 
 #[cfg(test)]
@@ -81,8 +98,9 @@ mod tests {
             "status": {"phase": "Bound"},
         }))
         .unwrap();
-        let (driver, volume_handle) = ("d".to_owned(), "h".to_owned());
-        assert_eq!(volume.spec.csi, Some(CsiSource { driver, volume_handle, read_only: false }));
+        let csi = volume.spec.csi.unwrap();
+        assert_eq!((csi.driver.as_str(), csi.volume_handle.as_str(), csi.read_only), ("d", "h", false));
+        assert_eq!((csi.attribute("a"), csi.attribute("b")), (Some("b"), None));
         assert_eq!(volume.spec.capacity, Some(1 << 20));
         assert_eq!(volume.spec.claim_ref.unwrap().uid.as_deref(), Some("u"));
         let other = json!({"metadata": {"name": "pv-2"}, "spec": {"nfs": {"path": "/", "server": "s"}}});

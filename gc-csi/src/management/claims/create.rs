@@ -14,11 +14,13 @@ use kube_kit::quantity;
 use tokio::time::Instant;
 
 use super::{DeleteError, is_block, is_bound, phase, volume_mode};
+use crate::fit::{Asked, Misfit};
+use crate::management::sharing::bound_to;
 use crate::management::{ApiError, Management, recent, snapshots};
 
 /// A claim to make.
 #[derive(Debug, Clone)]
-pub struct NewClaim {
+pub(crate) struct NewClaim {
     /// The name that the caller gave the volume.
     pub csi_name: String,
     /// How large it must and may be.
@@ -31,6 +33,8 @@ pub struct NewClaim {
     pub access_modes: Vec<&'static str>,
     /// What it is made from; without it, it is empty.
     pub source: Option<Source>,
+    /// What the guest's volumes are that the source is, where it is a volume.
+    pub source_volumes: Vec<Asked>,
     /// Management VolumeAttributesClass.
     pub attributes_class: Option<String>,
     /// Whom it is for, as annotations.
@@ -73,6 +77,8 @@ impl std::fmt::Display for Source {
 pub struct BoundClaim {
     /// The claim's name, which is the volume's handle.
     pub name: String,
+    /// The PersistentVolume that it is bound to.
+    pub volume: String,
     /// What it really has, in bytes.
     pub capacity: u64,
     /// The zones from which it can be reached; none where it can be from everywhere.
@@ -81,7 +87,7 @@ pub struct BoundClaim {
 
 /// Why no claim was made or bound.
 #[derive(Debug, thiserror::Error)]
-pub enum CreateError {
+pub(crate) enum CreateError {
     /// The management StorageClass is unknown.
     #[error(
         "StorageClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's StorageClass, or ask the platform team for that class",
@@ -125,6 +131,9 @@ pub enum CreateError {
         /// What it must be.
         state: &'static str,
     },
+    /// What is to be copied has other bytes than those that are meant.
+    #[error("nothing can be copied: {0}")]
+    SourceReplaced(Misfit),
     /// What is to be copied is used in another way.
     #[error("{origin} has volumeMode {has}, so no volume with volumeMode {wanted} can be made from it")]
     SourceMode {
@@ -222,7 +231,7 @@ pub enum CreateError {
 impl Management {
     /// Makes the claim unless it is there, and waits until it is bound. What it is made from, or of, that is not seen
     /// by `behind` is called missing.
-    pub async fn create_claim(
+    pub(crate) async fn create_claim(
         &self,
         wanted: &NewClaim,
         behind: Instant,
@@ -248,7 +257,7 @@ impl Management {
         }
         let bound = self.wait_bound(&name, wanted, bytes, mark, deadline).await?;
         if let Some(limit) = wanted.size.limit.filter(|limit| bound.capacity > *limit) {
-            let fate = match self.delete_claim(&name, deadline).await {
+            let fate = match self.delete_claim(&name, &[], deadline).await {
                 Ok(()) => "it was deleted again",
                 Err(DeleteError::Retained { .. }) => {
                     "it stays, by its class's reclaim policy: have it removed"
@@ -320,6 +329,7 @@ impl Management {
                 if !is_bound(&claim) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "bound" });
                 }
+                self.same_bytes(name, &claim, &wanted.source_volumes).map_err(CreateError::SourceReplaced)?;
                 if is_block(&claim) != wanted.block {
                     let (has, wanted) = (volume_mode(!wanted.block), volume_mode(wanted.block));
                     return Err(CreateError::SourceMode { origin: origin(), has, wanted });
@@ -356,8 +366,9 @@ impl Management {
                 }
                 match phase(claim) {
                     "Bound" => {
-                        let (capacity, zones) = (claim.status.capacity?, accessible_zones(claim));
-                        Some(Ok(BoundClaim { name: name.to_owned(), capacity, zones }))
+                        let (capacity, volume) = (claim.status.capacity?, bound_to(claim)?);
+                        let zones = accessible_zones(claim);
+                        Some(Ok(BoundClaim { name: name.to_owned(), volume, capacity, zones }))
                     }
                     "Lost" => Some(Err(CreateError::Lost { claim: name.to_owned() })),
                     _ => self

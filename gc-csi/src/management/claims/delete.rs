@@ -9,6 +9,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::has_volume;
+use crate::fit::{Asked, Misfit};
 use crate::management::sharing::Relation;
 use crate::management::{ApiError, Management, held_by, is_object_name, recent};
 
@@ -44,7 +45,7 @@ const MOST_CONFLICTS: u32 = 5;
 
 /// Why a claim was not deleted.
 #[derive(Debug, thiserror::Error)]
-pub enum DeleteError {
+pub(crate) enum DeleteError {
     /// It is another's, and only shared with this guest.
     #[error(
         "management PersistentVolumeClaim {claim} belongs to {owner} and is only shared with this guest, so it was left \
@@ -81,6 +82,9 @@ pub enum DeleteError {
         /// Who uses it.
         guests: String,
     },
+    /// It has other bytes than those that are meant.
+    #[error("nothing was deleted: {0}")]
+    Replaced(Misfit),
     /// It is plugged into a machine.
     #[error("volume {claim} is attached to VirtualMachine {machine}: detach it first")]
     Attached {
@@ -120,7 +124,11 @@ impl Management {
 
     /// Deletes the claim of a volume that was never given out, and waits until it is gone; unless it has a
     /// volume.
-    pub async fn abandon_claim(&self, csi_name: &str, deadline: Instant) -> Result<Abandoned, DeleteError> {
+    pub(crate) async fn abandon_claim(
+        &self,
+        csi_name: &str,
+        deadline: Instant,
+    ) -> Result<Abandoned, DeleteError> {
         let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), csi_name);
         // Nobody asks again, so what the informer has not seen yet would stay: the API is read.
         match self.read_claim(&name).await?.filter(|claim| self.owns(claim)) {
@@ -135,15 +143,21 @@ impl Management {
     }
 
     /// Deletes the guest's claim and waits until it is gone. A claim that is not there, or nothing to this
-    /// guest, is left as it is: to this guest it does not exist.
-    pub async fn delete_claim(&self, name: &str, deadline: Instant) -> Result<(), DeleteError> {
+    /// guest, is left as it is: to this guest it does not exist. So is one with other bytes than those that the guest's
+    /// `volumes` of this name stand for.
+    pub(crate) async fn delete_claim(
+        &self,
+        name: &str,
+        volumes: &[Asked],
+        deadline: Instant,
+    ) -> Result<(), DeleteError> {
         let mut seen = match self.claims.get(&self.key(name)) {
             Some(seen) => Some(seen),
             None => self.unseen_claim(name, deadline).await?,
         };
         for _ in 0..MOST_CONFLICTS {
             let Some(claim) = seen else { return Ok(()) };
-            if !self.may_go(name, &claim)? {
+            if !self.may_go(name, &claim, volumes)? {
                 return Ok(());
             }
             // Only as it was seen: a consumer or a policy that came in between would have been overlooked.
@@ -193,7 +207,12 @@ impl Management {
     }
 
     /// Whether the claim may be deleted; false when there is none to this guest.
-    fn may_go(&self, name: &str, claim: &PersistentVolumeClaim) -> Result<bool, DeleteError> {
+    fn may_go(
+        &self,
+        name: &str,
+        claim: &PersistentVolumeClaim,
+        volumes: &[Asked],
+    ) -> Result<bool, DeleteError> {
         let claim_name = || name.to_owned();
         match self.relation(claim) {
             None => {
@@ -211,6 +230,7 @@ impl Management {
             }
             Some(Relation::Own) => {}
         }
+        self.same_bytes(name, claim, volumes).map_err(DeleteError::Replaced)?;
         let annotations = claim.metadata.annotations.as_ref();
         let policy = annotations.and_then(|annotations| annotations.get(names::ANNOTATION_RECLAIM_POLICY));
         if policy.is_some_and(|policy| policy == "Retain") {

@@ -12,9 +12,10 @@ use tokio::time::Instant;
 
 use super::Management;
 
-pub use create::{CreateError, NewClaim, Source};
-pub(crate) use delete::waits_for;
-pub use delete::{Abandoned, DeleteError};
+pub use create::Source;
+pub(crate) use create::{CreateError, NewClaim};
+pub use delete::Abandoned;
+pub(crate) use delete::{DeleteError, waits_for};
 pub use expand::{CONDITION_RESIZE_FAILED, ExpandError};
 pub use modify::{CONDITION_MODIFY_FAILED, ModifyError};
 

@@ -3,9 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::informer::Informers;
+
 /// All checks of a process.
 #[derive(Debug, Clone, Default)]
-pub struct Health(Arc<RwLock<BTreeMap<String, Option<String>>>>);
+pub struct Health {
+    checks: Arc<RwLock<BTreeMap<String, Option<String>>>>,
+    informers: Informers,
+}
 
 /// One named check of a [`Health`].
 #[derive(Debug, Clone)]
@@ -24,13 +29,13 @@ impl Health {
 
     /// The failing checks: name and why.
     pub fn failing(&self) -> Vec<(String, String)> {
-        let checks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
         checks.iter().filter_map(|(name, why)| Some((name.clone(), why.clone()?))).collect()
     }
 
     /// Every check as a line, the way `/readyz` shows it.
     pub fn report(&self) -> String {
-        let checks = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
         let line = |(name, why): (&String, &Option<String>)| match why {
             None => format!("ok   {name}\n"),
             Some(why) => format!("FAIL {name}: {why}\n"),
@@ -38,12 +43,22 @@ impl Health {
         checks.iter().map(line).collect()
     }
 
+    /// The informers whose watches are among the checks.
+    pub(crate) fn informers(&self) -> &Informers {
+        &self.informers
+    }
+
     fn set(&self, name: &str, why: Option<String>) {
-        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), why);
+        self.checks.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), why);
     }
 }
 
 impl Check {
+    /// The informers of the process.
+    pub(crate) fn informers(&self) -> &Informers {
+        &self.health.informers
+    }
+
     /// Marks the check as passing.
     pub fn pass(&self) {
         self.health.set(&self.name, None);

@@ -2,6 +2,7 @@
 //! changes. One watch serves all of them, so no call makes requests of its own to find something out. Objects of which
 //! there are many are best watched as a type of [`lean`](crate::lean).
 
+mod present;
 mod watch;
 
 use std::collections::HashMap;
@@ -18,6 +19,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
+
+pub(crate) use present::Informers;
 
 /// Namespace and name; the namespace is empty for objects of the cluster.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -77,7 +80,10 @@ pub struct Informer<K> {
 struct Shared<K> {
     objects: RwLock<HashMap<Key, Arc<K>>>,
     waiting: Mutex<HashMap<Key, Arc<Notify>>>,
-    synced: tokio::sync::watch::Sender<bool>,
+    /// When everything was asked for that was read last; none before the first list.
+    read: tokio::sync::watch::Sender<Option<Instant>>,
+    /// Everything is to be read anew, unless it was asked for after this.
+    outdated: tokio::sync::watch::Sender<Option<Instant>>,
     told: Mutex<Told>,
     trouble: Mutex<Option<String>>,
     ended: CancellationToken,
@@ -129,7 +135,8 @@ where
         let shared = Shared {
             objects: RwLock::default(),
             waiting: Mutex::default(),
-            synced: tokio::sync::watch::Sender::new(false),
+            read: tokio::sync::watch::Sender::new(None),
+            outdated: tokio::sync::watch::Sender::new(None),
             told: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
@@ -155,7 +162,8 @@ impl<K: Resource> Informer<K> {
         let shared = Shared {
             objects: RwLock::new(objects),
             waiting: Mutex::default(),
-            synced: tokio::sync::watch::Sender::new(true),
+            read: tokio::sync::watch::Sender::new(Some(Instant::now())),
+            outdated: tokio::sync::watch::Sender::new(None),
             told: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
@@ -193,7 +201,7 @@ impl<K> Informer<K> {
 
     /// Whether the first list was read.
     pub fn is_synced(&self) -> bool {
-        *self.shared.synced.borrow()
+        self.shared.read.borrow().is_some()
     }
 
     /// What is looked at after this is no older.
@@ -219,7 +227,30 @@ impl<K> Informer<K> {
     /// Waits for the first list.
     pub async fn synced(&self) {
         // The sender lives as long as `self`, so waiting can't fail.
-        let _ = self.shared.synced.subscribe().wait_for(|synced| *synced).await;
+        let _ = self.shared.read.subscribe().wait_for(Option::is_some).await;
+    }
+
+    /// Has everything read anew that was asked for before `since`, and waits for that. Whoever relies on nothing but the
+    /// first list is not held up by one that can't be read: that list is newer than `since`, when it comes. Ends with the
+    /// watch, too.
+    pub(crate) async fn relisted(&self, since: Instant) {
+        if !self.is_synced() {
+            return;
+        }
+        self.shared.outdated.send_replace(Some(since));
+        let mut read = self.shared.read.subscribe();
+        tokio::select! {
+            _ = read.wait_for(|read| *read >= Some(since)) => {}
+            () = self.shared.ended.cancelled() => {}
+        }
+    }
+
+    /// Waits until everything must be read anew.
+    async fn outdated(&self) {
+        let read = *self.shared.read.borrow();
+        let mut outdated = self.shared.outdated.subscribe();
+        // As above: this can't fail.
+        let _ = outdated.wait_for(|since| *since > read).await;
     }
 
     /// Waits until `check` answers about the object, looking again at each of its changes. None when the
@@ -329,6 +360,7 @@ where
     /// Starts watching. `check` passes while the watch is up.
     pub fn start(self, check: Check, stop: CancellationToken) -> Informer<K> {
         let informer = self.informer.clone();
+        check.informers().add(&informer);
         let ended = informer.shared.ended.clone();
         tokio::spawn(async move {
             tokio::select! {
@@ -391,7 +423,7 @@ where
                 self.tell(&Change { key: &key, old, new: Some(&new) });
             }
         }
-        self.informer.shared.synced.send_replace(true);
+        self.informer.shared.read.send_replace(told.read);
     }
 
     fn tell(&self, change: &Change<'_, K>) {

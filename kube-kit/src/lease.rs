@@ -97,7 +97,8 @@ impl Election {
 
     /// Runs `term` whenever this replica leads, until it ends by itself, which it must soon after `stop`; the Lease is
     /// given back then. When the Lease is lost, the term is dropped wherever it is, and nothing of it runs any more.
-    /// `ready` gets a check for the watch of the Lease.
+    /// `ready` gets a check for the watch of the Lease. A term begins only when all informers with a check of `ready`
+    /// that had been read have been read anew: what the replica saw while it stood by may be long past.
     pub async fn lead<Term: Future<Output = ()>>(
         self,
         ready: &Health,
@@ -106,7 +107,13 @@ impl Election {
     ) {
         let Self { metrics, candidate } = self;
         match candidate {
-            Some(candidate) => candidate.start(metrics, ready, stop).lead(stop, term).await,
+            Some(candidate) => {
+                let term = || async {
+                    ready.informers().reach_the_present().await;
+                    term().await;
+                };
+                candidate.start(metrics, ready, stop).lead(stop, term).await;
+            }
             None => {
                 metrics.begun();
                 term().await;

@@ -117,9 +117,8 @@ impl Reconciler {
             self.gathering.ended(key);
             return Ok(Next::Wait);
         };
-        let mut vm = vm;
-        let mut orders = self.plan(key, &vm, &BTreeMap::new());
-        let is_confirmed = orders.create.iter().any(|order| was_told(&vm, order));
+        let (mut vm, mut orders) = (vm.clone(), self.plan(key, &vm, &BTreeMap::new()));
+        let is_confirmed = must_be_confirmed(&vm, &orders);
         if is_confirmed {
             let Some(now) = self.read(key).await? else { return Ok(Next::Wait) };
             vm = Arc::new(now);
@@ -242,6 +241,12 @@ impl Reconciler {
             Err(error) => Err(Unfinished::Status(chain(&error))),
         }
     }
+}
+
+/// Whether a plan is carried out only as the VM is now, by one read for all of it. A deletion takes a disk away, and the
+/// watch may be behind an entry that was put in again.
+fn must_be_confirmed(vm: &Machine, plan: &Plan) -> bool {
+    !plan.delete.is_empty() || plan.create.iter().any(|order| was_told(vm, order))
 }
 
 /// Whether a machine was told that the disk of an order is there. An order that is not there any more though its disk is

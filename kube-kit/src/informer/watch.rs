@@ -63,6 +63,8 @@ enum Over {
     Expired(String),
     /// An object was malformed.
     Malformed,
+    /// Everything is to be read anew.
+    Outdated,
     /// The server, or our rights.
     Refused(String),
     /// The link, or no server.
@@ -95,6 +97,10 @@ where
             match over {
                 Over::Closed => {}
                 Over::Malformed => place.malformed = true,
+                Over::Outdated => {
+                    place.version = None;
+                    continue;
+                }
                 Over::Expired(why) => {
                     tracing::info!("the watch of {} has expired ({why}): reading them anew", self.what);
                     place.version = None;
@@ -164,7 +170,11 @@ where
         let mut asked = false;
         loop {
             let silence = if place.bookmarks { SILENCE } else { lasts + MARGIN };
-            let event = match tokio::time::timeout(silence, events.next()).await {
+            let event = tokio::select! {
+                event = tokio::time::timeout(silence, events.next()) => event,
+                () = self.informer.outdated() => return Over::Outdated,
+            };
+            let event = match event {
                 Ok(Some(Ok(event))) => event,
                 Ok(None) => {
                     // Before its time it is a server that stops, and another may come.

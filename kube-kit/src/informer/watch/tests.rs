@@ -320,3 +320,37 @@ async fn a_watch_that_a_server_closes_while_it_tells_something_is_resumed_withou
     assert_eq!(server.lists.load(Ordering::SeqCst), 1);
     stop.cancel();
 }
+
+#[tokio::test(start_paused = true)]
+async fn who_begins_to_lead_reads_what_a_silent_watch_did_not_tell() {
+    let server = Arc::new(Server::default());
+    *server.shows.lock().unwrap() = ("1".to_owned(), "old".to_owned());
+    let (informer, health, stop) = started(&server);
+    informer.synced().await;
+    // The clock stands still by itself.
+    tokio::time::sleep(PAUSES.0).await;
+    *server.shows.lock().unwrap() = ("9".to_owned(), "new".to_owned());
+    let begun = Instant::now();
+    health.informers().reach_the_present().await;
+    assert!(begun.elapsed() < PAUSES.0, "{:?}", begun.elapsed());
+    let seen = informer.get(&Key::new("n", "c")).unwrap();
+    assert_eq!(seen.data.as_ref().unwrap()["text"], "new");
+    assert_eq!(server.lists.load(Ordering::SeqCst), 2);
+    // The next term begins with a list of its own, also while nobody answers: it is waited for.
+    server.is_away.store(true, Ordering::SeqCst);
+    tokio::time::sleep(PAUSES.0).await;
+    let reaching = health.informers().reach_the_present();
+    assert!(tokio::time::timeout(SILENCE, reaching).await.is_err());
+    stop.cancel();
+    health.informers().reach_the_present().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_that_was_never_read_holds_up_nobody_who_does_not_wait_for_it() {
+    let server = Arc::new(Server::default());
+    server.is_away.store(true, Ordering::SeqCst);
+    let (informer, health, stop) = started(&server);
+    health.informers().reach_the_present().await;
+    assert!(!informer.is_synced());
+    stop.cancel();
+}

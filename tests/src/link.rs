@@ -3,8 +3,9 @@
 
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -19,6 +20,10 @@ use crate::{PATIENCE, Scenario, eventually};
 
 /// What is at least as long is an answer, or what is told of an object; what is shorter only keeps a connection going.
 const ANSWER: usize = 300;
+/// What is at least as long, and comes from a client, is a request; what is shorter only keeps a connection going.
+const REQUEST: usize = 50;
+/// A link on which nothing is told for so long has told all that there is to tell.
+const QUIET: Duration = Duration::from_millis(300);
 /// How much is carried at once.
 const CHUNK: usize = 16 << 10;
 
@@ -30,12 +35,23 @@ enum State {
     Stalled,
     Slow(Duration),
     Resetting,
+    Deaf,
+}
+
+/// What became of what a link carried.
+#[derive(Debug)]
+struct Carried {
+    /// When the server told something.
+    told: Mutex<Instant>,
+    /// How many connections were lost to [`State::Deaf`].
+    lost: AtomicUsize,
 }
 
 /// A link to a server. It is open at first; when this is dropped, nothing listens there any more.
 pub struct Link {
     address: SocketAddr,
     state: Arc<Sender<State>>,
+    carried: Arc<Carried>,
     carrying: JoinHandle<()>,
 }
 
@@ -53,8 +69,9 @@ impl Link {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let state = Arc::new(Sender::new(State::Open));
-        let carrying = tokio::spawn(serve(listener, address, target, state.clone()));
-        Ok(Self { address, state, carrying })
+        let carried = Arc::new(Carried { told: Mutex::new(Instant::now()), lost: AtomicUsize::new(0) });
+        let carrying = tokio::spawn(serve(listener, address, target, state.clone(), carried.clone()));
+        Ok(Self { address, state, carried, carrying })
     }
 
     /// The URL by which the server is reached over the link.
@@ -103,6 +120,30 @@ impl Link {
         self.state.send_replace(State::Resetting);
     }
 
+    /// Loses the connections on which the server tells something unasked, and that with them: watches are behind from then
+    /// on, and requests are answered.
+    pub fn lose_watches(&self) {
+        self.state.send_replace(State::Deaf);
+    }
+
+    /// Waits until a connection was lost since [`Self::lose_watches`] was called.
+    pub async fn has_lost_watches(&self) -> Result<()> {
+        eventually("a watch is behind", PATIENCE, || async {
+            let lost = self.carried.lost.load(Ordering::SeqCst);
+            Ok(if lost > 0 { Ok(()) } else { Err("all are told of what changes".to_owned()) })
+        })
+        .await
+    }
+
+    /// Waits until the server has told all that there is to tell.
+    pub async fn is_quiet(&self) -> Result<()> {
+        eventually("nothing more is told over the link", PATIENCE, || async {
+            let since = self.carried.told.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
+            Ok(if since > QUIET { Ok(()) } else { Err(format!("something was, {since:?} ago")) })
+        })
+        .await
+    }
+
     /// As if nothing had been.
     pub async fn open(&self) -> Result<()> {
         self.state.send_replace(State::Open);
@@ -113,7 +154,13 @@ impl Link {
     }
 }
 
-async fn serve(listener: TcpListener, address: SocketAddr, target: SocketAddr, state: Arc<Sender<State>>) {
+async fn serve(
+    listener: TcpListener,
+    address: SocketAddr,
+    target: SocketAddr,
+    state: Arc<Sender<State>>,
+    carried: Arc<Carried>,
+) {
     let mut listener = Some(listener);
     let mut changes = state.subscribe();
     let mut connections = JoinSet::new();
@@ -128,7 +175,7 @@ async fn serve(listener: TcpListener, address: SocketAddr, target: SocketAddr, s
             _ = changes.changed() => {}
             Some(_) = connections.join_next() => {}
             Some(client) = accept(listener.as_ref()) => {
-                connections.spawn(carry(client, target, state.clone()));
+                connections.spawn(carry(client, target, state.clone(), carried.clone()));
             }
         }
     }
@@ -139,8 +186,10 @@ async fn accept(listener: Option<&TcpListener>) -> Option<TcpStream> {
 }
 
 /// Carries both directions of a connection until one of its ends, or the link, ends it.
-async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<State>>) {
+async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<State>>, carried: Arc<Carried>) {
     let mut changes = state.subscribe();
+    // Whether the client asked for something since the link is as it is.
+    let mut has_asked = false;
     let Ok(mut server) = TcpStream::connect(target).await else { return };
     let (mut asked, mut answered) = (vec![0; CHUNK], vec![0; CHUNK]);
     loop {
@@ -148,14 +197,20 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
         match now {
             State::Cut => return reset(&client, &server),
             State::Stalled => return stay_dead(client, server, changes).await,
-            State::Open | State::Slow(_) | State::Resetting => {}
+            State::Open | State::Slow(_) | State::Resetting | State::Deaf => {}
         }
-        let carried = tokio::select! {
+        let done = tokio::select! {
             // What changed is looked at before anything more is carried.
             biased;
-            _ = changes.changed() => continue,
+            _ = changes.changed() => {
+                has_asked = false;
+                continue;
+            }
             read = client.read(&mut asked) => match read {
-                Ok(length) if length > 0 => pass(&changes, &mut server, &asked[..length]).await,
+                Ok(length) if length > 0 => {
+                    has_asked |= length >= REQUEST;
+                    pass(&changes, &mut server, &asked[..length]).await
+                }
                 _ => return,
             },
             read = server.read(&mut answered) => match read {
@@ -165,11 +220,20 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
                     state.send_replace(State::Open);
                     return reset(&client, &server);
                 }
-                Ok(length) if length > 0 => pass(&changes, &mut client, &answered[..length]).await,
+                Ok(length) if length >= ANSWER && now == State::Deaf && !has_asked => {
+                    carried.lost.fetch_add(1, Ordering::SeqCst);
+                    return stay_dead(client, server, changes).await;
+                }
+                Ok(length) if length > 0 => {
+                    if length >= ANSWER {
+                        *carried.told.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                    }
+                    pass(&changes, &mut client, &answered[..length]).await
+                }
                 _ => return,
             },
         };
-        if carried.is_err() {
+        if done.is_err() {
             return;
         }
     }

@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
 use crate::driver::Driver;
-use crate::{PATIENCE, Scenario, eventually, scenario};
+use crate::{Frozen, PATIENCE, Scenario, eventually, scenario};
 
 /// One of the lab's binaries.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
@@ -152,6 +152,12 @@ impl Running {
             })
         })
         .await
+    }
+
+    /// Lets it stand still, until what is given is dropped.
+    pub fn freeze(&self) -> Result<Frozen> {
+        let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id();
+        Frozen::stop(id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it ended before")?)
     }
 
     /// Asks it to stop, and gives its exit status.

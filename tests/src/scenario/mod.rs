@@ -71,6 +71,13 @@ pub(crate) struct Made {
 /// A part that stands still until this is dropped.
 pub struct Frozen(Pid);
 
+impl Frozen {
+    pub(crate) fn stop(pid: Pid) -> Result<Self> {
+        kill_process(pid, Signal::STOP)?;
+        Ok(Self(pid))
+    }
+}
+
 impl Drop for Frozen {
     fn drop(&mut self) {
         let _ = kill_process(self.0, Signal::CONT);
@@ -184,9 +191,7 @@ impl Scenario {
     /// Lets a part of the lab stand still, until what is given is dropped.
     pub fn freeze_part(&self, part: &str) -> Result<Frozen> {
         let pid = self.lab.pid(part).and_then(Pid::from_raw);
-        let pid = pid.with_context(|| format!("{part} does not run"))?;
-        kill_process(pid, Signal::STOP)?;
-        Ok(Frozen(pid))
+        Frozen::stop(pid.with_context(|| format!("{part} does not run"))?)
     }
 
     /// Starts a part of the lab again, and the sidecars that ended with it.

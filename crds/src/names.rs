@@ -27,8 +27,12 @@ pub const ANNOTATION_GUEST_SNAPSHOT: &str = "nestor.dev/guest-snapshot";
 /// Annotation on a management claim, as JSON: the guest's pods that use it, where that is asked for.
 pub const ANNOTATION_GUEST_PODS: &str = "nestor.dev/guest-pods";
 /// Annotation on a management claim: the zones, best first and separated by commas, from which its volume must be
-/// reachable. Written by gc-csi, read by mgmt-csi.
+/// reachable. Written by gc-csi, read by mgmt-csi. At most [`MAX_REQUESTED_ZONES`] are taken.
 pub const ANNOTATION_REQUESTED_ZONES: &str = "nestor.dev/requested-zones";
+/// The most zones that a claim may ask for.
+pub const MAX_REQUESTED_ZONES: usize = 64;
+/// The most bytes of a zone's name: those of a label's value.
+pub const MAX_ZONE: usize = 63;
 /// Annotation on a management claim: the zones from which its volume can be reached. Written by mgmt-csi; without it,
 /// from every zone.
 pub const ANNOTATION_ACCESSIBLE_ZONES: &str = "nestor.dev/accessible-zones";

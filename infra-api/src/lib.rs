@@ -5,11 +5,13 @@
 //!
 //! All writes are `PUT` or `DELETE` on an id that the caller chose, so each can be repeated safely after any failure.
 
+mod bounds;
 pub mod client;
 mod ids;
 mod model;
 mod problem;
 
+pub use bounds::{MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, OutOfBounds};
 pub use client::{Client, ClientError, ClientOptions};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;

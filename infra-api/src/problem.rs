@@ -50,6 +50,22 @@ impl ProblemCode {
         }
     }
 
+    /// Whether the work may have happened or may still be under way. False only where the server says that it did nothing.
+    pub fn may_have_happened(self) -> bool {
+        match self {
+            Self::Unavailable | Self::Internal => true,
+            Self::Invalid
+            | Self::NotFound
+            | Self::Exists
+            | Self::Ended
+            | Self::InUse
+            | Self::OutOfSpace
+            | Self::NodeNotRunning
+            | Self::TooManyDisks
+            | Self::ReadOnly => false,
+        }
+    }
+
     /// The code as it stands on the wire.
     pub fn as_str(self) -> &'static str {
         match self {

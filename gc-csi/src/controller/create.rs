@@ -41,10 +41,7 @@ impl Controller {
         let _guard = self.locks.acquire(&request.name)?;
         // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
         let behind = deadline.min(Instant::now() + BEHIND);
-        let mut annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
-        if !zones.is_empty() {
-            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), zones.join(","));
-        }
+        let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
         let source_volumes = match &source {
             Some(Source::Volume(handle)) => self.guest.asked_of(handle),
             Some(Source::Snapshot(_)) | None => Vec::new(),
@@ -58,6 +55,7 @@ impl Controller {
             source,
             source_volumes,
             attributes_class,
+            zones,
             annotations,
         };
         let bound = self.management.create_claim(&claim, behind, deadline).await;

@@ -23,12 +23,14 @@ pub(super) fn create(error: &CreateError) -> Status {
         CreateError::NoClass { .. }
         | CreateError::NoAttributesClass { .. }
         | CreateError::NotShareable { .. }
+        | CreateError::TooManyZones { .. }
         | CreateError::SourceMode { .. } => Status::invalid_argument(text),
         CreateError::NoSource { .. } => Status::not_found(text),
         CreateError::SourceNotReady { .. } | CreateError::SourceReplaced(_) => {
             Status::failed_precondition(text)
         }
         CreateError::NoSuchSize { .. }
+        | CreateError::LargerThanAny { .. }
         | CreateError::TooLarge { .. }
         | CreateError::SourceTooLarge { .. } => Status::out_of_range(text),
         CreateError::Differs { .. } => Status::already_exists(text),
@@ -64,9 +66,10 @@ pub(super) fn expand(error: &ExpandError) -> Status {
         ExpandError::Unknown { source, .. } => api(source, text),
         ExpandError::Shared(_) => Status::invalid_argument(text),
         ExpandError::NotBound(_) => Status::internal(text),
-        ExpandError::NoSuchSize { .. } | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
-            Status::out_of_range(text)
-        }
+        ExpandError::NoSuchSize { .. }
+        | ExpandError::LargerThanAny { .. }
+        | ExpandError::TooLarge { .. }
+        | ExpandError::Infeasible { .. } => Status::out_of_range(text),
         // It is tried again below, but less may be asked for meanwhile.
         ExpandError::Failed { .. } => Status::internal(text),
         ExpandError::Failing { .. } => Status::unavailable(text),

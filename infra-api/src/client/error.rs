@@ -96,18 +96,7 @@ impl ClientError {
     /// concludes anything. False only when the server said that it did nothing, or this request reached nobody.
     pub fn may_have_happened(&self) -> bool {
         match self {
-            Self::Problem { problem, .. } => match problem.code {
-                ProblemCode::Unavailable | ProblemCode::Internal => true,
-                ProblemCode::Invalid
-                | ProblemCode::NotFound
-                | ProblemCode::Exists
-                | ProblemCode::Ended
-                | ProblemCode::InUse
-                | ProblemCode::OutOfSpace
-                | ProblemCode::NodeNotRunning
-                | ProblemCode::TooManyDisks
-                | ProblemCode::ReadOnly => false,
-            },
+            Self::Problem { problem, .. } => problem.code.may_have_happened(),
             Self::Connect { .. } | Self::Config(_) => false,
             Self::Timeout { .. }
             | Self::Interrupted { .. }

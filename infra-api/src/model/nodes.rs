@@ -12,11 +12,11 @@ use super::Labels;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct NodeSpec {
-    /// A name for people, such as the virtual machine's.
+    /// A name for people, such as the virtual machine's. At most 253 bytes.
     pub name: String,
     /// The hypervisor that runs it, by the name in the server's flags.
     pub hypervisor: String,
-    /// The zone it is in.
+    /// The zone it is in. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
     /// For people and reports.

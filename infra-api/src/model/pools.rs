@@ -32,7 +32,8 @@ pub struct PoolSpec {
     pub engine: EngineKind,
     /// An absolute path to an existing directory on the server. Cannot change later.
     pub path: String,
-    /// Labels that placement can ask for. [`crate::ZONE_LABEL`] says in which zone the pool can be reached.
+    /// Labels that placement can ask for, at most 900 bytes as JSON. [`crate::ZONE_LABEL`] says in which zone the pool can
+    /// be reached.
     #[serde(default)]
     pub labels: Labels,
     /// A cordoned pool takes no new volumes; those it has are served as before.

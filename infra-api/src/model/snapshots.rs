@@ -14,7 +14,7 @@ use crate::{PoolName, SnapshotId, VolumeId};
 pub struct SnapshotSpec {
     /// The volume whose bytes are kept, as they are at one moment. It may be attached and written to meanwhile.
     pub volume: VolumeId,
-    /// For people and reports.
+    /// For people and reports: at most 900 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }

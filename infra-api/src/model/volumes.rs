@@ -17,13 +17,14 @@ pub struct Placement {
     /// Only this pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolName>,
-    /// Only pools with all of these labels.
+    /// Only pools with all of these labels: at most 900 bytes as JSON.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool_labels: Labels,
-    /// Never two volumes with the same id in one pool.
+    /// Never two volumes with the same id in one pool. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub anti_affinity_id: Option<String>,
-    /// Only pools that can be reached from one of these zones; the best zone comes first. Empty: from anywhere.
+    /// Only pools that can be reached from one of these zones; the best zone comes first. Empty: from anywhere. At most
+    /// 64 zones of 63 bytes each. They decide where a new volume goes; one that is there stays where it is.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<String>,
 }
@@ -59,8 +60,8 @@ impl Qos {
 
 /// A volume as it is asked for: the body of `PUT /v1/volumes/{id}`.
 ///
-/// Sizes, placement, source and `shareable` identify the request: the same again is answered with the volume (200),
-/// another with `exists`. Labels and QoS are kept as first written.
+/// Sizes, placement without its zones, source and `shareable` identify the request: the same again is answered with the
+/// volume (200), another with `exists`. Labels and QoS are kept as first written.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSpec {
@@ -81,7 +82,7 @@ pub struct VolumeSpec {
     /// Whether several machines may write to the volume at once, which only software made for that survives.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
-    /// For people and reports; the server decides nothing on them.
+    /// For people and reports; the server decides nothing on them. At most 900 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES};
+use crds::names::{ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_REQUESTED_ZONES, MAX_REQUESTED_ZONES, MAX_ZONE};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use kube_kit::client::chain;
@@ -87,8 +87,44 @@ impl Claims {
     }
 }
 
-/// The zones that a claim asks for, best first; none where any will do.
-pub(super) fn requested_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
-    let zones = annotation(claim, ANNOTATION_REQUESTED_ZONES).unwrap_or_default();
-    zones.split(',').map(str::trim).filter(|zone| !zone.is_empty()).map(str::to_owned).collect()
+/// The zones that a claim asks for, best first; none where any will do. A guest may write what it likes there.
+pub(super) fn requested_zones(key: &Key, claim: &PersistentVolumeClaim) -> Result<Vec<String>, Status> {
+    let zones = annotation(claim, ANNOTATION_REQUESTED_ZONES).unwrap_or_default().split(',').map(str::trim);
+    let zones: Vec<&str> = zones.filter(|zone| !zone.is_empty()).collect();
+    let longest = zones.iter().map(|zone| zone.len()).max().unwrap_or(0);
+    if zones.len() > MAX_REQUESTED_ZONES || longest > MAX_ZONE {
+        return Err(Status::invalid_argument(format!(
+            "annotation {ANNOTATION_REQUESTED_ZONES} of PersistentVolumeClaim {key} names {} zones, the longest of {longest} \
+             bytes: at most {MAX_REQUESTED_ZONES} zones of {MAX_ZONE} bytes each are taken; name those that are best",
+            zones.len()
+        )));
+    }
+    Ok(zones.into_iter().map(str::to_owned).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(zones: &str) -> Result<Vec<String>, Status> {
+        let mut claim = PersistentVolumeClaim::default();
+        claim.metadata.annotations = Some([(ANNOTATION_REQUESTED_ZONES.to_owned(), zones.to_owned())].into());
+        requested_zones(&Key::new("guest-a", "data"), &claim)
+    }
+
+    #[test]
+    fn zones_are_taken_in_their_order_and_too_many_are_refused_by_name() {
+        assert_eq!(asked("b, a,,").unwrap(), ["b", "a"]);
+        assert_eq!(asked(&vec!["z"; MAX_REQUESTED_ZONES].join(",")).unwrap().len(), MAX_REQUESTED_ZONES);
+        for (zones, said) in [(vec!["z"; 17_000].join(","), "17000 zones"), ("z".repeat(64), "64 bytes")] {
+            let status = asked(&zones).unwrap_err();
+            assert_eq!(status.code(), tonic::Code::InvalidArgument);
+            assert!(status.message().contains(said) && status.message().contains("guest-a/data"), "{status}");
+        }
+    }
+
+    #[test]
+    fn what_a_claim_may_ask_for_is_what_the_infra_takes() {
+        assert_eq!((MAX_REQUESTED_ZONES, MAX_ZONE), (infra_api::MAX_ZONES, infra_api::MAX_ZONE));
+    }
 }

@@ -6,7 +6,7 @@ use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeS
 use csi::request::{Size, required};
 use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeState};
 use tokio::time::Instant;
-use tonic::Status;
+use tonic::{Code, Status};
 
 use super::parameters::Parameters;
 use super::{Controller, access, claims, limits, to_proto};
@@ -16,35 +16,67 @@ use crate::infra::volume_id;
 const DEFAULT_SIZE: u64 = 1 << 30;
 
 impl Controller {
+    /// Makes the volume. What is refused for good leaves nothing behind: the caller does not ask again, and where an
+    /// earlier try made the volume, or that is not known, it is told to.
     pub(super) async fn create(
         &self,
         request: &proto::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
         let name = required("name", &request.name)?;
+        let id = volume_id(name);
+        let _guard = self.locks.acquire(id.as_str())?;
+        match self.make(&id, name, request, deadline).await {
+            Err(refusal) if says_that_nothing_is_there(refusal.code()) => {
+                Err(self.unless_there(&id, refusal, deadline).await)
+            }
+            made => made,
+        }
+    }
+
+    /// A refusal as the caller may hear it: as one to ask again after, where the volume may be there.
+    async fn unless_there(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
+        match self.infra.get_volume(id, deadline).await {
+            Ok(None) => refusal,
+            Ok(Some(volume)) => Status::aborted(format!(
+                "{}; an earlier try left volume {id} ({}): delete the claim, and it goes",
+                refusal.message(),
+                volume.state
+            )),
+            Err(error) => Status::aborted(format!(
+                "{}; and it is not known whether an earlier try left volume {id}: {error}",
+                refusal.message()
+            )),
+        }
+    }
+
+    async fn make(
+        &self,
+        id: &VolumeId,
+        name: &str,
+        request: &proto::CreateVolumeRequest,
+        deadline: Instant,
+    ) -> Result<proto::Volume, Status> {
         let capabilities = capability::required_all(&request.volume_capabilities)?;
         let Parameters { mut placement, labels, shareable, claim: claim_key } =
             Parameters::read(&request.parameters)?;
         if let Some(why) = access::refusal(&capabilities, shareable) {
             return Err(Status::invalid_argument(why));
         }
-        let qos = limits::read(&request.mutable_parameters)?;
         let source = request.volume_content_source.as_ref().map(read_source).transpose()?;
-        let id = volume_id(name);
-        let _guard = self.locks.acquire(id.as_str())?;
-
-        let size = self.size(&id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
         let claim = match &claim_key {
             Some(key) => self.claims.find(key, deadline).await?.map(|claim| (key, claim)),
             None => None,
         };
-        if let Some((_, claim)) = &claim {
-            placement.zones = claims::requested_zones(claim);
+        if let Some((key, claim)) = &claim {
+            placement.zones = claims::requested_zones(key, claim)?;
         } else if claim_key.is_some()
-            && let Some(made) = self.made_before(&id, deadline).await?
+            && let Some(made) = self.made_before(id, deadline).await?
         {
             return Ok(to_proto(&Volume { source, ..made }));
         }
+        let qos = limits::read(&request.mutable_parameters)?;
+        let size = self.size(id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
         let spec = VolumeSpec {
             capacity_bytes: size.required,
             limit_bytes: size.limit,
@@ -55,7 +87,7 @@ impl Controller {
             shareable: access::is_shared(&capabilities),
             labels,
         };
-        let mut volume = self.infra.create_volume(&id, &spec, deadline).await?;
+        let mut volume = self.infra.create_volume(id, &spec, deadline).await?;
         if !size.admits(volume.capacity_bytes) {
             return Err(Status::already_exists(format!(
                 "volume {id} exists with {} bytes, which is not what is asked for: {} bytes at least{}",
@@ -66,7 +98,7 @@ impl Controller {
         }
         if volume.qos != spec.qos {
             // An earlier try was made with another VolumeAttributesClass.
-            volume = self.infra.limit_volume(&id, &spec.qos, deadline).await?;
+            volume = self.infra.limit_volume(id, &spec.qos, deadline).await?;
         }
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
             self.claims.tell_zone(key, claim, zone, deadline).await?;
@@ -117,6 +149,15 @@ impl Controller {
     }
 }
 
+/// Whether csi-provisioner takes a code for the end of a request of which nothing is left. ALREADY_EXISTS says itself that
+/// something is.
+fn says_that_nothing_is_there(code: Code) -> bool {
+    !matches!(
+        code,
+        Code::Unavailable | Code::Aborted | Code::Cancelled | Code::DeadlineExceeded | Code::AlreadyExists
+    )
+}
+
 /// How large a volume must and may be that begins with `least` bytes of something.
 fn beginning_with(
     volume: &str,
@@ -162,8 +203,6 @@ pub(super) fn write_source(source: &VolumeSource) -> proto::VolumeContentSource 
 
 #[cfg(test)]
 mod tests {
-    use tonic::Code;
-
     use super::*;
 
     #[test]

@@ -227,6 +227,14 @@ impl Tx<'_> {
         Ok(())
     }
 
+    /// Notes that a volume cannot grow to this size, and has the one that it had.
+    pub fn give_up_grow(&self, id: &VolumeId, size: u64) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE volumes SET grow_to = NULL WHERE id = ?1 AND grow_to = ?2")?
+            .execute(params![id.as_str(), size])?;
+        Ok(())
+    }
+
     /// Notes how fast a volume may be, and that machines are to be told.
     pub fn begin_qos(&self, id: &VolumeId, qos: &Qos) -> Result<()> {
         self.0

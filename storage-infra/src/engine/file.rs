@@ -73,6 +73,7 @@ fn io_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
     let what = format!("cannot {what} {}", path.display());
     move |source| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => EngineError::NoSpace(what),
+        io::ErrorKind::FileTooLarge => EngineError::TooLarge(what),
         io::ErrorKind::ReadOnlyFilesystem => EngineError::ReadOnly(what),
         _ => EngineError::Io { what, source },
     }
@@ -411,7 +412,13 @@ impl Engine for FileEngine {
         let path = self.volume(id);
         let file = OpenOptions::new().write(true).open(&path).map_err(io_error("open", &path))?;
         if file.metadata().map_err(io_error("look at", &path))?.len() < bytes {
-            file.set_len(bytes).map_err(io_error("grow", &path))?;
+            file.set_len(bytes).map_err(|error| match io_error("grow", &path)(error) {
+                EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: no space is left")),
+                EngineError::TooLarge(what) => {
+                    EngineError::NotGrown(format!("{what}: its filesystem has no files of {bytes} bytes"))
+                }
+                other => other,
+            })?;
         }
         file.sync_all().map_err(io_error("sync", &path))
     }

@@ -82,6 +82,12 @@ pub enum EngineError {
     /// The pool's filesystem is full.
     #[error("the pool has no space left: {0}")]
     NoSpace(String),
+    /// The pool's filesystem has no files so large.
+    #[error("the pool's filesystem has no files of that size: {0}")]
+    TooLarge(String),
+    /// A volume could not grow, and has the size that it had.
+    #[error("the volume keeps its size: {0}")]
+    NotGrown(String),
     /// The pool's filesystem is read-only.
     #[error("the pool is read-only: {0}")]
     ReadOnly(String),
@@ -186,7 +192,7 @@ pub trait Engine: Send + Sync {
     /// Notes this of its object, which is there, or of the pool. On the disk when this returns.
     fn note(&self, record: &Record) -> Result<()>;
 
-    /// Makes a volume larger. Never smaller.
+    /// Makes a volume larger. Never smaller. [`EngineError::NotGrown`] says that it has the size that it had.
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()>;
 
     /// Removes an object's bytes, complete or not. Fine when they are gone. Fails where what is there is another object

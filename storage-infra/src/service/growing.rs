@@ -8,6 +8,7 @@ use super::pools::pool_of;
 use super::volumes::real_size;
 use super::{Failure, Result, Service};
 use crate::catalog::{Tx, VolumeRow};
+use crate::engine::EngineError;
 use crate::placement::Candidate;
 
 impl Service {
@@ -88,8 +89,11 @@ impl Service {
             .await?;
         let Some((pool, attachments, size)) = found else { return Ok(()) };
         let name = id.clone();
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |engine| Ok(engine.grow(&name, size)?))
-            .await?;
+        let grown =
+            self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.grow(&name, size)).await;
+        if let Err(error) = grown {
+            return Err(self.not_grown(id, size, error).await?);
+        }
         for attachment in &attachments {
             self.resize_plugged(attachment, size).await?;
         }
@@ -98,6 +102,19 @@ impl Service {
         self.note_soon(id);
         self.emit(EventKind::Volume, id, Change::Updated);
         Ok(())
+    }
+
+    /// What a volume's bytes could not grow for. Where they have the size that they had, so has the volume, and nothing
+    /// is reserved for more.
+    async fn not_grown(&self, id: &VolumeId, size: u64, error: EngineError) -> Result<Failure> {
+        let is_undone = matches!(error, EngineError::NotGrown(_));
+        let failure = Failure::from(error);
+        if is_undone {
+            let name = id.clone();
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_grow(&name, size)?) }).await?;
+            tracing::warn!(volume = %id, bytes = size, %failure, "the volume cannot grow; what was reserved for it was released");
+        }
+        Ok(failure)
     }
 }
 

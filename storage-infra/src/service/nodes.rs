@@ -62,6 +62,7 @@ impl Service {
             let detail = format!("the node {uuid} must have a UUID that is not zero, and a name");
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
+        spec.check_bounds().map_err(|what| Problem::from(what).about(What::Node, uuid))?;
         if !self.0.hypervisors.contains_key(&spec.hypervisor) {
             let detail = format!(
                 "the node {uuid} is to run on hypervisor {:?}, and this server has: {}",

@@ -146,6 +146,7 @@ impl Service {
             let detail = format!("the path {:?} of pool {name} must be absolute and without ..", spec.path);
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
+        spec.check_bounds().map_err(|what| Problem::from(what).about(What::Pool, name))?;
         // Labels and cordons of one that is there change in one transaction, which whoever places reads in its own.
         let (pool, wanted) = (name.clone(), spec.clone());
         let known = self.0.catalog.run(move |tx| update_known(tx, &pool, &wanted)).await?;

@@ -24,6 +24,21 @@ impl Failure {
         Problem::new(ProblemCode::NotFound, format!("there is no {what} {id}")).about(what, id).into()
     }
 
+    /// Whether no repetition can help, and nothing is under way: what was begun for it is to be undone.
+    pub(super) fn is_final(&self) -> bool {
+        // A read-only pool says nothing of what was done there before.
+        !self.code().may_have_happened() && self.code() != ProblemCode::ReadOnly
+    }
+
+    /// The same, of something that may be there in spite of it: whoever hears it must ask again.
+    pub(super) fn unfinished(self, what: What, id: impl std::fmt::Display) -> Self {
+        if !self.is_final() {
+            return self;
+        }
+        let detail = format!("{}; the {what} {id} may be there all the same: repeat", self.0.detail);
+        Problem::new(ProblemCode::Unavailable, detail).about(what, id).into()
+    }
+
     /// The problem's code.
     pub fn code(&self) -> ProblemCode {
         self.0.code
@@ -66,7 +81,9 @@ impl From<EngineError> for Failure {
             | EngineError::Cancelled
             | EngineError::Io { .. } => ProblemCode::Unavailable,
             EngineError::Foreign(_) => ProblemCode::Exists,
-            EngineError::NoSpace(_) => ProblemCode::OutOfSpace,
+            EngineError::NoSpace(_) | EngineError::TooLarge(_) | EngineError::NotGrown(_) => {
+                ProblemCode::OutOfSpace
+            }
             EngineError::ReadOnly(_) => ProblemCode::ReadOnly,
         };
         Self::new(code, error.to_string())

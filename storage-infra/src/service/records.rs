@@ -1,7 +1,9 @@
 //! What is noted with the bytes of volumes and snapshots, kept as the catalog has it: at once where the safety of the
 //! bytes hangs on it, which is before a disk is plugged, else soon.
 
-use infra_api::{Access, NodeSpec, Problem, ProblemCode, SnapshotId, VolumeId, VolumeState, What};
+use infra_api::{
+    Access, NodeSpec, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec, VolumeState, What,
+};
 
 use super::fencing::is_without_disks;
 use super::pools::{pool_of, pool_record};
@@ -17,7 +19,11 @@ pub(super) fn volume_record(row: &VolumeRow, holders: Vec<Holder>) -> Record {
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
         capacity: row.capacity,
-        spec: row.spec.clone(),
+        // Zones say where a new volume goes, and this one is there; and a file can keep only so much.
+        spec: VolumeSpec {
+            placement: Placement { zones: Vec::new(), ..row.spec.placement.clone() },
+            ..row.spec.clone()
+        },
         family: row.family,
         qos: row.qos,
         created_at: row.created_at.clone(),
@@ -252,5 +258,94 @@ impl Service {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use infra_api::{
+        AttachmentId, Labels, MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, PoolName,
+        Qos, VolumeSource,
+    };
+    use uuid::Uuid;
+
+    use super::*;
+
+    /// What ext4 keeps with a file, in one block of 4 KiB.
+    const LEAST_KEPT: usize = 4036;
+    const LONGEST_ID: usize = 249;
+
+    fn labels() -> Labels {
+        // Braces, quotes and a colon are counted too.
+        Labels::from([("k".to_owned(), "v".repeat(MAX_LABELS - 8))])
+    }
+
+    fn longest() -> (VolumeRow, Holder) {
+        let spec = VolumeSpec {
+            capacity_bytes: u64::MAX,
+            limit_bytes: Some(u64::MAX),
+            placement: Placement {
+                pool: Some(PoolName::new("p".repeat(63)).unwrap()),
+                pool_labels: labels(),
+                anti_affinity_id: Some("g".repeat(MAX_ANTI_AFFINITY_ID)),
+                zones: vec!["z".repeat(MAX_ZONE); MAX_ZONES],
+            },
+            source: Some(VolumeSource::Volume(VolumeId::new("s".repeat(LONGEST_ID)).unwrap())),
+            qos: Qos { iops: Some(u64::MAX), bytes_per_second: Some(u64::MAX) },
+            shareable: true,
+            labels: labels(),
+        };
+        spec.check_bounds().unwrap();
+        let node = NodeSpec {
+            name: "n".repeat(MAX_NODE_NAME),
+            hypervisor: "h".repeat(63),
+            zone: Some("z".repeat(MAX_ZONE)),
+            labels: labels(),
+        };
+        node.check_bounds().unwrap();
+        let row = VolumeRow {
+            id: VolumeId::new("v".repeat(LONGEST_ID)).unwrap(),
+            pool: PoolName::new("p").unwrap(),
+            capacity: u64::MAX,
+            grow_to: None,
+            disk_uuid: Uuid::max(),
+            state: VolumeState::Ready,
+            qos: spec.qos,
+            spec,
+            created_at: "2026-01-01T00:00:00Z".into(),
+            family: Uuid::max(),
+            copying: false,
+            qos_due: false,
+        };
+        let holder = Holder {
+            id: AttachmentId::new("a".repeat(LONGEST_ID)).unwrap(),
+            uuid: Uuid::max(),
+            node: NodeSpec { labels: Labels::new(), ..node },
+            read_only: true,
+            access: Access::MultiNodeReadOnly,
+            created_at: "2026-01-01T00:00:00Z".into(),
+        };
+        (row, holder)
+    }
+
+    #[test]
+    fn what_is_noted_of_the_longest_request_and_whoever_has_it_fits_in_every_filesystem() {
+        let (row, holder) = longest();
+        let noted = volume_record(&row, vec![holder]).encode().unwrap().len();
+        assert!((3_500..=LEAST_KEPT).contains(&noted), "{noted}");
+        let snapshot = SnapshotRow {
+            id: SnapshotId::new("s".repeat(LONGEST_ID)).unwrap(),
+            volume: row.id.clone(),
+            pool: row.pool.clone(),
+            capacity: u64::MAX,
+            reserved: u64::MAX,
+            family: Uuid::max(),
+            copying: false,
+            state: VolumeState::Ready,
+            labels: labels(),
+            created_at: row.created_at.clone(),
+        };
+        let noted = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
+        assert!(noted <= LEAST_KEPT, "{noted}");
     }
 }

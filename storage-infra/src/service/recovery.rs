@@ -93,7 +93,7 @@ impl Service {
         let row = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.volume(&key)?) }).await?;
         let Some(row) = row else { return Ok(()) };
         match row.state {
-            VolumeState::Creating => self.finish_create(row, false).await,
+            VolumeState::Creating => self.finish_create(row).await,
             VolumeState::Deleting => self.finish_delete(id).await,
             VolumeState::Ready => {
                 self.finish_grow(id).await?;

@@ -85,7 +85,10 @@ impl Service {
             let found = service.0.catalog.read(move |tx| same_snapshot(tx, &name, &asked)).await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
-                None => (service.reserve_snapshot(&key, wanted).await?, true),
+                None => {
+                    wanted.check_bounds().map_err(|what| Problem::from(what).about(What::Snapshot, &key))?;
+                    (service.reserve_snapshot(&key, wanted).await?, true)
+                }
             };
             let _ = begun.send(());
             if row.state == VolumeState::Creating {
@@ -202,7 +205,9 @@ impl Service {
                 let detail = format!("taking the snapshot {id} was broken off");
                 Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Snapshot, &id).into())
             }
-            Err(failure) if self.is_made(&pool, Object::Snapshot(id.clone()), identity).await => Err(failure),
+            Err(failure) if self.is_made(&pool, Object::Snapshot(id.clone()), identity).await => {
+                Err(failure.unfinished(What::Snapshot, &id))
+            }
             Err(failure) => {
                 tracing::warn!(snapshot = %id, %failure, "not taken; undoing what was done of it");
                 self.discard(pool, Object::Snapshot(id.clone()), size).await?;

@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use infra_api::{
-    Change, EventKind, List, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec, VolumeState, What,
-    ZONE_LABEL,
+    Change, EventKind, List, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec,
+    VolumeState, What, ZONE_LABEL,
 };
 use tokio::sync::oneshot;
 use uuid::Uuid;
@@ -37,7 +37,10 @@ pub(super) fn real_size(wanted: u64, limit: Option<u64>) -> Result<u64> {
         Some(limit) => invalid(format!(
             "no size of whole {UNIT} bytes lies between capacityBytes {wanted} and limitBytes {limit}"
         )),
-        None => invalid(format!("capacityBytes {wanted} is more than any disk can have")),
+        None => invalid(format!(
+            "capacityBytes {wanted} is more than any disk can have, which is {} at most",
+            i64::MAX.cast_unsigned() / UNIT * UNIT
+        )),
     })
 }
 
@@ -124,11 +127,14 @@ impl Service {
             let found = service.0.catalog.read(move |tx| same_volume(tx, &name, &asked)).await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
-                None => (service.reserve(&key, wanted, size).await?, true),
+                None => {
+                    wanted.check_bounds().map_err(|what| Problem::from(what).about(What::Volume, &key))?;
+                    (service.reserve(&key, wanted, size).await?, true)
+                }
             };
             let _ = begun.send(());
             if row.state == VolumeState::Creating {
-                service.finish_create(row, created).await?;
+                service.finish_create(row).await?;
             }
             Ok((service.volume(&key).await?, created))
         };
@@ -143,14 +149,14 @@ impl Service {
         Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
     }
 
-    /// Makes the bytes of a volume whose intent is written. With `undo`, a volume that finds no space is forgotten; one
-    /// that begins with other bytes and fails always is, since its source must not be kept from writers for ever. What
-    /// turns out to be complete is not: a catalog that was put back may not know that it has been used since.
-    pub(super) async fn finish_create(&self, row: VolumeRow, undo: bool) -> Result<()> {
+    /// Makes the bytes of a volume whose intent is written. What fails for good is forgotten, so that it holds no space
+    /// that nobody asks for again; one that begins with other bytes and fails always is, since its source must not be kept
+    /// from writers for ever. What turns out to be complete is not: a catalog that was put back may not know that it has
+    /// been used since.
+    pub(super) async fn finish_create(&self, row: VolumeRow) -> Result<()> {
         let (id, pool, identity) = (row.id.clone(), row.pool.clone(), row.disk_uuid);
         let (filled, size) = (row.spec.source.is_some(), row.size());
-        let made = if filled { self.fill_volume(row).await } else { self.make_zeros(row).await };
-        match made {
+        match self.make(row).await {
             Ok(true) => {
                 let name = id.clone();
                 let finished =
@@ -164,17 +170,35 @@ impl Service {
                 let detail = format!("making the volume {id} was broken off");
                 Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, &id).into())
             }
-            Err(failure) if self.is_made(&pool, Object::Volume(id.clone()), identity).await => Err(failure),
-            Err(failure) if filled || (undo && failure.code() == ProblemCode::OutOfSpace) => {
-                tracing::warn!(volume = %id, %failure, "not made; undoing what was done of it");
-                self.discard(pool, Object::Volume(id.clone()), size).await?;
-                let name = id.clone();
-                self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
-                self.emit(EventKind::Volume, &id, Change::Deleted);
+            Err(failure) if self.is_made(&pool, Object::Volume(id.clone()), identity).await => {
+                Err(failure.unfinished(What::Volume, &id))
+            }
+            Err(failure) if filled || failure.is_final() => {
+                self.give_up_create(&id, &pool, size, &failure).await?;
                 Err(failure)
             }
             Err(failure) => Err(failure),
         }
+    }
+
+    async fn make(&self, row: VolumeRow) -> Result<bool> {
+        // Of an earlier version, which reserved space for what it could not keep.
+        if let Err(what) = row.spec.check_bounds()
+            && !self.is_made(&row.pool, Object::Volume(row.id.clone()), row.disk_uuid).await
+        {
+            return Err(Problem::from(what).about(What::Volume, &row.id).into());
+        }
+        if row.spec.source.is_some() { self.fill_volume(row).await } else { self.make_zeros(row).await }
+    }
+
+    /// Undoes what was done of a volume that never came about.
+    async fn give_up_create(&self, id: &VolumeId, pool: &PoolName, size: u64, why: &Failure) -> Result<()> {
+        self.discard(pool.clone(), Object::Volume(id.clone()), size).await?;
+        let name = id.clone();
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
+        tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "the volume cannot be made; its space was released");
+        self.emit(EventKind::Volume, id, Change::Deleted);
+        Ok(())
     }
 
     /// Whether something is complete in spite of a failure, or may be.
@@ -319,6 +343,13 @@ fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
 }
 
+/// Whether both ask for the same pools. Zones do not count: they say where a new volume goes, whoever asks may ask for
+/// others at each try, and a volume that is there stays where it is.
+fn same_placement(had: &Placement, asked: &Placement) -> bool {
+    let without_zones = |one: &Placement| Placement { zones: Vec::new(), ..one.clone() };
+    without_zones(had) == without_zones(asked)
+}
+
 /// The volume, where the very same was asked for before.
 fn same_volume(tx: &Tx<'_>, id: &VolumeId, asked: &VolumeSpec) -> Result<Option<VolumeRow>> {
     let Some(row) = tx.volume(id)? else { return Ok(None) };
@@ -333,7 +364,7 @@ fn same_volume(tx: &Tx<'_>, id: &VolumeId, asked: &VolumeSpec) -> Result<Option<
     let differs = [
         ("capacityBytes", had.capacity_bytes != asked.capacity_bytes),
         ("limitBytes", had.limit_bytes != asked.limit_bytes),
-        ("placement", had.placement != asked.placement),
+        ("placement", !same_placement(&had.placement, &asked.placement)),
         ("source", had.source != asked.source),
         ("shareable", had.shareable != asked.shareable),
     ];

@@ -13,7 +13,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{DeleteError, is_block, is_bound, phase, volume_mode};
+use super::{DeleteError, NoSize, is_block, is_bound, phase, volume_mode};
 use crate::fit::{Asked, Misfit};
 use crate::management::sharing::bound_to;
 use crate::management::{ApiError, Management, recent, snapshots};
@@ -37,6 +37,8 @@ pub(crate) struct NewClaim {
     pub source_volumes: Vec<Asked>,
     /// Management VolumeAttributesClass.
     pub attributes_class: Option<String>,
+    /// The zones from which it must be reachable, best first; none where any will do.
+    pub zones: Vec<String>,
     /// Whom it is for, as annotations.
     pub annotations: BTreeMap<String, String>,
 }
@@ -164,6 +166,25 @@ pub(crate) enum CreateError {
         /// Bytes allowed.
         limit: u64,
     },
+    /// No volume is so large.
+    #[error(
+        "no volume can have {required} bytes: the largest that can be requested has {} bytes",
+        super::MAX_BYTES
+    )]
+    LargerThanAny {
+        /// Bytes required.
+        required: u64,
+    },
+    /// More zones than a management claim may name.
+    #[error(
+        "the volume was asked for in {zones} zones, and at most {} can be requested: allow fewer in allowedTopologies of \
+         the guest's StorageClass",
+        names::MAX_REQUESTED_ZONES
+    )]
+    TooManyZones {
+        /// How many.
+        zones: usize,
+    },
     /// The name is taken by a volume that differs.
     #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
     Differs {
@@ -242,6 +263,7 @@ impl Management {
         let mark = self.warnings.mark();
         let bytes = whole_mebibytes(wanted.size)?;
         if self.claims.get(&self.key(&name)).is_none() {
+            check_zones(&wanted.zones)?;
             self.check_classes(wanted, behind).await?;
             if let Some(source) = &wanted.source {
                 self.check_source(source, wanted, bytes, behind).await?;
@@ -388,6 +410,9 @@ impl Management {
     async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = wanted.annotations.clone();
+        if !wanted.zones.is_empty() {
+            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), wanted.zones.join(","));
+        }
         if self.is_kept(&wanted.class) {
             // mgmt-csi keeps it current from the first moment of the volume on, but not before.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
@@ -448,7 +473,16 @@ impl Management {
 
 /// The smallest whole number of mebibytes in the range.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
-    super::whole_mebibytes(size).map_err(|limit| CreateError::NoSuchSize { required: size.required, limit })
+    let required = size.required;
+    super::whole_mebibytes(size).map_err(|no| match no {
+        NoSize::Between { limit } => CreateError::NoSuchSize { required, limit },
+        NoSize::TooLarge => CreateError::LargerThanAny { required },
+    })
+}
+
+fn check_zones(zones: &[String]) -> Result<(), CreateError> {
+    let zones = zones.len();
+    if zones > names::MAX_REQUESTED_ZONES { Err(CreateError::TooManyZones { zones }) } else { Ok(()) }
 }
 
 /// The zones that mgmt-csi wrote onto a claim before it was bound.

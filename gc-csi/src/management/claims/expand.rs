@@ -11,7 +11,7 @@ use kube_kit::quantity;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{condition, is_bound};
+use super::{NoSize, condition, is_bound};
 use crate::management::sharing::Relation;
 use crate::management::{ApiError, Management};
 
@@ -52,6 +52,15 @@ pub enum ExpandError {
         required: u64,
         /// Bytes allowed.
         limit: u64,
+    },
+    /// No volume is so large.
+    #[error(
+        "no volume can have {required} bytes: the largest that can be requested has {} bytes",
+        super::MAX_BYTES
+    )]
+    LargerThanAny {
+        /// Bytes required.
+        required: u64,
     },
     /// It is larger than the caller allows.
     #[error(
@@ -138,8 +147,11 @@ impl Management {
     /// Makes the claim at least as large as is required, and answers what it really has.
     pub async fn expand_claim(&self, name: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
         let claim = || name.to_owned();
-        let bytes = super::whole_mebibytes(size)
-            .map_err(|limit| ExpandError::NoSuchSize { required: size.required, limit })?;
+        let required = size.required;
+        let bytes = super::whole_mebibytes(size).map_err(|no| match no {
+            NoSize::Between { limit } => ExpandError::NoSuchSize { required, limit },
+            NoSize::TooLarge => ExpandError::LargerThanAny { required },
+        })?;
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
         loop {

@@ -46,11 +46,26 @@ impl Management {
     }
 }
 
-/// The smallest whole number of mebibytes in the range; the range's limit where there is none.
-fn whole_mebibytes(size: Size) -> Result<u64, u64> {
-    let bytes = size.required.max(1).div_ceil(GRANULARITY).saturating_mul(GRANULARITY);
+/// The largest volume that can be requested: what Kubernetes writes for more is another number.
+const MAX_BYTES: u64 = i64::MAX.cast_unsigned() / GRANULARITY * GRANULARITY;
+
+/// Why no whole number of mebibytes is in a range.
+#[derive(Debug, PartialEq, Eq)]
+enum NoSize {
+    /// None lies below its limit.
+    Between { limit: u64 },
+    /// Its least is more than any volume has.
+    TooLarge,
+}
+
+/// The smallest whole number of mebibytes in the range.
+fn whole_mebibytes(size: Size) -> Result<u64, NoSize> {
+    if size.required > MAX_BYTES {
+        return Err(NoSize::TooLarge);
+    }
+    let bytes = size.required.max(1).next_multiple_of(GRANULARITY);
     match size.limit {
-        Some(limit) if limit < bytes => Err(limit),
+        Some(limit) if limit < bytes => Err(NoSize::Between { limit }),
         _ => Ok(bytes),
     }
 }
@@ -95,6 +110,10 @@ mod tests {
         let size = |required, limit| whole_mebibytes(Size { required, limit });
         assert_eq!(size(1, None), Ok(GRANULARITY));
         assert_eq!(size(GRANULARITY, Some(GRANULARITY)), Ok(GRANULARITY));
-        assert_eq!(size(1, Some(1000)), Err(1000));
+        assert_eq!(size(1, Some(1000)), Err(NoSize::Between { limit: 1000 }));
+        assert_eq!(size(MAX_BYTES, None), Ok(9_223_372_036_853_727_232));
+        for more in [MAX_BYTES + 1, i64::MAX.cast_unsigned()] {
+            assert_eq!(size(more, Some(more)), Err(NoSize::TooLarge));
+        }
     }
 }

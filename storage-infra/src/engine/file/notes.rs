@@ -36,7 +36,7 @@ pub(super) fn write(file: &File, path: &Path, record: &Record) -> Result<()> {
             path.display()
         )),
         Errno::TOOBIG => EngineError::Foreign(format!(
-            "what is to be noted with {} has {} bytes, more than its filesystem keeps; give fewer or shorter labels",
+            "what is to be noted with {} has {} bytes, more than its filesystem keeps: too many nodes have it",
             path.display(),
             bytes.len()
         )),

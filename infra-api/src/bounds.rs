@@ -109,6 +109,6 @@ mod tests {
         );
         let pool_labels = Labels::from([("key".to_owned(), "\u{1}".repeat(160))]);
         let labels = refused(Placement { pool_labels, ..Placement::default() });
-        assert!(labels.contains("placement.poolLabels has 968 bytes as JSON"), "{labels}");
+        assert!(labels.contains("placement.poolLabels has 970 bytes as JSON"), "{labels}");
     }
 }

@@ -27,6 +27,20 @@ async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<()> {
     .await
 }
 
+/// Makes a claim as soon as the quota counts the last one no more.
+async fn create_in_quota(
+    claims: &Api<PersistentVolumeClaim>,
+    claim: &PersistentVolumeClaim,
+) -> Result<PersistentVolumeClaim> {
+    eventually("room in the quota", PATIENCE, || async {
+        match claims.create(&PostParams::default(), claim).await {
+            Err(kube::Error::Api(status)) if status.code == 403 => Ok(Err(status.message)),
+            made => Ok(Ok(made?)),
+        }
+    })
+    .await
+}
+
 /// What the infra has promised in a pool.
 async fn reserved(s: &Scenario, pool: &OwnPool) -> Result<u64> {
     Ok(s.infra.get_pool(&pool.name).await?.context("the pool is gone")?.reserved_bytes)
@@ -53,7 +67,7 @@ async fn claims_that_no_infra_can_serve_hold_no_space_that_another_guest_needs()
                     "resources": {"requests": {"storage": SIZE}},
                 },
             }))?;
-            let claim: PersistentVolumeClaim = claims.create(&PostParams::default(), &claim).await?;
+            let claim = create_in_quota(&claims, &claim).await?;
             let name = claim.metadata.name.context("a claim without a name")?;
             told_below(
                 &s,
@@ -67,6 +81,17 @@ async fn claims_that_no_infra_can_serve_hold_no_space_that_another_guest_needs()
 
         let spec = json!({"storageClassName": class, "resources": {"requests": {"storage": SIZE}}});
         let second = s.second_guest().await?.cluster_id;
+        eventually("an empty quota", PATIENCE, || async {
+            let list = s.quotas().list(&ListParams::default()).await?;
+            let used: Vec<String> = list
+                .into_iter()
+                .filter(|quota| quota.metadata.name.as_deref().is_some_and(|name| name.starts_with(&s.name)))
+                .flat_map(|quota| quota.status.unwrap_or_default().used.unwrap_or_default())
+                .map(|(_, used)| used.0)
+                .collect();
+            Ok(if used.iter().all(|used| used == "0") { Ok(()) } else { Err(format!("{used:?}")) })
+        })
+        .await?;
         let served = s.management_claim(&[(names::LABEL_CLUSTER_ID, &second)], spec).await?;
         ensure!(s.infra_volume(&served).await?.pool == pool.name, "it is in another pool");
         Ok(())

@@ -2,6 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
+pub mod libvirtd;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -25,6 +27,8 @@ pub const SOON: Duration = PATIENCE;
 /// A folder with certificates, a catalog, a pool's directory and the links to loop devices.
 pub struct Site {
     mounts: Vec<PathBuf>,
+    /// The URI of the libvirt that runs the machines; this host plays them where there is none.
+    pub libvirt: Option<String>,
     dir: tempfile::TempDir,
 }
 
@@ -63,7 +67,7 @@ pub fn text(path: &Path) -> &str {
 impl Site {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let site = Self { mounts: Vec::new(), dir };
+        let site = Self { mounts: Vec::new(), libvirt: None, dir };
         let pki = site.path("pki");
         let output = run(&["pki", "--dir", text(&pki), "--host", "127.0.0.1"]);
         assert!(output.status.success(), "{output:?}");
@@ -167,7 +171,10 @@ impl Site {
     }
 
     fn hypervisor(&self) -> String {
-        format!("here=loop:{}", self.path("by-id").display())
+        match &self.libvirt {
+            Some(uri) => format!("here=libvirt:{uri}"),
+            None => format!("here=loop:{}", self.path("by-id").display()),
+        }
     }
 
     /// What a server says that must refuse to serve this site.

@@ -121,6 +121,10 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         let (service, stop) = (service.clone(), stop.clone());
         async move { service.keep_watched(stop).await }
     });
+    let knowing = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_known(stop).await }
+    });
     let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
 
     let ended = tokio::select! {
@@ -133,7 +137,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        let _ = tokio::join!(repairing, releasing, watching, reloading);
+        let _ = tokio::join!(repairing, releasing, watching, knowing, reloading);
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {

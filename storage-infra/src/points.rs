@@ -32,7 +32,7 @@ pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor>
 
 #[cfg(debug_assertions)]
 mod debug {
-    use std::collections::HashSet;
+    use std::collections::{HashMap, HashSet};
     use std::sync::Arc;
 
     use async_trait::async_trait;
@@ -165,6 +165,10 @@ mod debug {
 
         async fn describe(&self, node: Uuid) -> hypervisor::Result<NodeFacts> {
             self.0.describe(node).await
+        }
+
+        async fn survey(&self, nodes: &[Uuid]) -> hypervisor::Result<HashMap<Uuid, NodeFacts>> {
+            self.0.survey(nodes).await
         }
 
         async fn plugged(&self) -> hypervisor::Result<Vec<Plugged>> {

@@ -45,13 +45,15 @@ impl Plugged {
         self.server.client.get_node(self.nodes[0]).await.unwrap().unwrap().state
     }
 
-    /// Detaches the disk, which must not succeed, and gives why.
-    async fn kept(&self) -> String {
-        let told = under_way(async || self.server.client.detach(&attachment("a"), SHORT).await).await;
+    /// Detaches the disk, which must not succeed, and must be told why.
+    async fn is_kept(&self, why: &str) {
+        until("the detach is told why", async || {
+            under_way(async || self.server.client.detach(&attachment("a"), SHORT).await).await.contains(why)
+        })
+        .await;
         let elsewhere = writer(&volume("v"), self.nodes[1]);
         let refused = self.server.client.attach(&attachment("b"), &elsewhere, SOON).await;
         assert_eq!(code(refused), ProblemCode::InUse);
-        told
     }
 
     /// Waits until the disk is detached without being asked again.
@@ -68,17 +70,17 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_until_it_runs_again() {
     let mut all = Plugged::new().await;
     let (name, file) = (all.name(0), all.libvirt.path("memory"));
     all.libvirt.virsh(&["save", &name, text(&file)]);
-    assert!(all.kept().await.contains("saved"));
+    all.is_kept("saved").await;
     // libvirt itself does not know it any more.
     all.libvirt.restart(HOST);
     assert!(all.libvirt.virsh(&["domstate", "--reason", &name]).contains("unknown"));
-    assert!(all.kept().await.contains("saved"));
-    //S1
+    all.is_kept("saved").await;
+    assert_eq!(all.state().await, NodeState::Saved);
     // Nor does a server that is started anew forget it.
     let Plugged { server, site, libvirt, nodes, disk } = all;
     server.kill();
     let all = Plugged { server: site.start(), site, libvirt, nodes, disk };
-    assert!(all.kept().await.contains("saved"));
+    all.is_kept("saved").await;
 
     all.libvirt.virsh(&["restore", text(&file)]);
     all.is_detached().await;
@@ -89,6 +91,54 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_until_it_runs_again() {
 }
 
 #[tokio::test]
+async fn a_saved_vm_gives_its_disk_up_when_its_saved_state_is_discarded() {
+    let all = Plugged::new().await;
+    let name = all.name(0);
+    all.libvirt.virsh(&["managedsave", &name]);
+    all.is_kept("managedsave-remove").await;
+    // Here libvirt can be asked, so a person's word is not enough.
+    assert_eq!(code(all.server.client.discard_saved_state(all.nodes[0]).await), ProblemCode::InUse);
+    all.libvirt.virsh(&["managedsave-remove", &name]);
+    all.is_detached().await;
+    assert_eq!(all.state().await, NodeState::Off);
+
+    all.libvirt.virsh(&["start", &name]);
+    until("the VM runs", async || all.state().await == NodeState::Running).await;
+    let id = volume("v");
+    all.server.client.attach(&attachment("c"), &writer(&id, all.nodes[0]), SOON).await.unwrap();
+    all.libvirt.virsh(&["save", &name, text(&all.libvirt.path("memory"))]);
+    until("the saved state is noted", async || all.state().await == NodeState::Saved).await;
+    // A disk that it cannot have is not left behind by the attempt.
+    let other = volume("w");
+    all.server.client.put_volume(&other, &size(MIB), SOON).await.unwrap();
+    let refused = all.server.client.attach(&attachment("d"), &writer(&other, all.nodes[0]), SOON).await;
+    assert_eq!(code(refused), ProblemCode::NodeNotRunning);
+    all.server.client.delete_volume(&other).await.unwrap();
+
+    under_way(async || all.server.client.detach(&attachment("c"), SHORT).await).await;
+    all.server.client.discard_saved_state(all.nodes[0]).await.unwrap();
+    all.is_detached().await;
+}
+
+#[tokio::test]
+async fn a_vm_is_not_off_because_another_host_answers_that_does_not_have_it() {
+    let mut all = Plugged::new().await;
+    until("the host is noted", async || {
+        let noted = "SELECT count(*) FROM hypervisor_hosts";
+        all.site.catalog().query_row(noted, [], |row| row.get::<_, u32>(0)).unwrap() == 1
+    })
+    .await;
+    all.libvirt.virsh(&["destroy", &all.name(0)]);
+    all.libvirt.restart(Uuid::new_v4());
+    all.is_kept("forget-host").await;
+    assert_eq!(all.state().await, NodeState::Unknown);
+    assert_eq!(code(all.server.client.forget_host("there").await), ProblemCode::NotFound);
+    all.server.client.forget_host("here").await.unwrap();
+    all.is_detached().await;
+    assert_eq!(all.state().await, NodeState::Off);
+}
+
+#[tokio::test]
 async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
     let mut all = Plugged::new().await;
     let name = all.name(0);
@@ -96,10 +146,10 @@ async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
     assert_eq!(all.libvirt.virsh(&["domstate", &name]), "shut off");
     let lost = processes(all.nodes[0]);
     assert_eq!(lost.len(), 1);
-    assert!(all.kept().await.contains("lock"));
+    all.is_kept("lock").await;
     // Another QEMU of the same VM does not make it free, either: that one does not have the disk.
     all.libvirt.virsh(&["start", &name]);
-    assert!(all.kept().await.contains("lock"));
+    all.is_kept("lock").await;
     assert!(std::process::Command::new("kill").args(["-KILL", &lost[0]]).status().unwrap().success());
     all.is_detached().await;
 }

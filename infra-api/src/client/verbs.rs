@@ -128,6 +128,17 @@ impl Client {
         Ok(self.get::<List<Node>>("/v1/nodes", &[]).await?.items)
     }
 
+    /// Says that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free
+    /// as those of one that is off. `in-use` while the hypervisor keeps the saved state itself.
+    pub async fn discard_saved_state(&self, uuid: Uuid) -> Result<()> {
+        self.delete(&format!("/v1/nodes/{uuid}/saved-state")).await
+    }
+
+    /// Says that a hypervisor is on another host from now on, and that nothing runs on the one before.
+    pub async fn forget_host(&self, hypervisor: &str) -> Result<()> {
+        self.delete(&format!("/v1/hypervisors/{hypervisor}/host")).await
+    }
+
     /// Forgets a node. `in-use` while disks are attached, unless the hypervisor confirms that the machine is gone.
     pub async fn delete_node(&self, uuid: Uuid) -> Result<()> {
         self.delete(&format!("/v1/nodes/{uuid}")).await

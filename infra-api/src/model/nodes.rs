@@ -32,6 +32,8 @@ pub enum NodeState {
     Running,
     /// It is defined but off.
     Off,
+    /// Its memory is saved on disk: it will go on with the disks that it had, so these are still in use.
+    Saved,
     /// The hypervisor does not know it.
     Gone,
     /// The hypervisor cannot be asked.
@@ -43,6 +45,7 @@ impl fmt::Display for NodeState {
         f.write_str(match self {
             Self::Running => "running",
             Self::Off => "off",
+            Self::Saved => "saved",
             Self::Gone => "gone",
             Self::Unknown => "unknown",
         })
@@ -70,7 +73,7 @@ pub struct Node {
     /// How many disks of ours the hypervisor can plug into it; absent where it cannot say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_disks: Option<u32>,
-    /// Why the state is not known.
+    /// Why the state is not known, or what to do about it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }

@@ -36,6 +36,8 @@ use super::{events, handlers};
         handlers::list_nodes,
         handlers::get_node,
         handlers::delete_node,
+        handlers::delete_saved_state,
+        handlers::delete_host,
         handlers::put_attachment,
         handlers::list_attachments,
         handlers::get_attachment,

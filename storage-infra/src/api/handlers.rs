@@ -271,6 +271,26 @@ pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> R
     app.service.delete_node(uuid).await.map(|_| StatusCode::NO_CONTENT)
 }
 
+/// Says that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free as
+/// those of one that is off.
+#[utoipa::path(delete, path = "/v1/nodes/{uuid}/saved-state", tag = "Nodes", params(("uuid" = Uuid, Path)), responses(
+    (status = 204, description = "Noted"), (status = 404, description = "`not-found`", body = Problem),
+    (status = 409, description = "`in-use`: its hypervisor keeps the saved state itself; discard it there", body = Problem),
+    (status = 503, description = "`unavailable`: its hypervisor cannot be asked", body = Problem),
+))]
+pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
+    app.service.discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
+}
+
+/// Says that a hypervisor is on another host from now on, and that nothing runs on the one before.
+#[utoipa::path(delete, path = "/v1/hypervisors/{name}/host", tag = "Nodes", params(("name" = String, Path)), responses(
+    (status = 204, description = "The host that it is on now is noted next"),
+    (status = 404, description = "`not-found`: no such hypervisor", body = Problem),
+))]
+pub(super) async fn delete_host(State(app): State<App>, Id(name): Id<String>) -> Result<StatusCode> {
+    app.service.forget_host(name).await.map(|()| StatusCode::NO_CONTENT)
+}
+
 // ---- attachments ----
 
 /// What an attachment stands for.

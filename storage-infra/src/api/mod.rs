@@ -13,7 +13,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::http::Method;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, put};
+use axum::routing::{delete, get, put};
 use infra_api::{Problem, ProblemCode, What};
 use tokio_util::sync::CancellationToken;
 
@@ -57,6 +57,8 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
             "/v1/nodes/{uuid}",
             put(handlers::put_node).get(handlers::get_node).delete(handlers::delete_node),
         )
+        .route("/v1/nodes/{uuid}/saved-state", delete(handlers::delete_saved_state))
+        .route("/v1/hypervisors/{name}/host", delete(handlers::delete_host))
         .route("/v1/attachments", get(handlers::list_attachments))
         .route(
             "/v1/attachments/{id}",

@@ -56,6 +56,52 @@ impl Tx<'_> {
         Ok(())
     }
 
+    /// Whether a node was saved, and has not been seen to run since.
+    pub fn is_saved(&self, uuid: Uuid) -> Result<bool> {
+        Ok(self.0.prepare_cached("SELECT 1 FROM saved_nodes WHERE node = ?1")?.exists([uuid.to_string()])?)
+    }
+
+    /// Notes since when a node is saved (RFC 3339), or that it is not.
+    pub fn set_saved(&self, uuid: Uuid, since: Option<&str>) -> Result<()> {
+        let uuid = uuid.to_string();
+        match since {
+            Some(since) => self
+                .0
+                .prepare_cached(
+                    "INSERT INTO saved_nodes (node, since) VALUES (?1, ?2) ON CONFLICT DO NOTHING",
+                )?
+                .execute([uuid.as_str(), since])?,
+            None => self.0.prepare_cached("DELETE FROM saved_nodes WHERE node = ?1")?.execute([uuid])?,
+        };
+        Ok(())
+    }
+
+    /// The host that a hypervisor is on.
+    pub fn host(&self, hypervisor: &str) -> Result<Option<Uuid>> {
+        let found: Option<String> = self
+            .0
+            .prepare_cached("SELECT host FROM hypervisor_hosts WHERE hypervisor = ?1")?
+            .query_row([hypervisor], |row| row.get(0))
+            .optional()?;
+        found.map(|host| parse("hypervisor_hosts.host", &host)).transpose()
+    }
+
+    /// Notes the host that a hypervisor is on, where none is noted.
+    pub fn note_host(&self, hypervisor: &str, host: Uuid) -> Result<()> {
+        self.0
+            .prepare_cached(
+                "INSERT INTO hypervisor_hosts (hypervisor, host) VALUES (?1, ?2) ON CONFLICT DO NOTHING",
+            )?
+            .execute([hypervisor, &host.to_string()])?;
+        Ok(())
+    }
+
+    /// Forgets which host a hypervisor is on.
+    pub fn forget_host(&self, hypervisor: &str) -> Result<()> {
+        self.0.prepare_cached("DELETE FROM hypervisor_hosts WHERE hypervisor = ?1")?.execute([hypervisor])?;
+        Ok(())
+    }
+
     /// Removes a node. Fails while it has attachments.
     pub fn delete_node(&self, uuid: Uuid) -> Result<()> {
         self.0.prepare_cached("DELETE FROM nodes WHERE uuid = ?1")?.execute([uuid.to_string()])?;

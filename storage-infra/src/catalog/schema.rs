@@ -5,7 +5,8 @@ use rusqlite::Connection;
 use super::CatalogError;
 
 /// Each entry brings the schema from its index to the next version. Entries are never edited once released.
-const MIGRATIONS: &[&str] = &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES];
+const MIGRATIONS: &[&str] =
+    &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES, SAVED_NODES];
 
 const FIRST: &str = "
 CREATE TABLE pools (
@@ -184,6 +185,20 @@ CREATE INDEX volumes_by_group
     ON volumes(CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END, pool)
     WHERE CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END IS NOT NULL;
 CREATE INDEX leaving_attachments ON attachments(id) WHERE state = 'detaching';
+";
+
+const SAVED_NODES: &str = "
+-- Virtual machines whose memory is saved, and that were not seen to run since: libvirt may have forgotten it.
+CREATE TABLE saved_nodes (
+    node   TEXT PRIMARY KEY REFERENCES nodes(uuid) ON DELETE CASCADE,
+    -- RFC 3339.
+    since  TEXT NOT NULL
+) STRICT;
+-- Where what a hypervisor does not show can be taken for gone.
+CREATE TABLE hypervisor_hosts (
+    hypervisor  TEXT PRIMARY KEY,
+    host        TEXT NOT NULL
+) STRICT;
 ";
 
 /// Brings the schema up to date, one transaction per version.

@@ -9,7 +9,7 @@
 //! A machine runs, unless the file `<node>.state` in the root directory says `paused` or `off`: then it does not let go of
 //! its disks, or takes none. A disk counts as gone only when its device is.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::os::unix::fs::{MetadataExt, symlink};
@@ -17,13 +17,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use infra_api::NodeState;
 use rustix::fs::{major, minor};
 use serde::Deserialize;
 use tokio::process::Command;
 use uuid::Uuid;
 
-use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Presence, Result, Unplugged, wwn};
+use super::{
+    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as Said, Presence, Result, Unplugged, wwn,
+};
 use crate::engine::DiskSource;
 
 /// How long an unplug waits for the kernel to let go of a device.
@@ -189,8 +190,13 @@ impl LoopDevices {
         }
     }
 
-    fn state(&self, node: Uuid) -> Result<NodeState> {
-        Ok(if self.power(node)? == Power::Off { NodeState::Off } else { NodeState::Running })
+    fn facts(&self, node: Uuid) -> Result<NodeFacts> {
+        let power = match self.power(node)? {
+            Power::On => Said::Running { executing: true },
+            Power::Paused => Said::Running { executing: false },
+            Power::Off => Said::Off { ended: true },
+        };
+        Ok(NodeFacts { power, max_disks: None, host: None })
     }
 
     /// The devices that some node's link points to.
@@ -285,7 +291,11 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
-        Ok(NodeFacts { state: self.state(node)?, max_disks: None })
+        self.facts(node)
+    }
+
+    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+        nodes.iter().map(|node| Ok((*node, self.facts(*node)?))).collect()
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
@@ -296,7 +306,7 @@ impl Hypervisor for LoopDevices {
                 present.insert(disk.uuid);
             }
         }
-        Ok(Presence { state: self.state(node)?, disks: present })
+        Ok(Presence { facts: self.facts(node)?, disks: present })
     }
 
     async fn plugged(&self) -> Result<Vec<Plugged>> {
@@ -309,7 +319,9 @@ impl Hypervisor for LoopDevices {
                 let Ok(target) = fs::read_link(&link) else { continue };
                 let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
                 let Some(path) = device.file.clone() else { continue };
-                found.push(Plugged { node, name: name.clone(), path, read_only: device.read_only });
+                let link = link.file_name().and_then(|link| link.to_str()?.strip_prefix("wwn-0x"));
+                let (name, wwn) = (name.clone(), link.map(str::to_owned));
+                found.push(Plugged { node, name, path, wwn, read_only: device.read_only });
             }
         }
         Ok(found)

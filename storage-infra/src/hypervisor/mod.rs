@@ -4,7 +4,7 @@ pub mod libvirt;
 pub mod loop_device;
 pub mod simulated;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
 use async_trait::async_trait;
@@ -63,20 +63,57 @@ pub fn wwn(uuid: Uuid) -> String {
     uuid.simple().to_string()[..16].to_owned()
 }
 
-/// How a virtual machine is.
+/// How a hypervisor says that a virtual machine is. It may have forgotten what it did, and then it says less than it knew:
+/// what is known besides is added by the service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Power {
+    /// It runs.
+    Running {
+        /// Its CPUs do. They do not while it is paused, or while its saved memory is being read.
+        executing: bool,
+    },
+    /// It does not run.
+    Off {
+        /// It is known that it ran until it was shut down or switched off.
+        ended: bool,
+    },
+    /// It does not run, and will go on with the disks that it had.
+    Saved {
+        /// The hypervisor keeps the saved memory itself; else it is in a file that only a person knows.
+        kept: bool,
+    },
+    /// The hypervisor has no virtual machine of this UUID.
+    Gone,
+}
+
+impl Power {
+    /// The state, where nothing else is known.
+    pub fn state(self) -> NodeState {
+        match self {
+            Self::Running { .. } => NodeState::Running,
+            Self::Off { .. } => NodeState::Off,
+            Self::Saved { .. } => NodeState::Saved,
+            Self::Gone => NodeState::Gone,
+        }
+    }
+}
+
+/// What a hypervisor says about a virtual machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// Never [`NodeState::Unknown`]: that is an error here.
-    pub state: NodeState,
+    /// How it is.
+    pub power: Power,
     /// How many disks of ours can be plugged into it, where that can be told.
     pub max_disks: Option<u32>,
+    /// Which host says so, where hosts can be told from each other.
+    pub host: Option<Uuid>,
 }
 
 /// What is plugged into a virtual machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Presence {
     /// How the virtual machine is.
-    pub state: NodeState,
+    pub facts: NodeFacts,
     /// Those of the disks asked for that are plugged.
     pub disks: HashSet<Uuid>,
 }
@@ -90,6 +127,8 @@ pub struct Plugged {
     pub name: String,
     /// The file.
     pub path: PathBuf,
+    /// Its World Wide Name, where it has one that goes with a disk UUID.
+    pub wwn: Option<String>,
     /// The virtual machine cannot write.
     pub read_only: bool,
 }
@@ -117,6 +156,9 @@ pub trait Hypervisor: Send + Sync {
 
     /// How a virtual machine is.
     async fn describe(&self, node: Uuid) -> Result<NodeFacts>;
+
+    /// How each of these virtual machines is.
+    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
 
     /// Which of these disks are plugged into a virtual machine.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;

@@ -5,18 +5,17 @@
 //! `<root>/<node>/` holds the node's disks, and may hold `off` (the machine is off) or `hang` (no call about it
 //! returns until the file is gone). A plug or an unplug takes the delay that the hypervisor was given.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use infra_api::NodeState;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Presence, Result, Unplugged};
+use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Unplugged, wwn};
 use crate::engine::DiskSource;
 
 /// How many disks a machine takes: what libvirt's machines take with the controllers that we expect.
@@ -27,6 +26,8 @@ const OFF: &str = "off";
 const HANG: &str = "hang";
 /// How often it is looked whether a machine still hangs.
 const LOOK: Duration = Duration::from_millis(50);
+/// How a machine is that is neither off nor hangs.
+const RUNNING: Power = Power::Running { executing: true };
 
 /// Machines that are only told of, below a root directory.
 pub struct Simulated {
@@ -39,6 +40,10 @@ pub struct Simulated {
 struct Note {
     path: PathBuf,
     read_only: bool,
+}
+
+fn facts(power: Power) -> NodeFacts {
+    NodeFacts { power, max_disks: Some(MAX_DISKS), host: None }
 }
 
 fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
@@ -61,18 +66,18 @@ impl Simulated {
     }
 
     /// Returns once the machine does not hang, with how it is. One that is off has lost its disks.
-    async fn state(&self, node: Uuid) -> Result<NodeState> {
+    async fn state(&self, node: Uuid) -> Result<Power> {
         let dir = self.dir(node);
         while dir.join(HANG).exists() {
             tokio::time::sleep(LOOK).await;
         }
         if !dir.join(OFF).exists() {
-            return Ok(NodeState::Running);
+            return Ok(RUNNING);
         }
         for disk in disks(&dir)? {
             remove(&disk)?;
         }
-        Ok(NodeState::Off)
+        Ok(Power::Off { ended: true })
     }
 
     fn has(&self, node: Uuid, disk: &Disk) -> bool {
@@ -117,18 +122,27 @@ impl Hypervisor for Simulated {
     }
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
-        Ok(NodeFacts { state: self.state(node).await?, max_disks: Some(MAX_DISKS) })
+        Ok(facts(self.state(node).await?))
+    }
+
+    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+        // One that hangs is not waited for.
+        let power = |node| match self.dir(node).join(OFF).exists() {
+            true => Power::Off { ended: true },
+            false => RUNNING,
+        };
+        Ok(nodes.iter().map(|node| (*node, facts(power(*node)))).collect())
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
-        let state = self.state(node).await?;
+        let power = self.state(node).await?;
         let mut present = HashSet::new();
         for disk in disks {
             if self.has(node, disk) {
                 present.insert(disk.uuid);
             }
         }
-        Ok(Presence { state, disks: present })
+        Ok(Presence { facts: facts(power), disks: present })
     }
 
     async fn plugged(&self) -> Result<Vec<Plugged>> {
@@ -142,14 +156,16 @@ impl Hypervisor for Simulated {
                 else {
                     continue;
                 };
-                all.push(Plugged { node, name: name.clone(), path: note.path, read_only: note.read_only });
+                let uuid = path.file_name().and_then(|name| name.to_str()?.parse().ok());
+                let (name, wwn) = (name.clone(), uuid.map(wwn));
+                all.push(Plugged { node, name, path: note.path, wwn, read_only: note.read_only });
             }
         }
         Ok(all)
     }
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        if self.state(node).await? == NodeState::Off {
+        if self.state(node).await? != RUNNING {
             return Err(HypervisorError::NotRunning(format!("the machine {node} is off")));
         }
         tokio::time::sleep(self.delay).await;
@@ -212,7 +228,7 @@ mod tests {
             (node, Some("/pool/volume"), true)
         );
         let presence = machines().presence(node, std::slice::from_ref(&disk)).await.unwrap();
-        assert_eq!((presence.state, presence.disks.contains(&disk.uuid)), (NodeState::Running, true));
+        assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));
         assert_eq!(machines().unplug(node, &disk).await.unwrap(), Unplugged::Gone);
         assert!(machines().plugged().await.unwrap().is_empty());
     }
@@ -225,7 +241,7 @@ mod tests {
         machines.plug(node, &disk).await.unwrap();
         machines.power_off(node).await.unwrap();
         let presence = machines.presence(node, std::slice::from_ref(&disk)).await.unwrap();
-        assert_eq!((presence.state, presence.disks.len()), (NodeState::Off, 0));
+        assert_eq!((presence.facts.power, presence.disks.len()), (Power::Off { ended: true }, 0));
         let refused = machines.plug(node, &disk).await.unwrap_err();
         assert!(matches!(refused, HypervisorError::NotRunning(_)), "{refused}");
     }

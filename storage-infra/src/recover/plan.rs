@@ -333,8 +333,13 @@ mod tests {
     }
 
     fn live(node: u128, path: &str) -> Live {
-        let plugged =
-            Plugged { node: Uuid::from_u128(node), name: "vm".into(), path: path.into(), read_only: false };
+        let plugged = Plugged {
+            node: Uuid::from_u128(node),
+            name: "vm".into(),
+            path: path.into(),
+            wwn: None,
+            read_only: false,
+        };
         Live { hypervisor: "h".into(), plugged }
     }
 

@@ -8,11 +8,12 @@ use infra_api::{AttachmentId, Change, EventKind, NodeSpec, NodeState, Problem, P
 use tokio_util::sync::CancellationToken;
 
 use super::attachments::Progress;
+use super::power::is_without_disks;
 use super::rounds::Rounds;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow};
-use crate::hypervisor::Unplugged;
 use crate::hypervisor::libvirt::LIBVIRT;
+use crate::hypervisor::{Power, Unplugged};
 
 /// How long a disk may take to leave by itself before its machine is switched off for it.
 const BY_ITSELF: Duration = Duration::from_secs(10);
@@ -51,8 +52,9 @@ impl Service {
         }
         let node = self.node_row(row.node).await?;
         let hypervisor = self.hypervisor(&node.spec.hypervisor)?;
-        if let Ok(facts) = hypervisor.describe(row.node).await
-            && is_without_disks(facts.state)
+        let facts = hypervisor.describe(row.node).await.ok();
+        if let Some(facts) = &facts
+            && is_without_disks(self.judge(&node, facts).await?.0)
         {
             return Ok(());
         }
@@ -66,6 +68,9 @@ impl Service {
             );
             Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Attachment, id))
         })?;
+        if facts.is_some_and(|facts| facts.power == (Power::Saved { kept: true })) {
+            self.note_discarded(row.node).await?;
+        }
         tracing::warn!(node = %row.node, %name, "switched off");
         self.0.metrics.fenced();
         self.emit(EventKind::Node, row.node, Change::Updated);
@@ -74,7 +79,7 @@ impl Service {
 
     /// Takes back that a disk is gone with its machine, where another hypervisor may have the machine: it was moved there
     /// behind our back, with its disks. A hypervisor that has it, but off, is believed unless another says that it runs.
-    pub(super) async fn unless_moved(&self, node: &NodeRow) -> Result<Unplugged> {
+    pub(super) async fn unless_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
         let own = self.hypervisor(&node.spec.hypervisor)?;
         let others: Vec<_> = self
             .0
@@ -84,22 +89,15 @@ impl Service {
                 **name != node.spec.hypervisor && other.kind() == own.kind() && own.kind() == LIBVIRT
             })
             .collect();
-        let state = match others.is_empty() {
-            true => NodeState::Running,
-            false => own.describe(node.uuid).await?.state,
-        };
-        let gone = match state {
-            NodeState::Running | NodeState::Unknown => return Ok(Unplugged::Gone),
-            NodeState::Off => false,
-            NodeState::Gone => true,
-        };
         for (name, other) in others {
-            let why = match other.describe(node.uuid).await.map(|facts| facts.state) {
-                Ok(NodeState::Off | NodeState::Gone) => continue,
-                Ok(NodeState::Running | NodeState::Unknown) => {
-                    format!("runs on hypervisor {name}: register it there")
+            let why = match other.describe(node.uuid).await.map(|facts| facts.power) {
+                Ok(Power::Off { .. } | Power::Gone) => continue,
+                Ok(power @ (Power::Running { .. } | Power::Saved { .. })) => {
+                    format!("is {} on hypervisor {name}: register it there", power.state())
                 }
-                Err(error) if gone => format!("may run on hypervisor {name}, which cannot be asked: {error}"),
+                Err(error) if state == NodeState::Gone => {
+                    format!("may run on hypervisor {name}, which cannot be asked: {error}")
+                }
                 Err(_) => continue,
             };
             let NodeSpec { name: machine, hypervisor, .. } = &node.spec;
@@ -143,13 +141,5 @@ impl Service {
             self.0.tasks.spawn(async move { service.resume(&row).await });
         }
         Ok(())
-    }
-}
-
-/// Whether a machine that is so has no disks.
-pub(super) fn is_without_disks(state: NodeState) -> bool {
-    match state {
-        NodeState::Off | NodeState::Gone => true,
-        NodeState::Running | NodeState::Unknown => false,
     }
 }

@@ -15,6 +15,7 @@ mod monitor;
 mod nodes;
 mod placing;
 mod pools;
+mod power;
 mod problems;
 mod qos;
 mod records;
@@ -62,6 +63,7 @@ struct Inner {
     /// Held while what is due is noted with the bytes of volumes.
     noting: Arc<tokio::sync::Mutex<()>>,
     troubles: Mutex<monitor::Troubles>,
+    power: Mutex<power::Memory>,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
     metrics: Metrics,
@@ -87,6 +89,7 @@ impl Service {
             filling: filling::Filling::default(),
             noting: Arc::default(),
             troubles: Mutex::default(),
+            power: Mutex::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
             metrics,

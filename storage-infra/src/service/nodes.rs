@@ -5,9 +5,9 @@ use std::time::Duration;
 use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, Problem, ProblemCode, What};
 use uuid::Uuid;
 
+use super::power::is_without_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
-use crate::hypervisor::NodeFacts;
 use crate::hypervisor::libvirt::LIBVIRT;
 
 /// How long a hypervisor may take to say how a virtual machine is.
@@ -44,15 +44,19 @@ impl Service {
     async fn to_node(&self, row: NodeRow) -> Node {
         let asked = match self.hypervisor(&row.spec.hypervisor) {
             Ok(hypervisor) => match tokio::time::timeout(PATIENCE, hypervisor.describe(row.uuid)).await {
-                Ok(facts) => facts.map_err(|error| error.to_string()),
+                Ok(Ok(facts)) => Ok(facts),
+                Ok(Err(error)) => Err(error.to_string()),
                 Err(_) => Err(format!("no answer from {} within {PATIENCE:?}", row.spec.hypervisor)),
             },
             Err(failure) => Err(failure.0.detail.clone()),
         };
+        let max_disks = asked.as_ref().ok().and_then(|facts| facts.max_disks);
+        let judged = match asked {
+            Ok(facts) => self.judge(&row, &facts).await.map_err(|failure| failure.0.detail.clone()),
+            Err(why) => Err(why),
+        };
+        let (state, message) = judged.unwrap_or_else(|why| (NodeState::Unknown, Some(why)));
         let NodeSpec { name, hypervisor, zone, labels } = row.spec;
-        let message = asked.as_ref().err().cloned();
-        let NodeFacts { state, max_disks } =
-            asked.unwrap_or(NodeFacts { state: NodeState::Unknown, max_disks: None });
         Node { uuid: row.uuid, name, hypervisor, zone, labels, state, max_disks, message }
     }
 
@@ -101,23 +105,24 @@ impl Service {
     /// The hypervisor that a machine has left with its disks: it runs where it is to be registered now, and not there.
     async fn has_moved(&self, uuid: Uuid, spec: &NodeSpec) -> Result<Option<String>> {
         let before = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await?;
-        let Some(before) = before.map(|row| row.spec.hypervisor).filter(|old| *old != spec.hypervisor) else {
+        let Some(before) = before.filter(|row| row.spec.hypervisor != spec.hypervisor) else {
             return Ok(None);
         };
-        let state = async |name: &str| -> Result<NodeState> {
-            let hypervisor = self.hypervisor(name)?;
+        let now = NodeRow { uuid, spec: spec.clone() };
+        let state = async |row: &NodeRow| -> Result<NodeState> {
+            let hypervisor = self.hypervisor(&row.spec.hypervisor)?;
             // Others call any machine running: nothing follows from that.
             match hypervisor.kind() == LIBVIRT {
-                true => Ok(hypervisor.describe(uuid).await?.state),
+                true => Ok(self.judge(row, &hypervisor.describe(uuid).await?).await?.0),
                 false => Ok(NodeState::Unknown),
             }
         };
         // Where one cannot be asked, nothing is known.
-        let (Ok(then), Ok(now)) = (state(&before).await, state(&spec.hypervisor).await) else {
+        let (Ok(then), Ok(now)) = (state(&before).await, state(&now).await) else {
             return Ok(None);
         };
-        let left = matches!(then, NodeState::Off | NodeState::Gone) && now == NodeState::Running;
-        Ok(left.then_some(before))
+        let left = is_without_disks(then) && now == NodeState::Running;
+        Ok(left.then_some(before.spec.hypervisor))
     }
 
     /// Forgets a node. Its disks must be detached, or its hypervisor must confirm that the machine is gone.
@@ -131,7 +136,8 @@ impl Service {
                 .await?;
             let (Some(row), attachments) = found else { return Ok(false) };
             if !attachments.is_empty() {
-                let state = service.hypervisor(&row.spec.hypervisor)?.describe(uuid).await?.state;
+                let facts = service.hypervisor(&row.spec.hypervisor)?.describe(uuid).await?;
+                let (state, _) = service.judge(&row, &facts).await?;
                 if state != NodeState::Gone {
                     let volumes: Vec<&str> = attachments.iter().map(|a| a.volume.as_str()).collect();
                     let detail = format!(

@@ -5,8 +5,8 @@ use infra_api::{
     Access, NodeSpec, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec, VolumeState, What,
 };
 
-use super::fencing::is_without_disks;
 use super::pools::{pool_of, pool_record};
+use super::power::is_without_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
@@ -177,9 +177,9 @@ impl Service {
             let disk = due.disk_of(&one, self.engine_of(&due.pool).source(&due.row.id));
             let uuid = disk.uuid;
             let presence = self.hypervisor(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
-            let has = presence.disks.contains(&uuid) && !is_without_disks(presence.state);
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
-            if has || self.unless_moved(&node).await? != Unplugged::Gone {
+            let has = presence.disks.contains(&uuid) && !is_without_disks(presence.facts.power.state());
+            if has || self.prove_off(&node, &presence.facts).await? != Unplugged::Gone {
                 there.push(one);
             }
         }

@@ -164,7 +164,8 @@ fn run(dir: &Path, host: Uuid) -> Child {
     for (host, own) in PRIVATE {
         script.push_str(&format!("mount --bind '{}' {host}\n", dir.join(own).display()));
     }
-    script.push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
+    script
+        .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
     let log = fs::File::options().create(true).append(true).open(dir.join("libvirtd.log")).unwrap();
     let mut command = Command::new("unshare");
     command.args(["--mount", "--propagation", "slave", "/bin/sh", "-c", &script]);

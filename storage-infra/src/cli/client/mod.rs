@@ -1,6 +1,7 @@
 //! The client's verbs, over the same REST API that everyone uses; one module for each kind of object.
 
 mod attachments;
+mod hypervisors;
 mod nodes;
 mod pools;
 mod snapshots;
@@ -56,6 +57,11 @@ pub(super) enum Verb {
         #[command(subcommand)]
         verb: nodes::NodeVerb,
     },
+    /// Hypervisors: what runs virtual machines.
+    Hypervisor {
+        #[command(subcommand)]
+        verb: hypervisors::HypervisorVerb,
+    },
     /// Attachments: disks in virtual machines.
     Attachment {
         #[command(subcommand)]
@@ -95,6 +101,7 @@ pub(super) async fn run(verb: Verb) -> anyhow::Result<()> {
         Verb::Volume { verb } => volumes::run(verb).await,
         Verb::Snapshot { verb } => snapshots::run(verb).await,
         Verb::Node { verb } => nodes::run(verb).await,
+        Verb::Hypervisor { verb } => hypervisors::run(verb).await,
         Verb::Attachment { verb } => attachments::run(verb).await,
         Verb::Capacity { pool, zone, labels, client } => {
             let query = CapacityQuery { pool, zone, labels: labels.into_iter().collect() };

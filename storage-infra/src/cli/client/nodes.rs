@@ -31,6 +31,13 @@ pub(in crate::cli) enum NodeVerb {
         #[command(flatten)]
         client: ClientArgs,
     },
+    /// Say that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free.
+    DiscardSavedState {
+        /// Its UUID.
+        uuid: Uuid,
+        #[command(flatten)]
+        client: ClientArgs,
+    },
     /// Forget a node without disks, or one whose machine is gone.
     Remove {
         /// Its UUID.
@@ -48,6 +55,10 @@ pub(super) async fn run(verb: NodeVerb) -> anyhow::Result<()> {
             output::one(client.output, &client.connect()?.put_node(uuid, &spec).await?)
         }
         NodeVerb::List { client } => output::many(client.output, &client.connect()?.list_nodes().await?),
+        NodeVerb::DiscardSavedState { uuid, client } => {
+            client.connect()?.discard_saved_state(uuid).await?;
+            output::done(client.output, &format!("the saved state of node {uuid} does not count any more"))
+        }
         NodeVerb::Remove { uuid, client } => {
             client.connect()?.delete_node(uuid).await?;
             output::done(client.output, &format!("node {uuid} removed"))

@@ -9,6 +9,7 @@ use virt::connect::Connect;
 use virt::error::Error;
 
 use super::Session;
+use super::xml::host_uuid;
 use crate::hypervisor::{HypervisorError, Result};
 
 /// How many connections are kept open while nobody uses them.
@@ -19,7 +20,13 @@ const KEPT: usize = 8;
 pub(super) struct Connections {
     uri: String,
     /// Those that nobody uses now.
-    idle: Arc<Mutex<Vec<Connect>>>,
+    idle: Arc<Mutex<Vec<Open>>>,
+}
+
+/// An open connection, and the host that it is to.
+struct Open {
+    connection: Connect,
+    host: Option<Uuid>,
 }
 
 impl Connections {
@@ -35,12 +42,13 @@ impl Connections {
     {
         let (uri, idle) = (self.uri.clone(), self.idle.clone());
         let task = tokio::task::spawn_blocking(move || {
-            let session = Session { connection: connect(&uri, &idle)?, uri };
+            let Open { connection, host } = connect(&uri, &idle)?;
+            let session = Session { connection, uri, host };
             let result = work(&session);
             let mut idle = idle.lock().unwrap_or_else(PoisonError::into_inner);
             // One that is lost is not used again.
             if idle.len() < KEPT && !matches!(result, Err(HypervisorError::Unreachable(_))) {
-                idle.push(session.connection);
+                idle.push(Open { connection: session.connection, host });
             }
             result
         });
@@ -55,12 +63,12 @@ impl Connections {
 }
 
 /// A connection that lives: one that is idle, or a new one.
-fn connect(uri: &str, idle: &Mutex<Vec<Connect>>) -> Result<Connect> {
+fn connect(uri: &str, idle: &Mutex<Vec<Open>>) -> Result<Open> {
     start_event_loop();
     let take = || idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
-    while let Some(connection) = take() {
-        if connection.is_alive().unwrap_or(false) {
-            return Ok(connection);
+    while let Some(open) = take() {
+        if open.connection.is_alive().unwrap_or(false) {
+            return Ok(open);
         }
     }
     let unreachable = |e: Error| HypervisorError::Unreachable(format!("libvirt at {uri}: {}", e.message()));
@@ -69,8 +77,10 @@ fn connect(uri: &str, idle: &Mutex<Vec<Connect>>) -> Result<Connect> {
     if let Err(error) = fresh.set_keep_alive(5, 3) {
         tracing::debug!(%error, %uri, "no keep-alive");
     }
-    tracing::info!(%uri, "connected to libvirt");
-    Ok(fresh)
+    let capabilities = fresh.capabilities().map_err(unreachable)?;
+    let host = host_uuid(&capabilities);
+    tracing::info!(%uri, ?host, "connected to libvirt");
+    Ok(Open { connection: fresh, host })
 }
 
 /// Whose turn it is with a machine.

@@ -1,13 +1,39 @@
 //! What is plugged into all domains of a daemon, whoever plugged it.
 
+use std::collections::{HashMap, HashSet};
+
+use uuid::Uuid;
 use virt::error::ErrorNumber;
 use virt::sys;
 
 use super::xml::LiveDomain;
 use super::{Session, is};
-use crate::hypervisor::{HypervisorError, Plugged, Result};
+use crate::hypervisor::{HypervisorError, NodeFacts, Plugged, Power, Result, wwn};
 
 impl Session {
+    /// How these domains are. One question tells of all that run; the others are asked for one by one.
+    pub(super) fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+        let running = self
+            .connection
+            .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_RUNNING)
+            .map_err(|e| self.error("list the domains that run", &e))?;
+        let running: HashSet<Uuid> = running.iter().filter_map(|domain| domain.uuid().ok()).collect();
+        let mut found = HashMap::new();
+        for node in nodes {
+            let facts = match running.contains(node) {
+                true => self.facts(Power::Running { executing: true }, None),
+                // One that cannot be read says nothing about the others.
+                false => match self.snapshot(*node) {
+                    Ok(now) => self.facts(now.power, None),
+                    Err(HypervisorError::Unreachable(why)) => return Err(HypervisorError::Unreachable(why)),
+                    Err(_) => continue,
+                },
+            };
+            found.insert(*node, facts);
+        }
+        Ok(found)
+    }
+
     /// The files that active domains have as disks, by their live XML.
     pub(super) fn plugged(&self) -> Result<Vec<Plugged>> {
         let domains = self
@@ -29,7 +55,8 @@ impl Session {
             })?;
             found.extend(live.disks.into_iter().filter_map(|disk| {
                 let path = disk.file?.into();
-                Some(Plugged { node, name: name.clone(), path, read_only: disk.read_only })
+                let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
+                Some(Plugged { node, name, path, wwn, read_only: disk.read_only })
             }));
         }
         Ok(found)

@@ -9,11 +9,11 @@ mod listing;
 mod virsh;
 mod xml;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use infra_api::NodeState;
 use tokio::sync::Semaphore;
 use uuid::Uuid;
 use virt::connect::Connect;
@@ -24,7 +24,7 @@ use virt::domain::{
 use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
-use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Presence, Result, Unplugged};
+use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Unplugged};
 use connections::{Connections, Turns};
 use xml::{LiveDomain, NoPlace};
 
@@ -59,16 +59,46 @@ pub struct Libvirt {
 
 /// A domain's live state at one moment.
 struct Snapshot {
-    state: NodeState,
-    paused: bool,
+    power: Power,
     live: LiveDomain,
 }
 
 impl Snapshot {
-    /// Of a domain that does not run, so has no disks.
-    fn bare(state: NodeState) -> Self {
-        Self { state, paused: false, live: LiveDomain::default() }
+    /// Of a domain that does not run, so has no disks in its live state.
+    fn bare(power: Power) -> Self {
+        Self { power, live: LiveDomain::default() }
     }
+
+    fn is_running(&self) -> bool {
+        matches!(self.power, Power::Running { .. })
+    }
+}
+
+/// How a domain is that does not run, by whether libvirt keeps its saved memory and by why it stopped. None where it went
+/// to another host. libvirt forgets the reason when it is started anew.
+fn at_rest(kept: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
+    let DomainStateReasonEnum::Known(DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(reason))) =
+        reason
+    else {
+        return Some(if kept { Power::Saved { kept } } else { Power::Off { ended: false } });
+    };
+    match reason {
+        _ if kept => Some(Power::Saved { kept }),
+        DomainShutoffReason::Saved => Some(Power::Saved { kept }),
+        DomainShutoffReason::Migrated => None,
+        DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => Some(Power::Off { ended: true }),
+        // One that failed may have failed to go on from its saved memory, which is still there.
+        DomainShutoffReason::Unknown
+        | DomainShutoffReason::Crashed
+        | DomainShutoffReason::Failed
+        | DomainShutoffReason::FromSnapshot
+        | DomainShutoffReason::Daemon => Some(Power::Off { ended: false }),
+    }
+}
+
+/// Only a running domain's XML was read.
+fn max_disks(now: &Snapshot) -> Option<u32> {
+    now.is_running().then(|| now.live.max_disks())
 }
 
 /// Whether an error means that the daemon was not asked, or that its answer was lost.
@@ -111,11 +141,12 @@ impl Libvirt {
             .await
     }
 
-    async fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
+    /// A domain's live state, and the host that says so.
+    async fn snapshot(&self, node: Uuid) -> Result<(Snapshot, Option<Uuid>)> {
         let turn = self.looks.wait(node).await;
         self.with(move |session| {
             let _turn = turn;
-            session.snapshot(node)
+            Ok((session.snapshot(node)?, session.host))
         })
         .await
     }
@@ -135,6 +166,7 @@ impl Libvirt {
 struct Session {
     connection: Connect,
     uri: String,
+    host: Option<Uuid>,
 }
 
 impl Session {
@@ -158,32 +190,32 @@ impl Session {
 
     fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
         let bare = Snapshot::bare;
-        let Some(domain) = self.domain(node)? else { return Ok(bare(NodeState::Gone)) };
+        let Some(domain) = self.domain(node)? else { return Ok(bare(Power::Gone)) };
         let active = |what| match domain.is_active() {
             Ok(active) => Ok(Some(active)),
             Err(error) if is(&error, ErrorNumber::NoDomain) => Ok(None),
             Err(error) => Err(self.error(what, &error)),
         };
         match active("read whether the domain runs")? {
-            None => return Ok(bare(NodeState::Gone)),
+            None => return Ok(bare(Power::Gone)),
             Some(false) => return self.at_rest(node, &domain),
             Some(true) => {}
         }
-        let paused = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Paused), _)));
+        let executing = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Running), _)));
         let text = match domain.xml_desc(0) {
             Ok(text) => text,
-            Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(bare(NodeState::Gone)),
+            Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(bare(Power::Gone)),
             Err(error) => return Err(self.error(&format!("read the domain {node}"), &error)),
         };
         // The XML of a domain that went off meanwhile is its configuration, not what lives.
         match active("read whether the domain still runs")? {
-            None => Ok(bare(NodeState::Gone)),
+            None => Ok(bare(Power::Gone)),
             Some(false) => self.at_rest(node, &domain),
             Some(true) => {
                 let live = LiveDomain::parse(&text).map_err(|why| {
                     HypervisorError::Uncertain(format!("the XML of domain {node} cannot be read: {why}"))
                 })?;
-                Ok(Snapshot { state: NodeState::Running, paused, live })
+                Ok(Snapshot { power: Power::Running { executing }, live })
             }
         }
     }
@@ -191,24 +223,26 @@ impl Session {
     /// A domain that does not run. One that was saved, or went to another host, will go on with the disks that it had, and
     /// so has them still.
     fn at_rest(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
-        let migrated =
-            DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(DomainShutoffReason::Migrated));
-        let keeps = match (domain.has_managed_save(0), domain.state()) {
-            (Ok(true), _) => format!(
-                "is saved with its disks: start it, or drop what is saved (virsh managedsave-remove {node})"
-            ),
-            (_, Ok((_, DomainStateReasonEnum::Known(reason)))) if reason == migrated => {
-                "has gone to another host with its disks: register the node with the hypervisor that it is on now".to_owned()
-            }
-            (Ok(false), Ok(_)) => return Ok(Snapshot::bare(NodeState::Off)),
+        match (domain.has_managed_save(0), domain.state()) {
+            (Ok(kept), Ok((_, reason))) => match at_rest(kept, &reason) {
+                Some(power) => Ok(Snapshot::bare(power)),
+                None => Err(HypervisorError::Uncertain(format!(
+                    "libvirt at {}: the domain {node} has gone to another host with its disks: register the node with the \
+                     hypervisor that it is on now",
+                    self.uri
+                ))),
+            },
             (Err(error), _) | (_, Err(error)) if is(&error, ErrorNumber::NoDomain) => {
-                return Ok(Snapshot::bare(NodeState::Gone));
+                Ok(Snapshot::bare(Power::Gone))
             }
             (Err(error), _) | (_, Err(error)) => {
-                return Err(self.error(&format!("read how the domain {node} ended"), &error));
+                Err(self.error(&format!("read how the domain {node} ended"), &error))
             }
-        };
-        Err(HypervisorError::Uncertain(format!("libvirt at {}: the domain {node} {keeps}", self.uri)))
+        }
+    }
+
+    fn facts(&self, power: Power, max_disks: Option<u32>) -> NodeFacts {
+        NodeFacts { power, max_disks, host: self.host }
     }
 
     fn power_off(&self, node: Uuid) -> Result<()> {
@@ -224,12 +258,13 @@ impl Session {
         if domain.has_managed_save(0).unwrap_or(false) {
             domain.managed_save_remove(0).or_else(fine)?;
         }
-        match self.snapshot(node)?.state {
-            NodeState::Running | NodeState::Unknown => Err(HypervisorError::Uncertain(format!(
+        match self.snapshot(node)?.power {
+            Power::Running { .. } => Err(HypervisorError::Uncertain(format!(
                 "libvirt at {}: the domain {node} was switched off and runs again; is somebody starting it?",
                 self.uri
             ))),
-            NodeState::Off | NodeState::Gone => Ok(()),
+            // What it saved to a file may still be used; whoever wants its disks looks at that.
+            Power::Off { .. } | Power::Saved { .. } | Power::Gone => Ok(()),
         }
     }
 
@@ -256,17 +291,18 @@ impl Session {
         if before.live.find(disk.uuid).is_some() {
             return Ok(());
         }
-        let not_running = |state| {
+        let not_running = |power: Power| {
+            let state = power.state();
             HypervisorError::NotRunning(format!("libvirt at {}: the domain {node} is {state}", self.uri))
         };
-        if before.state != NodeState::Running {
-            return Err(not_running(before.state));
+        if !before.is_running() {
+            return Err(not_running(before.power));
         }
         let text = before.live.disk_xml(disk).map_err(|why| match why {
             NoPlace::Full(why) => HypervisorError::Full(format!("domain {node}: {why}")),
             NoPlace::Unfit(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
         })?;
-        let Some(domain) = self.domain(node)? else { return Err(not_running(NodeState::Gone)) };
+        let Some(domain) = self.domain(node)? else { return Err(not_running(Power::Gone)) };
         let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
         if let Err(error) = &outcome
             && lost(&self.connection, error)
@@ -274,8 +310,9 @@ impl Session {
             return Err(self.error(&format!("plug the disk {} into domain {node}", disk.uuid), error));
         }
         let after = self.settled(node)?;
-        if after.state != NodeState::Running {
-            return Err(not_running(after.state));
+        if !after.is_running() {
+            // It may have been saved with the disk.
+            return Err(HypervisorError::Uncertain(not_running(after.power).to_string()));
         }
         match (after.live.find(disk.uuid), outcome) {
             (Some(_), _) => Ok(()),
@@ -310,8 +347,8 @@ impl Session {
 
     fn resize(&self, node: Uuid, disk: Uuid, bytes: u64) -> Result<()> {
         let now = self.snapshot(node)?;
-        if now.state != NodeState::Running {
-            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.state)));
+        if !now.is_running() {
+            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.power.state())));
         }
         let (Some(found), Some(domain)) = (now.live.find(disk), self.domain(node)?) else {
             return Err(HypervisorError::Refused(format!("the domain {node} does not have the disk {disk}")));
@@ -338,17 +375,21 @@ impl Hypervisor for Libvirt {
     }
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
-        let Snapshot { state, live, .. } = self.snapshot(node).await?;
-        // Only a running domain's XML was read.
-        let max_disks = (state == NodeState::Running).then(|| live.max_disks());
-        Ok(NodeFacts { state, max_disks })
+        let (now, host) = self.snapshot(node).await?;
+        Ok(NodeFacts { power: now.power, max_disks: max_disks(&now), host })
+    }
+
+    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+        let nodes = nodes.to_vec();
+        self.with(move |session| session.survey(&nodes)).await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
-        let now = self.snapshot(node).await?;
+        let (now, host) = self.snapshot(node).await?;
         let disks =
             disks.iter().map(|disk| disk.uuid).filter(|uuid| now.live.find(*uuid).is_some()).collect();
-        Ok(Presence { state: now.state, disks })
+        let facts = NodeFacts { power: now.power, max_disks: max_disks(&now), host };
+        Ok(Presence { facts, disks })
     }
 
     async fn plugged(&self) -> Result<Vec<Plugged>> {
@@ -385,11 +426,11 @@ impl Hypervisor for Libvirt {
             while asked.elapsed() < ASK_AGAIN {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
-                let now = self.snapshot(node).await?;
+                let (now, _) = self.snapshot(node).await?;
                 if now.live.find(uuid).is_none() {
                     return Ok(Unplugged::Gone);
                 }
-                paused = now.paused;
+                paused = matches!(now.power, Power::Running { executing: false });
             }
             if start.elapsed() > PATIENCE {
                 return Ok(Unplugged::StillThere(format!(
@@ -407,9 +448,9 @@ impl Hypervisor for Libvirt {
     }
 
     async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        let now = self.snapshot(node).await?;
-        if now.state != NodeState::Running {
-            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.state)));
+        let (now, _) = self.snapshot(node).await?;
+        if !now.is_running() {
+            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.power.state())));
         }
         let Some(found) = now.live.find(disk.uuid) else {
             return Err(HypervisorError::Refused(format!(

@@ -159,6 +159,13 @@ impl LiveDomain {
     }
 }
 
+/// The host's UUID in libvirt's capabilities.
+pub(super) fn host_uuid(capabilities: &str) -> Option<Uuid> {
+    let document = roxmltree::Document::parse(capabilities).ok()?;
+    let host = document.root_element().children().find(|node| node.has_tag_name("host"))?;
+    host.children().find(|node| node.has_tag_name("uuid"))?.text()?.trim().parse().ok()
+}
+
 /// The limits of a disk; nothing where there are none.
 fn iotune(qos: &Qos) -> String {
     if qos.is_unlimited() {
@@ -265,6 +272,16 @@ mod tests {
         let all: String = (0..TARGETS).map(place).collect();
         let full = domain(&format!("{CONTROLLER}{all}"));
         assert!(full.max_disks() == 0 && matches!(full.disk_xml(&disk("/v", false)), Err(NoPlace::Full(_))));
+    }
+
+    #[test]
+    fn the_host_of_a_daemon_is_read_from_its_capabilities() {
+        let uuid = Uuid::from_u128(7);
+        let text = |host: &str| {
+            format!("<capabilities><host>{host}<cpu/></host><guest><uuid>x</uuid></guest></capabilities>")
+        };
+        assert_eq!(host_uuid(&text(&format!("<uuid>{uuid}</uuid>"))), Some(uuid));
+        assert_eq!((host_uuid(&text("")), host_uuid("")), (None, None));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use uuid::Uuid;
 
 use super::{Parts, describe};
 use crate::catalog::AttachmentRow;
-use crate::hypervisor::{Disk, Hypervisor, HypervisorError};
+use crate::hypervisor::{Disk, Hypervisor, HypervisorError, Power};
 use crate::service::{Result, Service};
 
 impl Service {
@@ -52,7 +52,7 @@ impl Service {
         let disks: Vec<Disk> =
             parts.iter().map(|p| p.disk(self.engine_of(&p.pool).source(&p.volume.id))).collect();
         let presence = self.hypervisor(&row.spec.hypervisor)?.presence(node, &disks).await?;
-        if presence.state != infra_api::NodeState::Running {
+        if !matches!(presence.facts.power, Power::Running { .. }) {
             return Ok((row.spec.name, Vec::new()));
         }
         let gone = |parts: &Parts| !presence.disks.contains(&parts.volume.disk_uuid);

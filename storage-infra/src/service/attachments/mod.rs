@@ -9,6 +9,7 @@
 mod live;
 mod operations;
 mod plugging;
+mod proof;
 mod unplugging;
 
 use std::time::Duration;

@@ -48,6 +48,7 @@ impl Service {
                 self.emit(EventKind::Attachment, id, Change::Created);
             }
         }
+        let is_new = matches!(admission, Admission::New(_));
         let row = admission.row();
         let _lock = self.0.locks.lock(row.volume.as_str()).await;
         let key = id.clone();
@@ -63,13 +64,14 @@ impl Service {
         if by_catalog && parts.row.state == AttachmentState::Attached {
             self.tell_if_lost(&parts.row).await;
         }
-        match self.plug(&parts).await {
+        match self.plug(&parts, is_new).await {
             Ok(()) => {
                 if parts.row.state != AttachmentState::Attached || parts.row.message.is_some() {
                     self.set_state(id, AttachmentState::Attached, None).await?;
                     tracing::info!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, "attached");
                 }
                 self.disk_is_not_lost(id);
+                self.has_run(parts.row.node);
                 parts.row.state = AttachmentState::Attached;
                 parts.row.message = None;
                 Ok(Progress::Plugged(parts.to_attachment()))
@@ -105,7 +107,7 @@ impl Service {
         }
     }
 
-    async fn plug(&self, parts: &Parts) -> Result<(), PlugError> {
+    async fn plug(&self, parts: &Parts, is_new: bool) -> Result<(), PlugError> {
         let name = Object::Volume(parts.volume.id.clone());
         let source = self
             .engine::<_, Failure, _>(self.engine_of(&parts.pool), move |engine| Ok(engine.locate(&name)?))
@@ -113,11 +115,12 @@ impl Service {
             .map_err(PlugError::Unknown)?;
         let hypervisor = self.hypervisor(&parts.node.spec.hypervisor).map_err(PlugError::Unknown)?;
         self.note_plug(parts).await?;
-        let Err(error) = hypervisor.plug(parts.row.node, &parts.disk(source)).await else { return Ok(()) };
+        let disk = parts.disk(source);
+        let Err(error) = hypervisor.plug(parts.row.node, &disk).await else { return Ok(()) };
         let nothing = match &error {
-            // An earlier plug may have worked before the machine was moved.
+            // An earlier plug may have worked before the VM was moved or saved.
             HypervisorError::NotRunning(_) => {
-                matches!(self.unless_moved(&parts.node).await, Ok(Unplugged::Gone))
+                is_new || matches!(self.prove_unplugged(parts, &disk).await, Ok(Unplugged::Gone))
             }
             HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
             HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => false,

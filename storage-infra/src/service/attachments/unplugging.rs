@@ -35,15 +35,15 @@ impl Service {
             parts.row.state = AttachmentState::Detaching;
         }
         let source = self.engine_of(&parts.pool).source(&parts.volume.id);
+        let disk = parts.disk(source);
         let unplugged = match self.hypervisor(&parts.node.spec.hypervisor) {
-            Ok(hypervisor) => hypervisor
-                .unplug(parts.row.node, &parts.disk(source))
-                .await
-                .map_err(|error| describe(error, &parts)),
+            Ok(hypervisor) => {
+                hypervisor.unplug(parts.row.node, &disk).await.map_err(|error| describe(error, &parts))
+            }
             Err(failure) => Err(failure),
         };
         let unplugged = match unplugged {
-            Ok(Unplugged::Gone) => self.unless_moved(&parts.node).await,
+            Ok(Unplugged::Gone) => self.prove_unplugged(&parts, &disk).await,
             other => other,
         };
         let why = match unplugged {

@@ -125,6 +125,10 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         let (service, stop) = (service.clone(), stop.clone());
         async move { service.keep_known(stop).await }
     });
+    let comparing = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_compared(stop).await }
+    });
     let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
 
     let ended = tokio::select! {
@@ -137,7 +141,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        let _ = tokio::join!(repairing, releasing, watching, knowing, reloading);
+        let _ = tokio::join!(repairing, releasing, watching, knowing, comparing, reloading);
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {

@@ -50,6 +50,8 @@ struct Inner {
     repairs: Counter,
     fences: Counter,
     hypervisors: Family<HypervisorLabels, Gauge>,
+    unwanted: Family<HypervisorLabels, Gauge>,
+    unplugged: Counter,
     capacity: PoolGauge,
     reserved: PoolGauge,
     used: PoolGauge,
@@ -79,6 +81,18 @@ impl Default for Metrics {
         );
         let hypervisors = Family::default();
         registry.register("hypervisor_reachable", "1 where the hypervisor answers", hypervisors.clone());
+        let unwanted = Family::default();
+        registry.register(
+            "unwanted_disks",
+            "Disks of volumes that virtual machines have and no attachment stands for",
+            unwanted.clone(),
+        );
+        let unplugged = Counter::default();
+        registry.register(
+            "unwanted_disks_unplugged",
+            "Disks unplugged that no attachment stood for",
+            unplugged.clone(),
+        );
         let mut pool = |name: &str, help: &str, unit: Option<Unit>| {
             let gauge = PoolGauge::default();
             match unit {
@@ -107,6 +121,8 @@ impl Default for Metrics {
             repairs,
             fences,
             hypervisors,
+            unwanted,
+            unplugged,
             capacity,
             reserved,
             used,
@@ -142,6 +158,17 @@ impl Metrics {
     pub fn set_hypervisor(&self, name: &str, reachable: bool) {
         let labels = HypervisorLabels { hypervisor: name.to_owned() };
         self.0.hypervisors.get_or_create(&labels).set(i64::from(reachable));
+    }
+
+    /// Notes how many disks a hypervisor has that no attachment stands for.
+    pub fn set_unwanted(&self, hypervisor: &str, disks: usize) {
+        let labels = HypervisorLabels { hypervisor: hypervisor.to_owned() };
+        self.0.unwanted.get_or_create(&labels).set(i64::try_from(disks).unwrap_or(i64::MAX));
+    }
+
+    /// Counts one of them that was unplugged.
+    pub fn unplugged_unwanted(&self) {
+        self.0.unplugged.inc();
     }
 
     /// Notes what the pools are like, and forgets those that are no more.

@@ -153,3 +153,39 @@ async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
     assert!(std::process::Command::new("kill").args(["-KILL", &lost[0]]).status().unwrap().success());
     all.is_detached().await;
 }
+
+#[tokio::test]
+async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
+    let all = Plugged::new().await;
+    let (client, id) = (&all.server.client, volume("v"));
+    // A person says that the saved state is not used any more, and uses it all the same.
+    let (name, file) = (all.name(0), all.libvirt.path("memory"));
+    all.libvirt.virsh(&["save", &name, text(&file)]);
+    all.is_kept("saved").await;
+    client.discard_saved_state(all.nodes[0]).await.unwrap();
+    all.is_detached().await;
+    all.libvirt.virsh(&["restore", text(&file)]);
+    assert!(all.libvirt.has(all.nodes[0], all.disk));
+    until("the disk is unplugged", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
+    let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
+    until("it is counted", async || metric("nestor_infra_unwanted_disks_unplugged_total 1").await).await;
+    let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
+    until("it is told", async || {
+        condition().await.message.is_some_and(|text| text.contains("no attachment"))
+    })
+    .await;
+    until("nothing is wrong", async || condition().await.healthy).await;
+
+    // Whoever plugged this one is not us.
+    all.libvirt.plug(all.nodes[0], &all.site.file(&id), Uuid::new_v4());
+    until("it is told", async || !condition().await.healthy).await;
+    let told = condition().await.message.unwrap();
+    assert!(told.contains("by hand") && told.contains(&all.name(0)), "{told}");
+    assert!(metric("nestor_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
+    let refused = client.attach(&attachment("c"), &writer(&id, all.nodes[1]), SOON).await;
+    assert_eq!(code(refused), ProblemCode::InUse);
+    assert_eq!(code(client.delete_volume(&id).await), ProblemCode::InUse);
+    all.libvirt.virsh(&["detach-disk", &name, "sdz", "--live"]);
+    until("nothing is wrong", async || condition().await.healthy).await;
+    client.attach(&attachment("d"), &writer(&id, all.nodes[1]), SOON).await.unwrap();
+}

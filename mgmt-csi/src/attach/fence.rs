@@ -78,7 +78,7 @@ impl Lost {
 }
 
 /// The machine that an order was made for.
-pub(super) fn machine_of(order: &VolumeAttachment) -> Option<&OwnerReference> {
+pub(crate) fn machine_of(order: &VolumeAttachment) -> Option<&OwnerReference> {
     let owners = order.metadata.owner_references.as_deref().unwrap_or_default();
     owners.iter().find(|owner| owner.kind == "VirtualMachine")
 }

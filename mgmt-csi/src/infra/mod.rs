@@ -13,8 +13,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::BoxStream;
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Event, List, Pool, Qos, Snapshot,
-    SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Event, List, Node, Pool, Qos,
+    Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -115,6 +115,9 @@ pub trait StorageInfra: Send + Sync + 'static {
         node: Option<Uuid>,
         deadline: Instant,
     ) -> Result<Vec<Attachment>, ReadError>;
+
+    /// One machine, with what its hypervisor says now, if it is registered.
+    async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError>;
 
     /// Changes as they happen, until the stream ends or fails. What happened before is read afterwards.
     async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble>;

@@ -8,7 +8,7 @@ use futures::StreamExt;
 use futures::stream::BoxStream;
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Client, ClientError, Event, List,
-    Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Node, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -154,6 +154,10 @@ impl StorageInfra for Rest {
         deadline: Instant,
     ) -> Result<Vec<Attachment>, ReadError> {
         self.by(deadline, self.0.list_attachments(node, None)).await
+    }
+
+    async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError> {
+        self.by(deadline, self.0.get_node(node)).await
     }
 
     async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble> {

@@ -7,6 +7,7 @@
 mod judge;
 mod metrics;
 pub mod orphans;
+mod power;
 mod strays;
 
 use std::collections::HashMap;
@@ -29,6 +30,7 @@ use kube_kit::queue::{Next, Queue, Retry};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use uuid::Uuid;
 
 use crate::attach::target::target_of;
 use crate::cluster::{self, Volumes};
@@ -61,6 +63,8 @@ enum Look {
     Attachment(AttachmentId),
     /// A volume that may not be well.
     Volume(VolumeId),
+    /// A node whose VM may be in another state.
+    Node(Uuid),
 }
 
 impl fmt::Display for Look {
@@ -69,6 +73,7 @@ impl fmt::Display for Look {
             Self::Everything => f.write_str("all attachments of the storage infra"),
             Self::Attachment(id) => write!(f, "attachment {id} of the storage infra"),
             Self::Volume(id) => write!(f, "volume {id} of the storage infra"),
+            Self::Node(uuid) => write!(f, "node {uuid} of the storage infra"),
         }
     }
 }
@@ -105,13 +110,20 @@ pub struct Repair {
     looks: Queue<Look>,
     /// Since when each attachment was seen without an order, and what was told of it.
     strays: Mutex<HashMap<AttachmentId, (Instant, Option<String>)>>,
+    states: power::States,
 }
 
 impl Repair {
     /// Registers the metrics.
     pub fn new(registry: &mut Registry, options: Options) -> Self {
         let metrics = Metrics::register(registry);
-        Self { options, metrics, looks: Queue::default(), strays: Mutex::default() }
+        Self {
+            options,
+            metrics,
+            looks: Queue::default(),
+            strays: Mutex::default(),
+            states: Default::default(),
+        }
     }
 
     /// What is to be told of the infra's news.
@@ -133,6 +145,11 @@ impl Repair {
                     looks.push(Look::Volume(id));
                 }
             }
+            News::One(Event { kind: EventKind::Node, id, change: Change::Updated }) => {
+                if let Ok(uuid) = id.parse() {
+                    looks.push(Look::Node(uuid));
+                }
+            }
             News::One(_) => {}
         }
     }
@@ -148,6 +165,7 @@ impl Repair {
                 Look::Everything => self.sweep(known).await,
                 Look::Attachment(id) => self.look_at_attachment(known, &id).await,
                 Look::Volume(id) => self.look_at_volume(known, &id).await,
+                Look::Node(uuid) => self.look_at_node(known, uuid).await,
             }
         };
         looker.run(LOOKS_AT_ONCE, Retry::default(), stop, work).await;

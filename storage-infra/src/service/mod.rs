@@ -24,6 +24,7 @@ mod reserving;
 mod room;
 mod rounds;
 mod snapshots;
+mod unwanted;
 mod volumes;
 
 use std::collections::{BTreeMap, HashMap};

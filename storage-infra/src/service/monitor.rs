@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::rounds::Rounds;
+use super::unwanted::Unwanted;
 use super::{Result, Service};
 use crate::catalog::{AttachmentRow, PoolRow};
 use crate::engine::{EngineError, Object};
@@ -29,6 +30,8 @@ pub(super) struct Troubles {
     volumes: HashMap<VolumeId, String>,
     /// Disks that a running machine had and has no more.
     lost: HashMap<AttachmentId, (VolumeId, String)>,
+    /// Disks that a virtual machine has and no attachment stands for.
+    pub(super) unwanted: Vec<(VolumeId, Unwanted)>,
 }
 
 /// What was seen of a pool: the volumes that are missing, or why nothing can be.
@@ -60,7 +63,7 @@ fn changed<K: std::hash::Hash + Eq + Clone>(before: &HashMap<K, String>, now: &H
 }
 
 impl Service {
-    fn troubles(&self) -> MutexGuard<'_, Troubles> {
+    pub(super) fn troubles(&self) -> MutexGuard<'_, Troubles> {
         self.0.troubles.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -73,7 +76,8 @@ impl Service {
     pub(super) fn condition(&self, id: &VolumeId) -> Condition {
         let troubles = self.troubles();
         let lost = || troubles.lost.values().find(|(volume, _)| volume == id).map(|(_, message)| message);
-        let message = troubles.volumes.get(id).or_else(lost).cloned();
+        let unwanted = || troubles.unwanted.iter().find(|(of, _)| of == id).map(|(_, one)| &one.message);
+        let message = troubles.volumes.get(id).or_else(lost).or_else(unwanted).cloned();
         Condition { healthy: message.is_none(), message }
     }
 

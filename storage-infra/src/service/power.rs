@@ -90,8 +90,13 @@ impl Service {
         node: &NodeRow,
         facts: &NodeFacts,
     ) -> Result<(NodeState, Option<String>)> {
-        let state = self.known(node.uuid).await?.state(facts.power);
+        let known = self.known(node.uuid).await?;
+        let state = known.state(facts.power);
         if state == NodeState::Saved {
+            if !known.saved {
+                // libvirt may not know it the next time that it is asked.
+                self.learn(node.uuid, facts.power).await?;
+            }
             return Ok((state, Some(saved(node, facts.power))));
         }
         let strange = self.strange_host(&node.spec.hypervisor, facts.host).await?;
@@ -222,21 +227,26 @@ impl Service {
 
     async fn saw(&self, row: &NodeRow, facts: &NodeFacts) -> Result<()> {
         let node = row.uuid;
-        let lock = self.0.locks.lock(&saved_lock(node)).await;
-        let before = self.known(node).await?;
-        let after = before.after(facts.power);
-        if after.saved != before.saved {
-            let since = after.saved.then(now);
-            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_saved(node, since.as_deref())?) }).await?;
-        }
-        self.remember(node, after);
-        drop(lock);
+        self.learn(node, facts.power).await?;
         let (state, why) = self.judge(row, facts).await?;
         let before = self.memory().states.insert(node, state);
         if before.is_some_and(|before| before != state) {
             tracing::info!(%node, name = %row.spec.name, %state, why, "the VM changed its state");
             self.emit(EventKind::Node, node, Change::Updated);
         }
+        Ok(())
+    }
+
+    /// Keeps what is known after a look.
+    async fn learn(&self, node: Uuid, power: Power) -> Result<()> {
+        let _lock = self.0.locks.lock(&saved_lock(node)).await;
+        let before = self.known(node).await?;
+        let after = before.after(power);
+        if after.saved != before.saved {
+            let since = after.saved.then(now);
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_saved(node, since.as_deref())?) }).await?;
+        }
+        self.remember(node, after);
         Ok(())
     }
 

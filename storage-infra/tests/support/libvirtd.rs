@@ -99,7 +99,8 @@ impl Libvirtd {
     pub fn plug(&self, node: Uuid, file: &Path, serial: Uuid) {
         let xml = format!(
             "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='{}'/>\
-             <target dev='sdz' bus='scsi'/><serial>{serial}</serial></disk>",
+             <target dev='sdz' bus='scsi'/><serial>{serial}</serial>\
+             <address type='drive' controller='0' bus='0' target='200' unit='0'/></disk>",
             file.display()
         );
         let path = self.path("disk.xml");

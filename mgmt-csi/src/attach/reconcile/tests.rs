@@ -8,8 +8,8 @@ use futures::future::join_all;
 use futures::stream::BoxStream;
 use http::{Request, Response};
 use infra_api::{
-    AttachmentSpec, Capacity, CapacityQuery, Event, List, Pool, Qos, Snapshot, SnapshotId, SnapshotSpec,
-    Volume, VolumeId, VolumeSize, VolumeSpec,
+    AttachmentSpec, Capacity, CapacityQuery, Event, List, Node, Pool, Qos, Snapshot, SnapshotId,
+    SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use kube::client::Body;
 use prometheus_client::registry::Registry;
@@ -138,6 +138,10 @@ impl StorageInfra for Failing {
     }
 
     async fn list_attachments(&self, _: Option<Uuid>, _: Deadline) -> Result<Vec<Attachment>, ReadError> {
+        unreachable!()
+    }
+
+    async fn get_node(&self, _: Uuid, _: Deadline) -> Result<Option<Node>, ReadError> {
         unreachable!()
     }
 

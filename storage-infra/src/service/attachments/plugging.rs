@@ -23,6 +23,9 @@ impl Service {
         // Admitted before the lock is had: whoever cannot have the volume is told so at once, and does not wait for
         // what is done to it. From here on the row keeps others out.
         let by_catalog = matches!(wanted, Wanted::ByCatalog);
+        if let Wanted::ByCaller(spec, _) = &wanted {
+            self.refuse_unwanted(&spec.volume, Some(spec.node))?;
+        }
         let key = id.clone();
         let admitted = self
             .0

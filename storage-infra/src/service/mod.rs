@@ -65,6 +65,8 @@ struct Inner {
     noting: Arc<tokio::sync::Mutex<()>>,
     troubles: Mutex<monitor::Troubles>,
     power: Mutex<power::Memory>,
+    /// By hypervisor: what is plugged there is to be compared now.
+    compare: BTreeMap<String, tokio::sync::Notify>,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
     metrics: Metrics,
@@ -77,8 +79,9 @@ impl Service {
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         metrics: Metrics,
     ) -> Self {
-        let hypervisors =
+        let hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> =
             hypervisors.into_iter().map(|(name, one)| (name, points::hypervisor(one))).collect();
+        let compare = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         Self(Arc::new(Inner {
             catalog,
             hypervisors,
@@ -91,6 +94,7 @@ impl Service {
             noting: Arc::default(),
             troubles: Mutex::default(),
             power: Mutex::default(),
+            compare,
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
             metrics,

@@ -233,6 +233,8 @@ impl Service {
         if before.is_some_and(|before| before != state) {
             tracing::info!(%node, name = %row.spec.name, %state, why, "the VM changed its state");
             self.emit(EventKind::Node, node, Change::Updated);
+            // One that runs again may have come back with disks that it had.
+            self.compare_now(&row.spec.hypervisor);
         }
         Ok(())
     }

@@ -10,7 +10,6 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::pools::pool_of;
-use super::rounds::Rounds;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{DiskSource, Object, Record};
@@ -18,6 +17,8 @@ use crate::hypervisor::{Disk, Hypervisor, Plugged, Unplugged, wwn};
 
 /// How often what is plugged is compared with what is attached.
 const EVERY: Duration = Duration::from_secs(15);
+/// How soon again while something is there that nobody wants.
+const AGAIN: Duration = Duration::from_secs(3);
 
 /// A disk of a volume in a virtual machine, and no attachment of that volume to that node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,17 +94,35 @@ impl Service {
     }
 
     async fn keep_hypervisor_compared(&self, hypervisor: &str, stop: &CancellationToken) {
-        let mut rounds = Rounds::every(EVERY, stop.clone());
-        while rounds.next().await {
+        let Some(now) = self.0.compare.get(hypervisor) else { return };
+        loop {
             let compared = self.compare(hypervisor);
             let result = tokio::select! { () = stop.cancelled() => return, result = compared => result };
-            if let Err(failure) = result {
-                tracing::debug!(hypervisor, %failure, "could not compare what is plugged with what is attached");
+            let pause = match result {
+                Ok(0) => EVERY,
+                Ok(_) => AGAIN,
+                Err(failure) => {
+                    tracing::debug!(hypervisor, %failure, "could not compare what is plugged with what is attached");
+                    EVERY
+                }
+            };
+            tokio::select! {
+                () = stop.cancelled() => return,
+                () = now.notified() => {}
+                () = tokio::time::sleep(pause) => {}
             }
         }
     }
 
-    async fn compare(&self, hypervisor: &str) -> Result<()> {
+    /// Asks for a comparison at once.
+    pub(super) fn compare_now(&self, hypervisor: &str) {
+        if let Some(now) = self.0.compare.get(hypervisor) {
+            now.notify_one();
+        }
+    }
+
+    /// Compares once, and says how many disks nobody wants.
+    async fn compare(&self, hypervisor: &str) -> Result<usize> {
         let own = self.hypervisor(hypervisor)?;
         let plugged = own.plugged().await?;
         let look = move |tx: &Tx<'_>| -> Result<Vec<Found>> {
@@ -117,8 +136,9 @@ impl Service {
                 all.push(unwanted);
             }
         }
+        let count = all.len();
         self.note_unwanted(hypervisor, all);
-        Ok(())
+        Ok(count)
     }
 
     /// Looks again, while the volume's lock keeps everybody from plugging and unplugging it, and unplugs what is proven to

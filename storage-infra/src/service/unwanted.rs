@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::pools::pool_of;
+use super::power::is_without_disks;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{DiskSource, Object, Record};
@@ -155,11 +156,9 @@ impl Service {
         let Some(found) = self.0.catalog.read(again).await? else { return Ok(None) };
         let disk = found.disk(self.engine_of(&found.pool).source(&found.volume.id));
         let is_ours = found.plugged.wwn.as_ref() == Some(&disk.wwn());
-        let there = async || -> Result<bool> {
-            let seen = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
-            Ok(seen.disks.contains(&disk.uuid))
-        };
-        if is_ours && !there().await? {
+        let seen = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
+        let has_left = is_ours && !seen.disks.contains(&disk.uuid);
+        if has_left || is_without_disks(seen.facts.power.state()) {
             return Ok(None);
         }
         let noted = self.noted_of(&found).await?;
@@ -232,13 +231,21 @@ impl Service {
         }
     }
 
-    /// Refuses a volume that another virtual machine has, and no attachment stands for that.
-    pub(super) fn refuse_unwanted(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
-        let troubles = self.troubles();
+    fn unwanted(&self, volume: &VolumeId, to: Option<Uuid>) -> Option<Unwanted> {
         let elsewhere = |one: &&(VolumeId, Unwanted)| one.0 == *volume && Some(one.1.node.uuid) != to;
-        let Some((_, one)) = troubles.unwanted.iter().find(elsewhere) else { return Ok(()) };
-        let problem = Problem::new(ProblemCode::InUse, one.message.clone()).about(What::Volume, volume);
-        Err(problem.used_by(vec![one.node.clone()]).into())
+        self.troubles().unwanted.iter().find(elsewhere).map(|(_, one)| one.clone())
+    }
+
+    /// Refuses a volume that another virtual machine has, and no attachment stands for that. No volume's lock may be held.
+    pub(super) async fn refuse_unwanted(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
+        if let Some(one) = self.unwanted(volume, to)
+            && let Err(failure) = self.compare(&one.hypervisor).await
+        {
+            tracing::debug!(hypervisor = one.hypervisor, %failure, "what was known of its disks counts");
+        }
+        let Some(one) = self.unwanted(volume, to) else { return Ok(()) };
+        let problem = Problem::new(ProblemCode::InUse, one.message).about(What::Volume, volume);
+        Err(problem.used_by(vec![one.node]).into())
     }
 }
 

@@ -261,7 +261,7 @@ impl Service {
     pub async fn delete_volume(&self, id: VolumeId) -> Result<bool> {
         let service = self.clone();
         self.unbroken(async move {
-            service.refuse_unwanted(&id, None)?;
+            service.refuse_unwanted(&id, None).await?;
             // Told at once, not after what is done to the volume, which may be an unplug that takes its time.
             let name = id.clone();
             let copying = service

@@ -7,6 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use uuid::Uuid;
 
 use crate::cache;
 use crate::process::{command, run as run_helper};
@@ -65,8 +66,10 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         script.push_str(&format!("mount --bind '{}' {host}\n", private.display()));
     }
     let config = own.join("etc/libvirtd.conf");
+    // What libvirt makes up where a machine has none is another one after each start, which tells of another host.
+    let host = Uuid::new_v4();
     let text = format!(
-        "unix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
+        "host_uuid = \"{host}\"\nunix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
         run.socket_dir().display()
     );
     fs::write(&config, text).with_context(|| format!("cannot write {}", config.display()))?;

@@ -24,7 +24,7 @@ impl Service {
         // what is done to it. From here on the row keeps others out.
         let by_catalog = matches!(wanted, Wanted::ByCatalog);
         if let Wanted::ByCaller(spec, _) = &wanted {
-            self.refuse_unwanted(&spec.volume, Some(spec.node))?;
+            self.refuse_unwanted(&spec.volume, Some(spec.node)).await?;
         }
         let key = id.clone();
         let admitted = self

@@ -126,6 +126,8 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     removed.sort_unstable_by(|a, b| b.cmp(a));
     let mut operations = Vec::new();
     if !removed.is_empty() || !added.is_empty() {
+        // Another VM of the name may have the same generation.
+        operations.push(test("/metadata/uid", &json!(vm.metadata.uid)));
         operations.push(test("/metadata/generation", &json!(vm.metadata.generation)));
     }
     for at in removed {
@@ -265,6 +267,7 @@ mod tests {
     fn machine(names: &[&str]) -> VirtualMachine {
         let mut vm =
             VirtualMachine::new("vm", &crds::virtual_machine_resource("v1alpha5"), Default::default());
+        vm.metadata.uid = Some("u1".to_owned());
         vm.metadata.resource_version = Some("7".to_owned());
         vm.metadata.generation = Some(3);
         vm.spec.volumes = names.iter().map(|name| entry(name)).collect();
@@ -310,7 +313,7 @@ mod tests {
         let plan = plan("vm", &vm, &[taken, add_change("b")]);
         assert!(matches!(plan.refused[0], Some(Refusal::Taken { .. })));
         assert!(plan.refused[1].is_none());
-        assert_eq!(plan.operations.len(), 2, "the test of the generation, and b");
+        assert_eq!(plan.operations.len(), 3, "the tests of the UID and the generation, and b");
     }
 
     #[test]
@@ -327,6 +330,9 @@ mod tests {
             let mut told = machine(&["a", "b"]);
             told.metadata.resource_version = Some("8".to_owned());
             assert!(goes_into(&told), "a status that was written since is no conflict");
+            let mut replaced = machine(&["a", "b"]);
+            replaced.metadata.uid = Some("u2".to_owned());
+            assert!(!goes_into(&replaced), "a VM of the same name that was made since");
         }
     }
 

@@ -15,7 +15,7 @@ pub use attachment::{AttachmentSource, VolumeAttachment};
 pub use claim::{PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus};
 pub use node::Node;
 pub use pod::{Pod, PodVolume};
-pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec};
+pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec, PersistentVolumeStatus};
 
 /// Makes a type the same resource as one of `k8s-openapi`.
 macro_rules! resource {

@@ -87,7 +87,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
-    let controller = Controller::new(infra.clone(), client.clone(), copies.0.clone());
+    let controller = Controller::new(infra.clone(), client.clone(), copies.clone());
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();

@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use crds::names;
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use lab::audit::Mark;
 use serde_json::json;
 use tests::driver::{Driver, new_volume};
@@ -440,6 +440,57 @@ async fn a_guests_own_claim_that_it_names_by_hand_can_go_with_its_volume() -> Re
         as_if_provisioned(&s, &both.above).await?;
         delete_claim(&s).await?;
         goes(&s, &both).await
+    })
+    .await
+}
+
+// ---- several volumes of the same bytes ----
+
+#[tokio::test]
+async fn bytes_stay_while_another_management_volume_names_them() -> Result<()> {
+    run(|s| async move {
+        let both = bound(&s, "nestor").await?;
+        let infra = s.infra_volume(&both.handle).await?.id;
+        let sibling = unique(&s.name);
+        let volume = json!({
+            "metadata": {"name": sibling},
+            "spec": {
+                "capacity": {"storage": "4Mi"}, "accessModes": ["ReadWriteOnce"], "storageClassName": sibling,
+                "persistentVolumeReclaimPolicy": "Retain",
+                "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": infra},
+            },
+        });
+        s.volumes().create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
+        delete_claim(&s).await?;
+        // The guest's part is done when the management claim is gone; what is below is not the guest's.
+        eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+            let left = s.guest_volumes().get_opt(&both.above).await?;
+            Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
+        })
+        .await?;
+        let refused = told_of_volume(&s, &both.below, &sibling).await;
+        assert!(s.infra.get_volume(&infra).await?.is_some(), "the sibling's bytes are gone: {refused:?}");
+        s.volumes().delete(&sibling, &DeleteParams::default()).await?;
+        assert_eq!(refused?, REFUSED);
+        s.own(&both.above);
+        s.nothing_is_left().await
+    })
+    .await
+}
+
+/// Waits for an event on a management volume that has this text, or the volume's end; gives the event's reason.
+async fn told_of_volume(s: &Scenario, volume: &str, text: &str) -> Result<String> {
+    let events: Api<Event> = Api::all(s.management.clone());
+    let about = format!("involvedObject.kind=PersistentVolume,involvedObject.name={volume}");
+    eventually(&format!("an event on management volume {volume} that names {text}"), PATIENCE, || async {
+        let list = events.list(&ListParams::default().fields(&about)).await?.items;
+        let names_it =
+            |event: &&Event| event.message.as_deref().is_some_and(|message| message.contains(text));
+        let found = list.iter().find(names_it).and_then(|event| event.reason.clone());
+        if found.is_none() && s.volumes().get_opt(volume).await?.is_none() {
+            anyhow::bail!("management volume {volume} is gone");
+        }
+        Ok(found.ok_or_else(|| format!("{list:?}")))
     })
     .await
 }

@@ -315,16 +315,17 @@ async fn what_nothing_uses_is_listed_and_removed_only_on_request() -> Result<()>
 
         // Nothing goes without each of the flags.
         let remove = ["--remove", "--older-than=0s"];
+        let same_clock = "--max-clock-skew=0s";
         for flags in [
             &["--exclusive-infra"][..],
             &[remove[0], remove[1], "--dry-run=false"],
             &[remove[0], remove[1], "--exclusive-infra"],
         ] {
-            let said = orphans(&s, &[&[only], flags].concat()).await?;
+            let said = orphans(&s, &[&[only, same_clock], flags].concat()).await?;
             ensure!(item(&said, only).is_some_and(|item| item.get("removed").is_none()), "{said}");
             s.infra.get_volume(&volume).await?.with_context(|| format!("removed by {flags:?}"))?;
         }
-        let flags = [only, remove[0], remove[1], "--exclusive-infra", "--dry-run=false"];
+        let flags = [only, same_clock, remove[0], remove[1], "--exclusive-infra", "--dry-run=false"];
         let said = orphans(&s, &flags).await?;
         ensure!(item(&said, only).is_some_and(|item| item["removed"] == json!(true)), "{said}");
         ensure!(s.infra.get_volume(&volume).await?.is_none(), "it is still there");

@@ -29,22 +29,19 @@ impl Guest {
 
     /// How the claim stands for which the volume `csi_name` was made, by the watch or else as the API says now.
     pub(crate) async fn wish(&self, claim: &Key, csi_name: &str) -> Result<Wish, String> {
-        let wish = |claim: &PersistentVolumeClaim| {
-            let named = claim.spec.volume_name.as_deref().unwrap_or_default();
-            match is_for(csi_name, claim.metadata.uid.as_deref()) {
-                false => Wish::Gone,
-                true if named.is_empty() => Wish::Open,
-                true => Wish::Fulfilled,
-            }
-        };
-        if let Some(seen) = self.claims.get(claim) {
-            return Ok(wish(&seen));
+        match self.claims.get(claim) {
+            Some(seen) => Ok(wish(&seen, csi_name)),
+            None => self.wish_now(claim, csi_name).await,
         }
+    }
+
+    /// The same as the API says now.
+    pub(crate) async fn wish_now(&self, claim: &Key, csi_name: &str) -> Result<Wish, String> {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
         let found = api.get_opt(&claim.name).await.map_err(|error| {
             format!("cannot read the guest's PersistentVolumeClaim {claim}: {}", chain(&error))
         })?;
-        Ok(found.as_ref().map_or(Wish::Gone, wish))
+        Ok(found.map_or(Wish::Gone, |found| wish(&found, csi_name)))
     }
 
     /// The handles of all volumes of ours, as the API says now.
@@ -64,6 +61,16 @@ impl Guest {
                 None => return Ok(handles),
             }
         }
+    }
+}
+
+/// How a claim stands for which the volume `csi_name` was made.
+fn wish(claim: &PersistentVolumeClaim, csi_name: &str) -> Wish {
+    let named = claim.spec.volume_name.as_deref().unwrap_or_default();
+    match is_for(csi_name, claim.metadata.uid.as_deref()) {
+        false => Wish::Gone,
+        true if named.is_empty() => Wish::Open,
+        true => Wish::Fulfilled,
     }
 }
 

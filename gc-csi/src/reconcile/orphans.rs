@@ -30,6 +30,10 @@ const FRESH: Duration = Duration::from_secs(5);
 const GONE: Duration = Duration::from_secs(60);
 /// How soon a claim is looked at again that may not be deleted: the cause need not be something that is watched.
 const REFUSED: Duration = Duration::from_secs(3600);
+/// For how long the replica that deletes an orphan has seen it so itself, by a clock that nobody sets, unless
+/// `--remove-orphans-after` is less: the time that stands in a mark is of a clock that may have been wrong, and so may be the
+/// one that it is compared with.
+const WITNESSED: Duration = Duration::from_secs(86_400);
 /// The longest sleep: what is to be deleted in a year is looked at every day.
 const LONGEST: Duration = Duration::from_secs(86_400);
 
@@ -65,7 +69,36 @@ pub(super) struct Orphans {
     seen: Mutex<HashMap<String, Instant>>,
     found: Mutex<HashMap<String, (State, u64)>>,
     refused: Mutex<HashMap<String, String>>,
+    marked: Mutex<HashMap<String, Marked>>,
     listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
+}
+
+/// A mark, as it was first seen in this term.
+#[derive(Debug, Clone)]
+struct Marked {
+    /// The time that it says.
+    since: String,
+    /// How old it was by the wall clock then.
+    age: Duration,
+    seen: Instant,
+}
+
+impl Marked {
+    fn new(since: &str) -> Self {
+        let age = since.parse().ok().and_then(|since| Timestamp::now().duration_since(since).try_into().ok());
+        Self { since: since.to_owned(), age: age.unwrap_or_default(), seen: Instant::now() }
+    }
+
+    /// How old it is: from when it was first seen on, by a clock that nobody sets.
+    fn age(&self) -> Duration {
+        self.age + self.seen.elapsed()
+    }
+
+    /// How long the claim is kept yet that is to go after so long.
+    fn left(&self, after: Duration) -> Duration {
+        let unseen = after.min(WITNESSED).saturating_sub(self.seen.elapsed());
+        after.saturating_sub(self.age()).max(unseen)
+    }
 }
 
 impl Counts {
@@ -154,13 +187,15 @@ impl Orphans {
             seen: Mutex::default(),
             found: Mutex::default(),
             refused: Mutex::default(),
+            marked: Mutex::default(),
             listed: tokio::sync::Mutex::default(),
         }
     }
 
-    /// Lets the grace of each that is not marked yet begin anew.
+    /// Lets the grace of each that is not marked yet begin anew, and that of each before it is deleted.
     pub(super) fn forget_seen(&self) {
         lock(&self.seen).clear();
+        lock(&self.marked).clear();
     }
 
     /// Looks whether the guest still has a volume of this handle.
@@ -244,17 +279,16 @@ impl Orphans {
         let Some(after) = self.remove_after.filter(|_| claim.made && state == State::VolumeGone) else {
             return Ok(Next::Wait);
         };
-        let since = claim.orphaned.as_ref().and_then(|(since, _)| since.parse::<Timestamp>().ok());
         // Marked just now: the mark itself pushes the claim again.
-        let Some(since) = since else { return Ok(Next::Wait) };
-        let age = Duration::try_from(Timestamp::now().duration_since(since)).unwrap_or_default();
-        let left = after.saturating_sub(age);
+        let Some((since, _)) = &claim.orphaned else { return Ok(Next::Wait) };
+        let marked = self.marked(handle, since);
+        let (age, left) = (marked.age(), marked.left(after));
         if !left.is_zero() {
             return Ok(Next::After(left.min(LONGEST)));
         }
         // So that nobody is given it meanwhile.
         let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(FRESH)) };
-        if self.is_named(handle, Duration::ZERO).await? {
+        if self.is_named(handle, Duration::ZERO).await? || !self.is_given_up(claim).await? {
             return Ok(Next::After(FRESH));
         }
         let note = match self.management.delete_claim(handle, &[], Instant::now() + GONE).await {
@@ -278,6 +312,19 @@ impl Orphans {
         Ok(Next::After(REFUSED))
     }
 
+    /// The mark of a claim, which counts from when it was first seen with this time.
+    fn marked(&self, handle: &str, since: &str) -> Marked {
+        let mut marked = lock(&self.marked);
+        let known = marked.get(handle).filter(|known| known.since == since).cloned();
+        known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Marked::new(since)).get().clone())
+    }
+
+    /// Whether the guest's claim is gone, as its API says now.
+    async fn is_given_up(&self, claim: &GivenClaim) -> Result<bool, String> {
+        let Some(guest_claim) = &claim.guest_claim else { return Ok(true) };
+        Ok(self.guest.wish_now(guest_claim, &claim.volume).await? == Wish::Gone)
+    }
+
     /// Whether one of the guest's volumes names the handle, as its API said within `age`.
     async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
         let mut listed = self.listed.lock().await;
@@ -296,6 +343,7 @@ impl Orphans {
     fn forget(&self, handle: &str) {
         lock(&self.seen).remove(handle);
         lock(&self.refused).remove(handle);
+        lock(&self.marked).remove(handle);
         if lock(&self.found).remove(handle).is_some() {
             self.count();
         }
@@ -340,6 +388,21 @@ mod tests {
         assert_eq!(state(&claim(true, None), Wish::Gone), Some(State::Retained));
         assert_eq!(state(&claim(false, None), Wish::Gone), Some(State::VolumeGone));
         assert_eq!(state(&claim(false, None), Wish::Fulfilled), Some(State::ClaimLost));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_orphan_goes_when_its_mark_is_old_and_was_seen_for_long_by_a_clock_that_nobody_sets() {
+        let day = WITNESSED;
+        let mark = |age| Marked { since: String::new(), age, seen: Instant::now() };
+        let (fresh, old) = (mark(Duration::ZERO), mark(100 * day));
+        assert_eq!((fresh.left(30 * day), old.left(30 * day)), (30 * day, day));
+        assert_eq!(old.left(day / 2), day / 2);
+        tokio::time::sleep(day).await;
+        assert_eq!((fresh.left(30 * day), old.left(30 * day)), (29 * day, Duration::ZERO));
+        assert_eq!(old.age(), 101 * day);
+        // A mark from the future, and one that is no time, are of now.
+        assert_eq!(Marked::new("2200-01-01T00:00:00Z").age(), Duration::ZERO);
+        assert_eq!(Marked::new("soon").age(), Duration::ZERO);
     }
 
     #[test]

@@ -151,6 +151,8 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Part> {
             // Soon enough for a test, and late enough for everything that puts itself right by other means.
             ("repair-grace", "30s".to_owned()),
             ("repair-interval", "5s".to_owned()),
+            // All of it runs on this machine.
+            ("max-clock-skew", "0s".to_owned()),
         ],
     );
     words.extend(driver.replica.lease(driver.namespace));

@@ -17,6 +17,9 @@ pub struct PersistentVolume {
     /// What it is.
     #[serde(default, deserialize_with = "or_default")]
     pub spec: PersistentVolumeSpec,
+    /// How it is.
+    #[serde(default, deserialize_with = "or_default")]
+    pub status: PersistentVolumeStatus,
 }
 
 super::resource!(PersistentVolume, v1::PersistentVolume);
@@ -39,6 +42,13 @@ pub struct PersistentVolumeSpec {
     pub persistent_volume_reclaim_policy: Option<String>,
     /// `Filesystem` or `Block`.
     pub volume_mode: Option<String>,
+}
+
+/// How a volume is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct PersistentVolumeStatus {
+    /// `Available`, `Bound`, `Released` and such.
+    pub phase: Option<String>,
 }
 
 /// The claim that a volume is bound to, or is for.
@@ -103,6 +113,7 @@ mod tests {
         assert_eq!((csi.attribute("a"), csi.attribute("b")), (Some("b"), None));
         assert_eq!(volume.spec.capacity, Some(1 << 20));
         assert_eq!(volume.spec.claim_ref.unwrap().uid.as_deref(), Some("u"));
+        assert_eq!(volume.status.phase.as_deref(), Some("Bound"));
         let other = json!({"metadata": {"name": "pv-2"}, "spec": {"nfs": {"path": "/", "server": "s"}}});
         assert_eq!(serde_json::from_value::<PersistentVolume>(other).unwrap().spec.csi, None);
     }

@@ -9,6 +9,7 @@ mod pages;
 pub(crate) mod parameters;
 mod service;
 mod snapshots;
+mod volumes;
 
 use std::sync::Arc;
 
@@ -21,14 +22,17 @@ use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 use tonic::Status;
 
+use crate::cluster::Volumes;
 use crate::infra::StorageInfra;
 use claims::Claims;
+use volumes::PersistentVolumes;
 
 /// The service, over any infra.
 #[derive(Clone)]
 pub struct Controller {
     infra: Arc<dyn StorageInfra>,
     claims: Claims,
+    volumes: PersistentVolumes,
     locks: VolumeLocks,
 }
 
@@ -39,13 +43,14 @@ impl std::fmt::Debug for Controller {
 }
 
 impl Controller {
-    /// The service over `infra`. `claims` is a copy of the management cluster's claims, which `client` reaches.
+    /// The service over `infra`. `claims` and `volumes` are copies of the management cluster's, which `client` reaches.
     pub fn new(
         infra: Arc<dyn StorageInfra>,
         client: Client,
-        claims: Informer<PersistentVolumeClaim>,
+        (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
     ) -> Self {
-        Self { infra, claims: Claims { client, seen: claims }, locks: VolumeLocks::default() }
+        let volumes = PersistentVolumes { client: client.clone(), seen: volumes };
+        Self { infra, claims: Claims { client, seen: claims }, volumes, locks: VolumeLocks::default() }
     }
 
     /// The volume of an id that came from a caller; an id that can't be one has no volume.

@@ -53,6 +53,7 @@ impl proto::controller_server::Controller for Controller {
         // An id that the infra can't have is the id of nothing, and to delete nothing succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
+            self.volumes.refuse_kept(handle, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");
         }

@@ -1,9 +1,12 @@
 //! What is to be done about a disk in the infra for which there is no order, without I/O. It is unplugged only when all
 //! who could want it were asked and don't.
 
+use std::time::Duration;
+
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Attachment, AttachmentId};
 use k8s_openapi::jiff::Timestamp;
+use kube_kit::duration;
 use kube_kit::informer::Key;
 
 use crate::infra::{attachment_id, namespace_of};
@@ -14,8 +17,10 @@ pub(crate) struct Facts<'a> {
     pub(crate) attachment: &'a Attachment,
     /// The claim whose PersistentVolume names the volume; None where there is none.
     pub(crate) claim: Option<&'a Key>,
-    /// When that PersistentVolume was made; None where that can't be told.
+    /// When that PersistentVolume was made, by the API server's clock; None where that can't be told.
     pub(crate) volume_made: Option<Timestamp>,
+    /// By how much the clocks of the API server and of the infra may differ.
+    pub(crate) clock_skew: Duration,
     /// The orders of at least the claim's namespace.
     pub(crate) orders: &'a [VolumeAttachment],
     /// The machines of at least the claim's namespace; None where they can't be asked for.
@@ -40,7 +45,7 @@ pub(crate) fn id_of(order: &VolumeAttachment) -> AttachmentId {
 
 /// What is to be done about an attachment.
 pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
-    let Facts { attachment, claim, volume_made, orders, machines } = *facts;
+    let Facts { attachment, claim, volume_made, clock_skew, orders, machines } = *facts;
     if orders.iter().any(|order| id_of(order) == attachment.id) {
         return Verdict::Ordered;
     }
@@ -89,19 +94,26 @@ pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
             Verdict::Leave("Wanted", text)
         }
         // The cluster had forgotten the volume, so it can have forgotten who uses it.
-        None if is_older(attachment, volume_made) => Verdict::Leave(
+        None if may_be_older(attachment, volume_made, clock_skew) => Verdict::Leave(
             "VolumeMadeAnew",
-            "its PersistentVolume was made after the disk was plugged; whoever uses it has yet to order it"
-                .to_owned(),
+            format!(
+                "its PersistentVolume may have been made after the disk was plugged, as far as two clocks that differ by \
+                 {} at most can tell; whoever uses it has yet to order it",
+                duration::show(clock_skew)
+            ),
         ),
         None => Verdict::Detach,
     }
 }
 
-/// Whether a disk was plugged before its PersistentVolume was made; also where that can't be told.
-fn is_older(attachment: &Attachment, volume_made: Option<Timestamp>) -> bool {
+/// Whether a disk may have been plugged before its PersistentVolume was made; also where that can't be told. The infra and
+/// the API server each say when by a clock of their own.
+fn may_be_older(attachment: &Attachment, volume_made: Option<Timestamp>, clock_skew: Duration) -> bool {
     let plugged = attachment.created_at.parse::<Timestamp>();
-    plugged.ok().zip(volume_made).is_none_or(|(plugged, made)| plugged < made)
+    let surely_after = |(plugged, made): (Timestamp, Timestamp)| {
+        Duration::try_from(plugged.duration_since(made)).is_ok_and(|later| later >= clock_skew)
+    };
+    !plugged.ok().zip(volume_made).is_some_and(surely_after)
 }
 
 #[cfg(test)]
@@ -151,6 +163,7 @@ mod tests {
             attachment: &attachment,
             claim: Some(&claim),
             volume_made: before(),
+            clock_skew: Duration::ZERO,
             orders,
             machines,
         })
@@ -192,6 +205,7 @@ mod tests {
                 attachment: &attachment,
                 claim,
                 volume_made: before(),
+                clock_skew: Duration::ZERO,
                 orders: &[],
                 machines: Some(&[]),
             }))
@@ -207,18 +221,22 @@ mod tests {
     #[test]
     fn a_disk_that_was_there_before_its_volumes_objects_is_left_alone() {
         let (attachment, claim) = (attachment(&format!("guest.vm-1-abc.{UID}")), Key::new("guest", "data"));
-        let judge = |volume_made: Option<&str>| {
+        let judge = |volume_made: Option<&str>, skew: u64| {
             let volume_made = volume_made.map(|time| time.parse().unwrap());
             reason(judge(&Facts {
                 attachment: &attachment,
                 claim: Some(&claim),
                 volume_made,
+                clock_skew: Duration::from_secs(skew),
                 orders: &[],
                 machines: Some(&[]),
             }))
         };
-        assert_eq!(judge(Some("2026-01-01T00:00:01Z")), "VolumeMadeAnew");
-        assert_eq!(judge(None), "VolumeMadeAnew");
-        assert_eq!(judge(Some("2025-12-31T23:59:59Z")), "Detach");
+        assert_eq!(judge(Some("2026-01-01T00:00:01Z"), 0), "VolumeMadeAnew");
+        assert_eq!(judge(None, 0), "VolumeMadeAnew");
+        assert_eq!(judge(Some("2025-12-31T23:59:59Z"), 0), "Detach");
+        // The infra's clock may be ahead of the API server's.
+        assert_eq!(judge(Some("2025-12-31T23:59:59Z"), 30), "VolumeMadeAnew");
+        assert_eq!(judge(Some("2025-12-31T23:59:30Z"), 30), "Detach");
     }
 }

@@ -53,6 +53,17 @@ pub struct Options {
     /// once.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     repair_interval: Duration,
+    #[command(flatten)]
+    clocks: ClockArgs,
+}
+
+/// Flags about the clocks of others.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub struct ClockArgs {
+    /// By how much the clocks of the API server and of the storage infra may differ. What came first of an object of each
+    /// is told only where more than this lies between them; else nothing is detached or removed.
+    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration::parse)]
+    max_clock_skew: Duration,
 }
 
 /// What is to be compared.

@@ -110,6 +110,7 @@ impl Repair {
             attachment: stray,
             claim: claim.as_ref(),
             volume_made: made.flatten(),
+            clock_skew: self.options.clocks.max_clock_skew,
             orders: &orders,
             machines: machines.as_deref(),
         });

@@ -283,6 +283,7 @@ fn of_infra_attachment(world: &World, attachment: &Attachment, volume: Option<&V
         attachment,
         claim: claim.as_ref(),
         volume_made: volume.and_then(made),
+        clock_skew: world.clock_skew,
         orders: &world.orders,
         machines: world.machines.as_deref(),
     };
@@ -317,6 +318,7 @@ mod tests {
     fn world() -> World {
         World {
             now: "2026-01-02T00:00:00Z".parse().unwrap(),
+            clock_skew: Duration::ZERO,
             claims: Vec::new(),
             volumes: Vec::new(),
             orders: Vec::new(),

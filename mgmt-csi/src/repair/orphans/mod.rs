@@ -19,6 +19,7 @@ use kube_kit::duration;
 use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
+use super::ClockArgs;
 use crate::infra::{InfraArgs, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
 use print::Format;
@@ -43,9 +44,11 @@ pub struct Args {
     /// Only these, by name or id.
     #[arg(value_name = "NAME")]
     names: Vec<String>,
-    /// Only what is at least so old, as in 12h or 30d.
+    /// Only what is at least so old, as in 12h or 30d, by the clock of this process and with the difference of clocks added.
     #[arg(long, value_name = "DURATION", value_parser = duration::parse)]
     older_than: Option<Duration>,
+    #[command(flatten)]
+    clocks: ClockArgs,
     /// No other cluster uses this storage infra, so that what this one does not know there is nobody's. Without it, no
     /// volume and no snapshot of the infra is removed.
     #[arg(long)]
@@ -65,6 +68,7 @@ struct Limits {
     names: Vec<String>,
     older_than: Option<Duration>,
     exclusive: bool,
+    clock_skew: Duration,
 }
 
 /// What came of a removal, by the orphan.
@@ -74,7 +78,12 @@ type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
     let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
-    let limits = Limits { names: args.names, older_than: args.older_than, exclusive: args.exclusive_infra };
+    let limits = Limits {
+        names: args.names,
+        older_than: args.older_than,
+        exclusive: args.exclusive_infra,
+        clock_skew: args.clocks.max_clock_skew,
+    };
     let orphans = read(&client, &*infra, &limits).await?;
     let outcomes = match args.remove && !args.dry_run {
         true => remove(&client, &*infra, &orphans, &limits).await,
@@ -93,8 +102,12 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 async fn read(client: &Client, infra: &dyn StorageInfra, limits: &Limits) -> anyhow::Result<Vec<Orphan>> {
-    let mut orphans = find(&World::read(client, infra).await?, limits.exclusive);
-    let is_old = |orphan: &Orphan, least| orphan.age.is_some_and(|age| age >= least);
+    let world = World::read(client, infra, limits.clock_skew).await?;
+    let mut orphans = find(&world, limits.exclusive);
+    // Each age is the difference of a time that a server wrote and this process's own.
+    let is_old = |orphan: &Orphan, least: Duration| {
+        orphan.age.is_some_and(|age| age >= least.saturating_add(limits.clock_skew))
+    };
     orphans.retain(|orphan| limits.names.is_empty() || limits.names.contains(&orphan.name));
     orphans.retain(|orphan| limits.older_than.is_none_or(|least| is_old(orphan, least)));
     Ok(orphans)

@@ -29,6 +29,8 @@ pub(super) type Volume = Object<PersistentVolumeSpec, PersistentVolumeStatus>;
 /// Both sides, as they are.
 pub(super) struct World {
     pub(super) now: Timestamp,
+    /// By how much the clocks of the API server and of the infra may differ.
+    pub(super) clock_skew: Duration,
     pub(super) claims: Vec<PersistentVolumeClaim>,
     pub(super) volumes: Vec<Volume>,
     pub(super) orders: Vec<VolumeAttachment>,
@@ -43,7 +45,11 @@ pub(super) struct World {
 
 impl World {
     /// Reads the infra first: what was made before that is known to the cluster by then, if it ever will be.
-    pub(super) async fn read(client: &Client, infra: &dyn StorageInfra) -> anyhow::Result<Self> {
+    pub(super) async fn read(
+        client: &Client,
+        infra: &dyn StorageInfra,
+        clock_skew: Duration,
+    ) -> anyhow::Result<Self> {
         let infra_volumes =
             pages(async |after: Option<&str>| infra.list_volumes(None, after, Instant::now() + ANSWER).await);
         let infra_volumes = infra_volumes.await?;
@@ -62,6 +68,7 @@ impl World {
             infra_volumes,
             infra_snapshots,
             attachments,
+            clock_skew,
             now: Timestamp::now(),
         })
     }

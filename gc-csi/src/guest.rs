@@ -1,5 +1,6 @@
 //! The guest cluster, as the controller sees it: whose claim a volume is, and which class it came from.
 
+mod attachments;
 mod claims;
 mod snapshots;
 

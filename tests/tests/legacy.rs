@@ -157,6 +157,34 @@ async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Resul
     .await
 }
 
+#[tokio::test]
+async fn a_disk_that_is_attached_under_both_names_stays_until_the_last_of_them_lets_go() -> Result<()> {
+    run(|s| async move {
+        let name = earlier();
+        let serving = serve(&s, &name).await?;
+        let handle = s.volume().await?;
+        let volume = made_by(&s, &name, &handle).await?.name_any();
+        let node = s.node().await?;
+        join_as(&s, &node, &name).await?;
+        let own = &serving.controller.driver;
+        let disk = own.publish(&handle, &node.name).await?;
+        // Nobody carries it out: the calls are made here.
+        let order = s.orders().attach_by(&name, &volume, &node.name).await?;
+        assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
+
+        own.unpublish(&handle, &node.name).await?;
+        let stays = s.disk(&node.name, &handle).await?;
+        assert!(stays.is_some_and(|disk| disk.attached), "it was taken from the pods of the other name");
+        assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
+
+        s.order_detach(&order).await?;
+        serving.legacy.unpublish(&handle, &node.name).await?;
+        s.nothing_is_attached(&node).await?;
+        serving.controller.stop().await
+    })
+    .await
+}
+
 /// Makes a machine known to its guest as one where the earlier driver runs, too.
 async fn join_as(s: &Scenario, node: &LoopNode, driver: &str) -> Result<()> {
     s.lab.join_guest(node).await?;

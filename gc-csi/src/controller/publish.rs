@@ -71,6 +71,17 @@ impl Controller {
         };
         for node in nodes {
             let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
+            let driver = self.legacy.as_deref().unwrap_or(names::GUEST_DRIVER);
+            let elsewhere = self.guest.is_attached_under_another_name(volume, &node, driver).await;
+            if elsewhere.map_err(Status::unavailable)? {
+                tracing::info!(
+                    volume,
+                    node,
+                    driver,
+                    "attached under another name of the driver: the disk stays"
+                );
+                continue;
+            }
             self.management.detach(volume, &node, deadline).await.map_err(|error| errors::detach(&error))?;
         }
         Ok(proto::ControllerUnpublishVolumeResponse {})

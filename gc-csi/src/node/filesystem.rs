@@ -235,6 +235,10 @@ impl MountOptions {
         if filesystem == Filesystem::Xfs && !self.0.iter().any(|option| option == "nouuid") {
             options.push("nouuid");
         }
+        // What mke2fs makes goes on after an error, and writes more on what is broken.
+        if filesystem == Filesystem::Ext4 && !self.0.iter().any(|option| option.starts_with("errors=")) {
+            options.push("errors=remount-ro");
+        }
         options.extend(self.0.iter().map(String::as_str).filter(|option| *option != "ro" && *option != "rw"));
         options.push(if read_only { "ro" } else { "rw" });
         options.join(",")
@@ -251,12 +255,19 @@ mod tests {
 
     #[test]
     fn access_times_are_off_unless_asked_for() {
-        assert_eq!(options(&[]).unwrap().for_mount(Filesystem::Ext4, false), "noatime,rw");
+        assert_eq!(options(&[]).unwrap().for_mount(Filesystem::Btrfs, false), "noatime,rw");
         assert_eq!(
-            options(&["relatime", "discard,commit=30"]).unwrap().for_mount(Filesystem::Ext4, true),
+            options(&["relatime", "discard,commit=30"]).unwrap().for_mount(Filesystem::Btrfs, true),
             "relatime,discard,commit=30,ro"
         );
         assert_eq!(options(&["ro"]).unwrap().for_mount(Filesystem::Xfs, true), "noatime,nouuid,ro");
+    }
+
+    #[test]
+    fn ext4_stops_at_an_error_unless_another_behaviour_is_asked_for() {
+        let of = |flags: &[&str]| options(flags).unwrap().for_mount(Filesystem::Ext4, false);
+        assert_eq!(of(&[]), "noatime,errors=remount-ro,rw");
+        assert_eq!(of(&["errors=panic"]), "noatime,errors=panic,rw");
     }
 
     #[test]

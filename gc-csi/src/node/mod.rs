@@ -4,7 +4,7 @@
 //! Rooms: `service`, `request` and `status` speak the protocol, under the names of `faces`; `stage`,
 //! `publish`, `grow` and `stats` are what the driver does; `disk` finds disks, `content` and `copies`
 //! decide what may be done with one, `filesystem`, `superblock`, `bind`, `mounts` and `condition` deal
-//! with the kernel; `limits` and `zone` say what the scheduler must know of the machine.
+//! with the kernel; `kubelet` knows its folders, `lost_writes` what did not reach a disk; `limits` and `zone` say what the scheduler must know of the machine.
 
 mod bind;
 mod blocking;
@@ -18,7 +18,9 @@ mod filesystem;
 mod grow;
 mod health;
 mod holders;
+mod kubelet;
 mod limits;
+mod lost_writes;
 mod mounts;
 mod publish;
 mod request;
@@ -50,6 +52,7 @@ use tonic::service::Routes;
 use self::disk::DiskNames;
 use self::faces::Face;
 use self::health::SelfCheck;
+use self::kubelet::Kubelet;
 use self::service::Node;
 use self::zone::Zone;
 
@@ -170,7 +173,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         name: args.node_name.clone(),
         max_volumes,
         zone: args.zone().await?,
-        kubelet_dir,
+        kubelet: Kubelet {
+            dir: kubelet_dir,
+            drivers: faces.iter().map(|face| face.driver.clone()).collect(),
+        },
         names: names.clone(),
         locks: csi::locks::VolumeLocks::default(),
     };

@@ -8,6 +8,7 @@ use super::bind::{self, BindError, TargetKind};
 use super::blocking::blocking;
 use super::disk::{Disk, DiskNames, FindError};
 use super::holders;
+use super::kubelet::Kubelet;
 use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
 
 /// What is asked for.
@@ -110,12 +111,12 @@ enum Step {
 pub(crate) async fn publish(
     names: &DiskNames,
     wanted: Publish,
-    kubelet_dir: PathBuf,
+    kubelet: Kubelet,
 ) -> Result<(), PublishError> {
     let disk = names.disk(wanted.disk).await?;
     blocking(move || match &wanted.staging {
-        Some(staging) => publish_filesystem(&disk, staging, &wanted, &kubelet_dir),
-        None => publish_block(&disk, &wanted, &kubelet_dir),
+        Some(staging) => publish_filesystem(&disk, staging, &wanted, &kubelet),
+        None => publish_block(&disk, &wanted, &kubelet.dir),
     })
     .await
 }
@@ -124,7 +125,7 @@ fn publish_filesystem(
     disk: &Disk,
     staging: &Path,
     wanted: &Publish,
-    kubelet_dir: &Path,
+    kubelet: &Kubelet,
 ) -> Result<(), PublishError> {
     let not_staged = || PublishError::NotStaged { staging: staging.to_owned() };
     let staging = bind::real_path(staging)?.ok_or_else(not_staged)?;
@@ -140,7 +141,7 @@ fn publish_filesystem(
     }
     let step = filesystem_step(staged, table.at(&target), wanted.read_only)?;
     if wanted.single_writer
-        && let Some(other) = other_targets(&table, staged, &target, kubelet_dir).next()
+        && let Some(other) = other_targets(&table, staged, &target, kubelet).next()
     {
         return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
     }
@@ -171,16 +172,17 @@ fn filesystem_step(staged: &Mount, there: Option<&Mount>, read_only: bool) -> Re
     }
 }
 
-/// Other targets of a staged filesystem: its mounts in kubelet's folder, but for the staging path itself
-/// and for the subpaths that kubelet mounts from a target.
+/// Other targets of a staged filesystem: its mounts in kubelet's folder, but for its staging paths, of which it has one
+/// under each name of the driver, and for the subpaths that kubelet mounts from a target.
 fn other_targets<'a>(
     table: &'a MountTable,
     staged: &'a Mount,
     target: &'a Path,
-    kubelet_dir: &'a Path,
+    kubelet: &'a Kubelet,
 ) -> impl Iterator<Item = &'a Mount> {
-    table.others_of(staged, kubelet_dir).filter(move |mount| {
+    table.others_of(staged, &kubelet.dir).filter(move |mount| {
         mount.point != target
+            && kubelet.staged_under(&mount.point).is_none()
             && mount.root == staged.root
             && !mount.point.components().any(|part| part.as_os_str() == "volume-subpaths")
     })
@@ -240,7 +242,8 @@ mod tests {
         31 22 8:16 / /k/pods/one/mount rw,noatime - ext4 /dev/sdb rw\n\
         32 22 8:16 /sub /k/pods/one/volume-subpaths/v/c/0 rw - ext4 /dev/sdb rw\n\
         33 22 8:16 / /k/pods/ro/mount ro,noatime - ext4 /dev/sdb rw\n\
-        34 22 8:32 / /k/pods/other/mount rw - ext4 /dev/sdc rw\n";
+        34 22 8:32 / /k/pods/other/mount rw - ext4 /dev/sdc rw\n\
+        35 22 8:16 / /k/plugins/kubernetes.io/csi/old/5f0a/globalmount rw - ext4 /dev/sdb rw\n";
 
     fn at<'a>(table: &'a MountTable, path: &str) -> &'a Mount {
         table.at(Path::new(path)).unwrap()
@@ -273,8 +276,9 @@ mod tests {
     #[test]
     fn other_targets_are_those_of_pods_not_staging_or_subpaths() {
         let table = MountTable::parse(TABLE).unwrap();
+        let kubelet = Kubelet { dir: PathBuf::from("/k"), drivers: vec!["old".to_owned()] };
         let others = |target| {
-            other_targets(&table, at(&table, "/k/staging"), Path::new(target), Path::new("/k"))
+            other_targets(&table, at(&table, "/k/staging"), Path::new(target), &kubelet)
                 .map(|mount| mount.point.to_string_lossy().into_owned())
                 .collect::<Vec<_>>()
         };

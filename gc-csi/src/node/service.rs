@@ -1,7 +1,6 @@
 //! The Node service: translates between the protocol and what the driver does.
 
 use std::future::Future;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use csi::proto::node_service_capability::rpc::Type as Can;
@@ -11,6 +10,7 @@ use tonic::{Request, Response};
 
 use super::blocking::blocking;
 use super::disk::DiskNames;
+use super::kubelet::Kubelet;
 use super::stats::{Amount, Stats, Usage};
 use super::zone::Zone;
 use super::{grow, publish, request, stage, stats, status};
@@ -37,8 +37,8 @@ pub(crate) struct Node {
     pub(crate) max_volumes: Option<i64>,
     /// In which zone the machine is.
     pub(crate) zone: Zone,
-    /// kubelet's folder, symlinks followed.
-    pub(crate) kubelet_dir: PathBuf,
+    /// kubelet's folders.
+    pub(crate) kubelet: Kubelet,
     /// Where disks are found.
     pub(crate) names: DiskNames,
     /// Volumes with an operation under way.
@@ -93,8 +93,8 @@ impl proto::node_server::Node for Node {
         let wanted = call.into_inner();
         let volume = request::volume_id(&wanted.volume_id)?;
         let staging = request::path("staging_target_path", &wanted.staging_target_path)?;
-        let kubelet_dir = self.kubelet_dir.clone();
-        self.alone(&volume, blocking(move || stage::unstage(&staging, &kubelet_dir))).await?;
+        let kubelet = self.kubelet.clone();
+        self.alone(&volume, blocking(move || stage::unstage(&staging, &kubelet))).await?;
         Ok(Response::new(proto::NodeUnstageVolumeResponse {}))
     }
 
@@ -105,8 +105,8 @@ impl proto::node_server::Node for Node {
         let wanted = call.into_inner();
         let volume = request::volume_id(&wanted.volume_id)?;
         let wanted = request::publish(&wanted)?;
-        let (names, kubelet_dir) = (self.names.clone(), self.kubelet_dir.clone());
-        self.alone(&volume, async move { publish::publish(&names, wanted, kubelet_dir).await }).await?;
+        let (names, kubelet) = (self.names.clone(), self.kubelet.clone());
+        self.alone(&volume, async move { publish::publish(&names, wanted, kubelet).await }).await?;
         Ok(Response::new(proto::NodePublishVolumeResponse {}))
     }
 

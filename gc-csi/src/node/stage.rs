@@ -16,6 +16,8 @@ use super::disk::{Disk, DiskNames, FindError};
 use super::filesystem::{Filesystem, MountOptions};
 use super::grow::{GrowError, Growable};
 use super::holders;
+use super::kubelet::Kubelet;
+use super::lost_writes::{LostWrites, LostWritesError};
 use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
 
 /// What is asked for.
@@ -134,6 +136,9 @@ pub(crate) enum StageError {
         /// The staging path.
         staging: PathBuf,
     },
+    /// What was written here before is lost.
+    #[error(transparent)]
+    Lost(#[from] LostWritesError),
     /// The mounts are unknown.
     #[error(transparent)]
     Mounts(#[from] MountsError),
@@ -156,6 +161,8 @@ pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageE
     let table = blocking(MountTable::read).await?;
     if let Some(mount) = table.at(&staging) {
         already(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some())?;
+        let earlier = LostWrites::of(&staging);
+        blocking(move || earlier.check()).await?;
         // A stage that was cut off may have left it to grow.
         if let (None, Ok(kind)) = (read_only, mount.fs_type.parse()) {
             let growable = look(&disk, kind).await?;
@@ -165,6 +172,9 @@ pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageE
         }
         return Ok(());
     }
+    // Of an earlier mount, which is gone.
+    let earlier = LostWrites::of(&staging);
+    blocking(move || earlier.forget()).await?;
     let found =
         content::examine(&disk).await.map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
     let plan = content::plan(found, filesystem.kind, read_only).map_err(|why| StageError::Refused {
@@ -204,7 +214,8 @@ impl Mounting<'_> {
         // A filesystem that is mounted elsewhere must be neither checked nor changed.
         if !mounted {
             if let Some(btrfs) = growable.superblock.btrfs {
-                copies::tell_apart(&self.disk.path, btrfs, self.read_only.is_some()).await?;
+                copies::tell_apart(&self.disk.path, self.disk.number, btrfs, self.read_only.is_some())
+                    .await?;
             }
             if self.read_only.is_none() {
                 self.check(kind).await?;
@@ -309,13 +320,8 @@ pub(crate) enum UnstageError {
         elsewhere: PathBuf,
     },
     /// What was written does not reach the disk.
-    #[error("what was written below {} did not reach the disk: {source}", staging.display())]
-    Flush {
-        /// The staging path.
-        staging: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    Lost(#[from] LostWritesError),
     /// It could not be unmounted.
     #[error(transparent)]
     Unmount(#[from] BindError),
@@ -326,28 +332,50 @@ pub(crate) enum UnstageError {
 
 /// Unstages a volume: all is on the disk when this is done. Repeating it is fine. The staging folder is
 /// left to who made it. Blocks.
-pub(crate) fn unstage(staging: &Path, kubelet_dir: &Path) -> Result<(), UnstageError> {
+pub(crate) fn unstage(staging: &Path, kubelet: &Kubelet) -> Result<(), UnstageError> {
     let Some(staging) = bind::real_path(staging)? else { return Ok(()) };
     let table = MountTable::read()?;
-    let Some(mount) = table.at(&staging) else { return Ok(()) };
+    let Some(mount) = table.at(&staging) else { return Ok(LostWrites::of(&staging).forget()?) };
     // Unmounting one of several mounts flushes nothing. Only kubelet's folder counts: in a container,
     // the machine's mounts can show a second time elsewhere.
-    if let Some(other) = table.others_of(mount, kubelet_dir).next() {
+    if let Some(other) = table.others_of(mount, &kubelet.dir).next()
+        && !is_staged_otherwise(&table, mount, kubelet)
+    {
         return Err(UnstageError::Published { staging, elsewhere: other.point.clone() });
     }
-    flush(&table, mount).map_err(|source| UnstageError::Flush { staging: staging.clone(), source })?;
+    flush(&table, mount)?;
     bind::unmount_all(&staging, holders::of)?;
+    LostWrites::of(&staging).forget()?;
     tracing::info!(staging = %staging.display(), "unstaged");
     Ok(())
 }
 
+/// Whether the filesystem is staged under another name of the driver, too. That one has its disk then, and waits for
+/// every other mount of it, whoever's that is, before it lets go.
+fn is_staged_otherwise(table: &MountTable, mount: &Mount, kubelet: &Kubelet) -> bool {
+    let own = kubelet.staged_under(&mount.point);
+    let mut others = table.others_of(mount, &kubelet.dir).filter(|other| other.root == mount.root);
+    others.any(|other| {
+        let under = kubelet.staged_under(&other.point);
+        under.is_some() && under != own
+    })
+}
+
 /// Writes out what is pending, since the filesystem may live on in the mounts of a container that is
-/// just ending. A disk or filesystem that is gone already cannot hold anything up.
-fn flush(table: &MountTable, mount: &Mount) -> std::io::Result<()> {
-    let is_there = mount.block_device().is_some_and(super::disk::is_present);
-    if mount.is_read_only() || !is_there || condition::stopped(table, mount).is_some() {
+/// just ending. A disk that is gone already cannot hold anything up, nor a filesystem that the kernel stopped writing to,
+/// which its pods were told; but what a flush could not write does, since nobody was told of that.
+fn flush(table: &MountTable, mount: &Mount) -> Result<(), UnstageError> {
+    if !mount.block_device().is_some_and(super::disk::is_present) {
         return Ok(());
     }
-    let folder = std::fs::File::open(&mount.point)?;
-    Ok(bind::change("flush", || rustix::fs::syncfs(&folder))?)
+    let writes = LostWrites::of(&mount.point);
+    writes.check()?;
+    if mount.is_read_only() || condition::stopped(table, mount).is_some() {
+        return Ok(());
+    }
+    let flushed = writes.remember(|| {
+        let folder = std::fs::File::open(&mount.point)?;
+        Ok(bind::change("flush", || rustix::fs::syncfs(&folder))?)
+    });
+    Ok(flushed?)
 }

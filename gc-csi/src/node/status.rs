@@ -11,6 +11,7 @@ use super::content::FormatError;
 use super::copies::CopyError;
 use super::disk::FindError;
 use super::grow::{ExpandError, GrowError};
+use super::lost_writes::LostWritesError;
 use super::publish::PublishError;
 use super::stage::{StageError, UnstageError};
 use super::stats::StatsError;
@@ -74,6 +75,7 @@ impl Coded for StageError {
             Self::AnotherDisk { .. } | Self::Refused { .. } | Self::NoFolder { .. } => {
                 Code::FailedPrecondition
             }
+            Self::Lost(error) => error.code(),
             Self::Probe { .. } | Self::Check { .. } | Self::Mount { .. } | Self::Mounts(_) => Code::Internal,
         }
     }
@@ -84,7 +86,17 @@ impl Coded for UnstageError {
         match self {
             Self::Published { .. } => Code::FailedPrecondition,
             Self::Unmount(error) => error.code(),
-            Self::Flush { .. } | Self::Mounts(_) => Code::Internal,
+            Self::Lost(error) => error.code(),
+            Self::Mounts(_) => Code::Internal,
+        }
+    }
+}
+
+impl Coded for LostWritesError {
+    fn code(&self) -> Code {
+        match self {
+            Self::Lost { .. } => Code::DataLoss,
+            Self::Record { .. } => Code::Internal,
         }
     }
 }
@@ -111,8 +123,10 @@ impl Coded for PublishError {
 impl Coded for CopyError {
     fn code(&self) -> Code {
         match self {
-            Self::ReadOnly { .. } | Self::HasLog { .. } => Code::FailedPrecondition,
-            Self::Tune { .. } => Code::Internal,
+            Self::ReadOnly { .. } | Self::HasLog { .. } | Self::InUse { .. } | Self::Unproven { .. } => {
+                Code::FailedPrecondition
+            }
+            Self::Open { .. } | Self::Tune { .. } => Code::Internal,
         }
     }
 }

@@ -10,3 +10,5 @@ mod machine;
 mod refusals;
 mod resilience;
 mod serving;
+mod two_names;
+mod writes;

@@ -111,6 +111,40 @@ async fn one_disk_is_not_taken_for_another() {
 }
 
 #[tokio::test]
+async fn what_was_attached_for_other_bytes_is_neither_staged_nor_published() {
+    use crds::names::{CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME};
+    let mut machine = Machine::start().await;
+    let disk = machine.disk(16);
+    let said = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+    let mut request = machine.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
+    request.volume_context = [said(MANAGEMENT_VOLUME, "pvc-old")].into();
+    request.publish_context.extend([said(CONTEXT_MANAGEMENT_VOLUME, "pvc-new")]);
+    let publish = |of: &csi::proto::NodeStageVolumeRequest| csi::proto::NodePublishVolumeRequest {
+        volume_id: of.volume_id.clone(),
+        volume_context: of.volume_context.clone(),
+        publish_context: of.publish_context.clone(),
+        volume_capability: of.volume_capability.clone(),
+        staging_target_path: of.staging_target_path.clone(),
+        target_path: machine.target(&disk, "one").display().to_string(),
+        ..csi::proto::NodePublishVolumeRequest::default()
+    };
+    let mut node = machine.node().await;
+    for refused in [
+        node.node_stage_volume(request.clone()).await.unwrap_err(),
+        node.node_publish_volume(publish(&request)).await.unwrap_err(),
+    ] {
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+        assert!(["pvc-old", "pvc-new"].iter().all(|name| refused.message().contains(name)), "{refused}");
+    }
+    assert!(std::fs::read(&disk.image).unwrap().iter().all(|byte| *byte == 0), "the disk was written to");
+
+    // A person pinned the volume to the other one, and the controller attached that.
+    request.publish_context.extend([said(CONTEXT_OVERRIDDEN_PIN, "pvc-old")]);
+    node.node_stage_volume(request.clone()).await.unwrap();
+    node.node_publish_volume(publish(&request)).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_device_that_cannot_prove_its_identity_is_refused() {
     // The machine's own root disk under a volume's name: the worst that a wrong name can do.
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();

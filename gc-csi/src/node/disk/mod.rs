@@ -269,6 +269,12 @@ fn attribute(number: DeviceNumber, name: &str) -> io::Result<u64> {
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{name}: {error}")))
 }
 
+/// What the kernel calls a disk of the machine, as in `sdb`.
+pub(crate) fn kernel_name(number: DeviceNumber) -> Option<String> {
+    let folder = sysfs(number).canonicalize().ok()?;
+    folder.file_name().map(|name| name.to_string_lossy().into_owned())
+}
+
 /// Whether the disk is still in the machine.
 pub(crate) fn is_present(number: DeviceNumber) -> bool {
     sysfs(number).exists()

@@ -1,0 +1,41 @@
+//! VolumeAttachment of `storage.k8s.io`.
+
+use kube::Api;
+use kube::api::ListParams;
+use kube_kit::client::chain;
+use kube_kit::informer::Key;
+use kube_kit::lean::{CsiSource, VolumeAttachment};
+
+use super::Guest;
+
+impl Guest {
+    /// Whether a VolumeAttachment asks for the volume of this handle on this node by another of the driver's names than
+    /// `driver`, and is there to stay. As the API says now: a disk is taken out on the word of it.
+    pub(crate) async fn is_attached_under_another_name(
+        &self,
+        handle: &str,
+        node: &str,
+        driver: &str,
+    ) -> Result<bool, String> {
+        if self.drivers.len() < 2 {
+            return Ok(false);
+        }
+        let api: Api<VolumeAttachment> = Api::all(self.client.clone());
+        let list = api.list(&ListParams::default()).await;
+        let list =
+            list.map_err(|error| format!("cannot read the guest's VolumeAttachments: {}", chain(&error)))?;
+        let stays =
+            |one: &&VolumeAttachment| one.node_name == node && one.metadata.deletion_timestamp.is_none();
+        let is_for = |csi: &CsiSource| {
+            csi.volume_handle == handle && csi.driver != driver && self.drivers.contains(&csi.driver)
+        };
+        Ok(list.items.iter().filter(stays).any(|one| self.source_of(one).is_some_and(|csi| is_for(&csi))))
+    }
+
+    /// Which volume of ours is wanted.
+    fn source_of(&self, attachment: &VolumeAttachment) -> Option<CsiSource> {
+        let source = &attachment.source;
+        let named = || self.volumes.get(&Key::cluster(source.persistent_volume_name.clone()?));
+        source.inline.clone().or_else(|| named()?.spec.csi.clone())
+    }
+}

@@ -11,6 +11,7 @@ use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
+use crate::text::one_line;
 
 /// Why no client could be made. None of these heals by waiting.
 #[derive(Debug, thiserror::Error)]
@@ -115,17 +116,65 @@ pub async fn wait_until_reachable(
     }
 }
 
-/// An error with everything that caused it, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
+/// An error with everything that caused it, in one line. Of what an API server refused, its own words: what kube makes of
+/// that is for programmers.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
+    let mut next = Some(error);
+    while let Some(cause) = next {
+        if let Some(kube::Error::Api(status)) = cause.downcast_ref() {
+            let words = words(status);
+            text = text.replace(&cause.to_string(), &words);
+            append(&mut text, &words);
+            break;
         }
-        source = cause.source();
+        append(&mut text, &cause.to_string());
+        next = cause.source();
     }
-    text
+    one_line(&text).into_owned()
+}
+
+fn append(text: &mut String, cause: &str) {
+    if !text.contains(cause) {
+        text.push_str(": ");
+        text.push_str(cause);
+    }
+}
+
+/// What an API server said.
+fn words(status: &kube::core::Status) -> String {
+    match (status.message.as_str(), status.reason.as_str()) {
+        ("", "") => format!("HTTP {}", status.code),
+        ("", reason) => reason.to_owned(),
+        (message, _) => message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug, thiserror::Error)]
+    #[error("the list failed: {0}")]
+    struct Outer(#[source] kube::Error);
+
+    fn refused(message: &str, reason: &str) -> kube::Error {
+        kube::Error::Api(kube::core::Status::failure(message, reason).with_code(403).boxed())
+    }
+
+    #[test]
+    fn what_an_api_server_refused_is_told_in_its_words_and_one_line() {
+        assert_eq!(chain(&refused("denied\nby policy", "Forbidden")), "denied\\nby policy");
+        assert_eq!(chain(&Outer(refused("denied", "Forbidden"))), "the list failed: denied");
+        assert_eq!(chain(&refused("", "Forbidden")), "Forbidden");
+        assert_eq!(chain(&refused("", "")), "HTTP 403");
+    }
+
+    #[test]
+    fn an_error_is_told_with_its_causes_each_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("cannot connect")]
+        struct Failed(#[source] std::io::Error);
+        assert_eq!(chain(&Failed(std::io::Error::other("refused"))), "cannot connect: refused");
+    }
 }

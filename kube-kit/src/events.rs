@@ -12,6 +12,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::client::chain;
+use crate::text::one_line;
 
 /// The most events under way at once; more are dropped, with a log line.
 const MOST_AT_ONCE: usize = 64;
@@ -62,7 +63,8 @@ impl Events {
         self.send(EventType::Warning, about, action, reason, note);
     }
 
-    fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, mut note: String) {
+    fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
+        let mut note = one_line(&note).into_owned();
         let Ok(slot) = self.slots.clone().try_acquire_owned() else {
             tracing::warn!(reason, note, "too many events at once: this one is dropped");
             return;
@@ -146,7 +148,7 @@ mod tests {
         let events = Events::new(Client::new(service, "n"), "test");
         let about = ObjectReference { name: Some("claim".into()), ..ObjectReference::default() };
         let mut seen = Vec::new();
-        for note in ["two", "two", "three", "three"] {
+        for note in ["two", "two", "three", "three", "x\ny"] {
             events.warning(about.clone(), "Check", "Differs", note.to_owned());
             let (method, note, count) = sent.recv().await.unwrap();
             // Once it is sent wholly.
@@ -159,6 +161,7 @@ mod tests {
             of(Method::PATCH, "two", Some(2)),
             of(Method::POST, "three", None),
             of(Method::PATCH, "three", Some(2)),
+            of(Method::POST, "x\\ny", None),
         ];
         assert_eq!(seen, wanted);
     }

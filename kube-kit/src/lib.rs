@@ -16,4 +16,5 @@ pub mod process;
 pub mod quantity;
 pub mod queue;
 pub mod telemetry;
+pub mod text;
 pub mod versions;

@@ -1,6 +1,10 @@
 //! Logs: one format for every binary, chosen by the same two flags.
 
+use std::io::{self, Write};
+
 use tracing_subscriber::EnvFilter;
+
+use crate::text::one_line;
 
 /// How to log.
 #[derive(Debug, Clone, clap::Args)]
@@ -26,11 +30,65 @@ pub enum LogFormat {
 pub fn init(args: &LogArgs) -> Result<(), String> {
     let filter = EnvFilter::try_new(&args.log_level)
         .map_err(|error| format!("--log-level {:?} is not understood: {error}", args.log_level))?;
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
     match args.log_format {
-        LogFormat::Text => builder.init(),
-        LogFormat::Json => builder.json().init(),
+        LogFormat::Text => builder.with_writer(|| Lines(std::io::stderr())).init(),
+        // JSON has escapes of its own.
+        LogFormat::Json => builder.with_writer(std::io::stderr).json().init(),
     }
     Ok(())
+}
+
+/// Writes each event as one line, whatever is in its texts.
+struct Lines<W>(W);
+
+impl<W: Write> Write for Lines<W> {
+    /// Takes an event at once, as it is given.
+    fn write(&mut self, event: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(event);
+        let (line, end) = text.strip_suffix('\n').map_or((&*text, ""), |line| (line, "\n"));
+        self.0.write_all(format!("{}{end}", one_line(line)).as_bytes())?;
+        Ok(event.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn an_event_is_one_line_whatever_is_in_its_texts() {
+        let written = Written::default();
+        let writer = written.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || Lines(writer.clone())).finish();
+        let name = "a\n2026-01-01T00:00:00Z  INFO gc_csi: deleted";
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::warn!(name, "of {name}");
+            tracing::info!("next");
+        });
+        let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(text.lines().count(), 2, "{text}");
+        assert!(text.lines().next().unwrap().contains("of a\\n2026"), "{text}");
+        assert!(text.ends_with("next\n"), "{text}");
+    }
 }

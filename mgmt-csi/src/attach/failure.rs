@@ -1,5 +1,7 @@
 //! Why an order can't be carried out, in the words of `status.error`.
 
+use kube_kit::text::one_line;
+
 use crate::infra::{AttachError, DetachError};
 
 /// What a failure says of the disk.
@@ -37,6 +39,7 @@ pub struct Failure {
 impl Failure {
     /// A failure that lies in the objects: the infra was not asked.
     pub fn of_objects(reason: &'static str, message: String) -> Self {
+        let message = one_line(&message).into_owned();
         Self { reason, message, disk: Disk::Unknown, again: Again::OnChange }
     }
 }
@@ -54,12 +57,14 @@ impl From<AttachError> for Failure {
             AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),
             AttachError::Trouble(_) => ("AttachFailed", Disk::Unknown),
         };
-        Self { reason, message: error.to_string(), disk, again: Again::Later }
+        let message = one_line(&error.to_string()).into_owned();
+        Self { reason, message, disk, again: Again::Later }
     }
 }
 
 impl From<DetachError> for Failure {
     fn from(error: DetachError) -> Self {
-        Self { reason: "DetachFailed", message: error.to_string(), disk: Disk::Unknown, again: Again::Later }
+        let message = one_line(&error.to_string()).into_owned();
+        Self { reason: "DetachFailed", message, disk: Disk::Unknown, again: Again::Later }
     }
 }

@@ -221,7 +221,8 @@ impl Repair {
         let key = Key::of(order);
         let note = format!(
             "the storage infra has lost the attachment of this volume to machine {}, which VolumeAttachment {key} says is \
-             there: the disk is plugged again; what used it meanwhile may have to be restarted",
+             there: it is to be attached again, and the VolumeAttachment's status says how that went; what used it \
+             meanwhile may have to be restarted",
             order.spec.node_uuid
         );
         tracing::warn!(attachment = %key, "{note}");

@@ -3,6 +3,7 @@
 
 pub mod capability;
 pub mod client;
+mod connections;
 pub mod deadline;
 pub mod identity;
 pub mod locks;

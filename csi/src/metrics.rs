@@ -13,6 +13,8 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tonic::Code;
 
+use crate::connections::Caller;
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
     method: String,
@@ -79,6 +81,7 @@ where
     fn call(&mut self, request: http::Request<B>) -> Self::Future {
         let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
         let metrics = self.metrics.clone();
+        let under_way = request.extensions().get::<Caller>().map(Caller::begin);
         let started = Instant::now();
         let call = self.inner.call(request);
         Box::pin(async move {
@@ -92,6 +95,7 @@ where
                 tracing::debug!(method, elapsed = ?started.elapsed(), "call done");
             }
             metrics.observe(&method, code, started);
+            drop(under_way);
             Ok(response)
         })
     }

@@ -7,10 +7,12 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use tokio::net::{UnixListener, UnixStream};
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
+use crate::connections::{Connections, Limits};
 use crate::metrics::CallMetrics;
 
 /// How long calls under way may go on after the stop: less than the 30 s that Kubernetes gives a pod, so
@@ -105,22 +107,34 @@ impl Bound {
         metrics: CallMetrics,
         stop: CancellationToken,
     ) -> Result<(), ServeError> {
+        self.serve_within(Limits::default(), routes, metrics, stop).await
+    }
+
+    async fn serve_within(
+        self,
+        limits: Limits,
+        routes: Routes,
+        metrics: CallMetrics,
+        stop: CancellationToken,
+    ) -> Result<(), ServeError> {
         let path = self.path;
         let made = identity(&path);
+        let connections = Connections::default();
+        let opening = connections.clone();
+        let incoming = UnixListenerStream::new(self.listener)
+            .map(move |stream| stream.map(|stream| opening.open(stream)));
         tracing::info!(endpoint = %path.display(), "serving");
         let served = tonic::transport::Server::builder()
             .layer(metrics)
             .add_routes(routes)
-            .serve_with_incoming_shutdown(
-                UnixListenerStream::new(self.listener),
-                stop.clone().cancelled_owned(),
-            );
+            .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
         let out_of_patience = async {
             stop.cancelled().await;
             tokio::time::sleep(GRACE).await;
         };
         let served = tokio::select! {
             served = served => served,
+            never = connections.close_surplus(limits) => match never {},
             () = out_of_patience => {
                 tracing::warn!(endpoint = %path.display(), "calls or connections did not end within {GRACE:?}: cut off");
                 Ok(())
@@ -188,7 +202,11 @@ fn remove(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
+    use crate::proto::identity_client::IdentityClient;
+    use crate::proto::identity_server::IdentityServer;
 
     #[test]
     fn an_endpoint_is_an_absolute_path_that_fits_a_socket_address() {
@@ -212,6 +230,53 @@ mod tests {
         let (next, ()) = tokio::join!(listen(&socket, LEAVING), async { drop(first) });
         assert!(next.is_ok());
         assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[tokio::test]
+    async fn five_hundred_mute_connections_are_closed_and_as_many_idle_ones_kept_as_there_may_be() {
+        let folder = std::env::temp_dir().join(format!("nestor-idle-{}", std::process::id()));
+        let socket = folder.join("csi.sock");
+        let endpoint: Endpoint = socket.display().to_string().parse().unwrap();
+        let identity = crate::identity::Identity::new("test", kube_kit::health::Health::default());
+        let routes = Routes::new(IdentityServer::new(identity));
+        let metrics = CallMetrics::register(&mut prometheus_client::registry::Registry::default());
+        let stop = CancellationToken::new();
+        let part = Duration::from_millis(100);
+        let limits = Limits { silent: part, most: 3, idle: part, look: part };
+        let bound = bind(&endpoint).await.unwrap();
+        let serving = tokio::spawn(bound.serve_within(limits, routes, metrics, stop.clone()));
+
+        // As a sidecar that has nothing to ask: the preface of HTTP/2, and empty settings.
+        let mut open = tokio::task::JoinSet::new();
+        for _ in 0..5 {
+            let mut stream = UnixStream::connect(&socket).await.unwrap();
+            stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
+            open.spawn(async move { stream.read_to_end(&mut Vec::new()).await });
+        }
+        let mut mute = Vec::new();
+        for _ in 0..500 {
+            mute.push(UnixStream::connect(&socket).await.unwrap());
+        }
+        let soon = Duration::from_secs(20);
+        for stream in &mut mute {
+            let closed = tokio::time::timeout(soon, stream.read_to_end(&mut Vec::new())).await;
+            closed.expect("it is still open").unwrap();
+        }
+        for _ in 0..2 {
+            tokio::time::timeout(soon, open.join_next())
+                .await
+                .expect("more than three are open")
+                .unwrap()
+                .unwrap()
+                .unwrap();
+        }
+        let mut client = IdentityClient::new(crate::client::connect(&socket).await.unwrap());
+        client.get_plugin_info(crate::proto::GetPluginInfoRequest {}).await.unwrap();
+        assert!(open.try_join_next().is_none(), "as many as there may be are kept");
+        drop((client, open));
+        stop.cancel();
+        serving.await.unwrap().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }

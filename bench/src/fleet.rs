@@ -247,8 +247,9 @@ impl Plugged {
 fn note(known: &mut HashMap<String, Instant>, machine: &VirtualMachine, now: Instant) {
     let status = machine.status.as_ref();
     let volumes = status.map(|status| status.volumes.as_slice()).unwrap_or_default();
-    let plugged: HashSet<&str> =
-        volumes.iter().filter(|disk| disk.attached).map(|disk| disk.name.as_str()).collect();
+    let plugged = volumes.iter().filter(|disk| disk.attached);
+    // A disk that is leaving is still there.
+    let plugged: HashSet<&str> = plugged.filter_map(|disk| names::entries_shown(&disk.name).next()).collect();
     known.retain(|entry, _| plugged.contains(entry.as_str()));
     for entry in plugged {
         known.entry(entry.to_owned()).or_insert(now);

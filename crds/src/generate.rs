@@ -21,7 +21,7 @@ pub fn all() -> Vec<(String, String)> {
         .collect()
 }
 
-/// One schema under four versions: the newest is stored, all are served, and no conversion is needed.
+/// One schema under all versions: the newest is stored, all are served, and no conversion is needed.
 fn virtual_machine() -> Value {
     let mut crd = to_value(&VirtualMachineDefinition::crd());
     let mut version = crd["spec"]["versions"][0].take();

@@ -117,6 +117,26 @@ pub fn volume_entry(claim: &str) -> String {
     format!("{}-{}", readable.trim_end_matches('-'), digest(&[claim], 20))
 }
 
+/// What the VM Operator puts behind an entry's name in `status.volumes` from when the entry is out of the spec until its
+/// disk is gone.
+const DETACHING: &str = ":detaching";
+
+/// Name under which `status.volumes` shows the disk of an entry that is out of the spec.
+pub fn detaching_entry(entry: &str) -> String {
+    format!("{entry}{DETACHING}")
+}
+
+/// The entries whose disk a name in `status.volumes` may show: that name itself, or the one before `:detaching`. Where
+/// several disks of one entry are leaving, the vSphere CSI driver also puts a number before that: which of the two it
+/// is, nobody can tell.
+pub fn entries_shown(name: &str) -> impl Iterator<Item = &str> {
+    let base = name.strip_suffix(DETACHING);
+    let numbered = base.and_then(|base| base.rsplit_once('-'));
+    let is_number = |digits: &str| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let unnumbered = numbered.filter(|(_, digits)| is_number(digits)).map(|(entry, _)| entry);
+    [base.or(Some(name)), unnumbered].into_iter().flatten()
+}
+
 /// Names under `/dev/disk/by-id` that a disk with this UUID can have, by bus: SCSI with a 64-bit WWN,
 /// SCSI with a 128-bit one, virtio-blk (serials are cut at 20 bytes), NVMe.
 pub fn disk_by_id(disk_uuid: &str) -> [String; 4] {
@@ -209,6 +229,18 @@ mod tests {
         assert!(is_label(&volume_attachment(&vm, &claim)));
         assert!(is_label(&volume_entry(&claim)));
         assert_eq!(volume_entry("pvc-1"), "pvc-1");
+    }
+
+    #[test]
+    fn a_disk_that_leaves_is_shown_under_its_entrys_name_and_a_suffix() {
+        let shown = |name| entries_shown(name).collect::<Vec<_>>();
+        assert_eq!(shown("pvc-1"), ["pvc-1"]);
+        assert_eq!(detaching_entry("pvc-1"), "pvc-1:detaching");
+        assert_eq!(shown("pvc-1:detaching"), ["pvc-1", "pvc"]);
+        assert_eq!(shown("pvc-1-2:detaching"), ["pvc-1-2", "pvc-1"]);
+        assert_eq!(shown("data:detaching"), ["data"]);
+        assert_eq!(shown("data-x:detaching"), ["data-x"]);
+        assert_eq!(shown("data-:detaching"), ["data-"]);
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! `VirtualMachine` of `vmoperator.vmware.com`: the subset of its fields that Nestor reads or writes.
 //!
-//! The same subset exists in every version from v1alpha2 to v1alpha5, so one Rust type serves all of
-//! them and the version is chosen at run time. All other fields belong to the VM Operator: they are
+//! The same subset exists in every version from v1alpha2 to v1alpha6, so one Rust type serves all of
+//! them and the version is chosen at run time. `sharingMode` and `diskMode` of an entry are written only where
+//! v1alpha6 is served, the first version in which they have their place for good. All other fields belong to the VM Operator: they are
 //! preserved by the schema and never written, because every write is a patch of the fields below.
 
 use kube::CustomResource;
@@ -13,7 +14,7 @@ use serde::{Deserialize, Serialize};
 pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
 
 /// The versions that carry the subset, newest first.
-pub const VIRTUAL_MACHINE_VERSIONS: [&str; 4] = ["v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
+pub const VIRTUAL_MACHINE_VERSIONS: [&str; 5] = ["v1alpha6", "v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
 
 /// A virtual machine, in whichever version [`virtual_machine_resource`] names.
 pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
@@ -22,7 +23,7 @@ pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[kube(
     group = "vmoperator.vmware.com",
-    version = "v1alpha5",
+    version = "v1alpha6",
     kind = "VirtualMachine",
     root = "VirtualMachineDefinition",
     namespaced,
@@ -48,6 +49,12 @@ pub struct VirtualMachineVolume {
     /// The claim whose volume is plugged. Entries of other kinds are not Nestor's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
+    /// `MultiWriter` for a disk that several machines write to. Read by the upstream VM Operator alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing_mode: Option<String>,
+    /// How the disk is attached. Read by the upstream VM Operator alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_mode: Option<String>,
 }
 
 /// A claim in the machine's own namespace.
@@ -86,7 +93,7 @@ pub struct VirtualMachineStatus {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineVolumeStatus {
-    /// Name of the entry in `spec.volumes`.
+    /// Name of the entry in `spec.volumes`; with `:detaching` behind it once the entry is out of there.
     pub name: String,
     /// Whether the disk is plugged.
     #[serde(default)]

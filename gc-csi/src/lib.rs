@@ -9,3 +9,4 @@ mod management;
 pub mod node;
 mod pin;
 mod reconcile;
+mod vm_operator;

@@ -1,6 +1,7 @@
 //! What a `VirtualMachine` says of a disk, and what to change in it so that it has the disk or lets go of it. Pure: the
 //! model of the attach protocol (crate `model`) runs the same rules.
 
+use crds::names::entries_shown;
 use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
 use json_patch::jsonptr::PointerBuf;
 use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
@@ -18,6 +19,8 @@ pub enum Change {
         claim: String,
         /// Whether the machine may only read.
         read_only: bool,
+        /// Whether the VM Operator must be told that several machines write to the disk.
+        multi_writer: bool,
     },
     /// The entry should not be there.
     Remove {
@@ -93,7 +96,7 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                 let found = volumes.iter().position(|entry| &entry.name == name);
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
-            Change::Add { name, claim, read_only } => {
+            Change::Add { name, claim, read_only, multi_writer } => {
                 let wanted = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
                 let kept = volumes
                     .iter()
@@ -101,13 +104,15 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                     .filter(|(at, _)| !removed.contains(at))
                     .map(|(_, entry)| entry);
                 match kept.chain(&added).find(|entry| &entry.name == name) {
-                    None if disk(vm, name).is_some() => {
+                    None if disks(vm, name).next().is_some() => {
                         let (machine, name) = (machine.to_owned(), name.clone());
                         refused[index] = Some(Refusal::Leaving { machine, name });
                     }
                     None => added.push(VirtualMachineVolume {
                         name: name.clone(),
                         persistent_volume_claim: Some(wanted),
+                        sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
+                        disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
                     }),
                     Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&wanted) => {}
                     Some(entry) => {
@@ -170,19 +175,47 @@ pub fn wants(vm: &VirtualMachine, claim: &str) -> Option<bool> {
     sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
 }
 
-/// What the machine says of an entry.
-pub fn disk<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
-    vm.status.as_ref()?.volumes.iter().find(|disk| disk.name == entry)
+/// What the machine says of an entry that is in its spec.
+fn disk<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
+    told(vm).find(|disk| disk.name == entry)
+}
+
+/// What the machine says of the disks of an entry: of the one that is in its spec, and of those that are leaving, which
+/// the VM Operator shows under another name.
+pub fn disks<'a>(
+    vm: &'a VirtualMachine,
+    entry: &str,
+) -> impl Iterator<Item = &'a VirtualMachineVolumeStatus> {
+    told(vm).filter(move |disk| entries_shown(&disk.name).any(|shown| shown == entry))
+}
+
+fn told(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
+    vm.status.iter().flat_map(|status| &status.volumes)
+}
+
+/// The last failure that the machine tells of an entry's disks.
+pub fn failure(vm: &VirtualMachine, entry: &str) -> Option<String> {
+    disks(vm, entry).find_map(|disk| disk.error.clone())
+}
+
+/// Whether a disk of the entry is plugged.
+pub fn is_plugged(vm: &VirtualMachine, entry: &str) -> bool {
+    disks(vm, entry).any(|disk| disk.attached)
+}
+
+/// The UUID by which the machine knows the entry's disk.
+pub fn disk_uuid(vm: &VirtualMachine, entry: &str) -> Option<String> {
+    disks(vm, entry).find_map(|disk| disk.disk_uuid.clone())
 }
 
 /// Whether the machine has the claim in its spec, or its disk still plugged: who needs it alone must wait.
 pub fn holds(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
-    wants(vm, claim).is_some() || disk(vm, entry).is_some_and(|disk| disk.attached)
+    wants(vm, claim).is_some() || is_plugged(vm, entry)
 }
 
 /// Whether the machine says anything at all of the claim's disk, so that a detach has something to do.
 pub fn is_involved(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
-    wants(vm, claim).is_some() || disk(vm, entry).is_some()
+    wants(vm, claim).is_some() || disks(vm, entry).next().is_some()
 }
 
 /// How an attach begins.
@@ -212,7 +245,7 @@ pub fn begin(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bo
 /// Whether an entry may be put in: not before an earlier use of it is over, whose end would unplug the disk again. None
 /// is a machine that is gone, which is found out in the trying.
 pub fn may_be_added(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bool {
-    vm.is_none_or(|vm| wants(vm, claim).is_some() || disk(vm, entry).is_none())
+    vm.is_none_or(|vm| wants(vm, claim).is_some() || disks(vm, entry).next().is_none())
 }
 
 /// Whether a state that was seen is from before a change went in. A machine of another UID counts as
@@ -240,19 +273,55 @@ pub fn attached(
     }
 }
 
-/// How a detach ended, if it did. A machine that is gone has no disks.
+/// A detach that is waited for.
+#[derive(Debug, Clone, Copy)]
+pub struct Leaving<'a> {
+    /// The entry that was taken out.
+    pub entry: &'a str,
+    /// The disk's UUID, where it was known: whatever the VM Operator calls the disk by now, it is there while that is.
+    pub disk: Option<&'a str>,
+    /// The failure that was known before.
+    pub known: Option<&'a String>,
+}
+
+/// How a detach ended, if it did: a failure that was not known before, or that no name and no UUID of the disk is left. A
+/// machine that is gone has no disks.
 pub fn detached(
     vm: Option<&VirtualMachine>,
     since: &Committed,
-    entry: &str,
-    known: Option<&String>,
+    leaving: Leaving<'_>,
 ) -> Option<Result<(), String>> {
     let Some(vm) = vm else { return Some(Ok(())) };
     if is_older(vm, since) {
         return None;
     }
-    let Some(disk) = disk(vm, entry) else { return Some(Ok(())) };
-    disk.error.clone().filter(|error| known != Some(error)).map(Err)
+    let Leaving { entry, disk, known } = leaving;
+    let is_disk = |told: &&VirtualMachineVolumeStatus| {
+        disk.is_some() && told.disk_uuid.as_deref() == disk
+            || entries_shown(&told.name).any(|shown| shown == entry)
+    };
+    let mut left = told(vm).filter(is_disk).peekable();
+    if left.peek().is_none() {
+        return Some(Ok(()));
+    }
+    left.find_map(|told| told.error.clone().filter(|error| known != Some(error))).map(Err)
+}
+
+/// The entry by another name that has the claim, too, after a change went in: it is not gc-csi's, and keeps the disk plugged.
+pub fn other_entry<'a>(
+    vm: &'a VirtualMachine,
+    since: &Committed,
+    claim: &str,
+    entry: &str,
+) -> Option<&'a str> {
+    if is_older(vm, since) {
+        return None;
+    }
+    let is_of = |volume: &&VirtualMachineVolume| {
+        let source = volume.persistent_volume_claim.as_ref();
+        volume.name != entry && source.is_some_and(|source| source.claim_name == claim)
+    };
+    vm.spec.volumes.iter().find(is_of).map(|volume| volume.name.as_str())
 }
 
 #[cfg(test)]
@@ -261,7 +330,11 @@ mod tests {
 
     fn entry(name: &str) -> VirtualMachineVolume {
         let claim = PersistentVolumeClaimSource { claim_name: name.to_owned(), read_only: false };
-        VirtualMachineVolume { name: name.to_owned(), persistent_volume_claim: Some(claim) }
+        VirtualMachineVolume {
+            name: name.to_owned(),
+            persistent_volume_claim: Some(claim),
+            ..Default::default()
+        }
     }
 
     fn machine(names: &[&str]) -> VirtualMachine {
@@ -275,7 +348,8 @@ mod tests {
     }
 
     fn add_change(name: &str) -> Change {
-        Change::Add { name: name.to_owned(), claim: name.to_owned(), read_only: false }
+        let (name, claim) = (name.to_owned(), name.to_owned());
+        Change::Add { name, claim, read_only: false, multi_writer: false }
     }
 
     /// The entries that are left when the API server carries the plan out on `vm`.
@@ -309,7 +383,8 @@ mod tests {
     #[test]
     fn a_name_that_is_taken_refuses_that_change_alone() {
         let vm = machine(&["a"]);
-        let taken = Change::Add { name: "a".to_owned(), claim: "a".to_owned(), read_only: true };
+        let (name, claim) = ("a".to_owned(), "a".to_owned());
+        let taken = Change::Add { name, claim, read_only: true, multi_writer: false };
         let plan = plan("vm", &vm, &[taken, add_change("b")]);
         assert!(matches!(plan.refused[0], Some(Refusal::Taken { .. })));
         assert!(plan.refused[1].is_none());
@@ -336,12 +411,86 @@ mod tests {
         }
     }
 
+    /// A machine that tells of disks under these names, all of one UUID.
+    fn telling(names: &[&str]) -> VirtualMachine {
+        let mut vm = machine(&["b"]);
+        let disks: Vec<Value> =
+            names.iter().map(|name| json!({"name": name, "attached": true, "diskUUID": "d"})).collect();
+        vm.status = serde_json::from_value(json!({"volumes": disks})).unwrap();
+        vm
+    }
+
     #[test]
     fn an_entry_whose_disk_is_still_there_from_an_earlier_use_is_not_put_in() {
-        let mut vm = machine(&["b"]);
-        let status = json!({"volumes": [{"name": "a", "attached": true, "diskUUID": "d"}]});
-        vm.status = serde_json::from_value(status).unwrap();
-        let plan = plan("vm", &vm, &[add_change("a"), add_change("c")]);
-        assert!(matches!(plan.refused[..], [Some(Refusal::Leaving { .. }), None]));
+        for told in ["a", "a:detaching", "a-1:detaching"] {
+            let vm = telling(&[told]);
+            assert!(!may_be_added(Some(&vm), "a", "a") && may_be_added(Some(&vm), "c", "c"), "{told}");
+            let plan = plan("vm", &vm, &[add_change("a"), add_change("c")]);
+            assert!(matches!(plan.refused[..], [Some(Refusal::Leaving { .. }), None]), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_leaves_under_another_name_is_not_gone() {
+        let since = committed(&machine(&[]));
+        let leaving = Leaving { entry: "a", disk: Some("d"), known: None };
+        for told in ["a", "a:detaching", "a-1:detaching", "renamed"] {
+            assert_eq!(detached(Some(&telling(&[told])), &since, leaving), None, "{told}");
+        }
+        assert_eq!(detached(Some(&telling(&[])), &since, leaving), Some(Ok(())));
+        let unknown = Leaving { disk: None, ..leaving };
+        assert_eq!(detached(Some(&telling(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
+        for told in ["a:detaching", "a-1:detaching"] {
+            assert!(holds(&telling(&[told]), "a", "a") && is_involved(&telling(&[told]), "a", "a"), "{told}");
+            assert_eq!(detached(Some(&telling(&[told])), &since, unknown), None, "{told}");
+        }
+    }
+
+    #[test]
+    fn a_failure_to_leave_is_told_once_under_whatever_name() {
+        let mut vm = telling(&["a:detaching"]);
+        vm.status.as_mut().unwrap().volumes[0].error = Some("busy".to_owned());
+        let since = committed(&vm);
+        let known = failure(&vm, "a");
+        let leaving = Leaving { entry: "a", disk: None, known: None };
+        assert_eq!(detached(Some(&vm), &since, leaving), Some(Err("busy".to_owned())));
+        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..leaving }), None);
+    }
+
+    #[test]
+    fn a_disk_that_leaves_is_no_answer_to_an_attach() {
+        let vm = telling(&["a:detaching"]);
+        assert_eq!(attached(&vm, &committed(&vm), "a", None), None);
+    }
+
+    #[test]
+    fn an_entry_of_somebody_else_for_the_same_claim_is_found() {
+        let mut vm = machine(&["a", "b"]);
+        vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".to_owned();
+        let since = committed(&vm);
+        assert_eq!(other_entry(&vm, &since, "a", "a"), Some("b"));
+        assert_eq!(other_entry(&machine(&["a", "b"]), &since, "a", "a"), None);
+        let later = Committed { generation: since.generation + 1, ..since };
+        assert_eq!(other_entry(&vm, &later, "a", "a"), None, "it may be out by then");
+    }
+
+    #[test]
+    fn the_operator_is_told_of_several_writers_only_where_it_must_be() {
+        let put_in = |multi_writer| {
+            let (name, claim) = ("a".to_owned(), "a".to_owned());
+            let change = Change::Add { name, claim, read_only: false, multi_writer };
+            let mut document = serde_json::to_value(machine(&[])).unwrap();
+            json_patch::patch(&mut document, &plan("vm", &machine(&[]), &[change]).operations).unwrap();
+            document["spec"]["volumes"][0].take()
+        };
+        let claim = json!({"claimName": "a"});
+        assert_eq!(put_in(false), json!({"name": "a", "persistentVolumeClaim": claim}));
+        assert_eq!(
+            put_in(true),
+            json!({
+                "name": "a", "persistentVolumeClaim": claim,
+                "sharingMode": "MultiWriter", "diskMode": "IndependentPersistent",
+            })
+        );
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crds::names::{self, FINALIZER_DETACH};
 use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
-use gc_csi::machine::{self, Begin, Change, Committed};
+use gc_csi::machine::{self, Begin, Change, Committed, Leaving};
 use infra_api::{
     Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Placement, PoolName,
     ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
@@ -188,7 +188,7 @@ pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Pat
     remembered!(Asked => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
         let name = names::volume_entry(CLAIM);
         let change = match kind {
-            Kind::Publish => Change::Add { name, claim: CLAIM.to_owned(), read_only: false },
+            Kind::Publish => Change::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false },
             Kind::Unpublish => Change::Remove { name },
         };
         let version = if base.fresh { "now" } else { "then" };
@@ -230,7 +230,8 @@ pub fn ended(at: Machine, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> 
         match kind {
             Kind::Publish => machine::attached(&vm, &since, &entry, known.as_ref()).map(|it| it.is_ok()),
             Kind::Unpublish => {
-                machine::detached(Some(&vm), &since, &entry, known.as_ref()).map(|it| it.is_ok())
+                let leaving = Leaving { entry: &entry, disk: None, known: known.as_ref() };
+                machine::detached(Some(&vm), &since, leaving).map(|it| it.is_ok())
             }
         }
     })

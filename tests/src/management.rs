@@ -150,12 +150,12 @@ impl Scenario {
         Ok(PathBuf::from(pool.path).join(format!("{}.raw", volume.id)))
     }
 
-    /// What a machine says of a claim's disk.
+    /// What a machine says of a claim's disk, also while it is leaving.
     pub async fn disk(&self, machine: &str, claim: &str) -> Result<Option<VirtualMachineVolumeStatus>> {
         let entry = names::volume_entry(claim);
         let machine = self.machines().get(machine).await?;
         let disks = machine.status.map(|status| status.volumes).unwrap_or_default();
-        Ok(disks.into_iter().find(|disk| disk.name == entry))
+        Ok(disks.into_iter().find(|disk| names::entries_shown(&disk.name).any(|shown| shown == entry)))
     }
 
     /// Our attachment of a claim to a machine.

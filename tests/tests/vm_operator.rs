@@ -1,1 +1,246 @@
 //! gc-csi beside the rules of the upstream VM Operator.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use crds::{VirtualMachine, names};
+use csi::proto::volume_capability::access_mode::Mode;
+use csi::proto::{ControllerGetCapabilitiesRequest, CreateVolumeRequest, ValidateVolumeCapabilitiesRequest};
+use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
+use kube::Api;
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
+use serde_json::{Value, json};
+use tests::driver::{block, mount, new_volume};
+use tests::hypervisor::Halted;
+use tests::program::Controller;
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+/// For a call that must not end well while the disk is there.
+const SHORT: Duration = Duration::from_secs(3);
+
+/// A machine whose status is the test's alone: vm-operator-shim has nothing to say of one without a UUID, and leaves
+/// entries alone that have fields of the upstream operator's.
+async fn told_machine(s: &Scenario, entry: &str, told: &[(&str, &str)]) -> Result<String> {
+    let name = unique("told");
+    let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
+    let machine: VirtualMachine = serde_json::from_value(json!({
+        "apiVersion": resource.api_version, "kind": resource.kind,
+        "metadata": {"name": name, "namespace": s.namespace},
+        "spec": {"volumes": [{"name": entry, "persistentVolumeClaim": {"claimName": entry}}]},
+    }))?;
+    s.machines().create(&Default::default(), &machine).await?;
+    tell(s, &name, told).await?;
+    Ok(name)
+}
+
+/// Says of a machine that it has disks under these names, with these UUIDs.
+async fn tell(s: &Scenario, machine: &str, told: &[(&str, &str)]) -> Result<()> {
+    let told: Vec<Value> = told
+        .iter()
+        .map(|(name, disk)| json!({"name": name, "type": "Managed", "attached": true, "diskUUID": disk}))
+        .collect();
+    let status = Patch::Merge(json!({"status": {"volumes": told}}));
+    s.machines().patch_status(machine, &PatchParams::default(), &status).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_disk_that_the_operator_has_renamed_is_not_taken_for_detached() -> Result<()> {
+    run(|s| async move {
+        let handle = s.volume().await?;
+        let disk = s.infra_volume(&handle).await?.disk_uuid.to_string();
+        for renamed in [format!("{handle}:detaching"), format!("{handle}-1:detaching")] {
+            let machine = told_machine(&s, &handle, &[(&renamed, &disk)]).await?;
+            let answer = s.driver.unpublish_within(&handle, &machine, SHORT).await;
+            let entries = s.machines().get(&machine).await?.spec.volumes;
+            ensure!(entries.is_empty(), "the entry is still in the spec: {entries:?}");
+            let late = answer.err().with_context(|| format!("detached, while {renamed} is in the status"))?;
+            assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
+            let published = s.driver.publish_within(&handle, &machine, SHORT).await.unwrap_err();
+            assert_eq!(published.code(), Code::Aborted, "{published}");
+            assert!(published.message().contains("still being detached"), "{published}");
+            tell(&s, &machine, &[]).await?;
+            s.driver.unpublish(&handle, &machine).await?;
+            s.machines().delete(&machine, &DeleteParams::default()).await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_detach_waits_for_the_disk_whoever_the_claim_belongs_to_by_now() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        let paused = Halted::paused(&node)?;
+        let label =
+            |guest: &str| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
+        s.claims().patch(&handle, &PatchParams::default(), &label("another-guest")).await?;
+        eventually("the changed label is seen", PATIENCE, || async {
+            let ask = ValidateVolumeCapabilitiesRequest {
+                volume_id: handle.clone(),
+                volume_capabilities: vec![mount(Mode::SingleNodeWriter)],
+                ..Default::default()
+            };
+            let answer = s.driver.calls().validate_volume_capabilities(ask).await;
+            Ok(answer.map_or_else(
+                |status| if status.code() == Code::NotFound { Ok(()) } else { Err(status.to_string()) },
+                |_| Err("it is this guest's still".to_owned()),
+            ))
+        })
+        .await?;
+
+        let answer = s.driver.unpublish_within(&handle, &node.name, SHORT).await;
+        let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
+        assert_eq!(there.len(), 1, "the machine lets go of nothing");
+        let refused = answer.err().context("answered as detached, and the disk is still plugged")?;
+        assert!(matches!(refused.code(), Code::Unavailable | Code::DeadlineExceeded), "{refused}");
+        // As the upstream operator has it: not under the entry's name any more.
+        let told = s.machines().get(&node.name).await?.status.unwrap_or_default().volumes;
+        let told: Vec<_> = told.iter().map(|disk| (&*disk.name, disk.disk_uuid.as_deref())).collect();
+        assert_eq!(told, [(&*names::detaching_entry(&handle), Some(&*disk))]);
+
+        drop(paused);
+        eventually("the machine has let go", PATIENCE, || async {
+            Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
+        })
+        .await?;
+        s.nothing_is_attached(&node).await?;
+        s.claims().patch(&handle, &PatchParams::default(), &label(&s.cluster_id)).await?;
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_disk_of_another_guests_machine_is_left_alone_and_not_called_detached() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.driver.publish(&handle, &node.name).await?;
+        let of =
+            |guest: Value| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
+        s.machines().patch(&node.name, &PatchParams::default(), &of(json!("another-guest"))).await?;
+        eventually("left alone", PATIENCE, || async {
+            let refused = s.driver.unpublish_within(&handle, &node.name, SHORT).await;
+            let Err(refused) = refused else { anyhow::bail!("answered as detached") };
+            let is_final = refused.code() == Code::FailedPrecondition;
+            Ok(if is_final { Ok(()) } else { Err(refused.to_string()) })
+        })
+        .await?;
+        assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
+        s.machines().patch(&node.name, &PatchParams::default(), &of(Value::Null)).await?;
+        eventually("detached", PATIENCE, || async {
+            Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
+        })
+        .await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_claim_is_attached_by_one_entry_of_a_machine_and_refused_to_the_next() -> Result<()> {
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        let second = json!({
+            "name": "second", "persistentVolumeClaim": {"claimName": handle, "readOnly": true},
+        });
+        s.add_entry(&node.name, second).await?;
+        let told = eventually("the second entry is told of", PATIENCE, || async {
+            let status = s.machines().get(&node.name).await?.status.unwrap_or_default();
+            let told = status.volumes.into_iter().find(|disk| disk.name == "second");
+            Ok(told.ok_or_else(|| "nothing yet".to_owned()))
+        })
+        .await?;
+        assert!(!told.attached, "both are attached, of one disk that can be written to: {told:?}");
+        let error = told.error.unwrap_or_default();
+        assert!(error.starts_with("ClaimAttachedTwice") && error.contains(&handle), "{error}");
+        let first = s.disk(&node.name, &handle).await?.context("the first is not told of any more")?;
+        assert!(first.attached && first.disk_uuid.as_ref() == Some(&disk), "{first:?}");
+        assert!(!s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.spec.read_only);
+
+        // What somebody else holds is not called detached.
+        let held = s.driver.unpublish(&handle, &node.name).await.unwrap_err();
+        assert_eq!(held.code(), Code::FailedPrecondition, "{held}");
+        assert!(held.message().contains("entry second"), "{held}");
+        s.remove_entries(&node.name, |entry| entry["name"] == json!("second")).await?;
+        s.driver.unpublish(&handle, &node.name).await?;
+        s.nothing_is_attached(&node).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn v1alpha6_is_stored_and_every_earlier_version_is_served() -> Result<()> {
+    run(|s| async move {
+        let definitions: Api<CustomResourceDefinition> = Api::all(s.management.clone());
+        let definition = definitions.get("virtualmachines.vmoperator.vmware.com").await?;
+        let versions = definition.spec.versions.iter();
+        let stored: Vec<_> =
+            versions.clone().filter(|version| version.storage).map(|version| &*version.name).collect();
+        assert_eq!(stored, ["v1alpha6"]);
+        let node = s.node().await?;
+        for version in ["v1alpha2", "v1alpha3", "v1alpha4", "v1alpha5", "v1alpha6"] {
+            let resource = crds::virtual_machine_resource(version);
+            let machines: Api<VirtualMachine> =
+                Api::namespaced_with(s.management.clone(), &s.namespace, &resource);
+            let list = machines.list(&ListParams::default()).await.with_context(|| version.to_owned())?;
+            let names: Vec<_> = list.iter().filter_map(|machine| machine.metadata.name.clone()).collect();
+            assert!(names.contains(&node.name), "{version}: {names:?}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn what_the_upstream_operator_refuses_is_refused_early_and_what_it_needs_is_asked_for() -> Result<()> {
+    run(|s| async move {
+        let upstream = Controller::start(&s, &["--vm-operator=upstream"]).await?;
+        let reads = mount(Mode::MultiNodeReaderOnly);
+        let ask = |class: &str, wanted: &[_]| CreateVolumeRequest {
+            volume_capabilities: wanted.to_vec(),
+            ..new_volume(&s.csi_name(), MIB, class)
+        };
+        let refused = upstream.driver.create(ask("nestor", std::slice::from_ref(&reads))).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        assert!(refused.message().contains("read-only"), "{refused}");
+        let node = s.node().await?;
+        let made = s.driver.create(ask("nestor", std::slice::from_ref(&reads))).await?.volume_id;
+        let refused = upstream.driver.publish_as(&made, &node.name, reads.clone()).await.unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
+        let validate = ValidateVolumeCapabilitiesRequest {
+            volume_id: made,
+            volume_capabilities: vec![reads],
+            ..Default::default()
+        };
+        let answer = upstream.driver.calls().validate_volume_capabilities(validate).await?.into_inner();
+        assert!(answer.confirmed.is_none() && answer.message.contains("read-only"), "{answer:?}");
+        let announced = |driver: &tests::driver::Driver| {
+            let mut calls = driver.calls();
+            async move {
+                let answer = calls.controller_get_capabilities(ControllerGetCapabilitiesRequest {}).await?;
+                anyhow::Ok(format!("{answer:?}").contains("PublishReadonly"))
+            }
+        };
+        assert!(announced(&s.driver).await? && !announced(&upstream.driver).await?);
+
+        let many = block(Mode::MultiNodeMultiWriter);
+        let shared =
+            upstream.driver.create(ask("nestor-shareable", std::slice::from_ref(&many))).await?.volume_id;
+        upstream.driver.publish_as(&shared, &node.name, many).await?;
+        let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
+        assert_eq!(entries[0]["sharingMode"], json!("MultiWriter"), "{entries}");
+        assert_eq!(entries[0]["diskMode"], json!("IndependentPersistent"), "{entries}");
+        upstream.driver.unpublish(&shared, &node.name).await?;
+        let own = upstream.driver.create(ask("nestor", &[mount(Mode::SingleNodeWriter)])).await?.volume_id;
+        upstream.driver.publish(&own, &node.name).await?;
+        let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
+        assert_eq!(entries, json!([{"name": own, "persistentVolumeClaim": {"claimName": own}}]));
+        upstream.driver.unpublish(&own, &node.name).await?;
+        upstream.stop().await
+    })
+    .await
+}

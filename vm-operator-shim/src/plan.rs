@@ -7,9 +7,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crds::names::{self, FINALIZER_DETACH, LABEL_CLUSTER_ID};
-use crds::{VolumeAttachment, VolumeAttachmentSpec};
+use crds::{VirtualMachineVolume, VolumeAttachment, VolumeAttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Resource, ResourceExt};
+use kube_kit::text::one_line;
 use serde_json::{Value, json};
 
 use crate::machine::Machine;
@@ -32,6 +33,8 @@ pub struct Plan {
     pub status: Option<Vec<Value>>,
     /// Whether there will be more to tell soon: orders are being carried out.
     pub under_way: bool,
+    /// Whether the list says nothing new but the names of disks that are leaving.
+    pub only_renames: bool,
 }
 
 /// The plan for `vm`, given all attachments in its namespace that name it as their owner or have a name
@@ -54,10 +57,21 @@ pub fn plan(
 
     // A machine that is being deleted wants nothing any more.
     let entries = if vm.metadata.deletion_timestamp.is_some() { &[][..] } else { &vm.spec.volumes[..] };
+    let holders = holders(vm, entries, &by_name);
     for entry in entries {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
+        let holder = holders.get(&*claim.claim_name).copied().unwrap_or(&entry.name);
+        if holder != entry.name {
+            let text = format!(
+                "ClaimAttachedTwice: claim {} is attached to this VirtualMachine by entry {holder}, and a claim can have \
+                 one: take one of the two entries out",
+                claim.claim_name
+            );
+            told.push((entry.name.clone(), failed(&entry.name, &text)));
+            continue;
+        }
         let name = names::volume_attachment(&vm.name_any(), &claim.claim_name);
-        let first = wanted.insert(name.clone());
+        wanted.insert(name.clone());
         match by_name.get(&name) {
             Some(found) if !is_owned(found, vm) => {
                 let text = format!(
@@ -73,12 +87,12 @@ pub fn plan(
                     || node_uuid
                         .as_ref()
                         .is_some_and(|uuid| *uuid != found.spec.node_uuid.to_ascii_lowercase());
-                let value = match stale || is_deleting(found) {
-                    true => mirror_leaving(&entry.name, found, before),
-                    false => mirror(&entry.name, found),
-                };
-                told.extend(value.map(|value| (entry.name.clone(), value)));
-                if first && stale && !is_deleting(found) {
+                if stale || is_deleting(found) {
+                    told.push(detaching(found));
+                } else {
+                    told.extend(mirror(&entry.name, found).map(|value| (entry.name.clone(), value)));
+                }
+                if stale && !is_deleting(found) {
                     plan.delete.push((*found).clone());
                 }
             }
@@ -87,7 +101,7 @@ pub fn plan(
                     told.push((entry.name.clone(), failed(&entry.name, text)));
                 }
                 // Without a UUID there is nothing to say to the infra yet: the machine's next change counts.
-                if let (true, Some(node_uuid)) = (first, &node_uuid) {
+                if let Some(node_uuid) = &node_uuid {
                     let spec = VolumeAttachmentSpec {
                         node_uuid: node_uuid.clone(),
                         volume_name: claim.claim_name.clone(),
@@ -104,22 +118,28 @@ pub fn plan(
         if !is_deleting(found) {
             plan.delete.push((*found).clone());
         }
-        let entry = found
-            .annotations()
-            .get(ANNOTATION_ENTRY)
-            .cloned()
-            .unwrap_or_else(|| names::volume_entry(&found.spec.volume_name));
-        if told.iter().all(|(name, _)| *name != entry) {
-            let value = mirror_leaving(&entry, found, before);
-            let value = value.unwrap_or_else(|| json!({"name": entry, "attached": false}));
-            told.push((entry, value));
-        }
+        told.push(detaching(found));
     }
 
     plan.under_way = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
     let after = merge(vm, before, told);
+    plan.only_renames = after.len() == before.len() && after.iter().all(|entry| is_told(entry, before));
     plan.status = (after != before).then_some(after);
     plan
+}
+
+/// Whether an entry was told of in the same words, if by the name that it had before its disk began to leave.
+fn is_told(entry: &Value, before: &[Value]) -> bool {
+    let name = entry["name"].as_str().unwrap_or_default();
+    let is_same = |told: &Value| {
+        let former = told["name"].as_str().unwrap_or_default();
+        let mut told = told.clone();
+        if names::detaching_entry(former) == name {
+            told["name"] = entry["name"].clone();
+        }
+        told == *entry
+    };
+    before.iter().any(is_same)
 }
 
 /// The new list: entries of others as they are, ours as told, each where it was.
@@ -159,25 +179,47 @@ fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
         value["diskUUID"] = json!(disk_uuid);
     }
     if let Some(error) = &status.error {
-        value["error"] = json!(format!("{}: {}", error.reason, error.message));
+        value["error"] = json!(one_line(&format!("{}: {}", error.reason, error.message)));
     }
     Some(value)
 }
 
-/// The same of an order that ends. Its disk is still there if it was told to be; but what was not told before must not look
-/// like the answer to an entry that was put in again since.
-fn mirror_leaving(entry: &str, attachment: &VolumeAttachment, before: &[Value]) -> Option<Value> {
-    let mut value = mirror(entry, attachment)?;
-    let was_told = before.iter().any(|told| told["name"] == entry && told["attached"] == true);
-    if !was_told && value["attached"] == true {
-        value["attached"] = json!(false);
-        value.as_object_mut()?.remove("diskUUID");
+/// The same of an order that ends, under the name that the upstream VM Operator gives such a disk: it must not look like
+/// the answer to an entry that was put in again since.
+fn detaching(attachment: &VolumeAttachment) -> (String, Value) {
+    let entry = names::detaching_entry(&entry_of(attachment));
+    let value = mirror(&entry, attachment).unwrap_or_else(|| json!({"name": entry, "attached": false}));
+    (entry, value)
+}
+
+/// The entry that an order was made for.
+fn entry_of(attachment: &VolumeAttachment) -> String {
+    let named = attachment.annotations().get(ANNOTATION_ENTRY).cloned();
+    named.unwrap_or_else(|| names::volume_entry(&attachment.spec.volume_name))
+}
+
+/// The entry that has each claim: where several name one, that which its order was made for, or else the first. A disk
+/// must not change its mode, or leave, because somebody put in another entry.
+fn holders<'a>(
+    vm: &Machine,
+    entries: &'a [VirtualMachineVolume],
+    by_name: &BTreeMap<String, &VolumeAttachment>,
+) -> BTreeMap<&'a str, &'a str> {
+    let mut holders = BTreeMap::new();
+    for entry in entries {
+        let Some(claim) = &entry.persistent_volume_claim else { continue };
+        let found = by_name.get(&names::volume_attachment(&vm.name_any(), &claim.claim_name));
+        if found.is_some_and(|found| is_owned(found, vm) && entry_of(found) == entry.name) {
+            holders.insert(&*claim.claim_name, &*entry.name);
+        } else {
+            holders.entry(&*claim.claim_name).or_insert(&entry.name);
+        }
     }
-    Some(value)
+    holders
 }
 
 fn failed(entry: &str, text: &str) -> Value {
-    json!({"name": entry, "attached": false, "error": text})
+    json!({"name": entry, "attached": false, "error": one_line(text)})
 }
 
 fn attachment(

@@ -87,12 +87,18 @@ fn an_order_without_an_answer_is_not_told() {
 }
 
 #[test]
-fn a_leaving_disk_is_told_of_until_its_order_is_gone() {
+fn a_leaving_disk_is_told_of_under_another_name_until_its_order_is_gone() {
     let vm = machine(json!([]), json!([told("a")]));
     let order = stored(&vm, "a", attached());
     let first = of(&vm, std::slice::from_ref(&order));
     assert_eq!(first.delete.len(), 1);
-    assert!(first.status.is_none());
+    assert!(first.only_renames);
+    assert_eq!(first.status.unwrap(), [told("a:detaching")]);
+    let mut stuck = (*order).clone();
+    let error = json!({"reason": "DetachFailed", "message": "busy", "time": "2026-01-01T00:00:00Z"});
+    stuck.status.as_mut().unwrap().error = from_value(error).unwrap();
+    assert!(!of(&vm, &[Arc::new(stuck)]).only_renames);
+    let vm = machine(json!([]), json!([told("a:detaching")]));
     assert!(nothing(&of(&vm, &[deleting(&order)])));
     assert_eq!(of(&vm, &[]).status, Some(vec![]));
 }
@@ -101,20 +107,59 @@ fn a_leaving_disk_is_told_of_until_its_order_is_gone() {
 fn a_leaving_disk_that_was_never_told_of_is_told_of_now() {
     let vm = machine(json!([]), json!(null));
     let order = stored(&vm, "a", json!(null));
-    assert_eq!(of(&vm, &[order]).status.unwrap(), [json!({"name": "a", "attached": false})]);
+    assert_eq!(of(&vm, &[order]).status.unwrap(), [json!({"name": "a:detaching", "attached": false})]);
 }
 
 #[test]
-fn a_leaving_disk_that_was_never_told_of_is_not_told_to_be_attached() {
-    let leaving = json!([{"name": "a", "attached": false}]);
+fn a_leaving_disk_is_no_answer_to_an_entry_that_was_put_in_again() {
     let vm = machine(json!([]), json!([]));
     let order = stored(&vm, "a", attached());
-    assert_eq!(json!(of(&vm, std::slice::from_ref(&order)).status.unwrap()), leaving);
-    assert!(nothing(&of(&machine(json!([]), leaving.clone()), &[deleting(&order)])));
-    // Nor when it is wanted again: only the next order's disk is the answer to that.
-    let again = machine(json!([claim("a")]), json!([]));
-    assert_eq!(json!(of(&again, &[deleting(&order)]).status.unwrap()), leaving);
-    assert_eq!(json!(of(&again, &[order]).status.unwrap()), json!([told("a")]));
+    assert_eq!(of(&vm, std::slice::from_ref(&order)).status.unwrap(), [told("a:detaching")]);
+    let again = machine(json!([claim("a")]), json!([told("a")]));
+    assert_eq!(of(&again, &[deleting(&order)]).status.unwrap(), [told("a:detaching")]);
+    // Only the next order's disk is the answer to that.
+    let again = machine(json!([claim("a")]), json!([told("a:detaching")]));
+    assert_eq!(of(&again, &[order]).status.unwrap(), [told("a")]);
+}
+
+/// Two entries for one claim.
+fn twice(first: &str, second: &str) -> Value {
+    let entry = |name: &str, read_only| json!({"name": name, "persistentVolumeClaim": {"claimName": "a", "readOnly": read_only}});
+    json!([entry(first, false), entry(second, true)])
+}
+
+#[test]
+fn a_claim_that_two_entries_name_is_attached_by_the_first_and_refused_to_the_second() {
+    let vm = machine(twice("a", "b"), json!(null));
+    let plan = of(&vm, &[]);
+    assert_eq!(plan.create.len(), 1);
+    assert!(!plan.create[0].spec.read_only);
+    let order = stored(&vm, "a", attached());
+    let plan = of(&vm, std::slice::from_ref(&order));
+    assert!(plan.create.is_empty() && plan.delete.is_empty());
+    let status = plan.status.unwrap();
+    assert_eq!(status[0], told("a"));
+    assert_eq!((&status[1]["name"], &status[1]["attached"]), (&json!("b"), &json!(false)));
+    let error = status[1]["error"].as_str().unwrap();
+    assert!(error.starts_with("ClaimAttachedTwice") && error.contains("by entry a"), "{error}");
+}
+
+#[test]
+fn a_disk_stays_as_it_is_when_another_entry_is_put_in_before_its_own() {
+    let vm = machine(twice("b", "a"), json!([told("a")]));
+    let mut order = (*stored(&vm, "a", attached())).clone();
+    order.spec.read_only = true;
+    let order = Arc::new(order);
+    let plan = of(&vm, std::slice::from_ref(&order));
+    assert!(plan.create.is_empty() && plan.delete.is_empty());
+    let status = plan.status.unwrap();
+    assert_eq!(status[0], told("a"));
+    assert!(status[1]["error"].as_str().unwrap().contains("by entry a"));
+    // Once its own entry is out, the other's mode counts.
+    let vm = machine(json!([twice("b", "a")[0]]), json!([told("a")]));
+    let plan = of(&vm, &[order]);
+    assert_eq!((plan.create.len(), plan.delete.len()), (0, 1));
+    assert_eq!(plan.status.unwrap(), [told("a:detaching")]);
 }
 
 #[test]
@@ -133,6 +178,8 @@ fn another_mode_or_machine_uuid_is_another_order() {
     let order = Arc::new(order);
     let first = of(&vm, std::slice::from_ref(&order));
     assert_eq!((first.delete.len(), first.create.len()), (1, 0));
+    assert_eq!(first.status.unwrap(), [told("a:detaching")]);
+    let vm = machine(json!([claim("a")]), json!([told("a:detaching")]));
     assert!(nothing(&of(&vm, &[deleting(&order)])));
     assert_eq!(of(&vm, &[]).create.len(), 1);
 }

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crds::VolumeAttachment;
+use crds::names::detaching_entry;
 use futures::future::join_all;
 use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::ApiResource;
@@ -26,6 +27,9 @@ use crate::plan::{ANNOTATION_ENTRY, Plan, plan};
 /// How long an answer waits for those that are still to come, so that many are told in few writes. By the time of the
 /// first write, whoever ordered them together has put all of them into the spec, and is not in its way.
 const GATHER: Duration = Duration::from_millis(50);
+
+/// How long the new name of a disk that is leaving waits: mostly it is gone by then, which is told anyway.
+const LEAVING: Duration = Duration::from_secs(1);
 
 /// After which time a machine is looked at again about which somebody else's write was not seen yet. Mostly it is by then.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
@@ -77,11 +81,11 @@ pub(crate) struct Gathering(Mutex<HashMap<Key, Instant>>);
 
 impl Gathering {
     /// How long what is to be told must wait, if it must.
-    fn left(&self, key: &Key, more_to_come: bool) -> Option<Duration> {
+    fn left(&self, key: &Key, more_to_come: bool, wait: Duration) -> Option<Duration> {
         let mut since = self.since();
         if more_to_come {
             let begun = *since.entry(key.clone()).or_insert_with(Instant::now);
-            let left = GATHER.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
+            let left = wait.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
             if left.is_some() {
                 return left;
             }
@@ -145,11 +149,12 @@ impl Reconciler {
 
         // The writes above changed what is to be told.
         let vm = if is_confirmed { vm } else { self.machines.get(key).unwrap_or(vm) };
-        let Plan { status, under_way, .. } = self.plan(key, &vm, &refused);
+        let Plan { status, under_way, only_renames, .. } = self.plan(key, &vm, &refused);
+        let wait = if only_renames { LEAVING } else { GATHER };
         match status {
             None => self.gathering.ended(key),
             // A pass that failed is repeated late, so it tells what it has.
-            Some(volumes) => match self.gathering.left(key, under_way && problems.is_empty()) {
+            Some(volumes) => match self.gathering.left(key, under_way && problems.is_empty(), wait) {
                 Some(left) => next = Next::After(left),
                 None => {
                     let written = self.write_status(key, &vm, &volumes).await?;
@@ -254,9 +259,10 @@ fn must_be_confirmed(vm: &Machine, plan: &Plan) -> bool {
 /// entry too, and what is known of the machine is from before. An order that is made from that, and deleted as soon as
 /// the machine is read anew, would unplug the disk.
 fn was_told(vm: &Machine, order: &VolumeAttachment) -> bool {
-    let entry = order.annotations().get(ANNOTATION_ENTRY);
+    let Some(entry) = order.annotations().get(ANNOTATION_ENTRY) else { return false };
     let told = vm.status.as_ref().map(MachineStatus::entries).unwrap_or_default();
-    told.iter().any(|one| one["attached"] == true && one["name"].as_str() == entry.map(String::as_str))
+    let names = [entry.clone(), detaching_entry(entry)];
+    told.iter().any(|one| one["attached"] == true && names.iter().any(|name| one["name"] == name.as_str()))
 }
 
 #[cfg(test)]
@@ -266,12 +272,13 @@ mod tests {
     #[test]
     fn what_is_told_waits_only_while_there_is_more_to_come_and_not_for_long() {
         let (gathering, key) = (Gathering::default(), Key::new("guest", "vm"));
-        assert_eq!(gathering.left(&key, false), None);
-        assert!(gathering.left(&key, true).is_some());
-        assert!(gathering.left(&key, true).is_some());
-        assert_eq!(gathering.left(&key, false), None);
+        assert_eq!(gathering.left(&key, false, GATHER), None);
+        assert!(gathering.left(&key, true, GATHER).is_some());
+        assert!(gathering.left(&key, true, GATHER).is_some());
+        assert_eq!(gathering.left(&key, false, GATHER), None);
         gathering.since().insert(key.clone(), Instant::now().checked_sub(GATHER).unwrap());
-        assert_eq!(gathering.left(&key, true), None);
+        assert!(gathering.left(&key, true, LEAVING).is_some(), "a new name waits longer");
+        assert_eq!(gathering.left(&key, true, GATHER), None);
         assert!(gathering.since().is_empty());
     }
 }

@@ -5,7 +5,7 @@ use csi::{Status, capability, proto};
 use tonic::Request;
 
 use super::parameters::management_class;
-use super::service::{Controller, supported};
+use super::service::Controller;
 
 impl Controller {
     pub(super) fn capacity(
@@ -20,7 +20,7 @@ impl Controller {
         }
         // Nothing has room for what can't be.
         if !request.volume_capabilities.is_empty()
-            && supported(&capability::required_all(&request.volume_capabilities)?).is_err()
+            && self.supports(&capability::required_all(&request.volume_capabilities)?).is_err()
         {
             return Ok(proto::GetCapacityResponse::default());
         }

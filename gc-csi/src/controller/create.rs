@@ -13,7 +13,7 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::{extra, management_class};
-use super::service::{BEHIND, Controller, supported};
+use super::service::{BEHIND, Controller};
 use crate::guest::reference;
 use crate::management::claims::{Abandoned, NewClaim, Source};
 
@@ -31,7 +31,7 @@ impl Controller {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
         let wanted = capability::required_all(&request.volume_capabilities)?;
-        supported(&wanted)?;
+        self.supports(&wanted)?;
         let class = management_class("StorageClass", names::PARAMETER_MANAGEMENT_CLASS, &request.parameters)?;
         let class = class.to_owned();
         let attributes_class = attributes_class(&request.mutable_parameters)?;

@@ -153,6 +153,7 @@ pub(super) fn attach(error: &AttachError) -> Status {
         }
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
         AttachError::Consumer(ConsumerError::Api { source, .. }) => api(source, text),
+        AttachError::ReadOnly(_) => Status::invalid_argument(text),
         AttachError::NotBound(_) => Status::unavailable(text),
         AttachError::InUse { .. } => Status::failed_precondition(text),
         AttachError::Differs { .. } => Status::already_exists(text),
@@ -168,6 +169,8 @@ pub(super) fn detach(error: &DetachError) -> Status {
     let text = error.to_string();
     match error {
         DetachError::Failed { .. } => Status::unavailable(text),
+        // The disk stays where it is until a person has changed something.
+        DetachError::NotOurs { .. } | DetachError::Held { .. } => Status::failed_precondition(text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }

@@ -6,7 +6,7 @@ use csi::{Status, capability, proto, request};
 use tonic::Request;
 
 use super::publish;
-use super::service::{Controller, supported};
+use super::service::Controller;
 use crate::fit::{Asked, Misfit};
 use crate::management::inventory::Volume;
 
@@ -66,7 +66,7 @@ impl Controller {
                 return Err(Status::not_found(format!("there is no volume {handle} of this guest")));
             }
             Some(differs) => Some(differs.to_string()),
-            None => supported(&wanted).err().map(|status| status.message().to_owned()),
+            None => self.supports(&wanted).err().map(|status| status.message().to_owned()),
         };
         Ok(capability::validated(request, refused))
     }

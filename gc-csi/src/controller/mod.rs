@@ -37,6 +37,7 @@ use tokio_util::sync::CancellationToken;
 use crate::guest::{Guest, Scope};
 use crate::management::{GuestDeletion, Home, Management, Optional, Owner, Served};
 use crate::reconcile::{self, Reconcilers};
+use crate::vm_operator::{Named, VmOperator};
 
 /// Flags of `gc-csi controller`.
 #[derive(Debug, clap::Args)]
@@ -66,6 +67,9 @@ pub struct Args {
     /// is not told.
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     capacity_namespace: Option<String>,
+    /// Which VM Operator the management cluster has: `auto` finds it out by whether volumeattachments.nestor.dev is served.
+    #[arg(long, value_enum, default_value_t = Named::Auto)]
+    vm_operator: Named,
     /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi node` with --topology or --zone
     /// on every node, since csi-provisioner makes no volume for a node without a zone then.
     #[arg(long)]
@@ -170,7 +174,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let Some(version) = version.await else { return Ok(()) };
     let optional = Optional::ask(&management_client, args.capacity_namespace, &ready, &stop).await;
     let Some(optional) = optional else { return Ok(()) };
-    tracing::info!(version, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
+    let finding = VmOperator::find(args.vm_operator, version, &management_client, &ready, &stop);
+    let Some(vm_operator) = finding.await else { return Ok(()) };
+    tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
     let scope = Scope { drivers: args.legacy.drivers(), claim_labels: args.sync.labels.clone() };
@@ -190,7 +196,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     });
     let Some(owner) = owner.await else { return Ok(()) };
     let listeners = reconcilers.queues().listeners();
-    let served = Served { machines: version, optional: &optional };
+    let served = Served { machines: version, vm_operator, optional: &optional };
     let management = Management::start(&management_client, home, served, owner, &ready, &stop, listeners);
     let locks = VolumeLocks::default();
     let reconcilers =

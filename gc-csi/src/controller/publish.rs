@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use tonic::Request;
 
 use super::errors;
-use super::service::{Controller, supported};
+use super::service::Controller;
 use crate::fit::Asked;
 use crate::management::commit::CommitError;
 use crate::management::disks::{Attach, AttachError, Attached};
@@ -24,7 +24,7 @@ impl Controller {
         let volume = request::required("volume_id", &request.volume_id)?;
         let node = request::required("node_id", &request.node_id)?;
         let wanted = capability::required(request.volume_capability.as_ref())?;
-        supported(std::slice::from_ref(&wanted))?;
+        self.supports(std::slice::from_ref(&wanted))?;
         let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
         let volumes = self.guest.asked_of(volume);
         let pin = self.pin(&request.volume_context, &volumes)?;

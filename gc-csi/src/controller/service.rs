@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use csi::capability::{Access, Capability, Mode};
+use csi::capability::Capability;
 use csi::locks::VolumeLocks;
 use csi::proto::{self, controller_service_capability::rpc::Type as Rpc};
 use csi::{Status, deadline};
@@ -40,6 +40,11 @@ impl Controller {
         locks: VolumeLocks,
     ) -> Self {
         Self { management, guest, refuse_mismatch, default_timeout, locks, legacy: None }
+    }
+
+    /// Refuses what no volume of this driver can do, or none beside this VM Operator.
+    pub(super) fn supports(&self, wanted: &[Capability]) -> Result<(), Status> {
+        self.management.vm_operator().supports(wanted)
     }
 
     /// Starts a call: nothing is answered before both clusters were read once.
@@ -190,7 +195,6 @@ impl proto::controller_server::Controller for Controller {
         let mut announced = vec![
             Rpc::CreateDeleteVolume,
             Rpc::PublishUnpublishVolume,
-            Rpc::PublishReadonly,
             Rpc::SingleNodeMultiWriter,
             Rpc::ListVolumes,
             Rpc::ListVolumesPublishedNodes,
@@ -199,6 +203,9 @@ impl proto::controller_server::Controller for Controller {
             Rpc::CloneVolume,
             Rpc::ExpandVolume,
         ];
+        if self.management.vm_operator().plugs_read_only() {
+            announced.push(Rpc::PublishReadonly);
+        }
         // What the management cluster can't do, and what it does not say, is not promised.
         if self.management.has_snapshots() {
             // GET_SNAPSHOT is served, but no sidecar asks for it yet, and csi-sanity takes it for a mistake.
@@ -218,20 +225,4 @@ impl proto::controller_server::Controller for Controller {
             .collect();
         Ok(Response::new(proto::ControllerGetCapabilitiesResponse { capabilities }))
     }
-}
-
-/// Refuses what no volume of this driver can do.
-pub(super) fn supported(wanted: &[Capability]) -> Result<(), Status> {
-    let refusal = wanted.iter().find_map(|one| match (one.mode, &one.access) {
-        (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
-            "access mode ReadWriteMany is not supported for a filesystem: one that several machines write to at once \
-             would be corrupted; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
-        ),
-        (Mode::MultiNodeSingleWriter, _) => Some(
-            "access mode MULTI_NODE_SINGLE_WRITER is not supported: others can't read what one machine writes to; use \
-             ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block",
-        ),
-        _ => None,
-    });
-    refusal.map_or(Ok(()), |why| Err(Status::invalid_argument(why)))
 }

@@ -311,7 +311,12 @@ mod tests {
         let committer = Committer::new(api, Informer::fixed([seen]), "n");
 
         for apart in [1, 5, 10].map(Duration::from_millis) {
-            let add = |name: String| Change::Add { claim: name.clone(), name, read_only: false };
+            let add = |name: String| Change::Add {
+                claim: name.clone(),
+                name,
+                read_only: false,
+                multi_writer: false,
+            };
             thirty(&committer, apart, add).await;
             assert_eq!(server.entries(), 30);
             let patches = server.patches.swap(0, Ordering::SeqCst);

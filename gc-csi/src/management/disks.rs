@@ -12,6 +12,7 @@ use std::time::Duration;
 use crds::VirtualMachine;
 use crds::names;
 use kube_kit::informer::Key;
+use kube_kit::text::one_line;
 use tokio::time::Instant;
 
 use super::commit::{CommitError, Operation};
@@ -19,7 +20,8 @@ use super::consumers::{Consumer, ConsumerError};
 use super::sharing::bound_to;
 use super::{Management, recent};
 use crate::fit::{Asked, Misfit};
-use crate::machine::{self, Begin, Change, Committed, Refusal, committed, disk, wants};
+use crate::machine::{self, Begin, Change, Committed, Leaving, Refusal, committed, wants};
+use crate::vm_operator::NO_READ_ONLY;
 
 /// How long a failure that was known before the call is given to heal before the call repeats it.
 const KNOWN_FAILURE: Duration = Duration::from_secs(2);
@@ -71,6 +73,9 @@ pub(crate) enum AttachError {
     /// It could not be written down that this guest uses the claim.
     #[error(transparent)]
     Consumer(#[from] ConsumerError),
+    /// The VM Operator can't.
+    #[error("volume {0} can't be attached read-only: {NO_READ_ONLY}")]
+    ReadOnly(String),
     /// The volume is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
     NotBound(String),
@@ -144,6 +149,31 @@ pub(crate) enum DetachError {
         /// The tier's own words.
         error: String,
     },
+    /// It is another guest's.
+    #[error(
+        "VirtualMachine {machine} has volume {claim}, and neither is known to be this guest's: it was left as it is; if \
+         it is this guest's machine, ask the platform team to label it {}=<cluster ID>",
+        names::LABEL_CLUSTER_ID
+    )]
+    NotOurs {
+        /// The management claim.
+        claim: String,
+        /// The machine.
+        machine: String,
+    },
+    /// Somebody else put it in, too.
+    #[error(
+        "volume {claim} stays attached to VirtualMachine {machine} by entry {entry} of its spec.volumes, which gc-csi did \
+         not make: take that entry out"
+    )]
+    Held {
+        /// The management claim.
+        claim: String,
+        /// The machine.
+        machine: String,
+        /// The entry.
+        entry: String,
+    },
     /// Time ran out; the work goes on.
     #[error("volume {claim} was not detached from VirtualMachine {machine} in time{because}; {ADVICE}")]
     Deadline {
@@ -174,8 +204,9 @@ impl Management {
         let mut plugged = Plugged::new();
         for vm in self.machines.list() {
             let disks = vm.status.iter().flat_map(|status| &status.volumes);
-            for disk in disks.filter(|disk| disk.attached) {
-                plugged.entry(disk.name.clone()).or_default().extend(vm.metadata.name.clone());
+            let names = disks.filter(|disk| disk.attached).flat_map(|disk| names::entries_shown(&disk.name));
+            for entry in names {
+                plugged.entry(entry.to_owned()).or_default().extend(vm.metadata.name.clone());
             }
         }
         plugged
@@ -185,7 +216,7 @@ impl Management {
     pub(super) fn plugged_into(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
         let around = self.machines_around(claim);
-        let plugged = around.iter().filter(|vm| disk(vm, &entry).is_some_and(|disk| disk.attached));
+        let plugged = around.iter().filter(|vm| machine::is_plugged(vm, &entry));
         plugged.filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
@@ -214,6 +245,9 @@ impl Management {
     /// Plugs the disk and answers with what it is.
     pub(crate) async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let Attach { claim, machine, read_only, exclusive, asked, volumes } = wanted;
+        if *read_only && !self.vm_operator.plugs_read_only() {
+            return Err(AttachError::ReadOnly(claim.clone()));
+        }
         let _begun = self.left.begin(recent::disk(machine, claim));
         let operation = self.committer.begin(machine);
         self.fits_one(claim, volumes)?;
@@ -279,8 +313,12 @@ impl Management {
             AttachError::Leaving { because: self.last_error(&machine, entry), claim, machine }
         };
         left.ok_or_else(leaving)?;
-        let change =
-            Change::Add { name: entry.to_owned(), claim: wanted.claim.clone(), read_only: wanted.read_only };
+        let change = Change::Add {
+            name: entry.to_owned(),
+            claim: wanted.claim.clone(),
+            read_only: wanted.read_only,
+            multi_writer: self.wants_multi_writer(&wanted.claim),
+        };
         self.committer.commit(operation, change).await.map_err(|error| match error {
             // The informer was behind.
             CommitError::Refused(Refusal::Leaving { .. }) => leaving(),
@@ -296,8 +334,11 @@ impl Management {
         deadline: Instant,
     ) -> Result<String, AttachError> {
         let Attach { claim, machine, .. } = wanted;
-        let known = self.machines.get(&self.key(machine)).and_then(|vm| disk(&vm, entry)?.error.clone());
-        let failed = |error| AttachError::Failed { claim: claim.clone(), machine: machine.clone(), error };
+        let known = self.machines.get(&self.key(machine)).and_then(|vm| machine::failure(&vm, entry));
+        let failed = |error: String| {
+            let error = one_line(&error).into_owned();
+            AttachError::Failed { claim: claim.clone(), machine: machine.clone(), error }
+        };
         let heal_by = known.as_ref().map_or(deadline, |_| deadline.min(Instant::now() + KNOWN_FAILURE));
         let outcome = self
             .machines
@@ -315,48 +356,43 @@ impl Management {
         })
     }
 
-    /// Unplugs the disk. The claim need not exist any more, and a machine that is gone has no disks.
+    /// Unplugs the disk. The claim need not exist any more, nor be this guest's still: what counts is that the machine
+    /// has its disk, and it is done when the machine says that it has not. A machine that is gone has no disks.
     pub(crate) async fn detach(
         &self,
         claim: &str,
         machine: &str,
         deadline: Instant,
     ) -> Result<(), DetachError> {
-        if self.is_anothers(claim) {
-            tracing::warn!(claim, machine, "asked to detach a claim of another guest: left alone");
-            return Ok(());
-        }
         let _begun = self.arrived.begin(recent::disk(machine, claim));
         let entry = names::volume_entry(claim);
-        let involved = |vm: &VirtualMachine| machine::is_involved(vm, claim, &entry);
-        let seen = self.machines.get(&self.key(machine));
-        match seen.as_deref() {
-            Some(vm) if involved(vm) => {}
-            Some(vm) if self.has_left(machine, claim, vm) => return Ok(()),
-            _ => match self.read(machine).await.map_err(DetachError::Commit)? {
-                Some(vm) if involved(&vm) => {}
-                Some(vm) => {
-                    self.left
-                        .saw(recent::disk(machine, claim), vm.metadata.uid.as_deref().unwrap_or_default());
-                    return Ok(());
-                }
-                None => return Ok(()),
-            },
+        let Some(vm) = self.involved(machine, claim, &entry).await? else { return Ok(()) };
+        if self.is_anothers_disk(&vm, claim) {
+            return Err(DetachError::NotOurs { claim: claim.to_owned(), machine: machine.to_owned() });
         }
+        let disk = machine::disk_uuid(&vm, &entry);
         let operation = self.committer.begin(machine);
         let since = match self.committer.commit(&operation, Change::Remove { name: entry.clone() }).await {
             Ok(since) => since,
             Err(CommitError::NoMachine(_)) => return Ok(()),
             Err(error) => return Err(DetachError::Commit(error)),
         };
-        let known = self.machines.get(&self.key(machine)).and_then(|vm| disk(&vm, &entry)?.error.clone());
+        let known = self.machines.get(&self.key(machine)).and_then(|vm| machine::failure(&vm, &entry));
+        let leaving = Leaving { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
         let outcome = self
             .machines
             .wait_for(&self.key(machine), deadline, |vm| {
-                let outcome = machine::detached(vm.map(|vm| &**vm), &since, &entry, known.as_ref())?;
                 let (claim, machine) = (claim.to_owned(), machine.to_owned());
-                let left = vm.filter(|vm| !involved(vm)).and_then(|vm| vm.metadata.uid.clone());
-                Some(outcome.map(|()| left).map_err(|error| DetachError::Failed { claim, machine, error }))
+                if let Some(entry) = vm.and_then(|vm| machine::other_entry(vm, &since, &claim, &entry)) {
+                    return Some(Err(DetachError::Held { claim, machine, entry: entry.to_owned() }));
+                }
+                let outcome = machine::detached(vm.map(|vm| &**vm), &since, leaving)?;
+                let left = vm.filter(|vm| !machine::is_involved(vm, &claim, &entry));
+                let left = left.and_then(|vm| vm.metadata.uid.clone());
+                Some(outcome.map(|()| left).map_err(|error| {
+                    let error = one_line(&error).into_owned();
+                    DetachError::Failed { claim, machine, error }
+                }))
             })
             .await;
         if let Some(Ok(Some(uid))) = &outcome {
@@ -366,6 +402,30 @@ impl Management {
             let because = self.last_error(machine, &entry);
             Err(DetachError::Deadline { claim: claim.to_owned(), machine: machine.to_owned(), because })
         })
+    }
+
+    /// The machine, if it has to do with the claim's disk still: as the watch shows it, or else as the API says now.
+    async fn involved(
+        &self,
+        machine: &str,
+        claim: &str,
+        entry: &str,
+    ) -> Result<Option<Arc<VirtualMachine>>, DetachError> {
+        let is_involved = |vm: &VirtualMachine| machine::is_involved(vm, claim, entry);
+        if let Some(vm) = self.machines.get(&self.key(machine)) {
+            if is_involved(&vm) {
+                return Ok(Some(vm));
+            }
+            if self.has_left(machine, claim, &vm) {
+                return Ok(None);
+            }
+        }
+        let Some(vm) = self.read(machine).await.map_err(DetachError::Commit)? else { return Ok(None) };
+        if is_involved(&vm) {
+            return Ok(Some(Arc::new(vm)));
+        }
+        self.left.saw(recent::disk(machine, claim), vm.metadata.uid.as_deref().unwrap_or_default());
+        Ok(None)
     }
 
     /// Whether this process saw the disk leave this very machine just now, and nothing that says otherwise.
@@ -380,6 +440,11 @@ impl Management {
         self.machines.trouble().is_none() && self.arrived.has_seen(&recent::disk(machine, claim), uid)
     }
 
+    fn wants_multi_writer(&self, claim: &str) -> bool {
+        let claim = self.claims.get(&self.key(claim));
+        claim.is_some_and(|claim| self.vm_operator.wants_multi_writer(&claim.spec.access_modes))
+    }
+
     /// The machine as it is now; None when there is none.
     pub(super) async fn read(&self, machine: &str) -> Result<Option<VirtualMachine>, CommitError> {
         // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
@@ -392,8 +457,8 @@ impl Management {
 
     fn last_error(&self, machine: &str, entry: &str) -> String {
         let vm: Option<Arc<VirtualMachine>> = self.machines.get(&self.key(machine));
-        let error = vm.and_then(|vm| disk(&vm, entry)?.error.clone());
-        error.map(|error| format!(": {error}")).unwrap_or_default()
+        let error = vm.and_then(|vm| machine::failure(&vm, entry));
+        error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
     }
 }
 
@@ -401,6 +466,6 @@ impl Management {
 pub(super) fn names_in(vm: &VirtualMachine) -> Vec<Key> {
     let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     let entries = vm.status.iter().flat_map(|status| &status.volumes);
-    let claims = claims.map(|source| &source.claim_name);
-    claims.chain(entries.map(|disk| &disk.name)).cloned().map(Key::cluster).collect()
+    let claims = claims.map(|source| source.claim_name.as_str());
+    claims.chain(entries.flat_map(|disk| names::entries_shown(&disk.name))).map(Key::cluster).collect()
 }

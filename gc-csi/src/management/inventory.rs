@@ -42,6 +42,7 @@ impl Management {
 fn volume(claim: &PersistentVolumeClaim, mut machines: Vec<String>) -> Option<Volume> {
     let name = claim.metadata.name.clone()?;
     machines.sort_unstable();
+    machines.dedup();
     let is_there = claims::is_bound(claim) || !machines.is_empty();
     is_there.then(|| Volume {
         capacity: claim.status.capacity.unwrap_or_default(),

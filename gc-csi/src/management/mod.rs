@@ -44,6 +44,8 @@ use recent::Recent;
 use snapshots::{Snapshots, VolumeSnapshot};
 use warnings::Warnings;
 
+use crate::vm_operator::VmOperator;
+
 /// Where this guest lives in the management cluster, and how its objects are named.
 #[derive(Debug, Clone)]
 pub struct Home {
@@ -59,6 +61,8 @@ pub struct Home {
 pub(crate) struct Served<'a> {
     /// The version of `VirtualMachine`.
     pub(crate) machines: &'a str,
+    /// Who carries out what is asked of machines.
+    pub(crate) vm_operator: VmOperator,
     /// What may not be served at all.
     pub(crate) optional: &'a Optional,
 }
@@ -87,6 +91,7 @@ pub struct Management {
     machines_by_disk: Arc<Index>,
     warnings: Warnings,
     committer: Committer,
+    vm_operator: VmOperator,
     /// Claims that are gone.
     recent: Recent,
     /// Disks that left a machine.
@@ -130,7 +135,7 @@ impl From<kube::Error> for ApiError {
         let kube::Error::Api(status) = &error else {
             return Self::Unavailable(chain(&error));
         };
-        let message = status.message.clone();
+        let message = chain(&error);
         match (status.code, status.reason.as_str()) {
             (403, _) if message.contains("exceeded quota") => Self::Quota(message),
             (401 | 403, _) => Self::Forbidden(message),
@@ -148,7 +153,7 @@ impl Management {
     pub(crate) fn start(
         client: &Client,
         home: Home,
-        Served { machines: version, optional }: Served<'_>,
+        Served { machines: version, vm_operator, optional }: Served<'_>,
         owner: Owner,
         ready: &Health,
         stop: &CancellationToken,
@@ -212,6 +217,7 @@ impl Management {
         Self {
             claims_api: Api::namespaced(client.clone(), namespace),
             committer: Committer::new(machines_api.clone(), machines.clone(), namespace),
+            vm_operator,
             recent: Recent::default(),
             left: Recent::default(),
             arrived: Recent::default(),
@@ -237,6 +243,11 @@ impl Management {
     /// The machine of this name.
     pub(crate) fn machine(&self, name: &str) -> Option<Arc<VirtualMachine>> {
         self.machines.get(&self.key(name))
+    }
+
+    /// Who carries out what is asked of machines.
+    pub(crate) fn vm_operator(&self) -> VmOperator {
+        self.vm_operator
     }
 
     /// The name of an object of this guest's namespace, for people.
@@ -300,11 +311,11 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.status.conditions.shrink_to_fit();
 }
 
-/// Keeps identity, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
+/// Keeps identity, its guest, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
 /// in the list.
 fn trim_machine(machine: &mut VirtualMachine) {
     keep(&mut machine.metadata.annotations, |key| key == names::ANNOTATION_OUT_OF_SERVICE);
-    machine.metadata.labels = None;
+    keep(&mut machine.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
     machine.metadata.finalizers = None;
     machine.metadata.owner_references = None;
     machine.spec.volumes.shrink_to_fit();

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crds::names;
+use crds::{VirtualMachine, names};
 use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
@@ -98,14 +98,24 @@ impl Management {
         volumes.iter().try_for_each(|asked| fit::same_bytes(asked, &name, there.as_deref()))
     }
 
-    /// Whether the claim of this name is another guest's, and neither shared with this one nor still used by it since
-    /// it was. One that is gone, or that lost its label, is not known to be: it can still be taken out of machines.
-    pub(super) fn is_anothers(&self, name: &str) -> bool {
-        self.claims.get(&self.key(name)).is_some_and(|claim| {
-            let labels = claim.metadata.labels.as_ref();
-            let is_somebodys = labels.is_some_and(|labels| labels.contains_key(names::LABEL_CLUSTER_ID));
-            is_somebodys && self.relation(&claim).is_none() && !self.is_consumer(&claim)
-        })
+    /// Whether the disk that a machine has of a claim is another guest's: the machine's label says so, or, where it has
+    /// none, the claim.
+    pub(super) fn is_anothers_disk(&self, machine: &VirtualMachine, claim: &str) -> bool {
+        let labels = machine.metadata.labels.as_ref();
+        match labels.and_then(|labels| labels.get(names::LABEL_CLUSTER_ID)) {
+            Some(guest) => guest != self.home.cluster.as_str(),
+            None => self.claims.get(&self.key(claim)).is_some_and(|claim| self.is_anothers(&claim)),
+        }
+    }
+
+    /// Whether a claim is another guest's, and this one neither made it nor may use it, nor still does since it could. One
+    /// that is gone, or that lost its label, is not known to be: it can still be taken out of machines.
+    fn is_anothers(&self, claim: &PersistentVolumeClaim) -> bool {
+        let of = |map: Option<&BTreeMap<String, String>>, key| map.and_then(|map| map.get(key).cloned());
+        let is_somebodys = of(claim.metadata.labels.as_ref(), names::LABEL_CLUSTER_ID).is_some();
+        let made_by = of(claim.metadata.annotations.as_ref(), names::ANNOTATION_MADE_BY);
+        let is_made_here = made_by.as_deref() == Some(self.home.cluster.as_str());
+        is_somebodys && !is_made_here && self.relation(claim).is_none() && !self.is_consumer(claim)
     }
 
     pub(super) fn owns(&self, claim: &PersistentVolumeClaim) -> bool {

@@ -8,6 +8,7 @@ use crds::{VirtualMachine, VirtualMachineVolumeStatus};
 use kube_kit::informer::Change;
 
 use super::conditions::{Event, Finding, State};
+use crate::machine;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
@@ -28,7 +29,12 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
         }
     }
     // An entry that left the spec in an earlier change is named like its claim, or else unknown here.
-    changed.into_iter().map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect()
+    let entries = changed.into_iter().flat_map(names::entries_shown);
+    let mut changed: Vec<String> =
+        entries.map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect();
+    changed.sort_unstable();
+    changed.dedup();
+    changed
 }
 
 /// The disks of a machine by entry.
@@ -46,22 +52,20 @@ pub(super) fn find(machines: &[Arc<VirtualMachine>], handle: &str, was_shown: bo
     let mut under_way = false;
     for vm in machines {
         let name = vm.metadata.name.clone().unwrap_or_default();
-        let disk =
-            vm.status.as_ref().and_then(|status| status.volumes.iter().find(|disk| disk.name == entry));
-        match disk {
-            Some(disk) if disk.attached => {
+        for disk in machine::disks(vm, &entry) {
+            match &disk.error {
                 // A disk that is there and fails is one that was told to leave.
-                stuck.extend(disk.error.iter().map(|error| format!("VirtualMachine {name}: {error}")));
-                attached.push(name);
+                error if disk.attached => {
+                    stuck.extend(error.iter().map(|error| format!("VirtualMachine {name}: {error}")));
+                    attached.push(name.clone());
+                }
+                Some(error) => failed.push(format!("VirtualMachine {name}: {error}")),
+                None => under_way = true,
             }
-            Some(VirtualMachineVolumeStatus { error: Some(error), .. }) => {
-                failed.push(format!("VirtualMachine {name}: {error}"));
-            }
-            Some(_) => under_way = true,
-            None => {}
         }
     }
     attached.sort_unstable();
+    attached.dedup();
     failed.sort_unstable();
     stuck.sort_unstable();
     if !failed.is_empty() {
@@ -113,10 +117,14 @@ mod tests {
             };
         let disk = |name: &str, attached: bool| json!({"name": name, "attached": attached});
         let old = machine(json!([disk("same", true), disk("e", false), disk("gone", true)]));
-        let new = machine(json!([disk("e", true), disk("same", true), disk("new", false)]));
+        let new = machine(json!([
+            disk("e", true),
+            disk("same", true),
+            disk("new", false),
+            disk("gone:detaching", true)
+        ]));
         let key = kube_kit::informer::Key::cluster("vm");
-        let mut told = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
-        told.sort_unstable();
+        let told = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
         assert_eq!(told, ["gone", "long-name", "new"]);
         assert!(changed_claims(&Change { key: &key, old: Some(&new), new: Some(&new) }).is_empty());
     }
@@ -143,6 +151,11 @@ mod tests {
         );
         let why = "VirtualMachine vm-3: no room; VirtualMachine vm-4: it is paused".to_owned();
         assert_eq!(said(&[stuck, failed], false), Some((true, why)));
+        let leaving = machine("vm-5", json!({"name": "c:detaching", "attached": true}));
+        assert_eq!(
+            said(std::slice::from_ref(&leaving), true),
+            Some((true, "attached to VirtualMachine vm-5".to_owned()))
+        );
         let under_way = machine("vm-1", json!({"name": "c", "attached": false}));
         assert_eq!(said(&[under_way], true), None);
         assert_eq!(said(&[], true), Some((false, "attached to no VirtualMachine".to_owned())));

@@ -9,6 +9,7 @@ use kube::api::{Patch, PatchParams};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
 use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::text::one_line;
 use serde_json::{Value, json};
 
 use crate::guest::{Guest, reference};
@@ -59,7 +60,8 @@ pub(super) async fn show(
     claim: &PersistentVolumeClaim,
     findings: Vec<Finding>,
 ) -> Result<(), String> {
-    let news: Vec<Finding> = findings.into_iter().filter(|finding| is_new(finding, claim)).collect();
+    let findings = findings.into_iter().map(in_one_line);
+    let news: Vec<Finding> = findings.filter(|finding| is_new(finding, claim)).collect();
     if news.is_empty() {
         return Ok(());
     }
@@ -87,6 +89,14 @@ pub(super) async fn show(
         }
     }
     Ok(())
+}
+
+/// The message may be in the words of others.
+fn in_one_line(mut finding: Finding) -> Finding {
+    if let Some(state) = &mut finding.state {
+        state.message = one_line(&state.message).into_owned();
+    }
+    finding
 }
 
 fn is_new(finding: &Finding, claim: &PersistentVolumeClaim) -> bool {

@@ -316,7 +316,8 @@ impl Orphans {
     fn marked(&self, handle: &str, since: &str) -> Marked {
         let mut marked = lock(&self.marked);
         let known = marked.get(handle).filter(|known| known.since == since).cloned();
-        known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Marked::new(since)).get().clone())
+        known
+            .unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Marked::new(since)).get().clone())
     }
 
     /// Whether the guest's claim is gone, as its API says now.

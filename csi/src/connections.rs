@@ -1,9 +1,10 @@
 //! The connections of a driver's socket, and which of them are closed by the driver.
 //!
 //! A sidecar holds one connection for as long as it lives, may say nothing on it for hours, and ends itself when it loses
-//! it (csi-lib-utils: no idle timeout, `ExitOnConnectionLoss`). So no connection is closed only because it is idle. Closed
-//! are those on which nobody ever spoke; and, where there are more than any set of sidecars has, the idle ones, first those
-//! on which nothing was ever called, then those whose last call is the longest ago. One with a call under way never is.
+//! it (csi-lib-utils: no idle timeout, `ExitOnConnectionLoss`). So one on which anything was called is not closed only
+//! because it is idle, nor because others open many. Closed are those on which nobody ever spoke, and those on which
+//! nothing was ever called; and, of more callers than any set of sidecars is, the idle ones that came last. One with a call
+//! under way never is.
 
 use std::io;
 use std::pin::Pin;
@@ -22,7 +23,7 @@ use tonic::transport::server::Connected;
 pub(crate) struct Limits {
     /// For how long a connection may be open without a word.
     pub(crate) silent: Duration,
-    /// How many connections are left open however idle they are.
+    /// How many connections of callers are left open however idle they are.
     pub(crate) most: usize,
     /// For how long one has no call before it is idle.
     pub(crate) idle: Duration,
@@ -46,7 +47,7 @@ pub(crate) struct Connections(Arc<Mutex<Vec<Weak<Peer>>>>);
 pub(crate) struct Caller(Arc<Peer>);
 
 #[derive(Debug)]
-struct Peer {
+pub(crate) struct Peer {
     seen: Mutex<Seen>,
     close: CancellationToken,
 }
@@ -60,6 +61,8 @@ struct Seen {
     called: bool,
     /// How many calls are under way.
     calls: usize,
+    /// When it was opened.
+    opened: Instant,
     /// When it was opened, or its last call ended.
     last: Instant,
 }
@@ -77,7 +80,8 @@ pub(crate) struct UnderWay(Arc<Peer>);
 impl Connections {
     /// Takes note of a connection.
     pub(crate) fn open(&self, stream: UnixStream) -> Connection {
-        let seen = Seen { spoke: false, called: false, calls: 0, last: Instant::now() };
+        let now = Instant::now();
+        let seen = Seen { spoke: false, called: false, calls: 0, opened: now, last: now };
         let close = CancellationToken::new();
         let closed = Box::pin(close.clone().cancelled_owned());
         let peer = Arc::new(Peer { seen: Mutex::new(seen), close });
@@ -100,7 +104,7 @@ impl Connections {
     }
 
     /// Those that are open.
-    fn peers(&self) -> Vec<Arc<Peer>> {
+    pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
         let mut all = lock(&self.0);
         all.retain(|peer| peer.strong_count() > 0);
         all.iter().filter_map(Weak::upgrade).filter(|peer| !peer.close.is_cancelled()).collect()
@@ -110,12 +114,17 @@ impl Connections {
 /// Which connections are closed.
 fn surplus(seen: &[Seen], limits: Limits, now: Instant) -> Vec<usize> {
     let for_long = |one: &Seen, time| one.calls == 0 && now.duration_since(one.last) >= time;
-    let (silent, open): (Vec<usize>, Vec<usize>) =
-        (0..seen.len()).partition(|at| !seen[*at].spoke && for_long(&seen[*at], limits.silent));
-    let mut idle: Vec<usize> = open.iter().copied().filter(|at| for_long(&seen[*at], limits.idle)).collect();
-    idle.sort_by_key(|at| (seen[*at].called, seen[*at].last));
-    idle.truncate(open.len().saturating_sub(limits.most));
-    silent.into_iter().chain(idle).collect()
+    let is_useless = |one: &Seen| match (one.spoke, one.called) {
+        (_, true) => false,
+        (true, false) => for_long(one, limits.idle),
+        (false, false) => for_long(one, limits.silent),
+    };
+    let callers = seen.iter().filter(|one| one.called).count();
+    let mut idle: Vec<usize> =
+        (0..seen.len()).filter(|at| seen[*at].called && for_long(&seen[*at], limits.idle)).collect();
+    idle.sort_by_key(|at| std::cmp::Reverse(seen[*at].opened));
+    idle.truncate(callers.saturating_sub(limits.most));
+    (0..seen.len()).filter(|at| is_useless(&seen[*at])).chain(idle).collect()
 }
 
 impl Caller {
@@ -209,28 +218,30 @@ mod tests {
     };
 
     #[test]
-    fn the_idle_are_closed_only_where_there_are_too_many_and_a_caller_last() {
+    fn callers_are_kept_whatever_others_open_and_the_last_of_too_many_are_closed() {
         let now = Instant::now() + Duration::from_secs(1000);
-        let seen = |called, calls, ago| Seen {
+        let ago = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
+        let caller = |opened, calls, last| Seen {
             spoke: true,
-            called,
+            called: true,
             calls,
-            last: now.checked_sub(Duration::from_secs(ago)).unwrap(),
+            opened: ago(opened),
+            last: ago(last),
         };
-        // As many as there may be: however idle they are.
-        let two = [seen(true, 0, 900), seen(false, 0, 900)];
-        assert!(surplus(&two, LIMITS, now).is_empty());
-        let many = [
-            seen(true, 0, 900),
-            seen(true, 1, 900),
-            seen(true, 0, 100),
-            seen(false, 0, 70),
-            seen(true, 0, 59),
-        ];
-        assert_eq!(surplus(&many, LIMITS, now), [3, 0, 2]);
-        assert_eq!(surplus(&many[..3], LIMITS, now), [0]);
-        let mute = Seen { spoke: false, ..seen(false, 0, 10) };
-        assert_eq!(surplus(&[mute, seen(false, 0, 9)], LIMITS, now), [0]);
-        assert!(surplus(&[Seen { spoke: false, ..seen(false, 0, 9) }], LIMITS, now).is_empty());
+        let other = |spoke, opened| Seen { spoke, called: false, calls: 0, ..caller(opened, 0, opened) };
+        let sidecars = [caller(900, 0, 900), caller(900, 0, 800)];
+        assert!(surplus(&sidecars, LIMITS, now).is_empty());
+        // Five hundred that come and never call, while they may and when they are closed.
+        for (spoke, late) in [(false, 10), (true, 60)] {
+            let mut many = sidecars.to_vec();
+            many.extend([other(spoke, late - 1); 500]);
+            assert!(surplus(&many, LIMITS, now).is_empty());
+            many[2..].fill(other(spoke, late));
+            assert_eq!(surplus(&many, LIMITS, now), (2..502).collect::<Vec<_>>());
+        }
+        // Too many that did call: not the first, not those that are not idle.
+        let mut many = sidecars.to_vec();
+        many.extend([caller(500, 0, 100), caller(400, 1, 400), caller(300, 0, 70), caller(200, 0, 59)]);
+        assert_eq!(surplus(&many, Limits { most: 4, ..LIMITS }, now), [4, 2]);
     }
 }

@@ -107,11 +107,12 @@ impl Bound {
         metrics: CallMetrics,
         stop: CancellationToken,
     ) -> Result<(), ServeError> {
-        self.serve_within(Limits::default(), routes, metrics, stop).await
+        self.serve_within(Connections::default(), Limits::default(), routes, metrics, stop).await
     }
 
     async fn serve_within(
         self,
+        connections: Connections,
         limits: Limits,
         routes: Routes,
         metrics: CallMetrics,
@@ -119,7 +120,6 @@ impl Bound {
     ) -> Result<(), ServeError> {
         let path = self.path;
         let made = identity(&path);
-        let connections = Connections::default();
         let opening = connections.clone();
         let incoming = UnixListenerStream::new(self.listener)
             .map(move |stream| stream.map(|stream| opening.open(stream)));
@@ -234,47 +234,42 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn five_hundred_mute_connections_are_closed_and_as_many_idle_ones_kept_as_there_may_be() {
+    async fn five_hundred_connections_without_a_call_are_closed_and_an_idle_callers_is_kept() {
         let folder = std::env::temp_dir().join(format!("nestor-idle-{}", std::process::id()));
         let socket = folder.join("csi.sock");
         let endpoint: Endpoint = socket.display().to_string().parse().unwrap();
         let identity = crate::identity::Identity::new("test", kube_kit::health::Health::default());
         let routes = Routes::new(IdentityServer::new(identity));
         let metrics = CallMetrics::register(&mut prometheus_client::registry::Registry::default());
-        let stop = CancellationToken::new();
+        let (stop, connections) = (CancellationToken::new(), Connections::default());
         let part = Duration::from_millis(100);
-        let limits = Limits { silent: part, most: 3, idle: part, look: part };
+        let limits = Limits { silent: part, most: 1, idle: part, look: part };
         let bound = bind(&endpoint).await.unwrap();
-        let serving = tokio::spawn(bound.serve_within(limits, routes, metrics, stop.clone()));
+        let serving =
+            tokio::spawn(bound.serve_within(connections.clone(), limits, routes, metrics, stop.clone()));
 
-        // As a sidecar that has nothing to ask: the preface of HTTP/2, and empty settings.
-        let mut open = tokio::task::JoinSet::new();
-        for _ in 0..5 {
-            let mut stream = UnixStream::connect(&socket).await.unwrap();
-            stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0").await.unwrap();
-            open.spawn(async move { stream.read_to_end(&mut Vec::new()).await });
-        }
-        let mut mute = Vec::new();
-        for _ in 0..500 {
-            mute.push(UnixStream::connect(&socket).await.unwrap());
-        }
-        let soon = Duration::from_secs(20);
-        for stream in &mut mute {
-            let closed = tokio::time::timeout(soon, stream.read_to_end(&mut Vec::new())).await;
-            closed.expect("it is still open").unwrap();
-        }
-        for _ in 0..2 {
-            tokio::time::timeout(soon, open.join_next())
-                .await
-                .expect("more than three are open")
-                .unwrap()
-                .unwrap()
-                .unwrap();
-        }
         let mut client = IdentityClient::new(crate::client::connect(&socket).await.unwrap());
         client.get_plugin_info(crate::proto::GetPluginInfoRequest {}).await.unwrap();
-        assert!(open.try_join_next().is_none(), "as many as there may be are kept");
-        drop((client, open));
+        let sidecar = connections.peers().remove(0);
+        let mut others = Vec::new();
+        for number in 0..500 {
+            let mut stream = UnixStream::connect(&socket).await.unwrap();
+            if number % 2 == 0 {
+                // The preface of HTTP/2, and empty settings.
+                let words = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+                stream.write_all(words).await.unwrap();
+            }
+            others.push(stream);
+        }
+        for stream in &mut others {
+            let closed =
+                tokio::time::timeout(Duration::from_secs(20), stream.read_to_end(&mut Vec::new())).await;
+            closed.expect("it is still open").unwrap();
+        }
+        let kept = connections.peers();
+        assert!(kept.len() == 1 && std::sync::Arc::ptr_eq(&kept[0], &sidecar), "{kept:?}");
+        client.get_plugin_info(crate::proto::GetPluginInfoRequest {}).await.unwrap();
+        drop((client, kept, sidecar));
         stop.cancel();
         serving.await.unwrap().unwrap();
         std::fs::remove_dir_all(&folder).unwrap();

@@ -88,6 +88,10 @@ pub const CONTEXT_DISK_UUID: &str = "diskUUID";
 pub const CONTEXT_MANAGEMENT_VOLUME: &str = "managementPV";
 /// Key in a publish context: the pin among the volume's attributes that an annotation overrode, where one did.
 pub const CONTEXT_OVERRIDDEN_PIN: &str = "overriddenManagementPV";
+/// Key in a publish context: identifies the proof that the disk held no data before it was plugged. Absent without one.
+pub const CONTEXT_BLANK_ATTESTATION: &str = "blankAttestation";
+/// Key in a publish context: the volume's secret, for the mark of a formatting under way.
+pub const CONTEXT_FORMAT_TOKEN: &str = "formatToken";
 
 /// Longest name of an object that must also be a DNS label.
 pub const MAX_LABEL: usize = 63;

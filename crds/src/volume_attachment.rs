@@ -47,6 +47,13 @@ pub struct VolumeAttachmentStatus {
     /// UUID by which the machine finds the disk.
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
+    /// Present where the disk was proven to hold no data before it was plugged: identifies that proof, which permits one
+    /// formatting.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blank_attestation: Option<String>,
+    /// The volume's secret, for the mark of a formatting under way. Not for pods.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format_token: Option<String>,
     /// Generation of the order that this answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,

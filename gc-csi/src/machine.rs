@@ -255,19 +255,34 @@ fn is_older(vm: &VirtualMachine, since: &Committed) -> bool {
     seen.uid != since.uid || seen.generation < since.generation
 }
 
-/// How an attach ended, if it did: the disk's UUID, or a failure that was not known before.
+/// A disk that is plugged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AttachedDisk {
+    /// The UUID by which the machine finds it.
+    pub uuid: String,
+    /// The proof that it held no data before it was plugged, if there is one.
+    pub blank_attestation: Option<String>,
+    /// The volume's secret for whoever formats it, if that may be done.
+    pub format_token: Option<String>,
+}
+
+/// How an attach ended, if it did: the disk, or a failure that was not known before.
 pub fn attached(
     vm: &VirtualMachine,
     since: &Committed,
     entry: &str,
     known: Option<&String>,
-) -> Option<Result<String, String>> {
+) -> Option<Result<AttachedDisk, String>> {
     if is_older(vm, since) {
         return None;
     }
     let disk = disk(vm, entry)?;
     match (&disk.disk_uuid, &disk.error) {
-        (Some(uuid), _) if disk.attached => Some(Ok(uuid.clone())),
+        (Some(uuid), _) if disk.attached => Some(Ok(AttachedDisk {
+            uuid: uuid.clone(),
+            blank_attestation: disk.blank_attestation.clone(),
+            format_token: disk.format_token.clone(),
+        })),
         (_, Some(error)) if known != Some(error) => Some(Err(error.clone())),
         _ => None,
     }

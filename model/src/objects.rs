@@ -17,9 +17,9 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::informer::Key;
 use mgmt_csi::attach::decide::{self, Step, View};
 use mgmt_csi::attach::failure::Failure;
-use mgmt_csi::infra::{AttachError, DetachError, Trouble, attachment_id, is_namesake};
+use mgmt_csi::infra::{AttachError, DetachError, PluggedDisk, Trouble, attachment_id, is_namesake};
 use serde_json::{Value, json};
-use storage_infra::catalog::{AttachmentRow, NodeRow, VolumeRow};
+use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
 use storage_infra::service::admission::{Admission, Facts, Wish, admit};
 use uuid::Uuid;
 use vm_operator_shim::machine::Machine as ShimMachine;
@@ -295,7 +295,9 @@ fn infra(machine: Machine, learned: Learned) -> decide::Infra {
     match learned {
         Learned::Unasked => Infra::Unasked,
         Learned::Asked => Infra::Asked,
-        Learned::Plugged => Infra::Plugged(DISK.to_string()),
+        Learned::Plugged => {
+            Infra::Plugged(PluggedDisk { uuid: DISK, blank_attestation: None, format_token: None })
+        }
         Learned::Ended => Infra::Ended,
         Learned::Namesake(uid) => Infra::Namesake(id(machine, uid)),
         Learned::Over(uid) => Infra::Over(id(machine, uid)),
@@ -379,7 +381,9 @@ fn row(row: &Row) -> AttachmentRow {
         RowState::Detaching => AttachmentState::Detaching,
     };
     let id = id(row.machine, row.uid);
-    AttachmentRow { id, volume, node, read_only, access, state, message: None, created_at: NOW.to_owned() }
+    let created_at = NOW.to_owned();
+    let blank = Blank::No;
+    AttachmentRow { id, volume, node, read_only, access, state, message: None, created_at, blank }
 }
 
 fn volume() -> VolumeRow {
@@ -404,6 +408,8 @@ fn volume() -> VolumeRow {
         copying: false,
         qos: Qos::default(),
         qos_due: false,
+        format_token: "00000000-0000-0000-0000-000000000001".parse().expect("a UUID"),
+        written: true,
     }
 }
 

@@ -120,6 +120,10 @@ mod debug {
             self.0.is_complete(object, identity)
         }
 
+        fn is_blank(&self, id: &VolumeId) -> engine::Result<bool> {
+            self.0.is_blank(id)
+        }
+
         fn allocated(&self, object: &Object) -> engine::Result<u64> {
             self.0.allocated(object)
         }

@@ -99,6 +99,11 @@ impl Driver {
         self.publish_request(volume, node, mount(Mode::SingleNodeWriter), time).await
     }
 
+    /// ControllerPublishVolume of a mounted volume with one writer; gives all that the node plugin is told.
+    pub async fn publish_context(&self, volume: &str, node: &str) -> Result<HashMap<String, String>, Status> {
+        self.context_of(volume, node, mount(Mode::SingleNodeWriter), TIMEOUT).await
+    }
+
     /// ControllerPublishVolume with this capability.
     pub async fn publish_as(
         &self,
@@ -128,6 +133,18 @@ impl Driver {
         wanted: VolumeCapability,
         time: Duration,
     ) -> Result<String, Status> {
+        let context = self.context_of(volume, node, wanted, time).await?;
+        let disk = context.get(names::CONTEXT_DISK_UUID).cloned();
+        disk.ok_or_else(|| Status::internal("the publish context names no disk"))
+    }
+
+    async fn context_of(
+        &self,
+        volume: &str,
+        node: &str,
+        wanted: VolumeCapability,
+        time: Duration,
+    ) -> Result<HashMap<String, String>, Status> {
         let request = ControllerPublishVolumeRequest {
             volume_id: volume.to_owned(),
             node_id: node.to_owned(),
@@ -135,8 +152,7 @@ impl Driver {
             ..Default::default()
         };
         let answer = self.0.clone().controller_publish_volume(within(request, time)).await?.into_inner();
-        let disk = answer.publish_context.get(names::CONTEXT_DISK_UUID).cloned();
-        disk.ok_or_else(|| Status::internal("the publish context names no disk"))
+        Ok(answer.publish_context)
     }
 
     /// ControllerUnpublishVolume.

@@ -235,15 +235,14 @@ async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_
         let mut node = NodeClient::new(csi::client::connect(&path("legacy.sock")).await?);
         assert_eq!(node.node_get_info(NodeGetInfoRequest {}).await?.into_inner().node_id, machine.name);
 
-        let disk = serving.legacy.publish(&handle, &machine.name).await?;
+        let context = serving.legacy.publish_context(&handle, &machine.name).await?;
         let text = |file: &str| path(file).display().to_string();
         std::fs::create_dir_all(path("kubelet/plugins/volume"))?;
         std::fs::create_dir_all(path("kubelet/pods/pod"))?;
         let (staging, target) = (text("kubelet/plugins/volume/globalmount"), text("kubelet/pods/pod/mount"));
-        let context = || [(names::CONTEXT_DISK_UUID.to_owned(), disk.clone())].into();
         node.node_stage_volume(NodeStageVolumeRequest {
             volume_id: handle.clone(),
-            publish_context: context(),
+            publish_context: context.clone(),
             staging_target_path: staging.clone(),
             volume_capability: Some(xfs()),
             ..Default::default()
@@ -251,7 +250,7 @@ async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_
         .await?;
         node.node_publish_volume(NodePublishVolumeRequest {
             volume_id: handle.clone(),
-            publish_context: context(),
+            publish_context: context.clone(),
             staging_target_path: staging.clone(),
             target_path: target.clone(),
             volume_capability: Some(xfs()),

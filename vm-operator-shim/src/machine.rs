@@ -47,6 +47,12 @@ pub struct Disk {
     /// UUID by which the machine finds the disk.
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
+    /// The proof that the disk held no data before it was plugged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blank_attestation: Option<String>,
+    /// The volume's secret for whoever formats it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format_token: Option<String>,
     /// Why the disk is not plugged or not unplugged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -112,6 +118,10 @@ mod tests {
     fn every_entry_is_written_back_as_it_was_read_and_the_shims_own_is_kept_small() {
         for (entry, own) in [
             (json!({"name": "a", "attached": true, "diskUUID": "d"}), true),
+            (
+                json!({"name": "a", "attached": true, "diskUUID": "d", "blankAttestation": "b", "formatToken": "t"}),
+                true,
+            ),
             (json!({"name": "a", "attached": false, "error": "VolumeInUse: on vm-2"}), true),
             (json!({"name": "a"}), false),
             (json!({"name": "a", "attached": "yes"}), false),

@@ -20,7 +20,10 @@ use crate::machine::Machine;
 pub const ANNOTATION_ENTRY: &str = "nestor.dev/volume-entry";
 
 /// The fields of a status entry that the shim writes.
-const OWN_FIELDS: [&str; 4] = ["name", "attached", "diskUUID", "error"];
+const OWN_FIELDS: [&str; 6] = ["name", "attached", "diskUUID", "blankAttestation", "formatToken", "error"];
+
+/// Those that say of a disk that is plugged how its machine finds it and what it may do with it.
+const DISK_FIELDS: [&str; 3] = ["diskUUID", "blankAttestation", "formatToken"];
 
 /// What to do for one machine.
 #[derive(Debug, Default)]
@@ -175,8 +178,11 @@ fn is_foreign(vm: &Machine, entry: &Value) -> bool {
 fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
     let status = attachment.status.as_ref()?;
     let mut value = json!({"name": entry, "attached": status.attached});
-    if let Some(disk_uuid) = &status.disk_uuid {
-        value["diskUUID"] = json!(disk_uuid);
+    let disk = [&status.disk_uuid, &status.blank_attestation, &status.format_token];
+    for (field, told) in DISK_FIELDS.into_iter().zip(disk) {
+        if let Some(told) = told {
+            value[field] = json!(told);
+        }
     }
     if let Some(error) = &status.error {
         value["error"] = json!(one_line(&format!("{}: {}", error.reason, error.message)));

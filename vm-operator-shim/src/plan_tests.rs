@@ -41,11 +41,13 @@ fn of(vm: &Machine, attachments: &[Arc<VolumeAttachment>]) -> Plan {
 }
 
 fn attached() -> Value {
-    json!({"attached": true, "diskUUID": "d1", "observedGeneration": 1})
+    json!({
+        "attached": true, "diskUUID": "d1", "blankAttestation": "b1", "formatToken": "t1", "observedGeneration": 1,
+    })
 }
 
 fn told(name: &str) -> Value {
-    json!({"name": name, "attached": true, "diskUUID": "d1"})
+    json!({"name": name, "attached": true, "diskUUID": "d1", "blankAttestation": "b1", "formatToken": "t1"})
 }
 
 fn nothing(plan: &Plan) -> bool {

@@ -11,6 +11,7 @@ use tonic::Request;
 use super::errors;
 use super::service::Controller;
 use crate::fit::Asked;
+use crate::machine::AttachedDisk;
 use crate::management::commit::CommitError;
 use crate::management::disks::{Attach, AttachError, Attached};
 use crate::pin::Pin;
@@ -88,11 +89,18 @@ impl Controller {
     }
 }
 
-/// What the node is told: the disk, and by which it sees that the disk is the volume's.
+/// What the node plugin is told: the disk, by which it sees that the disk is the volume's, and whether it may be formatted.
+/// It is kept in the guest's VolumeAttachment, which pods cannot read.
 fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, String> {
-    let overridden = pin.overridden().map(|pin| (names::CONTEXT_OVERRIDDEN_PIN, pin.to_owned()));
-    let said = [(names::CONTEXT_DISK_UUID, disk), (names::CONTEXT_MANAGEMENT_VOLUME, volume)];
-    said.into_iter().chain(overridden).map(|(key, value)| (key.to_owned(), value)).collect()
+    let AttachedDisk { uuid, blank_attestation, format_token } = disk;
+    let told = [
+        (names::CONTEXT_DISK_UUID, Some(uuid)),
+        (names::CONTEXT_MANAGEMENT_VOLUME, Some(volume)),
+        (names::CONTEXT_OVERRIDDEN_PIN, pin.overridden().map(str::to_owned)),
+        (names::CONTEXT_BLANK_ATTESTATION, blank_attestation),
+        (names::CONTEXT_FORMAT_TOKEN, format_token),
+    ];
+    told.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
 /// What a call asks of a volume's management claim.

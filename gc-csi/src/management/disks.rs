@@ -20,7 +20,7 @@ use super::consumers::{Consumer, ConsumerError};
 use super::sharing::bound_to;
 use super::{Management, recent};
 use crate::fit::{Asked, Misfit};
-use crate::machine::{self, Begin, Change, Committed, Leaving, Refusal, committed, wants};
+use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed, wants};
 use crate::vm_operator::NO_READ_ONLY;
 
 /// How long a failure that was known before the call is given to heal before the call repeats it.
@@ -53,8 +53,8 @@ pub(crate) struct Attach {
 /// A disk that is plugged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Attached {
-    /// The UUID by which the machine finds it.
-    pub disk: String,
+    /// How the machine finds it.
+    pub disk: AttachedDisk,
     /// The management PersistentVolume that it is.
     pub volume: String,
 }
@@ -332,7 +332,7 @@ impl Management {
         entry: &str,
         since: &Committed,
         deadline: Instant,
-    ) -> Result<String, AttachError> {
+    ) -> Result<AttachedDisk, AttachError> {
         let Attach { claim, machine, .. } = wanted;
         let known = self.machines.get(&self.key(machine)).and_then(|vm| machine::failure(&vm, entry));
         let failed = |error: String| {

@@ -32,7 +32,7 @@ mod superblock;
 mod zone;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::builder::NonEmptyStringValueParser;
@@ -49,6 +49,7 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
+use self::content::UsedAttestations;
 use self::disk::DiskNames;
 use self::faces::Face;
 use self::health::SelfCheck;
@@ -78,6 +79,10 @@ pub struct Args {
     /// Path of the CSI socket as kubelet sees it. [default: the path of --endpoint]
     #[arg(long)]
     kubelet_endpoint: Option<PathBuf>,
+    /// Folder of the driver's own that survives a restart of the machine, where it records which disks are not blank
+    /// any more. [default: the folder of --endpoint]
+    #[arg(long)]
+    state_dir: Option<PathBuf>,
     /// Folder where udev keeps the disks' names.
     #[arg(long, default_value = "/dev/disk/by-id")]
     by_id_dir: PathBuf,
@@ -135,6 +140,15 @@ impl Args {
         std::iter::once(own).chain(legacy).collect()
     }
 
+    /// What the driver must remember of disks.
+    fn used_attestations(&self) -> anyhow::Result<UsedAttestations> {
+        let beside = || self.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
+        let folder = self.state_dir.clone().unwrap_or_else(beside);
+        UsedAttestations::open(&folder, &self.by_id_dir).with_context(|| {
+            format!("cannot keep records in {}; --state-dir chooses another folder", folder.display())
+        })
+    }
+
     /// Where the machine's zone is known from. Only with --topology alone is the guest's API needed.
     async fn zone(&self) -> anyhow::Result<Zone> {
         match &self.zone {
@@ -178,6 +192,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             drivers: faces.iter().map(|face| face.driver.clone()).collect(),
         },
         names: names.clone(),
+        used: args.used_attestations()?,
         locks: csi::locks::VolumeLocks::default(),
     };
     let (reporter, grpc_health) = tonic_health::server::health_reporter();

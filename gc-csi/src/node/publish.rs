@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::bind::{self, BindError, TargetKind};
 use super::blocking::blocking;
+use super::content::{Attested, RecordError, UsedAttestations};
 use super::disk::{Disk, DiskNames, FindError};
 use super::holders;
 use super::kubelet::Kubelet;
@@ -24,6 +25,8 @@ pub(crate) struct Publish {
     pub(crate) read_only: bool,
     /// Whether only one target may exist at a time.
     pub(crate) single_writer: bool,
+    /// What the infra attests of the disk.
+    pub(crate) attested: Attested,
 }
 
 /// Why a volume was not published.
@@ -91,6 +94,9 @@ pub(crate) enum PublishError {
     /// The target could not be made or mounted.
     #[error(transparent)]
     Target(#[from] BindError),
+    /// That the disk is not blank any more could not be written down.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// The mounts are unknown.
     #[error(transparent)]
     Mounts(#[from] MountsError),
@@ -110,13 +116,14 @@ enum Step {
 /// Publishes a volume. Repeating it is fine.
 pub(crate) async fn publish(
     names: &DiskNames,
+    used: UsedAttestations,
     wanted: Publish,
     kubelet: Kubelet,
 ) -> Result<(), PublishError> {
     let disk = names.disk(wanted.disk).await?;
     blocking(move || match &wanted.staging {
         Some(staging) => publish_filesystem(&disk, staging, &wanted, &kubelet),
-        None => publish_block(&disk, &wanted, &kubelet.dir),
+        None => publish_block(&disk, &used, &wanted, &kubelet.dir),
     })
     .await
 }
@@ -188,7 +195,12 @@ fn other_targets<'a>(
     })
 }
 
-fn publish_block(disk: &Disk, wanted: &Publish, kubelet_dir: &Path) -> Result<(), PublishError> {
+fn publish_block(
+    disk: &Disk,
+    used: &UsedAttestations,
+    wanted: &Publish,
+    kubelet_dir: &Path,
+) -> Result<(), PublishError> {
     // A read-only use of a writable disk is held by kubelet, which gives the container a device that
     // it can only read; a bind mount cannot, since it says nothing about the device behind a node.
     if !wanted.read_only && disk.read_only {
@@ -211,6 +223,8 @@ fn publish_block(disk: &Disk, wanted: &Publish, kubelet_dir: &Path) -> Result<()
         return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
     }
     if published.is_none() {
+        // What the pod writes need not be where anybody looks.
+        used.use_up_now(disk.uuid, wanted.attested)?;
         bind::make_target(&target, TargetKind::File)?;
         bind::bind(&disk.path, &target)?;
     }

@@ -3,12 +3,16 @@
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
 
-use crds::names::{CONTEXT_DISK_UUID, CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME};
+use crds::names::{
+    CONTEXT_BLANK_ATTESTATION, CONTEXT_DISK_UUID, CONTEXT_FORMAT_TOKEN, CONTEXT_MANAGEMENT_VOLUME,
+    CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME,
+};
 use csi::capability::{self, Access, Capability};
 use csi::{Status, proto, request};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use super::content::{Attested, FormatToken};
 use super::filesystem::MountOptions;
 use super::grow::Expand;
 use super::publish::Publish;
@@ -27,7 +31,8 @@ pub(super) fn stage(wanted: &proto::NodeStageVolumeRequest, until: Instant) -> R
     same_bytes(&wanted.volume_context, &wanted.publish_context)?;
     let filesystem = filesystem(&capability)?;
     let read_only = is_read_only(&capability, filesystem.as_ref());
-    Ok(Stage { disk, staging, filesystem, read_only, until })
+    let attested = attested(&wanted.publish_context)?;
+    Ok(Stage { disk, staging, filesystem, read_only, attested, until })
 }
 
 pub(super) fn publish(wanted: &proto::NodePublishVolumeRequest) -> Result<Publish, Status> {
@@ -48,6 +53,7 @@ pub(super) fn publish(wanted: &proto::NodePublishVolumeRequest) -> Result<Publis
         staging: filesystem.is_some().then_some(staging),
         target,
         single_writer: capability.mode == capability::Mode::SingleNodeSingleWriter,
+        attested: attested(&wanted.publish_context)?,
     })
 }
 
@@ -157,6 +163,18 @@ fn same_bytes(volume: &HashMap<String, String>, attached: &HashMap<String, Strin
     )))
 }
 
+/// What the infra attests of the disk. Without a key, nothing.
+fn attested(context: &HashMap<String, String>) -> Result<Attested, Status> {
+    // Without the value: one of them is a secret.
+    let invalid = |key: &str| Status::invalid_argument(format!("{key} in publish_context is not a UUID"));
+    let blank = context.get(CONTEXT_BLANK_ATTESTATION).map(|text| Uuid::try_parse(text));
+    let token = context.get(CONTEXT_FORMAT_TOKEN).map(|text| FormatToken::parse(text));
+    Ok(Attested {
+        blank: blank.transpose().map_err(|_| invalid(CONTEXT_BLANK_ATTESTATION))?,
+        token: token.map(|token| token.ok_or_else(|| invalid(CONTEXT_FORMAT_TOKEN))).transpose()?,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use csi::proto::volume_capability::AccessType;
@@ -257,6 +275,20 @@ mod tests {
         ] {
             let refused = same_bytes(&volume, &attached).unwrap_err();
             assert_eq!(refused.code(), tonic::Code::FailedPrecondition, "{refused}");
+        }
+    }
+
+    #[test]
+    fn an_attestation_is_whole_or_refused_and_its_secret_is_not_repeated() {
+        let uuid = Uuid::from_u128(7).to_string();
+        let of = |key: &str, value: &str| attested(&HashMap::from([(key.to_owned(), value.to_owned())]));
+        assert_eq!(of(CONTEXT_BLANK_ATTESTATION, &uuid).unwrap().blank, Some(Uuid::from_u128(7)));
+        assert!(of(CONTEXT_FORMAT_TOKEN, &uuid).unwrap().token.is_some());
+        assert!(of("other", "x").unwrap().blank.is_none());
+        for key in [CONTEXT_BLANK_ATTESTATION, CONTEXT_FORMAT_TOKEN] {
+            let refused = of(key, "not-one").unwrap_err();
+            assert_eq!(refused.code(), tonic::Code::InvalidArgument);
+            assert!(refused.message().contains(key) && !refused.message().contains("not-one"), "{refused}");
         }
     }
 

@@ -9,6 +9,7 @@ use csi::{Status, locks::VolumeLocks};
 use tonic::{Request, Response};
 
 use super::blocking::blocking;
+use super::content::UsedAttestations;
 use super::disk::DiskNames;
 use super::kubelet::Kubelet;
 use super::stats::{Amount, Stats, Usage};
@@ -41,6 +42,8 @@ pub(crate) struct Node {
     pub(crate) kubelet: Kubelet,
     /// Where disks are found.
     pub(crate) names: DiskNames,
+    /// Which attestations of blank disks are used up.
+    pub(crate) used: UsedAttestations,
     /// Volumes with an operation under way.
     pub(crate) locks: VolumeLocks,
 }
@@ -81,8 +84,8 @@ impl proto::node_server::Node for Node {
         let wanted = call.into_inner();
         let volume = request::volume_id(&wanted.volume_id)?;
         let wanted = request::stage(&wanted, until)?;
-        let names = self.names.clone();
-        self.alone(&volume, async move { stage::stage(&names, wanted).await }).await?;
+        let (names, used) = (self.names.clone(), self.used.clone());
+        self.alone(&volume, async move { stage::stage(&names, &used, wanted).await }).await?;
         Ok(Response::new(proto::NodeStageVolumeResponse {}))
     }
 
@@ -105,8 +108,8 @@ impl proto::node_server::Node for Node {
         let wanted = call.into_inner();
         let volume = request::volume_id(&wanted.volume_id)?;
         let wanted = request::publish(&wanted)?;
-        let (names, kubelet) = (self.names.clone(), self.kubelet.clone());
-        self.alone(&volume, async move { publish::publish(&names, wanted, kubelet).await }).await?;
+        let (names, used, kubelet) = (self.names.clone(), self.used.clone(), self.kubelet.clone());
+        self.alone(&volume, async move { publish::publish(&names, used, wanted, kubelet).await }).await?;
         Ok(Response::new(proto::NodePublishVolumeResponse {}))
     }
 

@@ -10,7 +10,7 @@ use super::bind::{self, BindError};
 use super::blocking::blocking;
 use super::command::CommandError;
 use super::condition;
-use super::content::{self, FormatError, Plan, ProbeError, Refusal};
+use super::content::{self, Attested, FormatError, Plan, ProbeError, RecordError, Refusal, UsedAttestations};
 use super::copies::{self, CopyError};
 use super::disk::{Disk, DiskNames, FindError};
 use super::filesystem::{Filesystem, MountOptions};
@@ -31,6 +31,8 @@ pub(crate) struct Stage {
     pub(crate) filesystem: Option<WantedFilesystem>,
     /// Whether nobody may write.
     pub(crate) read_only: bool,
+    /// What the infra attests of the disk.
+    pub(crate) attested: Attested,
     /// Until when the disk is waited for.
     pub(crate) until: Instant,
 }
@@ -92,6 +94,9 @@ pub(crate) enum StageError {
     /// The filesystem was not made.
     #[error(transparent)]
     Format(#[from] FormatError),
+    /// What its attestation permits is not known, or could not be written down.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// The filesystem needs a person.
     #[error(
         "the {filesystem} filesystem of disk {disk} ({}) has errors that are not repaired without a person: \
@@ -145,7 +150,11 @@ pub(crate) enum StageError {
 }
 
 /// Stages a volume. Repeating it is fine.
-pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageError> {
+pub(crate) async fn stage(
+    names: &DiskNames,
+    used: &UsedAttestations,
+    wanted: Stage,
+) -> Result<(), StageError> {
     let disk = names.wait_for_disk(wanted.disk, wanted.until).await?;
     // It may have grown while nobody looked.
     let disk = blocking(move || disk.rescanned()).await?;
@@ -175,21 +184,22 @@ pub(crate) async fn stage(names: &DiskNames, wanted: Stage) -> Result<(), StageE
     // Of an earlier mount, which is gone.
     let earlier = LostWrites::of(&staging);
     blocking(move || earlier.forget()).await?;
-    let found =
-        content::examine(&disk).await.map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
-    let plan = content::plan(found, filesystem.kind, read_only).map_err(|why| StageError::Refused {
-        disk: disk.uuid,
-        device: disk.path.clone(),
-        why,
-    })?;
+    let attested = wanted.attested;
+    let found = content::examine(&disk, attested.token)
+        .await
+        .map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
+    let permit = used.permit(disk.uuid, attested).await?;
+    let refused = |why| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), why };
+    let plan = content::plan(found, filesystem.kind, read_only, permit).map_err(refused)?;
     let mount = Mounting { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
     let kind = match plan {
-        Plan::Format(kind) => {
-            content::format(&disk, kind).await?;
+        Plan::Format(kind, token) => {
+            content::format(&disk, kind, token, used.use_up(disk.uuid, attested)).await?;
             mount.mount(kind).await?;
             kind
         }
         Plan::Use(kind) => {
+            used.use_up(disk.uuid, attested).await?;
             let mounted = table.iter().any(|mount| mount.block_device() == Some(disk.number));
             mount.mount_existing(kind, mounted).await?;
             kind

@@ -7,7 +7,7 @@ use csi::Status;
 use tonic::Code;
 
 use super::bind::BindError;
-use super::content::FormatError;
+use super::content::{FormatError, RecordError};
 use super::copies::CopyError;
 use super::disk::FindError;
 use super::grow::{ExpandError, GrowError};
@@ -57,8 +57,15 @@ impl Coded for FormatError {
     fn code(&self) -> Code {
         match self {
             Self::InUse { .. } => Code::FailedPrecondition,
+            Self::Record(error) => error.code(),
             Self::Write { .. } | Self::Make { .. } => Code::Internal,
         }
+    }
+}
+
+impl Coded for RecordError {
+    fn code(&self) -> Code {
+        Code::Internal
     }
 }
 
@@ -67,6 +74,7 @@ impl Coded for StageError {
         match self {
             Self::Find(error) => error.code(),
             Self::Format(error) => error.code(),
+            Self::Record(error) => error.code(),
             Self::Grow(error) => error.code(),
             Self::Copy(error) => error.code(),
             Self::Path(error) => error.code(),
@@ -108,6 +116,7 @@ impl Coded for PublishError {
             Self::Find(FindError::Absent { .. }) => Code::FailedPrecondition,
             Self::Find(error) => error.code(),
             Self::Target(error) => error.code(),
+            Self::Record(error) => error.code(),
             Self::PublishedReadOnly { .. } => Code::AlreadyExists,
             Self::NotStaged { .. }
             | Self::AnotherDiskStaged { .. }

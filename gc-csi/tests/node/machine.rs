@@ -37,6 +37,10 @@ pub(crate) struct Disk {
     pub(crate) uuid: String,
     pub(crate) image: PathBuf,
     pub(crate) device: PathBuf,
+    /// The proof that it was blank before it was plugged. It permits one formatting.
+    pub(crate) attestation: Option<String>,
+    /// The volume's secret.
+    pub(crate) token: Option<String>,
 }
 
 impl Machine {
@@ -164,13 +168,14 @@ impl Machine {
         (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
     }
 
-    /// An image file of `mib` MiB that is not a disk yet.
+    /// An image file of `mib` MiB that is not a disk yet, and is attested blank.
     pub(crate) fn image(&self, mib: u64) -> Disk {
         let uuid = uuid::Uuid::new_v4().to_string();
         let id = format!("pvc-{}", &uuid[..8]);
         let image = self.path("images").join(&id);
         std::fs::File::create(&image).unwrap().set_len(mib << 20).unwrap();
-        Disk { id, uuid, image, device: PathBuf::new() }
+        let random = || Some(uuid::Uuid::new_v4().to_string());
+        Disk { id, uuid, image, device: PathBuf::new(), attestation: random(), token: random() }
     }
 
     /// Plugs an image: a loop device, and its name under by-id.
@@ -213,8 +218,7 @@ impl Machine {
 
     /// A disk of `mib` MiB with what is on `source` by now.
     pub(crate) fn copy(&mut self, source: &Disk, mib: u64) -> Disk {
-        let image = self.image(mib);
-
+        let image = Disk { attestation: None, ..self.image(mib) };
         let from = format!("if={}", source.image.display());
         let to = PathBuf::from(format!("of={}", image.image.display()));
         tool("dd", &["bs=1M", "conv=notrunc,sparse", "status=none", &from], &to);
@@ -365,7 +369,12 @@ impl Drop for Machine {
 }
 
 fn context(disk: &Disk) -> std::collections::HashMap<String, String> {
-    [(crds::names::CONTEXT_DISK_UUID.to_owned(), disk.uuid.clone())].into()
+    let known = [
+        (crds::names::CONTEXT_DISK_UUID, Some(&disk.uuid)),
+        (crds::names::CONTEXT_BLANK_ATTESTATION, disk.attestation.as_ref()),
+        (crds::names::CONTEXT_FORMAT_TOKEN, disk.token.as_ref()),
+    ];
+    known.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?.clone()))).collect()
 }
 
 fn text(path: &Path) -> String {

@@ -4,6 +4,7 @@
 
 mod copies;
 mod crash;
+mod formatting;
 mod growth;
 mod lifecycle;
 mod machine;

@@ -38,7 +38,7 @@ async fn a_disk_with_anything_on_it_is_never_formatted() {
         ("data at byte 0", |image| write(image, 0, &noise(8192))),
         ("data at byte 700000", |image| write(image, 700_000, &[1])),
         ("data at byte 16777215", |image| write(image, (16 << 20) - 1, &[1])),
-        ("copy of disk 00000000-0000-0000-0000-000000000001", |image| {
+        ("mark of a formatting of disk 00000000-0000-0000-0000-000000000001", |image| {
             write(image, mark_at(image), &foreign_mark());
         }),
         ("signatures of several filesystems", |image| {

@@ -382,6 +382,7 @@ impl Lab {
             format!("--node-name={}", node.name),
             format!("--zone={}", node.zone),
             format!("--kubelet-dir={}", plugin.kubelet_dir.display()),
+            format!("--state-dir={}", plugin.kubelet_dir.display()),
             "--registration-socket=none".to_owned(),
             format!("--by-id-dir={}", node.by_id_dir.display()),
         ];

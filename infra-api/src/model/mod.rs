@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-pub use attachments::{Access, Attachment, AttachmentSpec, AttachmentState};
+pub use attachments::{Access, Attachment, AttachmentSpec, AttachmentState, FormatToken};
 pub use capacity::{Capacity, CapacityQuery};
 pub use events::{Change, Event, EventKind};
 pub use health::{Health, HypervisorHealth};

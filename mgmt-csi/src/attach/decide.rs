@@ -20,6 +20,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::failure::{Again, Disk, Failure};
 use super::status;
+use crate::infra::PluggedDisk;
 
 /// What is known of one order.
 #[derive(Debug, Clone, PartialEq)]
@@ -47,8 +48,8 @@ pub enum Infra {
     Unasked,
     /// The infra was asked to plug, and its answer was not waited for.
     Asked,
-    /// The disk is plugged and has this UUID.
-    Plugged(String),
+    /// The disk is plugged.
+    Plugged(PluggedDisk),
     /// The order was told to go in the infra, so it can't be carried out under its id any more.
     Ended,
     /// Another order of the same name has the disk in the machine.
@@ -132,8 +133,8 @@ fn decide_wanted(view: &View, now: &Time) -> Step {
         Infra::Namesake(other) => Step::Confirm(other.clone()),
         Infra::Over(earlier) => Step::Plug { spec: spec.clone(), replaces: Some(earlier.clone()) },
         Infra::Ended => Step::Renew,
-        Infra::Plugged(disk_uuid) => {
-            let answer = status::plugged(&view.status, disk_uuid.clone(), view.generation, now);
+        Infra::Plugged(disk) => {
+            let answer = status::plugged(&view.status, disk, view.generation, now);
             if answer == view.status { Step::Done } else { Step::Report(answer) }
         }
         Infra::Failed(failure) => failed(view, failure, now),
@@ -184,6 +185,8 @@ mod tests {
     use super::*;
     use crate::infra::{AttachError, DetachError, Trouble};
 
+    const DISK: uuid::Uuid = uuid::Uuid::from_u128(1);
+
     fn at(seconds: i64) -> Time {
         Time(Timestamp::from_second(seconds).unwrap())
     }
@@ -232,7 +235,12 @@ mod tests {
     }
 
     fn plugged() -> Infra {
-        Infra::Plugged("disk".into())
+        let blank_attestation = Some(uuid::Uuid::from_u128(2));
+        Infra::Plugged(PluggedDisk {
+            uuid: DISK,
+            blank_attestation,
+            format_token: "00000000-0000-0000-0000-000000000003".parse().ok(),
+        })
     }
 
     fn in_use() -> Infra {
@@ -248,7 +256,9 @@ mod tests {
         let mut view = new_order();
         assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Plug { .. }, Step::Report(_)]));
         assert!(view.status.attached);
-        assert_eq!(view.status.disk_uuid.as_deref(), Some("disk"));
+        let told = |number: u128| Some(uuid::Uuid::from_u128(number).to_string());
+        assert_eq!(view.status.disk_uuid, told(1));
+        assert_eq!((&view.status.blank_attestation, &view.status.format_token), (&told(2), &told(3)));
         assert_eq!(view.status.observed_generation, Some(1));
         assert_eq!(view.status.conditions[0].status, "True");
     }
@@ -287,7 +297,9 @@ mod tests {
         assert!(matches!(run(&mut view, &away(), 9)[..], [Step::Plug { .. }]));
         assert!(view.status.attached);
         run(&mut view, &in_use(), 9);
-        assert!(!view.status.attached && view.status.disk_uuid.is_none());
+        let VolumeAttachmentStatus { attached, disk_uuid, blank_attestation, format_token, .. } =
+            &view.status;
+        assert_eq!((*attached, disk_uuid, blank_attestation, format_token), (false, &None, &None, &None));
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl Reconciler {
                     };
                     self.metrics.observe("attach", answer.is_ok(), started);
                     learned = match answer {
-                        Ok(disk_uuid) => Infra::Plugged(disk_uuid.to_string()),
+                        Ok(disk) => Infra::Plugged(disk),
                         Err(AttachError::Ended(_)) => Infra::Ended,
                         Err(AttachError::InUse(text)) if replaces.is_none() => {
                             let namesake = self.namesake(key, &uid, spec.node).await;

@@ -5,6 +5,7 @@ use crds::{AttachError, VolumeAttachmentStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use super::failure::{Disk, Failure};
+use crate::infra::PluggedDisk;
 
 /// Type of the condition.
 const ATTACHED: &str = "Attached";
@@ -12,13 +13,15 @@ const ATTACHED: &str = "Attached";
 /// The disk is plugged.
 pub(super) fn plugged(
     before: &VolumeAttachmentStatus,
-    disk_uuid: String,
+    disk: &PluggedDisk,
     generation: i64,
     now: &Time,
 ) -> VolumeAttachmentStatus {
     VolumeAttachmentStatus {
         attached: true,
-        disk_uuid: Some(disk_uuid),
+        disk_uuid: Some(disk.uuid.to_string()),
+        blank_attestation: disk.blank_attestation.map(|proof| proof.to_string()),
+        format_token: disk.format_token.map(|token| token.reveal()),
         observed_generation: Some(generation),
         error: None,
         conditions: conditions(before, true, "Attached", "the disk is plugged", generation, now),
@@ -38,6 +41,8 @@ pub(super) fn failed(
     VolumeAttachmentStatus {
         attached,
         disk_uuid: before.disk_uuid.clone().filter(|_| attached),
+        blank_attestation: before.blank_attestation.clone().filter(|_| attached),
+        format_token: before.format_token.clone().filter(|_| attached),
         observed_generation: Some(generation),
         error: Some(AttachError {
             reason: failure.reason.to_owned(),

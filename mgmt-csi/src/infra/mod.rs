@@ -13,8 +13,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures::stream::BoxStream;
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Event, List, Node, Pool, Qos,
-    Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
+    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Event, FormatToken, List, Node, Pool,
+    Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use tokio::time::Instant;
 use uuid::Uuid;
@@ -28,6 +28,24 @@ pub use monitor::monitor;
 pub use names::{Named, attachment_id, is_namesake, namespace_of, order_of, snapshot_id, volume_id};
 pub use news::{News, follow};
 pub use rest::Rest;
+
+/// A disk that is in its machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PluggedDisk {
+    /// UUID by which the machine finds it.
+    pub uuid: Uuid,
+    /// The proof that it held no data before it was plugged, if there is one.
+    pub blank_attestation: Option<Uuid>,
+    /// The volume's secret for whoever formats it, if that may be done.
+    pub format_token: Option<FormatToken>,
+}
+
+impl From<Attachment> for PluggedDisk {
+    fn from(attachment: Attachment) -> Self {
+        let Attachment { disk_uuid: uuid, blank_attestation, format_token, .. } = attachment;
+        Self { uuid, blank_attestation, format_token }
+    }
+}
 
 /// Where volumes are made and plugged into machines. Every operation can be repeated, and is done only
 /// when it says so.
@@ -96,14 +114,14 @@ pub trait StorageInfra: Send + Sync + 'static {
     async fn capacity(&self, query: &CapacityQuery, deadline: Instant) -> Result<Capacity, ReadError>;
 
     /// Plugs a volume into a machine, or takes over the disk of the attachment that it replaces, and answers with the
-    /// disk's UUID once the disk is there.
+    /// disk once it is there.
     async fn attach(
         &self,
         id: &AttachmentId,
         spec: &AttachmentSpec,
         replaces: Option<&AttachmentId>,
         wait: Duration,
-    ) -> Result<Uuid, AttachError>;
+    ) -> Result<PluggedDisk, AttachError>;
 
     /// Unplugs a disk, and answers once it is gone from the machine; fine when there is no such attachment. The id is
     /// over then, and can't be attached again. With `fence`, a machine that keeps the disk is switched off for it.

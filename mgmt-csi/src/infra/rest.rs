@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
-    StorageInfra, Trouble,
+    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, PluggedDisk, ReadError,
+    SnapshotError, StorageInfra, Trouble,
 };
 
 /// How long the infra may take to say that it is there.
@@ -132,12 +132,12 @@ impl StorageInfra for Rest {
         spec: &AttachmentSpec,
         replaces: Option<&AttachmentId>,
         wait: Duration,
-    ) -> Result<Uuid, AttachError> {
+    ) -> Result<PluggedDisk, AttachError> {
         let attached = match replaces {
             None => self.0.attach(id, spec, wait).await,
             Some(earlier) => self.0.attach_instead(id, spec, earlier, wait).await,
         };
-        Ok(attached?.disk_uuid)
+        Ok(attached?.into())
     }
 
     async fn detach(&self, id: &AttachmentId, fence: bool, wait: Duration) -> Result<(), DetachError> {

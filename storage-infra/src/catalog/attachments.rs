@@ -6,6 +6,46 @@ use uuid::Uuid;
 
 use super::{Result, Tx, from_word, parse};
 
+/// Whether a disk was proven to hold no data before it was plugged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blank {
+    /// Not decided yet, so the disk is not plugged yet.
+    Undecided,
+    /// It may hold data.
+    No,
+    /// It held none; the UUID identifies the proof.
+    Attested(Uuid),
+}
+
+impl Blank {
+    /// The proof, if there is one.
+    pub fn attestation(self) -> Option<Uuid> {
+        match self {
+            Self::Attested(id) => Some(id),
+            Self::Undecided | Self::No => None,
+        }
+    }
+
+    fn to_column(self) -> Option<String> {
+        match self {
+            Self::Undecided => None,
+            Self::No => Some(NOT_BLANK.to_owned()),
+            Self::Attested(id) => Some(id.to_string()),
+        }
+    }
+
+    fn from_column(text: Option<&str>) -> Result<Self> {
+        match text {
+            None => Ok(Self::Undecided),
+            Some(NOT_BLANK) => Ok(Self::No),
+            Some(id) => Ok(Self::Attested(parse("attachments.blank", id)?)),
+        }
+    }
+}
+
+/// What stands in column `blank` for a disk that may hold data.
+const NOT_BLANK: &str = "no";
+
 /// An attachment as the catalog keeps it.
 #[derive(Debug, Clone)]
 pub struct AttachmentRow {
@@ -25,6 +65,8 @@ pub struct AttachmentRow {
     pub message: Option<String>,
     /// RFC 3339.
     pub created_at: String,
+    /// Whether the disk was blank before it was plugged.
+    pub blank: Blank,
 }
 
 impl AttachmentRow {
@@ -39,13 +81,14 @@ impl AttachmentRow {
     }
 }
 
-const COLUMNS: &str = "id, volume, node, read_only, access, state, message, created_at";
+const COLUMNS: &str = "id, volume, node, read_only, access, state, message, created_at, blank";
 
 fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
     let (id, volume, node, read_only): (String, String, String, bool) =
         (row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?);
     let (access, state, message, created_at): (String, String, Option<String>, String) =
         (row.get(4)?, row.get(5)?, row.get(6)?, row.get(7)?);
+    let blank: Option<String> = row.get(8)?;
     Ok((|| {
         Ok(AttachmentRow {
             id: parse("attachments.id", &id)?,
@@ -56,6 +99,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
             state: from_word("attachments.state", &state)?,
             message,
             created_at,
+            blank: Blank::from_column(blank.as_deref())?,
         })
     })())
 }
@@ -106,7 +150,7 @@ impl Tx<'_> {
     pub fn insert_attachment(&self, row: &AttachmentRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
-                "INSERT INTO attachments ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)"
+                "INSERT INTO attachments ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9)"
             ))?
             .execute(params![
                 row.id.as_str(),
@@ -117,6 +161,7 @@ impl Tx<'_> {
                 row.state.to_string(),
                 row.message,
                 row.created_at,
+                row.blank.to_column(),
             ])?;
         Ok(())
     }
@@ -131,6 +176,14 @@ impl Tx<'_> {
         self.0
             .prepare_cached("UPDATE attachments SET state = ?2, message = ?3 WHERE id = ?1")?
             .execute(params![id.as_str(), state.to_string(), message])?;
+        Ok(())
+    }
+
+    /// Notes whether an attachment's disk was blank before it was plugged.
+    pub fn set_attachment_blank(&self, id: &AttachmentId, blank: Blank) -> Result<()> {
+        self.0
+            .prepare_cached("UPDATE attachments SET blank = ?2 WHERE id = ?1")?
+            .execute(params![id.as_str(), blank.to_column()])?;
         Ok(())
     }
 

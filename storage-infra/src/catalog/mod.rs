@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rusqlite::{Connection, ErrorCode};
 
-pub use attachments::AttachmentRow;
+pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
 pub use snapshots::SnapshotRow;
@@ -266,6 +266,8 @@ mod tests {
             copying: false,
             qos: Qos::default(),
             qos_due: false,
+            format_token: FormatToken::random(),
+            written: false,
         }
     }
 
@@ -279,6 +281,7 @@ mod tests {
             state: AttachmentState::Attaching,
             message: None,
             created_at: "2026-01-01T00:00:00Z".into(),
+            blank: Blank::Undecided,
         }
     }
 

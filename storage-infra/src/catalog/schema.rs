@@ -6,7 +6,7 @@ use super::CatalogError;
 
 /// Each entry brings the schema from its index to the next version. Entries are never edited once released.
 const MIGRATIONS: &[&str] =
-    &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES, SAVED_NODES];
+    &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES, SAVED_NODES, BLANK_DISKS];
 
 const FIRST: &str = "
 CREATE TABLE pools (
@@ -199,6 +199,18 @@ CREATE TABLE hypervisor_hosts (
     hypervisor  TEXT PRIMARY KEY,
     host        TEXT NOT NULL
 ) STRICT;
+";
+
+const BLANK_DISKS: &str = "
+-- The secret that the mark of a formatting under way is derived from.
+ALTER TABLE volumes ADD COLUMN format_token TEXT NOT NULL DEFAULT '';
+-- 1 once the bytes were seen to hold data.
+ALTER TABLE volumes ADD COLUMN written INTEGER NOT NULL DEFAULT 0;
+UPDATE volumes SET format_token = lower(hex(randomblob(16))), record_due = 1;
+-- 'no', or the UUID by which the proof is known that the disk held no data before it was plugged; NULL until that is
+-- decided. What is plugged already was not looked at in time.
+ALTER TABLE attachments ADD COLUMN blank TEXT;
+UPDATE attachments SET blank = 'no';
 ";
 
 /// Brings the schema up to date, one transaction per version.

@@ -364,7 +364,7 @@ mod tests {
         let fine = begun(&catalog, "fine", |_| Ok(())).await;
         let unfit = begun(&catalog, "unfit", |tx| {
             let sql = "PRAGMA defer_foreign_keys = ON; INSERT INTO attachments VALUES \
-                       ('a', 'no such volume', 'no such node', 0, 'single-node', 'attached', NULL, 'now')";
+                       ('a', 'no such volume', 'no such node', 0, 'single-node', 'attached', NULL, 'now', NULL)";
             Ok(tx.0.execute_batch(sql)?)
         });
         let unfit = unfit.await;

@@ -1,6 +1,6 @@
 //! The table of volumes.
 
-use infra_api::{PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
+use infra_api::{FormatToken, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
 use uuid::Uuid;
 
@@ -34,6 +34,10 @@ pub struct VolumeRow {
     pub qos: Qos,
     /// Some machine may not keep to that yet.
     pub qos_due: bool,
+    /// Its secret for whoever formats it.
+    pub format_token: FormatToken,
+    /// Its bytes were seen to hold data once. Stays, also where they are zeros again: that is a loss, or somebody's will.
+    pub written: bool,
 }
 
 impl VolumeRow {
@@ -56,8 +60,8 @@ pub struct Use {
     pub family: Uuid,
 }
 
-const COLUMNS: &str =
-    "id, pool, capacity, grow_to, disk_uuid, state, spec, created_at, family, copying, qos, qos_due";
+const COLUMNS: &str = "id, pool, capacity, grow_to, disk_uuid, state, spec, created_at, family, copying, qos, qos_due, \
+     format_token, written";
 
 /// What something was begun on and not finished.
 pub(super) const UNFINISHED: &str = "state <> 'ready' OR grow_to IS NOT NULL OR qos_due";
@@ -74,6 +78,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
         (row.get(4)?, row.get(5)?, row.get(6)?, row.get(7)?);
     let (family, copying, qos, qos_due): (String, bool, String, bool) =
         (row.get(8)?, row.get(9)?, row.get(10)?, row.get(11)?);
+    let (format_token, written): (String, bool) = (row.get(12)?, row.get(13)?);
     Ok((|| {
         Ok(VolumeRow {
             id: parse("volumes.id", &id)?,
@@ -88,6 +93,8 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
             copying,
             qos: from_json("volumes.qos", &qos)?,
             qos_due,
+            format_token: parse("volumes.format_token", &format_token)?,
+            written,
         })
     })())
 }
@@ -173,7 +180,7 @@ impl Tx<'_> {
         self.0
             .prepare_cached(&format!(
                 "INSERT INTO volumes ({COLUMNS}, record_due) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, 0)"
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, 0)"
             ))?
             .execute(params![
                 volume.id.as_str(),
@@ -188,6 +195,8 @@ impl Tx<'_> {
                 volume.copying,
                 to_json(&volume.qos)?,
                 volume.qos_due,
+                volume.format_token.reveal(),
+                volume.written,
             ])?;
         Ok(())
     }
@@ -232,6 +241,12 @@ impl Tx<'_> {
         self.0
             .prepare_cached("UPDATE volumes SET grow_to = NULL WHERE id = ?1 AND grow_to = ?2")?
             .execute(params![id.as_str(), size])?;
+        Ok(())
+    }
+
+    /// Notes that a volume's bytes hold data, or did.
+    pub fn volume_is_written(&self, id: &VolumeId) -> Result<()> {
+        self.0.prepare_cached("UPDATE volumes SET written = 1 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 

@@ -340,6 +340,13 @@ impl Engine for FileEngine {
         exists(&self.file(object))
     }
 
+    fn is_blank(&self, id: &VolumeId) -> Result<bool> {
+        let DiskSource::File(path) = self.locate(&Object::Volume(id.clone()))?;
+        let file = File::open(&path).map_err(io_error("open", &path))?;
+        // A filesystem that cannot tell holes calls all of it data (lseek(2), "SEEK_DATA"): not blank.
+        Ok(next_data(&file, 0).map_err(io_error("look for data in", &path))?.is_none())
+    }
+
     fn allocated(&self, object: &Object) -> Result<u64> {
         let DiskSource::File(path) = self.locate(object)?;
         Ok(fs::metadata(&path).map_err(io_error("look at", &path))?.blocks() * 512)

@@ -167,6 +167,9 @@ pub trait Engine: Send + Sync {
     /// Whether the object is there, complete. Fails where what is there is another of the same id.
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool>;
 
+    /// Whether a volume that is there holds no data at all, so that it reads as zeros throughout.
+    fn is_blank(&self, id: &VolumeId) -> Result<bool>;
+
     /// The bytes allocated to an object that is there.
     fn allocated(&self, object: &Object) -> Result<u64>;
 

@@ -6,7 +6,8 @@
 //! record does not write.
 
 use infra_api::{
-    Access, AttachmentId, EngineKind, Labels, NodeSpec, PoolName, Qos, SnapshotId, VolumeId, VolumeSpec,
+    Access, AttachmentId, EngineKind, FormatToken, Labels, NodeSpec, PoolName, Qos, SnapshotId, VolumeId,
+    VolumeSpec,
 };
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -63,9 +64,19 @@ pub struct VolumeRecord {
     pub qos: Qos,
     /// RFC 3339.
     pub created_at: String,
+    /// Its secret for whoever formats it. None where an earlier version noted this.
+    #[serde(default)]
+    pub format_token: Option<FormatToken>,
+    /// Its bytes were seen to hold data once. Where that is not said, they may have.
+    #[serde(default = "unknown_is_written")]
+    pub written: bool,
     /// Who may have it.
     #[serde(default)]
     pub holders: Vec<Holder>,
+}
+
+fn unknown_is_written() -> bool {
+    true
 }
 
 /// Who may have a volume: an attachment, and enough of its node to find the machine again.

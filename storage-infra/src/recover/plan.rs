@@ -7,12 +7,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 
 use infra_api::{
-    Access, AttachmentId, AttachmentState, Labels, NodeSpec, PoolName, PoolSpec, VolumeId, VolumeState,
+    Access, AttachmentId, AttachmentState, FormatToken, Labels, NodeSpec, PoolName, PoolSpec, VolumeId,
+    VolumeState,
 };
 use uuid::Uuid;
 
 use crate::catalog::whole::KnownNode;
-use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, VolumeRow};
+use crate::catalog::{AttachmentRow, Blank, NodeRow, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
 use crate::engine::file::{Found, Survey};
 use crate::engine::record::{SnapshotRecord, VolumeRecord};
@@ -142,6 +143,7 @@ impl Plan {
                     state: AttachmentState::Attached,
                     message: None,
                     created_at: holder.created_at,
+                    blank: Blank::No,
                 });
             }
         }
@@ -197,6 +199,7 @@ impl Plan {
                 state: AttachmentState::Attached,
                 message: Some("found plugged when the catalog was rebuilt".into()),
                 created_at: now.to_owned(),
+                blank: Blank::No,
             });
         }
         self.nodes = nodes.into_iter().map(|(uuid, spec)| NodeRow { uuid, spec }).collect();
@@ -262,6 +265,8 @@ fn volume(record: &VolumeRecord, file: &Found, pool: &PoolName) -> VolumeRow {
         qos: record.qos,
         // Its machines may not have been told yet.
         qos_due: !record.holders.is_empty(),
+        format_token: record.format_token.unwrap_or_else(FormatToken::random),
+        written: record.written,
     }
 }
 
@@ -315,6 +320,8 @@ mod tests {
             family: Uuid::from_u128(disk),
             qos: infra_api::Qos::default(),
             created_at: "then".into(),
+            format_token: None,
+            written: false,
             holders,
         };
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))

@@ -7,7 +7,7 @@ use infra_api::{
 
 use super::nodes::node_refs;
 use super::{Failure, Result, now};
-use crate::catalog::{AttachmentRow, NodeRow, Tx, VolumeRow};
+use crate::catalog::{AttachmentRow, Blank, NodeRow, Tx, VolumeRow};
 
 /// A wish for an attachment.
 #[derive(Debug, Clone, Copy)]
@@ -165,6 +165,7 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
         state: AttachmentState::Attaching,
         message: None,
         created_at: now.to_owned(),
+        blank: if spec.is_sole_writer() { Blank::Undecided } else { Blank::No },
     }))
 }
 

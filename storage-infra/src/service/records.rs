@@ -10,7 +10,7 @@ use super::power::is_without_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
-use crate::engine::{DiskSource, EngineError, Object, Record};
+use crate::engine::{DiskSource, Engine, EngineError, Object, Record};
 use crate::hypervisor::{Disk, Unplugged};
 
 /// What is noted of a volume that these have.
@@ -27,6 +27,8 @@ pub(super) fn volume_record(row: &VolumeRow, holders: Vec<Holder>) -> Record {
         family: row.family,
         qos: row.qos,
         created_at: row.created_at.clone(),
+        format_token: Some(row.format_token),
+        written: row.written,
         holders,
     }))
 }
@@ -131,7 +133,8 @@ impl Service {
         // a name with a slash.
         let _lock = self.0.locks.lock(&format!("note/{id}")).await;
         let key = id.clone();
-        let Some(due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        let Some(mut due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        due.row.written = self.is_written(&due).await?;
         let (engine, object, record) = (self.engine_of(&due.pool), Object::Volume(id.clone()), due.record());
         let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
         let strangers = found.map_or(Ok(Vec::new()), |found| due.strangers(found))?;
@@ -155,6 +158,19 @@ impl Service {
                 Ok(())
             })
             .await
+    }
+
+    /// Whether the volume's bytes hold data, or were seen to. Remembered with them, so that bytes which are lost do not
+    /// make the volume blank.
+    async fn is_written(&self, due: &Due) -> Result<bool> {
+        let id = due.row.id.clone();
+        let is_blank = move |e: &dyn Engine| Ok(e.is_blank(&id)?);
+        if due.row.written || self.engine::<_, Failure, _>(self.engine_of(&due.pool), is_blank).await? {
+            return Ok(due.row.written);
+        }
+        let id = due.row.id.clone();
+        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.volume_is_written(&id)?) }).await?;
+        Ok(true)
     }
 
     /// Those of the strangers who may have the disk. Where the note may be older than the catalog, whoever was told to
@@ -264,8 +280,8 @@ impl Service {
 #[cfg(test)]
 mod tests {
     use infra_api::{
-        AttachmentId, Labels, MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, PoolName,
-        Qos, VolumeSource,
+        AttachmentId, FormatToken, Labels, MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE,
+        MAX_ZONES, PoolName, Qos, VolumeSource,
     };
     use uuid::Uuid;
 
@@ -316,6 +332,8 @@ mod tests {
             family: Uuid::max(),
             copying: false,
             qos_due: false,
+            format_token: FormatToken::random(),
+            written: false,
         };
         let holder = Holder {
             id: AttachmentId::new("a".repeat(LONGEST_ID)).unwrap(),

@@ -3,7 +3,8 @@
 use std::collections::HashSet;
 
 use infra_api::{
-    Change, EventKind, PoolName, Problem, ProblemCode, VolumeId, VolumeSource, VolumeSpec, VolumeState, What,
+    Change, EventKind, FormatToken, PoolName, Problem, ProblemCode, VolumeId, VolumeSource, VolumeSpec,
+    VolumeState, What,
 };
 use uuid::Uuid;
 
@@ -75,6 +76,7 @@ struct Wanted {
     spec: VolumeSpec,
     size: u64,
     disk_uuid: Uuid,
+    format_token: FormatToken,
 }
 
 impl Wanted {
@@ -89,7 +91,7 @@ impl Wanted {
 
     /// The volume as it is to be, in the best pool. Fails where it can be in none.
     fn plan(&self, tx: &Tx<'_>, room: &Room, facts: &Facts, is_looked_at: bool) -> Result<VolumeRow> {
-        let Self { id, spec, size, disk_uuid } = self;
+        let Self { id, spec, size, disk_uuid, format_token } = self;
         let source = self.source(tx)?;
         let candidates = room.candidates(tx, facts, spec.placement.anti_affinity_id.as_deref())?;
         let near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
@@ -120,6 +122,9 @@ impl Wanted {
             copying,
             // Nobody has the volume yet.
             qos_due: false,
+            format_token: *format_token,
+            // What it begins with is data.
+            written: spec.source.is_some(),
         })
     }
 }
@@ -146,7 +151,8 @@ fn near(facts: &Facts, pool: &PoolName) -> Vec<PoolName> {
 impl Service {
     /// Chooses a pool and writes the intent.
     pub(super) async fn reserve(&self, id: &VolumeId, spec: VolumeSpec, size: u64) -> Result<VolumeRow> {
-        let wanted = Wanted { id: id.clone(), spec, size, disk_uuid: Uuid::new_v4() };
+        let (disk_uuid, format_token) = (Uuid::new_v4(), FormatToken::random());
+        let wanted = Wanted { id: id.clone(), spec, size, disk_uuid, format_token };
         if wanted.spec.source.is_some() {
             // Where it is not ready, no look at the pools helps.
             let first = wanted.clone();

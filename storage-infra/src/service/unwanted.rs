@@ -280,6 +280,8 @@ mod tests {
             copying: false,
             qos: Qos::default(),
             qos_due: false,
+            format_token: infra_api::FormatToken::random(),
+            written: false,
         };
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
         let spec = PoolSpec { engine, path, labels: Labels::new(), cordoned: false };

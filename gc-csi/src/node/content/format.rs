@@ -6,13 +6,15 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
+use uuid::Uuid;
 
 use super::super::bind::change;
 use super::super::blocking::blocking;
 use super::super::command::CommandError;
 use super::super::disk::Disk;
 use super::super::filesystem::Filesystem;
-use super::marker::{self, Mark};
+use super::attestation::RecordError;
+use super::marker::{self, FormatToken, Mark};
 
 /// Why a filesystem was not made. The mark stays, so that a retry begins anew.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +36,9 @@ pub(crate) enum FormatError {
         /// What the system said.
         source: io::Error,
     },
+    /// That the attestation is used could not be written down.
+    #[error(transparent)]
+    Record(#[from] RecordError),
     /// The tool failed.
     #[error("{} could not be formatted and will be anew at the next try: {source}", device.display())]
     Make {
@@ -44,18 +49,25 @@ pub(crate) enum FormatError {
     },
 }
 
-/// Makes `filesystem` on a disk that [`super::plan`] gave free.
-pub(crate) async fn format(disk: &Disk, filesystem: Filesystem) -> Result<(), FormatError> {
+/// Makes `filesystem` on a disk that [`super::plan`] gave free. `record` writes down that what permitted it is used;
+/// until then the mark tells that nobody has mounted the disk, and afterwards the record does.
+pub(crate) async fn format(
+    disk: &Disk,
+    filesystem: Filesystem,
+    token: FormatToken,
+    record: impl Future<Output = Result<(), RecordError>>,
+) -> Result<(), FormatError> {
     let (uuid, size) = (disk.uuid, disk.size);
     tracing::info!(disk = %uuid, device = %disk.path.display(), %filesystem, "formatting");
     let path = disk.path.clone();
-    blocking(move || write_mark(&path, size, &marker::write(uuid))).await?;
+    blocking(move || write_mark(&path, size, &marker::write(uuid, token))).await?;
     filesystem
         .make(&disk.path)
         .await
         .map_err(|source| FormatError::Make { device: disk.path.clone(), source })?;
+    record.await?;
     let path = disk.path.clone();
-    blocking(move || clear_mark(&path, size, Mark::Of(uuid))).await
+    blocking(move || clear_mark(&path, size, uuid, token)).await
 }
 
 fn write_mark(device: &Path, size: u64, mark: &[u8; marker::SIZE]) -> Result<(), FormatError> {
@@ -66,13 +78,14 @@ fn write_mark(device: &Path, size: u64, mark: &[u8; marker::SIZE]) -> Result<(),
 
 /// Clears the mark, if the tool has not laid anything else there; all of the tool's writes are on the
 /// disk before the mark goes.
-fn clear_mark(device: &Path, size: u64, mark: Mark) -> Result<(), FormatError> {
+fn clear_mark(device: &Path, size: u64, disk: Uuid, token: FormatToken) -> Result<(), FormatError> {
     let file = open(device)?;
     let clear = || {
         file.sync_all()?;
         let mut block = [0; marker::SIZE];
-        file.read_exact_at(&mut block, marker::offset(size))?;
-        if marker::read(&block) == mark {
+        let at = marker::offset(size);
+        file.read_exact_at(&mut block, at)?;
+        if matches!(marker::read(&block, at, disk, Some(token)), Mark::Own(_)) {
             change("unmark", || {
                 file.write_all_at(&[0; marker::SIZE], marker::offset(size))?;
                 file.sync_all()

@@ -6,15 +6,19 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use super::super::blocking::blocking;
 use super::super::command::{self, CommandError, Output};
 use super::super::disk::Disk;
-use super::{Content, classify, marker};
+use super::marker::{self, FormatToken, Mark};
+use super::remains::{self, Found};
+use super::{Content, classify};
 
 const BLKID_LIMIT: Duration = Duration::from_secs(60);
 
 /// How much of each end of a disk must be zero, in bytes: where every filesystem, RAID and partition
-/// table that blkid knows has its signature, and more than a stray write would spare.
+/// table that blkid knows has its signature, and more than a stray write would spare. Between them, see [`remains`].
 const ENDS: u64 = 1 << 20;
 
 /// What blkid found.
@@ -58,13 +62,18 @@ pub(crate) enum ProbeError {
 }
 
 /// What is on the disk.
-pub(crate) async fn examine(disk: &Disk) -> Result<Content, ProbeError> {
+pub(crate) async fn examine(disk: &Disk, token: Option<FormatToken>) -> Result<Content, ProbeError> {
     let args = ["-p".as_ref(), "-o".as_ref(), "export".as_ref(), "--".as_ref(), disk.path.as_os_str()];
     let signatures = understand(&command::run("blkid", &args, BLKID_LIMIT).await?)?;
     let fail = |source| ProbeError::Read { device: disk.path.clone(), source };
-    let (file, size) = (disk.file().map_err(fail)?, disk.size);
-    let (mark, data_at) = blocking(move || read(&file, size)).await.map_err(fail)?;
-    Ok(classify(disk.uuid, signatures, mark, data_at))
+    let (file, size, uuid) = (disk.file().map_err(fail)?, disk.size, disk.uuid);
+    let look = move || {
+        let mark = read_mark(&file, size, uuid, token)?;
+        // What blkid knows is not going to be formatted.
+        let found = if signatures == Signatures::None { read(&file, size)? } else { None };
+        Ok(classify(signatures, mark, found))
+    };
+    blocking(look).await.map_err(fail)
 }
 
 /// Understands blkid's exit code and output (blkid(8), "EXIT STATUS").
@@ -89,23 +98,32 @@ fn understand(output: &Output) -> Result<Signatures, ProbeError> {
     }
 }
 
-/// What stands where a mark would, and the first byte at an end of the disk that is not zero.
-fn read(file: &File, size: u64) -> io::Result<(marker::Mark, Option<u64>)> {
+/// What stands where a mark would.
+fn read_mark(file: &File, size: u64, disk: Uuid, token: Option<FormatToken>) -> io::Result<Mark> {
     if size < 2 * ENDS {
         let problem = format!("the device has {size} bytes: too few for a filesystem, or it is not ready");
         return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
     }
-    let at = marker::offset(size);
     let mut block = [0; marker::SIZE];
+    let at = marker::offset(size);
     file.read_exact_at(&mut block, at)?;
-    let mark = marker::read(&block);
+    Ok(marker::read(&block, at, disk, token))
+}
+
+/// What is not zero on the disk, as far as that is looked for: both ends, and many places between them. What is left of a
+/// filesystem comes before what nothing knows.
+fn read(file: &File, size: u64) -> io::Result<Option<Found>> {
     let mut data = None;
     for start in [0, size - ENDS] {
         let mut end = vec![0; ENDS as usize];
         file.read_exact_at(&mut end, start)?;
         data = data.or(end.iter().position(|byte| *byte != 0).map(|place| start + place as u64));
     }
-    Ok((mark, data.or((mark != marker::Mark::Nothing).then_some(at))))
+    let between = remains::look(file, size)?;
+    Ok(match between {
+        Some(Found::Remains(_)) => between,
+        _ => data.map(Found::Data).or(between),
+    })
 }
 
 #[cfg(test)]

@@ -19,7 +19,9 @@ use tokio::time::{Instant as Deadline, timeout};
 use super::super::turns::AT_ONCE;
 use super::*;
 use crate::cluster::Cluster;
-use crate::infra::{CreateError, DeleteError, GrowError, LimitError, Named, SnapshotError, order_of};
+use crate::infra::{
+    CreateError, DeleteError, GrowError, LimitError, Named, PluggedDisk, SnapshotError, order_of,
+};
 
 const NODE: &str = "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
@@ -133,7 +135,7 @@ impl StorageInfra for Failing {
         _: &AttachmentSpec,
         _: Option<&AttachmentId>,
         _: Duration,
-    ) -> Result<Uuid, AttachError> {
+    ) -> Result<PluggedDisk, AttachError> {
         unreachable!()
     }
 

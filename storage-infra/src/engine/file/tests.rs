@@ -29,6 +29,8 @@ fn record(object: &Object, identity: u128) -> Record {
             family: identity,
             qos: infra_api::Qos::default(),
             created_at,
+            format_token: None,
+            written: false,
             holders: Vec::new(),
         })),
         Object::Snapshot(id) => Record::Snapshot(SnapshotRecord {

@@ -69,21 +69,20 @@ impl Parts {
     }
 
     fn to_attachment(&self) -> Attachment {
-        to_attachment(self.row.clone(), self.volume.disk_uuid)
-    }
-}
-
-fn to_attachment(row: AttachmentRow, disk_uuid: Uuid) -> Attachment {
-    Attachment {
-        id: row.id,
-        volume: row.volume,
-        node: row.node,
-        read_only: row.read_only,
-        access: row.access,
-        state: row.state,
-        disk_uuid,
-        message: row.message,
-        created_at: row.created_at,
+        let row = self.row.clone();
+        Attachment {
+            format_token: row.spec().is_sole_writer().then_some(self.volume.format_token),
+            blank_attestation: row.blank.attestation(),
+            id: row.id,
+            volume: row.volume,
+            node: row.node,
+            read_only: row.read_only,
+            access: row.access,
+            state: row.state,
+            disk_uuid: self.volume.disk_uuid,
+            message: row.message,
+            created_at: row.created_at,
+        }
     }
 }
 

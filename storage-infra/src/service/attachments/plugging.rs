@@ -2,9 +2,11 @@
 
 use infra_api::{AttachmentId, AttachmentState, Change, EventKind, NodeRef, ProblemCode};
 
+use uuid::Uuid;
+
 use super::operations::Wanted;
 use super::{Parts, Progress, describe};
-use crate::catalog::AttachmentRow;
+use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::Object;
 use crate::hypervisor::{HypervisorError, Unplugged};
 use crate::service::admission::{Admission, Wish, enter};
@@ -67,7 +69,7 @@ impl Service {
         if by_catalog && parts.row.state == AttachmentState::Attached {
             self.tell_if_lost(&parts.row).await;
         }
-        match self.plug(&parts, is_new).await {
+        match self.plug(&mut parts, is_new).await {
             Ok(()) => {
                 if parts.row.state != AttachmentState::Attached || parts.row.message.is_some() {
                     self.set_state(id, AttachmentState::Attached, None).await?;
@@ -110,7 +112,7 @@ impl Service {
         }
     }
 
-    async fn plug(&self, parts: &Parts, is_new: bool) -> Result<(), PlugError> {
+    async fn plug(&self, parts: &mut Parts, is_new: bool) -> Result<(), PlugError> {
         let name = Object::Volume(parts.volume.id.clone());
         let source = self
             .engine::<_, Failure, _>(self.engine_of(&parts.pool), move |engine| Ok(engine.locate(&name)?))
@@ -118,6 +120,9 @@ impl Service {
             .map_err(PlugError::Unknown)?;
         let hypervisor = self.hypervisor(&parts.node.spec.hypervisor).map_err(PlugError::Unknown)?;
         self.note_plug(parts).await?;
+        if parts.row.blank == Blank::Undecided {
+            parts.row.blank = self.attest(parts).await.map_err(PlugError::Unknown)?;
+        }
         let disk = parts.disk(source);
         let Err(error) = hypervisor.plug(parts.row.node, &disk).await else { return Ok(()) };
         let nothing = match &error {
@@ -130,6 +135,19 @@ impl Service {
         };
         let failure = describe(error, parts);
         Err(if nothing { PlugError::NotPlugged(failure) } else { PlugError::Unknown(failure) })
+    }
+
+    /// Decides whether the disk is blank, by what was just noted of its bytes: while it is plugged the node may write, and
+    /// nobody can tell any more. What began with other bytes never is.
+    async fn attest(&self, parts: &Parts) -> Result<Blank> {
+        let (id, volume) = (parts.row.id.clone(), parts.volume.id.clone());
+        let decide = move |tx: &Tx<'_>| -> Result<Blank> {
+            let is_blank = tx.volume(&volume)?.is_some_and(|row| !row.written && row.spec.source.is_none());
+            let blank = if is_blank { Blank::Attested(Uuid::new_v4()) } else { Blank::No };
+            tx.set_attachment_blank(&id, blank)?;
+            Ok(blank)
+        };
+        self.0.catalog.run(decide).await
     }
 
     /// Notes with the volume's bytes that this node may have it: whoever is noted there must be known to the catalog.

@@ -122,8 +122,8 @@ async fn what_an_earlier_start_left_and_nothing_can_finish_is_undone() {
     for (index, (id, spec)) in left.iter().enumerate() {
         site.catalog()
             .execute(
-                "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, family) \
-                 VALUES (?1, 'pool', ?2, ?3, 'creating', ?4, '2026-01-01T00:00:00Z', ?3)",
+                "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, family, format_token) \
+                 VALUES (?1, 'pool', ?2, ?3, 'creating', ?4, '2026-01-01T00:00:00Z', ?3, lower(hex(randomblob(16))))",
                 rusqlite::params![
                     id,
                     spec.capacity_bytes,
@@ -136,8 +136,8 @@ async fn what_an_earlier_start_left_and_nothing_can_finish_is_undone() {
     // What can be finished is.
     site.catalog()
         .execute(
-            "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, family) \
-             VALUES ('good', 'pool', ?1, ?2, 'creating', ?3, '2026-01-01T00:00:00Z', ?2)",
+            "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, family, format_token) \
+             VALUES ('good', 'pool', ?1, ?2, 'creating', ?3, '2026-01-01T00:00:00Z', ?2, lower(hex(randomblob(16))))",
             rusqlite::params![
                 MIB,
                 uuid::Uuid::from_u128(9).to_string(),

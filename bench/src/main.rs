@@ -9,7 +9,7 @@ use bench::apart::apart;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, heal, idle, lifecycle, memory, recovery, scale,
+    attach, blocked, burst, copy, create, delete, extents, heal, idle, lifecycle, memory, recovery, scale,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -103,6 +103,12 @@ enum Bench {
         #[arg(long, default_value_t = 100)]
         volumes: usize,
     },
+    /// What a pool's filesystem takes for itself for volumes that are written in random order.
+    Extents {
+        /// How large the volumes are, in MiB.
+        #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..=256))]
+        mebibytes: u64,
+    },
     /// Many guests on one management tier: a first attach of everything, and a rack that fails.
     Scale(scale::Size),
     /// Draws what the benches wrote, as SVG.
@@ -129,6 +135,7 @@ impl Bench {
             Self::Idle { .. } => "idle",
             Self::Memory { .. } => "memory",
             Self::Recovery { .. } => "recovery",
+            Self::Extents { .. } => "extents",
             Self::Scale(_) => "scale",
             Self::Plot { .. } => "plot",
         }
@@ -149,6 +156,7 @@ impl Bench {
             Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
+            Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,
             Self::Scale(size) => scale::run(report, size).await,
             Self::Plot { .. } => Ok(()),
         }

@@ -129,6 +129,10 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         let (service, stop) = (service.clone(), stop.clone());
         async move { service.keep_compared(stop).await }
     });
+    let going = tokio::spawn({
+        let (service, stop) = (service.clone(), stop.clone());
+        async move { service.keep_going(stop).await }
+    });
     let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
 
     let ended = tokio::select! {
@@ -141,7 +145,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        let _ = tokio::join!(repairing, releasing, watching, knowing, comparing, reloading);
+        let _ = tokio::join!(repairing, releasing, watching, knowing, comparing, going, reloading);
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {

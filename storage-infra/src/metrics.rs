@@ -57,6 +57,7 @@ struct Inner {
     used: PoolGauge,
     free: PoolGauge,
     healthy: PoolGauge,
+    full: PoolGauge,
     unknown_files: PoolGauge,
     abnormal: PoolGauge,
     known: Mutex<Vec<PoolName>>,
@@ -110,6 +111,7 @@ impl Default for Metrics {
         let used = pool("pool_used", "What the pool's filesystem has in use", Some(Unit::Bytes));
         let free = pool("pool_free", "What a new volume can have", Some(Unit::Bytes));
         let healthy = pool("pool_healthy", "1 where the pool is there and ours", None);
+        let full = pool("pool_full", "1 where the pool's volumes find no space to write", None);
         let unknown_files =
             pool("pool_unknown_files", "Files that no volume or snapshot owns; never removed", None);
         let abnormal = pool("volumes_abnormal", "The pool's volumes whose bytes cannot be reached", None);
@@ -128,6 +130,7 @@ impl Default for Metrics {
             used,
             free,
             healthy,
+            full,
             unknown_files,
             abnormal,
             known,
@@ -183,6 +186,7 @@ impl Metrics {
             inner.used.get_or_create(&labels).set(clamp(pool.used_bytes));
             inner.free.get_or_create(&labels).set(clamp(pool.free_bytes));
             inner.healthy.get_or_create(&labels).set(i64::from(pool.healthy));
+            inner.full.get_or_create(&labels).set(i64::from(pool.full));
             inner.unknown_files.get_or_create(&labels).set(clamp(unknown_files(&pool.name)));
         }
         let now: Vec<PoolName> = pools.iter().map(|pool| pool.name.clone()).collect();
@@ -194,6 +198,7 @@ impl Metrics {
                 &inner.used,
                 &inner.free,
                 &inner.healthy,
+                &inner.full,
                 &inner.unknown_files,
                 &inner.abnormal,
             ] {

@@ -41,7 +41,7 @@ mod debug {
     use uuid::Uuid;
 
     use crate::engine::{self, Contents, Copying, DiskSource, Engine, Method, Object, PoolFacts, Record};
-    use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Unplugged};
+    use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Stalled, Unplugged};
 
     /// Either, with its points.
     pub(super) struct Passing<T: ?Sized>(pub(super) Arc<T>);
@@ -153,6 +153,14 @@ mod debug {
 
         async fn throttle(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
             change("throttle", self.0.throttle(node, disk)).await
+        }
+
+        async fn stalled(&self) -> hypervisor::Result<Vec<Stalled>> {
+            self.0.stalled().await
+        }
+
+        async fn resume(&self, node: Uuid) -> hypervisor::Result<()> {
+            change("resume", self.0.resume(node)).await
         }
 
         async fn power_off(&self, node: Uuid) -> hypervisor::Result<()> {

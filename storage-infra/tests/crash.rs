@@ -69,6 +69,7 @@ impl Round {
             path: text(&self.dir).to_owned(),
             labels: infra_api::Labels::new(),
             cordoned: false,
+            on_full: infra_api::OnFull::default(),
         }
     }
 

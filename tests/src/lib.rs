@@ -25,6 +25,7 @@ mod second_guest;
 mod sizes;
 mod snapshots;
 mod stateful;
+pub mod writer;
 
 use std::time::Duration;
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use infra_api::{Pool, PoolName, PoolSpec};
+use infra_api::{OnFull, Pool, PoolName, PoolSpec};
 use lab::process::{command, run};
 
 use crate::{PATIENCE, Scenario, eventually, unique};
@@ -42,6 +42,15 @@ impl OwnPool {
                 .with_context(|| format!("cannot bring {} back", self.path.display())),
             false => Ok(()),
         }
+    }
+
+    /// Takes all room of its filesystem but this, until what is given is removed.
+    pub async fn fill_up_to(&self, left: u64) -> Result<PathBuf> {
+        let has = rustix::fs::statvfs(&self.mount)?;
+        let taken = (has.f_bavail * has.f_frsize).checked_sub(left).context("the pool has less")?;
+        let filler = self.mount.join("filler");
+        run(command("fallocate", ["--length", &taken.to_string()]).arg(&filler)).await?;
+        Ok(filler)
     }
 
     async fn make(&self) -> Result<()> {
@@ -114,8 +123,18 @@ impl Scenario {
         let beside = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
         let path = pool.path.display().to_string();
-        let spec = PoolSpec { engine: beside.engine, path, labels, cordoned: false };
+        let on_full = OnFull::default();
+        let spec = PoolSpec { engine: beside.engine, path, labels, cordoned: false, on_full };
         self.infra.put_pool(&pool.name, &spec).await?;
+        Ok(())
+    }
+
+    /// Says what becomes of a VM that writes while a pool of the scenario's own is full.
+    pub async fn set_on_full(&self, pool: &OwnPool, on_full: OnFull) -> Result<()> {
+        let known = self.infra.get_pool(&pool.name).await?.context("the pool is gone")?;
+        let spec = PoolSpec { on_full, ..spec_of(known) };
+        let set = self.infra.put_pool(&pool.name, &spec).await?;
+        ensure!(set.on_full == on_full, "{set:?}");
         Ok(())
     }
 
@@ -135,11 +154,39 @@ impl Scenario {
         self.made().pools.iter().try_for_each(OwnPool::show)
     }
 
+    /// A command in the mount namespace of the lab's libvirt.
+    fn beside_libvirt(&self, program: &str) -> Result<tokio::process::Command> {
+        let pid = self.lab.pid("libvirtd").context("the lab has no libvirt")?.to_string();
+        Ok(command("nsenter", ["--mount", "--target", &pid, program]))
+    }
+
+    async fn libvirt_sees(&self, pool: &OwnPool) -> Result<bool> {
+        Ok(run(self.beside_libvirt("mountpoint")?.arg("-q").arg(&pool.mount)).await.is_ok())
+    }
+
+    /// Shows a pool of the scenario's own to libvirt, until the scenario ends. Where no mount of this host is shared,
+    /// libvirt sees only what was mounted before it began.
+    pub async fn show_to_libvirt(&self, pool: &OwnPool) -> Result<()> {
+        if self.libvirt_sees(pool).await? {
+            return Ok(());
+        }
+        let device = run(command("findmnt", ["--noheadings", "--output", "SOURCE"]).arg(&pool.mount)).await?;
+        run(self.beside_libvirt("mount")?.arg(device.trim()).arg(&pool.mount)).await.map(drop)
+    }
+
+    async fn hide_from_libvirt(&self, pool: &OwnPool) -> Result<()> {
+        if self.libvirt_sees(pool).await? {
+            run(self.beside_libvirt("umount")?.arg(&pool.mount)).await?;
+        }
+        Ok(())
+    }
+
     /// Removes the scenario's pools and labels.
     pub(crate) async fn clean_pools(&self) -> Result<()> {
         let pools = std::mem::take(&mut self.made().pools);
         for pool in pools {
             self.infra.delete_pool(&pool.name).await?;
+            self.hide_from_libvirt(&pool).await?;
             pool.unmake().await?;
         }
         let labels = std::mem::take(&mut self.made().pool_labels);
@@ -155,5 +202,6 @@ impl Scenario {
 
 /// What would register a pool as it is.
 fn spec_of(pool: Pool) -> PoolSpec {
-    PoolSpec { engine: pool.engine, path: pool.path, labels: pool.labels, cordoned: pool.cordoned }
+    let Pool { engine, path, labels, cordoned, on_full, .. } = pool;
+    PoolSpec { engine, path, labels, cordoned, on_full }
 }

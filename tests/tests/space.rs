@@ -1,13 +1,19 @@
 //! Promised space is there, and a failed request holds none of it.
 
+use std::path::PathBuf;
+
 use anyhow::{Context, Result, ensure};
 use crds::names;
+use infra_api::{Labels, NodeSpec, OnFull};
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
-use kube::Api;
 use kube::api::{DeleteParams, ListParams, PostParams};
+use kube::{Api, ResourceExt};
 use serde_json::json;
+use tests::bytes::read_at;
+use tests::guest::handle;
 use tests::pools::OwnPool;
-use tests::{PATIENCE, Scenario, eventually, run, unique};
+use tests::writer::{BEGINNING, PIECE, Writer};
+use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 
 /// What each claim asks for: three of them fill a pool of a scenario's own.
 const SIZE: &str = "300Mi";
@@ -133,6 +139,90 @@ async fn a_claim_larger_than_any_volume_is_refused_in_exact_words_and_makes_noth
         told_below(&s, &name, &["InvalidArgument", &exact]).await?;
         claims.delete(&name, &DeleteParams::default()).await?;
         Ok(())
+    })
+    .await
+}
+
+/// How large the disk of a VM that writes is, and what its pool has for it at first.
+const DISK: u64 = 32 * MIB.cast_unsigned();
+const LEFT: u64 = DISK / 2;
+
+/// A VM whose disk is in a pool that has too little room for it, right before it writes.
+struct Short<'a> {
+    vm: Writer<'a>,
+    file: PathBuf,
+    filler: PathBuf,
+}
+
+impl<'a> Short<'a> {
+    async fn begin(s: &'a Scenario, pool: &OwnPool, claim: &str) -> Result<Self> {
+        let below = s.management_class(&[("pool", pool.name.as_str())]).await?;
+        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        s.claim_with(claim, &class, &DISK.to_string(), json!({"volumeMode": "Block"})).await?;
+        let (_, volume) = s.bound(claim).await?;
+        let machine = s.node().await?;
+        let spec = NodeSpec {
+            name: machine.name.clone(),
+            hypervisor: "libvirt".to_owned(),
+            zone: None,
+            labels: Labels::new(),
+        };
+        s.infra.put_node(machine.uuid, &spec).await?;
+        s.lab.join_guest(&machine).await?;
+        let vm = Writer::create(s, &machine).await?;
+        let order = s.order_attach(&volume.name_any(), &machine.name).await?;
+        s.attached(&order).await?;
+        let file = s.file_of(&s.infra_volume(&handle(&volume)?).await?).await?;
+        Ok(Self { vm, file, filler: pool.fill_up_to(LEFT).await? })
+    }
+
+    /// How many pieces of the disk were written.
+    fn written(&self) -> Result<usize> {
+        let pieces = (0..DISK).step_by(PIECE);
+        let beginnings = pieces.map(|start| read_at(&self.file, start, BEGINNING.len()));
+        Ok(beginnings.collect::<Result<Vec<_>>>()?.into_iter().filter(|bytes| *bytes == BEGINNING).count())
+    }
+}
+
+const PIECES: usize = DISK as usize / PIECE;
+const PAUSED: &str = "paused (I/O error)";
+
+async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> Result<()> {
+    short.vm.go().await?;
+    short.vm.comes_to(Some(PAUSED), "shut off").await?;
+    let texts = ["is paused", "found no space in pool", pool.name.as_str()];
+    s.told("pause", &texts).await?;
+    ensure!(s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full), "the pool is not called full");
+    ensure!(short.written()? < PIECES, "there was room for all");
+    std::fs::remove_file(&short.filler)?;
+    short.vm.comes_to(None, "shut off").await?;
+    ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
+    s.told("pause", &["the volume is well"]).await.map(drop)
+}
+
+async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {
+    short.vm.go().await?;
+    // It ends itself at the first error.
+    short.vm.comes_to(None, PAUSED).await?;
+    ensure!(short.written()? < PIECES, "there was room for all");
+    Ok(std::fs::remove_file(&short.filler)?)
+}
+
+#[tokio::test]
+async fn a_vm_that_finds_its_pool_full_is_paused_until_there_is_room_and_no_write_fails() -> Result<()> {
+    run(|s| async move {
+        let pool = s.pool(&[]).await?;
+        s.show_to_libvirt(&pool).await?;
+        let short = Short::begin(&s, &pool, "pause").await?;
+        let outcome = pauses_and_goes_on(&s, &pool, &short).await;
+        short.vm.end().await?;
+        outcome?;
+
+        s.set_on_full(&pool, OnFull::Fail).await?;
+        let short = Short::begin(&s, &pool, "fail").await?;
+        let outcome = fails_and_runs_on(&short).await;
+        short.vm.end().await?;
+        outcome
     })
     .await
 }

@@ -6,6 +6,7 @@ pub mod burst;
 pub mod copy;
 pub mod create;
 pub mod delete;
+pub mod extents;
 pub mod heal;
 pub mod idle;
 pub mod lifecycle;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use infra_api::{ClientOptions, EngineKind, NodeSpec, PoolName, PoolSpec};
+use infra_api::{ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec};
 
 use crate::cluster::argv;
 use crate::ports;
@@ -105,6 +105,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
             path: path.display().to_string(),
             labels: [("lab.nestor.dev/pool".to_owned(), name.clone())].into(),
             cordoned: false,
+            on_full: OnFull::default(),
         };
         client
             .put_pool(&PoolName::new(name.clone())?, &spec)

@@ -19,7 +19,7 @@ pub use capacity::{Capacity, CapacityQuery};
 pub use events::{Change, Event, EventKind};
 pub use health::{Health, HypervisorHealth};
 pub use nodes::{Node, NodeRef, NodeSpec, NodeState};
-pub use pools::{EngineKind, Pool, PoolSpec};
+pub use pools::{EngineKind, OnFull, Pool, PoolSpec};
 pub use snapshots::{Snapshot, SnapshotSpec};
 pub use volumes::{Condition, Placement, Qos, Volume, VolumeSize, VolumeSource, VolumeSpec, VolumeState};
 

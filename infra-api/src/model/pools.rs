@@ -24,6 +24,26 @@ impl fmt::Display for EngineKind {
     }
 }
 
+/// What becomes of a VM that writes while the pool's filesystem is full.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum OnFull {
+    /// The VM is paused, and goes on with the same write as soon as the pool has room: no write fails.
+    #[default]
+    Pause,
+    /// The write fails, and the VM runs on: its filesystem takes that for a broken disk.
+    Fail,
+}
+
+impl fmt::Display for OnFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Pause => "pause",
+            Self::Fail => "fail",
+        })
+    }
+}
+
 /// A pool as it is asked for: the body of `PUT /v1/pools/{name}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
@@ -39,6 +59,9 @@ pub struct PoolSpec {
     /// A cordoned pool takes no new volumes; those it has are served as before.
     #[serde(default)]
     pub cordoned: bool,
+    /// What becomes of a VM that writes while the pool is full. Counts for disks that are plugged from then on.
+    #[serde(default)]
+    pub on_full: OnFull,
 }
 
 /// A pool as it is.
@@ -56,6 +79,12 @@ pub struct Pool {
     pub labels: Labels,
     /// Takes no new volumes.
     pub cordoned: bool,
+    /// What becomes of a VM that writes while the pool is full.
+    #[serde(default)]
+    pub on_full: OnFull,
+    /// Whether the filesystem has next to nothing left, so that writes of its volumes find no space.
+    #[serde(default)]
+    pub full: bool,
     /// Whether the pool's directory is there, is the one that was registered, and can be written.
     pub healthy: bool,
     /// Why the pool is not healthy.

@@ -298,6 +298,7 @@ mod tests {
                         path: "/p".into(),
                         labels: Labels::new(),
                         cordoned: false,
+                        on_full: infra_api::OnFull::default(),
                     },
                     marked: true,
                 })?;

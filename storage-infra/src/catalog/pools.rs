@@ -22,12 +22,12 @@ pub struct PoolRow {
     pub marked: bool,
 }
 
-const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked";
+const COLUMNS: &str = "name, uuid, engine, path, labels, cordoned, marked, on_full";
 
 fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
     let (name, uuid, engine): (String, String, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
     let (path, labels): (String, String) = (row.get(3)?, row.get(4)?);
-    let (cordoned, marked) = (row.get(5)?, row.get(6)?);
+    let (cordoned, marked, on_full): (bool, bool, String) = (row.get(5)?, row.get(6)?, row.get(7)?);
     Ok((|| {
         Ok(PoolRow {
             name: parse("pools.name", &name)?,
@@ -37,6 +37,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
                 path,
                 labels: from_json("pools.labels", &labels)?,
                 cordoned,
+                on_full: from_word("pools.on_full", &on_full)?,
             },
             marked,
         })
@@ -65,7 +66,9 @@ impl Tx<'_> {
     /// Adds a pool.
     pub fn insert_pool(&self, pool: &PoolRow) -> Result<()> {
         self.0
-            .prepare_cached(&format!("INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)"))?
+            .prepare_cached(&format!(
+                "INSERT INTO pools ({COLUMNS}) VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)"
+            ))?
             .execute(params![
                 pool.name.as_str(),
                 pool.uuid.to_string(),
@@ -74,6 +77,7 @@ impl Tx<'_> {
                 to_json(&pool.spec.labels)?,
                 pool.spec.cordoned,
                 pool.marked,
+                pool.spec.on_full.to_string(),
             ])?;
         Ok(())
     }
@@ -81,8 +85,13 @@ impl Tx<'_> {
     /// Changes what may change of a pool.
     pub fn update_pool(&self, name: &PoolName, spec: &PoolSpec) -> Result<()> {
         self.0
-            .prepare_cached("UPDATE pools SET labels = ?2, cordoned = ?3 WHERE name = ?1")?
-            .execute(params![name.as_str(), to_json(&spec.labels)?, spec.cordoned])?;
+            .prepare_cached("UPDATE pools SET labels = ?2, cordoned = ?3, on_full = ?4 WHERE name = ?1")?
+            .execute(params![
+                name.as_str(),
+                to_json(&spec.labels)?,
+                spec.cordoned,
+                spec.on_full.to_string()
+            ])?;
         Ok(())
     }
 

@@ -5,8 +5,16 @@ use rusqlite::Connection;
 use super::CatalogError;
 
 /// Each entry brings the schema from its index to the next version. Entries are never edited once released.
-const MIGRATIONS: &[&str] =
-    &[FIRST, SNAPSHOTS_AND_SHARING, ENDED_ATTACHMENTS, RECORDS, SUMS_AND_INDEXES, SAVED_NODES, BLANK_DISKS];
+const MIGRATIONS: &[&str] = &[
+    FIRST,
+    SNAPSHOTS_AND_SHARING,
+    ENDED_ATTACHMENTS,
+    RECORDS,
+    SUMS_AND_INDEXES,
+    SAVED_NODES,
+    BLANK_DISKS,
+    FULL_POOLS,
+];
 
 const FIRST: &str = "
 CREATE TABLE pools (
@@ -211,6 +219,11 @@ UPDATE volumes SET format_token = lower(hex(randomblob(16))), record_due = 1;
 -- decided. What is plugged already was not looked at in time.
 ALTER TABLE attachments ADD COLUMN blank TEXT;
 UPDATE attachments SET blank = 'no';
+";
+
+const FULL_POOLS: &str = "
+-- What becomes of a VM that writes while the pool is full.
+ALTER TABLE pools ADD COLUMN on_full TEXT NOT NULL DEFAULT 'pause' CHECK (on_full IN ('pause', 'fail'));
 ";
 
 /// Brings the schema up to date, one transaction per version.

@@ -6,8 +6,8 @@
 //! record does not write.
 
 use infra_api::{
-    Access, AttachmentId, EngineKind, FormatToken, Labels, NodeSpec, PoolName, Qos, SnapshotId, VolumeId,
-    VolumeSpec,
+    Access, AttachmentId, EngineKind, FormatToken, Labels, NodeSpec, OnFull, PoolName, Qos, SnapshotId,
+    VolumeId, VolumeSpec,
 };
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -43,6 +43,9 @@ pub struct PoolRecord {
     /// Takes no new volumes.
     #[serde(default)]
     pub cordoned: bool,
+    /// What becomes of a VM that writes while it is full.
+    #[serde(default)]
+    pub on_full: OnFull,
 }
 
 /// What is noted of a volume. Its size now is that of its file.

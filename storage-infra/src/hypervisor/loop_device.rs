@@ -23,7 +23,8 @@ use tokio::process::Command;
 use uuid::Uuid;
 
 use super::{
-    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as Said, Presence, Result, Unplugged, wwn,
+    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as Said, Presence, Result, Stalled,
+    Unplugged, wwn,
 };
 use crate::engine::DiskSource;
 
@@ -413,6 +414,15 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn throttle(&self, _node: Uuid, _disk: &Disk) -> Result<()> {
+        Ok(())
+    }
+
+    async fn stalled(&self) -> Result<Vec<Stalled>> {
+        // A loop device fails the write: the host itself is the VM.
+        Ok(Vec::new())
+    }
+
+    async fn resume(&self, _: Uuid) -> Result<()> {
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
 use async_trait::async_trait;
-use infra_api::{NodeState, Qos};
+use infra_api::{NodeState, OnFull, Qos};
 use uuid::Uuid;
 
 use crate::engine::DiskSource;
@@ -49,6 +49,8 @@ pub struct Disk {
     pub shared: bool,
     /// How fast it may be.
     pub qos: Qos,
+    /// What becomes of the virtual machine when a write finds no space.
+    pub on_full: OnFull,
 }
 
 impl Disk {
@@ -133,6 +135,19 @@ pub struct Plugged {
     pub read_only: bool,
 }
 
+/// A VM that its hypervisor paused because a disk could not be written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stalled {
+    /// The VM.
+    pub node: Uuid,
+    /// What the hypervisor calls it.
+    pub name: String,
+    /// The disks of ours that found no space.
+    pub out_of_space: Vec<Uuid>,
+    /// What the hypervisor calls its other disks that failed: these are not ours, or failed for another reason.
+    pub failed: Vec<String>,
+}
+
 /// How an unplug ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unplugged {
@@ -177,6 +192,12 @@ pub trait Hypervisor: Send + Sync {
 
     /// Makes a disk that a virtual machine has keep to its limits from now on.
     async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()>;
+
+    /// The VMs that are paused because a disk could not be written.
+    async fn stalled(&self) -> Result<Vec<Stalled>>;
+
+    /// Lets a VM that is paused for that reason go on, with the write that failed first. Leaves it alone where it is not.
+    async fn resume(&self, node: Uuid) -> Result<()>;
 
     /// Switches a virtual machine off without asking it, and returns when live state shows that. Fine when it is off.
     async fn power_off(&self, node: Uuid) -> Result<()>;

@@ -15,7 +15,9 @@ use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Unplugged, wwn};
+use super::{
+    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Stalled, Unplugged, wwn,
+};
 use crate::engine::DiskSource;
 
 /// How many disks a machine takes: what libvirt's machines take with the controllers that we expect.
@@ -198,6 +200,15 @@ impl Hypervisor for Simulated {
         Ok(())
     }
 
+    async fn stalled(&self) -> Result<Vec<Stalled>> {
+        // Nobody writes.
+        Ok(Vec::new())
+    }
+
+    async fn resume(&self, _: Uuid) -> Result<()> {
+        Ok(())
+    }
+
     async fn power_off(&self, node: Uuid) -> Result<()> {
         let (dir, file) = (self.dir(node), self.dir(node).join(OFF));
         fs::create_dir_all(&dir).and_then(|()| fs::write(&file, "")).map_err(uncertain("write", &file))
@@ -212,7 +223,14 @@ mod tests {
 
     fn disk() -> Disk {
         let source = DiskSource::File("/pool/volume".into());
-        Disk { uuid: Uuid::new_v4(), source, read_only: true, shared: false, qos: Qos::default() }
+        Disk {
+            uuid: Uuid::new_v4(),
+            source,
+            read_only: true,
+            shared: false,
+            qos: Qos::default(),
+            on_full: infra_api::OnFull::default(),
+        }
     }
 
     #[tokio::test]

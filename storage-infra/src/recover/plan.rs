@@ -78,6 +78,7 @@ impl Plan {
                 path: dir.to_string(),
                 labels: record.labels.clone(),
                 cordoned: record.cordoned,
+                on_full: record.on_full,
             },
             marked: true,
         });
@@ -333,6 +334,7 @@ mod tests {
             engine: infra_api::EngineKind::File,
             labels: Labels::new(),
             cordoned: true,
+            on_full: infra_api::OnFull::Fail,
         };
         let dir = PathBuf::from(format!("/{name}"));
         let uuid = Uuid::from_u128(name.bytes().map(u128::from).sum());

@@ -69,6 +69,7 @@ mod tests {
             path: dir.join("pool").to_str().unwrap().to_owned(),
             labels: BTreeMap::new(),
             cordoned: false,
+            on_full: infra_api::OnFull::default(),
         };
         let row = PoolRow { name: PoolName::new("p").unwrap(), uuid: Uuid::new_v4(), spec, marked: false };
         (Service::new(catalog, BTreeMap::new(), Metrics::default()), row)

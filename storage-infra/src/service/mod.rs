@@ -24,6 +24,7 @@ mod reserving;
 mod room;
 mod rounds;
 mod snapshots;
+mod stalled;
 mod unwanted;
 mod volumes;
 

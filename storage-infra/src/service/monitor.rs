@@ -32,6 +32,8 @@ pub(super) struct Troubles {
     lost: HashMap<AttachmentId, (VolumeId, String)>,
     /// Disks that a virtual machine has and no attachment stands for.
     pub(super) unwanted: Vec<(VolumeId, Unwanted)>,
+    /// Volumes that found no space, so that their VM is paused; by hypervisor.
+    stalled: HashMap<String, HashMap<VolumeId, String>>,
 }
 
 /// What was seen of a pool: the volumes that are missing, or why nothing can be.
@@ -77,7 +79,9 @@ impl Service {
         let troubles = self.troubles();
         let lost = || troubles.lost.values().find(|(volume, _)| volume == id).map(|(_, message)| message);
         let unwanted = || troubles.unwanted.iter().find(|(of, _)| of == id).map(|(_, one)| &one.message);
-        let message = troubles.volumes.get(id).or_else(lost).or_else(unwanted).cloned();
+        let stalled = || troubles.stalled.values().find_map(|volumes| volumes.get(id));
+        let known = troubles.volumes.get(id);
+        let message = known.or_else(stalled).or_else(lost).or_else(unwanted).cloned();
         Condition { healthy: message.is_none(), message }
     }
 
@@ -95,6 +99,19 @@ impl Service {
     pub(super) fn disk_is_not_lost(&self, id: &AttachmentId) {
         let before = self.troubles().lost.remove(id);
         if let Some((volume, _)) = before {
+            self.emit(EventKind::Volume, volume, Change::Updated);
+        }
+    }
+
+    /// Notes which volumes found no space in VMs of this hypervisor.
+    pub(super) fn note_stalled(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
+        let before =
+            self.troubles().stalled.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
+        for volume in changed(&before, &volumes) {
+            match volumes.get(&volume) {
+                Some(why) => tracing::error!(%volume, %why, "the volume is abnormal"),
+                None => tracing::info!(%volume, "the volume is well again"),
+            }
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
     }

@@ -59,6 +59,8 @@ impl PoolView {
             path: self.row.spec.path.clone(),
             labels: self.row.spec.labels.clone(),
             cordoned: self.row.spec.cordoned,
+            on_full: self.row.spec.on_full,
+            full: facts.is_some_and(|f| !placement::has_room(f.capacity, f.available)),
             healthy: self.facts.is_ok(),
             message: self.facts.as_ref().err().cloned(),
             capacity_bytes: facts.map_or(0, |f| f.capacity),
@@ -84,8 +86,8 @@ fn shown(names: &[String]) -> Vec<String> {
 
 /// What is noted of a pool with its marker.
 pub(super) fn pool_record(row: &PoolRow) -> Record {
-    let PoolSpec { engine, labels, cordoned, .. } = row.spec.clone();
-    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned })
+    let PoolSpec { engine, labels, cordoned, on_full, .. } = row.spec.clone();
+    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned, on_full })
 }
 
 /// Measures a pool. Its space before and after its files, the lesser of which counts: machines write meanwhile.
@@ -389,7 +391,13 @@ mod tests {
         let service = Service::new(catalog, BTreeMap::new(), Metrics::default());
         let (name, engine) = (PoolName::new("p").unwrap(), infra_api::EngineKind::File);
         let path = path.to_str().unwrap().to_owned();
-        let spec = PoolSpec { engine, path, labels: BTreeMap::new(), cordoned: false };
+        let spec = PoolSpec {
+            engine,
+            path,
+            labels: BTreeMap::new(),
+            cordoned: false,
+            on_full: infra_api::OnFull::default(),
+        };
         assert!(service.put_pool(name.clone(), spec.clone()).await.unwrap().1);
         let _placing = service.0.placing.pools.read().await;
         let (pool, created) = service.put_pool(name, PoolSpec { cordoned: true, ..spec }).await.unwrap();

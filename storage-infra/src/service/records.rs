@@ -113,6 +113,7 @@ impl Due {
             read_only: holder.read_only,
             shared: holder.access != Access::SingleNode,
             qos: self.row.qos,
+            on_full: self.pool.spec.on_full,
         }
     }
 

@@ -54,7 +54,8 @@ impl Found {
 
     fn disk(&self, source: DiskSource) -> Disk {
         let read_only = self.plugged.read_only;
-        Disk { uuid: self.volume.disk_uuid, source, read_only, shared: false, qos: self.volume.qos }
+        let (uuid, qos, on_full) = (self.volume.disk_uuid, self.volume.qos, self.pool.spec.on_full);
+        Disk { uuid, source, read_only, shared: false, qos, on_full }
     }
 
     /// Why it is not proven that this is our disk and that nobody wants it. None where it is. `stranger`: somebody is noted
@@ -284,7 +285,8 @@ mod tests {
             written: false,
         };
         let (engine, path) = (EngineKind::File, "/pool".to_owned());
-        let spec = PoolSpec { engine, path, labels: Labels::new(), cordoned: false };
+        let on_full = infra_api::OnFull::default();
+        let spec = PoolSpec { engine, path, labels: Labels::new(), cordoned: false, on_full };
         let pool =
             PoolRow { name: PoolName::new("p").unwrap(), uuid: Uuid::from_u128(1), spec, marked: true };
         let node = Uuid::from_u128(9);

@@ -319,6 +319,7 @@ impl Site {
             path: text(&self.path("pool")).to_owned(),
             labels: Labels::new(),
             cordoned: false,
+            on_full: infra_api::OnFull::default(),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use clap::Subcommand;
-use infra_api::{Client, EngineKind, Labels, Pool, PoolName, PoolSpec};
+use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 
 use super::{ClientArgs, label};
 use crate::cli::output;
@@ -20,6 +20,10 @@ pub(in crate::cli) enum PoolVerb {
         /// A label that placement can ask for. Repeatable.
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
         labels: Vec<(String, String)>,
+        /// What becomes of a VM that writes while the pool is full: `pause` until there is room, or `fail` the write. As
+        /// it was, or `pause`, where it is not given.
+        #[arg(long, value_name = "pause|fail", value_parser = on_full)]
+        on_full: Option<OnFull>,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -63,25 +67,35 @@ pub(in crate::cli) enum PoolVerb {
     },
 }
 
+fn on_full(text: &str) -> Result<OnFull, String> {
+    [OnFull::Pause, OnFull::Fail]
+        .into_iter()
+        .find(|one| one.to_string() == text)
+        .ok_or_else(|| "give pause or fail".to_owned())
+}
+
 async fn find_pool(client: &Client, name: &PoolName) -> anyhow::Result<Pool> {
     client.get_pool(name).await?.with_context(|| format!("there is no pool {name}"))
 }
 
 async fn cordon(client: &ClientArgs, name: &PoolName, cordoned: bool) -> anyhow::Result<()> {
     let server = client.connect()?;
-    let Pool { engine, path, labels, .. } = find_pool(&server, name).await?;
-    output::one(client.output, &server.put_pool(name, &PoolSpec { engine, path, labels, cordoned }).await?)
+    let Pool { engine, path, labels, on_full, .. } = find_pool(&server, name).await?;
+    let spec = PoolSpec { engine, path, labels, cordoned, on_full };
+    output::one(client.output, &server.put_pool(name, &spec).await?)
 }
 
 /// Does one verb.
 pub(super) async fn run(verb: PoolVerb) -> anyhow::Result<()> {
     match verb {
-        PoolVerb::Add { name, path, labels, client } => {
+        PoolVerb::Add { name, path, labels, on_full, client } => {
             let server = client.connect()?;
             // Adding again is for changing labels; whether it is cordoned stays as it is.
-            let cordoned = server.get_pool(&name).await?.is_some_and(|pool| pool.cordoned);
+            let before = server.get_pool(&name).await?;
+            let cordoned = before.as_ref().is_some_and(|pool| pool.cordoned);
+            let on_full = on_full.or(before.map(|pool| pool.on_full)).unwrap_or_default();
             let labels: Labels = labels.into_iter().collect();
-            let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned };
+            let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned, on_full };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
         PoolVerb::List { client } => output::many(client.output, &client.connect()?.list_pools().await?),

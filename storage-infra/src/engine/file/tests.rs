@@ -15,6 +15,7 @@ fn pool() -> Record {
         engine: EngineKind::File,
         labels: Labels::new(),
         cordoned: false,
+        on_full: infra_api::OnFull::default(),
     })
 }
 

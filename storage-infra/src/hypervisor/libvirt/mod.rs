@@ -6,6 +6,7 @@
 
 mod connections;
 mod listing;
+mod stalled;
 mod virsh;
 mod xml;
 
@@ -24,7 +25,9 @@ use virt::domain::{
 use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
-use super::{Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Unplugged};
+use super::{
+    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Stalled, Unplugged,
+};
 use connections::{Connections, Turns};
 use xml::{LiveDomain, NoPlace};
 
@@ -459,6 +462,20 @@ impl Hypervisor for Libvirt {
             )));
         };
         virsh::throttle(&self.uri, node, &found.target, &disk.qos).await
+    }
+
+    async fn stalled(&self) -> Result<Vec<Stalled>> {
+        let paused = self.with(Session::paused_for_errors).await?;
+        let mut stalled = Vec::new();
+        for one in paused {
+            let errors = virsh::disk_errors(&self.uri, one.node).await?;
+            stalled.push(one.stalled(&errors));
+        }
+        Ok(stalled)
+    }
+
+    async fn resume(&self, node: Uuid) -> Result<()> {
+        self.with(move |session| session.resume(node)).await
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use infra_api::Qos;
+use infra_api::{OnFull, Qos};
 use uuid::Uuid;
 
 use crate::engine::DiskSource;
@@ -145,10 +145,15 @@ impl LiveDomain {
         // Without it QEMU's lock on the file keeps every other machine out.
         let shared = if disk.shared { "<shareable/>" } else { "" };
         let limits = iotune(&disk.qos);
-        // Errors go to the guest, which can tell its user; stopping would take the whole machine with one full pool.
+        // Whatever else fails goes to the guest, which can tell its user.
+        let policy = match disk.on_full {
+            OnFull::Pause => "enospace",
+            OnFull::Fail => "report",
+        };
         Ok(format!(
             "<disk type='file' device='disk'>\
-             <driver name='qemu' type='raw' cache='none' discard='unmap' error_policy='report'/>\
+             <driver name='qemu' type='raw' cache='none' discard='unmap' error_policy='{policy}' \
+             rerror_policy='report'/>\
              <source file='{}'/><target dev='{name}' bus='scsi'/>{read_only}{shared}{limits}\
              <serial>{}</serial><wwn>{}</wwn>\
              <address type='drive' controller='{controller}' bus='0' target='{target}' unit='0'/></disk>",
@@ -219,6 +224,7 @@ mod tests {
             read_only,
             shared: false,
             qos: Qos::default(),
+            on_full: OnFull::default(),
         }
     }
 
@@ -251,9 +257,12 @@ mod tests {
             ),
             "{xml}"
         );
+        assert!(xml.contains("error_policy='enospace' rerror_policy='report'"), "{xml}");
+        all.on_full = OnFull::Fail;
         all.read_only = false;
         let xml = domain(CONTROLLER).disk_xml(&all).unwrap();
         assert!(xml.contains("<shareable/>") && !xml.contains("<readonly/>"), "{xml}");
+        assert!(xml.contains(" error_policy='report' rerror_policy='report'"), "{xml}");
     }
 
     #[test]

@@ -65,6 +65,7 @@ impl Parts {
             read_only: self.row.read_only,
             shared: self.row.access != Access::SingleNode,
             qos: self.volume.qos,
+            on_full: self.pool.spec.on_full,
         }
     }
 

@@ -1,0 +1,121 @@
+//! A VM that writes over all of its one disk and ends: what it boots is a floppy disk with a few instructions, so it runs
+//! within a second, on any machine.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use lab::LoopNode;
+use lab::vm::virsh;
+
+use crate::{PATIENCE, Scenario, eventually};
+
+/// What is written at a time, in bytes: each piece begins with [`BEGINNING`].
+pub const PIECE: usize = 64 * 512;
+/// The instructions themselves are what is written.
+pub const BEGINNING: [u8; 4] = [0xFA, 0x31, 0xC0, 0x8E];
+
+/// The boot sector, as it is at address 0x7c00.
+const INSTRUCTIONS: [u8; 57] = [
+    0xFA, // cli
+    0x31, 0xC0, // xor ax, ax
+    0x8E, 0xD8, // mov ds, ax
+    0x8E, 0xD0, // mov ss, ax
+    0xBC, 0x00, 0x7C, // mov sp, 0x7c00
+    0xFB, // sti
+    // again: write with the BIOS, int 0x13 function 0x43, to the first hard disk, by the packet below
+    0xBE, 0x29, 0x7C, // mov si, packet
+    0xB2, 0x80, // mov dl, 0x80
+    0xB8, 0x00, 0x43, // mov ax, 0x4300
+    0xCD, 0x13, // int 0x13
+    0x72, 0x0C, // jc end
+    0x83, 0x06, 0x31, 0x7C, 0x40, // add word [packet.block], 64
+    0x83, 0x16, 0x33, 0x7C, 0x00, // adc word [packet.block + 2], 0
+    0xEB, 0xE8, // jmp again
+    // end: behind the last block, or at an error, reset by the keyboard controller
+    0xB0, 0xFE, // mov al, 0xfe
+    0xE6, 0x64, // out 0x64, al
+    0xEB, 0xFE, // jmp $
+    // packet: its size, 64 sectors, from 0:0x7c00, to block 0
+    16, 0, 64, 0, 0x00, 0x7C, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+];
+const SECTOR: usize = 512;
+const FLOPPY: u64 = 1440 * 1024;
+
+fn floppy(path: &Path) -> Result<()> {
+    let mut sector = [0; SECTOR];
+    sector[..INSTRUCTIONS.len()].copy_from_slice(&INSTRUCTIONS);
+    sector[SECTOR - 2..].copy_from_slice(&[0x55, 0xAA]);
+    std::fs::write(path, sector)?;
+    Ok(std::fs::File::options().write(true).open(path)?.set_len(FLOPPY)?)
+}
+
+// libvirt has the BIOS look only at the disks that it may boot from, which one that is plugged later never is.
+fn domain(machine: &LoopNode, floppy: &Path) -> String {
+    format!(
+        "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
+        <os><type arch='x86_64' machine='pc'>hvm</type><boot dev='fd'/></os><on_reboot>destroy</on_reboot>
+        <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><memballoon model='none'/>
+        <controller type='scsi' index='0' model='virtio-scsi'/>
+        <disk type='file' device='floppy'><driver name='qemu' type='raw'/><source file='{}'/>
+        <target dev='fda' bus='fdc'/><readonly/></disk></devices>
+        <qemu:commandline><qemu:arg value='-boot'/><qemu:arg value='strict=off'/></qemu:commandline></domain>",
+        machine.name,
+        machine.uuid,
+        floppy.display()
+    )
+}
+
+/// The VM, which ends with this.
+pub struct Writer<'a> {
+    s: &'a Scenario,
+    name: String,
+    _folder: tempfile::TempDir,
+}
+
+impl<'a> Writer<'a> {
+    /// Makes a machine of this scenario such a VM. It waits for [`Self::go`].
+    pub async fn create(s: &'a Scenario, machine: &LoopNode) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let (image, file) = (folder.path().join("floppy.img"), folder.path().join("domain.xml"));
+        floppy(&image)?;
+        std::fs::write(&file, domain(machine, &image))?;
+        let file = file.to_str().context("a path that is not UTF-8")?;
+        virsh(s.lab.run(), ["create", file, "--paused"]).await?;
+        Ok(Self { s, name: machine.name.clone(), _folder: folder })
+    }
+
+    /// Lets it boot and write.
+    pub async fn go(&self) -> Result<()> {
+        virsh(self.s.lab.run(), ["resume", &self.name]).await.map(drop)
+    }
+
+    /// How libvirt says that it is, with the reason; none once it has ended.
+    pub async fn state(&self) -> Result<Option<String>> {
+        match virsh(self.s.lab.run(), ["domstate", &self.name, "--reason"]).await {
+            Ok(said) => Ok(Some(said.trim().to_owned())),
+            Err(error) => {
+                let names = virsh(self.s.lab.run(), ["list", "--all", "--name"]).await?;
+                let is_there = names.lines().any(|name| name.trim() == self.name);
+                if is_there { Err(error) } else { Ok(None) }
+            }
+        }
+    }
+
+    /// Waits until libvirt says that it is so, and that it never was `never` until then.
+    pub async fn comes_to(&self, wanted: Option<&str>, never: &str) -> Result<()> {
+        eventually(&format!("VM {} is {wanted:?}", self.name), PATIENCE, || async {
+            let state = self.state().await?;
+            ensure!(state.as_deref() != Some(never), "VM {} is {never}", self.name);
+            Ok(if state.as_deref() == wanted { Ok(()) } else { Err(format!("{state:?}")) })
+        })
+        .await
+    }
+
+    /// Ends it, where it has not ended by itself.
+    pub async fn end(&self) -> Result<()> {
+        if self.state().await?.is_some() {
+            virsh(self.s.lab.run(), ["destroy", &self.name]).await?;
+        }
+        Ok(())
+    }
+}

@@ -35,7 +35,7 @@ pub struct Space {
 }
 
 /// What can be promised to new volumes: what the filesystem can allocate, less what was promised and is not yet
-/// allocated, less the [`headroom`], so that a full pool still takes every write that was promised.
+/// allocated, less the `headroom`, so that a full pool still takes every write that was promised.
 pub fn free_bytes(space: Space) -> u64 {
     let promised = space.reserved.saturating_sub(space.allocated);
     space.available.saturating_sub(promised).saturating_sub(headroom(space.capacity))

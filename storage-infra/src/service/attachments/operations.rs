@@ -10,6 +10,9 @@ use super::Progress;
 use crate::catalog::AttachmentRow;
 use crate::service::{Failure, Result, Service};
 
+/// How soon at most a caller hears that work ended unfinished, where it is willing to wait.
+const UNFINISHED_ANSWER: Duration = Duration::from_secs(1);
+
 pub(super) type Work = Shared<BoxFuture<'static, Result<Progress>>>;
 
 /// Work on an attachment that somebody may join.
@@ -40,8 +43,15 @@ pub(super) enum Wanted {
 }
 
 impl Service {
+    /// Waits for work, at most so long. Work that ended unfinished is answered late: whoever hears that it is under way
+    /// asks again at once.
     pub(super) async fn within(&self, wait: Duration, work: Work, id: &AttachmentId) -> Result<Progress> {
+        let begun = tokio::time::Instant::now();
         match tokio::time::timeout(wait, work).await {
+            Ok(Ok(Progress::UnderWay(attachment))) => {
+                tokio::time::sleep_until(begun + wait.min(UNFINISHED_ANSWER)).await;
+                Ok(Progress::UnderWay(attachment))
+            }
             Ok(result) => result,
             Err(_) => self.progress(id).await,
         }

@@ -230,7 +230,8 @@ impl Service {
         self.learn(node, facts.power).await?;
         let (state, why) = self.judge(row, facts).await?;
         let before = self.memory().states.insert(node, state);
-        if before.is_some_and(|before| before != state) {
+        // Of one that is seen for the first time only that it does not run is news.
+        if before.unwrap_or(NodeState::Running) != state {
             tracing::info!(%node, name = %row.spec.name, %state, why, "the VM changed its state");
             self.emit(EventKind::Node, node, Change::Updated);
             // One that runs again may have come back with disks that it had.

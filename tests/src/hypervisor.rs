@@ -80,11 +80,15 @@ impl Bare {
 
     /// Sends a signal to its QEMU.
     pub fn signal(&self, s: &Scenario, signal: Signal) -> Result<()> {
+        Ok(kill_process(self.process(s)?, signal)?)
+    }
+
+    /// Its QEMU.
+    pub fn process(&self, s: &Scenario) -> Result<Pid> {
         let file = s.lab.run().path("libvirt").join("run/qemu").join(format!("{}.pid", self.node.name));
         let text =
             std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
-        let pid = Pid::from_raw(text.trim().parse()?).context("no process has pid 0")?;
-        Ok(kill_process(pid, signal)?)
+        Pid::from_raw(text.trim().parse()?).context("no process has pid 0")
     }
 
     /// Whether it has a disk in its live state.

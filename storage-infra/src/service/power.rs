@@ -25,7 +25,8 @@ const RECENT: Duration = Duration::from_secs(10);
 #[derive(Default)]
 pub(super) struct Memory {
     discarded: HashSet<Uuid>,
-    kept: HashSet<Uuid>,
+    /// Whose saved memory the hypervisor itself kept, and when that was seen last.
+    kept: HashMap<Uuid, Instant>,
     states: HashMap<Uuid, NodeState>,
 }
 
@@ -36,7 +37,7 @@ struct Known {
     saved: bool,
     /// Its saved memory was discarded, and it has not run since.
     discarded: bool,
-    /// At the last look the hypervisor itself kept the saved memory.
+    /// A moment ago the hypervisor itself kept the saved memory.
     kept: bool,
 }
 
@@ -81,7 +82,8 @@ impl Service {
     async fn known(&self, node: Uuid) -> Result<Known> {
         let saved = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_saved(node)?) }).await?;
         let memory = self.memory();
-        Ok(Known { saved, discarded: memory.discarded.contains(&node), kept: memory.kept.contains(&node) })
+        let kept = memory.kept.get(&node).is_some_and(|seen| seen.elapsed() < RECENT);
+        Ok(Known { saved, discarded: memory.discarded.contains(&node), kept })
     }
 
     /// How a node is, from what its hypervisor says, and why that is not all there is to say.
@@ -90,13 +92,13 @@ impl Service {
         node: &NodeRow,
         facts: &NodeFacts,
     ) -> Result<(NodeState, Option<String>)> {
-        let known = self.known(node.uuid).await?;
+        let known = match facts.power {
+            // libvirt may not know it the next time that it is asked, and what it keeps may be discarded by then.
+            Power::Saved { .. } => self.learn(node.uuid, facts.power).await?,
+            _ => self.known(node.uuid).await?,
+        };
         let state = known.state(facts.power);
         if state == NodeState::Saved {
-            if !known.saved {
-                // libvirt may not know it the next time that it is asked.
-                self.learn(node.uuid, facts.power).await?;
-            }
             return Ok((state, Some(saved(node, facts.power))));
         }
         let strange = self.strange_host(&node.spec.hypervisor, facts.host).await?;
@@ -182,17 +184,16 @@ impl Service {
 
     async fn keep_hypervisor_known(&self, hypervisor: &str, stop: &CancellationToken) {
         let mut rounds = Rounds::every(EVERY, stop.clone());
-        let mut last = Instant::now();
         while rounds.next().await {
-            let look = self.look_at_nodes(hypervisor, last);
-            match tokio::select! { () = stop.cancelled() => return, done = look => done } {
-                Ok(()) => last = Instant::now(),
-                Err(failure) => tracing::debug!(hypervisor, %failure, "could not look how its nodes are"),
+            let look = self.look_at_nodes(hypervisor);
+            let looked = tokio::select! { () = stop.cancelled() => return, looked = look => looked };
+            if let Err(failure) = looked {
+                tracing::debug!(hypervisor, %failure, "could not look how its nodes are");
             }
         }
     }
 
-    async fn look_at_nodes(&self, hypervisor: &str, last: Instant) -> Result<()> {
+    async fn look_at_nodes(&self, hypervisor: &str) -> Result<()> {
         let name = hypervisor.to_owned();
         let of_it = move |row: &NodeRow| row.spec.hypervisor == name;
         let rows = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
@@ -203,11 +204,7 @@ impl Service {
             self.note_host(hypervisor, host).await?;
         }
         for row in rows {
-            let seen = found.remove(&row.uuid);
-            if last.elapsed() > RECENT || seen.is_none() {
-                self.memory().kept.remove(&row.uuid);
-            }
-            if let Some(facts) = seen {
+            if let Some(facts) = found.remove(&row.uuid) {
                 self.saw(&row, &facts).await?;
             }
         }
@@ -241,7 +238,7 @@ impl Service {
     }
 
     /// Keeps what is known after a look.
-    async fn learn(&self, node: Uuid, power: Power) -> Result<()> {
+    async fn learn(&self, node: Uuid, power: Power) -> Result<Known> {
         let _lock = self.0.locks.lock(&saved_lock(node)).await;
         let before = self.known(node).await?;
         let after = before.after(power);
@@ -250,17 +247,19 @@ impl Service {
             self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_saved(node, since.as_deref())?) }).await?;
         }
         self.remember(node, after);
-        Ok(())
+        Ok(after)
     }
 
     fn remember(&self, node: Uuid, known: Known) {
         let mut memory = self.memory();
-        let mut set = |which: fn(&mut Memory) -> &mut HashSet<Uuid>, is: bool| match is {
-            true => which(&mut memory).insert(node),
-            false => which(&mut memory).remove(&node),
+        match known.kept {
+            true => memory.kept.insert(node, Instant::now()).is_some(),
+            false => memory.kept.remove(&node).is_some(),
         };
-        set(|memory| &mut memory.kept, known.kept);
-        set(|memory| &mut memory.discarded, known.discarded);
+        match known.discarded {
+            true => memory.discarded.insert(node),
+            false => memory.discarded.remove(&node),
+        };
     }
 }
 

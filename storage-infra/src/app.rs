@@ -14,6 +14,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::api;
@@ -90,7 +91,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
 
     let stop = CancellationToken::new();
-    let mut tasks = tokio::task::JoinSet::new();
+    let mut tasks = JoinSet::new();
     if let Some(address) = options.http_listen {
         let listener = tokio::net::TcpListener::bind(address)
             .await
@@ -109,31 +110,14 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
     server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
-    let repairing = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_repaired(stop).await }
-    });
-    let releasing = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_released(stop).await }
-    });
-    let watching = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_watched(stop).await }
-    });
-    let knowing = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_known(stop).await }
-    });
-    let comparing = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_compared(stop).await }
-    });
-    let going = tokio::spawn({
-        let (service, stop) = (service.clone(), stop.clone());
-        async move { service.keep_going(stop).await }
-    });
-    let reloading = tokio::spawn(reload(options.clone(), tls, stop.clone()));
+    let mut loops = JoinSet::new();
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_repaired(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_released(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_watched(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_known(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_compared(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_going(stop).await });
+    loops.spawn(reload(options.clone(), tls, stop.clone()));
 
     let ended = tokio::select! {
         result = told_to_stop() => result,
@@ -145,13 +129,23 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        let _ = tokio::join!(repairing, releasing, watching, knowing, comparing, going, reloading);
+        while loops.join_next().await.is_some() {}
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {
         tracing::warn!("work is still under way; the next start finishes it");
     }
     ended
+}
+
+/// Starts what the service does until it is told to stop.
+fn spawn<F: Future<Output = ()> + Send + 'static>(
+    loops: &mut JoinSet<()>,
+    service: &Service,
+    stop: &CancellationToken,
+    work: impl FnOnce(Service, CancellationToken) -> F,
+) {
+    loops.spawn(work(service.clone(), stop.clone()));
 }
 
 async fn told_to_stop() -> anyhow::Result<()> {

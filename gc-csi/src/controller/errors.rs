@@ -29,10 +29,9 @@ pub(super) fn create(error: &CreateError) -> Status {
         CreateError::SourceNotReady { .. } | CreateError::SourceReplaced(_) => {
             Status::failed_precondition(text)
         }
-        CreateError::NoSuchSize { .. }
-        | CreateError::LargerThanAny { .. }
-        | CreateError::TooLarge { .. }
-        | CreateError::SourceTooLarge { .. } => Status::out_of_range(text),
+        CreateError::NoSuchSize(_) | CreateError::TooLarge { .. } | CreateError::SourceTooLarge { .. } => {
+            Status::out_of_range(text)
+        }
         CreateError::Differs { .. } => Status::already_exists(text),
         // The claim is there and the management tier goes on trying.
         CreateError::Failing { .. } => Status::unavailable(text),
@@ -66,10 +65,9 @@ pub(super) fn expand(error: &ExpandError) -> Status {
         ExpandError::Unknown { source, .. } => api(source, text),
         ExpandError::Shared(_) => Status::invalid_argument(text),
         ExpandError::NotBound(_) => Status::internal(text),
-        ExpandError::NoSuchSize { .. }
-        | ExpandError::LargerThanAny { .. }
-        | ExpandError::TooLarge { .. }
-        | ExpandError::Infeasible { .. } => Status::out_of_range(text),
+        ExpandError::NoSuchSize(_) | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
+            Status::out_of_range(text)
+        }
         // It is tried again below, but less may be asked for meanwhile.
         ExpandError::Failed { .. } => Status::internal(text),
         ExpandError::Failing { .. } => Status::unavailable(text),

@@ -7,11 +7,11 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use infra_api::{Change, EventKind, NodeState, Problem, ProblemCode, What};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::rounds::Rounds;
 use super::{Failure, Result, Service, now};
 use crate::catalog::NodeRow;
 use crate::hypervisor::{NodeFacts, Power, Unplugged};
@@ -176,21 +176,9 @@ impl Service {
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.forget_host(&hypervisor)?) }).await
     }
 
-    /// Looks how virtual machines are until told to stop, at each hypervisor by itself: one may hang.
+    /// Looks how virtual machines are until told to stop.
     pub async fn keep_known(&self, stop: CancellationToken) {
-        let looks = self.0.hypervisors.keys().map(|name| self.keep_hypervisor_known(name, &stop));
-        futures::future::join_all(looks).await;
-    }
-
-    async fn keep_hypervisor_known(&self, hypervisor: &str, stop: &CancellationToken) {
-        let mut rounds = Rounds::every(EVERY, stop.clone());
-        while rounds.next().await {
-            let look = self.look_at_nodes(hypervisor);
-            let looked = tokio::select! { () = stop.cancelled() => return, looked = look => looked };
-            if let Err(failure) = looked {
-                tracing::debug!(hypervisor, %failure, "could not look how its nodes are");
-            }
-        }
+        self.look_at_hypervisors(EVERY, &stop, |service, name| service.look_at_nodes(name).boxed()).await;
     }
 
     async fn look_at_nodes(&self, hypervisor: &str) -> Result<()> {

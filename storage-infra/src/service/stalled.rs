@@ -2,18 +2,17 @@
 //! when there is room: what they were writing is written then, and nothing in them has failed.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::Duration;
 
+use futures::FutureExt;
 use infra_api::{NodeRef, PoolName, VolumeId};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::asking::{Question, SOON};
-use super::rounds::Rounds;
 use super::{Result, Service};
 use crate::catalog::{PoolRow, Tx};
-use crate::hypervisor::{Hypervisor, Stalled};
+use crate::hypervisor::Stalled;
 use crate::placement::has_room;
 
 /// How often hypervisors are asked who is paused.
@@ -78,29 +77,11 @@ fn volumes_of(tx: &Tx<'_>, node: Uuid, disks: &[Uuid]) -> Result<Vec<(VolumeId, 
 impl Service {
     /// Lets VMs go on that were paused for want of space, until told to stop.
     pub async fn keep_going(&self, stop: CancellationToken) {
-        // Each by itself: one that does not answer must not hold up the others.
-        let all = self
-            .0
-            .hypervisors
-            .iter()
-            .map(|(name, hypervisor)| self.keep_going_on(name.clone(), hypervisor.clone(), stop.clone()));
-        futures::future::join_all(all).await;
+        self.look_at_hypervisors(EVERY, &stop, |service, name| service.look_at_stalled(name).boxed()).await;
     }
 
-    async fn keep_going_on(&self, name: String, hypervisor: Arc<dyn Hypervisor>, stop: CancellationToken) {
-        let mut rounds = Rounds::every(EVERY, stop.clone());
-        while rounds.next().await {
-            let looked = tokio::select! {
-                looked = self.look_at_stalled(&name, hypervisor.as_ref()) => looked,
-                () = stop.cancelled() => return,
-            };
-            if let Err(failure) = looked {
-                tracing::debug!(hypervisor = name, %failure, "could not ask which VMs are paused");
-            }
-        }
-    }
-
-    async fn look_at_stalled(&self, name: &str, hypervisor: &dyn Hypervisor) -> Result<()> {
+    async fn look_at_stalled(&self, name: &str) -> Result<()> {
+        let hypervisor = self.hypervisor(name)?;
         let mut waiting = HashMap::new();
         for vm in hypervisor.stalled().await? {
             let node = NodeRef { uuid: vm.node, name: vm.name.clone() };

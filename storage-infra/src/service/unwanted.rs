@@ -58,8 +58,8 @@ impl Found {
         Disk { uuid, source, read_only, shared: false, qos, on_full }
     }
 
-    /// Why it is not proven that this is our disk and that nobody wants it. None where it is. `stranger`: somebody is noted
-    /// with the bytes who is not in the catalog.
+    /// Why it is not proven that this is our disk and that nobody wants it. None where it is. `is_noted_there`: what is
+    /// noted with the bytes says that the VM has it.
     fn not_ours(&self, hypervisor: &str, noted: Option<&Record>, is_noted_there: bool) -> Option<String> {
         let is_node = self.node.as_ref().is_some_and(|node| node.spec.hypervisor == hypervisor);
         let is_disk = self.plugged.wwn == Some(wwn(self.volume.disk_uuid));

@@ -157,24 +157,8 @@ pub(crate) enum CreateError {
         wanted: String,
     },
     /// No whole number of mebibytes lies in the range.
-    #[error(
-        "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
-    )]
-    NoSuchSize {
-        /// Bytes required.
-        required: u64,
-        /// Bytes allowed.
-        limit: u64,
-    },
-    /// No volume is so large.
-    #[error(
-        "no volume can have {required} bytes: the largest that can be requested has {} bytes",
-        super::MAX_BYTES
-    )]
-    LargerThanAny {
-        /// Bytes required.
-        required: u64,
-    },
+    #[error(transparent)]
+    NoSuchSize(NoSize),
     /// More zones than a management claim may name.
     #[error(
         "the volume was asked for in {zones} zones, and at most {} can be requested: allow fewer in allowedTopologies of \
@@ -473,11 +457,7 @@ impl Management {
 
 /// The smallest whole number of mebibytes in the range.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
-    let required = size.required;
-    super::whole_mebibytes(size).map_err(|no| match no {
-        NoSize::Between { limit } => CreateError::NoSuchSize { required, limit },
-        NoSize::TooLarge => CreateError::LargerThanAny { required },
-    })
+    super::whole_mebibytes(size).map_err(CreateError::NoSuchSize)
 }
 
 fn check_zones(zones: &[String]) -> Result<(), CreateError> {

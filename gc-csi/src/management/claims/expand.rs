@@ -44,24 +44,8 @@ pub enum ExpandError {
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
     NotBound(String),
     /// No whole number of mebibytes lies in the range.
-    #[error(
-        "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
-    )]
-    NoSuchSize {
-        /// Bytes required.
-        required: u64,
-        /// Bytes allowed.
-        limit: u64,
-    },
-    /// No volume is so large.
-    #[error(
-        "no volume can have {required} bytes: the largest that can be requested has {} bytes",
-        super::MAX_BYTES
-    )]
-    LargerThanAny {
-        /// Bytes required.
-        required: u64,
-    },
+    #[error(transparent)]
+    NoSuchSize(NoSize),
     /// It is larger than the caller allows.
     #[error(
         "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}: volumes can't shrink"
@@ -147,11 +131,7 @@ impl Management {
     /// Makes the claim at least as large as is required, and answers what it really has.
     pub async fn expand_claim(&self, name: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
         let claim = || name.to_owned();
-        let required = size.required;
-        let bytes = super::whole_mebibytes(size).map_err(|no| match no {
-            NoSize::Between { limit } => ExpandError::NoSuchSize { required, limit },
-            NoSize::TooLarge => ExpandError::LargerThanAny { required },
-        })?;
+        let bytes = super::whole_mebibytes(size).map_err(ExpandError::NoSuchSize)?;
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
         loop {

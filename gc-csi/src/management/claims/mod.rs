@@ -50,22 +50,34 @@ impl Management {
 const MAX_BYTES: u64 = i64::MAX.cast_unsigned() / GRANULARITY * GRANULARITY;
 
 /// Why no whole number of mebibytes is in a range.
-#[derive(Debug, PartialEq, Eq)]
-enum NoSize {
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoSize {
     /// None lies below its limit.
-    Between { limit: u64 },
+    #[error(
+        "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
+    )]
+    Between {
+        /// Bytes required.
+        required: u64,
+        /// Bytes allowed.
+        limit: u64,
+    },
     /// Its least is more than any volume has.
-    TooLarge,
+    #[error("no volume can have {required} bytes: the largest that can be requested has {MAX_BYTES} bytes")]
+    TooLarge {
+        /// Bytes required.
+        required: u64,
+    },
 }
 
 /// The smallest whole number of mebibytes in the range.
 fn whole_mebibytes(size: Size) -> Result<u64, NoSize> {
     if size.required > MAX_BYTES {
-        return Err(NoSize::TooLarge);
+        return Err(NoSize::TooLarge { required: size.required });
     }
     let bytes = size.required.max(1).next_multiple_of(GRANULARITY);
     match size.limit {
-        Some(limit) if limit < bytes => Err(NoSize::Between { limit }),
+        Some(limit) if limit < bytes => Err(NoSize::Between { required: size.required, limit }),
         _ => Ok(bytes),
     }
 }
@@ -110,10 +122,10 @@ mod tests {
         let size = |required, limit| whole_mebibytes(Size { required, limit });
         assert_eq!(size(1, None), Ok(GRANULARITY));
         assert_eq!(size(GRANULARITY, Some(GRANULARITY)), Ok(GRANULARITY));
-        assert_eq!(size(1, Some(1000)), Err(NoSize::Between { limit: 1000 }));
+        assert_eq!(size(1, Some(1000)), Err(NoSize::Between { required: 1, limit: 1000 }));
         assert_eq!(size(MAX_BYTES, None), Ok(9_223_372_036_853_727_232));
         for more in [MAX_BYTES + 1, i64::MAX.cast_unsigned()] {
-            assert_eq!(size(more, Some(more)), Err(NoSize::TooLarge));
+            assert_eq!(size(more, Some(more)), Err(NoSize::TooLarge { required: more }));
         }
     }
 }

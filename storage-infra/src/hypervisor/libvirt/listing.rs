@@ -3,12 +3,20 @@
 use std::collections::{HashMap, HashSet};
 
 use uuid::Uuid;
+use virt::domain::Domain;
 use virt::error::ErrorNumber;
 use virt::sys;
 
 use super::xml::LiveDomain;
 use super::{Session, is};
 use crate::hypervisor::{HypervisorError, NodeFacts, Plugged, Power, Result, wwn};
+
+/// A domain, by its live XML.
+pub(super) struct Listed {
+    pub(super) node: Uuid,
+    pub(super) name: String,
+    pub(super) live: LiveDomain,
+}
 
 impl Session {
     /// How these domains are. One question tells of all that run; the others are asked for one by one.
@@ -36,12 +44,23 @@ impl Session {
 
     /// The files that active domains have as disks, by their live XML.
     pub(super) fn plugged(&self) -> Result<Vec<Plugged>> {
-        let domains = self
-            .connection
-            .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE)
-            .map_err(|e| self.error("list the domains", &e))?;
         let mut found = Vec::new();
-        for domain in domains {
+        for Listed { node, name, live } in self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, |_| true)? {
+            found.extend(live.disks.into_iter().filter_map(|disk| {
+                let path = disk.file?.into();
+                let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
+                Some(Plugged { node, name, path, wwn, read_only: disk.read_only })
+            }));
+        }
+        Ok(found)
+    }
+
+    /// The domains that these flags select and that are wanted, with their live XML.
+    pub(super) fn listed(&self, flags: u32, is_wanted: fn(&Domain) -> bool) -> Result<Vec<Listed>> {
+        let domains =
+            self.connection.list_all_domains(flags).map_err(|e| self.error("list the domains", &e))?;
+        let mut found = Vec::new();
+        for domain in domains.iter().filter(|domain| is_wanted(domain)) {
             let failed = |e| self.error("read a domain", &e);
             let (node, name) = (domain.uuid().map_err(failed)?, domain.name().map_err(failed)?);
             let text = match domain.xml_desc(0) {
@@ -53,11 +72,7 @@ impl Session {
             let live = LiveDomain::parse(&text).map_err(|why| {
                 HypervisorError::Uncertain(format!("the XML of domain {name} cannot be read: {why}"))
             })?;
-            found.extend(live.disks.into_iter().filter_map(|disk| {
-                let path = disk.file?.into();
-                let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
-                Some(Plugged { node, name, path, wwn, read_only: disk.read_only })
-            }));
+            found.push(Listed { node, name, live });
         }
         Ok(found)
     }

@@ -4,23 +4,15 @@ use uuid::Uuid;
 use virt::domain::{
     Domain, DomainPausedReason, DomainPausedReasonEnum, DomainStateReason, DomainStateReasonEnum,
 };
-use virt::error::ErrorNumber;
 use virt::sys;
 
+use super::Session;
+use super::listing::Listed;
 use super::virsh::DiskError;
-use super::xml::LiveDomain;
-use super::{Session, is};
-use crate::hypervisor::{HypervisorError, Result, Stalled};
+use crate::hypervisor::{Result, Stalled};
 
-/// A domain that is paused since a disk failed; which one, its XML does not say.
-pub(super) struct Paused {
-    pub(super) node: Uuid,
-    name: String,
-    live: LiveDomain,
-}
-
-impl Paused {
-    /// The same with what failed.
+impl Listed {
+    /// The same, paused, with what failed.
     pub(super) fn stalled(self, errors: &[DiskError]) -> Stalled {
         let mut stalled =
             Stalled { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
@@ -42,28 +34,9 @@ fn is_paused_for_errors(domain: &Domain) -> bool {
 }
 
 impl Session {
-    /// The domains that are paused since a disk failed.
-    pub(super) fn paused_for_errors(&self) -> Result<Vec<Paused>> {
-        let domains = self
-            .connection
-            .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED)
-            .map_err(|e| self.error("list the domains that are paused", &e))?;
-        let mut found = Vec::new();
-        for domain in domains.iter().filter(|domain| is_paused_for_errors(domain)) {
-            let failed = |e| self.error("read a domain", &e);
-            let (node, name) = (domain.uuid().map_err(failed)?, domain.name().map_err(failed)?);
-            let text = match domain.xml_desc(0) {
-                Ok(text) => text,
-                // It ended meanwhile.
-                Err(error) if is(&error, ErrorNumber::NoDomain) => continue,
-                Err(error) => return Err(self.error(&format!("read the domain {name}"), &error)),
-            };
-            let live = LiveDomain::parse(&text).map_err(|why| {
-                HypervisorError::Uncertain(format!("the XML of domain {name} cannot be read: {why}"))
-            })?;
-            found.push(Paused { node, name, live });
-        }
-        Ok(found)
+    /// The domains that are paused since a disk failed; which one, their XML does not say.
+    pub(super) fn paused_for_errors(&self) -> Result<Vec<Listed>> {
+        self.listed(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED, is_paused_for_errors)
     }
 
     /// Lets a domain go on that is paused since a disk failed: QEMU makes the same request again.
@@ -75,6 +48,7 @@ impl Session {
 
 #[cfg(test)]
 mod tests {
+    use super::super::xml::LiveDomain;
     use super::*;
 
     #[test]
@@ -95,7 +69,7 @@ mod tests {
                     is_out_of_space: *is_out_of_space,
                 })
                 .collect();
-            let found = Paused { node: Uuid::nil(), name: "x".into(), live }.stalled(&errors);
+            let found = Listed { node: Uuid::nil(), name: "x".into(), live }.stalled(&errors);
             (found.out_of_space, found.failed)
         };
         assert_eq!(of(&[("sdb", true)]), (vec![ours], vec![]));

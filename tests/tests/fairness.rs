@@ -1,1 +1,0 @@
-//! One guest's worst behaviour does not delay another guest.

@@ -1,1 +1,0 @@
-//! A pool is served by one storage-infra at a time.

@@ -8,7 +8,7 @@ use crds::names;
 use csi::proto::{ControllerGetVolumeRequest, ListVolumesRequest, VolumeCondition};
 use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
 use kube::ResourceExt;
-use kube::api::{Api, ListParams};
+use kube::api::{Api, DeleteParams, ListParams};
 use rustix::process::Signal;
 use tests::driver::Driver;
 use tests::guest::handle;
@@ -62,6 +62,17 @@ async fn told_below(s: &Scenario, handle: &str, reason: &str, texts: &[&str]) ->
 async fn told_above(s: &Scenario, claim: &str, reason: &str, texts: &[&str]) -> Result<()> {
     eventually(&format!("event {reason} on guest claim {claim} with {texts:?}"), PATIENCE, || async {
         let events = s.events(claim).await?;
+        let is_it =
+            |told: &(String, String)| told.0 == reason && texts.iter().all(|text| told.1.contains(text));
+        Ok(if events.iter().any(is_it) { Ok(()) } else { Err(format!("{events:?}")) })
+    })
+    .await
+}
+
+/// Waits for an event with this reason on a pod of the guest.
+async fn reported_on_pod(s: &Scenario, pod: &str, reason: &str, texts: &[&str]) -> Result<()> {
+    eventually(&format!("event {reason} on pod {pod} with {texts:?}"), PATIENCE, || async {
+        let events = s.events_of("Pod", pod).await?;
         let is_it =
             |told: &(String, String)| told.0 == reason && texts.iter().all(|text| told.1.contains(text));
         Ok(if events.iter().any(is_it) { Ok(()) } else { Err(format!("{events:?}")) })
@@ -199,17 +210,36 @@ async fn a_volume_whose_file_is_missing_is_told_alone_with_the_file_and_its_pool
     run(|s| async move {
         let handle = s.bound_claim("data").await?;
         let healthy = s.bound_claim("healthy").await?;
+        s.pod("user", None, &["data"]).await?;
         let infra = s.infra_volume(&handle).await?;
         let away = Away::take(s.file_of(&infra).await?)?;
         let texts = ["missing", infra.id.as_str(), infra.pool.as_str()];
         shows(&s, "data", &handle, "False", &texts).await?;
         told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
+        reported_on_pod(&s, "user", "VolumeConditionAbnormal", &[&texts[..], &["data"]].concat()).await?;
         says(&s.driver, &handle, Some("missing"), &[]).await?;
         says(&s.driver, &healthy, None, &[]).await?;
         drop(away);
         shows(&s, "data", &handle, "True", &[]).await?;
         told_above(&s, "data", "VolumeConditionNormal", &["well"]).await?;
+        reported_on_pod(&s, "user", "VolumeConditionNormal", &["data", "well"]).await?;
         assert_eq!(told(&s.guest_claims().get("healthy").await?), None);
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Result<()> {
+    run(|s| async move {
+        let handle = s.bound_claim("data").await?;
+        s.pod("user", None, &["data"]).await?;
+        s.pod("bystander", None, &["other"]).await?;
+        s.claims().delete(&handle, &DeleteParams::default()).await?;
+        let texts = ["data", &handle, "does not exist"];
+        reported_on_pod(&s, "user", "ManagementClaimNotFound", &texts).await?;
+        let others = s.events_of("Pod", "bystander").await?;
+        ensure!(others.iter().all(|(reason, _)| reason != "ManagementClaimNotFound"), "{others:?}");
         Ok(())
     })
     .await

@@ -88,7 +88,9 @@ pub(super) fn find(machines: &[Arc<VirtualMachine>], handle: &str, was_shown: bo
 }
 
 fn finding(holds: bool, reason: &str, message: String, event: Event) -> Finding {
-    Finding { condition: CONDITION, state: Some(State { holds, reason: reason.to_owned(), message, event }) }
+    let state = State { holds, reason: reason.to_owned(), message, event };
+    // kubelet and kube-controller-manager report attaching on the pods.
+    Finding { condition: CONDITION, state: Some(state), concerns_pods: false }
 }
 
 #[cfg(test)]

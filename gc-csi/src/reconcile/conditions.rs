@@ -1,7 +1,7 @@
 //! What a guest's claim shows of its volume: conditions, and an event whenever one of them changes. The one place that
 //! writes either.
 
-use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
+use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaimCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
@@ -12,6 +12,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::text::one_line;
 use serde_json::{Value, json};
 
+use super::pods::Lister;
 use crate::guest::{Guest, reference};
 
 /// What one condition of a claim should be.
@@ -21,6 +22,8 @@ pub(super) struct Finding {
     pub(super) condition: &'static str,
     /// Its state; None when the claim should not have it.
     pub(super) state: Option<State>,
+    /// Whether the pods that use the claim get the event, too.
+    pub(super) concerns_pods: bool,
 }
 
 /// The state of a condition, in its own words.
@@ -54,9 +57,11 @@ pub(super) fn holds(condition: &PersistentVolumeClaimCondition) -> bool {
     condition.status == "True"
 }
 
-/// Brings the conditions of a claim up to the findings, in one request if any is needed, and tells what changed.
+/// Updates the conditions of a claim to the findings, in one request if any is needed, and reports what changed: on the
+/// claim, and on the pods that use it where their data is concerned.
 pub(super) async fn show(
     guest: &Guest,
+    pods: &Lister,
     claim: &PersistentVolumeClaim,
     findings: Vec<Finding>,
 ) -> Result<(), String> {
@@ -69,6 +74,11 @@ pub(super) async fn show(
     // The UID makes the API server refuse a claim that took the name of the one that is meant.
     let patch = json!({"metadata": {"uid": claim.metadata.uid}, "status": {"conditions": conditions}});
     let key = Key::of(claim);
+    // Before anything is written: what is shown already is not reported again.
+    let users = match news.iter().any(|finding| finding.concerns_pods) {
+        true => pods.using(&key).await?,
+        false => Vec::new(),
+    };
     let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
     match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
         Ok(written) => guest.latest_claims.changed(written),
@@ -81,14 +91,23 @@ pub(super) async fn show(
             ));
         }
     }
-    for state in news.into_iter().filter_map(|finding| finding.state) {
-        let Event { warning, action, reason } = state.event;
-        match warning {
-            true => guest.events.warning(reference(claim), action, reason, state.message),
-            false => guest.events.normal(reference(claim), action, reason, state.message),
+    for Finding { state, concerns_pods, .. } in news {
+        let Some(state) = state else { continue };
+        for user in users.iter().filter(|_| concerns_pods) {
+            let message = format!("PersistentVolumeClaim {}: {}", key.name, state.message);
+            report(guest, user.clone(), state.event, message);
         }
+        report(guest, reference(claim), state.event, state.message);
     }
     Ok(())
+}
+
+fn report(guest: &Guest, about: ObjectReference, event: Event, message: String) {
+    let Event { warning, action, reason } = event;
+    match warning {
+        true => guest.events.warning(about, action, reason, message),
+        false => guest.events.normal(about, action, reason, message),
+    }
 }
 
 /// The message may be in the words of others.
@@ -148,7 +167,7 @@ mod tests {
     fn finding(holds: bool, message: &str) -> Finding {
         let event = Event { warning: false, action: "Look", reason: "Seen" };
         let state = State { holds, reason: "Because".to_owned(), message: message.to_owned(), event };
-        Finding { condition: "a", state: Some(state) }
+        Finding { condition: "a", state: Some(state), concerns_pods: false }
     }
 
     #[test]
@@ -157,7 +176,7 @@ mod tests {
         assert!(is_new(&finding(true, "m"), &claim(true, "other")));
         assert!(is_new(&finding(true, "m"), &claim(false, "m")));
         assert!(is_new(&finding(true, "m"), &PersistentVolumeClaim::default()));
-        let gone = Finding { condition: "a", state: None };
+        let gone = Finding { condition: "a", state: None, concerns_pods: false };
         assert!(is_new(&gone, &claim(true, "m")) && !is_new(&gone, &PersistentVolumeClaim::default()));
     }
 
@@ -165,7 +184,7 @@ mod tests {
     fn the_time_of_a_condition_is_that_of_its_last_turn() {
         assert!(change(&finding(true, "m"), &claim(true, "other")).get("lastTransitionTime").is_none());
         assert!(change(&finding(true, "m"), &claim(false, "m")).get("lastTransitionTime").is_some());
-        let gone = Finding { condition: "a", state: None };
+        let gone = Finding { condition: "a", state: None, concerns_pods: false };
         assert_eq!(change(&gone, &claim(true, "m")), json!({"$patch": "delete", "type": "a"}));
     }
 }

@@ -40,7 +40,7 @@ pub(super) fn find(sizes: Sizes, management_claim: &str) -> Option<Finding> {
             event: Event { warning: false, action: "Watch", reason: "VolumeGrownBelow" },
         }
     });
-    Some(Finding { condition: CONDITION, state })
+    Some(Finding { condition: CONDITION, state, concerns_pods: false })
 }
 
 #[cfg(test)]

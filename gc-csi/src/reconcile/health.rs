@@ -31,7 +31,7 @@ pub(super) fn find(
         },
         None => return None,
     };
-    Some(Finding { condition: CONDITION_HEALTHY, state: Some(state) })
+    Some(Finding { condition: CONDITION_HEALTHY, state: Some(state), concerns_pods: true })
 }
 
 /// Whether the management claim says that its volume is not well.

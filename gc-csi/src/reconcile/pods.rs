@@ -1,13 +1,31 @@
 //! Which of the guest's pods use a claim.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
+use k8s_openapi::api::core::v1::ObjectReference;
+use kube::api::ListParams;
 use kube::{Api, Client};
+use kube_kit::client::chain;
 use kube_kit::health::Check;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::lean::{Pod, PodVolume};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+
+use crate::guest::reference;
+
+/// How many pods are read at once.
+const PAGE: u32 = 500;
+
+/// How long a list of pods is good for: a pool that fails concerns many claims of a namespace at once.
+const LISTED_FOR: Duration = Duration::from_secs(10);
+
+/// How many pods of one claim are reported to.
+const MAX_REPORTED: usize = 16;
 
 /// The pods of the guest, trimmed to their claims.
 #[derive(Debug, Clone)]
@@ -52,6 +70,59 @@ impl Pods {
     /// The pods that use a claim, in order.
     pub(super) fn using(&self, claim: &Key) -> Vec<Key> {
         self.by_claim.members(claim)
+    }
+}
+
+/// The pods of a namespace, listed when a volume's trouble is to be reported to them. No watch is kept for it: most
+/// volumes never have any.
+pub(super) struct Lister {
+    client: Client,
+    listed: Mutex<HashMap<String, Listed>>,
+}
+
+/// The pods of a namespace by claim, and when they were listed.
+#[derive(Debug)]
+struct Listed {
+    at: Instant,
+    by_claim: HashMap<Key, Vec<ObjectReference>>,
+}
+
+impl Lister {
+    pub(super) fn new(client: Client) -> Self {
+        Self { client, listed: Mutex::default() }
+    }
+
+    /// The pods that use a claim, as of the last ten seconds; of very many, the first ones.
+    pub(super) async fn using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
+        let mut listed = self.listed.lock().await;
+        listed.retain(|_, listed| listed.at.elapsed() < LISTED_FOR);
+        if !listed.contains_key(&claim.namespace) {
+            let by_claim = self.list(&claim.namespace).await?;
+            listed.insert(claim.namespace.clone(), Listed { at: Instant::now(), by_claim });
+        }
+        let listed = listed.get(&claim.namespace);
+        let using = listed.and_then(|listed| listed.by_claim.get(claim)).map(Vec::as_slice);
+        Ok(using.unwrap_or_default().iter().take(MAX_REPORTED).cloned().collect())
+    }
+
+    async fn list(&self, namespace: &str) -> Result<HashMap<Key, Vec<ObjectReference>>, String> {
+        let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
+        let mut parameters = ListParams::default().limit(PAGE);
+        let mut by_claim: HashMap<Key, Vec<ObjectReference>> = HashMap::new();
+        loop {
+            let page = api.list(&parameters).await.map_err(|error| {
+                format!("failed to list the guest's Pods in namespace {namespace}: {}", chain(&error))
+            })?;
+            for pod in &page.items {
+                for claim in claims(pod) {
+                    by_claim.entry(claim).or_default().push(reference(pod));
+                }
+            }
+            match page.metadata.continue_.filter(|token| !token.is_empty()) {
+                Some(token) => parameters = parameters.continue_token(&token),
+                None => return Ok(by_claim),
+            }
+        }
     }
 }
 

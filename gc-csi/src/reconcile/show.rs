@@ -8,6 +8,7 @@ use kube_kit::queue::Next;
 use prometheus_client::metrics::gauge::Gauge;
 
 use super::conditions::{self, Finding, shown};
+use super::pods::Lister;
 use super::usable::{Misfits, Told};
 use super::{attach_state, growth, health, usable};
 use crate::guest::{self, Guest};
@@ -21,12 +22,14 @@ pub(super) struct Show {
     abnormal: Mutex<HashSet<String>>,
     abnormal_count: Gauge,
     told: Told,
+    pods: Lister,
 }
 
 impl Show {
     /// `abnormal_count` is kept at the number of volumes that are not well.
     pub(super) fn new(guest: Guest, management: Management, abnormal_count: Gauge) -> Self {
-        Self { guest, management, abnormal: Mutex::default(), abnormal_count, told: Told::default() }
+        let pods = Lister::new(guest.client.clone());
+        Self { guest, management, abnormal: Mutex::default(), abnormal_count, told: Told::default(), pods }
     }
 
     /// Brings all that is shown of the volume of this handle up to date.
@@ -59,7 +62,7 @@ impl Show {
             }
         }
         for (claim, findings) in claimed {
-            conditions::show(&self.guest, &claim, findings).await?;
+            conditions::show(&self.guest, &self.pods, &claim, findings).await?;
         }
         Ok(Next::Wait)
     }

@@ -34,7 +34,7 @@ pub(super) fn find(
         },
         None => return None,
     };
-    Some(Finding { condition: CONDITION, state: Some(state) })
+    Some(Finding { condition: CONDITION, state: Some(state), concerns_pods: true })
 }
 
 fn reason(misfit: &Misfit) -> &'static str {

@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::Namespace;
 use kube::{Api, ResourceExt};
+use serde_json::{Value, json};
 
-use super::objects::{apply, apply_definitions, token};
+use super::objects::{apply, apply_definitions, apply_one, token};
 use crate::kubeconfig::{self, User};
 use crate::run::repository;
 use crate::state::{Cluster, Guest};
@@ -22,6 +23,18 @@ const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
 /// What both have.
 const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter", "snapshot-controller"];
 
+// The charts' own files: a lab needs no helm.
+const MANAGEMENT: &str = include_str!("../../../../charts/nestor-management/files/management.yaml");
+const MANAGEMENT_CLASSES: &str = include_str!("../../../../charts/nestor-management/files/classes.yaml");
+const GUEST_ACCOUNT: &str = include_str!("../../../../charts/nestor-management/files/guest.yaml");
+const GUEST: &str = include_str!("../../../../charts/nestor-guest/files/guest.yaml");
+const GUEST_CLASSES: &str = include_str!("../../../../charts/nestor-guest/files/classes.yaml");
+const SIDECAR_ACCOUNTS: &str = include_str!("../../../../charts/shared/sidecars.yaml");
+
+fn namespace(name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+}
+
 /// Applies definitions, driver, classes and accounts, and writes a kubeconfig for each part. The snapshot API's
 /// definitions are not ours, and come from a folder.
 pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) -> Result<()> {
@@ -30,9 +43,10 @@ pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) 
     let cluster_api = include_str!("../../manifests/cluster-api.yaml");
     let cluster_api = vec![("manifests/cluster-api.yaml".to_owned(), cluster_api.to_owned())];
     apply_definitions(&client, &[ours, cluster_api, definitions(snapshot_definitions)?].concat()).await?;
-    apply(&client, "manifests/management.yaml", include_str!("../../manifests/management.yaml")).await?;
-    let classes = include_str!("../../manifests/management-classes.yaml");
-    apply(&client, "manifests/management-classes.yaml", classes).await?;
+    apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
+    let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
+    apply(&client, "nestor-management/files/management.yaml", &accounts).await?;
+    apply(&client, "nestor-management/files/classes.yaml", MANAGEMENT_CLASSES).await?;
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
 }
 
@@ -43,8 +57,8 @@ async fn prepare_parts(
     namespace: &str,
     own: &[&str],
 ) -> Result<()> {
-    let accounts = include_str!("../../manifests/sidecars.yaml").replace("${NAMESPACE}", namespace);
-    apply(client, "manifests/sidecars.yaml", &accounts).await?;
+    let accounts = SIDECAR_ACCOUNTS.replace("${NAMESPACE}", namespace);
+    apply(client, "shared/sidecars.yaml", &accounts).await?;
     for part in own.iter().chain(&SIDECARS) {
         token_kubeconfig(client, cluster, namespace, part).await?;
     }
@@ -54,11 +68,12 @@ async fn prepare_parts(
 /// Makes a guest's namespace in the management cluster, its account, and the kubeconfig its gc-csi uses there.
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
-    let yaml = include_str!("../../manifests/guest-namespace.yaml")
+    let yaml = GUEST_ACCOUNT
         .replace("${NAMESPACE}", &guest.namespace)
         .replace("${ACCOUNT}", &guest.account())
-        .replace("${CLUSTER}", &guest.cluster.name);
-    apply(&client, "manifests/guest-namespace.yaml", &yaml).await?;
+        .replace("${CLUSTER}", &guest.cluster.name)
+        .replace("${SYSTEM_NAMESPACE}", MANAGEMENT_NAMESPACE);
+    apply(&client, "nestor-management/files/guest.yaml", &yaml).await?;
     token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
@@ -66,9 +81,9 @@ pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Res
 pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Result<String> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     apply_definitions(&client, &definitions(snapshot_definitions)?).await?;
-    apply(&client, "manifests/guest.yaml", include_str!("../../manifests/guest.yaml")).await?;
-    let classes = include_str!("../../manifests/guest-classes.yaml");
-    apply(&client, "manifests/guest-classes.yaml", classes).await?;
+    let accounts = GUEST.replace("${NAMESPACE}", GUEST_NAMESPACE);
+    apply(&client, "nestor-guest/files/guest.yaml", &accounts).await?;
+    apply(&client, "nestor-guest/files/classes.yaml", GUEST_CLASSES).await?;
     prepare_parts(&client, cluster, GUEST_NAMESPACE, &GUEST_PARTS).await?;
     let namespaces: Api<Namespace> = Api::all(client);
     namespaces.get("kube-system").await?.uid().context("namespace kube-system has no UID")

@@ -52,6 +52,10 @@ The objects of a file, which the lab applies as they are. dict:
 {{- if and (eq $object.kind "StorageClass") (hasKey $root.Values.classes "default") (ne $root.Values.classes.default $name) }}
 {{- $_ := unset (default dict $object.metadata.annotations) "storageclass.kubernetes.io/is-default-class" }}
 {{- end }}
+{{- /* With a namespace, the volumes of its guest would go. */}}
+{{- if eq $object.kind "Namespace" }}
+{{- $_ := set $object.metadata "annotations" (dict "helm.sh/resource-policy" "keep") }}
+{{- end }}
 {{- if $taken }}
 {{- $_ := set $object.metadata "labels" (merge (default dict $object.metadata.labels) $labels) }}
 ---

@@ -5,6 +5,7 @@
 //! however it ends, and it fails when either tier or the infra holds anything of it afterwards.
 
 pub mod bytes;
+pub mod chart;
 pub mod crash;
 pub mod driver;
 pub mod facts;
@@ -12,6 +13,7 @@ pub mod fake_infra;
 pub mod guest;
 pub mod hypervisor;
 pub mod link;
+pub mod local_pod;
 pub mod management;
 mod orders;
 pub mod place;

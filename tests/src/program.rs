@@ -80,7 +80,8 @@ impl Running {
         Ok(running)
     }
 
-    async fn listening(program: &Path, arguments: &[&str], flag: &str) -> Result<Self> {
+    /// Starts a program with this flag for a port of its own.
+    pub(crate) async fn listening(program: &Path, arguments: &[&str], flag: &str) -> Result<Self> {
         let port = TcpListener::bind("127.0.0.1:0").await?.local_addr()?.port();
         let listen = format!("{flag}=127.0.0.1:{port}");
         let arguments = [arguments, &[&listen]].concat();

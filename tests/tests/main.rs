@@ -7,6 +7,7 @@
 mod access_modes;
 mod attach;
 mod bad_input;
+mod charts;
 mod clone;
 mod crash;
 mod disturb_parts;

@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 
 pub use definitions::snapshot_definitions;
 pub use image::{BaseImage, base_image};
-pub use tools::tools;
+pub use tools::{helm, tools};
 
 use crate::run::lock;
 

@@ -1,4 +1,4 @@
-//! Kubernetes, etcd, the sidecars, csi-sanity, containerd and CNI, built from pinned Go modules.
+//! Kubernetes, etcd, the sidecars, csi-sanity, containerd and CNI, and helm, built from pinned Go modules.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,16 +12,25 @@ use crate::process::{command, run};
 use crate::run::repository;
 use crate::ui::Ui;
 
-/// The module folders under `hack/tools`.
+/// The module folders under `hack/tools` that a lab is made of.
 const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
-/// The folder that holds every tool.
+/// The folder that holds every tool of a lab.
 pub async fn tools(ui: &Ui) -> Result<PathBuf> {
+    modules(ui, "tools", &MODULES).await
+}
+
+/// The program helm, which only tests of the charts need: it is built when they ask for it.
+pub async fn helm(ui: &Ui) -> Result<PathBuf> {
+    Ok(modules(ui, "helm", &["helm"]).await?.join("helm"))
+}
+
+async fn modules(ui: &Ui, kind: &str, modules: &[&str]) -> Result<PathBuf> {
     let go = run(&mut command("go", ["version"])).await.context(
         "the lab builds Kubernetes from source and needs Go (see the go line in hack/tools/*/go.mod)",
     )?;
-    let mut key = Key::new("tools").with("go", go.trim().as_bytes()).with("version", &[1]);
-    for module in MODULES {
+    let mut key = Key::new(kind).with("go", go.trim().as_bytes()).with("version", &[1]);
+    for module in modules {
         let dir = repository().join("hack/tools").join(module);
         for file in ["go.mod", "go.sum"] {
             let bytes = fs::read(dir.join(file))
@@ -29,8 +38,8 @@ pub async fn tools(ui: &Ui) -> Result<PathBuf> {
             key = key.with(&format!("{module}/{file}"), &bytes);
         }
     }
-    entry(&format!("tools-{}", key.hex()), async |out: &Path| {
-        for module in MODULES {
+    entry(&format!("{kind}-{}", key.hex()), async |out: &Path| {
+        for module in modules {
             build(ui, &repository().join("hack/tools").join(module), out).await?;
         }
         Ok(())

@@ -1,0 +1,364 @@
+//! The charts: they render to what API servers take, with flags that the programs know.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail, ensure};
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
+use kube::Client;
+use kube::api::{Api, Patch, PatchParams};
+use lab::run::repository;
+use serde_json::{Value, json};
+use tests::chart::{self, Chart, called, containers, of_kind, pod_specs, texts};
+use tests::local_pod::LocalPod;
+use tests::program::run_to_end;
+use tests::{PATIENCE, Scenario, eventually, run, unique};
+
+#[tokio::test]
+async fn both_charts_pass_helm_lint_and_say_which_value_is_missing_or_unknown() -> Result<()> {
+    for chart in Chart::both().await? {
+        for values in chart.examples()? {
+            chart
+                .lint(&values)
+                .await
+                .with_context(|| format!("{} with {}", chart.name(), values.display()))?;
+        }
+        let smallest = chart.example("smallest");
+        let unknown = chart.render("default", &[&smallest], &["replica=3"]).await.unwrap_err().to_string();
+        ensure!(unknown.contains("replica"), "{unknown}");
+        let bad = chart.render("default", &[&smallest], &["log.format=xml"]).await.unwrap_err().to_string();
+        ensure!(bad.contains("/log/format"), "{bad}");
+    }
+    let [management, guest] = Chart::both().await?;
+    for (chart, value, says) in [
+        (&management, "infra.url=", "infra.url is required"),
+        (&management, "infra.secret=", "infra.secret is required"),
+        (&guest, "clusterId=", "clusterId is required"),
+        (&guest, "management.namespace=", "management.namespace is required"),
+        (&guest, "management.kubeconfig.secret=", "management.token.secret is required"),
+        (&guest, "management.token.secret=other", "two ways for the same"),
+        (&guest, "controller.onGuestDeletion=Delete", "controller.clusterObject is required"),
+    ] {
+        let smallest = chart.example("smallest");
+        let error = chart.render("default", &[&smallest], &[value]).await;
+        let error = error.err().with_context(|| format!("{value} was taken"))?.to_string();
+        ensure!(error.contains(says), "{value}: {error}");
+    }
+    Ok(())
+}
+
+/// Every rendering of a chart with the values that it is tested with, for the namespace in which the lab has its parts.
+async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<(String, Vec<Value>)>> {
+    let mut all = Vec::new();
+    for values in chart.examples()? {
+        let name = format!("{} with {}", chart.name(), values.file_stem().unwrap_or_default().display());
+        let set = if values == chart.example("everything") { set } else { &[] };
+        all.push((name, chart.render(namespace, &[&values], set).await?));
+    }
+    Ok(all)
+}
+
+#[tokio::test]
+async fn every_object_of_every_rendering_passes_the_api_server() -> Result<()> {
+    run(|s| async move {
+        let place = s.place().await?;
+        let tenants: Vec<String> =
+            (0..2).map(|guest| format!("guests[{guest}].namespace={}", place.namespace)).collect();
+        let tenants: Vec<&str> = tenants.iter().map(String::as_str).collect();
+        let tiers = [
+            (Chart::management().await?, "nestor-system", &tenants[..], &s.management),
+            (Chart::guest().await?, "kube-system", &[], &s.guest),
+        ];
+        for (chart, namespace, set, client) in tiers {
+            for (name, objects) in renderings(&chart, namespace, set).await? {
+                for object in &objects {
+                    chart::apply(client, object, true).await.with_context(|| name.clone())?;
+                }
+                pods_are_taken(client, namespace, &objects).await.with_context(|| name.clone())?;
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Pods are judged by more than their templates: by their account, their priority, and what a namespace allows.
+async fn pods_are_taken(client: &Client, namespace: &str, objects: &[Value]) -> Result<()> {
+    for (owner, spec) in pod_specs(objects) {
+        chart::apply(client, &pod(namespace, spec), true).await.with_context(|| owner)?;
+    }
+    Ok(())
+}
+
+fn pod(namespace: &str, spec: &Value) -> Value {
+    json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one", "namespace": namespace}, "spec": spec})
+}
+
+#[tokio::test]
+async fn controllers_may_run_where_pods_are_restricted_and_the_node_plugin_may_not() -> Result<()> {
+    run(|s| async move {
+        let place = s.place().await?;
+        restrict(&s, &place.namespace).await?;
+        for chart in Chart::both().await? {
+            for (name, objects) in renderings(&chart, &place.namespace, &[]).await? {
+                for account in of_kind(&objects, "ServiceAccount")
+                    .filter(|a| a["metadata"]["namespace"] == *place.namespace)
+                {
+                    chart::apply(&s.management, account, false).await?;
+                }
+                for (owner, spec) in pod_specs(&objects) {
+                    let taken = chart::apply(&s.management, &pod(&place.namespace, spec), true).await;
+                    match (owner.as_str(), taken) {
+                        ("DaemonSet gc-csi-node", Err(error)) => {
+                            ensure!(format!("{error:#}").contains("restricted"), "{error:#}");
+                        }
+                        ("DaemonSet gc-csi-node", Ok(_)) => bail!("a privileged pod was taken"),
+                        (_, taken) => drop(taken.with_context(|| format!("{name}: {owner}"))?),
+                    }
+                }
+            }
+        }
+        Ok(())
+    })
+    .await
+}
+
+async fn restrict(s: &Scenario, namespace: &str) -> Result<()> {
+    let label = json!({"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}});
+    let namespaces: Api<Namespace> = Api::all(s.management.clone());
+    namespaces.patch(namespace, &PatchParams::default(), &Patch::Merge(&label)).await?;
+    let accounts: Api<ServiceAccount> = Api::namespaced(s.management.clone(), namespace);
+    eventually("the namespace has its first account", PATIENCE, || async {
+        Ok(accounts.get_opt("default").await?.map(drop).ok_or_else(|| "none yet".to_owned()))
+    })
+    .await
+}
+
+/// Whether a program knows all of these words: asked last for its help or version, it gives it only then.
+async fn takes(s: &Scenario, container: &Value, more: &[&str]) -> Result<(bool, String)> {
+    let program = chart::program(&s.lab, container)?;
+    let words = texts(&container["args"]);
+    let is_ours = program.starts_with(&s.lab.state().binaries);
+    let last = if is_ours { "--help" } else { "--version" };
+    let words: Vec<&str> =
+        words.iter().map(String::as_str).chain(more.iter().copied()).chain([last]).collect();
+    let ended = run_to_end(&program, &words).await?;
+    Ok((ended.code == Some(0), format!("{} {words:?}: {}", program.display(), ended.stderr)))
+}
+
+#[tokio::test]
+async fn every_flag_in_a_chart_is_known_to_its_program() -> Result<()> {
+    run(|s| async move {
+        let mut checked = BTreeMap::new();
+        for chart in Chart::both().await? {
+            for (name, objects) in renderings(&chart, "nestor-system", &[]).await? {
+                for (owner, spec) in pod_specs(&objects) {
+                    for container in containers(spec) {
+                        let (known, said) = takes(&s, container, &[]).await?;
+                        ensure!(known, "{name}: {owner}: {said}");
+                        checked.insert(chart::program(&s.lab, container)?, container.clone());
+                    }
+                }
+            }
+        }
+        // All eight programs, none of which takes whatever it is given.
+        assert_eq!(checked.len(), 8, "{:?}", checked.keys());
+        for container in checked.values() {
+            let (known, said) = takes(&s, container, &["--no-such-flag=1"]).await?;
+            ensure!(!known && said.contains("no-such-flag"), "{said}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+#[tokio::test]
+async fn sidecars_are_of_the_versions_that_are_tested() -> Result<()> {
+    let go_mod = std::fs::read_to_string(repository().join("hack/tools/kubernetes/go.mod"))?;
+    let module = |sidecar: &str| match sidecar {
+        "csi-snapshotter" | "snapshot-controller" => "external-snapshotter".to_owned(),
+        other => other.replace("csi-", "external-"),
+    };
+    for chart in Chart::both().await? {
+        for (name, objects) in renderings(&chart, "nestor-system", &[]).await? {
+            for container in pod_specs(&objects).into_iter().flat_map(|(_, spec)| containers(spec)) {
+                let image = container["image"].as_str().context("no image")?;
+                let Some(sidecar) = image.strip_prefix("registry.k8s.io/sig-storage/") else { continue };
+                let (sidecar, tag) = sidecar.split_once(':').context("no tag")?;
+                let path = format!("github.com/kubernetes-csi/{}/", module(sidecar));
+                let required = go_mod.lines().filter_map(|line| line.trim().strip_suffix(" // indirect"));
+                let tested = required.filter_map(|line| line.strip_prefix(&path)?.split_once(' '));
+                let tested: Vec<_> = tested.filter(|(module, _)| !module.contains('/')).collect();
+                ensure!(
+                    tested.len() == 1 && tested[0].1 == tag,
+                    "{name}: {sidecar} {tag}, but {tested:?} is tested"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Flags of a lab's sidecars that differ in a pod, and those that make tests shorter.
+const OWN: [&str; 11] = [
+    "kubeconfig",
+    "csi-address",
+    "http-endpoint",
+    "leader-election",
+    "leader-election-namespace",
+    "feature-gates",
+    "v",
+    "capacity-ownerref-level",
+    "capacity-poll-interval",
+    "snapshot-orphan-sweep-interval",
+    "timeout",
+];
+
+fn shared_flags(words: &[String]) -> Vec<String> {
+    let name = |word: &str| word.trim_start_matches('-').split('=').next().unwrap_or_default().to_owned();
+    let mut flags: Vec<String> =
+        words.iter().filter(|word| word.starts_with("--") && !OWN.contains(&&*name(word))).cloned().collect();
+    flags.sort();
+    flags
+}
+
+#[tokio::test]
+async fn sidecars_have_the_flags_that_were_measured_in_the_lab() -> Result<()> {
+    run(|s| async move {
+        let parts = &s.lab.state().parts;
+        for (chart, tier) in [(Chart::management().await?, "mgmt"), (Chart::guest().await?, "g1")] {
+            let objects = chart.render("nestor-system", &[&chart.example("everything")], &[]).await?;
+            let mut compared = 0;
+            for container in pod_specs(&objects).into_iter().flat_map(|(_, spec)| containers(spec)) {
+                let name = container["name"].as_str().unwrap_or_default();
+                let part = format!("{tier}-{}", name.trim_start_matches("csi-"));
+                let Some(part) = parts
+                    .get(&part)
+                    .filter(|_| container["image"].as_str().is_some_and(|i| i.contains("sig-storage")))
+                else {
+                    continue;
+                };
+                assert_eq!(shared_flags(&texts(&container["args"])), shared_flags(&part.argv), "{name}");
+                compared += 1;
+            }
+            assert_eq!(compared, if tier == "mgmt" { 4 } else { 5 }, "{tier}");
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Gives cluster-wide rights names of a test's own, so that those which the lab applied stay as they are.
+fn rename_rights(objects: &mut [Value], prefix: &str) {
+    for object in objects {
+        let kind = object["kind"].as_str().unwrap_or_default().to_owned();
+        if kind == "ClusterRole" || kind == "ClusterRoleBinding" {
+            object["metadata"]["name"] =
+                json!(format!("{prefix}:{}", object["metadata"]["name"].as_str().unwrap_or_default()));
+        }
+        if object["roleRef"]["kind"] == "ClusterRole" {
+            object["roleRef"]["name"] =
+                json!(format!("{prefix}:{}", object["roleRef"]["name"].as_str().unwrap_or_default()));
+        }
+    }
+}
+
+/// What of a chart belongs to the namespace, and the rights: the rest is the lab's own already.
+const OF_A_RELEASE: [&str; 9] = [
+    "ServiceAccount",
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "Role",
+    "RoleBinding",
+    "ConfigMap",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    "Deployment",
+];
+
+/// Applies a chart's objects, runs the containers of its pods with their arguments, accounts and volumes on this host,
+/// and waits until all their probes pass.
+async fn pods_get_ready(client: &Client, s: &Scenario, namespace: &str, objects: &[Value]) -> Result<()> {
+    for kind in OF_A_RELEASE {
+        for object in of_kind(objects, kind) {
+            chart::apply(client, object, false).await?;
+        }
+    }
+    for object in objects.iter().filter(|object| object["spec"]["template"]["spec"].is_object()) {
+        let pod = LocalPod::start(&s.lab, client, namespace, object).await.with_context(|| called(object))?;
+        pod.ready().await.with_context(|| called(object))?;
+        let refused = pod.refused();
+        ensure!(refused.is_empty(), "{}: {refused:?}", called(object));
+        pod.stop().await.with_context(|| called(object))?;
+    }
+    Ok(())
+}
+
+async fn remove_rights(client: &Client, objects: &[Value]) -> Result<()> {
+    for kind in ["ClusterRoleBinding", "ClusterRole"] {
+        for object in of_kind(objects, kind) {
+            chart::delete(client, object).await?;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_management_clusters_pods_get_ready_with_what_the_chart_gives_them() -> Result<()> {
+    run(|s| async move {
+        let place = s.place().await?;
+        let infra = s.lab.state().infra.clone().context("no infra")?;
+        let read = |name: &str| std::fs::read_to_string(infra.pki.join(name));
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "storage-infra-client", "namespace": place.namespace},
+            "stringData": {"ca.crt": read("ca.crt")?, "tls.crt": read("client.crt")?, "tls.key": read("client.key")?},
+        });
+        chart::apply(&s.management, &secret, false).await?;
+        let chart = Chart::management().await?;
+        let url = format!("infra.url={}", infra.url);
+        let set = [&*url, "mgmtCsi.fence=never"];
+        let more = tempfile::NamedTempFile::new()?;
+        std::fs::write(more.path(), "shim: {enabled: true}\nsnapshotController: {enabled: true}\n")?;
+        let smallest = chart.example("smallest");
+        let mut objects = chart.render(&place.namespace, &[&smallest, more.path()], &set).await?;
+        rename_rights(&mut objects, &unique("charts"));
+        let outcome = pods_get_ready(&s.management, &s, &place.namespace, &objects).await;
+        remove_rights(&s.management, &objects).await?;
+        outcome
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Result<()> {
+    run(|s| async move {
+        let state = s.lab.state();
+        let management = state.management.as_ref().context("no management cluster")?;
+        let account = state.guests.get("g1").context("no guest")?.account();
+        let token = lab::cluster::objects::token(&s.management, &s.namespace, &account).await?;
+        let secret = json!({
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "management", "namespace": s.name},
+            "stringData": {"ca.crt": std::fs::read_to_string(&management.ca)?, "token": token},
+        });
+        chart::apply(&s.guest, &secret, false).await?;
+        let chart = Chart::guest().await?;
+        let kubelet = tempfile::tempdir()?;
+        // An identity of its own: what belongs to the lab's guest is nothing to it.
+        let set = [
+            format!("clusterId={}", unique("cluster")),
+            format!("management.namespace={}", s.namespace),
+            "management.kubeconfig.secret=".to_owned(),
+            "management.token.secret=management".to_owned(),
+            format!("management.token.server={}", management.server),
+            "controller.nodeSelector.no-such-node=true".to_owned(),
+            "node.nodeSelector.no-such-node=true".to_owned(),
+            format!("node.kubeletDir={}", kubelet.path().display()),
+        ];
+        let set: Vec<&str> = set.iter().map(String::as_str).collect();
+        let mut objects = chart.render(&s.name, &[&chart.example("smallest")], &set).await?;
+        rename_rights(&mut objects, &unique("charts"));
+        let outcome = pods_get_ready(&s.guest, &s, &s.name, &objects).await;
+        remove_rights(&s.guest, &objects).await?;
+        outcome
+    })
+    .await
+}

@@ -11,6 +11,7 @@ pub mod driver;
 pub mod facts;
 pub mod fake_infra;
 pub mod guest;
+pub mod http_proxy;
 pub mod hypervisor;
 pub mod link;
 pub mod local_pod;

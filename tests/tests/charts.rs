@@ -9,6 +9,7 @@ use kube::api::{Api, Patch, PatchParams};
 use lab::run::repository;
 use serde_json::{Value, json};
 use tests::chart::{self, Chart, called, containers, of_kind, pod_specs, texts};
+use tests::http_proxy::HttpProxy;
 use tests::local_pod::LocalPod;
 use tests::program::run_to_end;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
@@ -342,6 +343,7 @@ async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Re
         chart::apply(&s.guest, &secret, false).await?;
         let chart = Chart::guest().await?;
         let kubelet = tempfile::tempdir()?;
+        let proxy = HttpProxy::start().await?;
         // An identity of its own: what belongs to the lab's guest is nothing to it.
         let set = [
             format!("clusterId={}", unique("cluster")),
@@ -349,6 +351,7 @@ async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Re
             "management.kubeconfig.secret=".to_owned(),
             "management.token.secret=management".to_owned(),
             format!("management.token.server={}", management.server),
+            format!("management.token.proxyUrl={}", proxy.url),
             "controller.nodeSelector.no-such-node=true".to_owned(),
             "node.nodeSelector.no-such-node=true".to_owned(),
             format!("node.kubeletDir={}", kubelet.path().display()),
@@ -358,7 +361,11 @@ async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Re
         rename_rights(&mut objects, &unique("charts"));
         let outcome = pods_get_ready(&s.guest, &s, &s.name, &objects).await;
         remove_rights(&s.guest, &objects).await?;
-        outcome
+        outcome?;
+        let asked = proxy.asked();
+        let server = management.server.trim_start_matches("https://");
+        ensure!(!asked.is_empty() && asked.iter().all(|asked| asked == server), "{asked:?}, not {server}");
+        Ok(())
     })
     .await
 }

@@ -9,19 +9,22 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::{Request, Response, StatusCode};
+use http::uri::Authority;
+use http::{Request, Response, StatusCode, Uri};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full};
 use hyper_rustls::{FixedServerNameResolver, HttpsConnectorBuilder};
 use hyper_timeout::TimeoutConnector;
 use hyper_util::client::legacy;
 use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::connect::proxy::Tunnel;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use kube::client::retry::RetryPolicy;
 use kube::client::{Body, ConfigExt};
 use kube::{Client, Config};
 use tokio::time::{Instant, Sleep};
 use tower::retry::{Policy, RetryLayer};
+use tower::util::Either;
 use tower::{BoxError, ServiceBuilder, ServiceExt};
 
 use super::traffic::Traffic;
@@ -57,9 +60,6 @@ struct NoAnswer {
 
 /// A client whose every request ends, and whose errors say which server they are about.
 pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, BoxError> {
-    if let Some(proxy) = &config.proxy_url {
-        return Err(format!("proxies are not supported: {proxy}").into());
-    }
     // Fails only when a provider is installed already, which is what is wanted.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let mut tcp = HttpConnector::new();
@@ -69,6 +69,10 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     tcp.set_keepalive_interval(Some(NO_SIGN / PROBES));
     tcp.set_keepalive_retries(Some(PROBES));
     tcp.set_tcp_user_timeout(Some(SILENT + NO_SIGN));
+    let tcp = match &config.proxy_url {
+        Some(proxy) => Either::Left(tunnel(proxy, tcp)?.map_err(BoxError::from)),
+        None => Either::Right(tcp.map_err(BoxError::from)),
+    };
     let mut tls =
         HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_or_http();
     if let Some(name) = &config.tls_server_name {
@@ -114,6 +118,18 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     let server: Arc<str> = config.cluster_url.to_string().trim_end_matches('/').into();
     let service = tower::service_fn(move |request| answer(service.clone(), server.clone(), request));
     Ok(Client::new(service, config.default_namespace))
+}
+
+/// The way through an HTTP proxy, which sees no more than the server's address.
+fn tunnel(proxy: &Uri, tcp: HttpConnector) -> Result<Tunnel<HttpConnector>, BoxError> {
+    let authority = proxy.authority().map(Authority::as_str).unwrap_or_default();
+    if proxy.scheme_str() != Some("http") || authority.is_empty() {
+        return Err("the proxy is not of the form http://HOST:PORT; no other kind is supported".into());
+    }
+    if authority.contains('@') {
+        return Err("the proxy's address has credentials, which is not supported".into());
+    }
+    Ok(Tunnel::new(proxy.clone(), tcp))
 }
 
 /// When a server is asked again: when it says, unless it is not there yet (503). One that has too much to do (429) knows
@@ -204,6 +220,22 @@ mod tests {
         let answer = service.oneshot(Request::new(Body::empty())).await.unwrap();
         assert_eq!((answer.status().as_u16(), asked.load(Ordering::SeqCst)), (200, 2));
         begun.elapsed()
+    }
+
+    #[test]
+    fn a_proxy_is_an_http_address_without_credentials() {
+        let tunnel = |proxy: &str| tunnel(&proxy.parse().unwrap(), HttpConnector::new());
+        assert!(tunnel("http://proxy.example:3128").is_ok());
+        for bad in [
+            "https://proxy.example",
+            "socks5://proxy.example",
+            "proxy.example",
+            "http://me:secret@proxy.example",
+        ] {
+            let error = tunnel(bad).unwrap_err().to_string();
+            assert!(error.contains("not supported") || error.contains("no other kind"), "{bad}: {error}");
+            assert!(!error.contains("secret"), "{error}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

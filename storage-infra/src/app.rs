@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::api;
+use crate::api::{self, NamingAcceptor};
 use crate::catalog::Catalog;
 use crate::engine::file::private_dir;
 use crate::hypervisor::Hypervisor;
@@ -106,7 +106,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let router = api::router(service.clone(), stop.clone());
     // An answer's head and body are sent one after the other: without this the body waits until the head was acknowledged,
     // which a client puts off for 40 ms.
-    let acceptor = RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor);
+    let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
     server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });

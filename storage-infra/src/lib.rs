@@ -13,6 +13,7 @@
 
 pub mod api;
 pub mod app;
+pub mod audit;
 pub mod catalog;
 pub mod cli;
 pub mod engine;

@@ -40,7 +40,10 @@ mod debug {
     use infra_api::VolumeId;
     use uuid::Uuid;
 
-    use crate::engine::{self, Contents, Copying, DiskSource, Engine, Method, Object, PoolFacts, Record};
+    use crate::engine::{
+        self, Cleared, Contents, Copying, DiskSource, Engine, Files, Method, Object, PoolFacts, Record,
+        Revisions,
+    };
     use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Stalled, Unplugged};
 
     /// Either, with its points.
@@ -63,20 +66,32 @@ mod debug {
             effect("release", || self.0.release())
         }
 
-        fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> engine::Result<()> {
-            effect("create", || self.0.create(id, bytes, record))
+        fn served_elsewhere(&self) -> Option<String> {
+            self.0.served_elsewhere()
+        }
+
+        fn files(&self, object: &Object) -> engine::Result<Files> {
+            self.0.files(object)
+        }
+
+        fn revisions(&self) -> engine::Result<Revisions> {
+            self.0.revisions()
+        }
+
+        fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> engine::Result<()> {
+            effect("create", || self.0.create(cleared, bytes, record))
         }
 
         fn fill(
             &self,
-            object: &Object,
+            cleared: &Cleared,
             from: &DiskSource,
             bytes: u64,
             method: Method,
             record: &Record,
             copying: &Copying,
         ) -> engine::Result<()> {
-            effect("fill", || self.0.fill(object, from, bytes, method, record, copying))
+            effect("fill", || self.0.fill(cleared, from, bytes, method, record, copying))
         }
 
         fn note(&self, record: &Record) -> engine::Result<()> {
@@ -84,8 +99,8 @@ mod debug {
             self.0.note(record)
         }
 
-        fn discard(&self, object: &Object) -> engine::Result<()> {
-            effect("discard", || self.0.discard(object))
+        fn discard(&self, cleared: &Cleared) -> engine::Result<()> {
+            effect("discard", || self.0.discard(cleared))
         }
 
         fn noted(&self, object: &Object) -> engine::Result<Option<Record>> {
@@ -96,8 +111,8 @@ mod debug {
             effect("grow", || self.0.grow(id, bytes))
         }
 
-        fn remove(&self, object: &Object, identity: Uuid) -> engine::Result<()> {
-            effect("remove", || self.0.remove(object, identity))
+        fn remove(&self, cleared: &Cleared) -> engine::Result<()> {
+            effect("remove", || self.0.remove(cleared))
         }
 
         fn inspect(&self) -> engine::Result<PoolFacts> {

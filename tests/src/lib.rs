@@ -13,6 +13,7 @@ pub mod fake_infra;
 pub mod guest;
 pub mod http_proxy;
 pub mod hypervisor;
+pub mod infra_data;
 pub mod link;
 pub mod local_pod;
 pub mod management;

@@ -1,31 +1,14 @@
 //! The infra loses its catalog while a machine writes: it does not serve what it does not know, and goes on from what is on
 //! disk, with every record, and with one writer.
 
-use std::path::PathBuf;
-use std::process::Output;
-
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use tests::bytes::device;
 use tests::crash::insist;
-use tests::program::binary;
+use tests::infra_data::{data_dir, recover};
 use tests::records::Records;
-use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+use tests::{MIB, PATIENCE, alone, eventually, run};
 
 const PART: &str = "storage-infra";
-
-fn data_dir(s: &Scenario) -> PathBuf {
-    s.lab.dir().join("infra/data")
-}
-
-async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
-    let mut command = tokio::process::Command::new(binary(&s.lab, PART));
-    let hypervisor = format!("loop=loop:{}", s.lab.dir().join("infra/loop").display());
-    command.args(["recover", "--hypervisor", &hypervisor, "--data-dir"]).arg(data_dir(s)).args(arguments);
-    let Output { status, stdout, stderr } = command.output().await.context("cannot run recover")?;
-    let said = String::from_utf8([stdout, stderr].concat())?;
-    ensure!(status.success(), "recover {arguments:?}: {said}");
-    Ok(said)
-}
 
 #[tokio::test]
 async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() -> Result<()> {

@@ -27,6 +27,7 @@ mod modify;
 mod node;
 mod node_loss;
 mod partition;
+mod pool_lock;
 mod proven_off;
 mod reclaim_policy;
 mod repair;

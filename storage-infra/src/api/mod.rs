@@ -1,5 +1,6 @@
 //! The REST API: translation between HTTP and the service, and nothing else.
 
+mod client_name;
 mod docs;
 mod events;
 mod extract;
@@ -20,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use crate::metrics::Metrics;
 use crate::service::{Failure, Service};
 
+pub use client_name::{ClientName, NamingAcceptor};
 pub use docs::openapi;
 pub use ops::router as ops_router;
 
@@ -82,6 +84,7 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
             let detail = format!("this API has no {path}; see /v1/docs");
             Failure::from(Problem::new(ProblemCode::NotFound, detail).about(What::Route, path))
         })
+        .layer(middleware::from_fn(client_name::name_client))
         .layer(middleware::from_fn_with_state(metrics, measure))
         .with_state(App { service, stop })
 }

@@ -205,9 +205,18 @@ impl Tx<'_> {
         Ok(found.exists([id.as_str()])?)
     }
 
+    /// Whether the disk of an attachment of this id is out of its VM: it was told to go, or was never plugged.
+    pub fn is_attachment_over(&self, id: &AttachmentId) -> Result<bool> {
+        let mut refused = self.0.prepare_cached("SELECT 1 FROM refused_attachments WHERE id = ?1")?;
+        Ok(refused.exists([id.as_str()])? || self.is_attachment_ended(id)?)
+    }
+
     /// Forgets ids that were over before then (seconds since 1970).
     pub fn forget_ended_attachments(&self, before: i64) -> Result<()> {
-        self.0.prepare_cached("DELETE FROM ended_attachments WHERE ended_at < ?1")?.execute([before])?;
+        for table in ["ended_attachments", "refused_attachments"] {
+            let forget = format!("DELETE FROM {table} WHERE ended_at < ?1");
+            self.0.prepare_cached(&forget)?.execute([before])?;
+        }
         Ok(())
     }
 
@@ -217,6 +226,19 @@ impl Tx<'_> {
             .prepare_cached("UPDATE attachments SET id = ?2 WHERE id = ?1")?
             .execute([from.as_str(), to.as_str()])?;
         self.end_attachment(from, now)
+    }
+
+    /// Removes an attachment whose disk was not plugged, and remembers that from `now` on (seconds since 1970); its id can be
+    /// used again.
+    pub fn refuse_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
+        self.delete_attachment(id)?;
+        self.0
+            .prepare_cached(
+                "INSERT INTO refused_attachments (id, ended_at) VALUES (?1, ?2) \
+                 ON CONFLICT (id) DO UPDATE SET ended_at = excluded.ended_at",
+            )?
+            .execute(params![id.as_str(), now])?;
+        Ok(())
     }
 
     /// Removes an attachment that never came about; its id can be used again.

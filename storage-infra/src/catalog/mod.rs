@@ -7,6 +7,7 @@ mod attachments;
 mod nodes;
 mod pools;
 mod records;
+mod revisions;
 mod schema;
 mod snapshots;
 mod together;
@@ -72,6 +73,8 @@ pub struct Catalog(Arc<Inner>);
 
 struct Inner {
     data_dir: Arc<Path>,
+    /// How new it was when it was opened.
+    revision: u64,
     /// Held while the list beside the catalog is brought up to date.
     remembering: Arc<tokio::sync::Mutex<()>>,
     // They hold the lock: two servers on one catalog would undo each other's work.
@@ -105,6 +108,7 @@ impl Catalog {
             }
             other => other,
         })?;
+        let revision = Tx(&tx).revision()?;
         drop(tx);
         whole::write_known(data_dir, &known)?;
         let threads = Threads::start(lock, connection, || {
@@ -112,7 +116,7 @@ impl Catalog {
             connection.pragma_update(None, "query_only", true)?;
             Ok(connection)
         })?;
-        let inner = Inner { data_dir: data_dir.into(), remembering: Arc::default(), threads };
+        let inner = Inner { data_dir: data_dir.into(), revision, remembering: Arc::default(), threads };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -132,6 +136,16 @@ impl Catalog {
         connection.pragma_update(None, "journal_mode", "delete")?;
         connection.close().map_err(|(_, error)| error)?;
         Ok(known)
+    }
+
+    /// How new it was when it was opened.
+    pub fn revision(&self) -> u64 {
+        self.0.revision
+    }
+
+    /// Where it is.
+    pub fn data_dir(&self) -> &Path {
+        &self.0.data_dir
     }
 
     /// Runs one transaction. It is committed when `work` succeeds, and undone when it fails; on the disk when this returns.
@@ -355,6 +369,54 @@ mod tests {
         insert(attachment("two", &v, b, Access::MultiNode)).await.unwrap();
         insert(attachment("three", &v, c, Access::MultiNodeReadOnly)).await.unwrap_err();
         insert(attachment("four", &v, c, Access::SingleNode)).await.unwrap_err();
+    }
+
+    #[tokio::test]
+    async fn every_change_that_is_noted_in_the_pool_makes_the_catalog_newer() {
+        let dir = tempfile::tempdir().unwrap();
+        let v = volume("v");
+        let node = Uuid::new_v4();
+        let catalog = catalog(dir.path(), &v, &[node]).await;
+        let revisions = async || {
+            let id = v.id.clone();
+            let read = move |tx: &Tx<'_>| Ok((tx.revision()?, tx.volume_revision(&id)?.unwrap()));
+            catalog.read::<_, CatalogError, _>(read).await.unwrap()
+        };
+        let mut before = revisions().await;
+        assert_eq!(before.0, before.1);
+        let row = attachment("one", &v, node, Access::SingleNode);
+        let (id, of) = (row.id.clone(), v.id.clone());
+        type Change = Box<dyn FnOnce(&Tx<'_>) -> Result<()> + Send>;
+        let changes: [Change; 4] = [
+            Box::new(move |tx| tx.insert_attachment(&row)),
+            Box::new(move |tx| tx.delete_attachment(&id)),
+            Box::new({
+                let of = of.clone();
+                move |tx| tx.begin_grow(&of, 2 << 20)
+            }),
+            Box::new(move |tx| tx.set_volume_state(&of, VolumeState::Deleting)),
+        ];
+        for change in changes {
+            catalog.run::<_, CatalogError, _>(change).await.unwrap();
+            let after = revisions().await;
+            assert!(after.0 > before.0 && after.1 == after.0, "{before:?} {after:?}");
+            before = after;
+        }
+        let id = AttachmentId::new("one").unwrap();
+        let refuse = move |tx: &Tx<'_>| {
+            tx.refuse_attachment(&id, 1)?;
+            assert!(tx.is_attachment_over(&id)? && !tx.is_attachment_ended(&id)?);
+            tx.forget_ended_attachments(2)?;
+            assert!(!tx.is_attachment_over(&id)?);
+            Ok(())
+        };
+        catalog.run::<_, CatalogError, _>(refuse).await.unwrap();
+        let raise = |tx: &Tx<'_>| {
+            tx.raise_revision(1)?;
+            tx.raise_revision(1000)
+        };
+        catalog.run::<_, CatalogError, _>(raise).await.unwrap();
+        assert_eq!(revisions().await.0, 1000);
     }
 
     #[tokio::test]

@@ -14,6 +14,7 @@ const MIGRATIONS: &[&str] = &[
     SAVED_NODES,
     BLANK_DISKS,
     FULL_POOLS,
+    REVISIONS,
 ];
 
 const FIRST: &str = "
@@ -224,6 +225,56 @@ UPDATE attachments SET blank = 'no';
 const FULL_POOLS: &str = "
 -- What becomes of a VM that writes while the pool is full.
 ALTER TABLE pools ADD COLUMN on_full TEXT NOT NULL DEFAULT 'pause' CHECK (on_full IN ('pause', 'fail'));
+";
+
+const REVISIONS: &str = "
+-- Larger with every change that is noted in the pools, so that a catalog which was put back is known to be older than they.
+CREATE TABLE revision (
+    only    INTEGER PRIMARY KEY CHECK (only = 0),
+    number  INTEGER NOT NULL
+) STRICT;
+INSERT INTO revision VALUES (0, 1);
+-- That of the volume's last change.
+ALTER TABLE volumes ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
+-- 1 where more is noted in the pool, or with the bytes, than the catalog knows. It stays, whatever is done since.
+ALTER TABLE pools ADD COLUMN behind INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE volumes ADD COLUMN behind INTEGER NOT NULL DEFAULT 0;
+-- Attachments whose disks were not plugged, confirmed, and that may be asked for again: who is noted by such an id has nothing.
+CREATE TABLE refused_attachments (
+    id        TEXT PRIMARY KEY,
+    -- Seconds since 1970.
+    ended_at  INTEGER NOT NULL
+) STRICT;
+CREATE INDEX refused_attachments_by_time ON refused_attachments(ended_at);
+CREATE TRIGGER asked_for_again AFTER INSERT ON attachments
+BEGIN DELETE FROM refused_attachments WHERE id = NEW.id; END;
+CREATE TRIGGER revision_after_new_volume AFTER INSERT ON volumes
+BEGIN
+    UPDATE revision SET number = number + 1;
+    UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = NEW.id;
+END;
+CREATE TRIGGER revision_after_change AFTER UPDATE OF state, capacity, grow_to, qos ON volumes
+BEGIN
+    UPDATE revision SET number = number + 1;
+    UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = NEW.id;
+END;
+CREATE TRIGGER revision_after_deletion AFTER DELETE ON volumes
+BEGIN UPDATE revision SET number = number + 1; END;
+CREATE TRIGGER revision_after_attach AFTER INSERT ON attachments
+BEGIN
+    UPDATE revision SET number = number + 1;
+    UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = NEW.volume;
+END;
+CREATE TRIGGER revision_after_reattach AFTER UPDATE OF id, node, access, read_only ON attachments
+BEGIN
+    UPDATE revision SET number = number + 1;
+    UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = NEW.volume;
+END;
+CREATE TRIGGER revision_after_detach AFTER DELETE ON attachments
+BEGIN
+    UPDATE revision SET number = number + 1;
+    UPDATE volumes SET revision = (SELECT number FROM revision) WHERE id = OLD.volume;
+END;
 ";
 
 /// Brings the schema up to date, one transaction per version.

@@ -7,6 +7,7 @@
 //! another filesystem mounted there; nothing is created or removed where the marker is not as it should be. What is
 //! noted of a volume, snapshot or pool is an extended attribute of its file or of the marker.
 
+mod lock;
 mod notes;
 mod survey;
 
@@ -22,7 +23,13 @@ use rustix::fs::{SeekFrom, StatVfsMountFlags, ioctl_ficlone, seek, statvfs};
 use rustix::io::Errno;
 use uuid::Uuid;
 
-use super::{Contents, Copying, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result};
+use crate::audit;
+
+use super::clearance::{Cleared, Files};
+use super::{
+    Contents, Copying, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result, Revisions,
+    image_lock,
+};
 
 pub use survey::{Found, Survey, survey};
 
@@ -67,6 +74,7 @@ pub struct FileEngine {
     dir: PathBuf,
     uuid: Uuid,
     reflink: OnceLock<bool>,
+    lock: lock::PoolLock,
 }
 
 fn io_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
@@ -80,9 +88,9 @@ fn io_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
 }
 
 impl FileEngine {
-    /// The pool with this UUID in this directory. Touches nothing yet.
-    pub fn new(dir: impl Into<PathBuf>, uuid: Uuid) -> Self {
-        Self { dir: dir.into(), uuid, reflink: OnceLock::new() }
+    /// The pool with this UUID in this directory, for the server over this data directory. Touches nothing yet.
+    pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
+        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock: lock::PoolLock::of(data_dir) }
     }
 
     fn marker(&self) -> PathBuf {
@@ -124,8 +132,14 @@ impl FileEngine {
         }
     }
 
-    /// Fails unless the directory is the one that was registered.
+    /// Fails unless the directory is the one that was registered, and this server has it.
     fn check(&self) -> Result<()> {
+        // What is not the pool's any more is not held, so that it can be unmounted.
+        self.check_marker().inspect_err(|_| self.lock.release())?;
+        self.lock.hold(&self.marker())
+    }
+
+    fn check_marker(&self) -> Result<()> {
         let dir = self.dir.display();
         match self.marked()? {
             Some(found) if found == self.uuid.to_string() => Ok(()),
@@ -169,6 +183,38 @@ impl FileEngine {
         )))
     }
 
+    /// Fails where somebody has a file of the object open now, whatever was found before.
+    fn refuse_open(&self, object: &Object) -> Result<()> {
+        match self.open_by(object)? {
+            None => Ok(()),
+            Some(holder) => Err(EngineError::InUse(format!("the file of {object} stays: {holder}"))),
+        }
+    }
+
+    fn open_by(&self, object: &Object) -> Result<Option<image_lock::Holder>> {
+        for path in [self.file(object), self.part(object)] {
+            let holder = image_lock::holder(&path).map_err(io_error("ask who has", &path))?;
+            if holder.is_some() {
+                return Ok(holder);
+            }
+        }
+        Ok(None)
+    }
+
+    /// An empty file for an object that is not complete: what there was of it is gone.
+    fn fresh(&self, cleared: &Cleared) -> Result<File> {
+        let part = self.part(cleared.object());
+        if !cleared.was_nothing() {
+            self.refuse_open(cleared.object())?;
+            if unlink(&part)? {
+                audit::done("remove", cleared.object(), &part, "what was unfinished is made anew");
+            }
+        }
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(0o600);
+        options.open(&part).map_err(io_error("make", &part))
+    }
+
     /// Tries a real clone, since no filesystem says in advance whether it can. Only a definite answer is remembered.
     fn can_reflink(&self) -> bool {
         if let Some(known) = self.reflink.get() {
@@ -191,11 +237,19 @@ impl FileEngine {
     }
 }
 
-/// A file for an object that is not complete: what there was of it is gone.
-fn fresh(part: &Path) -> Result<File> {
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(true).mode(0o600);
-    options.open(part).map_err(io_error("make", part))
+/// Makes a file longer, never shorter, and syncs it.
+fn lengthen(path: &Path, bytes: u64) -> Result<()> {
+    let file = OpenOptions::new().write(true).open(path).map_err(io_error("open", path))?;
+    if file.metadata().map_err(io_error("look at", path))?.len() < bytes {
+        file.set_len(bytes).map_err(|error| match io_error("grow", path)(error) {
+            EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: no space is left")),
+            EngineError::TooLarge(what) => {
+                EngineError::NotGrown(format!("{what}: its filesystem has no files of {bytes} bytes"))
+            }
+            other => other,
+        })?;
+    }
+    file.sync_all().map_err(io_error("sync", path))
 }
 
 /// Where data begins at or after `at`, and where it ends. `None` when there is none before the end of the file.
@@ -266,16 +320,25 @@ impl Engine for FileEngine {
         notes::write(file.as_file(), &path, pool)?;
         file.as_file().sync_all().map_err(io_error("sync", &path))?;
         file.persist_noclobber(&path).map_err(|e| io_error("make", &path)(e.error))?;
-        self.sync_dir()
+        self.sync_dir()?;
+        self.check()
     }
 
     fn release(&self) -> Result<()> {
-        // Where the directory is gone or another's, there is nothing of ours to take away.
-        if self.check().is_err() {
-            return Ok(());
+        match self.check() {
+            Ok(()) => {}
+            Err(served @ EngineError::Served(_)) => return Err(served),
+            // Where the directory is gone or another's, there is nothing of ours to take away.
+            Err(_) => return Ok(()),
         }
         fs::remove_file(self.marker()).map_err(io_error("remove", &self.marker()))?;
-        self.sync_dir()
+        let synced = self.sync_dir();
+        self.lock.release();
+        synced
+    }
+
+    fn served_elsewhere(&self) -> Option<String> {
+        self.lock.elsewhere()
     }
 
     fn inspect(&self) -> Result<PoolFacts> {
@@ -352,9 +415,21 @@ impl Engine for FileEngine {
         Ok(fs::metadata(&path).map_err(io_error("look at", &path))?.blocks() * 512)
     }
 
+    fn files(&self, object: &Object) -> Result<Files> {
+        self.check()?;
+        let (file, unfinished) = (self.file(object), exists(&self.part(object))?);
+        let mut complete = Vec::new();
+        if exists(&file)? {
+            // A hypervisor may say either.
+            complete.extend(fs::canonicalize(&file).ok().filter(|real| *real != file));
+            complete.push(file);
+        }
+        Ok(Files { complete, unfinished, open: self.open_by(object)? })
+    }
+
     fn fill(
         &self,
-        object: &Object,
+        cleared: &Cleared,
         from: &DiskSource,
         bytes: u64,
         method: Method,
@@ -363,9 +438,10 @@ impl Engine for FileEngine {
     ) -> Result<()> {
         self.check()?;
         let DiskSource::File(source) = from;
+        let object = cleared.object();
         let part = self.part(object);
         let from = File::open(source).map_err(io_error("open", source))?;
-        let to = fresh(&part)?;
+        let to = self.fresh(cleared)?;
         match method {
             Method::Reflink => {
                 ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
@@ -384,14 +460,35 @@ impl Engine for FileEngine {
         self.complete(&to, object, bytes, record)
     }
 
-    fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> Result<()> {
-        let object = Object::Volume(id.clone());
-        if self.is_complete(&object, record.identity())? {
-            // By an earlier version, which gave a volume its name before its size; or by ourselves, before a crash.
-            self.grow(id, bytes)?;
-            return self.note(record);
+    fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()> {
+        let object = cleared.object();
+        if !self.is_complete(object, record.identity())? {
+            return self.complete(&self.fresh(cleared)?, object, bytes, record);
         }
-        self.complete(&fresh(&self.part(&object))?, &object, bytes, record)
+        // By ourselves, before a crash, or in a past that the catalog does not know: then its record has more.
+        if notes::read(&self.file(object))?.is_some() {
+            return Ok(());
+        }
+        // By an earlier version, which gave a volume its name before its size.
+        self.refuse_open(object)?;
+        lengthen(&self.file(object), bytes)?;
+        self.note(record)
+    }
+
+    fn revisions(&self) -> Result<Revisions> {
+        self.check()?;
+        let mut found = Revisions::default();
+        if let Some(Record::Pool(record)) = notes::read(&self.marker())? {
+            found.pool = record.revision;
+        }
+        for entry in self.names()? {
+            let is_volume = entry.path().extension().is_some_and(|suffix| suffix == "raw");
+            // What cannot be read says so to whoever needs it.
+            if is_volume && let Ok(Some(Record::Volume(record))) = notes::read(&entry.path()) {
+                found.volumes.insert(record.id.clone(), record.revision);
+            }
+        }
+        Ok(found)
     }
 
     fn noted(&self, object: &Object) -> Result<Option<Record>> {
@@ -416,30 +513,33 @@ impl Engine for FileEngine {
 
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
-        let path = self.volume(id);
-        let file = OpenOptions::new().write(true).open(&path).map_err(io_error("open", &path))?;
-        if file.metadata().map_err(io_error("look at", &path))?.len() < bytes {
-            file.set_len(bytes).map_err(|error| match io_error("grow", &path)(error) {
-                EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: no space is left")),
-                EngineError::TooLarge(what) => {
-                    EngineError::NotGrown(format!("{what}: its filesystem has no files of {bytes} bytes"))
-                }
-                other => other,
-            })?;
+        lengthen(&self.volume(id), bytes)
+    }
+
+    fn remove(&self, cleared: &Cleared) -> Result<()> {
+        self.check()?;
+        let object = cleared.object();
+        self.refuse_another(object, cleared.identity())?;
+        self.refuse_open(object)?;
+        let mut removed = false;
+        for path in [self.file(object), self.part(object)] {
+            if unlink(&path)? {
+                audit::done("remove", object, &path, "it is deleted, and nobody has it");
+                removed = true;
+            }
         }
-        file.sync_all().map_err(io_error("sync", &path))
+        if removed { self.sync_dir() } else { Ok(()) }
     }
 
-    fn remove(&self, object: &Object, identity: Uuid) -> Result<()> {
+    fn discard(&self, cleared: &Cleared) -> Result<()> {
         self.check()?;
-        self.refuse_another(object, identity)?;
-        let removed = [unlink(&self.file(object))?, unlink(&self.part(object))?];
-        if removed.contains(&true) { self.sync_dir() } else { Ok(()) }
-    }
-
-    fn discard(&self, object: &Object) -> Result<()> {
-        self.check()?;
-        if unlink(&self.part(object))? { self.sync_dir() } else { Ok(()) }
+        let (object, part) = (cleared.object(), self.part(cleared.object()));
+        self.refuse_open(object)?;
+        if !unlink(&part)? {
+            return Ok(());
+        }
+        audit::done("remove", object, &part, "it was never complete, and is given up");
+        self.sync_dir()
     }
 
     fn source(&self, id: &VolumeId) -> DiskSource {

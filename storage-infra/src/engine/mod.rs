@@ -1,5 +1,6 @@
 //! How a pool keeps its volumes. One engine object per pool; all calls block and belong on blocking threads.
 
+pub mod clearance;
 pub mod file;
 pub mod image_lock;
 pub mod record;
@@ -13,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use infra_api::{SnapshotId, VolumeId};
 use uuid::Uuid;
 
+pub use clearance::{Cleared, Evidence, Files};
 pub use file::FileEngine;
 pub use record::Record;
 
@@ -76,6 +78,12 @@ pub enum EngineError {
     /// The pool is not there, or is not the one that was registered. Nothing was touched.
     #[error("{0}")]
     Unhealthy(String),
+    /// Another server has the pool. Nothing was touched.
+    #[error("{0}")]
+    Served(String),
+    /// Somebody has what was to be removed or made anew. Nothing was touched.
+    #[error("{0}")]
+    InUse(String),
     /// There is something in the way that is not ours. Nothing was touched.
     #[error("{0}")]
     Foreign(String),
@@ -135,6 +143,15 @@ pub enum DiskSource {
     File(PathBuf),
 }
 
+/// How new the catalogs were by which something was noted: see `crate::catalog`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Revisions {
+    /// With the pool itself.
+    pub pool: u64,
+    /// With each volume.
+    pub volumes: HashMap<VolumeId, u64>,
+}
+
 /// What is in a pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Contents {
@@ -151,6 +168,9 @@ pub trait Engine: Send + Sync {
 
     /// Undoes [`Engine::adopt`]; touches nothing else.
     fn release(&self) -> Result<()>;
+
+    /// Who else had the pool when it was last looked at, for people. Looks at nothing.
+    fn served_elsewhere(&self) -> Option<String>;
 
     /// Checks that the storage is there and this pool's own, and measures it.
     fn inspect(&self) -> Result<PoolFacts>;
@@ -173,21 +193,28 @@ pub trait Engine: Send + Sync {
     /// The bytes allocated to an object that is there.
     fn allocated(&self, object: &Object) -> Result<u64>;
 
-    /// Makes a volume of zeros, or finishes making it; with its record. Until it is complete, it is not there by its
-    /// name. Only for a volume whose intent is in the catalog. Fails where there is another volume of this id.
-    fn create(&self, id: &VolumeId, bytes: u64, record: &Record) -> Result<()>;
+    /// What there is by an object's names, and who has it by what the kernel knows.
+    fn files(&self, object: &Object) -> Result<Files>;
 
-    /// Makes an object with the bytes of another, `bytes` long, and with its record. What there was of it is replaced;
-    /// until it is complete, it is not there by its name. Only for an object whose intent is in the catalog.
+    /// Makes a volume of zeros, or finishes making it; with its record. Until it is complete, it is not there by its
+    /// name. What is complete and has its record stays as it is. Only for a volume whose intent is in the catalog. Fails
+    /// where there is another volume of this id.
+    fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()>;
+
+    /// Makes an object with the bytes of another, `bytes` long, and with its record. What there was of it unfinished is
+    /// replaced; until it is complete, it is not there by its name. Only for an object whose intent is in the catalog.
     fn fill(
         &self,
-        object: &Object,
+        cleared: &Cleared,
         from: &DiskSource,
         bytes: u64,
         method: Method,
         record: &Record,
         copying: &Copying,
     ) -> Result<()>;
+
+    /// How new the catalogs were by which the pool and its volumes were noted.
+    fn revisions(&self) -> Result<Revisions>;
 
     /// What is noted of an object that is there. None where nothing is.
     fn noted(&self, object: &Object) -> Result<Option<Record>>;
@@ -200,10 +227,10 @@ pub trait Engine: Send + Sync {
 
     /// Removes an object's bytes, complete or not. Fine when they are gone. Fails where what is there is another object
     /// of the same id.
-    fn remove(&self, object: &Object, identity: Uuid) -> Result<()>;
+    fn remove(&self, cleared: &Cleared) -> Result<()>;
 
     /// Removes what there is of an object that was never complete. What is complete stays.
-    fn discard(&self, object: &Object) -> Result<()>;
+    fn discard(&self, cleared: &Cleared) -> Result<()>;
 
     /// What a hypervisor has open, or would open. Nothing is checked: unplugging must work when the pool is gone.
     fn source(&self, id: &VolumeId) -> DiskSource;

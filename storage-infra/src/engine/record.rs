@@ -46,6 +46,9 @@ pub struct PoolRecord {
     /// What becomes of a VM that writes while it is full.
     #[serde(default)]
     pub on_full: OnFull,
+    /// How new the catalog was.
+    #[serde(default)]
+    pub revision: u64,
 }
 
 /// What is noted of a volume. Its size now is that of its file.
@@ -73,6 +76,9 @@ pub struct VolumeRecord {
     /// Its bytes were seen to hold data once. Where that is not said, they may have.
     #[serde(default = "unknown_is_written")]
     pub written: bool,
+    /// How new the catalog's row was.
+    #[serde(default)]
+    pub revision: u64,
     /// Who may have it.
     #[serde(default)]
     pub holders: Vec<Holder>,

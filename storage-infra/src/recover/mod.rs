@@ -155,6 +155,7 @@ fn remove(path: &Path) -> anyhow::Result<()> {
 }
 
 fn fill(tx: &Tx<'_>, plan: &Plan) -> CatalogResult<()> {
+    tx.raise_revision(plan.revision)?;
     plan.pools.iter().try_for_each(|row| tx.insert_pool(row))?;
     plan.volumes.iter().try_for_each(|row| tx.insert_volume(row))?;
     plan.snapshots.iter().try_for_each(|row| tx.insert_snapshot(row))?;

@@ -41,6 +41,8 @@ pub struct Plan {
     pub nodes: Vec<NodeRow>,
     /// Its attachments.
     pub attachments: Vec<AttachmentRow>,
+    /// It must be newer than all that is noted.
+    pub revision: u64,
     /// What is left alone, and what to know.
     pub remarks: Vec<String>,
     /// What a person must decide first. Nothing is made while there is any.
@@ -82,11 +84,16 @@ impl Plan {
             },
             marked: true,
         });
+        self.revision = self.revision.max(record.revision);
+        if let Some(why) = &survey.served {
+            self.obstacles.push(why.clone());
+        }
         let pool = &record.name;
         for file in &survey.files {
             let path = survey.dir.join(&file.name);
             match owned(file) {
                 Ok(Record::Volume(record)) => {
+                    self.revision = self.revision.max(record.revision);
                     self.volumes.push(volume(record, file, pool));
                     holders.insert(record.id.clone(), (**record).clone());
                 }
@@ -323,6 +330,7 @@ mod tests {
             created_at: "then".into(),
             format_token: None,
             written: false,
+            revision: 5,
             holders,
         };
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))
@@ -335,10 +343,11 @@ mod tests {
             labels: Labels::new(),
             cordoned: true,
             on_full: infra_api::OnFull::Fail,
+            revision: 3,
         };
         let dir = PathBuf::from(format!("/{name}"));
         let uuid = Uuid::from_u128(name.bytes().map(u128::from).sum());
-        Survey { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), files }
+        Survey { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), served: None, files }
     }
 
     fn live(node: u128, path: &str) -> Live {
@@ -373,6 +382,7 @@ mod tests {
         let plan = Plan::new(&[pool("p", files)], &[live(7, "/p/v.raw")], Vec::new(), "now");
         assert!(plan.obstacles.is_empty(), "{:?}", plan.obstacles);
         assert!(plan.pools[0].spec.cordoned && plan.pools[0].marked);
+        assert_eq!(plan.revision, 5);
         let [row] = plan.volumes.as_slice() else { panic!("{:?}", plan.volumes) };
         assert_eq!((row.id.as_str(), row.capacity, row.disk_uuid), ("v", 16384, Uuid::from_u128(1)));
         assert_eq!((plan.snapshots.len(), plan.snapshots[0].reserved), (1, 4096));
@@ -409,6 +419,8 @@ mod tests {
         assert!(two.contains("several machines that may not share it"), "{two}");
         let unknown = obstacles(&[one()], &[live(8, "/p/strange.raw")]);
         assert!(unknown.contains("of which nothing says which volume it is"), "{unknown}");
+        let served = Survey { served: Some("another server".into()), ..one() };
+        assert!(obstacles(&[served], &[]).contains("another server"));
         let mut nameless = one();
         nameless.pool = None;
         assert!(obstacles(&[nameless], &[]).contains("its name is not noted"));

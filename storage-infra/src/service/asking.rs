@@ -18,6 +18,8 @@ pub(super) enum Question {
     State,
     /// That, and what is in it, which takes longer.
     Contents,
+    /// How new the catalogs were by which something was noted in it.
+    Revisions,
 }
 
 impl Service {

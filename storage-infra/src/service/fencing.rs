@@ -8,10 +8,11 @@ use infra_api::{AttachmentId, Change, EventKind, NodeSpec, NodeState, Problem, P
 use tokio_util::sync::CancellationToken;
 
 use super::attachments::Progress;
+use super::pools::pool_of;
 use super::power::is_without_disks;
 use super::rounds::Rounds;
 use super::{Failure, Result, Service};
-use crate::catalog::{AttachmentRow, NodeRow};
+use crate::catalog::{AttachmentRow, NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{Power, Unplugged};
 
@@ -50,6 +51,7 @@ impl Service {
         if self.attachment_row(id).await?.is_none() {
             return Ok(());
         }
+        self.refuse_served_elsewhere(&row).await?;
         let node = self.node_row(row.node).await?;
         let hypervisor = self.hypervisor(&node.spec.hypervisor)?;
         let facts = hypervisor.describe(row.node).await.ok();
@@ -107,6 +109,19 @@ impl Service {
             )));
         }
         Ok(Unplugged::Gone)
+    }
+
+    /// Fails where another server has the volume's pool: then that one's catalog counts.
+    pub(super) async fn refuse_served_elsewhere(&self, row: &AttachmentRow) -> Result<()> {
+        let volume = row.volume.clone();
+        let pool = move |tx: &Tx<'_>| -> Result<_> {
+            let row = tx.volume(&volume)?.ok_or_else(|| Failure::not_found(What::Volume, &volume))?;
+            pool_of(tx, &row)
+        };
+        let pool = self.0.catalog.read(pool).await?;
+        let Some(why) = self.engine_of(&pool).served_elsewhere() else { return Ok(()) };
+        let detail = format!("the disk of volume {} stays plugged: {why}", row.volume);
+        Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name).into())
     }
 
     async fn attachment_row(&self, id: &AttachmentId) -> Result<Option<AttachmentRow>> {

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use super::nodes::node_refs;
 use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{Copying, DiskSource, EngineError, Method, Object, Record};
+use crate::engine::{Cleared, Copying, DiskSource, EngineError, Method, Object, Record};
 
 /// How many copies run at once; the others wait.
 const AT_ONCE: usize = 2;
@@ -106,9 +106,12 @@ impl Service {
         let object = &object;
         let copying = Arc::new(Copying::default());
         self.0.filling.table().insert(object.clone(), copying.clone());
-        let result = self.fill_registered(object, pool, origin, bytes, record, copying).await;
+        let result = match self.clear(pool, object.clone(), record.identity()).await {
+            Ok(cleared) => Ok(self.fill_registered(cleared, pool, origin, bytes, record, copying).await),
+            Err(failure) => Err(failure),
+        };
         self.0.filling.table().remove(object);
-        match result {
+        match result? {
             Ok(()) => Ok(true),
             Err(EngineError::Cancelled) => Ok(false),
             Err(error) => {
@@ -121,13 +124,14 @@ impl Service {
 
     async fn fill_registered(
         &self,
-        object: &Object,
+        cleared: Cleared,
         pool: &PoolRow,
         origin: Origin,
         bytes: u64,
         record: Record,
         copying: Arc<Copying>,
     ) -> Result<(), EngineError> {
+        let object = cleared.object().clone();
         let method = origin.method;
         let _turn = match method {
             Method::Reflink => None,
@@ -138,9 +142,8 @@ impl Service {
         let source: DiskSource = self
             .engine::<_, EngineError, _>(self.engine_of(&origin.pool), move |engine| engine.locate(&from))
             .await?;
-        let key = object.clone();
         self.engine::<_, EngineError, _>(self.engine_of(pool), move |engine| {
-            engine.fill(&key, &source, bytes, method, &record, &copying)
+            engine.fill(&cleared, &source, bytes, method, &record, &copying)
         })
         .await?;
         tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "filled");

@@ -7,6 +7,7 @@
 pub mod admission;
 mod asking;
 mod attachments;
+mod clearance;
 mod fencing;
 mod filling;
 mod growing;
@@ -28,14 +29,16 @@ mod stalled;
 mod unwanted;
 mod volumes;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use infra_api::{AttachmentId, Change, Event, EventKind, PoolName, ProblemCode, What};
 use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
+use uuid::Uuid;
 
+use crate::audit;
 use crate::catalog::{Catalog, PoolRow};
 use crate::engine::{Engine, FileEngine};
 use crate::hypervisor::Hypervisor;
@@ -68,6 +71,13 @@ struct Inner {
     power: Mutex<power::Memory>,
     /// By hypervisor: what is plugged there is to be compared now.
     compare: BTreeMap<String, tokio::sync::Notify>,
+    /// How new the catalog was at the start.
+    started: u64,
+    /// The pools that it was compared with.
+    compared: Mutex<HashSet<Uuid>>,
+    /// By hypervisor.
+    listings: BTreeMap<String, clearance::Listing>,
+    retries: attachments::Retries,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
     metrics: Metrics,
@@ -82,6 +92,8 @@ impl Service {
     ) -> Self {
         let hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> =
             hypervisors.into_iter().map(|(name, one)| (name, points::hypervisor(one))).collect();
+        let started = catalog.revision();
+        let listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         let compare = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         Self(Arc::new(Inner {
             catalog,
@@ -96,6 +108,10 @@ impl Service {
             troubles: Mutex::default(),
             power: Mutex::default(),
             compare,
+            started,
+            compared: Mutex::default(),
+            listings,
+            retries: attachments::Retries::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
             metrics,
@@ -129,7 +145,7 @@ impl Service {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.0.tasks.spawn(work).await.unwrap_or_else(|error| {
+        self.0.tasks.spawn(audit::acting(audit::actor(), work)).await.unwrap_or_else(|error| {
             Err(Failure::new(ProblemCode::Internal, format!("the work broke off: {error}")))
         })
     }
@@ -141,7 +157,9 @@ impl Service {
         E: From<crate::engine::EngineError> + Send + 'static,
         F: FnOnce(&dyn Engine) -> std::result::Result<T, E> + Send + 'static,
     {
-        tokio::task::spawn_blocking(move || work(engine.as_ref())).await.unwrap_or_else(|error| {
+        let who = audit::actor();
+        let work = move || audit::acting_here(who, || work(engine.as_ref()));
+        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(crate::engine::EngineError::Io { what, source: std::io::Error::other(error) }.into())
         })
@@ -151,7 +169,8 @@ impl Service {
         let mut engines = self.0.engines.lock().unwrap_or_else(PoisonError::into_inner);
         let fresh = || match pool.spec.engine {
             infra_api::EngineKind::File => {
-                points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid)))
+                let data_dir = self.0.catalog.data_dir();
+                points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, data_dir)))
             }
         };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()

@@ -85,14 +85,16 @@ impl Service {
         Condition { healthy: message.is_none(), message }
     }
 
-    /// Notes that a running machine has a disk no more.
-    pub(super) fn disk_is_lost(&self, row: &AttachmentRow, node: &NodeRef) {
+    /// Notes that a running machine has a disk no more. False where that is known.
+    pub(super) fn disk_is_lost(&self, row: &AttachmentRow, node: &NodeRef) -> bool {
         let message = format!("the disk of volume {} is gone from the running machine {node}", row.volume);
         let trouble = (row.volume.clone(), message);
         let before = self.troubles().lost.insert(row.id.clone(), trouble.clone());
-        if before.as_ref() != Some(&trouble) {
+        let is_new = before.as_ref() != Some(&trouble);
+        if is_new {
             self.emit(EventKind::Volume, &row.volume, Change::Updated);
         }
+        is_new
     }
 
     /// Notes that a disk is where it should be, or should be nowhere.
@@ -239,6 +241,7 @@ impl Service {
             self.emit(EventKind::Pool, pool, Change::Updated);
         }
         for volume in changed_volumes {
+            self.0.retries.changed(&volume);
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
     }

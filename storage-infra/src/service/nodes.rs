@@ -7,6 +7,7 @@ use uuid::Uuid;
 
 use super::power::is_without_disks;
 use super::{Failure, Result, Service};
+use crate::audit;
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
 
@@ -155,6 +156,7 @@ impl Service {
                 }
             }
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
+            audit::forgot(format!("node {uuid}"), "it is removed");
             service.0.catalog.remember().await?;
             service.emit(EventKind::Node, uuid, Change::Deleted);
             Ok(true)

@@ -15,6 +15,7 @@ use uuid::Uuid;
 use super::asking::Question;
 use super::room::Seen;
 use super::{Failure, Result, Service};
+use crate::audit;
 use crate::catalog::{PoolRow, Tx, Use, VolumeRow};
 use crate::engine::record::PoolRecord;
 use crate::engine::{Contents, Engine, EngineError, Object, PoolFacts, Record};
@@ -84,10 +85,10 @@ fn shown(names: &[String]) -> Vec<String> {
     names.iter().take(SHOWN).cloned().collect()
 }
 
-/// What is noted of a pool with its marker.
-pub(super) fn pool_record(row: &PoolRow) -> Record {
+/// What is noted of a pool with its marker, by a catalog that is so new.
+pub(super) fn pool_record(row: &PoolRow, revision: u64) -> Record {
     let PoolSpec { engine, labels, cordoned, on_full, .. } = row.spec.clone();
-    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned, on_full })
+    Record::Pool(PoolRecord { name: row.name.clone(), engine, labels, cordoned, on_full, revision })
 }
 
 /// Measures a pool. Its space before and after its files, the lesser of which counts: machines write meanwhile.
@@ -195,7 +196,8 @@ impl Service {
 
     /// Makes the directory the pool's own. A pool that cannot have its directory is forgotten again.
     pub(super) async fn mark(&self, row: &PoolRow, forget: bool) -> Result<()> {
-        let (name, record) = (row.name.clone(), pool_record(row));
+        let revision = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.revision()?) }).await?;
+        let (name, record) = (row.name.clone(), pool_record(row, revision));
         match self.engine::<_, EngineError, _>(self.engine_of(row), move |engine| engine.adopt(&record)).await
         {
             Ok(()) => self.0.catalog.run(move |tx| Ok(tx.set_pool_marked(&name)?)).await,
@@ -239,9 +241,12 @@ impl Service {
                 .await?;
             let Some(row) = found else { return Ok(false) };
             service.engine::<_, Failure, _>(service.engine_of(&row), |engine| Ok(engine.release()?)).await?;
+            let (object, dir) = (format!("pool {name}"), Path::new(&row.spec.path));
+            audit::done("release", &object, dir, "the pool is removed; its marker is gone, its directory stays");
             let pool = name.clone();
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
             service.0.catalog.remember().await?;
+            audit::forgot(&object, "the pool is removed");
             service.forget_engine(&name);
             service.0.unknown_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             service.emit(EventKind::Pool, &name, Change::Deleted);

@@ -76,11 +76,13 @@ impl From<EngineError> for Failure {
         let code = match &error {
             // The pool may come back, and what was begun is in the catalog.
             EngineError::Unhealthy(_)
+            | EngineError::Served(_)
             | EngineError::Missing(_)
             | EngineError::Grown(_)
             | EngineError::Cancelled
             | EngineError::Io { .. } => ProblemCode::Unavailable,
             EngineError::Foreign(_) => ProblemCode::Exists,
+            EngineError::InUse(_) => ProblemCode::InUse,
             EngineError::NoSpace(_) | EngineError::TooLarge(_) | EngineError::NotGrown(_) => {
                 ProblemCode::OutOfSpace
             }

@@ -5,6 +5,7 @@ use infra_api::{
     Access, NodeSpec, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec, VolumeState, What,
 };
 
+use super::clearance::RECOVER;
 use super::pools::{pool_of, pool_record};
 use super::power::is_without_disks;
 use super::{Failure, Result, Service};
@@ -13,8 +14,8 @@ use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
 use crate::engine::{DiskSource, Engine, EngineError, Object, Record};
 use crate::hypervisor::{Disk, Unplugged};
 
-/// What is noted of a volume that these have.
-pub(super) fn volume_record(row: &VolumeRow, holders: Vec<Holder>) -> Record {
+/// What is noted of a volume that these have, by a row that is so new.
+pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<Holder>) -> Record {
     Record::Volume(Box::new(VolumeRecord {
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
@@ -29,6 +30,7 @@ pub(super) fn volume_record(row: &VolumeRow, holders: Vec<Holder>) -> Record {
         created_at: row.created_at.clone(),
         format_token: Some(row.format_token),
         written: row.written,
+        revision,
         holders,
     }))
 }
@@ -62,22 +64,55 @@ fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<Holder>> {
 }
 
 /// What is to be noted of a volume, where, and whether what is noted now may be older than the catalog.
-struct Due {
+pub(super) struct Due {
     pool: PoolRow,
-    row: VolumeRow,
+    pub(super) row: VolumeRow,
+    revision: u64,
+    /// More was noted than the catalog knows.
+    behind: bool,
     holders: Vec<Holder>,
     due: bool,
 }
 
 impl Due {
     fn of(tx: &Tx<'_>, id: &VolumeId) -> Result<Option<Self>> {
-        let Some(row) = tx.volume(id)?.filter(|row| row.state == VolumeState::Ready) else { return Ok(None) };
+        Ok(Self::of_any(tx, id)?.filter(|due| due.row.state == VolumeState::Ready))
+    }
+
+    /// The same, also of a volume that comes or goes.
+    pub(super) fn of_any(tx: &Tx<'_>, id: &VolumeId) -> Result<Option<Self>> {
+        let Some(row) = tx.volume(id)? else { return Ok(None) };
         let holders = holders(tx, tx.attachments(None, Some(id))?)?;
-        Ok(Some(Self { pool: pool_of(tx, &row)?, row, holders, due: tx.is_record_due(id)? }))
+        let revision = tx.volume_revision(id)?.unwrap_or(0);
+        let (due, behind) = (tx.is_record_due(id)?, tx.is_volume_behind(id)?);
+        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, behind, holders, due }))
     }
 
     fn record(&self) -> Record {
-        volume_record(&self.row, self.holders.clone())
+        volume_record(&self.row, self.revision, self.holders.clone())
+    }
+
+    /// Whether more is noted than the catalog knows, where this is noted.
+    pub(super) fn is_behind(&self, noted: u64) -> bool {
+        self.behind || noted > self.revision
+    }
+
+    /// Who is noted and not in the catalog.
+    pub(super) fn strangers_in(&self, found: VolumeRecord) -> Vec<Holder> {
+        found.strangers(&self.holders)
+    }
+
+    /// Fails where more is noted than the catalog knows.
+    fn refuse_behind(&self, found: Option<&Record>) -> Result<()> {
+        let Some(Record::Volume(found)) = found else { return Ok(()) };
+        if !self.is_behind(found.revision) {
+            return Ok(());
+        }
+        let detail = format!(
+            "what is noted with the bytes of volume {} is newer than what the catalog knows of it; {RECOVER}",
+            self.row.id
+        );
+        Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id).into())
     }
 
     /// Who is noted with the volume's bytes and not in the catalog. Fails where the bytes are another volume's.
@@ -135,14 +170,17 @@ impl Service {
         let _lock = self.0.locks.lock(&format!("note/{id}")).await;
         let key = id.clone();
         let Some(mut due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        self.compare_revisions(&due.pool).await?;
         due.row.written = self.is_written(&due).await?;
         let (engine, object, record) = (self.engine_of(&due.pool), Object::Volume(id.clone()), due.record());
         let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
+        let behind = due.refuse_behind(found.as_ref());
         let strangers = found.map_or(Ok(Vec::new()), |found| due.strangers(found))?;
         let there = self.still_there(&due, strangers).await?;
         if !there.is_empty() {
             return Err(due.newer(&there));
         }
+        behind?;
         let write = record.clone();
         self.engine::<_, Failure, _>(engine, move |e| Ok(e.note(&write)?)).await?;
         if !due.due {
@@ -161,6 +199,20 @@ impl Service {
             .await
     }
 
+    /// Fails where more is noted with a volume's bytes than the catalog knows. Writes nothing there.
+    pub(super) async fn refuse_behind(&self, id: &VolumeId) -> Result<()> {
+        let key = id.clone();
+        let Some(due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        self.compare_revisions(&due.pool).await?;
+        let object = Object::Volume(id.clone());
+        let noted = move |e: &dyn Engine| Ok(e.noted(&object)?);
+        let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), noted).await?;
+        // After what is noted, which is never newer.
+        let key = id.clone();
+        let due = self.0.catalog.read(move |tx| Due::of(tx, &key)).await?;
+        due.map_or(Ok(()), |due| due.refuse_behind(found.as_ref()))
+    }
+
     /// Whether the volume's bytes hold data, or were seen to. Remembered with them, so that bytes which are lost do not
     /// make the volume blank.
     async fn is_written(&self, due: &Due) -> Result<bool> {
@@ -176,14 +228,14 @@ impl Service {
 
     /// Those of the strangers who may have the disk. Where the note may be older than the catalog, whoever was told to
     /// go has not, and of the others their machine's live state tells.
-    async fn still_there(&self, due: &Due, strangers: Vec<Holder>) -> Result<Vec<Holder>> {
+    pub(super) async fn still_there(&self, due: &Due, strangers: Vec<Holder>) -> Result<Vec<Holder>> {
         if !due.due || strangers.is_empty() {
             return Ok(strangers);
         }
         let untold = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
             let mut left = Vec::new();
             for one in strangers {
-                if !tx.is_attachment_ended(&one.id)? {
+                if !tx.is_attachment_over(&one.id)? {
                     left.push(one);
                 }
             }
@@ -253,7 +305,17 @@ impl Service {
             self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.due_records()?)) }).await?;
         let sick = self.sick_pools();
         for pool in pools.iter().filter(|pool| pool.marked && !sick.contains(&pool.name)) {
-            let record = pool_record(pool);
+            if let Err(failure) = self.compare_revisions(pool).await {
+                tracing::debug!(pool = %pool.name, %failure, "not noted yet; will be tried again");
+                continue;
+            }
+            let name = pool.name.clone();
+            let now = move |tx: &Tx<'_>| -> Result<_> { Ok((tx.revision()?, tx.is_pool_behind(&name)?)) };
+            let (revision, is_behind) = self.0.catalog.read(now).await?;
+            if is_behind {
+                continue;
+            }
+            let record = pool_record(pool, revision);
             let noted =
                 self.engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.note(&record)).await;
             if let Err(error) = noted {
@@ -350,7 +412,7 @@ mod tests {
     #[test]
     fn what_is_noted_of_the_longest_request_and_whoever_has_it_fits_in_every_filesystem() {
         let (row, holder) = longest();
-        let noted = volume_record(&row, vec![holder]).encode().unwrap().len();
+        let noted = volume_record(&row, u64::MAX, vec![holder]).encode().unwrap().len();
         assert!((3_500..=LEAST_KEPT).contains(&noted), "{noted}");
         let snapshot = SnapshotRow {
             id: SnapshotId::new("s".repeat(LONGEST_ID)).unwrap(),

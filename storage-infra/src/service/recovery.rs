@@ -34,6 +34,7 @@ impl Service {
                 tracing::warn!(pool = %pool.name, %failure, "the pool stays unhealthy");
             }
         }
+        self.compare_all_revisions().await?;
         self.finish_volumes().await?;
         self.finish_snapshots().await?;
         self.look_once().await?;
@@ -94,7 +95,7 @@ impl Service {
         let Some(row) = row else { return Ok(()) };
         match row.state {
             VolumeState::Creating => self.finish_create(row).await,
-            VolumeState::Deleting => self.finish_delete(id).await,
+            VolumeState::Deleting => self.finish_delete(id, None).await,
             VolumeState::Ready => {
                 self.finish_grow(id).await?;
                 self.finish_qos(id).await

@@ -15,6 +15,7 @@ use super::placing::Ground;
 use super::pools::pool_of;
 use super::records::snapshot_record;
 use super::{Failure, Result, Service, now};
+use crate::audit;
 use crate::catalog::{PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::{Method, Object};
 use crate::placement::Candidate;
@@ -210,9 +211,10 @@ impl Service {
             }
             Err(failure) => {
                 tracing::warn!(snapshot = %id, %failure, "not taken; undoing what was done of it");
-                self.discard(pool, Object::Snapshot(id.clone()), size).await?;
+                self.discard(pool, Object::Snapshot(id.clone()), identity, size).await?;
                 let name = id.clone();
                 self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
+                audit::forgot(Object::Snapshot(id.clone()), "it cannot be taken");
                 self.emit(EventKind::Snapshot, &id, Change::Deleted);
                 Err(failure)
             }
@@ -303,12 +305,12 @@ impl Service {
             })
             .await?;
         let Some((pool, identity, size)) = found else { return Ok(()) };
-        let object = Object::Snapshot(id.clone());
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&object, identity)?))
-            .await?;
+        let cleared = self.clear(&pool, Object::Snapshot(id.clone()), identity).await?;
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&cleared)?)).await?;
         self.0.placing.room.removed(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
+        audit::forgot(Object::Snapshot(id.clone()), "it is deleted");
         self.emit(EventKind::Snapshot, id, Change::Deleted);
         Ok(())
     }

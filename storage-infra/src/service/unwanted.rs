@@ -11,6 +11,7 @@ use uuid::Uuid;
 
 use super::pools::pool_of;
 use super::power::is_without_disks;
+use super::records::Due;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{DiskSource, Object, Record};
@@ -69,7 +70,8 @@ impl Found {
             (_, false, ..) => "its serial is not that of the volume's disk, so somebody else plugged it",
             (_, _, false, _) => "what is noted with the file does not say that it is this volume's",
             (.., true) => {
-                "the VM is noted with the file as one that has it: the catalog may be older than the pool"
+                "the VM is noted with the file as one that has it: the catalog may be older than the pool, and then `storage-infra \
+                 recover` rebuilds it"
             }
             (true, true, true, false) => return None,
         };
@@ -163,7 +165,7 @@ impl Service {
             return Ok(None);
         }
         let noted = self.noted_of(&found).await?;
-        let is_noted_there = self.is_noted_there(noted.as_ref(), found.plugged.node).await?;
+        let is_noted_there = self.is_noted_there(noted.as_ref(), &found).await?;
         let node = found.node_ref();
         let what = format!(
             "the VM {node} on hypervisor {hypervisor} has the disk of volume {} and no attachment stands for it",
@@ -197,18 +199,23 @@ impl Service {
         self.engine(self.engine_of(&found.pool), move |engine| Ok(engine.noted(&object)?)).await
     }
 
-    /// Whether a node is noted with a volume's bytes as one that has it, and was not told to let go of it since.
-    async fn is_noted_there(&self, noted: Option<&Record>, node: Uuid) -> Result<bool> {
+    /// Whether a node is noted with a volume's bytes as one that has it, and was not told to let go of it since; or may be in
+    /// what the catalog does not know.
+    async fn is_noted_there(&self, noted: Option<&Record>, found: &Found) -> Result<bool> {
         let Some(Record::Volume(noted)) = noted else { return Ok(false) };
-        let ids: Vec<_> =
-            noted.holders.iter().filter(|one| one.uuid == node).map(|one| one.id.clone()).collect();
+        self.compare_revisions(&found.pool).await?;
+        let here = noted.holders.iter().filter(|one| one.uuid == found.plugged.node);
+        let ids: Vec<_> = here.map(|one| one.id.clone()).collect();
+        let (volume, revision) = (found.volume.id.clone(), noted.revision);
         let told = move |tx: &Tx<'_>| -> Result<bool> {
             for id in &ids {
-                if !tx.is_attachment_ended(id)? {
+                if !tx.is_attachment_over(id)? {
                     return Ok(true);
                 }
             }
-            Ok(false)
+            // A reader may have come that is not noted yet.
+            let is_behind = Due::of_any(tx, &volume)?.is_some_and(|due| due.is_behind(revision));
+            Ok(ids.is_empty() && is_behind)
         };
         self.0.catalog.read(told).await
     }
@@ -304,7 +311,7 @@ mod tests {
 
     #[test]
     fn only_a_disk_that_is_proven_ours_and_wanted_by_nobody_is_unplugged() {
-        let ours = volume_record(&found().volume, Vec::new());
+        let ours = volume_record(&found().volume, 0, Vec::new());
         assert_eq!(found().not_ours("here", Some(&ours), false), None);
         let why = |found: Found, noted: Option<&Record>, is_noted_there| {
             found.not_ours("here", noted, is_noted_there).unwrap()
@@ -315,7 +322,7 @@ mod tests {
         assert!(why(Found { plugged, ..found() }, Some(&ours), false).contains("serial"));
         assert!(why(found(), None, false).contains("does not say"));
         let other = VolumeRow { disk_uuid: Uuid::from_u128(8), ..found().volume };
-        assert!(why(found(), Some(&volume_record(&other, Vec::new())), false).contains("does not say"));
+        assert!(why(found(), Some(&volume_record(&other, 0, Vec::new())), false).contains("does not say"));
         assert!(why(found(), Some(&ours), true).contains("older than the pool"));
     }
 

@@ -16,8 +16,9 @@ use super::qos::checked;
 use super::records::volume_record;
 use super::reserving::Source;
 use super::{Failure, Result, Service};
-use crate::catalog::{AttachmentRow, Tx, VolumeRow};
-use crate::engine::{EngineError, Method, Object};
+use crate::audit;
+use crate::catalog::{AttachmentRow, PoolRow, Tx, VolumeRow};
+use crate::engine::{Cleared, EngineError, Method, Object, Record};
 
 const MIB: u64 = 1 << 20;
 /// The smallest unit: no disk sector or filesystem page that we know of is larger.
@@ -174,7 +175,7 @@ impl Service {
                 Err(failure.unfinished(What::Volume, &id))
             }
             Err(failure) if filled || failure.is_final() => {
-                self.give_up_create(&id, &pool, size, &failure).await?;
+                self.give_up_create(&id, &pool, identity, size, &failure).await?;
                 Err(failure)
             }
             Err(failure) => Err(failure),
@@ -192,10 +193,18 @@ impl Service {
     }
 
     /// Undoes what was done of a volume that never came about.
-    async fn give_up_create(&self, id: &VolumeId, pool: &PoolName, size: u64, why: &Failure) -> Result<()> {
-        self.discard(pool.clone(), Object::Volume(id.clone()), size).await?;
+    async fn give_up_create(
+        &self,
+        id: &VolumeId,
+        pool: &PoolName,
+        identity: Uuid,
+        size: u64,
+        why: &Failure,
+    ) -> Result<()> {
+        self.discard(pool.clone(), Object::Volume(id.clone()), identity, size).await?;
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
+        audit::forgot(Object::Volume(id.clone()), "it cannot be made");
         tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "the volume cannot be made; its space was released");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
@@ -216,15 +225,32 @@ impl Service {
     }
 
     async fn make_zeros(&self, row: VolumeRow) -> Result<bool> {
-        let (name, size, record) = (row.id.clone(), row.capacity, volume_record(&row, Vec::new()));
-        let pool = self.0.catalog.read(move |tx| pool_of(tx, &row)).await?;
-        self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.create(&name, size, &record))
+        let (pool, record) = self.to_be_noted(&row).await?;
+        let cleared = self.clear_volume(&pool, &row).await?;
+        let size = row.capacity;
+        self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.create(&cleared, size, &record))
             .await?;
         Ok(true)
     }
 
+    /// A volume's pool, and what is to be noted of it, which nobody has yet.
+    async fn to_be_noted(&self, row: &VolumeRow) -> Result<(PoolRow, Record)> {
+        let row = row.clone();
+        let read = move |tx: &Tx<'_>| -> Result<_> {
+            let revision = tx.volume_revision(&row.id)?.unwrap_or(0);
+            Ok((pool_of(tx, &row)?, volume_record(&row, revision, Vec::new())))
+        };
+        self.0.catalog.read(read).await
+    }
+
     /// Removes what there is of something that was never complete.
-    pub(super) async fn discard(&self, pool: PoolName, object: Object, size: u64) -> Result<()> {
+    pub(super) async fn discard(
+        &self,
+        pool: PoolName,
+        object: Object,
+        identity: Uuid,
+        size: u64,
+    ) -> Result<()> {
         let pool = self
             .0
             .catalog
@@ -232,7 +258,8 @@ impl Service {
                 tx.pool(&pool)?.ok_or_else(|| Failure::not_found(What::Pool, &pool))
             })
             .await?;
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.discard(&object)?)).await?;
+        let cleared = self.clear(&pool, object, identity).await?;
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.discard(&cleared)?)).await?;
         self.0.placing.room.removed(&pool.name, size);
         Ok(())
     }
@@ -241,10 +268,9 @@ impl Service {
     /// before.
     async fn fill_volume(&self, row: VolumeRow) -> Result<bool> {
         let (key, identity, size) = (Object::Volume(row.id.clone()), row.disk_uuid, row.capacity);
-        let (method, record) =
-            (if row.copying { Method::Copy } else { Method::Reflink }, volume_record(&row, Vec::new()));
+        let method = if row.copying { Method::Copy } else { Method::Reflink };
         let wanted = row.spec.source.clone();
-        let pool = self.0.catalog.read(move |tx| pool_of(tx, &row)).await?;
+        let (pool, record) = self.to_be_noted(&row).await?;
         let complete = self
             .engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.is_complete(&key, identity)?))
             .await?;
@@ -279,13 +305,35 @@ impl Service {
             }
             service.0.filling.cancel(&Object::Volume(id.clone()));
             let _lock = service.0.locks.lock(id.as_str()).await;
+            let cleared = service.clear_for_deletion(&id).await?;
             if !service.mark_deleting(&id).await? {
                 return Ok(false);
             }
-            service.finish_delete(&id).await?;
+            service.finish_delete(&id, cleared).await?;
             Ok(true)
         })
         .await
+    }
+
+    /// Asks whether a volume's bytes may go, before its deletion is begun: what is refused is left as it is. None where that
+    /// can't be told now: then the deletion is begun, and asks again.
+    async fn clear_for_deletion(&self, id: &VolumeId) -> Result<Option<Cleared>> {
+        let name = id.clone();
+        let found = self
+            .0
+            .catalog
+            .read(move |tx| -> Result<_> {
+                refuse_attached(tx, &name)?;
+                let Some(row) = tx.volume(&name)? else { return Ok(None) };
+                Ok(Some((pool_of(tx, &row)?, row)))
+            })
+            .await?;
+        let Some((pool, row)) = found else { return Ok(None) };
+        match self.clear_volume(&pool, &row).await {
+            Ok(cleared) => Ok(Some(cleared)),
+            Err(failure) if failure.code().may_have_happened() => Ok(None),
+            Err(failure) => Err(failure),
+        }
     }
 
     /// Writes the intent to delete; refused while anything is or may be plugged.
@@ -304,8 +352,9 @@ impl Service {
             .await
     }
 
-    /// Removes the bytes of a volume that the catalog says is to be deleted and is nowhere attached.
-    pub(super) async fn finish_delete(&self, id: &VolumeId) -> Result<()> {
+    /// Removes the bytes of a volume that the catalog says is to be deleted and is nowhere attached, once everybody was
+    /// asked who has them.
+    pub(super) async fn finish_delete(&self, id: &VolumeId, cleared: Option<Cleared>) -> Result<()> {
         let name = id.clone();
         let found = self
             .0
@@ -317,16 +366,20 @@ impl Service {
                     let detail = format!("the volume {name} is {} and not to be removed", row.state);
                     return Err(Failure::new(ProblemCode::Internal, detail));
                 }
-                Ok(Some((pool_of(tx, &row)?, row.disk_uuid, row.size())))
+                Ok(Some((pool_of(tx, &row)?, row)))
             })
             .await?;
-        let Some((pool, identity, size)) = found else { return Ok(()) };
-        let object = Object::Volume(id.clone());
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&object, identity)?))
-            .await?;
+        let Some((pool, row)) = found else { return Ok(()) };
+        let size = row.size();
+        let cleared = match cleared {
+            Some(cleared) => cleared,
+            None => self.clear_volume(&pool, &row).await?,
+        };
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&cleared)?)).await?;
         self.0.placing.room.removed(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_volume(&name)?) }).await?;
+        audit::forgot(Object::Volume(id.clone()), "it is deleted");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
     }

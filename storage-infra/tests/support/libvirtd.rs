@@ -134,6 +134,11 @@ impl Libvirtd {
         self.answers();
     }
 
+    /// Ends the daemon, until it is started again. Domains run on.
+    pub fn stop(&mut self) {
+        self.end();
+    }
+
     fn end(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

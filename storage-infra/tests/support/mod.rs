@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use infra_api::{
@@ -54,6 +55,8 @@ pub struct Server {
     pub api: SocketAddr,
     pub ops: SocketAddr,
     pub client: Client,
+    /// What it logged, by line.
+    log: Arc<Mutex<Vec<serde_json::Value>>>,
 }
 
 pub fn run(arguments: &[&str]) -> Output {
@@ -104,16 +107,27 @@ impl Site {
         self.mounts.push(dir);
     }
 
-    /// Takes a mounted filesystem away.
+    /// Takes a mounted filesystem away, also from a server that has its pool there.
     pub fn unmount(&self, name: &str) {
-        assert!(Command::new("umount").arg(self.path(name)).status().unwrap().success());
+        assert!(Command::new("umount").arg("--lazy").arg(self.path(name)).status().unwrap().success());
     }
 
-    /// Brings a filesystem back that was taken away.
+    /// Brings a filesystem back that was taken away, as soon as nobody has anything of it open.
     pub fn mount_again(&self, name: &str) {
         let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
+        let start = Instant::now();
+        while self.backing_devices(&file) > 0 {
+            assert!(start.elapsed() < PATIENCE, "{} is still in use", file.display());
+            std::thread::sleep(Duration::from_millis(50));
+        }
         let mut mount = Command::new("mount");
         assert!(mount.args(["-o", "loop"]).arg(&file).arg(&dir).status().unwrap().success());
+    }
+
+    fn backing_devices(&self, file: &Path) -> usize {
+        let output =
+            Command::new("losetup").args(["--noheadings", "--associated"]).arg(file).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().lines().count()
     }
 
     /// Mounts a filesystem of this site `ro` or `rw`, as soon as the server notes nothing there.
@@ -146,6 +160,11 @@ impl Site {
 
     /// The command that serves this site on free ports.
     fn serve(&self) -> Command {
+        self.serve_over("data")
+    }
+
+    /// The same, over a data directory of this name.
+    fn serve_over(&self, data: &str) -> Command {
         let mut serve = Command::new(BINARY);
         serve
             .args([
@@ -157,7 +176,7 @@ impl Site {
                 "--http-listen",
                 "127.0.0.1:0",
             ])
-            .args(["--data-dir", text(&self.path("data")), "--hypervisor", &self.hypervisor()])
+            .args(["--data-dir", text(&self.path(data)), "--hypervisor", &self.hypervisor()])
             .args([
                 "--tls-cert",
                 text(&self.path("pki/server.crt")),
@@ -215,13 +234,20 @@ impl Site {
 
     /// Starts a server and waits until it says that it serves.
     pub fn start(&self) -> Server {
-        let mut child = self.serve().spawn().unwrap();
+        self.start_over("data")
+    }
+
+    /// Starts a server over a data directory of this name, beside any other.
+    pub fn start_over(&self, data: &str) -> Server {
+        let mut child = self.serve_over(data).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let log: Arc<Mutex<Vec<serde_json::Value>>> = Arc::default();
         let mut address = |message: &str| -> SocketAddr {
             for line in lines.by_ref() {
                 let line = line.unwrap();
                 let event: serde_json::Value =
                     serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
+                log.lock().unwrap().push(event.clone());
                 if event["message"] == message {
                     return event["address"].as_str().unwrap().parse().unwrap();
                 }
@@ -231,8 +257,12 @@ impl Site {
         let ops = address("health and metrics");
         let api = address("serving the API");
         // Somebody must read on, or the server would stop at a full pipe.
-        std::thread::spawn(move || lines.for_each(drop));
-        Server { child, api, ops, client: self.client(api) }
+        let kept = log.clone();
+        std::thread::spawn(move || {
+            let events = lines.map_while(Result::ok).filter_map(|line| serde_json::from_str(&line).ok());
+            events.for_each(|event| kept.lock().unwrap().push(event));
+        });
+        Server { child, api, ops, client: self.client(api), log }
     }
 
     pub fn client(&self, api: SocketAddr) -> Client {
@@ -337,6 +367,15 @@ impl Drop for Site {
 }
 
 impl Server {
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it logged so far of which this is so.
+    pub fn logged(&self, is_it: impl Fn(&serde_json::Value) -> bool) -> Vec<serde_json::Value> {
+        self.log.lock().unwrap().iter().filter(|event| is_it(event)).cloned().collect()
+    }
+
     pub fn kill(self) {
         self.kill_before(|| ());
     }
@@ -373,6 +412,29 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The catalog of a site.
+pub const CATALOG: &str = "data/catalog.sqlite";
+
+/// Takes away what SQLite has beside the catalog.
+pub fn forget_log(site: &Site) {
+    for beside in ["-wal", "-shm"] {
+        let _ = fs::remove_file(site.path(&format!("{CATALOG}{beside}")));
+    }
+}
+
+/// The catalog as one file, while no server has it: one that was made to end in a hurry leaves a log beside it.
+pub fn backup(site: &Site) -> Vec<u8> {
+    site.catalog().query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).unwrap();
+    forget_log(site);
+    fs::read(site.path(CATALOG)).unwrap()
+}
+
+/// Puts an earlier catalog back, while no server has it.
+pub fn put_back(site: &Site, catalog: &[u8]) {
+    forget_log(site);
+    fs::write(site.path(CATALOG), catalog).unwrap();
 }
 
 /// What is noted with a file.

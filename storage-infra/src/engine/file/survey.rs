@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use uuid::Uuid;
 
-use super::{MARKER, notes};
+use super::{MARKER, lock, notes};
 use crate::engine::Record;
 
 /// What was found in a pool's directory.
@@ -20,6 +20,8 @@ pub struct Survey {
     pub uuid: Uuid,
     /// What is noted of the pool.
     pub pool: Option<Record>,
+    /// Which server has it now, for people.
+    pub served: Option<String>,
     /// Its files, by name.
     pub files: Vec<Found>,
 }
@@ -65,5 +67,7 @@ pub fn survey(dir: &Path) -> anyhow::Result<Survey> {
     }
     files.sort_by(|a, b| a.name.cmp(&b.name));
     let real = fs::canonicalize(dir).with_context(|| format!("cannot find {}", dir.display()))?;
-    Ok(Survey { dir: dir.to_owned(), real, uuid, pool: notes::read(&marker)?, files })
+    let served =
+        lock::server_of(&marker).with_context(|| format!("cannot ask who serves {}", dir.display()))?;
+    Ok(Survey { dir: dir.to_owned(), real, uuid, pool: notes::read(&marker)?, served, files })
 }

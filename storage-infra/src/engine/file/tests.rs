@@ -1,10 +1,11 @@
 use infra_api::{EngineKind, Labels, PoolName};
 
 use super::*;
+use crate::engine::Evidence;
 use crate::engine::record::{PoolRecord, SnapshotRecord, VolumeRecord};
 
 fn engine(dir: &Path) -> FileEngine {
-    let engine = FileEngine::new(dir, Uuid::new_v4());
+    let engine = FileEngine::new(dir, Uuid::new_v4(), Path::new("/data"));
     engine.adopt(&pool()).unwrap();
     engine
 }
@@ -16,6 +17,7 @@ fn pool() -> Record {
         labels: Labels::new(),
         cordoned: false,
         on_full: infra_api::OnFull::default(),
+        revision: 3,
     })
 }
 
@@ -32,6 +34,7 @@ fn record(object: &Object, identity: u128) -> Record {
             created_at,
             format_token: None,
             written: false,
+            revision: 5,
             holders: Vec::new(),
         })),
         Object::Snapshot(id) => Record::Snapshot(SnapshotRecord {
@@ -45,12 +48,21 @@ fn record(object: &Object, identity: u128) -> Record {
     }
 }
 
+/// As if everybody had been asked, and nobody had it.
+fn cleared(engine: &FileEngine, object: &Object, identity: u128) -> Result<Cleared> {
+    let (object, identity) = (object.clone(), Uuid::from_u128(identity));
+    let files = engine.files(&object)?;
+    let evidence =
+        Evidence { object, identity, files, is_behind: false, noted: Vec::new(), live: Vec::new() };
+    Ok(evidence.decide().unwrap())
+}
+
 fn create(engine: &FileEngine, name: &str, bytes: u64) -> Result<()> {
-    engine.create(&id(name), bytes, &record(&object(name), 1))
+    engine.create(&cleared(engine, &object(name), 1)?, bytes, &record(&object(name), 1))
 }
 
 fn remove(engine: &FileEngine, name: &str) -> Result<()> {
-    engine.remove(&object(name), Uuid::from_u128(1))
+    engine.remove(&cleared(engine, &object(name), 1)?)
 }
 
 fn id(text: &str) -> VolumeId {
@@ -100,7 +112,7 @@ fn a_directory_that_is_not_the_registered_one_is_left_alone() {
 fn a_directory_of_another_pool_is_refused_and_foreign_files_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let first = engine(dir.path());
-    let second = FileEngine::new(dir.path(), Uuid::new_v4());
+    let second = FileEngine::new(dir.path(), Uuid::new_v4(), Path::new("/data"));
     assert!(matches!(second.adopt(&pool()), Err(EngineError::Foreign(_))));
     fs::write(dir.path().join("photo.jpg"), "x").unwrap();
     fs::write(dir.path().join("w.raw"), "x").unwrap();
@@ -121,7 +133,16 @@ fn a_copy_keeps_holes_and_is_not_there_by_its_name_until_it_is_complete() {
     let cancelled = Copying::default();
     cancelled.cancel();
     let note = record(&snapshot("v"), 1);
-    let fill = |copying| engine.fill(&snapshot("v"), &source, 65 << 20, Method::Copy, &note, copying);
+    let fill = |copying| {
+        engine.fill(
+            &cleared(&engine, &snapshot("v"), 1).unwrap(),
+            &source,
+            65 << 20,
+            Method::Copy,
+            &note,
+            copying,
+        )
+    };
     let is_complete = || engine.is_complete(&snapshot("v"), note.identity()).unwrap();
     assert!(matches!(fill(&cancelled), Err(EngineError::Cancelled)));
     assert!(engine.exists(&snapshot("v")).unwrap() && !is_complete());
@@ -147,15 +168,50 @@ fn what_is_noted_of_another_object_keeps_a_file_from_being_removed_or_taken_for_
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
     let (other, ours) = (record(&object("v"), 2), record(&object("v"), 1));
-    assert!(matches!(engine.remove(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
-    assert!(matches!(engine.create(&id("v"), 8192, &other), Err(EngineError::Foreign(_))));
+    assert!(matches!(
+        engine.remove(&cleared(&engine, &object("v"), 2).unwrap()),
+        Err(EngineError::Foreign(_))
+    ));
+    assert!(matches!(
+        engine.create(&cleared(&engine, &object("v"), 2).unwrap(), 8192, &other),
+        Err(EngineError::Foreign(_))
+    ));
     assert!(matches!(engine.is_complete(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
-    engine.discard(&object("v")).unwrap();
+    engine.discard(&cleared(&engine, &object("v"), 1).unwrap()).unwrap();
     assert_eq!(engine.noted(&object("v")).unwrap(), Some(ours));
     // By another name it is nobody's.
     fs::rename(dir.path().join("v.raw"), dir.path().join("w.raw")).unwrap();
     assert!(matches!(remove(&engine, "w"), Err(EngineError::Foreign(_))));
     assert_eq!(fs::metadata(dir.path().join("w.raw")).unwrap().len(), 4096);
+}
+
+#[test]
+fn what_is_complete_keeps_its_record_and_what_is_open_keeps_its_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let engine = engine(dir.path());
+    create(&engine, "v", 4096).unwrap();
+    let Record::Volume(mut noted) = record(&object("v"), 1) else { panic!() };
+    (noted.written, noted.revision) = (true, 9);
+    let noted = Record::Volume(noted);
+    engine.note(&noted).unwrap();
+    create(&engine, "v", 8192).unwrap();
+    let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
+    assert_eq!(
+        (engine.noted(&object("v")).unwrap().unwrap(), fs::metadata(&path).unwrap().len()),
+        (noted, 4096)
+    );
+    assert_eq!(engine.revisions().unwrap(), Revisions { pool: 3, volumes: HashMap::from([(id("v"), 9)]) });
+
+    // Somebody opened it after everybody was asked.
+    let cleared = cleared(&engine, &object("v"), 1).unwrap();
+    let losetup = |arguments: &[&str], path: &Path| {
+        std::process::Command::new("losetup").args(arguments).arg(path).output().unwrap().stdout
+    };
+    let device = PathBuf::from(String::from_utf8(losetup(&["--find", "--show"], &path)).unwrap().trim());
+    let refused = engine.remove(&cleared);
+    losetup(&["--detach"], &device);
+    assert!(matches!(refused, Err(EngineError::InUse(why)) if why.contains(device.to_str().unwrap())));
+    assert!(path.exists());
 }
 
 #[test]

@@ -10,6 +10,7 @@ mod live;
 mod operations;
 mod plugging;
 mod proof;
+mod retries;
 mod unplugging;
 
 use std::time::Duration;
@@ -28,6 +29,7 @@ use crate::hypervisor::{Disk, HypervisorError};
 use operations::{Kind, Wanted};
 
 pub(super) use operations::Operation;
+pub(super) use retries::Retries;
 
 /// How long an id that is over is refused: far longer than any request is under way, or its sender paused.
 pub(super) const REMEMBERED: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,12 +1,13 @@
 //! Work on attachments that callers can join: one after the other for each id.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use infra_api::{AttachmentId, AttachmentSpec, AttachmentState, ProblemCode};
 
 use super::Progress;
+use crate::audit;
 use crate::catalog::AttachmentRow;
 use crate::service::{Failure, Result, Service};
 
@@ -77,7 +78,7 @@ impl Service {
         let mut operations = self.lock_operations();
         let before = operations.get(&id).map(|operation| operation.work.clone());
         let (service, key) = (self.clone(), id.clone());
-        let task = self.0.tasks.spawn(async move {
+        let task = self.0.tasks.spawn(audit::acting(audit::actor(), async move {
             if let Some(before) = before {
                 let _ = before.await;
             }
@@ -87,7 +88,7 @@ impl Service {
                 operations.remove(&key);
             }
             result
-        });
+        }));
         let broke = |error| Failure::new(ProblemCode::Internal, format!("the work broke off: {error}"));
         let work = async move { task.await.unwrap_or_else(|error| Err(broke(error))) }.boxed().shared();
         operations.insert(id, Operation { number, kind, work: work.clone() });
@@ -113,14 +114,24 @@ impl Service {
         if self.operation(&row.id).is_some() {
             return;
         }
+        // A disk that is to leave is waited for by somebody.
+        if row.state != AttachmentState::Detaching && !self.0.retries.is_due(&row.id, Instant::now()) {
+            return;
+        }
         let work = match row.state {
             AttachmentState::Attaching | AttachmentState::Attached => {
                 self.start_attach(row.id.clone(), Wanted::ByCatalog)
             }
             AttachmentState::Detaching => self.start_detach(row.id.clone()),
         };
-        if let Err(failure) = work.await {
-            tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "not finished; will be tried again");
+        match work.await {
+            Ok(_) => self.0.retries.forget(&row.id),
+            Err(failure)
+                if self.0.retries.failed(&row.id, &row.volume, &failure.0.detail, Instant::now()) =>
+            {
+                tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "not finished; will be tried again");
+            }
+            Err(failure) => tracing::debug!(attachment = %row.id, %failure, "not finished, as before"),
         }
     }
 }

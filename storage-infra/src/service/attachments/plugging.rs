@@ -6,11 +6,12 @@ use uuid::Uuid;
 
 use super::operations::Wanted;
 use super::{Parts, Progress, describe};
+use crate::audit;
 use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::Object;
 use crate::hypervisor::{HypervisorError, Unplugged};
 use crate::service::admission::{Admission, Wish, enter};
-use crate::service::{Failure, Result, Service};
+use crate::service::{Failure, Result, Service, seconds};
 
 /// Why a plug did not end well, by what it leaves.
 enum PlugError {
@@ -84,8 +85,13 @@ impl Service {
             Err(PlugError::NotPlugged(failure)) if parts.row.state == AttachmentState::Attaching => {
                 // Nothing is plugged, so nothing is left behind.
                 let key = id.clone();
-                self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_attachment(&key)?) }).await?;
+                self.0
+                    .catalog
+                    .run(move |tx| -> Result<_> { Ok(tx.refuse_attachment(&key, seconds())?) })
+                    .await?;
+                audit::forgot(format!("attachment {id}"), "its disk was not plugged");
                 self.disk_is_not_lost(id);
+                self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
                 Err(failure)
             }
@@ -104,9 +110,10 @@ impl Service {
             Ok((_, missing)) if missing.is_empty() => {}
             Ok((name, _)) => {
                 let node = NodeRef { uuid: row.node, name };
-                tracing::warn!(attachment = %row.id, volume = %row.volume, %node, "the disk is gone from the running machine; plugging it again");
-                self.0.metrics.repaired();
-                self.disk_is_lost(row, &node);
+                if self.disk_is_lost(row, &node) {
+                    tracing::info!(attachment = %row.id, volume = %row.volume, %node, "the disk is gone from the running VM; plugging it again");
+                    self.0.metrics.repaired();
+                }
             }
             Err(failure) => tracing::debug!(node = %row.node, %failure, "could not look for the disk"),
         }
@@ -119,7 +126,7 @@ impl Service {
             .await
             .map_err(PlugError::Unknown)?;
         let hypervisor = self.hypervisor(&parts.node.spec.hypervisor).map_err(PlugError::Unknown)?;
-        self.note_plug(parts).await?;
+        self.note_plug(parts, is_new).await?;
         if parts.row.blank == Blank::Undecided {
             parts.row.blank = self.attest(parts).await.map_err(PlugError::Unknown)?;
         }
@@ -151,15 +158,20 @@ impl Service {
     }
 
     /// Notes with the volume's bytes that this node may have it: whoever is noted there must be known to the catalog.
-    async fn note_plug(&self, parts: &Parts) -> Result<(), PlugError> {
-        if parts.row.read_only {
+    async fn note_plug(&self, parts: &Parts, is_new: bool) -> Result<(), PlugError> {
+        let noted = if parts.row.read_only {
             // Two who read do no harm: they need not wait for a filesystem that takes no writes.
-            self.note_soon(&parts.volume.id);
-            return Ok(());
-        }
-        match self.note_volume(&parts.volume.id).await {
+            let known = self.refuse_behind(&parts.volume.id).await;
+            known.inspect(|()| self.note_soon(&parts.volume.id))
+        } else {
+            self.note_volume(&parts.volume.id).await
+        };
+        match noted {
             Ok(()) => Ok(()),
-            Err(failure) if failure.code() == ProblemCode::InUse => Err(PlugError::NotPlugged(failure)),
+            // An older one may have been plugged in a past that the catalog does not know.
+            Err(failure) if is_new && failure.code() == ProblemCode::InUse => {
+                Err(PlugError::NotPlugged(failure))
+            }
             Err(failure) => Err(PlugError::Unknown(failure)),
         }
     }

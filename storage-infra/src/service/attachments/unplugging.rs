@@ -3,8 +3,9 @@
 use infra_api::{AttachmentId, AttachmentState, Change, EventKind};
 
 use super::{Parts, Progress, describe};
+use crate::audit;
 use crate::catalog::{AttachmentRow, Tx};
-use crate::hypervisor::Unplugged;
+use crate::hypervisor::{Disk, Unplugged};
 use crate::service::{Result, Service, seconds};
 
 impl Service {
@@ -34,14 +35,8 @@ impl Service {
             self.emit(EventKind::Attachment, id, Change::Updated);
             parts.row.state = AttachmentState::Detaching;
         }
-        let source = self.engine_of(&parts.pool).source(&parts.volume.id);
-        let disk = parts.disk(source);
-        let unplugged = match self.hypervisor(&parts.node.spec.hypervisor) {
-            Ok(hypervisor) => {
-                hypervisor.unplug(parts.row.node, &disk).await.map_err(|error| describe(error, &parts))
-            }
-            Err(failure) => Err(failure),
-        };
+        let disk = parts.disk(self.engine_of(&parts.pool).source(&parts.volume.id));
+        let unplugged = self.unplug(&parts, &disk).await;
         let unplugged = match unplugged {
             Ok(Unplugged::Gone) => self.prove_unplugged(&parts, &disk).await,
             other => other,
@@ -53,8 +48,10 @@ impl Service {
                     .catalog
                     .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
                     .await?;
+                audit::forgot(format!("attachment {id}"), "its disk is proven to be unplugged");
                 self.note_soon(&parts.row.volume);
                 self.disk_is_not_lost(id);
+                self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
                 tracing::info!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, "detached");
                 return Ok(Progress::Gone);
@@ -72,6 +69,13 @@ impl Service {
         }
         parts.row.message = Some(message);
         why.map(|_| Progress::UnderWay(parts.to_attachment()))
+    }
+
+    /// Unplugs a disk, unless another server has its pool: then that one's catalog counts.
+    async fn unplug(&self, parts: &Parts, disk: &Disk) -> Result<Unplugged> {
+        self.refuse_served_elsewhere(&parts.row).await?;
+        let hypervisor = self.hypervisor(&parts.node.spec.hypervisor)?;
+        hypervisor.unplug(parts.row.node, disk).await.map_err(|error| describe(error, parts))
     }
 }
 

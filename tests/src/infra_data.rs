@@ -1,0 +1,91 @@
+//! The data directory of the lab's storage infra: copied, put back, rebuilt; and another server over a copy of it.
+
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+use anyhow::{Context, Result, ensure};
+use infra_api::{Client, ClientOptions};
+use tempfile::TempDir;
+
+use crate::program::{Running, binary};
+use crate::{PATIENCE, Scenario, eventually};
+
+const PART: &str = "storage-infra";
+
+/// The lab's.
+pub fn data_dir(s: &Scenario) -> PathBuf {
+    s.lab.dir().join("infra/data")
+}
+
+/// Runs `storage-infra recover` on the lab's data directory, and gives what it said.
+pub async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
+    let mut command = tokio::process::Command::new(binary(&s.lab, PART));
+    let hypervisor = format!("loop=loop:{}", s.lab.dir().join("infra/loop").display());
+    command.args(["recover", "--hypervisor", &hypervisor, "--data-dir"]).arg(data_dir(s)).args(arguments);
+    let Output { status, stdout, stderr } = command.output().await.context("cannot run recover")?;
+    let said = String::from_utf8([stdout, stderr].concat())?;
+    ensure!(status.success(), "recover {arguments:?}: {said}");
+    Ok(said)
+}
+
+/// A copy of the lab's data directory, of while no server had it.
+pub struct Copied(TempDir);
+
+impl Copied {
+    /// Copies it now.
+    pub async fn now(s: &Scenario) -> Result<Self> {
+        let dir = tempfile::tempdir()?;
+        copy(&data_dir(s), &dir.path().join("data")).await?;
+        Ok(Self(dir))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> PathBuf {
+        self.0.path().join("data")
+    }
+
+    /// Puts it in the place of the lab's.
+    pub async fn put_back(&self, s: &Scenario) -> Result<()> {
+        std::fs::remove_dir_all(data_dir(s))?;
+        copy(&self.path(), &data_dir(s)).await
+    }
+}
+
+async fn copy(from: &Path, to: &Path) -> Result<()> {
+    let copied = tokio::process::Command::new("cp").arg("-a").arg(from).arg(to).status().await?;
+    ensure!(copied.success(), "cannot copy {} to {}", from.display(), to.display());
+    Ok(())
+}
+
+/// Another server over the lab's pools, with this data directory, and a client of it.
+pub async fn another_server(s: &Scenario, data: &Path) -> Result<(Running, Client)> {
+    let infra = s.lab.state().infra.as_ref().context("the lab has no infra")?;
+    let file = |name: &str| infra.pki.join(name).display().to_string();
+    let words = [
+        "serve".to_owned(),
+        "--log-format=json".to_owned(),
+        "--listen=127.0.0.1:0".to_owned(),
+        format!("--data-dir={}", data.display()),
+        format!("--tls-cert={}", file("server.crt")),
+        format!("--tls-key={}", file("server.key")),
+        format!("--client-ca={}", file("ca.crt")),
+        format!("--hypervisor=libvirt=libvirt:{}", infra.libvirt_uri),
+        format!("--hypervisor=loop=loop:{}", infra.loop_root.display()),
+        format!("--hypervisor=simulated=simulated:{}", infra.simulated_root.display()),
+    ];
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let server = Running::start(&binary(&s.lab, PART), &words).await?;
+    let address = eventually("the other server serves", PATIENCE, || async {
+        Ok(address(&server.log()).ok_or_else(|| server.log()))
+    })
+    .await?;
+    let options = ClientOptions::from_pki_dir(format!("https://{address}"), &infra.pki)?;
+    Ok((server, Client::new(&options)?))
+}
+
+/// The API's address, by what a server logged.
+fn address(log: &str) -> Option<String> {
+    let events = log.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    let mut served = events.filter(|event| event["message"] == "serving the API");
+    served.next()?["address"].as_str().map(str::to_owned)
+}

@@ -1,0 +1,104 @@
+//! Files of the storage infra stay where somebody has them: one server for each pool, and no catalog that is older than the
+//! pools removes, plugs or unplugs anything.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use infra_api::{AttachmentId, VolumeId};
+use tests::bytes::device;
+use tests::crash::insist;
+use tests::infra_data::{Copied, another_server, recover};
+use tests::records::Records;
+use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
+
+const PART: &str = "storage-infra";
+const SHORT: Duration = Duration::from_secs(2);
+
+/// The infra's volume and attachment behind a disk.
+async fn attached(s: &Scenario, disk: &str) -> Result<(VolumeId, AttachmentId)> {
+    let found = s.infra.list_attachments(None, None).await?;
+    let found = found.into_iter().find(|one| one.disk_uuid.to_string() == disk);
+    found.map(|one| (one.volume, one.id)).context("no attachment of the disk")
+}
+
+async fn pools_are(client: &infra_api::Client, healthy: bool) -> Result<()> {
+    eventually(&format!("all pools are healthy: {healthy}"), PATIENCE, || async {
+        let pools = client.list_pools().await?;
+        Ok(if pools.iter().all(|pool| pool.healthy == healthy) { Ok(()) } else { Err(format!("{pools:?}")) })
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_second_server_on_the_labs_pools_does_nothing_there_until_the_first_one_is_killed() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        let (volume, attachment) = attached(&s, &disk).await?;
+        let writer = Records::begin(&device(&node, &disk), MIB as u64)?.keep_appending();
+        s.kill_part(PART).await?;
+        let copied = Copied::now(&s).await?;
+        s.start_part(PART).await?;
+
+        let (server, client) = another_server(&s, &copied.path()).await?;
+        pools_are(&client, false).await?;
+        for pool in client.list_pools().await? {
+            let message = pool.message.unwrap_or_default();
+            ensure!(message.contains("another server (process"), "{message}");
+        }
+        let refused = client.detach(&attachment, SHORT).await.unwrap_err();
+        ensure!(refused.to_string().contains("another server"), "{refused}");
+        ensure!(client.delete_volume(&volume).await.is_err(), "it deletes a volume of another server");
+        ensure!(device(&node, &disk).exists(), "the disk was taken from its VM");
+        pools_are(&s.infra, true).await?;
+
+        s.kill_part(PART).await?;
+        pools_are(&client, true).await?;
+        ensure!(server.stop().await?.success(), "the other server failed");
+        s.start_part(PART).await?;
+        pools_are(&s.infra, true).await?;
+        writer.stop()?.close().verify(&device(&node, &disk))?;
+        insist("a detach", || s.driver.unpublish(&handle, &node.name)).await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn an_old_catalog_that_is_put_back_under_a_writer_removes_and_unplugs_nothing() -> Result<()> {
+    let _alone = alone().await;
+    run(|s| async move {
+        let (node, handle) = (s.node().await?, s.volume().await?);
+        s.kill_part(PART).await?;
+        let older = Copied::now(&s).await?;
+        s.start_part(PART).await?;
+        let disk = s.driver.publish(&handle, &node.name).await?;
+        let (volume, _) = attached(&s, &disk).await?;
+        let path = device(&node, &disk);
+        let writer = Records::begin(&path, MIB as u64)?.keep_appending();
+
+        // Nobody asks for anything but this test.
+        let frozen = s.freeze_part("mgmt-csi")?;
+        s.kill_part(PART).await?;
+        older.put_back(&s).await?;
+        s.start_part(PART).await?;
+        let refused = s.infra.delete_volume(&volume).await.unwrap_err();
+        ensure!(refused.to_string().contains("older than the pool"), "{refused}");
+        // What is plugged was compared with what is attached.
+        eventually("the disk without an attachment is reported", PATIENCE, || async {
+            let found = s.infra.get_volume(&volume).await?.context("the volume is gone")?;
+            let message = found.condition.message.unwrap_or_default();
+            Ok(if message.contains("no attachment stands for it") { Ok(()) } else { Err(message) })
+        })
+        .await?;
+        ensure!(path.exists(), "the disk was taken from its VM");
+        s.kill_part(PART).await?;
+        recover(&s, &["--dry-run=false"]).await?;
+        s.start_part(PART).await?;
+        drop(frozen);
+
+        writer.stop()?.close().verify(&path)?;
+        insist("a detach", || s.driver.unpublish(&handle, &node.name)).await
+    })
+    .await
+}

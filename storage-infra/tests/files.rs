@@ -151,6 +151,28 @@ async fn a_stale_row_of_a_volume_being_made_leaves_its_file_and_its_record_alone
 }
 
 #[tokio::test]
+async fn a_pool_that_is_registered_later_is_not_taken_for_newer_than_the_catalog() {
+    let site = Site::new();
+    let server = site.ready(&[]).await;
+    server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
+    fs::create_dir(site.path("later")).unwrap();
+    let name = infra_api::PoolName::new("later").unwrap();
+    let spec = infra_api::PoolSpec { path: text(&site.path("later")).to_owned(), ..site.pool_spec() };
+    server.client.put_pool(&name, &spec).await.unwrap();
+    let mut wanted = size(MIB);
+    wanted.placement.pool = Some(name.clone());
+    server.client.put_volume(&volume("w"), &wanted, SOON).await.unwrap();
+    server.client.delete_volume(&volume("w")).await.unwrap();
+    assert!(!site.path("later/w.raw").exists());
+    // Nor is it by the next server.
+    server.client.put_volume(&volume("w"), &wanted, SOON).await.unwrap();
+    assert_eq!(server.stop(), Some(0));
+    let server = site.start();
+    server.client.delete_volume(&volume("w")).await.unwrap();
+    server.client.delete_pool(&name).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_file_that_a_process_has_as_an_image_stays_and_the_process_is_named() {
     let site = Site::new();
     let server = site.ready(&[]).await;

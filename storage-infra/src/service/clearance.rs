@@ -159,8 +159,13 @@ impl Service {
             tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not plugged");
             self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_behind(&name, &volumes)?) }).await?;
         }
-        self.0.compared.lock().unwrap_or_else(PoisonError::into_inner).insert(pool.uuid);
+        self.is_compared(pool);
         Ok(())
+    }
+
+    /// Notes that from now on only this server notes anything in a pool.
+    pub(super) fn is_compared(&self, pool: &PoolRow) {
+        self.0.compared.lock().unwrap_or_else(PoisonError::into_inner).insert(pool.uuid);
     }
 
     /// Compares all pools. Waits only a while: what hangs is compared before anything is removed or noted there.

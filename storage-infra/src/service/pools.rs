@@ -196,11 +196,19 @@ impl Service {
 
     /// Makes the directory the pool's own. A pool that cannot have its directory is forgotten again.
     pub(super) async fn mark(&self, row: &PoolRow, forget: bool) -> Result<()> {
+        // A marker that is there already may be of a past that the catalog does not know. Where there is none, nothing is.
+        if !forget && let Err(failure) = self.compare_revisions(row).await {
+            tracing::debug!(pool = %row.name, %failure, "nothing to compare with the catalog");
+        }
         let revision = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.revision()?) }).await?;
         let (name, record) = (row.name.clone(), pool_record(row, revision));
         match self.engine::<_, EngineError, _>(self.engine_of(row), move |engine| engine.adopt(&record)).await
         {
-            Ok(()) => self.0.catalog.run(move |tx| Ok(tx.set_pool_marked(&name)?)).await,
+            Ok(()) => {
+                // What was just noted there is this server's own.
+                self.is_compared(row);
+                self.0.catalog.run(move |tx| Ok(tx.set_pool_marked(&name)?)).await
+            }
             Err(error) => {
                 if forget {
                     self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&name)?) }).await?;

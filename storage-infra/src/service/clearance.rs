@@ -159,12 +159,12 @@ impl Service {
             tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not plugged");
             self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_behind(&name, &volumes)?) }).await?;
         }
-        self.is_compared(pool);
+        self.note_compared(pool);
         Ok(())
     }
 
     /// Notes that from now on only this server notes anything in a pool.
-    pub(super) fn is_compared(&self, pool: &PoolRow) {
+    pub(super) fn note_compared(&self, pool: &PoolRow) {
         self.0.compared.lock().unwrap_or_else(PoisonError::into_inner).insert(pool.uuid);
     }
 

@@ -206,7 +206,7 @@ impl Service {
         {
             Ok(()) => {
                 // What was just noted there is this server's own.
-                self.is_compared(row);
+                self.note_compared(row);
                 self.0.catalog.run(move |tx| Ok(tx.set_pool_marked(&name)?)).await
             }
             Err(error) => {

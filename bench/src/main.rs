@@ -9,7 +9,8 @@ use bench::apart::apart;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, heal, idle, lifecycle, memory, recovery, scale,
+    attach, blocked, burst, copy, create, delete, extents, fairness, heal, idle, lifecycle, memory, recovery,
+    scale,
 };
 use bench::instant::Backend;
 use bench::plot;
@@ -103,6 +104,8 @@ enum Bench {
         #[arg(long, default_value_t = 100)]
         volumes: usize,
     },
+    /// A guest's attaches and detaches while another VM does its worst, against the same alone.
+    Fairness(fairness::Worst),
     /// What a pool's filesystem takes for itself for volumes that are written in random order.
     Extents {
         /// How large the volumes are, in MiB.
@@ -135,6 +138,7 @@ impl Bench {
             Self::Idle { .. } => "idle",
             Self::Memory { .. } => "memory",
             Self::Recovery { .. } => "recovery",
+            Self::Fairness(_) => "fairness",
             Self::Extents { .. } => "extents",
             Self::Scale(_) => "scale",
             Self::Plot { .. } => "plot",
@@ -156,6 +160,7 @@ impl Bench {
             Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
+            Self::Fairness(worst) => fairness::run(report, worst).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,
             Self::Scale(size) => scale::run(report, size).await,
             Self::Plot { .. } => Ok(()),

@@ -3,7 +3,7 @@
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
-use crate::virtual_machine::{VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
+use crate::virtual_machine::{MOST_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
 use crate::volume_attachment::VolumeAttachment;
 
 /// Every CustomResourceDefinition as (file name, YAML text), as `crds/yaml/` must hold them.
@@ -33,6 +33,8 @@ fn virtual_machine() -> Value {
         volumes["x-kubernetes-list-map-keys"] = json!(["name"]);
         volumes["items"]["x-kubernetes-preserve-unknown-fields"] = json!(true);
     }
+    // Not of the status, which also has the disks that are leaving.
+    schema["spec"]["properties"]["volumes"]["maxItems"] = json!(MOST_VOLUMES);
     let versions: Vec<Value> = VIRTUAL_MACHINE_VERSIONS
         .iter()
         .enumerate()

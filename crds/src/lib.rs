@@ -10,8 +10,8 @@ mod virtual_machine;
 mod volume_attachment;
 
 pub use virtual_machine::{
-    PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VirtualMachine,
-    VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume, VirtualMachineVolumeStatus,
-    newest_virtual_machine_version, node_uuid, virtual_machine_resource,
+    MOST_VOLUMES, PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS,
+    VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,
+    VirtualMachineVolumeStatus, newest_virtual_machine_version, node_uuid, virtual_machine_resource,
 };
 pub use volume_attachment::{AttachError, VolumeAttachment, VolumeAttachmentSpec, VolumeAttachmentStatus};

@@ -16,6 +16,9 @@ pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
 /// The versions that carry the subset, newest first.
 pub const VIRTUAL_MACHINE_VERSIONS: [&str; 5] = ["v1alpha6", "v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
 
+/// How many entries `spec.volumes` can have: as many disks as a virtual SCSI controller takes, and a root disk.
+pub const MOST_VOLUMES: usize = 256;
+
 /// A virtual machine, in whichever version [`virtual_machine_resource`] names.
 pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
 

@@ -1,23 +1,33 @@
 //! Kubernetes events, sent in the background: an operation never waits for its own report, and never
-//! fails because of it.
+//! fails because of it. Many that are alike become one, and whoever causes many waits behind itself.
+
+mod alike;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::Client;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::client::chain;
+use crate::fair::{Gate, Limits};
+use crate::informer::Key;
 use crate::text::one_line;
 
-/// The most events under way at once; more are dropped, with a log line.
-const MOST_AT_ONCE: usize = 64;
+use alike::Gathering;
+pub use alike::{Alike, listed};
+
+/// How many events are on their way at once. Those about one object come in the order in which they were made.
+const AT_ONCE: Limits = Limits { total: 16, namespace: 8, object: 1 };
+/// The most events of one namespace that wait; more are dropped, with a log line.
+const MOST_WAITING: usize = 64;
 /// For how long after an event the same again is only counted.
 const SERIES: Duration = Duration::from_secs(360);
+/// How often what was said longer ago is forgotten.
+const FORGET: Duration = Duration::from_secs(30);
 
 /// Writes events to one cluster. What is said again in the same words is counted in the event that there is; in other
 /// words it is an event of its own.
@@ -25,12 +35,20 @@ const SERIES: Duration = Duration::from_secs(360);
 pub struct Events {
     client: Client,
     reporter: Reporter,
-    said: Arc<Mutex<HashMap<Topic, Said>>>,
-    slots: Arc<Semaphore>,
+    said: Arc<Mutex<Spoken>>,
+    alike: Arc<Gathering>,
+    gate: Gate,
 }
 
 /// What events are about, whatever they say: object, action and reason.
 type Topic = [String; 6];
+
+/// What was said lately.
+#[derive(Default)]
+struct Spoken {
+    topics: HashMap<Topic, Said>,
+    forgot: Option<Instant>,
+}
 
 /// What was said last. A recorder counts up whatever it has of a topic, without a look at the words: so each has only
 /// ever heard the same ones.
@@ -50,7 +68,8 @@ impl Events {
     /// Events that say `component` as their source.
     pub fn new(client: Client, component: &str) -> Self {
         let reporter = Reporter { controller: component.to_owned(), instance: None };
-        Self { client, reporter, said: Arc::default(), slots: Arc::new(Semaphore::new(MOST_AT_ONCE)) }
+        let gate = Gate::new(AT_ONCE);
+        Self { client, reporter, said: Arc::default(), alike: Arc::default(), gate }
     }
 
     /// Something went as it should.
@@ -63,12 +82,30 @@ impl Events {
         self.send(EventType::Warning, about, action, reason, note);
     }
 
+    /// Something went wrong that may go wrong again and again in other words: one event in six minutes.
+    pub fn warning_once(&self, about: ObjectReference, action: &str, reason: &str, note: String) {
+        if !self.has_said(&about, action, reason) {
+            self.warning(about, action, reason, note);
+        }
+    }
+
+    /// Whether anything was said about that lately.
+    fn has_said(&self, about: &ObjectReference, action: &str, reason: &str) -> bool {
+        self.spoken().topics.contains_key(&topic(about, action, reason))
+    }
+
     fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
         let mut note = one_line(&note).into_owned();
-        let Ok(slot) = self.slots.clone().try_acquire_owned() else {
-            tracing::warn!(reason, note, "too many events at once: this one is dropped");
+        let lane = lane(&about);
+        if self.gate.waiting(&lane.namespace) >= MOST_WAITING {
+            tracing::warn!(
+                namespace = lane.namespace,
+                reason,
+                note,
+                "too many events at once: this one is dropped"
+            );
             return;
-        };
+        }
         truncate(&mut note, 1000);
         let recorder = self.recorder(topic(&about, action, reason), &note);
         let event = Event {
@@ -78,21 +115,24 @@ impl Events {
             action: action.to_owned(),
             secondary: None,
         };
+        let gate = self.gate.clone();
         tokio::spawn(async move {
+            let _permit = gate.enter(&lane).await;
             if let Err(error) = recorder.publish(&event, &about).await {
                 tracing::warn!(reason = event.reason, "cannot write an event: {}", chain(&error));
             }
-            drop(slot);
         });
     }
 
     /// The recorder that has said these very words of a topic, or a new one.
     fn recorder(&self, topic: Topic, note: &str) -> Recorder {
         let now = Instant::now();
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        said.retain(|_, last| now.duration_since(last.at) < SERIES);
-        let last =
-            said.entry(topic).and_modify(|last| last.at = now).or_insert_with(|| self.new_said(note, now));
+        let mut spoken = self.spoken();
+        let last = spoken
+            .topics
+            .entry(topic)
+            .and_modify(|last| last.at = now)
+            .or_insert_with(|| self.new_said(note, now));
         if last.note != note {
             *last = self.new_said(note, now);
         }
@@ -103,6 +143,34 @@ impl Events {
         let recorder = Recorder::new(self.client.clone(), self.reporter.clone());
         Said { note: note.to_owned(), recorder, at }
     }
+
+    fn spoken(&self) -> MutexGuard<'_, Spoken> {
+        let mut spoken = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        spoken.forget(Instant::now());
+        spoken
+    }
+}
+
+impl Spoken {
+    /// Forgets what was said too long ago, and the room for it.
+    fn forget(&mut self, now: Instant) {
+        if self.forgot.is_some_and(|at| now.duration_since(at) < FORGET) {
+            return;
+        }
+        self.forgot = Some(now);
+        self.topics.retain(|_, last| now.duration_since(last.at) < SERIES);
+        self.topics.shrink_to_fit();
+    }
+}
+
+/// Whose event it is.
+fn lane(about: &ObjectReference) -> Key {
+    let name = format!(
+        "{}/{}",
+        about.kind.as_deref().unwrap_or_default(),
+        about.name.as_deref().unwrap_or_default()
+    );
+    Key::new(about.namespace.clone().unwrap_or_default(), name)
 }
 
 fn topic(about: &ObjectReference, action: &str, reason: &str) -> Topic {
@@ -152,7 +220,9 @@ mod tests {
             events.warning(about.clone(), "Check", "Differs", note.to_owned());
             let (method, note, count) = sent.recv().await.unwrap();
             // Once it is sent wholly.
-            drop(events.slots.acquire_many(MOST_AT_ONCE as u32).await.unwrap());
+            while !events.gate.is_idle() {
+                tokio::task::yield_now().await;
+            }
             seen.push((method, note.as_str().unwrap().to_owned(), count.as_i64()));
         }
         let of = |method: Method, note: &str, count| (method, note.to_owned(), count);

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 use crate::informer::Key;
+use crate::memory::give_back;
 
 /// Members by group.
 #[derive(Debug, Default)]
@@ -42,6 +43,9 @@ impl Index {
         if !new.is_empty() {
             index.groups_of.insert(member.clone(), new.into());
         }
+        let Groups { members, groups_of } = &mut *index;
+        give_back(members);
+        give_back(groups_of);
     }
 
     /// The members of `group`, in order.

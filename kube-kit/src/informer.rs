@@ -19,6 +19,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
+use crate::memory::give_back;
 
 pub(crate) use present::Informers;
 
@@ -119,6 +120,7 @@ where
     url: String,
     what: String,
     config: watcher::Config,
+    metadata_only: bool,
     trim: Trim<K>,
     handlers: Vec<Handler<K>>,
     returns: Vec<Box<dyn Fn() + Send + Sync>>,
@@ -146,6 +148,7 @@ where
             client: api.into_client(),
             what: what.into(),
             config: watcher::Config::default(),
+            metadata_only: false,
             trim: Box::new(|_| {}),
             handlers: Vec::new(),
             returns: Vec::new(),
@@ -308,6 +311,7 @@ impl<K> Drop for Waiter<'_, K> {
         // Two counts: the table's and this one's.
         if Arc::strong_count(&self.notify) <= 2 {
             waiting.remove(self.key);
+            give_back(&mut waiting);
         }
     }
 }
@@ -320,6 +324,13 @@ where
     #[must_use]
     pub fn config(mut self, config: watcher::Config) -> Self {
         self.config = config;
+        self
+    }
+
+    /// Asks the server for the metadata of the objects alone.
+    #[must_use]
+    pub fn metadata_only(mut self) -> Self {
+        self.metadata_only = true;
         self
     }
 
@@ -398,7 +409,12 @@ where
     }
 
     fn remove(&self, key: &Key) {
-        let old = self.objects_mut().remove(key);
+        let old = {
+            let mut objects = self.objects_mut();
+            let old = objects.remove(key);
+            give_back(&mut objects);
+            old
+        };
         if old.is_some() {
             self.tell(&Change { key, old: old.as_ref(), new: None });
         }

@@ -8,6 +8,7 @@ use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
+use crate::memory::give_back;
 
 /// Reads the newest that is known of an object. An own write is believed until the watch has it or tells of the object's
 /// end, however far behind that is, or everything was read anew.
@@ -113,6 +114,7 @@ impl<K: Resource> Latest<K> {
             && change.new.is_none_or(|new| !written.is_newer(Some(&**new)))
         {
             own.remove(change.key);
+            give_back(&mut own);
         }
     }
 

@@ -13,6 +13,7 @@ mod volume;
 
 pub use attachment::{AttachmentSource, VolumeAttachment};
 pub use claim::{PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus};
+pub use metadata::Metadata;
 pub use node::Node;
 pub use pod::{Pod, PodVolume};
 pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec, PersistentVolumeStatus};

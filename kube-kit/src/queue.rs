@@ -1,7 +1,8 @@
 //! A keyed work queue: each key is worked on by one task at a time, pushes of a waiting key merge into
-//! one, and a failed key comes back after a jittered, growing delay.
+//! one, and a failed key comes back after a jittered, growing delay. Keys that wait take [turns](crate::fair), by
+//! whose they are.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, HashSet};
 use std::fmt::{Debug, Display};
 use std::future::Future;
 use std::hash::Hash;
@@ -16,6 +17,9 @@ use tokio_util::sync::CancellationToken;
 
 mod later;
 
+use crate::fair::Lanes;
+use crate::informer::Key;
+use crate::memory::give_back;
 use later::Later;
 
 /// Where keys are pushed from anywhere. While nobody works them off they are dropped: who begins to, pushes all keys
@@ -122,9 +126,9 @@ impl<K> Queue<K> {
 }
 
 impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
-    /// Works keys off, `parallel` at once, until `stop`; lets the work under way end.
+    /// Works keys off, `parallel` at once, until `stop`; lets the work under way end. The first that waits comes first.
     pub async fn run<Work, Working, Error>(
-        mut self,
+        self,
         parallel: usize,
         retry: Retry,
         stop: CancellationToken,
@@ -134,7 +138,24 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         Working: Future<Output = Result<Next, Error>>,
         Error: Display,
     {
-        let mut state: State<K> = State::default();
+        self.run_fair(parallel, retry, stop, |_| Key::cluster(""), work).await;
+    }
+
+    /// The same, but keys come in turn by their lanes: of an object in a namespace.
+    pub async fn run_fair<Lane, Work, Working, Error>(
+        mut self,
+        parallel: usize,
+        retry: Retry,
+        stop: CancellationToken,
+        lane: Lane,
+        work: Work,
+    ) where
+        Lane: Fn(&K) -> Key,
+        Work: Fn(K) -> Working,
+        Working: Future<Output = Result<Next, Error>>,
+        Error: Display,
+    {
+        let mut state = State::new(lane);
         let mut running = FuturesUnordered::new();
         loop {
             // All that is pushed by now merges before the next key is begun.
@@ -153,7 +174,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                 Some((key, begun, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
-                            state.failures.remove(&key);
+                            state.succeeded(&key);
                             next
                         }
                         Err(error) => {
@@ -172,8 +193,9 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
 }
 
 /// Which keys wait, now or for their time, which are worked on, and which of those must be looked at once more.
-struct State<K> {
-    waiting: VecDeque<K>,
+struct State<K, Lane> {
+    lane: Lane,
+    waiting: Lanes<K>,
     queued: HashSet<K>,
     active: HashSet<K>,
     later: Later<K>,
@@ -182,10 +204,11 @@ struct State<K> {
     hurried: Option<Instant>,
 }
 
-impl<K> Default for State<K> {
-    fn default() -> Self {
+impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
+    fn new(lane: Lane) -> Self {
         Self {
-            waiting: VecDeque::new(),
+            lane,
+            waiting: Lanes::default(),
             queued: HashSet::new(),
             active: HashSet::new(),
             later: Later::default(),
@@ -193,9 +216,7 @@ impl<K> Default for State<K> {
             hurried: None,
         }
     }
-}
 
-impl<K: Clone + Eq + Hash> State<K> {
     fn take(&mut self, pushed: Pushed<K>) {
         match pushed {
             Pushed::Key(key) => self.push(key),
@@ -211,16 +232,24 @@ impl<K: Clone + Eq + Hash> State<K> {
 
     fn push(&mut self, key: K) {
         if self.queued.insert(key.clone()) && !self.active.contains(&key) {
-            self.waiting.push_back(key);
+            self.waiting.push((self.lane)(&key), key);
         }
     }
 
     fn begin(&mut self) -> Option<K> {
-        let key = self.waiting.pop_front()?;
+        let (_, key) = self.waiting.pop()?;
         self.queued.remove(&key);
+        if self.queued.is_empty() {
+            self.queued = HashSet::new();
+        }
         self.active.insert(key.clone());
         self.later.forget(&key);
         Some(key)
+    }
+
+    fn succeeded(&mut self, key: &K) {
+        self.failures.remove(key);
+        give_back(&mut self.failures);
     }
 
     /// How often a key has failed in a row, with the work that began then.
@@ -233,8 +262,11 @@ impl<K: Clone + Eq + Hash> State<K> {
 
     fn end(&mut self, key: K, next: Next) {
         self.active.remove(&key);
+        if self.active.is_empty() {
+            self.active = HashSet::new();
+        }
         if self.queued.contains(&key) {
-            self.waiting.push_back(key);
+            self.waiting.push((self.lane)(&key), key);
         } else if let Next::After(delay) = next {
             self.later.look_within(key, delay);
         }
@@ -304,6 +336,30 @@ mod tests {
         queue.hurry();
         work.await.unwrap();
         assert!(begun.elapsed() <= HURRY, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_has_much_waits_behind_itself() {
+        let (queue, worker) = queue::<Key>();
+        let stop = CancellationToken::new();
+        for number in 0..100 {
+            queue.push(Key::new("loud", format!("vm-{}.{number}", number % 2)));
+        }
+        queue.push(Key::new("quiet", "vm.1"));
+        let (seen, done) = (Arc::new(Mutex::new(Vec::new())), stop.clone());
+        let order = seen.clone();
+        let lane = |key: &Key| Key::new(&*key.namespace, key.name.split('.').next().unwrap_or_default());
+        let work = move |key: Key| {
+            let mut order = order.lock().unwrap();
+            order.push(key);
+            if order.len() == 101 {
+                done.cancel();
+            }
+            async { Ok::<_, String>(Next::Wait) }
+        };
+        worker.run_fair(1, Retry::default(), stop, lane, work).await;
+        let order: Vec<String> = seen.lock().unwrap().iter().take(4).map(Key::to_string).collect();
+        assert_eq!(order, ["loud/vm-0.0", "quiet/vm.1", "loud/vm-1.1", "loud/vm-0.2"]);
     }
 
     #[tokio::test(start_paused = true)]

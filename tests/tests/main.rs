@@ -14,6 +14,7 @@ mod disturb_parts;
 mod dynamic;
 mod etcd_restore;
 mod expand;
+mod fairness;
 mod formatting;
 mod guest_deletion;
 mod ha;

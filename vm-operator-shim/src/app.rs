@@ -8,24 +8,37 @@ use anyhow::Context;
 use crds::{
     VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version, virtual_machine_resource,
 };
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use kube_kit::client::connect;
+use kube_kit::events::Events;
+use kube_kit::fair::{Gate, Limits};
 use kube_kit::health::{Check, Health};
 use kube_kit::http;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
+use kube_kit::lean::Metadata;
 use kube_kit::lease::{Election, LeaseArgs};
 use kube_kit::queue::{Queue, Retry};
 use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
+use crate::absent::Absent;
+use crate::allowance::{Allowance, Rate};
 use crate::attachments::{self, Attachments};
 use crate::machine::{self, Machine};
 use crate::reconcile::{Metrics, Reconciler};
 
 /// How many machines are worked on at once.
 const PARALLEL: usize = 32;
+
+/// How many requests are made at once: in all, for the VMs of one namespace, and for one VM.
+const REQUESTS: Limits = Limits { total: 32, namespace: 16, object: 4 };
+
+/// A claim, of which only its existence counts.
+type Claim = Metadata<PersistentVolumeClaim>;
 
 /// Flags of `vm-operator-shim`.
 #[derive(Debug, clap::Args)]
@@ -36,6 +49,8 @@ pub struct Args {
     /// Serve /healthz, /readyz and /metrics here.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    rate: Rate,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
@@ -54,7 +69,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         version: ready.check("version of VirtualMachine", "not asked yet"),
         machines: ready.check("watch of VirtualMachines", "not started yet"),
         attachments: ready.check("watch of VolumeAttachments", "not started yet"),
+        claims: ready.check("watch of PersistentVolumeClaims", "not started yet"),
     };
+    let parts = Parts { client, metrics, allowance: Allowance::new(args.rate) };
     let http = async {
         let Some(address) = args.http_listen else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
@@ -62,8 +79,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("cannot serve health and metrics on {address}"))
     };
-    let (http, ()) =
-        tokio::join!(http, serve_machines(client, metrics, checks, election, &ready, stop.clone()));
+    let (http, ()) = tokio::join!(http, serve_machines(parts, checks, election, &ready, stop.clone()));
     http
 }
 
@@ -71,11 +87,17 @@ struct Checks {
     version: Check,
     machines: Check,
     attachments: Check,
+    claims: Check,
+}
+
+struct Parts {
+    client: Client,
+    metrics: Metrics,
+    allowance: Allowance,
 }
 
 async fn serve_machines(
-    client: Client,
-    metrics: Metrics,
+    Parts { client, metrics, allowance }: Parts,
     checks: Checks,
     election: Election,
     ready: &Health,
@@ -135,10 +157,13 @@ async fn serve_machines(
         .on_read(look_at_all())
         .start(checks.attachments, stop.clone());
 
-    // A disk must not be called gone because the attachments were not read yet.
+    let absent = Arc::new(Absent::default());
+    let claims = watch_claims(&client, &absent, &queue, checks.claims, &stop);
+
+    // A disk must not be called gone because the attachments were not read yet, nor a claim.
     tokio::select! {
         () = stop.cancelled() => return,
-        _ = async { tokio::join!(machines.informer().synced(), informer.synced()) } => {}
+        _ = async { tokio::join!(machines.informer().synced(), informer.synced(), claims.synced()) } => {}
     }
     tracing::info!(
         version,
@@ -147,8 +172,13 @@ async fn serve_machines(
         "serving machines"
     );
     let reconciler = Arc::new(Reconciler {
+        events: Events::new(client.clone(), "vm-operator-shim"),
         client,
         resource,
+        claims,
+        absent,
+        allowance,
+        requests: Gate::new(REQUESTS),
         machines,
         attachments,
         gathering: Default::default(),
@@ -159,10 +189,38 @@ async fn serve_machines(
         for machine in reconciler.machines.informer().list() {
             queue.push(Key::of(&*machine));
         }
-        worker.run(PARALLEL, Retry::default(), stop.clone(), |key| {
+        worker.run_fair(PARALLEL, Retry::default(), stop.clone(), Key::clone, |key| {
             let reconciler = reconciler.clone();
             async move { reconciler.reconcile(&key).await }
         })
     };
     election.lead(ready, &stop, term).await;
+}
+
+/// Watches which claims there are. The machines that miss one are looked at when it comes.
+fn watch_claims(
+    client: &Client,
+    absent: &Arc<Absent>,
+    queue: &Queue<Key>,
+    check: Check,
+    stop: &CancellationToken,
+) -> Informer<Claim> {
+    let (absent, queue) = (absent.clone(), queue.clone());
+    Informer::<Claim>::builder("PersistentVolumeClaims", Api::all(client.clone()))
+        .metadata_only()
+        .trim(|claim| {
+            let meta = std::mem::take(&mut claim.metadata);
+            claim.metadata = ObjectMeta {
+                name: meta.name,
+                namespace: meta.namespace,
+                resource_version: meta.resource_version,
+                ..Default::default()
+            };
+        })
+        .on_change(move |change| {
+            if change.old.is_none() {
+                absent.waiting_for(change.key).into_iter().for_each(|machine| queue.push(machine));
+            }
+        })
+        .start(check, stop.clone())
 }

@@ -72,6 +72,7 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
         namespace: meta.namespace,
         uid: meta.uid,
         resource_version: meta.resource_version,
+        creation_timestamp: meta.creation_timestamp,
         deletion_timestamp: meta.deletion_timestamp,
         owner_references: meta.owner_references,
         annotations: meta

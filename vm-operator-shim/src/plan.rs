@@ -4,7 +4,7 @@
 //! The plan is made of what should be, not of what changed, so that it comes to the same end from any
 //! state, after any crash, and from a copy of the objects that is a little old.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use crds::names::{self, FINALIZER_DETACH, LABEL_CLUSTER_ID};
 use crds::{VirtualMachineVolume, VolumeAttachment, VolumeAttachmentSpec};
@@ -25,6 +25,21 @@ const OWN_FIELDS: [&str; 6] = ["name", "attached", "diskUUID", "blankAttestation
 /// Those that say of a disk that is plugged how its machine finds it and what it may do with it.
 const DISK_FIELDS: [&str; 3] = ["diskUUID", "blankAttestation", "formatToken"];
 
+/// How many entries of one machine are attached: as many disks as a virtual SCSI controller has, and as the schema of
+/// [`crds::VirtualMachine`] takes.
+pub const MOST_ENTRIES: usize = crds::MOST_VOLUMES;
+
+/// What keeps an entry from being attached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obstacle {
+    /// Its claim is not there: nothing is made for it.
+    ClaimMissing,
+    /// Nothing is made or told of it yet.
+    Waits,
+    /// The attachment could not be created, and why.
+    Refused(String),
+}
+
 /// What to do for one machine.
 #[derive(Debug, Default)]
 pub struct Plan {
@@ -41,13 +56,13 @@ pub struct Plan {
 }
 
 /// The plan for `vm`, given all attachments in its namespace that name it as their owner or have a name
-/// that one of its claims takes. `refused` tells, by claim, why an attachment could not be created.
+/// that one of its claims takes. `obstacles` tells, by claim, what keeps one that has no attachment from having it.
 /// `api_version` is the one under which the machine is served.
 pub fn plan(
     vm: &Machine,
     api_version: &str,
     attachments: &[impl AsRef<VolumeAttachment>],
-    refused: &BTreeMap<String, String>,
+    obstacles: &BTreeMap<String, Obstacle>,
 ) -> Plan {
     let mut plan = Plan::default();
     let by_name: BTreeMap<String, &VolumeAttachment> =
@@ -61,7 +76,7 @@ pub fn plan(
     // A machine that is being deleted wants nothing any more.
     let entries = if vm.metadata.deletion_timestamp.is_some() { &[][..] } else { &vm.spec.volumes[..] };
     let holders = holders(vm, entries, &by_name);
-    for entry in entries {
+    for (number, entry) in entries.iter().enumerate() {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
         let holder = holders.get(&*claim.claim_name).copied().unwrap_or(&entry.name);
         if holder != entry.name {
@@ -99,12 +114,26 @@ pub fn plan(
                     plan.delete.push((*found).clone());
                 }
             }
+            // One that has its disk keeps it.
+            None if number >= MOST_ENTRIES => {
+                let text = format!(
+                    "TooManyVolumes: a VirtualMachine can have {MOST_ENTRIES} entries in spec.volumes, and this one has {}: take \
+                     entries out",
+                    entries.len()
+                );
+                told.push((entry.name.clone(), failed(&entry.name, &text)));
+            }
             None => {
-                if let Some(text) = refused.get(&claim.claim_name) {
-                    told.push((entry.name.clone(), failed(&entry.name, text)));
+                let obstacle = obstacles.get(&claim.claim_name);
+                if let Some(text) =
+                    obstacle.and_then(|obstacle| obstacle_text(vm, &claim.claim_name, obstacle))
+                {
+                    told.push((entry.name.clone(), failed(&entry.name, &text)));
                 }
                 // Without a UUID there is nothing to say to the infra yet: the machine's next change counts.
-                if let Some(node_uuid) = &node_uuid {
+                if let Some(node_uuid) = &node_uuid
+                    && matches!(obstacle, None | Some(Obstacle::Refused(_)))
+                {
                     let spec = VolumeAttachmentSpec {
                         node_uuid: node_uuid.clone(),
                         volume_name: claim.claim_name.clone(),
@@ -126,51 +155,75 @@ pub fn plan(
 
     plan.under_way = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
     let after = merge(vm, before, told);
-    plan.only_renames = after.len() == before.len() && after.iter().all(|entry| is_told(entry, before));
+    plan.only_renames = after.len() == before.len() && says_nothing_new(&after, before);
     plan.status = (after != before).then_some(after);
     plan
 }
 
-/// Whether an entry was told of in the same words, if by the name that it had before its disk began to leave.
-fn is_told(entry: &Value, before: &[Value]) -> bool {
-    let name = entry["name"].as_str().unwrap_or_default();
-    let is_same = |told: &Value| {
-        let former = told["name"].as_str().unwrap_or_default();
-        let mut told = told.clone();
-        if names::detaching_entry(former) == name {
+/// Whether each entry was told of in the same words, if by the name that it had before its disk began to leave.
+fn says_nothing_new(after: &[Value], before: &[Value]) -> bool {
+    let mut names = HashMap::new();
+    for (at, told) in before.iter().enumerate() {
+        names.insert(name_of(told).to_owned(), at);
+        names.entry(names::detaching_entry(name_of(told))).or_insert(at);
+    }
+    after.iter().all(|entry| {
+        names.get(name_of(entry)).is_some_and(|at| {
+            let mut told = before[*at].clone();
             told["name"] = entry["name"].clone();
-        }
-        told == *entry
-    };
-    before.iter().any(is_same)
+            told == *entry
+        })
+    })
+}
+
+fn name_of(entry: &Value) -> &str {
+    entry["name"].as_str().unwrap_or_default()
 }
 
 /// The new list: entries of others as they are, ours as told, each where it was.
 fn merge(vm: &Machine, before: &[Value], told: Vec<(String, Value)>) -> Vec<Value> {
-    let mut told: Vec<Option<(String, Value)>> = told.into_iter().map(Some).collect();
+    let wanted: HashMap<&str, &VirtualMachineVolume> =
+        vm.spec.volumes.iter().map(|volume| (volume.name.as_str(), volume)).collect();
+    let mut places: HashMap<String, Vec<usize>> = HashMap::new();
+    // The first comes first out of each list.
+    for (at, (name, _)) in told.iter().enumerate().rev() {
+        places.entry(name.clone()).or_default().push(at);
+    }
+    let mut told: Vec<Option<Value>> = told.into_iter().map(|(_, value)| Some(value)).collect();
     let mut after = Vec::new();
     for entry in before {
-        let name = entry["name"].as_str().unwrap_or_default();
-        let ours = told.iter_mut().find(|one| one.as_ref().is_some_and(|(told, _)| told == name));
-        match ours.and_then(Option::take) {
-            Some((_, value)) => after.push(value),
-            None if is_foreign(vm, entry) => after.push(entry.clone()),
+        let place = places.get_mut(name_of(entry)).and_then(Vec::pop);
+        match place.and_then(|at| told[at].take()) {
+            Some(value) => after.push(value),
+            None if is_foreign(wanted.get(name_of(entry)).copied(), entry) => after.push(entry.clone()),
             None => {}
         }
     }
-    after.extend(told.into_iter().flatten().map(|(_, value)| value));
+    after.extend(told.into_iter().flatten());
     after
 }
 
 /// Whether an entry of the status is somebody else's: its volume is not a claim, or it has fields that the
 /// shim doesn't write.
-fn is_foreign(vm: &Machine, entry: &Value) -> bool {
-    let wanted = vm.spec.volumes.iter().find(|volume| entry["name"] == volume.name.as_str());
+fn is_foreign(wanted: Option<&VirtualMachineVolume>, entry: &Value) -> bool {
     match wanted {
         Some(volume) => volume.persistent_volume_claim.is_none(),
         None => entry
             .as_object()
             .is_none_or(|fields| fields.keys().any(|key| !OWN_FIELDS.contains(&key.as_str()))),
+    }
+}
+
+/// What is told of an entry that has no attachment; None where that is nothing yet.
+fn obstacle_text(vm: &Machine, claim: &str, obstacle: &Obstacle) -> Option<String> {
+    match obstacle {
+        Obstacle::Waits => None,
+        Obstacle::Refused(text) => Some(text.clone()),
+        Obstacle::ClaimMissing => Some(format!(
+            "ClaimNotFound: PersistentVolumeClaim {}/{claim} is not in the management cluster; the attach goes on once it \
+             is there",
+            vm.namespace().unwrap_or_default()
+        )),
     }
 }
 

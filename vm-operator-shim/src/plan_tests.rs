@@ -40,6 +40,11 @@ fn of(vm: &Machine, attachments: &[Arc<VolumeAttachment>]) -> Plan {
     plan(vm, VERSION, attachments, &BTreeMap::new())
 }
 
+/// Where there is this obstacle to claim `a`, and no attachment.
+fn facing(vm: &Machine, obstacle: Obstacle) -> Plan {
+    plan(vm, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::from([("a".to_owned(), obstacle)]))
+}
+
 fn attached() -> Value {
     json!({
         "attached": true, "diskUUID": "d1", "blankAttestation": "b1", "formatToken": "t1", "observedGeneration": 1,
@@ -227,7 +232,40 @@ fn the_order_of_an_earlier_machine_of_the_same_name_is_left_alone() {
 #[test]
 fn an_order_that_the_api_server_refuses_is_told() {
     let vm = machine(json!([claim("a")]), json!(null));
-    let refused = BTreeMap::from([("a".to_owned(), "quota".to_owned())]);
-    let plan = plan(&vm, VERSION, &[] as &[Arc<VolumeAttachment>], &refused);
+    let plan = facing(&vm, Obstacle::Refused("quota".to_owned()));
+    assert_eq!(plan.create.len(), 1, "it is tried again");
     assert_eq!(plan.status.unwrap(), [json!({"name": "a", "attached": false, "error": "quota"})]);
+}
+
+#[test]
+fn nothing_is_made_for_a_claim_that_is_missing_and_the_entry_says_so() {
+    let vm = machine(json!([claim("a"), claim("b")]), json!(null));
+    let plan = facing(&vm, Obstacle::ClaimMissing);
+    assert_eq!(plan.create.iter().map(|one| &*one.spec.volume_name).collect::<Vec<_>>(), ["b"]);
+    let status = plan.status.unwrap();
+    let error = status[0]["error"].as_str().unwrap();
+    assert!(status.len() == 1 && error.starts_with("ClaimNotFound") && error.contains("guest/a"), "{error}");
+    // It may only be late.
+    let plan = facing(&vm, Obstacle::Waits);
+    assert!(plan.create.len() == 1 && plan.status.is_none());
+}
+
+#[test]
+fn a_disk_whose_claim_has_gone_missing_stays_as_it_is() {
+    let vm = machine(json!([claim("a")]), json!([told("a")]));
+    let missing = BTreeMap::from([("a".to_owned(), Obstacle::ClaimMissing)]);
+    assert!(nothing(&plan(&vm, VERSION, &[stored(&vm, "a", attached())], &missing)));
+}
+
+#[test]
+fn entries_beyond_the_bound_get_an_error_and_nothing_is_made_for_them_but_none_loses_its_disk() {
+    let names: Vec<String> = (0..MOST_ENTRIES + 2).map(|number| format!("d{number}")).collect();
+    let vm = machine(names.iter().map(|name| claim(name)).collect(), json!(null));
+    let held = stored(&vm, &names[MOST_ENTRIES], attached());
+    let plan = of(&vm, &[held]);
+    assert_eq!((plan.create.len(), plan.delete.len()), (MOST_ENTRIES, 0));
+    let status = plan.status.unwrap();
+    assert_eq!(status[0], told(&names[MOST_ENTRIES]));
+    let error = status[1]["error"].as_str().unwrap();
+    assert!(error.starts_with("TooManyVolumes") && status.len() == 2, "{status:?}");
 }

@@ -7,6 +7,7 @@ pub mod copy;
 pub mod create;
 pub mod delete;
 pub mod extents;
+pub mod fairness;
 pub mod heal;
 pub mod idle;
 pub mod lifecycle;

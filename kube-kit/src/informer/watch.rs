@@ -145,7 +145,12 @@ where
             timeout: Some(u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX)),
             ..WatchParams::default()
         };
-        let request = match Request::new(&self.url).watch(&parameters, &since) {
+        let request = Request::new(&self.url);
+        let request = match self.metadata_only {
+            true => request.watch_metadata(&parameters, &since),
+            false => request.watch(&parameters, &since),
+        };
+        let request = match request {
             Ok(request) => request,
             Err(error) => return Error::BuildRequest(error).into(),
         };
@@ -256,7 +261,12 @@ where
         let begun = Instant::now();
         let mut fresh = HashMap::new();
         loop {
-            let request = Request::new(&self.url).list(&parameters).map_err(Error::BuildRequest)?;
+            let request = Request::new(&self.url);
+            let request = match self.metadata_only {
+                true => request.list_metadata(&parameters),
+                false => request.list(&parameters),
+            };
+            let request = request.map_err(Error::BuildRequest)?;
             let page = match self.client.request_text(request).await {
                 Ok(page) => page,
                 // So much was written meanwhile that the rest of the pages is forgotten: all in one, then.

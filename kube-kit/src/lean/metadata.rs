@@ -1,11 +1,54 @@
 //! Metadata without managed fields.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::marker::PhantomData;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
+use kube::Resource;
 use serde::{Deserialize, Deserializer};
 
 use super::list;
+
+/// Of any object, nothing but its metadata.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(bound = "")]
+pub struct Metadata<K> {
+    /// Its metadata, without managed fields.
+    #[serde(default, deserialize_with = "read")]
+    pub metadata: ObjectMeta,
+    #[serde(skip)]
+    whole: PhantomData<fn() -> K>,
+}
+
+impl<K: Resource> Resource for Metadata<K> {
+    type DynamicType = K::DynamicType;
+    type Scope = K::Scope;
+
+    fn kind(dynamic: &Self::DynamicType) -> Cow<'_, str> {
+        K::kind(dynamic)
+    }
+
+    fn group(dynamic: &Self::DynamicType) -> Cow<'_, str> {
+        K::group(dynamic)
+    }
+
+    fn version(dynamic: &Self::DynamicType) -> Cow<'_, str> {
+        K::version(dynamic)
+    }
+
+    fn plural(dynamic: &Self::DynamicType) -> Cow<'_, str> {
+        K::plural(dynamic)
+    }
+
+    fn meta(&self) -> &ObjectMeta {
+        &self.metadata
+    }
+
+    fn meta_mut(&mut self) -> &mut ObjectMeta {
+        &mut self.metadata
+    }
+}
 
 /// What `kubectl apply` remembers: a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";

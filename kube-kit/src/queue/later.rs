@@ -43,6 +43,7 @@ impl<K: Clone + Eq + Hash> Later<K> {
     pub(super) fn forget(&mut self, key: &K) {
         if let Some(timer) = self.timers.remove(key) {
             self.times.remove(&timer);
+            self.give_back();
         }
     }
 
@@ -50,6 +51,14 @@ impl<K: Clone + Eq + Hash> Later<K> {
     pub(super) async fn next(&mut self) -> Option<K> {
         let key = self.times.next().await?.into_inner();
         self.timers.remove(&key);
+        self.give_back();
         Some(key)
+    }
+
+    /// What was needed for many is not kept for none.
+    fn give_back(&mut self) {
+        if self.timers.is_empty() {
+            *self = Self::default();
+        }
     }
 }

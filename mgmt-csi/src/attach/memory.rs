@@ -5,10 +5,13 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crds::{VolumeAttachment, VolumeAttachmentStatus};
+use infra_api::AttachmentId;
 use kube::Resource;
 use kube_kit::informer::{Change, Key};
+use kube_kit::memory::give_back;
 
 use super::order::is_held;
+use crate::infra::{Named, order_of};
 
 /// How long the watches of claims and volumes may be behind that of orders.
 pub(super) const SETTLE: Duration = Duration::from_millis(300);
@@ -35,6 +38,7 @@ impl Memories {
             memory.first_seen.remove(change.key);
             memory.answers.remove(change.key);
             memory.stuck.remove(change.key);
+            memory.give_back();
             return false;
         };
         let failed = new.status.as_ref().is_some_and(|status| status.error.is_some());
@@ -52,6 +56,7 @@ impl Memories {
         };
         if new.status.is_some() {
             memory.first_seen.remove(change.key);
+            give_back(&mut memory.first_seen);
         }
         let is_answered = old.status != new.status;
         let is_echo =
@@ -81,13 +86,29 @@ impl Memories {
         };
     }
 
-    /// The orders whose disk is to leave, and did not.
-    pub(super) fn stuck(&self) -> Vec<Key> {
-        self.all().stuck.iter().cloned().collect()
+    /// The orders whose disk was to leave, and did not, and which that may be that has left now: the one of its name, or
+    /// all where it tells none.
+    pub(super) fn stuck(&self, left: &str) -> Vec<Key> {
+        let memory = self.all();
+        match AttachmentId::new(left).ok().as_ref().and_then(order_of) {
+            Some(Named::Order(key)) => memory.stuck.get(&key).cloned().into_iter().collect(),
+            _ => memory.stuck.iter().cloned().collect(),
+        }
     }
 
     fn all(&self) -> MutexGuard<'_, Memory> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Memory {
+    /// What was needed for many orders is not kept for few.
+    fn give_back(&mut self) {
+        give_back(&mut self.first_seen);
+        give_back(&mut self.answers);
+        if self.stuck.is_empty() {
+            self.stuck = HashSet::new();
+        }
     }
 }
 
@@ -157,10 +178,14 @@ mod tests {
             "reason": "DetachFailed", "message": "busy", "time": "2026-01-01T00:00:00Z",
         }});
         watch.tells(Some(order(json!({}), error.clone())));
-        assert!(watch.memories.stuck().is_empty());
+        let of = |name: &str| format!("guest.{name}.6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab");
+        assert!(watch.memories.stuck(&of("a")).is_empty());
         assert!(watch.tells(Some(order(leaving, error))));
-        assert_eq!(watch.memories.stuck(), [Key::new("guest", "a")]);
+        assert_eq!(watch.memories.stuck(&of("a")), [Key::new("guest", "a")]);
+        // Another's is no reason to try this one again.
+        assert!(watch.memories.stuck(&of("b")).is_empty());
+        assert_eq!(watch.memories.stuck("somebody's").len(), 1);
         assert!(!watch.tells(None));
-        assert!(watch.memories.stuck().is_empty());
+        assert!(watch.memories.stuck(&of("a")).is_empty());
     }
 }

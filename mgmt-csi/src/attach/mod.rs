@@ -17,6 +17,7 @@ use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_versi
 use infra_api::{Change as InfraChange, Event, EventKind};
 use kube::{Api, Client};
 use kube_kit::events::Events;
+use kube_kit::fair::{Gate, Limits};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
@@ -25,7 +26,7 @@ use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Queue, Retry};
 use kube_kit::versions;
 use prometheus_client::registry::Registry;
-use tokio::sync::{Notify, Semaphore};
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use crate::cluster::{self, Cluster, Volumes};
@@ -45,8 +46,7 @@ pub struct Attach {
     metrics: Metrics,
     parallel: usize,
     fence: Fence,
-    /// A disk has left some machine.
-    left: Arc<Notify>,
+    memories: Arc<Memories>,
     queue: Queue<Key>,
     by_claim: Arc<Index>,
 }
@@ -56,7 +56,6 @@ pub struct Orders {
     repair: Repair,
     reconciler: Arc<Reconciler>,
     by_claim: Arc<Index>,
-    left: Arc<Notify>,
     queue: Queue<Key>,
 }
 
@@ -74,7 +73,7 @@ impl Attach {
             metrics: Metrics::register(registry),
             parallel,
             fence,
-            left: Arc::default(),
+            memories: Arc::default(),
             queue: Queue::default(),
             by_claim: Arc::default(),
         }
@@ -82,11 +81,14 @@ impl Attach {
 
     /// What is to be told of the infra's news: an order that waits for its disk to leave learns at once that it has.
     pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
-        let (left, repair) = (self.left.clone(), self.repair.news());
+        let (memories, queue, repair) = (self.memories.clone(), self.queue.clone(), self.repair.news());
         move |news| {
             repair(news);
-            if let News::One(Event { kind: EventKind::Attachment, change: InfraChange::Deleted, .. }) = news {
-                left.notify_one();
+            if let News::One(Event {
+                kind: EventKind::Attachment, change: InfraChange::Deleted, id, ..
+            }) = news
+            {
+                memories.stuck(id).into_iter().for_each(|stuck| queue.push(stuck));
             }
         }
     }
@@ -124,8 +126,7 @@ impl Attach {
         ready: &Health,
         stop: CancellationToken,
     ) -> Option<Orders> {
-        let Self { repair, metrics, parallel, fence, left, queue, by_claim } = self;
-        let memories = Arc::new(Memories::default());
+        let Self { repair, metrics, parallel, fence, memories, queue, by_claim } = self;
 
         let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
         let orders = Arc::new(Latest::new(builder.informer()));
@@ -177,12 +178,12 @@ impl Attach {
             volumes,
             memories,
             turns: Turns::default(),
-            requests: Semaphore::new(parallel),
+            requests: Gate::new(requests(parallel)),
             lost,
             metrics,
             stop,
         });
-        Some(Orders { repair, reconciler, by_claim, left, queue })
+        Some(Orders { repair, reconciler, by_claim, queue })
     }
 }
 
@@ -190,7 +191,7 @@ impl Orders {
     /// Carries orders out until the process is stopped. Those that wait to be tried again are looked at as soon as
     /// `infra_back` is notified.
     pub async fn run(&self, infra_back: &Notify) {
-        let Reconciler { orders, claims, volumes, memories, stop, .. } = &*self.reconciler;
+        let Reconciler { orders, claims, volumes, stop, .. } = &*self.reconciler;
         // An order must not be called claimless because the claims were not read yet.
         tokio::select! {
             () = stop.cancelled() => return,
@@ -203,9 +204,10 @@ impl Orders {
         for order in all.iter().filter(|order| !is_carried_out(order)) {
             self.queue.push(Key::of(&**order));
         }
-        let look_again = push_unfinished(orders, memories, &self.queue, infra_back, &self.left);
+        let look_again = push_unfinished(orders, &self.queue, infra_back);
         // Each machine's line bounds what waits for the infra, so that one that hangs takes no place from the others.
-        let work = worker.run(usize::MAX, Retry::default(), stop.clone(), |key| {
+        let lane = |key: &Key| orders.get(key).map_or_else(|| key.clone(), |order| order::lane(&order));
+        let work = worker.run_fair(usize::MAX, Retry::default(), stop.clone(), lane, |key| {
             let reconciler = self.reconciler.clone();
             async move { reconciler.reconcile(&key).await }
         });
@@ -227,28 +229,18 @@ impl Orders {
     }
 }
 
-/// Asks for a look at every order that is not carried out, each time the infra is back; and at those whose disk did not
-/// leave, each time one has.
-async fn push_unfinished(
-    orders: &Latest<VolumeAttachment>,
-    memories: &Memories,
-    queue: &Queue<Key>,
-    infra_back: &Notify,
-    left: &Notify,
-) {
+/// How many requests are made at once, of `parallel` in all.
+fn requests(parallel: usize) -> Limits {
+    Limits { total: parallel, namespace: parallel.div_ceil(2), object: parallel.div_ceil(16) }
+}
+
+/// Asks for a look at every order that is not carried out, each time the infra is back.
+async fn push_unfinished(orders: &Latest<VolumeAttachment>, queue: &Queue<Key>, infra_back: &Notify) {
     loop {
-        tokio::select! {
-            () = infra_back.notified() => {
-                for order in orders.informer().list() {
-                    if order.metadata.deletion_timestamp.is_some() || !is_attached(&order) {
-                        queue.push(Key::of(&*order));
-                    }
-                }
-            }
-            () = left.notified() => {
-                for stuck in memories.stuck() {
-                    queue.push(stuck);
-                }
+        infra_back.notified().await;
+        for order in orders.informer().list() {
+            if order.metadata.deletion_timestamp.is_some() || !is_attached(&order) {
+                queue.push(Key::of(&*order));
             }
         }
     }

@@ -1,10 +1,11 @@
 //! A `VolumeAttachment` as this driver keeps it, and what it says.
 
-use crds::VolumeAttachment;
 use crds::names::FINALIZER_DETACH;
+use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Resource;
+use kube_kit::informer::Key;
 use serde_json::json;
 
 use super::fence::machine_of;
@@ -62,6 +63,25 @@ pub(super) fn machine(order: &VolumeAttachment) -> String {
         Some(owner) => format!("VirtualMachine {} ({})", owner.name, order.spec.node_uuid),
         None => format!("machine {}", order.spec.node_uuid),
     }
+}
+
+/// Whose it is: its machine's, by which requests about it take turns.
+pub(super) fn lane(order: &VolumeAttachment) -> Key {
+    let namespace = order.metadata.namespace.clone().unwrap_or_default();
+    Key::new(namespace, machine_of(order).map_or(&order.spec.node_uuid, |owner| &owner.name))
+}
+
+/// What an event about its machine refers to; None where it has none.
+pub(super) fn machine_reference(order: &VolumeAttachment) -> Option<ObjectReference> {
+    let owner = machine_of(order)?;
+    Some(ObjectReference {
+        api_version: Some(format!("{VIRTUAL_MACHINE_GROUP}/{}", VIRTUAL_MACHINE_VERSIONS[0])),
+        kind: Some(owner.kind.clone()),
+        name: Some(owner.name.clone()),
+        namespace: order.metadata.namespace.clone(),
+        uid: Some(owner.uid.clone()),
+        ..Default::default()
+    })
 }
 
 /// What an event about it refers to.

@@ -11,13 +11,13 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use kube_kit::client::chain;
-use kube_kit::events::Events;
+use kube_kit::events::{Alike, Events};
+use kube_kit::fair::{Gate, Permit};
 use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::Latest;
 use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::queue::Next;
 use serde_json::json;
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -26,7 +26,7 @@ use super::failure::Failure;
 use super::fence::Lost;
 use super::memory::{Memories, SETTLE};
 use super::metrics::Metrics;
-use super::order::{self, is_held, machine, reference, same_object};
+use super::order::{self, is_held, machine, machine_reference, reference, same_object};
 use super::target::{claim_key, target_of};
 use super::turns::{Turn, Turns, Work};
 use crate::cluster::{self, Volumes};
@@ -60,8 +60,8 @@ pub(super) struct Reconciler {
     pub(super) volumes: Volumes,
     pub(super) memories: Arc<Memories>,
     pub(super) turns: Turns,
-    /// Bounds the requests to the API server, and nothing that waits for the infra.
-    pub(super) requests: Semaphore,
+    /// Bounds the requests to the API server and shares them out; nothing that waits for the infra.
+    pub(super) requests: Gate,
     pub(super) lost: Lost,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
@@ -97,7 +97,7 @@ impl Reconciler {
                     tokio::select! {
                         biased;
                         () = self.stop.cancelled() => return Ok(Next::Wait),
-                        taken = self.turns.take(&machine, work) => turn = Some(taken),
+                        taken = self.turns.take(&key.namespace, &machine, work) => turn = Some(taken),
                         // Leaves the line.
                         () = self.deleted(key, &uid), if work == Work::Plug => {}
                     }
@@ -156,7 +156,7 @@ impl Reconciler {
                 }
                 Step::Confirm(other) => {
                     learned = Infra::Over(other);
-                    Box::pin(self.confirm(key, &uid)).await?
+                    Box::pin(self.confirm(key, &order, &uid)).await?
                 }
                 Step::Report(status) => {
                     let there = Box::pin(self.answer(key, &order, &status)).await?;
@@ -196,7 +196,7 @@ impl Reconciler {
         if decide_gone(learned) == Step::Unplug {
             let _turn = tokio::select! {
                 () = self.stop.cancelled() => return Ok(Next::Wait),
-                turn = self.turns.take(machine, Work::Unplug) => turn,
+                turn = self.turns.take(&key.namespace, machine, Work::Unplug) => turn,
             };
             tracing::warn!(attachment = %key, %id, "the order is gone; unplugging what was asked for it");
             // If it fails: what is left over is found later.
@@ -241,9 +241,14 @@ impl Reconciler {
         Ok(found.into_iter().find(|other| is_namesake(&other.id, key, uid)))
     }
 
+    /// Waits until a request about an order may be made.
+    async fn place(&self, order: &VolumeAttachment) -> Permit {
+        self.requests.enter(&order::lane(order)).await
+    }
+
     /// Whether the API server itself says that the order is there.
-    async fn confirm(&self, key: &Key, uid: &str) -> Result<bool, Unfinished> {
-        let _place = self.requests.acquire().await;
+    async fn confirm(&self, key: &Key, order: &VolumeAttachment, uid: &str) -> Result<bool, Unfinished> {
+        let _place = self.place(order).await;
         let found =
             self.api(key).get_opt(&key.name).await.map_err(|error| Unfinished::Read(chain(&error)))?;
         let Some(order) = found.filter(|order| order.metadata.uid.as_deref() == Some(uid)) else {
@@ -284,7 +289,7 @@ impl Reconciler {
         order: &VolumeAttachment,
         status: &VolumeAttachmentStatus,
     ) -> Result<bool, Unfinished> {
-        let _place = self.requests.acquire().await;
+        let _place = self.place(order).await;
         self.memories.answering(key, Some(status.clone()));
         let patch =
             json_patch(json!([same_object(order), {"op": "add", "path": "/status", "value": status}]));
@@ -310,7 +315,7 @@ impl Reconciler {
             _ => json!({"op": "add", "path": "/metadata/finalizers/-", "value": FINALIZER_DETACH}),
         };
         let patch = json_patch(json!([same_object(order), add]));
-        let _place = self.requests.acquire().await;
+        let _place = self.place(order).await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
         self.take(written, "the finalizer")
     }
@@ -324,7 +329,7 @@ impl Reconciler {
             {"op": "test", "path": path, "value": FINALIZER_DETACH},
             {"op": "remove", "path": path},
         ]));
-        let _place = self.requests.acquire().await;
+        let _place = self.place(order).await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
         // Finalizers of others keep it.
         let is_over = written
@@ -343,7 +348,7 @@ impl Reconciler {
         tracing::warn!(attachment = %key, "the storage infra has ended this attachment; deleting the order, so that it is made anew");
         let preconditions = Preconditions { uid: order.metadata.uid.clone(), resource_version: None };
         let deletion = DeleteParams::default().preconditions(preconditions);
-        let _place = self.requests.acquire().await;
+        let _place = self.place(order).await;
         match self.api(key).delete(&key.name, &deletion).await {
             Ok(left) => left.left().map_or(Ok(false), |order| self.take(Ok(order), "the deletion")),
             Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(false),
@@ -364,24 +369,30 @@ impl Reconciler {
         }
     }
 
-    /// An event where the people who wait for the disk look: on the claim, or else on the order.
+    /// An event where the people who wait for the disk look: on the claim, or else on the order; where many of one machine
+    /// fail alike, on the machine.
     fn tell(&self, order: &VolumeAttachment, deleting: bool, status: &VolumeAttachmentStatus) {
+        // An attach that went well is told by the status alone: it costs the management API four writes, and no event.
+        let Some(error) = &status.error else { return };
         let machine = machine(order);
-        let claim = self.claims.get(&claim_key(order));
-        let about = claim.map_or_else(|| reference(order), |claim| cluster::reference(&claim));
-        match &status.error {
-            Some(error) if deleting => {
+        let (action, reason, note) = match deleting {
+            true => {
                 let note = format!("cannot unplug the disk from {machine}: {}", error.message);
-                self.events.warning(about, "Detach", "VolumeDetachFailed", note);
+                ("Detach", "VolumeDetachFailed", note)
             }
-            Some(error) => {
+            false => {
                 let note =
                     format!("cannot plug the disk into {machine}: {}: {}", error.reason, error.message);
-                self.events.warning(about, "Attach", "VolumeAttachFailed", note);
+                ("Attach", "VolumeAttachFailed", note)
             }
-            // Told by the status alone: an attach costs the management API four writes, and no event.
-            None => {}
-        }
+        };
+        let claim = self.claims.get(&claim_key(order));
+        let about = claim.map_or_else(|| reference(order), |claim| cluster::reference(&claim));
+        let Some(group) = machine_reference(order) else {
+            return self.events.warning(about, action, reason, note);
+        };
+        let (cause, name) = (error.reason.clone(), order.spec.volume_name.clone());
+        self.events.warning_of(action, reason, Alike { group, cause, about, name, note });
     }
 
     fn api(&self, key: &Key) -> Api<VolumeAttachment> {

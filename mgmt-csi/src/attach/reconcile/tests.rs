@@ -12,6 +12,7 @@ use infra_api::{
     SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
 };
 use kube::client::Body;
+use kube_kit::fair::Limits;
 use prometheus_client::registry::Registry;
 use tokio::sync::Barrier;
 use tokio::time::{Instant as Deadline, timeout};
@@ -190,7 +191,7 @@ async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
         volumes: cluster.volumes(),
         memories: Arc::default(),
         turns: Turns::default(),
-        requests: Semaphore::new(AT_ONCE),
+        requests: Gate::new(Limits { total: AT_ONCE, namespace: AT_ONCE, object: AT_ONCE }),
         lost: Lost::none(),
         metrics: Metrics::register(&mut Registry::default()),
         stop: CancellationToken::new(),

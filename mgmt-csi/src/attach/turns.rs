@@ -100,7 +100,7 @@ mod tests {
         let mut other = Box::pin(turns.take("three", "other", Work::Plug));
         assert!(poll!(&mut same).is_pending() && poll!(&mut other).is_pending());
         // One of the second namespace, which has no line but those that are full.
-        lines.remove(IN_ALL / AT_ONCE - 1);
+        drop(lines.remove(IN_ALL / AT_ONCE - 1));
         held.pop();
         assert!(poll!(&mut same).is_pending(), "its namespace has as much as it may have");
         assert!(poll!(&mut other).is_ready());

@@ -70,6 +70,7 @@ pub fn plan(
     let status = vm.status.clone().unwrap_or_default();
     let node_uuid = status.node_uuid();
     let before = &status.entries()[..];
+    let attached: BTreeSet<&str> = before.iter().filter(|one| one["attached"] == true).map(name_of).collect();
     let mut told: Vec<(String, Value)> = Vec::new();
     let mut wanted = BTreeSet::new();
 
@@ -124,7 +125,10 @@ pub fn plan(
                 told.push((entry.name.clone(), failed(&entry.name, &text)));
             }
             None => {
-                let obstacle = obstacles.get(&claim.claim_name);
+                // A disk that is there is carried on with, whatever became of its claim: only so can it be taken out.
+                let obstacle = obstacles.get(&claim.claim_name).filter(|obstacle| {
+                    matches!(obstacle, Obstacle::Refused(_)) || !attached.contains(&*entry.name)
+                });
                 if let Some(text) =
                     obstacle.and_then(|obstacle| obstacle_text(vm, &claim.claim_name, obstacle))
                 {

@@ -255,6 +255,8 @@ fn a_disk_whose_claim_has_gone_missing_stays_as_it_is() {
     let vm = machine(json!([claim("a")]), json!([told("a")]));
     let missing = BTreeMap::from([("a".to_owned(), Obstacle::ClaimMissing)]);
     assert!(nothing(&plan(&vm, VERSION, &[stored(&vm, "a", attached())], &missing)));
+    // Also where its attachment was lost: without one it could not be taken out any more.
+    assert_eq!(facing(&vm, Obstacle::ClaimMissing).create.len(), 1);
 }
 
 #[test]

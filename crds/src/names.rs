@@ -63,6 +63,9 @@ pub const CLUSTER_GROUP: &str = "cluster.x-k8s.io";
 /// Annotation on a `VirtualMachine` whose guest node is tainted as out of service: its disks may be taken from it by force.
 /// Written and removed by gc-csi, read by mgmt-csi; its value is the guest node's UID.
 pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
+/// Annotation on a `VirtualMachine`: the `resourceVersion` onto which gc-csi wrote it. It changes whenever an attach finds its
+/// entry in `spec.volumes`, so that no removal goes in that was decided on before.
+pub const ANNOTATION_VOLUMES_CONFIRMED: &str = "nestor.dev/volumes-confirmed";
 /// Taint by which people say of a guest's node that it is lost (Kubernetes, "Non-graceful node shutdown").
 pub const TAINT_OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
 /// Type of the condition on claims of both tiers that says whether the volume is well.

@@ -1,4 +1,4 @@
-//! Named points at which a test lets a process die, before and after each write that it makes.
+//! Named points at which a test lets a process die or stand still, before and after each write that it makes.
 //!
 //! Builds without debug assertions have none of this. Elsewhere nothing happens unless [`FOLDER`] names a folder, and
 //! then only what the files there ask for, which can come and go while the process runs:
@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `passed` | while it is there, each point that is passed is appended to it, a line each |
 //! | `armed` | has `<point>` or `<point> <n>`: the process aborts when it passes that point (for the n-th time), and the file goes first, so that it happens once |
+//! | `freeze` | the same, but the process stops itself (SIGSTOP) until somebody lets it go on (SIGCONT) |
 //!
 //! A process that is one of several must be given a folder of its own.
 
@@ -106,16 +107,22 @@ mod points {
             if let Ok(mut passed) = File::options().append(true).open(self.folder.join("passed")) {
                 let _ = passed.write_all(format!("{point}\n").as_bytes());
             }
-            if self.is_fatal(point) {
+            if self.is_asked_for("armed", point) {
                 eprintln!("fail point {point}: dying");
                 std::process::abort();
             }
+            if self.is_asked_for("freeze", point) {
+                eprintln!("fail point {point}: standing still");
+                // No process may not send itself a signal.
+                let _ =
+                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP);
+            }
         }
 
-        /// Whether the process is to die here. Says so once.
-        pub(super) fn is_fatal(&self, point: &str) -> bool {
+        /// Whether a file asks for something here. Says so once.
+        pub(super) fn is_asked_for(&self, file: &str, point: &str) -> bool {
             let _one = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-            let file = self.folder.join("armed");
+            let file = self.folder.join(file);
             let Ok(text) = fs::read_to_string(&file) else { return false };
             let mut words = text.split_whitespace();
             if words.next() != Some(point) {
@@ -143,14 +150,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let points = Points::of(folder.path().to_owned());
         let armed = folder.path().join("armed");
-        assert!(!points.is_fatal("a.before"));
+        let is_fatal = |point| points.is_asked_for("armed", point);
+        assert!(!is_fatal("a.before"));
         fs::write(&armed, "a.before\n").unwrap();
-        assert!(!points.is_fatal("a.after") && !points.is_fatal("a.before.b"));
-        assert!(points.is_fatal("a.before") && !points.is_fatal("a.before"));
+        assert!(!points.is_asked_for("freeze", "a.before"));
+        assert!(!is_fatal("a.after") && !is_fatal("a.before.b"));
+        assert!(is_fatal("a.before") && !is_fatal("a.before"));
         assert!(!armed.exists());
         fs::write(&armed, "a.before 3").unwrap();
-        assert!(!points.is_fatal("a.before") && !points.is_fatal("a.before"));
-        assert!(points.is_fatal("a.before"));
+        assert!(!is_fatal("a.before") && !is_fatal("a.before"));
+        assert!(is_fatal("a.before"));
     }
 
     #[test]

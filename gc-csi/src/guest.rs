@@ -23,6 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
+pub(crate) use attachments::attachment_name;
 pub(crate) use claims::Wish;
 
 use crate::fit::Asked;

@@ -1,12 +1,15 @@
 //! What a `VirtualMachine` says of a disk, and what to change in it so that it has the disk or lets go of it. Pure: the
 //! model of the attach protocol (crate `model`) runs the same rules.
 
-use crds::names::entries_shown;
+use crds::names::{ANNOTATION_VOLUMES_CONFIRMED, entries_shown};
 use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
 use json_patch::jsonptr::PointerBuf;
 use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
 use serde::Serialize;
 use serde_json::{Value, json};
+
+/// Where the API server has [`ANNOTATION_VOLUMES_CONFIRMED`] (RFC 6901: a slash within a name is `~1`).
+const CONFIRMED: &str = "/metadata/annotations/nestor.dev~1volumes-confirmed";
 
 /// A change of one entry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -84,11 +87,16 @@ pub struct Plan {
 
 /// The plan that brings changes into a machine as it was seen. It goes only into the spec that was seen: what arrives late
 /// must not take out an entry that was put in again since, nor put one in whose earlier use has not ended yet.
+///
+/// An attach that finds its entry there changes nothing in the spec, and still must end every removal that was decided on
+/// before: so it changes an annotation, and a removal goes in only while that is as it was seen. Where there is none yet,
+/// the whole object must be.
 pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     let volumes = &vm.spec.volumes;
     let mut refused = vec![None; changes.len()];
     let mut removed: Vec<usize> = Vec::new();
     let mut added: Vec<VirtualMachineVolume> = Vec::new();
+    let mut confirms = false;
     for (index, change) in changes.iter().enumerate() {
         match change {
             Change::Remove { name } => {
@@ -114,7 +122,9 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                         sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
                         disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
                     }),
-                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&wanted) => {}
+                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&wanted) => {
+                        confirms |= added.iter().all(|one| &one.name != name);
+                    }
                     Some(entry) => {
                         refused[index] = Some(Refusal::Taken {
                             machine: machine.to_owned(),
@@ -130,10 +140,18 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     // From the end, so that no removal moves a place that is still to be tested.
     removed.sort_unstable_by(|a, b| b.cmp(a));
     let mut operations = Vec::new();
-    if !removed.is_empty() || !added.is_empty() {
+    if !removed.is_empty() || !added.is_empty() || confirms {
         // Another VM of the name may have the same generation.
         operations.push(test("/metadata/uid", &json!(vm.metadata.uid)));
         operations.push(test("/metadata/generation", &json!(vm.metadata.generation)));
+    }
+    let confirmed = confirmed(vm);
+    confirms |= !added.is_empty() && confirmed.is_none();
+    if !removed.is_empty() || confirms {
+        operations.push(match confirmed {
+            Some(onto) => test(CONFIRMED, &json!(onto)),
+            None => test("/metadata/resourceVersion", &json!(vm.metadata.resource_version)),
+        });
     }
     for at in removed {
         operations.push(test(&format!("/spec/volumes/{at}/name"), &json!(volumes[at].name)));
@@ -146,7 +164,25 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     } else {
         operations.extend(added.iter().map(|entry| add("/spec/volumes/-", entry)));
     }
+    if confirms {
+        operations.push(confirm(vm));
+    }
     Plan { operations, refused }
+}
+
+/// Onto which version of a machine an attach last wrote that it found its entry.
+pub fn confirmed(vm: &VirtualMachine) -> Option<&str> {
+    let annotations = vm.metadata.annotations.as_ref()?;
+    annotations.get(ANNOTATION_VOLUMES_CONFIRMED).map(String::as_str)
+}
+
+/// The version that is written onto is another each time, since the one before it is tested.
+fn confirm(vm: &VirtualMachine) -> PatchOperation {
+    let onto = vm.metadata.resource_version.as_deref().unwrap_or_default();
+    match vm.metadata.annotations {
+        Some(_) => add(CONFIRMED, onto),
+        None => add("/metadata/annotations", json!({ ANNOTATION_VOLUMES_CONFIRMED: onto })),
+    }
 }
 
 fn test(path: &str, value: &Value) -> PatchOperation {
@@ -225,8 +261,8 @@ pub enum Begin {
     Elsewhere,
     /// Not at all: the machine has it in the other way, read-only or not as said.
     Differs(bool),
-    /// With a read of the machine from the API, which should have the entry already.
-    Ask,
+    /// With a confirmation of the entry, which should be there already.
+    Confirm,
     /// With an entry.
     Add,
 }
@@ -236,7 +272,7 @@ pub fn begin(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bo
     match wants(vm, claim) {
         Some(now) if now != read_only => Begin::Differs(now),
         // Two that got in at the same moment must not wait for each other: the infra decides between them.
-        Some(_) => Begin::Ask,
+        Some(_) => Begin::Confirm,
         None if is_elsewhere => Begin::Elsewhere,
         None => Begin::Add,
     }
@@ -391,8 +427,53 @@ mod tests {
     #[test]
     fn what_is_so_already_needs_no_request() {
         let vm = machine(&["a"]);
-        let changes = [add_change("a"), Change::Remove { name: "gone".to_owned() }];
+        let changes = [Change::Remove { name: "gone".to_owned() }, Change::Remove { name: "b".to_owned() }];
         assert!(plan("vm", &vm, &changes).operations.is_empty());
+    }
+
+    /// The machine as it is after a plan was carried out on it.
+    fn changed(vm: &VirtualMachine, change: Change) -> VirtualMachine {
+        let mut document = serde_json::to_value(vm).unwrap();
+        json_patch::patch(&mut document, &plan("vm", vm, &[change]).operations).unwrap();
+        serde_json::from_value(document).unwrap()
+    }
+
+    #[test]
+    fn a_removal_that_was_decided_on_before_an_attach_found_the_entry_does_not_go_in() {
+        let annotated = |annotations: Value| {
+            let mut vm = machine(&["a", "b"]);
+            vm.metadata.annotations = serde_json::from_value(annotations).unwrap();
+            vm
+        };
+        for before in [
+            annotated(Value::Null),
+            annotated(json!({"other": "x"})),
+            annotated(json!({ANNOTATION_VOLUMES_CONFIRMED: "5"})),
+        ] {
+            let remove = Change::Remove { name: "b".to_owned() };
+            let late = plan("vm", &before, std::slice::from_ref(&remove)).operations;
+            let mut after = changed(&before, add_change("a"));
+            assert_eq!(after.spec.volumes, before.spec.volumes, "the spec stays, and so does its generation");
+            after.metadata.resource_version = Some("8".to_owned());
+            assert!(json_patch::patch(&mut serde_json::to_value(&after).unwrap(), &late).is_err());
+            assert_eq!(carried_out(&after, &[remove]), ["a"], "decided on anew, it does");
+            let again = changed(&after, add_change("b"));
+            assert_ne!(confirmed(&again), confirmed(&after));
+        }
+    }
+
+    #[test]
+    fn with_the_first_entry_comes_what_lets_later_removals_pass_by_a_status() {
+        let mut vm = changed(&machine(&["a"]), add_change("b"));
+        assert_eq!(confirmed(&vm), Some("7"));
+        let late = plan("vm", &vm, &[Change::Remove { name: "a".to_owned() }]).operations;
+        vm.metadata.resource_version = Some("9".to_owned());
+        assert!(json_patch::patch(&mut serde_json::to_value(&vm).unwrap(), &late).is_ok());
+        assert_eq!(
+            confirmed(&changed(&vm, add_change("c"))),
+            Some("7"),
+            "an entry that is put in moves the generation"
+        );
     }
 
     #[test]
@@ -403,24 +484,25 @@ mod tests {
         let plan = plan("vm", &vm, &[taken, add_change("b")]);
         assert!(matches!(plan.refused[0], Some(Refusal::Taken { .. })));
         assert!(plan.refused[1].is_none());
-        assert_eq!(plan.operations.len(), 3, "the tests of the UID and the generation, and b");
+        assert_eq!(plan.operations.len(), 5, "three tests, b, and the confirmation");
     }
 
     #[test]
     fn a_change_goes_only_into_the_spec_that_was_seen() {
-        let vm = machine(&["a", "b"]);
+        let mut vm = machine(&["a", "b"]);
+        vm.metadata.annotations = Some([(ANNOTATION_VOLUMES_CONFIRMED.to_owned(), "5".to_owned())].into());
         for change in [Change::Remove { name: "a".to_owned() }, add_change("c")] {
             let patch = plan("vm", &vm, &[change]).operations;
             let goes_into = |vm: &VirtualMachine| {
                 json_patch::patch(&mut serde_json::to_value(vm).unwrap(), &patch).is_ok()
             };
-            let mut changed_and_back = machine(&["a", "b"]);
+            let mut changed_and_back = vm.clone();
             changed_and_back.metadata.generation = Some(5);
             assert!(!goes_into(&changed_and_back));
-            let mut told = machine(&["a", "b"]);
+            let mut told = vm.clone();
             told.metadata.resource_version = Some("8".to_owned());
             assert!(goes_into(&told), "a status that was written since is no conflict");
-            let mut replaced = machine(&["a", "b"]);
+            let mut replaced = vm.clone();
             replaced.metadata.uid = Some("u2".to_owned());
             assert!(!goes_into(&replaced), "a VM of the same name that was made since");
         }

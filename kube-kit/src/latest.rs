@@ -139,7 +139,7 @@ pub async fn catch_up<K: Resource>(
 }
 
 /// Whether `written` is newer than `seen`.
-pub(crate) fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
+pub fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
     match (version(written), seen) {
         (_, None) => true,
         (Some(written), Some(seen)) => version(seen).is_some_and(|seen| written > seen),

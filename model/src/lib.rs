@@ -60,7 +60,7 @@ impl Model for Protocol {
     type Action = Action;
 
     fn init_states(&self) -> Vec<State> {
-        vec![State::new(objects::nothing_told(), self.budget)]
+        vec![State::new(objects::nothing_told(), self.budget, !self.rules.list_anew)]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
@@ -75,7 +75,8 @@ impl Model for Protocol {
         let mut properties = vec![
             Property::always(TWO_WRITERS, |_, state: &State| state.infra.plugged != [true; state::MACHINES]),
             Property::always(STUCK, |model: &Self, state| {
-                let may_time_out = model.budget.edits > 0 || model.budget.machines > 1;
+                let Budget { machines, callers, forced, edits, .. } = model.budget;
+                let may_time_out = machines > 1 || callers + forced + edits > 0;
                 model.settled.settles(state, model.rules, may_time_out)
             }),
         ];

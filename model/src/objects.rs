@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crds::names::{self, FINALIZER_DETACH};
+use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED, FINALIZER_DETACH};
 use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
 use gc_csi::machine::{self, Begin, Change, Committed, Leaving};
 use infra_api::{
@@ -23,7 +23,7 @@ use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
 use storage_infra::service::admission::{Admission, Facts, Wish, admit};
 use uuid::Uuid;
 use vm_operator_shim::machine::Machine as ShimMachine;
-use vm_operator_shim::plan::plan;
+use vm_operator_shim::plan::{must_be_confirmed, plan};
 
 use crate::state::*;
 
@@ -125,6 +125,7 @@ fn document(machine: Machine, vm: Vm, resource_version: &str) -> Value {
         "metadata": {
             "name": name(machine), "namespace": NAMESPACE, "uid": format!("uid-of-{}", name(machine)),
             "generation": vm.generation, "resourceVersion": resource_version,
+            "annotations": {ANNOTATION_VOLUMES_CONFIRMED: vm.confirmed.to_string()},
         },
         "spec": {"volumes": if vm.entry { vec![entry] } else { Vec::new() }},
         "status": {"instanceUUID": node(machine).to_string(), "volumes": TOLD.get(vm.told)},
@@ -175,6 +176,8 @@ pub enum Patched {
     Nothing,
     /// The API server takes the patch; whether the entry is there then.
     Entry(bool),
+    /// The API server takes the patch, which says that the entry was found.
+    Confirmed,
     /// The machine is not as it was seen.
     Refused,
     /// An earlier use has not ended.
@@ -185,6 +188,7 @@ pub enum Patched {
 /// where that rule is broken.
 pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Patched {
     type Asked = (Machine, Seen, Kind, Vm, bool);
+    const GUARDS: [&str; 2] = ["/metadata/generation", "/metadata/annotations/nestor.dev~1volumes-confirmed"];
     remembered!(Asked => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
         let name = names::volume_entry(CLAIM);
         let change = match kind {
@@ -195,7 +199,7 @@ pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Pat
         let seen: VirtualMachine = object(document(at, base.vm, version));
         let mut plan = machine::plan(&self::name(at), &seen, &[change]);
         if !guarded && kind == Kind::Unpublish {
-            plan.operations.retain(|operation| operation.path().as_str() != "/metadata/generation");
+            plan.operations.retain(|operation| !GUARDS.contains(&operation.path().as_str()));
         }
         if plan.refused.iter().any(Option::is_some) {
             return Patched::Leaving;
@@ -204,7 +208,10 @@ pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Pat
             return Patched::Nothing;
         }
         let mut stored = document(at, now, "now");
-        match json_patch::patch(&mut stored, &plan.operations) {
+        let annotations = stored["metadata"]["annotations"].clone();
+        let patched = json_patch::patch(&mut stored, &plan.operations);
+        match patched {
+            Ok(()) if stored["metadata"]["annotations"] != annotations => Patched::Confirmed,
             // The API server refuses two entries of one name.
             Ok(()) => match stored["spec"]["volumes"].as_array().map_or(0, Vec::len) {
                 0 => Patched::Entry(false),
@@ -257,22 +264,24 @@ fn volume_attachment(machine: Machine, order: Order) -> VolumeAttachment {
     made
 }
 
-/// The first write of [`plan`] that is due: orders come before the status.
-pub fn shim_write(at: Machine, vm: Seen, order: Option<Order>) -> Option<ShimWrite> {
-    remembered!((Machine, Seen, Option<Order>) => Option<ShimWrite>, (at, vm, order), |(at, vm, order)| {
+/// The first write of [`plan`] that is due, and [`must_be_confirmed`]: orders come before the status.
+pub fn shim_write(at: Machine, vm: Seen, order: Option<Order>) -> Option<(ShimWrite, bool)> {
+    type Asked = (Machine, Seen, Option<Order>);
+    remembered!(Asked => Option<(ShimWrite, bool)>, (at, vm, order), |(at, vm, order)| {
         let machine: ShimMachine = object(document(at, vm.vm, "1"));
         let orders: Vec<Arc<VolumeAttachment>> =
             order.iter().map(|order| Arc::new(volume_attachment(at, *order))).collect();
         let plan = plan(&machine, API_VERSION, &orders, &BTreeMap::new());
+        let is_confirmed = must_be_confirmed(&machine, &plan);
         if let Some(delete) = plan.delete.first() {
             assert_eq!(delete.metadata.uid, order.map(|order| uid(order.uid)), "only what was seen is deleted");
-            return order.map(|order| ShimWrite::Delete(order.uid));
+            return order.map(|order| (ShimWrite::Delete(order.uid), is_confirmed));
         }
         if let Some(create) = plan.create.first() {
             assert_eq!(create.metadata.finalizers.as_deref(), Some(&[FINALIZER_DETACH.to_owned()][..]));
-            return Some(ShimWrite::Create);
+            return Some((ShimWrite::Create, is_confirmed));
         }
-        plan.status.map(|told| ShimWrite::Tell { told: TOLD.put(told), fresh: vm.fresh })
+        plan.status.map(|told| (ShimWrite::Tell { told: TOLD.put(told), fresh: vm.fresh }, false))
     })
 }
 

@@ -26,8 +26,10 @@ impl Settled {
         let mut way = Vec::new();
         let mut at = state.clone();
         // Nothing goes wrong and nothing is wished any more, so what could still have is no difference.
-        at.budget = Budget { wishes: 0, crashes: 0, timeouts: 0, edits: 0, ..at.budget };
+        let Budget { machines, replicas, .. } = at.budget;
+        at.budget = Budget { machines, replicas, ..Budget::NOTHING };
         at.lied = false;
+        at.standby = None;
         for _ in 0..ROUNDS {
             if self.known().contains(&print(&at)) {
                 self.known().extend(way);

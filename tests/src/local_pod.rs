@@ -153,7 +153,7 @@ impl World<'_> {
         let here = arguments.iter().filter(|word| !is_http(word));
         words.extend(here.map(|word| word.replace("$(NAMESPACE)", self.namespace)));
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        Running::listening(Path::new("unshare"), &words, &flag).await
+        Running::listening(Path::new("unshare"), &words, &flag, None).await
     }
 
     fn environment<'a>(&'a self, container: &'a Value) -> impl Iterator<Item = (&'a str, &'a str)> {

@@ -58,7 +58,7 @@ pub struct Running {
 impl Running {
     /// Starts a program with `--http-listen` on a port of its own.
     pub async fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
-        Self::listening(program, arguments, "--http-listen").await
+        Self::listening(program, arguments, "--http-listen", None).await
     }
 
     /// Starts a sidecar of the Kubernetes project for the first guest and a driver's socket, and waits until it has
@@ -69,7 +69,7 @@ impl Running {
         let address = format!("--csi-address={}", socket.display());
         let kubeconfig = format!("--kubeconfig={}", guest.cluster.kubeconfig_of(name).display());
         let words = [&[&address, &kubeconfig, "--leader-election=false", "--timeout=60s"], more].concat();
-        let running = Self::listening(&state.tools.join(name), &words, "--http-endpoint").await?;
+        let running = Self::listening(&state.tools.join(name), &words, "--http-endpoint", None).await?;
         eventually(&format!("{name} has found its driver"), PATIENCE, || async {
             Ok(match running.get("/metrics").await {
                 Ok((200, _)) => Ok(()),
@@ -80,12 +80,19 @@ impl Running {
         Ok(running)
     }
 
-    /// Starts a program with this flag for a port of its own.
-    pub(crate) async fn listening(program: &Path, arguments: &[&str], flag: &str) -> Result<Self> {
+    /// Starts a program with this flag for a port of its own; fail points are those in the folder, if there is one.
+    pub(crate) async fn listening(
+        program: &Path,
+        arguments: &[&str],
+        flag: &str,
+        fail_points: Option<&Path>,
+    ) -> Result<Self> {
         let port = TcpListener::bind("127.0.0.1:0").await?.local_addr()?.port();
         let listen = format!("{flag}=127.0.0.1:{port}");
         let arguments = [arguments, &[&listen]].concat();
-        let mut child = command(program, &arguments).spawn()?;
+        let mut command = command(program, &arguments);
+        command.envs(fail_points.map(|folder| (fail_point::FOLDER, folder)));
+        let mut child = command.spawn()?;
         let stderr = child.stderr.take().context("no standard error")?;
         let log = Arc::new(Mutex::new(String::new()));
         let written = log.clone();
@@ -161,6 +168,19 @@ impl Running {
         Frozen::stop(id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it ended before")?)
     }
 
+    /// Waits until it has stopped itself, as `freeze` in its folder of fail points asked it to; what is given lets it go
+    /// on when it is dropped.
+    pub async fn stands_still(&self) -> Result<Frozen> {
+        let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it ended before")?;
+        eventually("the process stands still", PATIENCE, || async {
+            let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
+            let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+            Ok(if state == Some('T') { Ok(()) } else { Err(format!("{state:?}; log: {}", self.log())) })
+        })
+        .await?;
+        self.freeze()
+    }
+
     /// Asks it to stop, and gives its exit status.
     pub async fn stop(self) -> Result<ExitStatus> {
         let mut child = self.child.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -187,13 +207,29 @@ impl Controller {
         Self::start_as(s, &s.cluster_id, more).await
     }
 
+    /// The same with another identity and a folder of fail points.
+    pub async fn start_with_fail_points(
+        s: &Scenario,
+        cluster_id: &str,
+        more: &[&str],
+        folder: &Path,
+    ) -> Result<Self> {
+        let (namespace, kubeconfig) = Self::home(s)?;
+        Self::begin(s, &namespace, &kubeconfig, cluster_id, more, Some(folder)).await
+    }
+
     /// The same with another identity: it has claims of its own, which the lab's controller does not touch.
     pub async fn start_as(s: &Scenario, cluster_id: &str, more: &[&str]) -> Result<Self> {
+        let (namespace, kubeconfig) = Self::home(s)?;
+        Self::start_in(s, &namespace, &kubeconfig, cluster_id, more).await
+    }
+
+    /// The first guest's namespace in the management cluster, and its credentials for it.
+    fn home(s: &Scenario) -> Result<(String, PathBuf)> {
         let state = s.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
         let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
-        let kubeconfig = management.kubeconfig_of(&guest.account());
-        Self::start_in(s, &guest.namespace, &kubeconfig, cluster_id, more).await
+        Ok((guest.namespace.clone(), management.kubeconfig_of(&guest.account())))
     }
 
     /// The same in another namespace of the management cluster, with credentials for that.
@@ -203,6 +239,17 @@ impl Controller {
         kubeconfig: &Path,
         cluster_id: &str,
         more: &[&str],
+    ) -> Result<Self> {
+        Self::begin(s, namespace, kubeconfig, cluster_id, more, None).await
+    }
+
+    async fn begin(
+        s: &Scenario,
+        namespace: &str,
+        kubeconfig: &Path,
+        cluster_id: &str,
+        more: &[&str],
+        fail_points: Option<&Path>,
     ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let own = folder.path().display().to_string();
@@ -218,7 +265,8 @@ impl Controller {
         ];
         words.extend(more.iter().map(|word| word.replace("${FOLDER}", &own)));
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
-        let process = Running::start(&binary(&s.lab, "gc-csi"), &words).await?;
+        let binary = binary(&s.lab, "gc-csi");
+        let process = Running::listening(&binary, &words, "--http-listen", fail_points).await?;
         process.ready().await?;
         let driver = eventually("the other controller serves", PATIENCE, || async {
             Ok(Driver::connect(&socket).await.map_err(|error| format!("{error:#}; {}", process.log())))

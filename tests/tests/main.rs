@@ -21,6 +21,7 @@ mod ha;
 mod health;
 mod identity;
 mod infra_crash;
+mod late_removal;
 mod legacy;
 mod limits;
 mod metadata;

@@ -13,7 +13,7 @@ use kube::{Resource, ResourceExt};
 use kube_kit::text::one_line;
 use serde_json::{Value, json};
 
-use crate::machine::Machine;
+use crate::machine::{Machine, MachineStatus};
 
 /// Annotation on a `VolumeAttachment`: name of the entry in `spec.volumes` that it was made for, by which
 /// the disk is told of after that entry has left.
@@ -162,6 +162,23 @@ pub fn plan(
     plan.only_renames = after.len() == before.len() && says_nothing_new(&after, before);
     plan.status = (after != before).then_some(after);
     plan
+}
+
+/// Whether a plan is carried out only as the VM is now, by one read for all of it. A deletion takes a disk away, and the
+/// watch may be behind an entry that was put in again.
+pub fn must_be_confirmed(vm: &Machine, plan: &Plan) -> bool {
+    !plan.delete.is_empty() || plan.create.iter().any(|order| was_told(vm, order))
+}
+
+/// Whether a machine was told that the disk of an order is there. An order that is not there any more though its disk is
+/// has gone by itself: where the API server has forgotten it, as after a restore from a backup, it has forgotten the
+/// entry too, and what is known of the machine is from before. An order that is made from that, and deleted as soon as
+/// the machine is read anew, would unplug the disk.
+fn was_told(vm: &Machine, order: &VolumeAttachment) -> bool {
+    let Some(entry) = order.annotations().get(ANNOTATION_ENTRY) else { return false };
+    let told = vm.status.as_ref().map(MachineStatus::entries).unwrap_or_default();
+    let shown = [entry.clone(), names::detaching_entry(entry)];
+    told.iter().any(|one| one["attached"] == true && shown.iter().any(|name| one["name"] == name.as_str()))
 }
 
 /// Whether each entry was told of in the same words, if by the name that it had before its disk began to leave.

@@ -5,7 +5,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crds::VolumeAttachment;
-use crds::names::detaching_entry;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaim};
 use k8s_openapi::jiff::Timestamp;
@@ -28,8 +27,8 @@ use serde_json::{Value, json};
 use crate::absent::{Absent, Missing};
 use crate::allowance::{Allowance, YOUNG};
 use crate::attachments::Attachments;
-use crate::machine::{self, Machine, MachineStatus};
-use crate::plan::{ANNOTATION_ENTRY, MOST_ENTRIES, Obstacle, Plan, plan};
+use crate::machine::{self, Machine};
+use crate::plan::{MOST_ENTRIES, Obstacle, Plan, must_be_confirmed, plan};
 
 /// How long an answer waits for those that are still to come, so that many are told in few writes. By the time of the
 /// first write, whoever ordered them together has put all of them into the spec, and is not in its way.
@@ -343,23 +342,6 @@ fn sooner(next: Next, than: Duration) -> Next {
         Next::Wait => Next::After(than),
         Next::After(delay) => Next::After(delay.min(than)),
     }
-}
-
-/// Whether a plan is carried out only as the VM is now, by one read for all of it. A deletion takes a disk away, and the
-/// watch may be behind an entry that was put in again.
-fn must_be_confirmed(vm: &Machine, plan: &Plan) -> bool {
-    !plan.delete.is_empty() || plan.create.iter().any(|order| was_told(vm, order))
-}
-
-/// Whether a machine was told that the disk of an order is there. An order that is not there any more though its disk is
-/// has gone by itself: where the API server has forgotten it, as after a restore from a backup, it has forgotten the
-/// entry too, and what is known of the machine is from before. An order that is made from that, and deleted as soon as
-/// the machine is read anew, would unplug the disk.
-fn was_told(vm: &Machine, order: &VolumeAttachment) -> bool {
-    let Some(entry) = order.annotations().get(ANNOTATION_ENTRY) else { return false };
-    let told = vm.status.as_ref().map(MachineStatus::entries).unwrap_or_default();
-    let names = [entry.clone(), detaching_entry(entry)];
-    told.iter().any(|one| one["attached"] == true && names.iter().any(|name| one["name"] == name.as_str()))
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::fit::Misfit;
 use crate::machine::Refusal;
 use crate::management::ApiError;
 use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
-use crate::management::commit::CommitError;
+use crate::management::commit::{CommitError, Wanted};
 use crate::management::consumers::ConsumerError;
 use crate::management::disks::{AttachError, DetachError};
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
@@ -169,6 +169,7 @@ pub(super) fn detach(error: &DetachError) -> Status {
         DetachError::Failed { .. } => Status::unavailable(text),
         // The disk stays where it is until a person has changed something.
         DetachError::NotOurs { .. } | DetachError::Held { .. } => Status::failed_precondition(text),
+        DetachError::Wanted { wanted, .. } => kept(wanted, text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }
@@ -179,7 +180,17 @@ fn commit(error: &CommitError, text: String) -> Status {
         CommitError::NoMachine(_) => Status::not_found(text),
         CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
         CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
+        CommitError::Wanted(wanted) => kept(wanted, text),
         CommitError::Api { source, .. } => api(source, text),
+    }
+}
+
+/// Of an entry that was not taken out.
+fn kept(error: &Wanted, text: String) -> Status {
+    match error {
+        // csi-attacher asks for a detach only when the guest's VolumeAttachment is on its way out: this call is late.
+        Wanted::By(_) => Status::failed_precondition(text),
+        Wanted::Unknown(_) => Status::unavailable(text),
     }
 }
 

@@ -201,6 +201,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let locks = VolumeLocks::default();
     let reconcilers =
         reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
+    let orders = reconcilers.orders();
     let (electing, stopping) = (ready.clone(), stop.clone());
     let reconciling = tokio::spawn(async move {
         election.lead(&electing, &stopping, || reconcilers.run()).await;
@@ -209,6 +210,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let service = service::Controller::new(
         management,
         guest,
+        orders,
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
         Duration::from_secs(args.default_timeout),
         locks,

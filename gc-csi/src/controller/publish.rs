@@ -83,7 +83,9 @@ impl Controller {
                 );
                 continue;
             }
-            self.management.detach(volume, &node, deadline).await.map_err(|error| errors::detach(&error))?;
+            let may_leave = self.orders.may_leave(volume, &node);
+            let detached = self.management.detach(volume, &node, may_leave, deadline).await;
+            detached.map_err(|error| errors::detach(&error))?;
         }
         Ok(proto::ControllerUnpublishVolumeResponse {})
     }

@@ -12,6 +12,7 @@ use tonic::{Code, Request, Response};
 
 use crate::guest::Guest;
 use crate::management::Management;
+use crate::reconcile::Orders;
 
 /// How long an object is waited for that a sidecar, or whoever made it, saw before this process did.
 pub(super) const BEHIND: Duration = Duration::from_secs(2);
@@ -24,6 +25,7 @@ const LAST_WORD: Duration = Duration::from_millis(20);
 pub(super) struct Controller {
     pub(super) management: Management,
     pub(super) guest: Guest,
+    pub(super) orders: Orders,
     pub(super) refuse_mismatch: bool,
     pub(super) default_timeout: Duration,
     pub(super) locks: VolumeLocks,
@@ -35,11 +37,12 @@ impl Controller {
     pub(super) fn new(
         management: Management,
         guest: Guest,
+        orders: Orders,
         refuse_mismatch: bool,
         default_timeout: Duration,
         locks: VolumeLocks,
     ) -> Self {
-        Self { management, guest, refuse_mismatch, default_timeout, locks, legacy: None }
+        Self { management, guest, orders, refuse_mismatch, default_timeout, locks, legacy: None }
     }
 
     /// Refuses what no volume of this driver can do, or none beside this VM Operator.

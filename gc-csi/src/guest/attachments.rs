@@ -5,8 +5,19 @@ use kube::api::ListParams;
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
 use kube_kit::lean::{CsiSource, VolumeAttachment};
+use sha2::{Digest, Sha256};
 
 use super::Guest;
+
+/// The name that Kubernetes gives the VolumeAttachment for a volume on a node (`getAttachmentName` in
+/// `pkg/volume/csi/csi_attacher.go`).
+pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String {
+    let mut hasher = Sha256::new();
+    for part in [handle, driver, node] {
+        hasher.update(part);
+    }
+    format!("csi-{:x}", hasher.finalize())
+}
 
 impl Guest {
     /// Whether a VolumeAttachment asks for the volume of this handle on this node by another of the driver's names than
@@ -37,5 +48,19 @@ impl Guest {
         let source = &attachment.source;
         let named = || self.volumes.get(&Key::cluster(source.persistent_volume_name.clone()?));
         source.inline.clone().or_else(|| named()?.spec.csi.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attachment_is_called_as_kubernetes_calls_it() {
+        // printf %s%s%s volume driver node | sha256sum
+        assert_eq!(
+            attachment_name("volume", "driver", "node"),
+            "csi-d94279ecba6bb1a4dae95e5f896a0d7b6b60fb3af97abf98fb0c1bb2a80030a5"
+        );
     }
 }

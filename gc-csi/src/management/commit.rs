@@ -8,15 +8,21 @@
 //! machine. Two entries of one name can't come about: the list is keyed by name, and the API server refuses
 //! them. Each is planned from the answer to the one before it, which the watch may not show yet, so that our own
 //! PATCHes never refuse each other.
+//!
+//! Before each PATCH that takes an entry out, and after the look at the machine onto which it goes, whoever asked for the
+//! removal is asked whether its reason still stands. An attach that comes after that answer changes the machine, also
+//! where it finds its entry there, so that the PATCH is refused.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crds::VirtualMachine;
+use futures::future::{BoxFuture, join_all};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::informer::{Informer, Key};
+use kube_kit::latest::is_newer;
 use tokio::sync::oneshot;
 
 use super::ApiError;
@@ -25,6 +31,9 @@ use crate::machine::{Change, Committed, Plan, Refusal, committed, plan};
 
 /// How often a PATCH is made anew after somebody else changed the machine's disks in between.
 const MOST_CONFLICTS: u32 = 6;
+
+/// How long the guest may take to say whether it wants a disk, while other changes of the machine wait.
+const ASKED: Duration = Duration::from_secs(5);
 
 /// Why a change did not go in.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -35,6 +44,9 @@ pub enum CommitError {
     /// The machine doesn't allow it.
     #[error(transparent)]
     Refused(#[from] Refusal),
+    /// The entry stays: there is no reason to take it out any more, or none that is known.
+    #[error(transparent)]
+    Wanted(#[from] Wanted),
     /// The request failed.
     #[error("cannot change the disks of VirtualMachine {machine}: {source}")]
     Api {
@@ -45,9 +57,25 @@ pub enum CommitError {
     },
 }
 
+/// Why an entry is not taken out.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Wanted {
+    /// The guest wants the disk.
+    #[error("VolumeAttachment {0} of the guest asks for it again")]
+    By(String),
+    /// It is not known.
+    #[error("{0}")]
+    Unknown(String),
+}
+
+/// Asks whether an entry may be taken out, as things are now.
+pub(crate) type MayLeave = Arc<dyn Fn() -> BoxFuture<'static, Result<(), Wanted>> + Send + Sync>;
+
 /// A change, and who waits for it.
 pub(super) struct Request {
     change: Change,
+    /// For a removal.
+    may_leave: Option<MayLeave>,
     done: oneshot::Sender<Result<Committed, CommitError>>,
 }
 
@@ -91,8 +119,27 @@ impl Committer {
         operation: &Operation,
         change: Change,
     ) -> Result<Committed, CommitError> {
+        self.request(operation, change, None).await
+    }
+
+    /// Takes an entry out, as long as it may leave.
+    pub(super) async fn remove(
+        &self,
+        operation: &Operation,
+        entry: &str,
+        may_leave: MayLeave,
+    ) -> Result<Committed, CommitError> {
+        self.request(operation, Change::Remove { name: entry.to_owned() }, Some(may_leave)).await
+    }
+
+    async fn request(
+        &self,
+        operation: &Operation,
+        change: Change,
+        may_leave: Option<MayLeave>,
+    ) -> Result<Committed, CommitError> {
         let (done, outcome) = oneshot::channel();
-        if let Some(mut batches) = self.gathering.push(operation, Request { change, done }) {
+        if let Some(mut batches) = self.gathering.push(operation, Request { change, may_leave, done }) {
             let committer = self.clone();
             tokio::spawn(async move {
                 while let Some(batch) = batches.next().await {
@@ -150,6 +197,7 @@ impl Committer {
             };
             // Who left may have been answered elsewhere, and what was wished then may be wrong now.
             batch.retain(|request| !request.done.is_closed());
+            keep_what_may_leave(&vm, batch).await;
             let changes: Vec<Change> = batch.iter().map(|request| request.change.clone()).collect();
             let plan = plan(machine, &vm, &changes);
             // The copy may be older than a PATCH whose answer was lost: that there is nothing to do is for the API
@@ -203,14 +251,40 @@ impl Committer {
 
     /// Whether an own answer is newer than what the informer shows.
     fn is_ahead(&self, machine: &str, own: &VirtualMachine) -> bool {
-        self.seen(machine).is_some_and(|seen| {
-            let (seen, own) = (committed(&seen), committed(own));
-            seen.uid == own.uid && seen.generation < own.generation
-        })
+        let seen = self.seen(machine);
+        seen.is_some_and(|seen| seen.metadata.uid == own.metadata.uid && is_newer(own, Some(&*seen)))
     }
 
     fn seen(&self, machine: &str) -> Option<Arc<VirtualMachine>> {
         self.machines.get(&Key::new(self.namespace.clone(), machine))
+    }
+}
+
+/// Answers the removals of entries that must stay, and forgets them. `vm` was seen before.
+async fn keep_what_may_leave(vm: &VirtualMachine, batch: &mut Vec<Request>) {
+    let is_there = |name: &String| vm.spec.volumes.iter().any(|entry| &entry.name == name);
+    let ask = |request: &Request| match (&request.change, &request.may_leave) {
+        (Change::Remove { name }, Some(may_leave)) if is_there(name) => Some(may_leave()),
+        _ => None,
+    };
+    let asking = batch.iter().map(|request| {
+        let answer = ask(request);
+        async move {
+            let unknown =
+                || Wanted::Unknown("the guest did not say in time whether it wants the disk".to_owned());
+            match answer {
+                Some(answer) => tokio::time::timeout(ASKED, answer).await.unwrap_or_else(|_| Err(unknown())),
+                None => Ok(()),
+            }
+        }
+    });
+    let answers = join_all(asking).await;
+    let all = std::mem::take(batch);
+    for (request, answered) in all.into_iter().zip(answers) {
+        match answered {
+            Ok(()) => batch.push(request),
+            Err(wanted) => answer(vec![request], vec![Err(wanted.into())]),
+        }
     }
 }
 
@@ -260,6 +334,7 @@ mod tests {
                 Ok(()) => {
                     let generation = machine["metadata"]["generation"].as_i64().unwrap() + 1;
                     machine["metadata"]["generation"] = json!(generation);
+                    machine["metadata"]["resourceVersion"] = json!(generation.to_string());
                     (200, machine.to_string())
                 }
                 Err(error) => {
@@ -273,6 +348,26 @@ mod tests {
         fn entries(&self) -> usize {
             self.machine.lock().unwrap()["spec"]["volumes"].as_array().map_or(0, Vec::len)
         }
+    }
+
+    /// A server of a machine with these entries, and a committer that writes to it.
+    fn serve(entries: &Value) -> (Arc<Server>, Committer) {
+        let machine = json!({
+            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
+            "metadata": {"name": "vm", "namespace": "n", "uid": "u", "generation": 1, "resourceVersion": "1"},
+            "spec": {"volumes": entries},
+        });
+        let seen: VirtualMachine = serde_json::from_value(machine.clone()).unwrap();
+        let (patches, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let server = Arc::new(Server { machine: Mutex::new(machine), patches, refused });
+        let answering = server.clone();
+        let service = tower::service_fn(move |request: HttpRequest<Body>| {
+            let server = answering.clone();
+            async move { Ok::<_, Infallible>(server.answer(request).await) }
+        });
+        let resource = crds::virtual_machine_resource("v1alpha5");
+        let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
+        (server, Committer::new(api, Informer::fixed([seen]), "n"))
     }
 
     /// Thirty operations, some milliseconds apart, each of which lasts a while after its change.
@@ -293,23 +388,36 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn thirty_attaches_and_detaches_take_five_patches_each_and_none_is_refused() {
-        let machine = json!({
-            "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
-            "metadata": {"name": "vm", "namespace": "n", "uid": "u", "generation": 1}, "spec": {"volumes": []},
-        });
-        let seen: VirtualMachine = serde_json::from_value(machine.clone()).unwrap();
-        let (patches, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let server = Arc::new(Server { machine: Mutex::new(machine), patches, refused });
-        let answering = server.clone();
-        let service = tower::service_fn(move |request: HttpRequest<Body>| {
-            let server = answering.clone();
-            async move { Ok::<_, Infallible>(server.answer(request).await) }
-        });
-        let resource = crds::virtual_machine_resource("v1alpha5");
-        let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
-        let committer = Committer::new(api, Informer::fixed([seen]), "n");
+    async fn an_entry_that_the_guest_wants_stays_and_the_others_of_its_batch_go() {
+        let entries = ["kept", "gone", "unknown"].map(|name| json!({"name": name}));
+        let (server, committer) = serve(&json!(entries));
+        let asked = Arc::new(AtomicUsize::new(0));
+        let answering = |answer: Option<Result<(), Wanted>>| -> MayLeave {
+            let asked = asked.clone();
+            Arc::new(move || {
+                asked.fetch_add(1, Ordering::SeqCst);
+                match answer.clone() {
+                    Some(answer) => Box::pin(async move { answer }),
+                    None => Box::pin(std::future::pending()),
+                }
+            })
+        };
+        let operation = committer.begin("vm");
+        let wanted = Wanted::By("csi-1".to_owned());
+        let (kept, gone, unknown) = tokio::join!(
+            committer.remove(&operation, "kept", answering(Some(Err(wanted.clone())))),
+            committer.remove(&operation, "gone", answering(Some(Ok(())))),
+            committer.remove(&operation, "unknown", answering(None)),
+        );
+        assert!(matches!(kept, Err(CommitError::Wanted(why)) if why == wanted));
+        assert!(matches!(unknown, Err(CommitError::Wanted(Wanted::Unknown(_)))));
+        assert!(gone.is_ok());
+        assert_eq!((asked.load(Ordering::SeqCst), server.entries()), (3, 2));
+    }
 
+    #[tokio::test(start_paused = true)]
+    async fn thirty_attaches_and_detaches_take_five_patches_each_and_none_is_refused() {
+        let (server, committer) = serve(&json!([]));
         for apart in [1, 5, 10].map(Duration::from_millis) {
             let add = |name: String| Change::Add {
                 claim: name.clone(),

@@ -1,8 +1,8 @@
 //! Disks of machines: put in, taken out, and waited for.
 //!
 //! An answer is given only on what was seen after the change went in: the machine's generation tells
-//! which of its states are older. What the informer shows may be behind, so where no change is needed
-//! (the entry is there already, or gone already) the machine is read once from the API; not where this process saw
+//! which of its states are older. What the informer shows may be behind, so where the entry is gone already, the machine
+//! is read once from the API, and where it is there already, that is confirmed by a write; not where this process saw
 //! the disk leave, or come, a moment ago ([`recent`](super::recent)).
 
 use std::collections::HashMap;
@@ -15,12 +15,12 @@ use kube_kit::informer::Key;
 use kube_kit::text::one_line;
 use tokio::time::Instant;
 
-use super::commit::{CommitError, Operation};
+use super::commit::{CommitError, MayLeave, Operation, Wanted};
 use super::consumers::{Consumer, ConsumerError};
 use super::sharing::bound_to;
 use super::{Management, recent};
 use crate::fit::{Asked, Misfit};
-use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed, wants};
+use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed};
 use crate::vm_operator::NO_READ_ONLY;
 
 /// How long a failure that was known before the call is given to heal before the call repeats it.
@@ -174,6 +174,16 @@ pub(crate) enum DetachError {
         /// The entry.
         entry: String,
     },
+    /// The guest wants it, or may want it.
+    #[error("volume {claim} stays attached to VirtualMachine {machine}: {wanted}")]
+    Wanted {
+        /// The management claim.
+        claim: String,
+        /// The machine.
+        machine: String,
+        /// Why.
+        wanted: Wanted,
+    },
     /// Time ran out; the work goes on.
     #[error("volume {claim} was not detached from VirtualMachine {machine} in time{because}; {ADVICE}")]
     Deadline {
@@ -277,13 +287,10 @@ impl Management {
                 let how = if read_only_now { "read-only" } else { "writable" };
                 return Err(AttachError::Differs { claim: claim.clone(), machine: machine.clone(), how });
             }
-            Begin::Ask if self.has_arrived(machine, claim, &vm) => committed(&vm),
-            Begin::Ask => match self.read(machine).await? {
-                Some(vm) if wants(&vm, claim).is_some() => committed(&vm),
-                Some(_) => self.add(wanted, &operation, &entry, deadline).await?,
-                None => return Err(AttachError::NoMachine(machine.clone())),
-            },
-            Begin::Add | Begin::Elsewhere => self.add(wanted, &operation, &entry, deadline).await?,
+            Begin::Confirm if self.has_arrived(machine, claim, &vm) => committed(&vm),
+            Begin::Confirm | Begin::Add | Begin::Elsewhere => {
+                self.add(wanted, &operation, &entry, deadline).await?
+            }
         };
         let disk = self.wait_attached(wanted, &entry, &since, deadline).await?;
         // The claim may have been made anew meanwhile, and its other disk have been plugged.
@@ -294,7 +301,7 @@ impl Management {
         Ok(Attached { disk, volume })
     }
 
-    /// Puts the entry in; not before an earlier use of it is over, whose end would unplug the disk again.
+    /// Puts the entry in, or confirms it; not before an earlier use of it is over, whose end would unplug the disk again.
     async fn add(
         &self,
         wanted: &Attach,
@@ -357,11 +364,13 @@ impl Management {
     }
 
     /// Unplugs the disk. The claim need not exist any more, nor be this guest's still: what counts is that the machine
-    /// has its disk, and it is done when the machine says that it has not. A machine that is gone has no disks.
+    /// has its disk, and it is done when the machine says that it has not. A machine that is gone has no disks. The entry is
+    /// taken out only while it may leave.
     pub(crate) async fn detach(
         &self,
         claim: &str,
         machine: &str,
+        may_leave: MayLeave,
         deadline: Instant,
     ) -> Result<(), DetachError> {
         let _begun = self.arrived.begin(recent::disk(machine, claim));
@@ -372,8 +381,12 @@ impl Management {
         }
         let disk = machine::disk_uuid(&vm, &entry);
         let operation = self.committer.begin(machine);
-        let since = match self.committer.commit(&operation, Change::Remove { name: entry.clone() }).await {
+        let since = match self.committer.remove(&operation, &entry, may_leave).await {
             Ok(since) => since,
+            Err(CommitError::Wanted(wanted)) => {
+                let (claim, machine) = (claim.to_owned(), machine.to_owned());
+                return Err(DetachError::Wanted { claim, machine, wanted });
+            }
             Err(CommitError::NoMachine(_)) => return Ok(()),
             Err(error) => return Err(DetachError::Commit(error)),
         };

@@ -314,7 +314,13 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
 /// Keeps identity, its guest, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
 /// in the list.
 fn trim_machine(machine: &mut VirtualMachine) {
-    keep(&mut machine.metadata.annotations, |key| key == names::ANNOTATION_OUT_OF_SERVICE);
+    // That there are others stays known: a JSON Patch that adds the first one is another.
+    let has_annotations = machine.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
+    let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
+    keep(&mut machine.metadata.annotations, |key| read.contains(&key));
+    if has_annotations {
+        machine.metadata.annotations.get_or_insert_default();
+    }
     keep(&mut machine.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
     machine.metadata.finalizers = None;
     machine.metadata.owner_references = None;

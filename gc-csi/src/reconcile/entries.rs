@@ -20,6 +20,7 @@ use super::repairs::{LOST_ENTRY, Repairs, STALE_ENTRY};
 use super::zones::Zones;
 use crate::guest::{self, Guest, reference};
 use crate::management::Management;
+use crate::management::commit::{MayLeave, Wanted};
 use crate::management::disks::{Attach, AttachError, DetachError};
 
 /// How long a disk may take to come or to go before the round ends; the work goes on.
@@ -84,16 +85,9 @@ impl Entries {
         let unknown: Vec<&Order> = orders.iter().filter(|order| order.handle.is_none()).collect();
         let made = self.management.entries_made(vm).into_iter();
         let unordered = made.filter(|claim| !ordered.contains(claim.as_str()));
-        unordered.filter(|claim| !unknown.iter().any(|order| self.may_be_for(order, claim))).collect()
-    }
-
-    /// Whether an order is for the volume of this handle, or may be. Of a PersistentVolume that is gone, the management
-    /// claim still tells the name.
-    fn may_be_for(&self, order: &Order, handle: &str) -> bool {
-        match &order.handle {
-            Some(ordered) => ordered == handle,
-            None => self.management.guest_volume_of(handle).is_none_or(|volume| volume == order.volume),
-        }
+        unordered
+            .filter(|claim| !unknown.iter().any(|order| may_be_for(&self.management, order, claim)))
+            .collect()
     }
 
     async fn take_out(&self, machine: &str, claim: &str) -> Result<Next, String> {
@@ -102,16 +96,24 @@ impl Entries {
             return Ok(Next::After(BUSY));
         };
         if !self.zones.is_node_now(machine).await?
-            || self.orders.now(machine).await?.iter().any(|order| self.may_be_for(order, claim))
             || !self.management.has_entry_now(machine, claim).await.map_err(|error| error.to_string())?
         {
             // What the watches show is behind; when they have caught up, they push.
             self.seen.forget_stale(machine, claim);
             return Ok(Next::After(BUSY));
         }
-        let gone = self.management.detach(claim, machine, Instant::now() + DONE).await;
-        if let Err(error @ DetachError::Commit(_)) = gone {
-            return Err(error.to_string());
+        let may_leave = self.may_leave(machine, claim);
+        let gone = self.management.detach(claim, machine, may_leave, Instant::now() + DONE).await;
+        match &gone {
+            Err(DetachError::Wanted { wanted: Wanted::By(order), .. }) => {
+                tracing::info!(machine, claim, order, "ordered again: its entry stays");
+                self.seen.forget_stale(machine, claim);
+                return Ok(Next::After(BUSY));
+            }
+            Err(error @ (DetachError::Wanted { .. } | DetachError::Commit(_))) => {
+                return Err(error.to_string());
+            }
+            _ => {}
         }
         let note = format!(
             "VirtualMachine {} had volume {claim}, for which no VolumeAttachment of this cluster asked for {}: its entry \
@@ -128,6 +130,21 @@ impl Entries {
             tracing::warn!(machine, claim, "{error}");
         }
         Ok(Next::Wait)
+    }
+
+    /// Whether the entry of a claim may leave a machine: no order is for it, or may be, as the guest's API says now.
+    fn may_leave(&self, machine: &str, claim: &str) -> MayLeave {
+        let (orders, management) = (self.orders.clone(), self.management.clone());
+        let (machine, claim) = (machine.to_owned(), claim.to_owned());
+        Arc::new(move || {
+            let (orders, management) = (orders.clone(), management.clone());
+            let (machine, claim) = (machine.clone(), claim.clone());
+            Box::pin(async move {
+                let now = orders.now(&machine).await.map_err(Wanted::Unknown)?;
+                let wants = now.into_iter().find(|order| may_be_for(&management, order, &claim));
+                wants.map_or(Ok(()), |order| Err(Wanted::By(order.name)))
+            })
+        })
     }
 
     async fn put_back(&self, machine: &str, order: &Order) -> Result<Next, String> {
@@ -160,7 +177,8 @@ impl Entries {
         let outcome = self.management.attach(&attach, Instant::now() + DONE).await;
         // Whoever took it back meanwhile may have been told that there is nothing to detach.
         if !self.orders.stands(&order.name).await? {
-            let gone = self.management.detach(handle, machine, Instant::now() + DONE).await;
+            let may_leave = self.orders.may_leave(handle, machine);
+            let gone = self.management.detach(handle, machine, may_leave, Instant::now() + DONE).await;
             return gone.map(|()| Next::Wait).map_err(|error| error.to_string());
         }
         let about = self.about(handle, machine);
@@ -233,6 +251,15 @@ impl Seen {
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether an order is for the volume of this handle, or may be. Of a PersistentVolume that is gone, the management claim
+/// still tells the name.
+fn may_be_for(management: &Management, order: &Order, handle: &str) -> bool {
+    match &order.handle {
+        Some(ordered) => ordered == handle,
+        None => management.guest_volume_of(handle).is_none_or(|volume| volume == order.volume),
+    }
 }
 
 /// The orders that say their disk is there though the machine has no entry for it.

@@ -48,6 +48,7 @@ use crate::management::claims::waits_for;
 use crate::management::{Listeners, Made, Management};
 
 pub(crate) use options::Options;
+pub(crate) use orders::Orders;
 use repairing::Pushes;
 
 /// How many keys of a kind are worked on at once.
@@ -241,6 +242,11 @@ impl Reconcilers {
 }
 
 impl Started {
+    /// What the guest orders to be attached.
+    pub(crate) fn orders(&self) -> Orders {
+        self.repairing.orders()
+    }
+
     /// Keeps everything in step until the process is stopped; begins once both clusters were read, since what is not
     /// read yet must not be taken for gone.
     pub(crate) async fn run(&self) {

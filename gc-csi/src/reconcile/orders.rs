@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use futures::future::try_join_all;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
@@ -13,7 +14,8 @@ use kube_kit::lean::VolumeAttachment;
 use kube_kit::queue::Queue;
 use tokio_util::sync::CancellationToken;
 
-use crate::guest::{self, Guest};
+use crate::guest::{self, Guest, attachment_name};
+use crate::management::commit::{MayLeave, Wanted};
 
 /// One order.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,7 +33,7 @@ pub(super) struct Order {
 
 /// The orders, watched.
 #[derive(Clone)]
-pub(super) struct Orders {
+pub(crate) struct Orders {
     api: Api<VolumeAttachment>,
     informer: Informer<VolumeAttachment>,
     by_node: Arc<Index>,
@@ -88,6 +90,32 @@ impl Orders {
         let order =
             read.map_err(|error| format!("cannot read guest VolumeAttachment {name}: {}", chain(&error)))?;
         Ok(order.is_some_and(|order| order.metadata.deletion_timestamp.is_none()))
+    }
+
+    /// Whether a volume may leave a node: no order for it is there to stay, as the guest's API says now.
+    pub(crate) fn may_leave(&self, handle: &str, node: &str) -> MayLeave {
+        let (orders, handle, node) = (self.clone(), handle.to_owned(), node.to_owned());
+        Arc::new(move || {
+            let (orders, handle, node) = (orders.clone(), handle.clone(), node.clone());
+            Box::pin(async move {
+                let standing = orders.standing(&handle, &node).await.map_err(Wanted::Unknown)?;
+                standing.map_or(Ok(()), |name| Err(Wanted::By(name)))
+            })
+        })
+    }
+
+    /// The order for a volume on a node that is there to stay, as the guest's API says now. It has the name that Kubernetes
+    /// gives it; one that a person made has another, by which the watch shows it.
+    async fn standing(&self, handle: &str, node: &str) -> Result<Option<String>, String> {
+        let drivers = &self.guest.drivers;
+        let mut names: Vec<String> =
+            drivers.iter().map(|driver| attachment_name(handle, driver, node)).collect();
+        let seen = self.of(node).into_iter().filter(|order| order.handle.as_deref() == Some(handle));
+        names.extend(seen.map(|order| order.name));
+        names.sort_unstable();
+        names.dedup();
+        let stands = try_join_all(names.iter().map(|name| self.stands(name))).await?;
+        Ok(names.into_iter().zip(stands).find(|(_, stands)| *stands).map(|(name, _)| name))
     }
 
     fn read(&self, order: &VolumeAttachment) -> Order {

@@ -89,6 +89,10 @@ impl Registered {
 }
 
 impl Repairing {
+    pub(super) fn orders(&self) -> Orders {
+        self.entries.orders.clone()
+    }
+
     /// Looks at everything, and then at what changes, until `stop`; both clusters were read by now.
     pub(super) async fn run(&self, stop: CancellationToken) {
         let Entries { orders, zones, .. } = &self.entries;

@@ -23,8 +23,26 @@ pub struct Budget {
     pub crashes: u8,
     /// Callers that give up waiting.
     pub timeouts: u8,
+    /// Changes of the csi-attacher that leads: calls of the one before it go on, however late.
+    pub callers: u8,
+    /// The guest's VolumeAttachments that people remove past their finalizer.
+    pub forced: u8,
     /// Edits by hand.
     pub edits: u8,
+}
+
+impl Budget {
+    /// One machine, one replica, and nothing happens.
+    pub const NOTHING: Self = Self {
+        machines: 1,
+        replicas: 1,
+        wishes: 0,
+        crashes: 0,
+        timeouts: 0,
+        callers: 0,
+        forced: 0,
+        edits: 0,
+    };
 }
 
 /// The whole.
@@ -38,6 +56,8 @@ pub struct State {
     pub gc: [GcCsi; REPLICAS],
     /// The VM Operator.
     pub shim: Shim,
+    /// What the standbys have seen, where a new leader begins with that.
+    pub standby: Option<Shim>,
     /// Writes of a VM Operator that lost its lease, or crashed with the request on its way.
     pub late: Option<(Machine, ShimWrite)>,
     /// The replicas of mgmt-csi.
@@ -54,16 +74,18 @@ pub struct State {
 
 impl State {
     /// Nothing is wished, nothing is there.
-    pub fn new(nothing_told: Ref, budget: Budget) -> Self {
-        let vm = Vm { entry: false, generation: 0, told: nothing_told };
+    pub fn new(nothing_told: Ref, budget: Budget, has_standby: bool) -> Self {
+        let vm = Vm { entry: false, generation: 0, confirmed: 0, told: nothing_told };
         let seen = [Seen { vm, fresh: true }; MACHINES];
         let gc = GcCsi { vms: seen, calls: [None; MACHINES] };
+        let shim = Shim { vms: seen, orders: [None; MACHINES] };
         let mgmt = MgmtCsi { orders: [None; MACHINES], passes: [None; MACHINES] };
         Self {
             wishes: [Wish::None; MACHINES],
             api: Api { vms: [vm; MACHINES], orders: [None; MACHINES] },
             gc: [gc.clone(), gc],
-            shim: Shim { vms: seen, orders: [None; MACHINES] },
+            standby: has_standby.then(|| shim.clone()),
+            shim,
             late: None,
             mgmt: [mgmt.clone(), mgmt],
             infra: Infra {
@@ -96,6 +118,11 @@ impl State {
         }
     }
 
+    /// Changes the annotation that says that an attach found its entry, to what nobody has seen.
+    pub fn confirm(&mut self, machine: Machine) {
+        self.write_vm(machine, |vm| vm.confirmed += 1);
+    }
+
     /// The machine as it is now.
     pub fn seen_now(&self, machine: Machine) -> Seen {
         Seen { vm: self.api.vms[machine], fresh: true }
@@ -110,7 +137,14 @@ impl State {
             });
             std::iter::once(&mut gc.vms[machine]).chain(base)
         });
-        gc.chain(std::iter::once(&mut self.shim.vms[machine]))
+        let standby = self.standby.iter_mut().map(move |standby| &mut standby.vms[machine]);
+        gc.chain(std::iter::once(&mut self.shim.vms[machine])).chain(standby)
+    }
+
+    /// The machines and orders as a new leader has them: as they are now, or as it saw them while it stood by.
+    pub fn seen_by_new_leader(&self) -> Shim {
+        let now = || Shim { vms: [self.seen_now(0), self.seen_now(1)], orders: self.api.orders };
+        self.standby.clone().unwrap_or_else(now)
     }
 
     /// Another replica of mgmt-csi becomes the leader.
@@ -118,5 +152,6 @@ impl State {
         self.mgmt.reverse();
         let of = |request: Request| Request { from: request.from.map(|from| REPLICAS - 1 - from), ..request };
         self.infra.requests = self.infra.requests.iter().copied().map(of).collect();
+        self.mgmt[0].orders = self.seen_by_new_leader().orders;
     }
 }

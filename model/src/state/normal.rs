@@ -12,6 +12,8 @@ impl State {
         let orders = [self.api.orders[machine].as_mut(), self.shim.orders[machine].as_mut()];
         uids.extend(orders.into_iter().chain(mgmt).flatten().map(|order| &mut order.uid));
         uids.extend(self.given[machine].as_mut());
+        let standby = self.standby.as_mut().and_then(|standby| standby.orders[machine].as_mut());
+        uids.extend(standby.map(|order| &mut order.uid));
         if let Some((of, ShimWrite::Delete(uid))) = &mut self.late
             && *of == machine
         {
@@ -107,20 +109,41 @@ impl State {
 
     fn rank_generations(&mut self, machine: Machine) {
         // The VM Operator doesn't look at it.
-        self.shim.vms[machine].vm.generation = 0;
+        self.shim.vms[machine].vm = Vm { generation: 0, confirmed: 0, ..self.shim.vms[machine].vm };
+        if let Some(standby) = &mut self.standby {
+            standby.vms[machine].vm = Vm { generation: 0, confirmed: 0, ..standby.vms[machine].vm };
+        }
+        self.rank_confirmations(machine);
         let mut all: Vec<&mut u8> = vec![&mut self.api.vms[machine].generation];
         for gc in &mut self.gc {
             all.push(&mut gc.vms[machine].vm.generation);
             match gc.calls[machine].as_mut().map(|call| &mut call.stage) {
                 Some(Stage::Commit { base, .. }) => all.push(&mut base.vm.generation),
                 Some(Stage::Wait { since, .. }) => all.push(since),
-                Some(Stage::ToAdd) | None => {}
+                Some(Stage::Begins | Stage::ToAdd) | None => {}
             }
         }
         let known: BTreeSet<u8> = all.iter().map(|one| **one).collect();
         for one in all {
             *one = known.iter().position(|known| *known == *one).map_or(*one, |at| at as u8);
         }
+    }
+
+    /// It never comes to an earlier value, and is tested together with the generation: so all that counts is which copies
+    /// have both as they are now.
+    fn rank_confirmations(&mut self, machine: Machine) {
+        let now = self.api.vms[machine];
+        let rank = |vm: &mut Vm| {
+            let is_present = (vm.generation, vm.confirmed) == (now.generation, now.confirmed);
+            vm.confirmed = is_present.into();
+        };
+        for gc in &mut self.gc {
+            rank(&mut gc.vms[machine].vm);
+            if let Some(Stage::Commit { base, .. }) = gc.calls[machine].as_mut().map(|call| &mut call.stage) {
+                rank(&mut base.vm);
+            }
+        }
+        rank(&mut self.api.vms[machine]);
     }
 
     /// A UID that nobody knows.

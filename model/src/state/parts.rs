@@ -23,6 +23,8 @@ pub struct Vm {
     pub entry: bool,
     /// Rank of `metadata.generation`.
     pub generation: u8,
+    /// Rank of the annotation that an attach changes when it finds its entry.
+    pub confirmed: u8,
     /// `status.volumes`.
     pub told: Ref,
 }
@@ -80,9 +82,24 @@ pub enum Kind {
     Unpublish,
 }
 
-/// How far a call is. Its first look is at the moment that it comes.
+/// Who waits for what becomes of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Caller {
+    /// The csi-attacher that leads.
+    Leader,
+    /// A csi-attacher that led, and was paused, or whose VolumeAttachment is another by now. Nobody hears the answer.
+    Former,
+    /// The repair of gc-csi itself.
+    Repair,
+    /// Nobody.
+    Nobody,
+}
+
+/// How far a call is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Stage {
+    /// It has not looked at the machine yet.
+    Begins,
     /// The entry may not be put in before an earlier use is over.
     ToAdd,
     /// A change is planned on a machine as it was seen.
@@ -106,8 +123,8 @@ pub enum Stage {
 pub struct Call {
     /// What for.
     pub kind: Kind,
-    /// Whether csi-attacher still waits for the answer.
-    pub awaited: bool,
+    /// Who waits for it.
+    pub caller: Caller,
     /// How far it is.
     pub stage: Stage,
 }

@@ -6,12 +6,11 @@ mod mgmt;
 mod possible;
 mod shim;
 
-use crate::objects::{self, Patched};
 use crate::state::*;
-use gc::{gc_begins, gc_goes_on, left};
+use gc::{gc_begins, gc_goes_on, left, replaced};
 use infra::{answer, infra_notes, infra_takes, tell, trouble};
 use mgmt::{abandon, mgmt_decides, mgmt_goes_on};
-use shim::{delete_order, release, shim_writes};
+use shim::{delete_order, release, shim_decides, shim_writes};
 
 pub use possible::possible;
 
@@ -26,11 +25,15 @@ pub enum Action {
     Call(Machine, Replica),
     /// csi-attacher's call to gc-csi times out.
     CallTimesOut(Machine, Replica),
+    /// Another csi-attacher leads; what the one before it called for goes on.
+    CallerChanges,
+    /// Somebody removes the guest's VolumeAttachment past its finalizer.
+    WishIsForced(Machine),
     /// A watch of gc-csi shows a machine as it is now.
     GcSees(Machine, Replica),
     /// A call goes on: its PATCH reaches the API server, or it looks again.
     GcGoesOn(Machine, Replica),
-    /// gc-csi finds an entry that nothing in the guest stands for.
+    /// gc-csi finds an entry that nothing in the guest stands for, and begins to take it out.
     GcRepairs(Machine, Replica),
     /// gc-csi dies and comes back. Its PATCHes may be on their way.
     GcCrashes(Replica),
@@ -45,6 +48,8 @@ pub enum Action {
     ShimCrashes(Option<Machine>),
     /// That write reaches the API server.
     LateWrite,
+    /// The watches of those that stand by show everything as it is now.
+    StandbySees,
     /// A watch of mgmt-csi shows an order as it is now.
     MgmtSees(Machine, Replica),
     /// A pass of mgmt-csi begins, or goes on.
@@ -92,8 +97,16 @@ pub struct Rules {
     pub guard_status: bool,
     /// A removal goes only into the spec that it was planned on.
     pub guard_removals: bool,
+    /// An attach that finds its entry there writes that it did.
+    pub confirm_entries: bool,
+    /// Before each removal, the guest is asked whether it wants the disk.
+    pub ask_before_removals: bool,
     /// Disks that no order stands for are unplugged.
     pub clear_strays: bool,
+    /// A leader begins with a list of everything that it watches.
+    pub list_anew: bool,
+    /// The VM Operator reads the machine before it takes a disk from it.
+    pub confirm_deletions: bool,
 }
 
 impl Rules {
@@ -105,7 +118,11 @@ impl Rules {
         admit_one: true,
         guard_status: true,
         guard_removals: true,
+        confirm_entries: true,
+        ask_before_removals: true,
         clear_strays: true,
+        list_anew: true,
+        confirm_deletions: true,
     };
 }
 
@@ -120,21 +137,33 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
         Action::Unwant(machine) => state.wishes[machine] = Wish::Leaving,
         Action::Call(machine, replica) => {
             let kind = if state.wishes[machine] == Wish::Leaving { Kind::Unpublish } else { Kind::Publish };
-            gc_begins(&mut state, machine, replica, kind);
+            gc_begins(&mut state, machine, replica, kind, Caller::Leader, rules);
         }
         Action::CallTimesOut(machine, replica) => {
             state.budget.timeouts -= 1;
             let call = &mut state.gc[replica].calls[machine];
             *call = call.and_then(left);
         }
+        Action::CallerChanges => {
+            state.budget.callers -= 1;
+            for machine in 0..MACHINES {
+                for gc in &mut state.gc {
+                    gc.calls[machine] = gc.calls[machine].and_then(replaced);
+                }
+            }
+        }
+        Action::WishIsForced(machine) => {
+            state.budget.forced -= 1;
+            state.wishes[machine] = Wish::None;
+            state.given[machine] = None;
+            for gc in &mut state.gc {
+                gc.calls[machine] = gc.calls[machine].and_then(replaced);
+            }
+        }
         Action::GcSees(machine, replica) => state.gc[replica].vms[machine] = state.seen_now(machine),
         Action::GcGoesOn(machine, replica) => gc_goes_on(&mut state, machine, replica, rules),
         Action::GcRepairs(machine, replica) => {
-            let live = state.seen_now(machine);
-            if let Patched::Entry(entry) = objects::patch(machine, live, Kind::Unpublish, live.vm, true) {
-                state.write_vm(machine, |vm| vm.entry = entry);
-            }
-            state.gc[replica].vms[machine] = state.seen_now(machine);
+            gc_begins(&mut state, machine, replica, Kind::Unpublish, Caller::Repair, rules);
         }
         Action::GcCrashes(replica) => {
             state.budget.crashes -= 1;
@@ -145,7 +174,7 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
         Action::ShimSeesMachine(machine) => state.shim.vms[machine] = state.seen_now(machine),
         Action::ShimSeesOrder(machine) => state.shim.orders[machine] = state.api.orders[machine],
         Action::ShimWrites(machine) => {
-            let write = objects::shim_write(machine, state.shim.vms[machine], state.shim.orders[machine])?;
+            let write = shim_decides(&state, machine, rules)?;
             shim_writes(&mut state, machine, write, rules);
             // The answer to a write is known at once.
             match write {
@@ -158,15 +187,18 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
         Action::ShimCrashes(on_its_way) => {
             state.budget.crashes -= 1;
             if let Some(at) = on_its_way {
-                let write = objects::shim_write(at, state.shim.vms[at], state.shim.orders[at])?;
+                let write = shim_decides(&state, at, rules)?;
                 state.late = Some((at, write));
             }
-            let vms = [state.seen_now(0), state.seen_now(1)];
-            state.shim = Shim { vms, orders: state.api.orders };
+            state.shim = state.seen_by_new_leader();
         }
         Action::LateWrite => {
             let (machine, write) = state.late.take()?;
             shim_writes(&mut state, machine, write, rules);
+        }
+        Action::StandbySees => {
+            let vms = [state.seen_now(0), state.seen_now(1)];
+            state.standby = Some(Shim { vms, orders: state.api.orders });
         }
         Action::MgmtSees(machine, replica) => {
             state.mgmt[replica].orders[machine] = state.api.orders[machine];
@@ -189,7 +221,8 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
             for machine in 0..MACHINES {
                 abandon(&mut state, machine, 0);
             }
-            state.mgmt[0] = MgmtCsi { orders: state.api.orders, passes: [None; MACHINES] };
+            let orders = state.seen_by_new_leader().orders;
+            state.mgmt[0] = MgmtCsi { orders, passes: [None; MACHINES] };
         }
         Action::MgmtLosesLease => {
             state.budget.crashes -= 1;

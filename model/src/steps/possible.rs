@@ -1,7 +1,7 @@
 //! What can happen in a state.
 
+use super::shim::shim_decides;
 use super::{Action, Rules, infra};
-use crate::objects;
 use crate::state::*;
 
 /// What can happen in a state.
@@ -19,14 +19,22 @@ pub fn possible(state: &State, rules: Rules, actions: &mut Vec<Action>) {
             Wish::Pending | Wish::Attached => actions.push(Action::Unwant(machine)),
             _ => {}
         }
-        let is_awaited = state.gc.iter().any(|gc| gc.calls[machine].is_some_and(|call| call.awaited));
+        let is_awaited =
+            state.gc.iter().any(|gc| gc.calls[machine].is_some_and(|call| call.caller == Caller::Leader));
+        if state.wishes[machine] != Wish::None && budget.forced > 0 {
+            actions.push(Action::WishIsForced(machine));
+        }
         for replica in 0..budget.replicas {
             let gc = &state.gc[replica];
             if gc.calls[machine].is_none() {
                 if !is_awaited && is_due(state, machine) {
                     actions.push(Action::Call(machine, replica));
                 }
-                if state.wishes[machine] == Wish::None && gc.vms[machine].vm.entry {
+                // Both clusters are asked first. What is decided on an older spec is refused, and decided on anew.
+                let (seen, now) = (gc.vms[machine].vm, state.api.vms[machine]);
+                let is_present =
+                    seen.entry && (seen.generation, seen.confirmed) == (now.generation, now.confirmed);
+                if state.wishes[machine] == Wish::None && is_present {
                     actions.push(Action::GcRepairs(machine, replica));
                 }
             }
@@ -35,7 +43,7 @@ pub fn possible(state: &State, rules: Rules, actions: &mut Vec<Action>) {
             }
             if let Some(call) = gc.calls[machine] {
                 actions.push(Action::GcGoesOn(machine, replica));
-                if call.awaited && budget.timeouts > 0 {
+                if call.caller == Caller::Leader && budget.timeouts > 0 {
                     actions.push(Action::CallTimesOut(machine, replica));
                 }
             }
@@ -72,7 +80,7 @@ pub fn possible(state: &State, rules: Rules, actions: &mut Vec<Action>) {
         if state.shim.orders[machine] != state.api.orders[machine] {
             actions.push(Action::ShimSeesOrder(machine));
         }
-        if objects::shim_write(machine, state.shim.vms[machine], state.shim.orders[machine]).is_some() {
+        if shim_decides(state, machine, rules).is_some() {
             actions.push(Action::ShimWrites(machine));
             if budget.crashes > 0 {
                 actions.push(Action::ShimCrashes(Some(machine)));
@@ -91,6 +99,13 @@ pub fn possible(state: &State, rules: Rules, actions: &mut Vec<Action>) {
                 }
             }
         }
+    }
+    let calls = || state.gc.iter().flat_map(|gc| gc.calls).flatten();
+    if budget.callers > 0 && calls().any(|call| call.caller == Caller::Leader) {
+        actions.push(Action::CallerChanges);
+    }
+    if state.standby.is_some() && budget.crashes > 0 {
+        actions.push(Action::StandbySees);
     }
     if state.late.is_some() {
         actions.push(Action::LateWrite);

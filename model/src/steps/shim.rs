@@ -4,6 +4,16 @@ use super::Rules;
 use crate::objects;
 use crate::state::*;
 
+/// The first write that is due; from machines as they were seen or, where that is asked for, as they are.
+pub(super) fn shim_decides(state: &State, machine: Machine, rules: Rules) -> Option<ShimWrite> {
+    let order = state.shim.orders[machine];
+    let (write, must_be_confirmed) = objects::shim_write(machine, state.shim.vms[machine], order)?;
+    match must_be_confirmed && rules.confirm_deletions {
+        true => Some(objects::shim_write(machine, state.seen_now(machine), order)?.0),
+        false => Some(write),
+    }
+}
+
 pub(super) fn shim_writes(state: &mut State, machine: Machine, write: ShimWrite, rules: Rules) {
     match write {
         ShimWrite::Create if state.api.orders[machine].is_none() => {

@@ -1,0 +1,105 @@
+//! A removal that comes late, from a replica of the guest's driver that stood still, takes no disk from an attach that
+//! was answered meanwhile.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use crds::names;
+use kube::ResourceExt;
+use kube::api::{DeleteParams, PostParams};
+use serde_json::json;
+use tests::guest::static_volume;
+use tests::program::Controller;
+use tests::{PATIENCE, Scenario, eventually, run, unique};
+use tonic::Code;
+
+/// How long the replica's calls may take, pauses included.
+const LONG: Duration = Duration::from_secs(120);
+
+#[tokio::test]
+async fn a_detach_that_a_paused_replica_was_asked_for_takes_nothing_from_the_attach_after_it() -> Result<()> {
+    run(|s| async move {
+        let (node, replica) = (s.simulated_node().await?, Controller::start(&s, &[]).await?);
+        let handle = s.bound_claim("data").await?;
+        let volume = s.bound("data").await?.1.name_any();
+        let first = s.order_attach(&volume, &node.name).await?;
+        s.attached(&first).await?;
+
+        let frozen = replica.process.freeze()?;
+        let (driver, claim, vm) = (replica.driver.clone(), handle.clone(), node.name.clone());
+        let late = tokio::spawn(async move { driver.unpublish_within(&claim, &vm, LONG).await });
+        s.order_detach(&first).await?;
+        let second = s.order_attach(&volume, &node.name).await?;
+        let disk = s.attached(&second).await?;
+        let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
+        drop(frozen);
+
+        let answer = late.await?;
+        keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
+        let refusal = answer.err().context("a detach was answered of a disk that the guest has attached")?;
+        assert_eq!(refusal.code(), Code::FailedPrecondition, "{refusal}");
+        assert!(refusal.message().contains(&second), "{refusal}");
+        s.order_detach(&second).await?;
+        replica.stop().await
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_repair_that_stood_still_before_its_write_takes_nothing_from_an_attach_that_found_the_entry()
+-> Result<()> {
+    run(|s| async move {
+        let folder = tempfile::tempdir()?;
+        // Of an identity of their own: what is theirs, the lab's replica does not repair.
+        let (id, patient) = (unique(&s.name), ["--repair-grace=1h"]);
+        let repairing = ["--repair-grace=1s"];
+        let repairing = Controller::start_with_fail_points(&s, &id, &repairing, folder.path()).await?;
+        let former = Controller::start_as(&s, &id, &patient).await?;
+        let node = s.node().await?;
+        s.lab.join_guest(&node).await?;
+        let handle = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
+        let volume = static_volume(&unique(&s.name), &s.name, &handle, &json!({}))?;
+        let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
+
+        // Nobody in the guest asks for this one.
+        let point = "kube.management.patch.virtualmachines.before";
+        std::fs::write(folder.path().join("freeze"), point)?;
+        let disk = former.driver.publish(&handle, &node.name).await?;
+        let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
+        let frozen = repairing.process.stands_still().await?;
+        // Now somebody does, and another replica answers: the disk is there.
+        let order = s.orders().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
+        let serving = Controller::start_as(&s, &id, &patient).await?;
+        assert_eq!(serving.driver.publish(&handle, &node.name).await?, disk);
+        drop(frozen);
+        eventually("the repair has ended", PATIENCE, || async {
+            let log = repairing.process.log();
+            Ok(if log.contains("ordered again: its entry stays") { Ok(()) } else { Err(log) })
+        })
+        .await?;
+        keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
+        s.guest_attachments().delete(&order, &DeleteParams::default()).await?;
+        serving.driver.unpublish(&handle, &node.name).await?;
+        for controller in [repairing, former, serving] {
+            controller.stop().await?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// The machine has the disk, by the same VolumeAttachment as before.
+async fn keeps(s: &Scenario, machine: &str, handle: &str, disk: &str, before: Option<&String>) -> Result<()> {
+    let vm = s.machines().get(machine).await?;
+    let entry = names::volume_entry(handle);
+    assert!(
+        vm.spec.volumes.iter().any(|one| one.name == entry),
+        "the entry was taken out: {:?}",
+        vm.spec.volumes
+    );
+    let now = s.attachment(machine, handle).await?.context("no VolumeAttachment")?;
+    assert_eq!((now.metadata.uid.as_ref(), now.metadata.deletion_timestamp), (before, None));
+    let shown = s.disk(machine, handle).await?.context("no disk")?;
+    assert!(shown.attached && shown.disk_uuid.as_deref() == Some(disk), "{shown:?}");
+    Ok(())
+}

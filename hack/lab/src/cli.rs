@@ -13,7 +13,7 @@ use crate::session::{After, interrupted, with_any_lab, with_lab};
 use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
-use crate::{verbs, verify};
+use crate::{images, verbs, verify};
 
 /// Brings up both clusters, virtual machines, the storage infra and the system on this machine, from source.
 #[derive(Debug, Parser)]
@@ -83,6 +83,8 @@ enum Verb {
         /// Which driver.
         tier: Tier,
     },
+    /// Builds the container images as OCI archives, without a container engine: Debian packages, and our programs.
+    Images(images::Options),
     /// Writes the CustomResourceDefinitions under crds/yaml from the types.
     Generate,
     /// Runs a bench over this lab or, where it is not up, one of its own.
@@ -143,6 +145,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
             let work = async |lab: &crate::Lab| verbs::soak(lab, minutes, seed).await;
             return with_any_lab(&ui, &run, "soak", &options, work).await;
         }
+        Verb::Images(options) => images::images(&ui, &options).await?,
         Verb::Generate => verbs::generate()?,
         Verb::Bench { bench, args } => {
             // Plots are drawn from what was measured before.

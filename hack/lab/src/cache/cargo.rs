@@ -38,7 +38,7 @@ pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
     Ok(target.join(if release { "release" } else { "debug" }))
 }
 
-fn program() -> String {
+pub(crate) fn program() -> String {
     std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned())
 }
 

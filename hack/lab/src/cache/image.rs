@@ -191,7 +191,7 @@ fn version_key(version: &str) -> Vec<u64> {
 }
 
 /// The code name of this machine's Debian: the virtual machines run the same one.
-fn debian_suite() -> Result<String> {
+pub(crate) fn debian_suite() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
     let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
     Ok(name

@@ -17,6 +17,7 @@ use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
 pub use definitions::snapshot_definitions;
+pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
 pub use tools::{helm, tools};
 

@@ -1,0 +1,211 @@
+//! The container images: for each of our programs, the Debian packages that it needs and the program on top, as an OCI
+//! archive that `ctr images import` and `skopeo copy oci-archive:` take. The same inputs give the same digests.
+
+mod base;
+mod sbom;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::cache;
+use crate::oci::Layout;
+use crate::process::{command, run};
+use crate::run::{repository, target_dir};
+use crate::ui::{Ui, say, table};
+use base::Base;
+
+/// Who programs run as that need no rights of root.
+const NOBODY: &str = "65532:65532";
+
+/// An image.
+#[derive(Debug)]
+pub(crate) struct Image {
+    name: &'static str,
+    /// The program, and the crate that it is built from.
+    program: &'static str,
+    description: &'static str,
+    /// Debian packages beside what every program needs.
+    packages: &'static [&'static str],
+    user: &'static str,
+}
+
+const IMAGES: [Image; 5] = [
+    Image {
+        name: "gc-csi",
+        program: "gc-csi",
+        description: "Nestor's CSI driver for guest clusters: its controller",
+        packages: &[],
+        user: NOBODY,
+    },
+    Image {
+        name: "gc-csi-node",
+        program: "gc-csi",
+        description: "Nestor's CSI driver for guest clusters: its node plugin, with the tools of filesystems",
+        packages: &["e2fsprogs", "xfsprogs", "btrfs-progs", "util-linux", "mount", "kmod"],
+        // It mounts, and opens disks.
+        user: "0:0",
+    },
+    Image {
+        name: "mgmt-csi",
+        program: "mgmt-csi",
+        description: "Nestor's CSI driver for the management cluster",
+        packages: &[],
+        user: NOBODY,
+    },
+    Image {
+        name: "vm-operator-shim",
+        program: "vm-operator-shim",
+        description: "VirtualMachine.spec.volumes to VolumeAttachment, where no VM Operator is installed",
+        packages: &[],
+        user: NOBODY,
+    },
+    Image {
+        name: "storage-infra",
+        program: "storage-infra",
+        description: "Nestor's storage infra: pools of files, and disks of libvirt's machines",
+        packages: &["libvirt0", "libvirt-clients", "util-linux"],
+        // Its files are opened by libvirt's QEMUs, whose rights differ from host to host.
+        user: "0:0",
+    },
+];
+
+/// Which images, and of what.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Options {
+    /// Only these images.
+    names: Vec<String>,
+    /// With the binaries of the debug profile.
+    #[arg(long)]
+    debug: bool,
+    /// Where to. [default: target/images]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+/// An image that was written.
+#[derive(Debug, Clone)]
+pub struct Built {
+    /// Its name with its tag.
+    pub name: String,
+    /// The archive.
+    pub archive: PathBuf,
+    /// What is in it (CycloneDX).
+    pub sbom: PathBuf,
+    /// Digest of its manifest.
+    pub digest: String,
+}
+
+/// `cargo lab images`.
+pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
+    cache::packages::ensure(ui).await?;
+    let binaries = cache::cargo::build(ui, !options.debug).await?;
+    let out = match &options.out {
+        Some(out) => out.clone(),
+        None => target_dir()?.join("images"),
+    };
+    let built = build(ui, &binaries, &out, &options.names).await?;
+    let rows: Vec<Vec<String>> = built
+        .iter()
+        .map(|image| {
+            let size = fs::metadata(&image.archive)?.len() as f64 / 1e6;
+            Ok(vec![image.name.clone(), format!("{size:.1} MB"), image.digest.clone()])
+        })
+        .collect::<Result<_>>()?;
+    for line in table(&["IMAGE", "SIZE", "DIGEST"], &rows) {
+        say(line);
+    }
+    say(format!("archives and SBOMs are in {}", out.display()));
+    Ok(())
+}
+
+/// Builds images from a folder of our programs: those of these names, or all.
+pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Result<Vec<Built>> {
+    for name in names {
+        let known: Vec<&str> = IMAGES.iter().map(|image| image.name).collect();
+        anyhow::ensure!(known.contains(&name.as_str()), "no image {name:?}; there are: {}", known.join(", "));
+    }
+    fs::create_dir_all(out).with_context(|| format!("cannot make {}", out.display()))?;
+    let commit = Commit::of(&repository()).await?;
+    let mut built = Vec::new();
+    for image in IMAGES.iter().filter(|image| names.is_empty() || names.iter().any(|name| name == image.name))
+    {
+        built.push(image.write(ui, binaries, out, &commit).await.with_context(|| image.name)?);
+    }
+    Ok(built)
+}
+
+/// What was built.
+struct Commit {
+    id: String,
+    /// When, as in 2026-01-02T03:04:05+00:00.
+    date: String,
+}
+
+impl Commit {
+    async fn of(repository: &Path) -> Result<Self> {
+        let git = async |args: &[&str]| run(command("git", args).current_dir(repository)).await;
+        let shown = git(&["log", "--max-count=1", "--format=%H %cI"]).await?;
+        let (id, date) = shown.trim().split_once(' ').context("git shows no commit")?;
+        let is_clean = git(&["status", "--porcelain"]).await?.trim().is_empty();
+        let id = if is_clean { id.to_owned() } else { format!("{id}-dirty") };
+        Ok(Self { id, date: date.to_owned() })
+    }
+}
+
+impl Image {
+    async fn write(&self, ui: &Ui, binaries: &Path, out: &Path, commit: &Commit) -> Result<Built> {
+        let base = Base::of(ui, self.packages).await?;
+        let step = ui.step(format!("building the image {}", self.name));
+        let version = env!("CARGO_PKG_VERSION");
+        let work = tempfile::tempdir_in(out)?;
+        let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
+        let top = work.path().join("top");
+        put(&top.join("usr/local/bin").join(self.program), &fs::read(binaries.join(self.program))?, 0o755)?;
+        put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
+        let mut layout = Layout::create(work.path().join("layout"))?;
+        let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
+        let name = format!("localhost/nestor/{}:{version}", self.name);
+        let digest = layout.image(&name, self.config(version, commit, &base), &layers)?;
+        let file = |ending: &str| out.join(format!("{}-{version}-amd64.{ending}", self.name));
+        let built = Built { name, archive: file("tar"), sbom: file("cdx.json"), digest };
+        layout.archive(&built.archive).await?;
+        fs::write(&built.sbom, &sbom)?;
+        step.done();
+        Ok(built)
+    }
+
+    fn config(&self, version: &str, commit: &Commit, base: &Base) -> Value {
+        json!({
+            "architecture": "amd64",
+            "os": "linux",
+            "created": commit.date,
+            "config": {
+                "Entrypoint": [format!("/usr/local/bin/{}", self.program)],
+                "Env": ["PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"],
+                "User": self.user,
+                "WorkingDir": "/",
+                "Labels": {
+                    "org.opencontainers.image.title": self.name,
+                    "org.opencontainers.image.description": self.description,
+                    "org.opencontainers.image.version": version,
+                    "org.opencontainers.image.revision": commit.id,
+                    "org.opencontainers.image.created": commit.date,
+                    "org.opencontainers.image.licenses": "Apache-2.0",
+                    "org.opencontainers.image.base.name": format!("debian:{}", base.suite),
+                },
+            },
+        })
+    }
+}
+
+fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+    if let Some(parent) = path.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
+}

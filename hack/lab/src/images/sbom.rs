@@ -1,0 +1,85 @@
+//! What is in an image, as a CycloneDX document: Debian's packages, and the crates that are linked into the program. It
+//! has no time and no serial number, so that the same content gives the same document.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use super::base::Package;
+use crate::cache::cargo;
+use crate::process::{command, run};
+use crate::run::repository;
+
+pub(crate) async fn write(
+    image: &str,
+    program: &str,
+    version: &str,
+    packages: &[Package],
+) -> Result<Vec<u8>> {
+    let mut components: Vec<Value> = packages.iter().map(of_package).collect();
+    components.extend(crates(program).await?);
+    let document = json!({
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.5",
+        "version": 1,
+        "metadata": {"component": {"type": "container", "bom-ref": image, "name": image, "version": version}},
+        "components": components,
+    });
+    Ok(serde_json::to_vec_pretty(&document)?)
+}
+
+fn of_package(package: &Package) -> Value {
+    let Package { name, version, architecture, sha256 } = package;
+    let url = format!("pkg:deb/debian/{name}@{}?arch={architecture}", escaped(version));
+    json!({
+        "type": "library", "bom-ref": url, "name": name, "version": version, "purl": url,
+        "hashes": [{"alg": "SHA-256", "content": sha256}],
+    })
+}
+
+/// A version as a package URL has it.
+fn escaped(version: &str) -> String {
+    version.replace('%', "%25").replace('+', "%2B").replace(':', "%3A")
+}
+
+async fn crates(program: &str) -> Result<Vec<Value>> {
+    let args =
+        ["tree", "--locked", "--package", program, "--edges", "normal", "--prefix", "none", "--no-dedupe"];
+    let mut tree = command(&cargo::program(), args);
+    let listed = run(tree.args(["--format", "{p}|{l}"]).current_dir(repository())).await?;
+    let mut lines: Vec<&str> = listed.lines().collect();
+    lines.sort_unstable();
+    lines.dedup();
+    lines.into_iter().map(of_crate).collect()
+}
+
+/// A crate by cargo's line: `name vVERSION (path)|LICENCE`.
+fn of_crate(line: &str) -> Result<Value> {
+    let (package, licence) = line.split_once('|').with_context(|| format!("cargo tree says {line:?}"))?;
+    let mut words = package.split(' ');
+    let name = words.next().unwrap_or_default();
+    let version = words.next().and_then(|word| word.strip_prefix('v'));
+    let version = version.with_context(|| format!("cargo tree says {line:?}"))?;
+    let url = format!("pkg:cargo/{name}@{}", escaped(version));
+    let mut component =
+        json!({"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url});
+    if !licence.is_empty() {
+        // cargo still knows the old way to write OR.
+        component["licenses"] = json!([{"expression": licence.replace('/', " OR ")}]);
+    }
+    Ok(component)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crates_and_packages_have_urls_of_their_kind() {
+        let one = of_crate("kube v5.0.0|Apache-2.0").unwrap();
+        assert_eq!(one["purl"], "pkg:cargo/kube@5.0.0");
+        let own = of_crate("gc-csi v0.1.0 (/src/gc-csi)|MIT/Apache-2.0").unwrap();
+        assert_eq!(own["licenses"][0]["expression"], "MIT OR Apache-2.0");
+        assert!(of_crate("nonsense").is_err());
+        assert_eq!(escaped("1:2.38+b1~deb12"), "1%3A2.38%2Bb1~deb12");
+    }
+}

@@ -6,6 +6,7 @@
 
 pub mod bytes;
 pub mod chart;
+pub mod containerd;
 pub mod crash;
 pub mod driver;
 pub mod facts;

@@ -20,6 +20,7 @@ mod guest_deletion;
 mod ha;
 mod health;
 mod identity;
+mod images;
 mod infra_crash;
 mod late_removal;
 mod legacy;

@@ -8,7 +8,7 @@ use crate::process::{command, run};
 use crate::ui::Ui;
 
 /// What is needed, and why.
-const PACKAGES: [(&str, &str); 16] = [
+const PACKAGES: [(&str, &str); 17] = [
     ("libvirt-daemon", "runs the virtual machines"),
     ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
     ("libvirt-clients", "virsh, by which storage-infra limits speed"),
@@ -25,6 +25,7 @@ const PACKAGES: [(&str, &str); 16] = [
     ("btrfs-progs", "a filesystem that volumes can have"),
     ("util-linux", "losetup, fsfreeze, unshare, setsid"),
     ("kmod", "module dependencies"),
+    ("runc", "containers of our images, in a test"),
 ];
 
 /// Makes sure that all packages are installed: by apt-get when root, else by saying what to do.

@@ -209,3 +209,30 @@ fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
     Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_containerfile_builds_the_image_of_its_name() {
+        for image in &IMAGES {
+            let path = repository().join("hack/images").join(format!("{}.Containerfile", image.name));
+            let text =
+                fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let mut lines = vec![
+                format!("RUN cargo build --release --locked --package {}", image.program),
+                format!("COPY --from=build /src/target/release/{0} /usr/local/bin/{0}", image.program),
+                format!("USER {}", image.user),
+                format!("ENTRYPOINT [\"/usr/local/bin/{}\"]", image.program),
+            ];
+            if !image.packages.is_empty() {
+                let packages = image.packages.join(" ");
+                lines.push(format!(" && apt-get install --yes --no-install-recommends {packages} \\"));
+            }
+            for line in lines {
+                assert!(text.lines().any(|found| found == line), "{}: no line {line:?}", path.display());
+            }
+        }
+    }
+}

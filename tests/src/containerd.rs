@@ -1,0 +1,94 @@
+//! containerd on this host, for a test alone: to see that images are taken and that what is in them starts.
+
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use lab::Lab;
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+
+use crate::{PATIENCE, eventually, unique};
+
+/// The kubelet's interface is left out: what needs a network, or a CNI.
+const CONFIG: &str = r#"version = 3
+root = "FOLDER/root"
+state = "FOLDER/state"
+disabled_plugins = [
+  "io.containerd.grpc.v1.cri",
+  "io.containerd.cri.v1.images",
+  "io.containerd.cri.v1.runtime",
+  "io.containerd.nri.v1.nri",
+]
+[grpc]
+  address = "FOLDER/containerd.sock"
+[ttrpc]
+  address = "FOLDER/containerd.sock.ttrpc"
+"#;
+
+/// A containerd that ends with the test.
+pub struct Containerd {
+    tools: PathBuf,
+    folder: TempDir,
+    child: Child,
+}
+
+impl Containerd {
+    /// Starts one, and waits until it answers.
+    pub async fn start(lab: &Lab) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let config = folder.path().join("config.toml");
+        std::fs::write(&config, CONFIG.replace("FOLDER", &folder.path().display().to_string()))?;
+        let log = std::fs::File::create(folder.path().join("log"))?;
+        let tools = lab.state().tools.clone();
+        let mut containerd = Command::new(tools.join("containerd"));
+        containerd.arg("--config").arg(&config).env("PATH", path(&tools));
+        containerd.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
+        let this = Self { child: containerd.spawn().context("cannot start containerd")?, tools, folder };
+        eventually("containerd answers", PATIENCE, || async {
+            Ok(this.ctr(&["version"]).await.map(drop).map_err(|error| format!("{error:#}; {}", this.log())))
+        })
+        .await?;
+        Ok(this)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// Runs `ctr`, and gives what it says.
+    pub async fn ctr(&self, args: &[&str]) -> Result<String> {
+        let mut ctr = Command::new(self.tools.join("ctr"));
+        ctr.arg("--address").arg(self.folder.path().join("containerd.sock")).args(args);
+        ctr.env("PATH", path(&self.tools)).stdin(Stdio::null()).kill_on_drop(true);
+        let output = tokio::time::timeout(PATIENCE, ctr.output()).await;
+        let output = output.with_context(|| format!("ctr {args:?} did not end"))??;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let more = String::from_utf8_lossy(&output.stderr);
+        match output.status.success() {
+            true => Ok(format!("{text}{more}")),
+            false => bail!("ctr {args:?} ended with {}: {text}{more}", output.status),
+        }
+    }
+
+    /// Runs a command in a container of an image, on a root that it cannot write to, and gives what it says.
+    pub async fn run(&self, image: &str, words: &[&str]) -> Result<String> {
+        let id = unique("container");
+        let how = ["run", "--rm", "--snapshotter", "native", "--read-only", image, &id];
+        self.ctr(&[&how, words].concat()).await
+    }
+
+    /// Ends it.
+    pub async fn stop(mut self) -> Result<()> {
+        let pid = self.child.id().and_then(|id| rustix::process::Pid::from_raw(id as i32));
+        rustix::process::kill_process(pid.context("it ended before")?, rustix::process::Signal::TERM)?;
+        let ended = tokio::time::timeout(Duration::from_secs(30), self.child.wait()).await;
+        ended.context("containerd did not end within 30 s of SIGTERM")?.map(drop).map_err(Into::into)
+    }
+}
+
+/// Where containerd finds its shim, and runc.
+fn path(tools: &std::path::Path) -> String {
+    format!("{}:{}", tools.display(), std::env::var("PATH").unwrap_or_default())
+}

@@ -1,0 +1,131 @@
+//! The container images: the same twice, taken by containerd, and whole: what is in them starts.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use lab::images::{self, Built};
+use lab::ui::Ui;
+use serde_json::Value;
+use tests::chart::{Chart, containers, pod_specs};
+use tests::containerd::Containerd;
+use tests::{Scenario, run};
+use tokio::process::Command;
+
+/// What each image's programs say when they start, by image.
+const STARTS: [(&str, &[&[&str]]); 5] = [
+    ("gc-csi", &[&["/usr/local/bin/gc-csi", "--version"]]),
+    ("mgmt-csi", &[&["/usr/local/bin/mgmt-csi", "--version"]]),
+    ("vm-operator-shim", &[&["/usr/local/bin/vm-operator-shim", "--version"]]),
+    (
+        "gc-csi-node",
+        &[
+            &["/usr/local/bin/gc-csi", "--version"],
+            &["blkid", "--version"],
+            &["mkfs.ext4", "-V"],
+            &["e2fsck", "-V"],
+            &["mkfs.xfs", "-V"],
+            &["xfs_growfs", "-V"],
+            &["xfs_repair", "-V"],
+            &["mkfs.btrfs", "--version"],
+            &["btrfs", "--version"],
+            &["modprobe", "--version"],
+            &["mount", "--version"],
+        ],
+    ),
+    (
+        "storage-infra",
+        &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"], &["losetup", "--version"]],
+    ),
+];
+
+async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
+    images::build(&Ui::default(), &s.lab.state().binaries, out, &[]).await
+}
+
+#[tokio::test]
+async fn images_are_the_same_twice_and_their_programs_start_in_containerd() -> Result<()> {
+    run(|s| async move {
+        let (one, two) = (tempfile::tempdir()?, tempfile::tempdir()?);
+        let built = build(&s, one.path()).await?;
+        for (first, second) in built.iter().zip(build(&s, two.path()).await?) {
+            assert_eq!(first.digest, second.digest, "{}", first.name);
+            ensure!(std::fs::read(&first.archive)? == std::fs::read(&second.archive)?, "{}", first.name);
+            ensure!(std::fs::read(&first.sbom)? == std::fs::read(&second.sbom)?, "{}", first.name);
+        }
+        assert_eq!(built.len(), STARTS.len());
+        let containerd = Containerd::start(&s.lab).await?;
+        let outcome = all_start(&containerd, &built).await;
+        containerd.stop().await?;
+        outcome
+    })
+    .await
+}
+
+async fn all_start(containerd: &Containerd, built: &[Built]) -> Result<()> {
+    for image in built {
+        let archive = image.archive.to_str().context("a path that is not UTF-8")?;
+        containerd.ctr(&["images", "import", "--snapshotter", "native", archive]).await?;
+        let short = image.name.rsplit('/').next().and_then(|name| name.split(':').next()).unwrap_or_default();
+        let (_, starts) = STARTS.iter().find(|(name, _)| *name == short).context("an unknown image")?;
+        for words in *starts {
+            let said = containerd.run(&image.name, words).await.with_context(|| image.name.clone())?;
+            ensure!(said.contains(|c: char| c.is_ascii_digit()), "{}: {words:?}: {said}", image.name);
+        }
+        is_described(image).await.with_context(|| image.name.clone())?;
+    }
+    Ok(())
+}
+
+/// A blob of an archive.
+async fn blob(archive: &Path, digest: &str) -> Result<Value> {
+    let path = format!("./blobs/sha256/{}", digest.trim_start_matches("sha256:"));
+    let tar = Command::new("tar")
+        .args(["--extract", "--to-stdout", "--file"])
+        .arg(archive)
+        .arg(path)
+        .output()
+        .await?;
+    Ok(serde_json::from_slice(&tar.stdout)?)
+}
+
+/// An image says what it is, of what, and who runs it; and its SBOM has what a program cannot be without.
+async fn is_described(image: &Built) -> Result<()> {
+    let manifest = blob(&image.archive, &image.digest).await?;
+    let digest = manifest["config"]["digest"].as_str().context("no configuration")?;
+    let config = blob(&image.archive, digest).await?;
+    let labels = &config["config"]["Labels"];
+    for label in ["title", "description", "version", "revision", "licenses", "base.name"] {
+        ensure!(labels[format!("org.opencontainers.image.{label}")].is_string(), "{label}: {labels}");
+    }
+    let needs_root =
+        ["gc-csi-node", "storage-infra"].iter().any(|name| image.name.contains(&format!("/{name}:")));
+    assert_eq!(config["config"]["User"], if needs_root { "0:0" } else { "65532:65532" });
+    let sbom: Value = serde_json::from_slice(&std::fs::read(&image.sbom)?)?;
+    let components = sbom["components"].as_array().context("no components")?;
+    let has = |start: &str| {
+        components.iter().any(|one| one["purl"].as_str().is_some_and(|url| url.starts_with(start)))
+    };
+    ensure!(
+        sbom["specVersion"] == "1.5" && has("pkg:deb/debian/libc6@") && has("pkg:cargo/tokio@"),
+        "{sbom}"
+    );
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_charts_name_images_that_are_built() -> Result<()> {
+    let built: Vec<&str> = STARTS.iter().map(|(name, _)| *name).collect();
+    for chart in Chart::both().await? {
+        for values in chart.examples()? {
+            let objects =
+                chart.render("nestor-system", &[&values], &["image.registry=localhost/nestor"]).await?;
+            for container in pod_specs(&objects).into_iter().flat_map(|(_, spec)| containers(spec)) {
+                let image = container["image"].as_str().context("no image")?;
+                let Some(ours) = image.strip_prefix("localhost/nestor/") else { continue };
+                let name = ours.split([':', '@']).next().unwrap_or_default();
+                ensure!(built.contains(&name), "{}: no image {name}", chart.name());
+            }
+        }
+    }
+    Ok(())
+}

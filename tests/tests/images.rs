@@ -64,7 +64,7 @@ async fn images_are_the_same_twice_and_their_programs_start_in_containerd() -> R
 async fn all_start(containerd: &Containerd, built: &[Built]) -> Result<()> {
     for image in built {
         let archive = image.archive.to_str().context("a path that is not UTF-8")?;
-        containerd.ctr(&["images", "import", "--snapshotter", "native", archive]).await?;
+        containerd.ctr(&["images", "import", "--local", "--snapshotter", "native", archive]).await?;
         let short = image.name.rsplit('/').next().and_then(|name| name.split(':').next()).unwrap_or_default();
         let (_, starts) = STARTS.iter().find(|(name, _)| *name == short).context("an unknown image")?;
         for words in *starts {

@@ -32,10 +32,7 @@ const STARTS: [(&str, &[&[&str]]); 5] = [
             &["mount", "--version"],
         ],
     ),
-    (
-        "storage-infra",
-        &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"], &["losetup", "--version"]],
-    ),
+    ("storage-infra", &[&["/usr/local/bin/storage-infra", "--version"], &["virsh", "--version"]]),
 ];
 
 async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {

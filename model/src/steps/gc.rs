@@ -148,7 +148,8 @@ fn answered(state: &mut State, machine: Machine, replica: Replica, call: Call, w
     match call.kind {
         Kind::Publish => {
             let mut rows = state.infra.rows.iter().filter(|row| row.machine == machine);
-            state.lied |= !state.infra.plugged[machine];
+            // While its VolumeAttachment is on its way out, no pod starts on the word of it.
+            state.lied |= !state.infra.plugged[machine] && state.wishes[machine] != Wish::Leaving;
             state.given[machine] = rows.next().map(|row| row.uid);
             if state.wishes[machine] == Wish::Pending {
                 state.wishes[machine] = Wish::Attached;

@@ -113,9 +113,9 @@ mod points {
             }
             if self.is_asked_for("freeze", point) {
                 eprintln!("fail point {point}: standing still");
-                // No process may not send itself a signal.
-                let _ =
-                    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP);
+                // Sent to this thread: of a signal to the process, another thread may learn first, and this one goes on
+                // for a moment. No thread may not send itself a signal.
+                let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP);
             }
         }
 

@@ -6,6 +6,7 @@ use k8s_openapi::api::storage::v1::VolumeAttachment;
 use kube::Client;
 use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 
 use crate::scenario::{delete, gone};
 use crate::{PATIENCE, eventually, unique};
@@ -28,7 +29,20 @@ impl Orders {
 
     /// Orders a volume of a driver to be attached to a node.
     pub async fn attach_by(&self, driver: &str, volume: &str, node: &str) -> Result<String> {
-        let name = unique("csi");
+        self.create(unique("csi"), driver, volume, node).await
+    }
+
+    /// Orders a volume of this handle to be attached to a node, by the name that Kubernetes gives the order
+    /// (`getAttachmentName` in `pkg/volume/csi/csi_attacher.go`).
+    pub async fn attach_as_kubernetes(&self, volume: &str, handle: &str, node: &str) -> Result<String> {
+        let mut hasher = Sha256::new();
+        for part in [handle, names::GUEST_DRIVER, node] {
+            hasher.update(part);
+        }
+        self.create(format!("csi-{:x}", hasher.finalize()), names::GUEST_DRIVER, volume, node).await
+    }
+
+    async fn create(&self, name: String, driver: &str, volume: &str, node: &str) -> Result<String> {
         let order: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {"name": name, "labels": {"test": self.test}},
             "spec": {

@@ -73,7 +73,8 @@ async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
         let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
-        let (reason, _) = s.told("data", &["lost its entry", &handle, &order]).await?;
+        // A second controller of another test sees this guest too, and says that it can't put it back.
+        let (reason, _) = s.told("data", &["lost its entry", &handle, &order, "it was put back"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
@@ -102,7 +103,10 @@ async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_th
         })
         .await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
-        assert_eq!(s.told("data", &["lost its entry", &handle]).await?.0, "LostEntryRestored");
+        assert_eq!(
+            s.told("data", &["lost its entry", &handle, "it was put back"]).await?.0,
+            "LostEntryRestored"
+        );
         // Nobody wanted it for a moment, so the other machine has it; a second writer is refused.
         attached(&s, &other.name, &handle, &disk).await?;
         let volume = s.infra_volume(&handle).await?.id;

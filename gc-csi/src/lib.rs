@@ -1,12 +1,11 @@
-//! Nestor's CSI driver for guest clusters. The controller turns volumes of the guest into claims and
-//! disks of the management cluster; the node plugin, inside each virtual machine, turns disks into mounts.
+//! Controller plugin of the guest driver: it maps volumes of the guest cluster to claims and volume entries of
+//! VirtualMachines in the management cluster. The node plugin is the crate `gc-csi-node`.
 
 pub mod controller;
 mod fit;
 mod guest;
 pub mod machine;
 mod management;
-pub mod node;
 mod pin;
 mod reconcile;
 mod vm_operator;

@@ -65,7 +65,7 @@ struct Inner {
 
 impl Default for Metrics {
     fn default() -> Self {
-        let mut registry = Registry::with_prefix("nestor_infra");
+        let mut registry = Registry::with_prefix("nestor_storage_infra");
         let requests = Family::default();
         registry.register("requests", "Requests answered, by route and HTTP status", requests.clone());
         let latency: Family<RouteLabels, Histogram> =

@@ -250,7 +250,7 @@ async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
     let server = site.start();
     until("the disk is back", async || site.devices().len() == 1).await;
     until("the repair is counted", async || {
-        server.ops("/metrics").await.1.contains("nestor_infra_repairs_total 1")
+        server.ops("/metrics").await.1.contains("nestor_storage_infra_repairs_total 1")
     })
     .await;
     server.client.detach(&name, SOON).await.unwrap();

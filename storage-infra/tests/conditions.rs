@@ -54,7 +54,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     told(&mut events, EventKind::Volume, "v").await;
     sick(&server, &id, &["pool pool", "is gone"]).await;
     let (_, metrics) = server.ops("/metrics").await;
-    assert!(metrics.contains(r#"nestor_infra_volumes_abnormal{pool="pool"} 1"#), "{metrics}");
+    assert!(metrics.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 1"#), "{metrics}");
 
     // An empty directory is not the pool, and says so: another message is another event.
     fs::create_dir(site.path("pool")).unwrap();
@@ -67,7 +67,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     })
     .await;
     told(&mut events, EventKind::Volume, "v").await;
-    assert!(server.ops("/metrics").await.1.contains(r#"nestor_infra_volumes_abnormal{pool="pool"} 0"#));
+    assert!(server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#));
 }
 
 #[tokio::test]

@@ -27,7 +27,7 @@ async fn state(server: &Server, node: Uuid) -> NodeState {
 }
 
 async fn fences(server: &Server) -> bool {
-    server.ops("/metrics").await.1.contains("nestor_infra_fences_total 1")
+    server.ops("/metrics").await.1.contains("nestor_storage_infra_fences_total 1")
 }
 
 #[tokio::test]

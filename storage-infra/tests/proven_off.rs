@@ -168,7 +168,7 @@ async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
     assert!(all.libvirt.has(all.nodes[0], all.disk));
     until("the disk is unplugged", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
     let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
-    until("it is counted", async || metric("nestor_infra_unwanted_disks_unplugged_total 1").await).await;
+    until("it is counted", async || metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await).await;
     let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
     until("it is told", async || {
         condition().await.message.is_some_and(|text| text.contains("no attachment"))
@@ -181,7 +181,7 @@ async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
     until("it is told", async || !condition().await.healthy).await;
     let told = condition().await.message.unwrap();
     assert!(told.contains("by hand") && told.contains(&all.name(0)), "{told}");
-    assert!(metric("nestor_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
+    assert!(metric("nestor_storage_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
     let refused = client.attach(&attachment("c"), &writer(&id, all.nodes[1]), SOON).await;
     assert_eq!(code(refused), ProblemCode::InUse);
     assert_eq!(code(client.delete_volume(&id).await), ProblemCode::InUse);

@@ -47,9 +47,9 @@ async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
     }
     let (_, metrics) = server.ops("/metrics").await;
     for line in [
-        r#"nestor_infra_requests_total{method="PUT",route="/v1/volumes/{id}",code="201"} 1"#,
-        r#"nestor_infra_pool_reserved_bytes{pool="pool"} 1048576"#,
-        r#"nestor_infra_hypervisor_reachable{hypervisor="here"} 1"#,
+        r#"nestor_storage_infra_requests_total{method="PUT",route="/v1/volumes/{id}",code="201"} 1"#,
+        r#"nestor_storage_infra_pool_reserved_bytes{pool="pool"} 1048576"#,
+        r#"nestor_storage_infra_hypervisor_reachable{hypervisor="here"} 1"#,
     ] {
         assert!(metrics.contains(line), "{line} is not in {metrics}");
     }

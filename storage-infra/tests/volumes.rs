@@ -124,7 +124,7 @@ async fn files_that_no_volume_owns_are_reported_and_never_touched() {
     assert_eq!(code(server.client.put_volume(&volume("taken"), &size(MIB), SOON).await), ProblemCode::Exists);
     server.client.delete_volume(&volume("taken")).await.unwrap();
     let (_, metrics) = server.ops("/metrics").await;
-    assert!(metrics.contains("nestor_infra_pool_unknown_files{pool=\"pool\"} 2"), "{metrics}");
+    assert!(metrics.contains("nestor_storage_infra_pool_unknown_files{pool=\"pool\"} 2"), "{metrics}");
     for name in ["pool/taken.raw", "pool/other.txt"] {
         assert_eq!(fs::read_to_string(site.path(name)).unwrap(), "precious");
     }

@@ -92,7 +92,7 @@ impl LocalPod {
             for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
                 let Some(path) = container[probe]["httpGet"]["path"].as_str() else { continue };
                 // No kubelet is here to take the node plugin.
-                if path == "/readyz" && container["args"][0] == "node" {
+                if path == "/readyz" && container["name"] == "gc-csi-node" {
                     continue;
                 }
                 eventually(&format!("{probe} of {} passes", container["name"]), PATIENCE, || async {

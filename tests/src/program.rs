@@ -256,7 +256,6 @@ impl Controller {
         let guest = s.lab.state().guests.get(scenario::GUEST).context("the lab has no such guest")?;
         let socket = folder.path().join("csi.sock");
         let mut words = vec![
-            "controller".to_owned(),
             format!("--endpoint=unix://{}", socket.display()),
             format!("--guest-kubeconfig={}", guest.cluster.kubeconfig_of("gc-csi-controller").display()),
             format!("--management-kubeconfig={}", kubeconfig.display()),

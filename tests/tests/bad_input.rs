@@ -16,8 +16,8 @@ use tonic::Code;
 
 /// Every binary with the verb that runs for long.
 const SERVERS: [(&str, &[&str]); 5] = [
-    ("gc-csi", &["controller"]),
-    ("gc-csi", &["node"]),
+    ("gc-csi", &[]),
+    ("gc-csi-node", &[]),
     ("mgmt-csi", &[]),
     ("vm-operator-shim", &[]),
     ("storage-infra", &["serve"]),
@@ -58,7 +58,6 @@ fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Resul
     let own_config = management.kubeconfig_of(&guest.account()).display().to_string();
     let controller = |guest_config: &str, own_config: &str| {
         owned(&[
-            "controller",
             "--endpoint",
             &endpoint(),
             "--guest-kubeconfig",

@@ -23,7 +23,7 @@ const REPLICAS: u32 = 3;
 const CONTROLLERS: [(&str, &str); 3] = [
     ("g1-gc-csi", "nestor_gc_csi_leader"),
     ("mgmt-csi", "nestor_mgmt_csi_leader"),
-    ("vm-operator-shim", "vm_operator_shim_leader"),
+    ("vm-operator-shim", "nestor_vm_operator_shim_leader"),
 ];
 /// How many volumes are made and attached at once.
 const VOLUMES: usize = 50;
@@ -274,7 +274,7 @@ fn says(metrics: &str, metric: &str, value: &str) -> bool {
 async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
     let metrics = s.lab.metrics(part).await?;
     let counts =
-        ["vm_operator_shim_writes_total", "nestor_mgmt_csi_attachment_operation_duration_seconds_count"];
+        ["nestor_vm_operator_shim_writes_total", "nestor_mgmt_csi_attachment_operation_duration_seconds_count"];
     let lines = metrics.lines().filter(|line| counts.iter().any(|count| line.starts_with(count)));
     Ok(lines.map(str::to_owned).collect())
 }

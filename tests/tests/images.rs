@@ -19,7 +19,7 @@ const STARTS: [(&str, &[&[&str]]); 5] = [
     (
         "gc-csi-node",
         &[
-            &["/usr/local/bin/gc-csi", "--version"],
+            &["/usr/local/bin/gc-csi-node", "--version"],
             &["blkid", "--version"],
             &["mkfs.ext4", "-V"],
             &["e2fsck", "-V"],

@@ -308,7 +308,6 @@ async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &s
     let inside = |file: &str| folder.join(file).display().to_string();
     std::fs::create_dir_all(folder.join("kubelet"))?;
     let words = [
-        "node".to_owned(),
         format!("--node-name={}", machine.name),
         format!("--kubelet-dir={}", inside("kubelet")),
         format!("--by-id-dir={}", machine.by_id_dir.display()),
@@ -319,7 +318,7 @@ async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &s
         format!("--legacy-registration-socket={}", inside("legacy-reg.sock")),
     ];
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let plugin = Running::start(&binary(&s.lab, "gc-csi"), &words).await?;
+    let plugin = Running::start(&binary(&s.lab, "gc-csi-node"), &words).await?;
     for socket in ["csi.sock", "reg.sock", "legacy.sock", "legacy-reg.sock"] {
         eventually(&format!("the node plugin serves {socket}"), PATIENCE, || async {
             let connected = csi::client::connect(&folder.join(socket)).await;

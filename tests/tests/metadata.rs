@@ -145,7 +145,7 @@ async fn labels_that_mean_something_to_the_management_cluster_cannot_be_chosen()
             "not a key",
         ] {
             let flag = format!("--sync-label={key}");
-            let words = ["controller", "--management-namespace=x", "--cluster-id=x", &flag];
+            let words = ["--management-namespace=x", "--cluster-id=x", &flag];
             let ended = run_to_end(&binary(&s.lab, "gc-csi"), &words).await?;
             assert_eq!(ended.code, Some(2), "{key}: {}", ended.stderr);
             let why = if key.contains('/') {

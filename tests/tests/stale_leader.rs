@@ -89,7 +89,7 @@ async fn shim(s: &Scenario, kubeconfig: &Path) -> Result<Running> {
 async fn leads(replica: &Running) -> Result<()> {
     eventually("the replica leads", PATIENCE, || async {
         let (_, metrics) = replica.get("/metrics").await?;
-        let leads = metrics.lines().any(|line| line == "vm_operator_shim_leader 1");
+        let leads = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
         Ok(if leads { Ok(()) } else { Err(replica.log()) })
     })
     .await

@@ -59,7 +59,7 @@ pub struct Args {
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let client =
         connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "vm-operator-shim").await?;
-    let mut registry = Registry::with_prefix("vm_operator_shim");
+    let mut registry = Registry::with_prefix("nestor_vm_operator_shim");
     let metrics = Metrics::register(&mut registry);
     let election =
         args.lease.election("vm-operator-shim", &client, args.kubeconfig.as_deref(), &mut registry);

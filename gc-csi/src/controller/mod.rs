@@ -39,7 +39,7 @@ use crate::management::{GuestDeletion, Home, Management, Optional, Owner, Served
 use crate::reconcile::{self, Reconcilers};
 use crate::vm_operator::{Named, VmOperator};
 
-/// Flags of `gc-csi controller`.
+/// Flags of `gc-csi`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Unix socket to serve on, as in unix:///csi/csi.sock.
@@ -70,7 +70,7 @@ pub struct Args {
     /// Which VM Operator the management cluster has: `auto` finds it out by whether volumeattachments.nestor.dev is served.
     #[arg(long, value_enum, default_value_t = Named::Auto)]
     vm_operator: Named,
-    /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi node` with --topology or --zone
+    /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi-node` with --topology or --zone
     /// on every node, since csi-provisioner makes no volume for a node without a zone then.
     #[arg(long)]
     topology: bool,

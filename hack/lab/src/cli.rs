@@ -40,7 +40,7 @@ enum Verb {
     Status,
     /// Shows the log of a part.
     Logs {
-        /// A part, or a virtual machine's `-console`, `-kubelet` or `-gc-csi`.
+        /// A part, or a virtual machine's `-console`, `-kubelet` or `-gc-csi-node`.
         part: String,
         /// Go on as the log grows.
         #[arg(short, long)]

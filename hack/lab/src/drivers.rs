@@ -167,7 +167,7 @@ fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Part> {
 }
 
 fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Guest) -> Result<Part> {
-    let mut words = vec![text(&state.binaries.join("gc-csi")), "controller".to_owned()];
+    let mut words = vec![text(&state.binaries.join("gc-csi"))];
     words.extend([
         format!("--endpoint={}", endpoint(&driver.socket)),
         format!("--guest-kubeconfig={}", text(&guest.cluster.kubeconfig_of("gc-csi-controller"))),

@@ -34,7 +34,7 @@ pub struct LoopNode {
     pub by_id_dir: PathBuf,
 }
 
-/// A gc-csi node plugin on this host.
+/// A node plugin (`gc-csi-node`) on this host.
 #[derive(Debug, Clone)]
 pub struct NodePlugin {
     /// Its name among the parts.
@@ -376,8 +376,7 @@ impl Lab {
         std::fs::create_dir_all(&plugin.kubelet_dir)
             .with_context(|| format!("cannot make {}", plugin.kubelet_dir.display()))?;
         let words = vec![
-            self.state.binaries.join("gc-csi").display().to_string(),
-            "node".to_owned(),
+            self.state.binaries.join("gc-csi-node").display().to_string(),
             format!("--endpoint={}", drivers::endpoint(&plugin.socket)),
             format!("--node-name={}", node.name),
             format!("--zone={}", node.zone),

@@ -155,7 +155,7 @@ async fn start_infra(
     for (name, machine) in vms {
         let guest = planned(guests, &machine.guest)?;
         let kubelet = guest.plane.kubelet_files(name)?;
-        vm::boot(run, name, machine, &built.image, &kubelet, &built.binaries.join("gc-csi")).await?;
+        vm::boot(run, name, machine, &built.image, &kubelet, &built.binaries.join("gc-csi-node")).await?;
         ui.line(format!("{name} boots ({})", machine.accelerator));
     }
     let step = ui.step("storage infra");

@@ -13,7 +13,7 @@ use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
 /// The crates whose binaries a lab runs.
-const CRATES: [&str; 4] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+const CRATES: [&str; 5] = ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
 /// The folder that a development tool is installed in, built once from the registry.
 pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {

@@ -43,7 +43,7 @@ const IMAGES: [Image; 5] = [
     },
     Image {
         name: "gc-csi-node",
-        program: "gc-csi",
+        program: "gc-csi-node",
         description: "Nestor's CSI driver for guest clusters: its node plugin, with the tools of filesystems",
         packages: &["e2fsprogs", "xfsprogs", "btrfs-progs", "util-linux", "mount", "kmod"],
         // It mounts, and opens disks.

@@ -25,8 +25,7 @@ const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
 
 /// The node plugin's arguments, one a line. A node may read itself with its kubelet's credentials.
-const PLUGIN_ARGS: &str = "node
---endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
+const PLUGIN_ARGS: &str = "--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
 --node-name=${NAME}
 --topology
 --guest-kubeconfig=/config/kubeconfig
@@ -150,8 +149,8 @@ async fn config_disk(
     write_private(&files.join("kubelet.yaml"), &KUBELET.replace("${PORT}", &vm.kubelet_port.to_string()))?;
     kubelet.serving.write(&files, "kubelet")?;
     write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;
-    run_helper(command("strip", ["-o"]).arg(files.join("gc-csi")).arg(plugin)).await?;
-    let bytes: u64 = fs::metadata(files.join("gc-csi"))?.len();
+    run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(plugin)).await?;
+    let bytes: u64 = fs::metadata(files.join("gc-csi-node"))?.len();
     let disk = dir.join("config.raw");
     // Room for the filesystem's own tables; the file is sparse.
     let megabytes = bytes / (1024 * 1024) + 16;

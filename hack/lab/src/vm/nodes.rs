@@ -48,7 +48,7 @@ pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()>
 /// Waits until kubelet knows gc-csi on the node.
 pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<CSINode> = Api::all(client.clone());
-    eventually("gc-csi is registered with its kubelet", PATIENCE, || async {
+    eventually("gc-csi-node is registered with its kubelet", PATIENCE, || async {
         let node = match nodes.get_opt(name).await {
             Ok(node) => node,
             Err(error) => return Ok(Err(chain(&error))),
@@ -58,7 +58,7 @@ pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<(
         Ok(if known { Ok(()) } else { Err("CSINode does not name it".to_owned()) })
     })
     .await
-    .with_context(|| run.explain(&format!("{name}-gc-csi"), "the node plugin did not register"))
+    .with_context(|| run.explain(&format!("{name}-gc-csi-node"), "the node plugin did not register"))
 }
 
 /// Kubelets in user-mode networks all have one address, which the host cannot reach. As a cloud provider would, the

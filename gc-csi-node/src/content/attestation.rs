@@ -13,8 +13,8 @@ use std::time::SystemTime;
 
 use uuid::Uuid;
 
-use super::super::bind::change;
-use super::super::blocking::blocking;
+use crate::bind::change;
+use crate::blocking::blocking;
 use super::marker::FormatToken;
 
 /// The folder within the driver's own.

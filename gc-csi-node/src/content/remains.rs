@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-use super::super::filesystem::Filesystem;
+use crate::filesystem::Filesystem;
 
 /// How much is read at each place, in bytes.
 const BLOCK: usize = 4096;

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::super::blocking::blocking;
+use crate::blocking::blocking;
 use super::FindError;
 
 /// The safety net: how often a waiting call looks anyway. Needed only where inotify cannot be had, as

@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use uuid::Uuid;
 
-use super::super::bind::change;
-use super::super::blocking::blocking;
-use super::super::command::CommandError;
-use super::super::disk::Disk;
-use super::super::filesystem::Filesystem;
+use crate::bind::change;
+use crate::blocking::blocking;
+use crate::command::CommandError;
+use crate::disk::Disk;
+use crate::filesystem::Filesystem;
 use super::attestation::RecordError;
 use super::marker::{self, FormatToken, Mark};
 

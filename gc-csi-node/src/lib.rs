@@ -60,7 +60,7 @@ use self::zone::Zone;
 /// Where the kernel shows the UUID by which the hypervisor knows this machine.
 const MACHINE_UUID: &str = "/sys/class/dmi/id/product_uuid";
 
-/// Flags of `gc-csi node`.
+/// Flags of `gc-csi-node`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Socket on which to serve CSI, as unix:///PATH.
@@ -179,7 +179,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         None => tracing::warn!("no limit of volumes is known for the machine; --max-volumes can set one"),
     }
 
-    let mut metrics = Registry::with_prefix("nestor_guest_node");
+    let mut metrics = Registry::with_prefix("nestor_gc_csi_node");
     let calls = CallMetrics::register(&mut metrics);
     let (alive, ready) = (Health::default(), Health::default());
     let names = DiskNames::watch(args.by_id_dir.clone(), stop.clone());

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::super::blocking::blocking;
-use super::super::command::{self, CommandError, Output};
-use super::super::disk::Disk;
+use crate::blocking::blocking;
+use crate::command::{self, CommandError, Output};
+use crate::disk::Disk;
 use super::marker::{self, FormatToken, Mark};
 use super::remains::{self, Found};
 use super::{Content, classify};

@@ -86,9 +86,9 @@ impl Machine {
     pub(crate) async fn start_driver_with(&mut self, tools: Option<&Path>, flags: &[&str]) {
         let path = std::env::var("PATH").unwrap_or_default();
         let path = tools.map_or_else(|| path.clone(), |tools| format!("{}:{path}", tools.display()));
-        let mut driver = Command::new(env!("CARGO_BIN_EXE_gc-csi"));
+        let mut driver = Command::new(env!("CARGO_BIN_EXE_gc-csi-node"));
         driver
-            .args(["node", "--node-name", "vm-1", "--endpoint"])
+            .args(["--node-name", "vm-1", "--endpoint"])
             .arg(format!("unix://{}", self.socket().display()))
             .arg("--kubelet-dir")
             .arg(self.path("kubelet"))

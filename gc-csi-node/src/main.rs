@@ -1,0 +1,25 @@
+//! `gc-csi-node`: the node plugin of the guest driver.
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use kube_kit::process;
+use kube_kit::telemetry::LogArgs;
+
+/// Nestor's CSI driver for guest clusters: the node plugin.
+///
+/// Serves the CSI Node service to kubelet inside a VM: it formats, mounts and expands the disks that the controller
+/// plugin attached. It has no access to the management cluster.
+#[derive(Debug, Parser)]
+#[command(name = "gc-csi-node", version)]
+struct Cli {
+    #[command(flatten)]
+    args: gc_csi_node::Args,
+    #[command(flatten, next_help_heading = "Logs")]
+    logs: LogArgs,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    process::run(&cli.logs, 1, |stop| gc_csi_node::run(cli.args, stop))
+}

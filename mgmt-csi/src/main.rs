@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use clap::{Args, Command, FromArgMatches};
-use kube_kit::process;
-use kube_kit::telemetry::LogArgs;
 use mgmt_csi::{app, repair::orphans};
+use process_kit::process;
+use process_kit::telemetry::LogArgs;
 
 /// The flags of the driver stand beside the subcommand, which needs none of them.
 fn command() -> Command {

@@ -9,12 +9,14 @@ use std::time::Duration;
 use anyhow::Context;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
+use futures::future::join_all;
+use process_kit::supervise;
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::{self, NamingAcceptor};
@@ -110,18 +112,17 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
     server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
-    let mut loops = JoinSet::new();
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_repaired(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_released(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_watched(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_known(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_compared(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_going(stop).await });
-    loops.spawn(reload(options.clone(), tls, stop.clone()));
+    let mut loops = periodic(&service, &stop);
+    loops.push(supervise::background(
+        "certificate reload",
+        stop.clone(),
+        reload(options.clone(), tls, stop.clone()),
+    ));
 
     let ended = tokio::select! {
         result = told_to_stop() => result,
         Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener ended by itself"))),
+        failure = supervise::failure() => Err(anyhow::anyhow!(failure)),
     };
     tracing::info!("stopping");
     stop.cancel();
@@ -129,7 +130,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
-        while loops.join_next().await.is_some() {}
+        join_all(loops).await;
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {
@@ -138,14 +139,36 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     ended
 }
 
-/// Starts what the service does until it is told to stop.
-fn spawn<F: Future<Output = ()> + Send + 'static>(
-    loops: &mut JoinSet<()>,
+/// Starts the service's periodic work, each kind in a supervised task of its own.
+fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
+    vec![
+        start("attachment repair", service, stop, |service, stop| async move {
+            service.keep_repaired(stop).await
+        }),
+        start("release of attachments", service, stop, |service, stop| async move {
+            service.keep_released(stop).await
+        }),
+        start("pool monitor", service, stop, |service, stop| async move { service.keep_watched(stop).await }),
+        start("VM monitor", service, stop, |service, stop| async move { service.keep_known(stop).await }),
+        start(
+            "disk comparison",
+            service,
+            stop,
+            |service, stop| async move { service.keep_compared(stop).await },
+        ),
+        start("resumption of paused VMs", service, stop, |service, stop| async move {
+            service.keep_going(stop).await
+        }),
+    ]
+}
+
+fn start<F: Future<Output = ()> + Send + 'static>(
+    name: &str,
     service: &Service,
     stop: &CancellationToken,
     work: impl FnOnce(Service, CancellationToken) -> F,
-) {
-    loops.spawn(work(service.clone(), stop.clone()));
+) -> JoinHandle<()> {
+    supervise::background(name, stop.clone(), work(service.clone(), stop.clone()))
 }
 
 async fn told_to_stop() -> anyhow::Result<()> {

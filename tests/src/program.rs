@@ -137,6 +137,14 @@ impl Running {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()
     }
 
+    /// Waits until it has ended by itself.
+    pub async fn has_ended(&self) -> Result<ExitStatus> {
+        eventually("the process ends by itself", PATIENCE, || async {
+            Ok(self.ended()?.ok_or_else(|| format!("it runs; log: {}", self.log())))
+        })
+        .await
+    }
+
     /// Waits until `/readyz` fails with all of these texts, while the process runs.
     pub async fn not_ready_because(&self, texts: &[&str]) -> Result<String> {
         eventually(&format!("/readyz fails with {texts:?}"), PATIENCE, || async {

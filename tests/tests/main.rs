@@ -41,5 +41,6 @@ mod soak;
 mod space;
 mod stale_leader;
 mod static_provisioning;
+mod supervision;
 mod topology;
 mod vm_operator;

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kube_kit::informer::Key;
-use kube_kit::memory::give_back;
+use process_kit::memory::give_back;
 
 /// An attachment that goes within this time was asked for in vain.
 pub(crate) const YOUNG: Duration = Duration::from_secs(60);

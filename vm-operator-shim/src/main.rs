@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use kube_kit::process;
-use kube_kit::telemetry::LogArgs;
+use process_kit::process;
+use process_kit::telemetry::LogArgs;
 
 #[derive(Debug, Parser)]
 #[command(

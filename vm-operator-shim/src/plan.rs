@@ -10,7 +10,7 @@ use crds::names::{self, FINALIZER_DETACH, LABEL_CLUSTER_ID};
 use crds::{VirtualMachineVolume, VolumeAttachment, VolumeAttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Resource, ResourceExt};
-use kube_kit::text::one_line;
+use process_kit::text::one_line;
 use serde_json::{Value, json};
 
 use crate::machine::{Machine, MachineStatus};

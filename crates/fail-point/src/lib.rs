@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `passed` | while it is there, each point that is passed is appended to it, a line each |
 //! | `armed` | has `<point>` or `<point> <n>`: the process aborts when it passes that point (for the n-th time), and the file goes first, so that it happens once |
+//! | `panic` | the same, but the task panics |
 //! | `freeze` | the same, but the process stops itself (SIGSTOP) until somebody lets it go on (SIGCONT) |
 //!
 //! A process that is one of several must be given a folder of its own.
@@ -111,6 +112,7 @@ mod points {
                 eprintln!("fail point {point}: dying");
                 std::process::abort();
             }
+            assert!(!self.is_asked_for("panic", point), "fail point {point}");
             if self.is_asked_for("freeze", point) {
                 eprintln!("fail point {point}: standing still");
                 // Sent to this thread: of a signal to the process, another thread may learn first, and this one goes on

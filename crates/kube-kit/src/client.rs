@@ -11,7 +11,7 @@ use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
-use crate::text::one_line;
+use process_kit::text::one_line;
 
 /// Why no client could be made. None of these heals by waiting.
 #[derive(Debug, thiserror::Error)]

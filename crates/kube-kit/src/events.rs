@@ -15,7 +15,7 @@ use tokio::time::Instant;
 use crate::client::chain;
 use crate::fair::{Gate, Limits};
 use crate::informer::Key;
-use crate::text::one_line;
+use process_kit::text::one_line;
 
 use alike::Gathering;
 pub use alike::{Alike, listed};
@@ -116,7 +116,7 @@ impl Events {
             secondary: None,
         };
         let gate = self.gate.clone();
-        tokio::spawn(async move {
+        process_kit::supervise::worker("event writer", async move {
             let _permit = gate.enter(&lane).await;
             if let Err(error) = recorder.publish(&event, &about).await {
                 tracing::warn!(reason = event.reason, "cannot write an event: {}", chain(&error));

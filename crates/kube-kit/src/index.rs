@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 use crate::informer::Key;
-use crate::memory::give_back;
+use process_kit::memory::give_back;
 
 /// Members by group.
 #[derive(Debug, Default)]

@@ -19,7 +19,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
-use crate::memory::give_back;
+use process_kit::memory::give_back;
+use process_kit::supervise;
 
 pub(crate) use present::Informers;
 
@@ -373,7 +374,8 @@ where
         let informer = self.informer.clone();
         check.informers().add(&informer);
         let ended = informer.shared.ended.clone();
-        tokio::spawn(async move {
+        let name = format!("watch of {}", self.what);
+        supervise::background(name, stop.clone(), async move {
             tokio::select! {
                 () = self.watch(check) => {}
                 () = stop.cancelled() => {}

@@ -8,7 +8,7 @@ use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
-use crate::memory::give_back;
+use process_kit::memory::give_back;
 
 /// Reads the newest that is known of an object. An own write is believed until the watch has it or tells of the object's
 /// end, however far behind that is, or everything was read anew.

@@ -2,7 +2,6 @@
 //! leader election, events, telemetry, health, and a `main` that ends well. Nothing here knows storage.
 
 pub mod client;
-pub mod duration;
 pub mod events;
 mod fail_points;
 pub mod fair;
@@ -13,10 +12,6 @@ pub mod informer;
 pub mod latest;
 pub mod lean;
 pub mod lease;
-pub mod memory;
-pub mod process;
 pub mod quantity;
 pub mod queue;
-pub mod telemetry;
-pub mod text;
 pub mod versions;

@@ -19,8 +19,8 @@ mod later;
 
 use crate::fair::Lanes;
 use crate::informer::Key;
-use crate::memory::give_back;
 use later::Later;
+use process_kit::memory::give_back;
 
 /// Where keys are pushed from anywhere. While nobody works them off they are dropped: who begins to, pushes all keys
 /// that there are.

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use process_kit::supervise;
 use rustix::fs::inotify;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
@@ -17,8 +18,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::blocking::blocking;
 use super::FindError;
+use crate::blocking::blocking;
 
 /// The safety net: how often a waiting call looks anyway. Needed only where inotify cannot be had, as
 /// when the machine's inotify instances are used up.
@@ -48,11 +49,13 @@ impl DiskNames {
     pub(crate) fn watch(folder: PathBuf, stop: CancellationToken) -> Self {
         let (sender, changed) = watch::channel(());
         let watched = folder.clone();
-        tokio::spawn(async move {
+        let until = stop.clone();
+        supervise::background("watch of disk names", until, async move {
             if let Some(Err(error)) = stop.run_until_cancelled(keep_watching(&watched, &sender)).await {
                 tracing::warn!(folder = %watched.display(), %error, "disk names cannot be watched: looking every {LOOK_ANYWAY:?} instead");
                 // Who waits keeps its safety net as long as the sender lives.
-                sender.closed().await;
+                stop.cancelled().await;
+                drop(sender);
             }
         });
         Self { folder, changed }

@@ -31,6 +31,7 @@ use csi::server::Endpoint;
 use kube_kit::health::Health;
 use kube_kit::lease::LeaseArgs;
 use kube_kit::{client, http, versions};
+use process_kit::supervise;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -138,11 +139,9 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not asked yet"));
     if let Some(address) = args.http_listen {
         let serving = http::serve(address, alive, ready.clone(), registry, stop.clone());
-        let failed = stop.clone();
-        tokio::spawn(async move {
+        supervise::worker("health and metrics", async move {
             if let Err(error) = serving.await {
-                tracing::error!(%address, "cannot serve health and metrics: {error}");
-                failed.cancel();
+                supervise::fail(format!("cannot serve health and metrics on {address}: {error}"));
             }
         });
     }
@@ -203,7 +202,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
     let orders = reconcilers.orders();
     let (electing, stopping) = (ready.clone(), stop.clone());
-    let reconciling = tokio::spawn(async move {
+    let reconciling = supervise::background("reconcilers", stop.clone(), async move {
         election.lead(&electing, &stopping, || reconcilers.run()).await;
     });
 

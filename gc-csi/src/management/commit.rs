@@ -23,6 +23,7 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::is_newer;
+use process_kit::supervise;
 use tokio::sync::oneshot;
 
 use super::ApiError;
@@ -141,7 +142,7 @@ impl Committer {
         let (done, outcome) = oneshot::channel();
         if let Some(mut batches) = self.gathering.push(operation, Request { change, may_leave, done }) {
             let committer = self.clone();
-            tokio::spawn(async move {
+            supervise::worker(format!("batcher of VM {}", operation.machine()), async move {
                 while let Some(batch) = batches.next().await {
                     committer.apply(batches.machine(), batch).await;
                 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crds::VirtualMachine;
 use crds::names;
 use kube_kit::informer::Key;
-use kube_kit::text::one_line;
+use process_kit::text::one_line;
 use tokio::time::Instant;
 
 use super::commit::{CommitError, MayLeave, Operation, Wanted};

@@ -51,6 +51,8 @@ pub(super) struct Batches<T> {
     machine: String,
     /// For how long the first batch gathers; none once it is out.
     first: Option<Duration>,
+    /// Whether the queue was found empty and given back.
+    is_done: bool,
 }
 
 impl<T> Clone for Gathering<T> {
@@ -92,7 +94,12 @@ impl<T> Gathering<T> {
         lane.busy = true;
         let first = if is_crowded { lane.widened() } else { Duration::ZERO };
         lane.window = first;
-        Some(Batches { gathering: self.clone(), machine: operation.machine.clone(), first: Some(first) })
+        Some(Batches {
+            gathering: self.clone(),
+            machine: operation.machine.clone(),
+            first: Some(first),
+            is_done: false,
+        })
     }
 
     fn lanes(&self) -> MutexGuard<'_, Lanes<T>> {
@@ -133,6 +140,20 @@ impl<T> Drop for Operation<T> {
     }
 }
 
+/// A batcher that breaks off leaves its queue to the next operation; the callers that wait in it get an error.
+impl<T> Drop for Batches<T> {
+    fn drop(&mut self) {
+        if self.is_done {
+            return;
+        }
+        let mut lanes = self.gathering.lanes();
+        let Some(lane) = lanes.by_machine.get_mut(&self.machine) else { return };
+        lane.busy = false;
+        let _abandoned = std::mem::take(&mut lane.waiting);
+        lanes.tidy(&self.machine);
+    }
+}
+
 impl<T> Batches<T> {
     /// The machine that they are for.
     pub(super) fn machine(&self) -> &str {
@@ -154,12 +175,14 @@ impl<T> Batches<T> {
     }
 
     /// For how long what came while the last batch was on its way goes on gathering.
-    fn again(&self) -> Option<Duration> {
+    fn again(&mut self) -> Option<Duration> {
         let mut lanes = self.gathering.lanes();
         let lane = lanes.by_machine.get_mut(&self.machine)?;
         if lane.waiting.is_empty() {
             lane.busy = false;
             lanes.tidy(&self.machine);
+            drop(lanes);
+            self.is_done = true;
             return None;
         }
         lane.window = lane.widened();
@@ -228,6 +251,22 @@ mod tests {
         let each = Duration::from_millis(20);
         assert_eq!(come(10, each, Duration::from_millis(19)).await, [1; 10]);
         assert!(begun.elapsed() < 11 * each, "{:?}", begun.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_batcher_that_breaks_off_leaves_its_queue_to_the_next_operation() {
+        let gathering = Gathering::default();
+        let (first, second) = (gathering.begin("vm"), gathering.begin("vm"));
+        let batches = gathering.push(&first, Arc::new(())).unwrap();
+        let waiting = Arc::new(());
+        assert!(gathering.push(&second, waiting.clone()).is_none());
+        drop(batches);
+        assert_eq!(Arc::strong_count(&waiting), 1, "who waits in the queue gets an error");
+        let mut batches = gathering.push(&first, Arc::new(())).unwrap();
+        assert_eq!(batches.next().await.map(|batch| batch.len()), Some(1));
+        assert!(batches.next().await.is_none());
+        drop((first, second));
+        assert!(gathering.lanes().by_machine.is_empty());
     }
 
     #[tokio::test(start_paused = true)]

@@ -9,7 +9,7 @@ use kube::api::{Patch, PatchParams};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
 use kube_kit::lean::PersistentVolumeClaim;
-use kube_kit::text::one_line;
+use process_kit::text::one_line;
 use serde_json::{Value, json};
 
 use super::pods::Lister;

@@ -119,7 +119,7 @@ impl Entries {
             "VirtualMachine {} had volume {claim}, for which no VolumeAttachment of this cluster asked for {}: its entry \
              in spec.volumes was taken out",
             self.management.full_name(machine),
-            kube_kit::duration::show(self.grace),
+            process_kit::duration::show(self.grace),
         );
         tracing::warn!(machine, claim, "{note}");
         self.guest.events.warning(self.about(claim, machine), "Detach", "StaleEntryRemoved", note);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crds::names;
-use kube_kit::duration;
+use process_kit::duration;
 
 /// Flags of the reconcilers.
 #[derive(Debug, Clone, Default, clap::Args)]

@@ -1,6 +1,6 @@
 //! Why an order can't be carried out, in the words of `status.error`.
 
-use kube_kit::text::one_line;
+use process_kit::text::one_line;
 
 use crate::infra::{AttachError, DetachError};
 

@@ -8,7 +8,7 @@ use crds::{VolumeAttachment, VolumeAttachmentStatus};
 use infra_api::AttachmentId;
 use kube::Resource;
 use kube_kit::informer::{Change, Key};
-use kube_kit::memory::give_back;
+use process_kit::memory::give_back;
 
 use super::order::is_held;
 use crate::infra::{Named, order_of};

@@ -20,13 +20,13 @@ use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, VolumeId,
 };
 use kube::Client;
-use kube_kit::duration;
 use kube_kit::events::Events;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::latest::Latest;
 use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::queue::{Next, Queue, Retry};
+use process_kit::duration;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

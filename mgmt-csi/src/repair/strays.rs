@@ -11,10 +11,10 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
-use kube_kit::duration;
 use kube_kit::informer::Key;
 use kube_kit::lean::PersistentVolume;
 use kube_kit::queue::Next;
+use process_kit::duration;
 use tokio::time::Instant;
 
 use super::judge::{Facts, Verdict, id_of, judge};

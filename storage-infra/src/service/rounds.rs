@@ -49,6 +49,7 @@ impl Service {
                 }
             }
         };
-        join_all(self.0.hypervisors.keys().map(String::as_str).map(keep)).await;
+        let all = join_all(self.0.hypervisors.keys().map(String::as_str).map(keep));
+        tokio::join!(all, stop.cancelled());
     }
 }

@@ -94,7 +94,7 @@ impl Service {
     /// Compares until told to stop, each hypervisor by itself: one may hang.
     pub async fn keep_compared(&self, stop: CancellationToken) {
         let all = self.0.hypervisors.keys().map(|name| self.keep_hypervisor_compared(name, &stop));
-        futures::future::join_all(all).await;
+        tokio::join!(futures::future::join_all(all), stop.cancelled());
     }
 
     async fn keep_hypervisor_compared(&self, hypervisor: &str, stop: &CancellationToken) {

@@ -79,7 +79,7 @@ impl Events {
             return;
         }
         let events = self.clone();
-        tokio::spawn(async move {
+        process_kit::supervise::worker("event aggregation", async move {
             tokio::time::sleep(GATHER).await;
             if let Some(gathered) = events.alike.take(&key) {
                 events.say(action, reason, gathered);

@@ -15,8 +15,8 @@ use infra_api::{AttachmentId, SnapshotId, VolumeId};
 use kube::api::{DeleteParams, Preconditions};
 use kube::{Api, Client};
 use kube_kit::client::{chain, connect};
-use kube_kit::duration;
 use kube_kit::lean::PersistentVolumeClaim;
+use process_kit::duration;
 use tokio::time::Instant;
 
 use super::ClockArgs;

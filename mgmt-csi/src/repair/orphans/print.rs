@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use kube_kit::{duration, quantity};
+use kube_kit::quantity;
+use process_kit::duration;
 use serde_json::{Value, json};
 
 use super::Outcomes;

@@ -3,13 +3,18 @@
 use std::fmt::Display;
 use std::future::Future;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
+use crate::supervise;
 use crate::telemetry::{self, LogArgs};
 
-/// Runs `app` on `threads` worker threads until it ends by itself, or winds down after SIGTERM or
-/// SIGINT, when the token is cancelled. A failure is printed as one line and ends in exit code 1.
+/// How long a program may take to wind down after one of its background tasks failed.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Runs `app` on `threads` worker threads until it ends. SIGTERM and SIGINT cancel its token. A failure of `app`, or of a
+/// [supervised task](supervise), is printed as one line and ends in exit code 1.
 pub fn run<App, Running, Error>(logs: &LogArgs, threads: usize, app: App) -> ExitCode
 where
     App: FnOnce(CancellationToken) -> Running,
@@ -29,13 +34,23 @@ where
     let stop = CancellationToken::new();
     let outcome = runtime.block_on(async {
         let signals = tokio::spawn(cancel_on_signal(stop.clone()));
-        let outcome = app(stop).await;
+        let mut app = std::pin::pin!(app(stop.clone()));
+        let outcome = tokio::select! {
+            outcome = &mut app => outcome.map_err(|error| format!("{error:#}")),
+            failure = supervise::failure() => {
+                stop.cancel();
+                let _ = tokio::time::timeout(GRACE, app).await;
+                Err(failure)
+            }
+        };
         signals.abort();
         outcome
     });
+    // Blocking calls that hang must not keep the process: every start completes what the last one left.
+    runtime.shutdown_timeout(GRACE);
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(format!("{error:#}"), 1),
+        Err(error) => fail(error, 1),
     }
 }
 

@@ -26,6 +26,7 @@ mod late_removal;
 mod legacy;
 mod limits;
 mod metadata;
+mod metrics;
 mod modify;
 mod node;
 mod node_loss;

@@ -1,4 +1,4 @@
-//! Wiring of the server: flags in, everything started, everything stopped.
+//! Server wiring: builds the service from flags, starts listeners and periodic loops, and shuts them down.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -27,52 +27,51 @@ use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
 use crate::service::Service;
 
-/// How long work and connections get to end once the server is told to stop.
+/// Time that running operations and connections have to finish after a shutdown signal.
 const GRACE: Duration = Duration::from_secs(10);
-/// How long a server that is just ending may hold the catalog.
+/// Time to wait for a terminating server to release the catalog lock.
 const HANDOVER: Duration = Duration::from_secs(5);
-/// How many requests one client may have under way over one connection: each volume and each machine may have one that
-/// waits for long.
+/// HTTP/2 streams per connection: each volume and each VM may have one long-running request.
 const STREAMS: u32 = 4096;
-/// How often the certificate files are looked at.
+/// Interval between checks of the certificate files.
 const RELOAD: Duration = Duration::from_secs(30);
 
-/// A hypervisor as it stands in a flag.
+/// A hypervisor as given by `--hypervisor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HypervisorFlag {
-    /// Its name, which nodes are registered with.
+    /// Name by which nodes refer to it.
     pub name: String,
-    /// What it is and where.
+    /// Kind and location.
     pub target: HypervisorTarget,
 }
 
-/// What a hypervisor is and where.
+/// Kind and location of a hypervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HypervisorTarget {
     /// A libvirt URI.
     Libvirt(String),
-    /// The root directory for links to loop devices.
+    /// Root directory of links to loop devices.
     Loop(PathBuf),
-    /// Machines that are only told of: where they are noted, and how long a plug or an unplug takes.
+    /// Simulated VMs without a hypervisor: state directory, and duration of an attach or detach.
     Simulated(PathBuf, Duration),
 }
 
-/// What `serve` needs.
+/// Options of `serve`.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where the catalog is.
+    /// Directory of the catalog.
     pub data_dir: PathBuf,
-    /// Where the API listens.
+    /// Listen address of the API.
     pub listen: SocketAddr,
     /// The server's certificate chain.
     pub tls_cert: PathBuf,
     /// The server's private key.
     pub tls_key: PathBuf,
-    /// Who signs the certificates of those who may connect.
+    /// CA that signs client certificates.
     pub client_ca: PathBuf,
     /// The hypervisors.
     pub hypervisors: Vec<HypervisorFlag>,
-    /// Where health and metrics listen.
+    /// Listen address of health and metrics.
     pub http_listen: Option<SocketAddr>,
 }
 
@@ -80,12 +79,12 @@ pub struct Options {
 pub async fn serve(options: Options) -> anyhow::Result<()> {
     let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
     private_dir(&options.data_dir)
-        .with_context(|| format!("cannot make the data directory {}", options.data_dir.display()))?;
+        .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
     let catalog = Catalog::open(&options.data_dir, HANDOVER)?;
     let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
-    // Before health is served: who is told that the server is well must be able to connect.
+    // Bind before health is served: a client that sees a healthy server must be able to connect.
     let listener =
         TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
     listener.set_nonblocking(true)?;
@@ -104,24 +103,26 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(address = %listener.local_addr()?, "serving the API");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());
-    // An answer's head and body are sent one after the other: without this the body waits until the head was acknowledged,
-    // which a client puts off for 40 ms.
+    // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
+    // delayed ACK (40 ms).
     let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
     server.http_builder().http2().max_concurrent_streams(STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let mut loops = JoinSet::new();
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_repaired(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_released(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_watched(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_known(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_compared(stop).await });
-    spawn(&mut loops, &service, &stop, |service, stop| async move { service.keep_going(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_repair_loop(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_release_loop(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_pool_monitor(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_power_monitor(stop).await });
+    spawn(&mut loops, &service, &stop, |service, stop| async move {
+        service.run_unexpected_disk_search(stop).await
+    });
+    spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_resume_loop(stop).await });
     loops.spawn(reload(options.clone(), tls, stop.clone()));
 
     let ended = tokio::select! {
-        result = told_to_stop() => result,
-        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener ended by itself"))),
+        result = shutdown_signal() => result,
+        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener stopped unexpectedly"))),
     };
     tracing::info!("stopping");
     stop.cancel();
@@ -133,12 +134,12 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         service.drain().await;
     };
     if tokio::time::timeout(GRACE, finish).await.is_err() {
-        tracing::warn!("work is still under way; the next start finishes it");
+        tracing::warn!("operations are still running; the next start completes them");
     }
     ended
 }
 
-/// Starts what the service does until it is told to stop.
+/// Spawns a loop of the service that runs until `stop` is cancelled.
 fn spawn<F: Future<Output = ()> + Send + 'static>(
     loops: &mut JoinSet<()>,
     service: &Service,
@@ -148,13 +149,13 @@ fn spawn<F: Future<Output = ()> + Send + 'static>(
     loops.spawn(work(service.clone(), stop.clone()));
 }
 
-async fn told_to_stop() -> anyhow::Result<()> {
+async fn shutdown_signal() -> anyhow::Result<()> {
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
     Ok(())
 }
 
-/// The hypervisors that flags name.
+/// Builds the hypervisors named by flags.
 pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
     let mut all: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
     for flag in flags {
@@ -177,13 +178,13 @@ fn certificates(flag: &str, path: &Path) -> anyhow::Result<Vec<CertificateDer<'s
     Ok(found)
 }
 
-/// Mutual TLS: who has no certificate from the client CA is not spoken to.
+/// Mutual TLS: clients must present a certificate signed by the client CA.
 fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     let mut roots = RootCertStore::empty();
     for ca in certificates("--client-ca", &options.client_ca)? {
         roots
             .add(ca)
-            .with_context(|| format!("--client-ca: {} is no usable CA", options.client_ca.display()))?;
+            .with_context(|| format!("--client-ca: {} is not a usable CA", options.client_ca.display()))?;
     }
     let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build()?;
     let key = PrivateKeyDer::from_pem_file(&options.tls_key)
@@ -191,12 +192,12 @@ fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     let mut config = rustls::ServerConfig::builder()
         .with_client_cert_verifier(clients)
         .with_single_cert(certificates("--tls-cert", &options.tls_cert)?, key)
-        .context("the server's certificate and key do not go together")?;
+        .context("the server's certificate and private key do not match")?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(config)
 }
 
-/// Takes renewed certificates into use for new connections.
+/// Reloads renewed certificates for new connections.
 async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
     let read =
         || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
@@ -214,12 +215,15 @@ async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
         match tls_config(&options) {
             Ok(config) => {
                 tls.reload_from_config(Arc::new(config));
-                tracing::info!("new certificates are in use");
+                tracing::info!("reloaded the TLS certificates");
                 current = now;
             }
-            // Perhaps one file is written and the next is not: the old ones stay in use until all fit.
+            // Files may be replaced one by one: keep the current certificates until all files match.
             Err(error) => {
-                tracing::warn!(error = format!("{error:#}"), "the new certificates cannot be used yet");
+                tracing::warn!(
+                    error = format!("{error:#}"),
+                    "cannot load the new TLS certificates yet; the current ones stay in use"
+                );
             }
         }
     }

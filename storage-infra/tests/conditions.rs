@@ -67,7 +67,9 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     })
     .await;
     told(&mut events, EventKind::Volume, "v").await;
-    assert!(server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#));
+    assert!(
+        server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#)
+    );
 }
 
 #[tokio::test]
@@ -139,7 +141,7 @@ async fn a_disk_that_vanished_from_its_machine_and_cannot_be_put_back_is_told() 
     let server = site.start();
     until("the disk is missed", async || {
         let condition = server.client.get_volume(&id).await.unwrap().unwrap().condition;
-        condition.message.is_some_and(|message| message.contains("gone from the running machine node-0"))
+        condition.message.is_some_and(|message| message.contains("disappeared from the running VM node-0"))
     })
     .await;
     let mut events = server.client.events().await.unwrap();

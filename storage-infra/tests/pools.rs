@@ -121,7 +121,7 @@ async fn a_full_data_directory_is_said_changes_nothing_and_is_got_over() {
     };
     let problem = refused.problem().unwrap();
     assert_eq!(problem.code, ProblemCode::ReadOnly, "{problem}");
-    assert!(problem.detail.contains("catalog") && problem.detail.contains("make room"), "{problem}");
+    assert!(problem.detail.contains("catalog") && problem.detail.contains("free space"), "{problem}");
     assert!(!server.client.health().await.unwrap().catalog_writable);
     assert!(server.client.get_volume(&id).await.unwrap().is_some());
 

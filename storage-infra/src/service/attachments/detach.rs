@@ -1,8 +1,8 @@
-//! Unplugs a disk, and forgets the attachment once the disk is seen to be gone.
+//! Detach: removes the disk, and deletes the attachment's row once the disk is proven gone.
 
 use infra_api::{AttachmentId, AttachmentState, Change, EventKind};
 
-use super::{Parts, Progress, describe};
+use super::{AttachmentContext, Progress, describe};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Tx};
 use crate::hypervisor::{Disk, Unplugged};
@@ -14,7 +14,7 @@ impl Service {
         let mut found = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachment(&key)?) }).await?;
         if found.is_none() {
             let key = id.clone();
-            found = self.0.catalog.run(move |tx| leaving(tx, &key)).await?;
+            found = self.0.catalog.run(move |tx| read_for_detach(tx, &key)).await?;
         }
         let Some(row) = found else { return Ok(Progress::Gone) };
         let _lock = self.0.locks.lock(row.volume.as_str()).await;
@@ -23,11 +23,11 @@ impl Service {
             .0
             .catalog
             .run(move |tx| -> Result<_> {
-                let Some(row) = leaving(tx, &key)? else { return Ok(None) };
+                let Some(row) = read_for_detach(tx, &key)? else { return Ok(None) };
                 if row.state != AttachmentState::Detaching {
                     tx.set_attachment_state(&key, AttachmentState::Detaching, None)?;
                 }
-                Ok(Some(Parts::of(tx, row)?))
+                Ok(Some(AttachmentContext::of(tx, row)?))
             })
             .await?;
         let Some(mut parts) = found else { return Ok(Progress::Gone) };
@@ -36,20 +36,20 @@ impl Service {
             parts.row.state = AttachmentState::Detaching;
         }
         let disk = parts.disk(self.engine_of(&parts.pool).source(&parts.volume.id));
-        let unplugged = self.unplug(&parts, &disk).await;
-        let unplugged = match unplugged {
-            Ok(Unplugged::Gone) => self.prove_unplugged(&parts, &disk).await,
+        let result = self.detach_disk(&parts, &disk).await;
+        let result = match result {
+            Ok(Unplugged::Gone) => self.prove_detached(&parts, &disk).await,
             other => other,
         };
-        let why = match unplugged {
+        let why = match result {
             Ok(Unplugged::Gone) => {
                 let key = id.clone();
                 self.0
                     .catalog
                     .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
                     .await?;
-                audit::forgot(format!("attachment {id}"), "its disk is proven to be unplugged");
-                self.note_soon(&parts.row.volume);
+                audit::forgot(format!("attachment {id}"), "its disk is proven to be detached");
+                self.update_record_soon(&parts.row.volume);
                 self.disk_is_not_lost(id);
                 self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
@@ -64,24 +64,24 @@ impl Service {
             Err(failure) => failure.0.detail.clone(),
         };
         if parts.row.message.as_ref() != Some(&message) {
-            tracing::warn!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, %message, "not detached");
+            tracing::warn!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, %message, "cannot detach yet");
             self.set_state(id, AttachmentState::Detaching, Some(message.clone())).await?;
         }
         parts.row.message = Some(message);
         why.map(|_| Progress::UnderWay(parts.to_attachment()))
     }
 
-    /// Unplugs a disk, unless another server has its pool: then that one's catalog counts.
-    async fn unplug(&self, parts: &Parts, disk: &Disk) -> Result<Unplugged> {
+    /// Detaches a disk, unless another server serves its pool: that server's catalog is authoritative.
+    async fn detach_disk(&self, parts: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
         self.refuse_served_elsewhere(&parts.row).await?;
         let hypervisor = self.hypervisor(&parts.node.spec.hypervisor)?;
         hypervisor.unplug(parts.row.node, disk).await.map_err(|error| describe(error, parts))
     }
 }
 
-/// An attachment that is told to go. Where there is none its id is over all the same: it may still be asked for, by who
-/// doesn't know that yet.
-fn leaving(tx: &Tx<'_>, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
+/// Reads an attachment for its detach. If there is none, its ID is recorded as ended all the same, because a late
+/// attach request may still arrive.
+fn read_for_detach(tx: &Tx<'_>, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
     let row = tx.attachment(id)?;
     if row.is_none() {
         tx.end_attachment(id, seconds())?;

@@ -126,7 +126,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     };
     tracing::info!("stopping");
     stop.cancel();
-    service.stop_copies();
+    service.cancel_copies();
     handle.graceful_shutdown(Some(GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}

@@ -115,7 +115,7 @@ pub(super) fn filter(node: bool, volume: bool) -> &'static str {
 }
 
 /// Condition of attachments that are being detached.
-pub(super) const LEAVING: &str = "state = 'detaching'";
+pub(super) const DETACHING: &str = "state = 'detaching'";
 
 impl Tx<'_> {
     /// Reads one attachment.
@@ -138,9 +138,9 @@ impl Tx<'_> {
     }
 
     /// Reads the attachments that are being detached.
-    pub fn leaving_attachments(&self) -> Result<Vec<AttachmentRow>> {
+    pub fn detaching_attachments(&self) -> Result<Vec<AttachmentRow>> {
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {LEAVING}"))?
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {DETACHING}"))?
             .query_map([], read)?
             .map(|row| row?)
             .collect()
@@ -206,7 +206,7 @@ impl Tx<'_> {
     }
 
     /// Whether the disk of an attachment of this ID is out of its VM: it was detached or was never attached.
-    pub fn is_attachment_over(&self, id: &AttachmentId) -> Result<bool> {
+    pub fn is_attachment_ended_or_refused(&self, id: &AttachmentId) -> Result<bool> {
         let mut refused = self.0.prepare_cached("SELECT 1 FROM refused_attachments WHERE id = ?1")?;
         Ok(refused.exists([id.as_str()])? || self.is_attachment_ended(id)?)
     }
@@ -221,7 +221,7 @@ impl Tx<'_> {
     }
 
     /// Renames an attachment. Its old ID is recorded as ended at `now`.
-    pub fn hand_over_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
+    pub fn rename_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE attachments SET id = ?2 WHERE id = ?1")?
             .execute([from.as_str(), to.as_str()])?;

@@ -40,7 +40,7 @@ struct Write {
     /// Name of its fail points.
     place: fn() -> String,
     /// It may be answered before it is durable.
-    is_unsynced: bool,
+    unsynced: bool,
 }
 
 /// A queued read transaction.
@@ -132,7 +132,7 @@ impl Threads {
     }
 
     /// Queues a write transaction and waits for its result.
-    pub(super) async fn write<T, E, F>(&self, is_unsynced: bool, work: F) -> Result<T, E>
+    pub(super) async fn write<T, E, F>(&self, unsynced: bool, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
@@ -148,7 +148,7 @@ impl Threads {
             };
             (Box::new(when) as Answer, has_failed)
         };
-        self.writes.push(Write { work: Box::new(work), place: fail_point::place_of::<F>, is_unsynced });
+        self.writes.push(Write { work: Box::new(work), place: fail_point::place_of::<F>, unsynced });
         wait(response).await
     }
 
@@ -239,7 +239,7 @@ fn run_and_commit(
     answers: &mut Vec<Answer>,
 ) -> rusqlite::Result<()> {
     // The WAL is one file: the next durable commit also syncs earlier unsynced ones.
-    let level = if waiting.iter().all(|write| write.is_unsynced) { "normal" } else { "full" };
+    let level = if waiting.iter().all(|write| write.unsynced) { "normal" } else { "full" };
     connection.pragma_update(None, "synchronous", level)?;
     let mut tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let mut places = Vec::new();
@@ -434,7 +434,7 @@ mod tests {
         let write = |tx: &Tx<'_>| tx.end_attachment(&id("a"), 1);
         catalog.read::<_, CatalogError, _>(write).await.unwrap_err();
         assert!(!is_ended(&catalog, "a").await);
-        catalog.note::<_, CatalogError, _>(write).await.unwrap();
+        catalog.run_unsynced::<_, CatalogError, _>(write).await.unwrap();
         assert!(is_ended(&catalog, "a").await);
         drop(catalog);
         assert!(is_ended(&open(dir.path()), "a").await);

@@ -2,7 +2,7 @@
 //! intents (operations that were started and are not finished).
 //!
 //! SQLite runs in WAL mode with `synchronous=FULL`: a committed write survives a power failure, except for writes by
-//! [`Catalog::note`]. An intent is committed here before its effect happens anywhere else.
+//! [`Catalog::run_unsynced`]. An intent is committed here before its effect happens anywhere else.
 
 mod attachments;
 mod group_commit;
@@ -26,7 +26,7 @@ pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
 pub use snapshots::SnapshotRow;
-pub use volumes::{Use, VolumeRow};
+pub use volumes::{Reservation, VolumeRow};
 
 use group_commit::Threads;
 
@@ -77,7 +77,7 @@ struct Inner {
     /// Revision at the time of opening.
     revision: u64,
     /// Held while the list of registered objects is written.
-    remembering: Arc<tokio::sync::Mutex<()>>,
+    registered_lock: Arc<tokio::sync::Mutex<()>>,
     // The threads hold the directory lock: two servers on one catalog would undo each other's work.
     threads: Threads,
 }
@@ -117,7 +117,7 @@ impl Catalog {
             connection.pragma_update(None, "query_only", true)?;
             Ok(connection)
         })?;
-        let inner = Inner { data_dir: data_dir.into(), revision, remembering: Arc::default(), threads };
+        let inner = Inner { data_dir: data_dir.into(), revision, registered_lock: Arc::default(), threads };
         Ok(Self(Arc::new(inner)))
     }
 
@@ -162,7 +162,7 @@ impl Catalog {
 
     /// Like [`Catalog::run`], but the commit becomes durable only with the next durable commit. Only for data that
     /// may be lost and would be written again with the same value.
-    pub async fn note<T, E, F>(&self, work: F) -> Result<T, E>
+    pub async fn run_unsynced<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
@@ -392,7 +392,7 @@ mod tests {
             Box::new(move |tx| tx.delete_attachment(&id)),
             Box::new({
                 let of = of.clone();
-                move |tx| tx.begin_grow(&of, 2 << 20)
+                move |tx| tx.begin_expand(&of, 2 << 20)
             }),
             Box::new(move |tx| tx.set_volume_state(&of, VolumeState::Deleting)),
         ];
@@ -405,9 +405,9 @@ mod tests {
         let id = AttachmentId::new("one").unwrap();
         let refuse = move |tx: &Tx<'_>| {
             tx.refuse_attachment(&id, 1)?;
-            assert!(tx.is_attachment_over(&id)? && !tx.is_attachment_ended(&id)?);
+            assert!(tx.is_attachment_ended_or_refused(&id)? && !tx.is_attachment_ended(&id)?);
             tx.forget_ended_attachments(2)?;
-            assert!(!tx.is_attachment_over(&id)?);
+            assert!(!tx.is_attachment_ended_or_refused(&id)?);
             Ok(())
         };
         catalog.run::<_, CatalogError, _>(refuse).await.unwrap();

@@ -115,7 +115,7 @@ impl Tx<'_> {
     }
 
     /// Pools that hold a volume of an anti-affinity group.
-    pub fn pools_with(&self, group: &str) -> Result<HashSet<PoolName>> {
+    pub fn pools_of_group(&self, group: &str) -> Result<HashSet<PoolName>> {
         self.0
             .prepare_cached(&format!("SELECT DISTINCT pool FROM volumes WHERE {OF_GROUP}"))?
             .query_map([group], |row| row.get::<_, String>(0))?
@@ -124,7 +124,7 @@ impl Tx<'_> {
     }
 
     /// Number of volumes and snapshots in a pool.
-    pub fn count_held(&self, name: &PoolName) -> Result<(u64, u64)> {
+    pub fn count_objects(&self, name: &PoolName) -> Result<(u64, u64)> {
         let mut count = self.0.prepare_cached(
             "SELECT (SELECT count(*) FROM volumes WHERE pool = ?1), (SELECT count(*) FROM snapshots WHERE pool = ?1)",
         )?;

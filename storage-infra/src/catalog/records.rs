@@ -36,13 +36,13 @@ impl Tx<'_> {
     }
 
     /// Marks a volume's on-disk record as up to date. If this write is lost, the same record is written again.
-    pub fn volume_is_noted(&self, id: &VolumeId) -> Result<()> {
+    pub fn volume_record_is_current(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("UPDATE volumes SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 
     /// Marks a snapshot's on-disk record as up to date. If this write is lost, the same record is written again.
-    pub fn snapshot_is_noted(&self, id: &SnapshotId) -> Result<()> {
+    pub fn snapshot_record_is_current(&self, id: &SnapshotId) -> Result<()> {
         self.0.prepare_cached("UPDATE snapshots SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }

@@ -25,7 +25,7 @@ impl Tx<'_> {
     }
 
     /// Whether a pool has on-disk records newer than the catalog.
-    pub fn is_pool_behind(&self, pool: &PoolName) -> Result<bool> {
+    pub fn is_stale_for_pool(&self, pool: &PoolName) -> Result<bool> {
         Ok(self
             .0
             .prepare_cached("SELECT 1 FROM pools WHERE name = ?1 AND behind")?
@@ -33,12 +33,12 @@ impl Tx<'_> {
     }
 
     /// Whether a volume's on-disk record is newer than the catalog.
-    pub fn is_volume_behind(&self, id: &VolumeId) -> Result<bool> {
+    pub fn is_stale_for_volume(&self, id: &VolumeId) -> Result<bool> {
         Ok(self.0.prepare_cached("SELECT 1 FROM volumes WHERE id = ?1 AND behind")?.exists([id.as_str()])?)
     }
 
     /// Marks a pool and these of its volumes as having on-disk records newer than the catalog.
-    pub fn set_behind(&self, pool: &PoolName, volumes: &[VolumeId]) -> Result<()> {
+    pub fn mark_stale(&self, pool: &PoolName, volumes: &[VolumeId]) -> Result<()> {
         self.0.prepare_cached("UPDATE pools SET behind = 1 WHERE name = ?1")?.execute([pool.as_str()])?;
         let mut update =
             self.0.prepare_cached("UPDATE volumes SET behind = 1 WHERE id = ?1 AND pool = ?2")?;

@@ -416,7 +416,7 @@ mod tests {
             ("INDEX volumes_by_group", format!("volumes WHERE {}", volumes::OF_GROUP)),
             ("INDEX volumes_to_note", format!("volumes WHERE {}", records::DUE)),
             ("INDEX snapshots_to_note", format!("snapshots WHERE {}", records::DUE)),
-            ("INDEX leaving_attachments", format!("attachments WHERE {}", attachments::LEAVING)),
+            ("INDEX leaving_attachments", format!("attachments WHERE {}", attachments::DETACHING)),
             ("SEARCH attachments", of_volume),
             ("SEARCH attachments", of_both),
             ("INDEX attachments_by_node", of_node),

@@ -50,7 +50,7 @@ impl VolumeRow {
 
 /// Bytes reserved in a pool for a volume or snapshot.
 #[derive(Debug, Clone)]
-pub struct Use {
+pub struct Reservation {
     /// The volume or snapshot.
     pub object: Object,
     /// The pool that holds it.
@@ -129,7 +129,7 @@ impl Tx<'_> {
     }
 
     /// Reservations of all volumes and snapshots.
-    pub fn uses(&self) -> Result<Vec<Use>> {
+    pub fn reservations(&self) -> Result<Vec<Reservation>> {
         self.0
             .prepare_cached(
                 "SELECT 0, id, pool, max(capacity, coalesce(grow_to, 0)), family FROM volumes \
@@ -145,7 +145,7 @@ impl Tx<'_> {
                         Object::Volume(parse("volumes.id", &id)?)
                     };
                     let (pool, family) = (parse("pool", &pool)?, parse("family", &family)?);
-                    Ok(Use { object, pool, reserved, family })
+                    Ok(Reservation { object, pool, reserved, family })
                 })())
             })?
             .map(|row| row?)
@@ -220,7 +220,7 @@ impl Tx<'_> {
     }
 
     /// Starts an expansion to this size.
-    pub fn begin_grow(&self, id: &VolumeId, grow_to: u64) -> Result<()> {
+    pub fn begin_expand(&self, id: &VolumeId, grow_to: u64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET grow_to = ?2 WHERE id = ?1")?
             .execute(params![id.as_str(), grow_to])?;
@@ -228,7 +228,7 @@ impl Tx<'_> {
     }
 
     /// Completes an expansion.
-    pub fn finish_grow(&self, id: &VolumeId) -> Result<()> {
+    pub fn finish_expand(&self, id: &VolumeId) -> Result<()> {
         self.0
             .prepare_cached(
                 "UPDATE volumes SET capacity = grow_to, grow_to = NULL WHERE id = ?1 AND grow_to IS NOT NULL",
@@ -238,7 +238,7 @@ impl Tx<'_> {
     }
 
     /// Cancels an expansion to this size; the volume keeps its size.
-    pub fn give_up_grow(&self, id: &VolumeId, size: u64) -> Result<()> {
+    pub fn cancel_expand(&self, id: &VolumeId, size: u64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET grow_to = NULL WHERE id = ?1 AND grow_to = ?2")?
             .execute(params![id.as_str(), size])?;
@@ -246,7 +246,7 @@ impl Tx<'_> {
     }
 
     /// Records that a volume contains or contained data.
-    pub fn volume_is_written(&self, id: &VolumeId) -> Result<()> {
+    pub fn set_volume_has_data(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("UPDATE volumes SET written = 1 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
@@ -266,7 +266,7 @@ impl Tx<'_> {
     }
 
     /// Deletes a volume whose creation failed.
-    pub fn give_up_volume(&self, id: &VolumeId) -> Result<()> {
+    pub fn abort_volume(&self, id: &VolumeId) -> Result<()> {
         self.set_volume_state(id, VolumeState::Deleting)?;
         self.delete_volume(id)
     }

@@ -157,13 +157,13 @@ pub(super) fn read_all(tx: &Tx<'_>) -> Result<Known> {
 
 impl Catalog {
     /// Updates the list of registered objects.
-    pub async fn remember(&self) -> Result<()> {
+    pub async fn save_registered(&self) -> Result<()> {
         // Held until the list is written, so that concurrent changes do not leave an older list.
-        let remembering = self.0.remembering.clone().lock_owned().await;
+        let registered_lock = self.0.registered_lock.clone().lock_owned().await;
         let known = self.read(Known::of).await?;
         let data_dir = self.0.data_dir.clone();
         let writing = tokio::task::spawn_blocking(move || {
-            let _remembering = remembering;
+            let _remembering = registered_lock;
             write_known(&data_dir, &known)
         });
         let broke =

@@ -51,7 +51,7 @@ fn headroom(capacity: u64) -> u64 {
 }
 
 /// Whether a filesystem can take writes: at least a thousandth of it is available.
-pub fn has_room(capacity: u64, available: u64) -> bool {
+pub fn has_space(capacity: u64, available: u64) -> bool {
     available >= capacity / 1000
 }
 
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn a_pool_is_full_below_a_thousandth_of_available_space() {
-        assert!(has_room(10_000, 10) && !has_room(10_000, 9));
+        assert!(has_space(10_000, 10) && !has_space(10_000, 9));
     }
 
     #[test]

@@ -186,7 +186,7 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> 
     match &admission {
         Admission::There(_) => {}
         Admission::New(row) => tx.insert_attachment(row)?,
-        Admission::Instead { of, row } => tx.hand_over_attachment(of, &row.id, super::seconds())?,
+        Admission::Instead { of, row } => tx.rename_attachment(of, &row.id, super::seconds())?,
     }
     Ok(admission)
 }

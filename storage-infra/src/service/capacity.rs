@@ -27,7 +27,7 @@ pub(super) struct CapacityState {
 
 /// Inputs of one capacity decision.
 pub(super) struct CapacityInputs {
-    began: Instant,
+    started: Instant,
     pub(super) facts: Arc<Facts>,
     /// Whether they come from a full scan.
     pub(super) from_scan: bool,
@@ -36,12 +36,12 @@ pub(super) struct CapacityInputs {
 impl Service {
     /// Probes the state of all pools.
     pub(super) async fn capacity_inputs(&self) -> Result<CapacityInputs> {
-        let began = Instant::now();
+        let started = Instant::now();
         let mut probed = self.0.capacity.probed.lock().await;
         if let Some((when, facts)) = probed.as_ref()
-            && *when >= began
+            && *when >= started
         {
-            return Ok(CapacityInputs { began, facts: facts.clone(), from_scan: false });
+            return Ok(CapacityInputs { started, facts: facts.clone(), from_scan: false });
         }
         let when = Instant::now();
         let pools = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
@@ -53,7 +53,7 @@ impl Service {
         let results = futures::future::join_all(probes).await;
         let facts = Arc::new(results.into_iter().flatten().collect::<Facts>());
         *probed = Some((when, facts.clone()));
-        Ok(CapacityInputs { began, facts, from_scan: false })
+        Ok(CapacityInputs { started, facts, from_scan: false })
     }
 
     /// After a refusal, runs a full scan if that may change the decision; otherwise returns the refusal.
@@ -62,7 +62,7 @@ impl Service {
             return Err(refusal);
         }
         inputs.from_scan = true;
-        let views = self.views_since(inputs.began).await?;
+        let views = self.views_since(inputs.started).await?;
         let facts = views.iter().filter_map(|view| Some((view.row.name.clone(), view.facts()?)));
         inputs.facts = Arc::new(facts.collect());
         Ok(())
@@ -73,13 +73,13 @@ impl Service {
         self.views_since(Instant::now()).await
     }
 
-    async fn views_since(&self, began: Instant) -> Result<Arc<Vec<PoolView>>> {
+    async fn views_since(&self, started: Instant) -> Result<Arc<Vec<PoolView>>> {
         let service = self.clone();
         // A caller that disconnects must not leave an abandoned scan for which the next caller waits.
         self.run_to_completion(async move {
             let mut scanned = service.0.capacity.scanned.lock().await;
             if let Some((when, views)) = scanned.as_ref()
-                && *when >= began
+                && *when >= started
             {
                 return Ok(views.clone());
             }

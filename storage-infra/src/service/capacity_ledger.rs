@@ -62,7 +62,7 @@ pub(super) struct FilesystemUsage {
 pub(super) struct Scan<'a> {
     ledger: &'a CapacityLedger,
     number: u64,
-    began: Instant,
+    started: Instant,
 }
 
 impl CapacityLedger {
@@ -73,9 +73,9 @@ impl CapacityLedger {
     /// Starts a full scan. Must be called before the catalog is read for it.
     pub(super) fn begin_scan(&self) -> Scan<'_> {
         let mut state = self.state();
-        let (running, begun) = state.scans;
-        state.scans = (running + 1, begun + 1);
-        Scan { ledger: self, number: begun + 1, began: Instant::now() }
+        let (running, total) = state.scans;
+        state.scans = (running + 1, total + 1);
+        Scan { ledger: self, number: total + 1, started: Instant::now() }
     }
 
     /// Records a removal from a pool. Must be called before the catalog drops the reservation.
@@ -87,9 +87,9 @@ impl CapacityLedger {
                 usage.removed = usage.removed.saturating_add(bytes);
             }
         }
-        let (running, begun) = state.scans;
+        let (running, total) = state.scans;
         if running > 0 {
-            state.removed.push((begun, location, bytes));
+            state.removed.push((total, location, bytes));
         }
     }
 
@@ -101,7 +101,7 @@ impl CapacityLedger {
         facts: &Facts,
         group: Option<&str>,
     ) -> Result<Vec<Candidate>> {
-        let taken = group.map(|group| tx.pools_with(group)).transpose()?.unwrap_or_default();
+        let taken = group.map(|group| tx.pools_of_group(group)).transpose()?.unwrap_or_default();
         let free = self.free(facts, &tx.reserved()?);
         let candidate = |row: crate::catalog::PoolRow| Candidate {
             labels: row.spec.labels,
@@ -128,8 +128,8 @@ impl CapacityLedger {
         }
         let free = |now: &PoolFacts| {
             // A filesystem with the same ID and another size is not the one that was scanned.
-            let is_this = |(began, usage): &&(Instant, FilesystemUsage)| {
-                began.elapsed() <= FRESH && usage.capacity == now.capacity
+            let is_this = |(started, usage): &&(Instant, FilesystemUsage)| {
+                started.elapsed() <= FRESH && usage.capacity == now.capacity
             };
             state.filesystems.get(&now.filesystem).filter(is_this).map_or(0, |(_, usage)| {
                 free_bytes(Space {
@@ -158,7 +158,7 @@ impl Scan<'_> {
                 *when >= self.number && location.is_none_or(|location| location == filesystem)
             });
             usage.removed = since.fold(0, |sum: u64, (_, _, bytes)| sum.saturating_add(*bytes));
-            state.filesystems.insert(filesystem, (self.began, usage));
+            state.filesystems.insert(filesystem, (self.started, usage));
         }
     }
 }

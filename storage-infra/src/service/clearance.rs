@@ -26,7 +26,7 @@ const AT_START: Duration = Duration::from_secs(5);
 const READING: Duration = Duration::from_secs(600);
 
 /// Last list of disks attached on a hypervisor, with the time at which the query started.
-pub(super) type Listing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
+pub(super) type DiskListing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
 
 /// Instruction for a catalog that is older than a pool.
 pub(super) const RECOVER: &str =
@@ -72,7 +72,7 @@ impl Service {
             return Ok(Vec::new());
         }
         let queries = self.0.hypervisors.keys().map(|name| async move {
-            let listed = tokio::time::timeout(TIMEOUT, self.listed(name)).await;
+            let listed = tokio::time::timeout(TIMEOUT, self.attached_disks(name)).await;
             let listed = listed.unwrap_or_else(|_| Err(format!("no answer within {TIMEOUT:?}")));
             listed.map(|all| (name, all)).map_err(|why| cannot_query(name, &why))
         });
@@ -85,13 +85,13 @@ impl Service {
     }
 
     /// All disks attached on a hypervisor, queried from now on. Concurrent callers share one query.
-    async fn listed(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
-        let began = Instant::now();
+    async fn attached_disks(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
+        let started = Instant::now();
         let own = self.hypervisor(hypervisor).map_err(|failure| failure.to_string())?;
-        let listing = self.0.listings.get(hypervisor).ok_or("it is not known")?;
+        let listing = self.0.disk_listings.get(hypervisor).ok_or("it is not known")?;
         let mut latest = listing.lock().await;
         if let Some((when, all)) = latest.as_ref()
-            && *when >= began
+            && *when >= started
         {
             return Ok(all.clone());
         }
@@ -105,7 +105,8 @@ impl Service {
     /// catalog.
     async fn recorded_holders(&self, pool: &PoolRow, object: &Object) -> Result<(Vec<Holder>, bool)> {
         let name = pool.name.clone();
-        let is_behind = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_pool_behind(&name)?) }).await?;
+        let is_behind =
+            self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_stale_for_pool(&name)?) }).await?;
         let Object::Volume(id) = object else { return Ok((Vec::new(), is_behind)) };
         let key = object.clone();
         let found = self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.noted(&key)?)).await?;
@@ -129,7 +130,7 @@ impl Service {
         let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
             let mut left = Vec::new();
             for one in holders {
-                if !tx.is_attachment_over(&one.id)? {
+                if !tx.is_attachment_ended_or_refused(&one.id)? {
                     left.push(one);
                 }
             }
@@ -154,11 +155,11 @@ impl Service {
             let detail = format!("cannot compare the pool {} with the catalog: {why}", pool.name);
             Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name))
         })?;
-        let (name, started) = (pool.name.clone(), self.0.started);
-        let behind = self.0.catalog.read(move |tx| older(tx, started, &found)).await?;
+        let (name, start_revision) = (pool.name.clone(), self.0.start_revision);
+        let behind = self.0.catalog.read(move |tx| older(tx, start_revision, &found)).await?;
         if let Some(volumes) = behind {
             tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not attached");
-            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_behind(&name, &volumes)?) }).await?;
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.mark_stale(&name, &volumes)?) }).await?;
         }
         self.set_compared(pool);
         Ok(())
@@ -192,16 +193,16 @@ impl Service {
 }
 
 /// Whether the catalog's start-up revision is older than these records, and for which volumes.
-fn older(tx: &Tx<'_>, started: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
+fn older(tx: &Tx<'_>, start_revision: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
     let newest = found.volumes.values().copied().max().unwrap_or(0).max(found.pool);
     let mut volumes = Vec::new();
     for (id, revision) in &found.volumes {
         // A file without a row may have been copied there by an operator.
-        if tx.volume_revision(id)?.is_some_and(|row| *revision > row.min(started)) {
+        if tx.volume_revision(id)?.is_some_and(|row| *revision > row.min(start_revision)) {
             volumes.push(id.clone());
         }
     }
-    Ok((newest > started || !volumes.is_empty()).then_some(volumes))
+    Ok((newest > start_revision || !volumes.is_empty()).then_some(volumes))
 }
 
 fn cannot_query(hypervisor: &str, why: &str) -> Failure {

@@ -67,7 +67,7 @@ pub(super) struct Origin {
 
 impl Service {
     /// Cancels all copies and prevents new ones. The next start repeats them.
-    pub fn stop_copies(&self) {
+    pub fn cancel_copies(&self) {
         self.0.copies.cancel_all();
     }
 
@@ -81,13 +81,13 @@ impl Service {
         W: Future<Output = Result<T>> + Send + 'static,
     {
         let deadline = Instant::now() + wait;
-        let (begun, has_begun) = oneshot::channel();
-        let operation = self.run_to_completion(work(begun));
+        let (started, has_started) = oneshot::channel();
+        let operation = self.run_to_completion(work(started));
         tokio::pin!(operation);
         tokio::select! {
             biased;
             result = &mut operation => return Some(result),
-            _ = has_begun => {}
+            _ = has_started => {}
             () = tokio::time::sleep(wait.max(MIN_WAIT)) => return None,
         }
         tokio::time::timeout_at(deadline, operation).await.ok()

@@ -70,7 +70,7 @@ impl Service {
             .catalog
             .run(move |tx| {
                 refuse_without_capacity(&row, target - row.size(), ledger.candidates(tx, &facts, None)?)?;
-                Ok(tx.begin_grow(&row.id, target)?)
+                Ok(tx.begin_expand(&row.id, target)?)
             })
             .await
     }
@@ -98,7 +98,7 @@ impl Service {
             self.resize_attached(attachment, size).await?;
         }
         let name = id.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_grow(&name)?) }).await?;
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_expand(&name)?) }).await?;
         self.update_record_soon(id);
         self.emit(EventKind::Volume, id, Change::Updated);
         Ok(())
@@ -111,7 +111,7 @@ impl Service {
         let failure = Failure::from(error);
         if is_unchanged {
             let name = id.clone();
-            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_grow(&name, size)?) }).await?;
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.cancel_expand(&name, size)?) }).await?;
             tracing::warn!(volume = %id, bytes = size, %failure, "cannot expand the volume; released the reserved space");
         }
         Ok(failure)

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::attachments::Progress;
 use super::pools::pool_of;
-use super::power::is_without_disks;
+use super::power::has_no_disks;
 use super::ticker::Ticker;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
@@ -56,7 +56,7 @@ impl Service {
         let hypervisor = self.hypervisor(&node.spec.hypervisor)?;
         let facts = hypervisor.describe(row.node).await.ok();
         if let Some(facts) = &facts
-            && is_without_disks(self.node_state(&node, facts).await?.0)
+            && has_no_disks(self.node_state(&node, facts).await?.0)
         {
             return Ok(());
         }
@@ -140,7 +140,7 @@ impl Service {
     }
 
     async fn release(&self) -> Result<()> {
-        let detaching = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.leaving_attachments()?) }).await?;
+        let detaching = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.detaching_attachments()?) }).await?;
         let nodes: HashSet<_> = detaching.iter().map(|row| row.node).collect();
         let polls = nodes.into_iter().map(|uuid| async move { self.node(uuid).await });
         let nodes = futures::future::join_all(polls).await;
@@ -148,7 +148,7 @@ impl Service {
         let free: HashSet<_> = nodes
             .into_iter()
             .filter_map(Result::ok)
-            .filter(|node| is_without_disks(node.state))
+            .filter(|node| has_no_disks(node.state))
             .map(|node| node.uuid)
             .collect();
         for row in detaching.into_iter().filter(|row| free.contains(&row.node)) {

@@ -72,11 +72,11 @@ struct Inner {
     /// By hypervisor: triggers the search for unexpected disks.
     disk_checks: BTreeMap<String, tokio::sync::Notify>,
     /// Catalog revision at the start of the server.
-    started: u64,
+    start_revision: u64,
     /// Pools whose revisions were compared with the catalog.
     compared: Mutex<HashSet<Uuid>>,
     /// By hypervisor: the last list of attached disks.
-    listings: BTreeMap<String, clearance::Listing>,
+    disk_listings: BTreeMap<String, clearance::DiskListing>,
     retries: attachments::Retries,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
@@ -92,8 +92,8 @@ impl Service {
     ) -> Self {
         let hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> =
             hypervisors.into_iter().map(|(name, one)| (name, fail_points::hypervisor(one))).collect();
-        let started = catalog.revision();
-        let listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
+        let start_revision = catalog.revision();
+        let disk_listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         let disk_checks = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         Self(Arc::new(Inner {
             catalog,
@@ -108,9 +108,9 @@ impl Service {
             errors: Mutex::default(),
             power: Mutex::default(),
             disk_checks,
-            started,
+            start_revision,
             compared: Mutex::default(),
-            listings,
+            disk_listings,
             retries: attachments::Retries::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),

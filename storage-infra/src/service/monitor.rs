@@ -270,11 +270,11 @@ mod tests {
             let _ = ended.await;
             Ok(HashSet::new())
         });
-        let began = Instant::now();
-        let Check::Late(since, check) = within(began, check).await else {
+        let started = Instant::now();
+        let Check::Late(since, check) = within(started, check).await else {
             panic!("the check cannot have completed")
         };
-        assert_eq!(since, began);
+        assert_eq!(since, started);
         let _ = end.send(());
         assert!(matches!(within(since, check).await, Check::Done(Ok(missing)) if missing.is_empty()));
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, Problem, ProblemCode, What};
 use uuid::Uuid;
 
-use super::power::is_without_disks;
+use super::power::has_no_disks;
 use super::{Failure, Result, Service};
 use crate::audit;
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
@@ -98,7 +98,7 @@ impl Service {
                 Ok(before.is_none())
             })
             .await?;
-        self.0.catalog.remember().await?;
+        self.0.catalog.save_registered().await?;
         self.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
         Ok((self.node(uuid).await?, created))
     }
@@ -123,7 +123,7 @@ impl Service {
         let (Ok(then), Ok(now)) = (state(&before).await, state(&now).await) else {
             return Ok(None);
         };
-        let left = is_without_disks(then) && now == NodeState::Running;
+        let left = has_no_disks(then) && now == NodeState::Running;
         Ok(left.then_some(before.spec.hypervisor))
     }
 
@@ -158,7 +158,7 @@ impl Service {
             }
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
             audit::forgot(format!("node {uuid}"), "it was removed");
-            service.0.catalog.remember().await?;
+            service.0.catalog.save_registered().await?;
             service.emit(EventKind::Node, uuid, Change::Deleted);
             Ok(true)
         })

@@ -13,7 +13,7 @@ use super::probe::{ProbeKind, QUICK};
 use super::{Result, Service};
 use crate::catalog::{PoolRow, Tx};
 use crate::hypervisor::Stalled;
-use crate::placement::has_room;
+use crate::placement::has_space;
 
 /// Poll interval of hypervisors.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -24,7 +24,7 @@ struct StarvedVolume {
     volume: VolumeId,
     pool: PoolName,
     /// Whether its pool has space now.
-    has_room: bool,
+    has_space: bool,
 }
 
 /// Decision on a paused VM.
@@ -38,7 +38,7 @@ enum Decision {
 
 /// Decides by all of the VM's volumes that got no space and by its other failed disks.
 fn decide(vm: &NodeRef, starved: &[StarvedVolume], failed: &[String]) -> Decision {
-    if starved.iter().all(|one| one.has_room) && failed.is_empty() {
+    if starved.iter().all(|one| one.has_space) && failed.is_empty() {
         return Decision::Resume;
     }
     let why = |one: &StarvedVolume| {
@@ -109,8 +109,8 @@ impl Service {
         let mut starved = Vec::new();
         for (volume, pool) in volumes {
             let facts = self.probe(&pool, ProbeKind::State, QUICK, |engine| engine.inspect()).await;
-            let has_room = facts.is_ok_and(|facts| has_room(facts.capacity, facts.available));
-            starved.push(StarvedVolume { volume, pool: pool.name, has_room });
+            let has_space = facts.is_ok_and(|facts| has_space(facts.capacity, facts.available));
+            starved.push(StarvedVolume { volume, pool: pool.name, has_space });
         }
         Ok(Some(starved))
     }
@@ -123,10 +123,10 @@ mod tests {
     #[test]
     fn a_vm_is_resumed_once_all_pools_have_space_and_no_other_disk_failed() {
         let vm = NodeRef { uuid: Uuid::nil(), name: "vm-1".into() };
-        let short = |id: &str, has_room| StarvedVolume {
+        let short = |id: &str, has_space| StarvedVolume {
             volume: VolumeId::new(id).unwrap(),
             pool: PoolName::new(format!("pool-{id}")).unwrap(),
-            has_room,
+            has_space,
         };
         assert_eq!(decide(&vm, &[short("a", true), short("b", true)], &[]), Decision::Resume);
         let Decision::Wait(why) = decide(&vm, &[short("a", true), short("b", false)], &[]) else {

@@ -16,7 +16,7 @@ use super::capacity_ledger::FilesystemUsage;
 use super::probe::ProbeKind;
 use super::{Failure, Result, Service};
 use crate::audit;
-use crate::catalog::{PoolRow, Tx, Use, VolumeRow};
+use crate::catalog::{PoolRow, Reservation, Tx, VolumeRow};
 use crate::engine::record::PoolRecord;
 use crate::engine::{Contents, Engine, EngineError, Object, PoolFacts, Record};
 use crate::placement::{self, Candidate, Space};
@@ -29,7 +29,7 @@ pub(super) struct PoolView {
     pub(super) row: PoolRow,
     facts: Result<(PoolFacts, Contents), String>,
     /// Cleared once the sums are computed, like the allocated bytes per object: views are kept until the next scan.
-    uses: Vec<Use>,
+    reservations: Vec<Reservation>,
     reserved: u64,
     free: u64,
 }
@@ -61,7 +61,7 @@ impl PoolView {
             labels: self.row.spec.labels.clone(),
             cordoned: self.row.spec.cordoned,
             on_full: self.row.spec.on_full,
-            full: facts.is_some_and(|f| !placement::has_room(f.capacity, f.available)),
+            full: facts.is_some_and(|f| !placement::has_space(f.capacity, f.available)),
             healthy: self.facts.is_ok(),
             message: self.facts.as_ref().err().cloned(),
             capacity_bytes: facts.map_or(0, |f| f.capacity),
@@ -146,7 +146,8 @@ impl Service {
 
     async fn put_pool_locked(&self, name: &PoolName, spec: PoolSpec) -> Result<bool> {
         let path = Path::new(&spec.path);
-        if !path.is_absolute() || path.components().any(|part| matches!(part, Component::ParentDir)) {
+        if !path.is_absolute() || path.components().any(|component| matches!(component, Component::ParentDir))
+        {
             let detail =
                 format!("the path {:?} of pool {name} must be absolute and must not contain ..", spec.path);
             return Err(Failure::new(ProblemCode::Invalid, detail));
@@ -157,7 +158,7 @@ impl Service {
         let (pool, requested) = (name.clone(), spec.clone());
         let existing = self.0.catalog.run(move |tx| update_existing(tx, &pool, &requested)).await?;
         if existing.is_some_and(|row| row.marked) {
-            self.0.catalog.remember().await?;
+            self.0.catalog.save_registered().await?;
             return Ok(false);
         }
         let _placing = self.block_placement().await?;
@@ -181,7 +182,7 @@ impl Service {
             })
             .await?;
         // Before the marker is written: from then on a catalog without this pool is damaged.
-        self.0.catalog.remember().await?;
+        self.0.catalog.save_registered().await?;
         if !row.marked {
             self.mark(&row, created).await?;
         }
@@ -215,7 +216,7 @@ impl Service {
             Err(error) => {
                 if forget {
                     self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&name)?) }).await?;
-                    self.0.catalog.remember().await?;
+                    self.0.catalog.save_registered().await?;
                     self.forget_engine(&row.name);
                 }
                 let detail = format!("the pool {} cannot be registered: {error}", row.name);
@@ -240,7 +241,7 @@ impl Service {
                 .catalog
                 .read(move |tx| -> Result<_> {
                     let Some(row) = tx.pool(&pool)? else { return Ok(None) };
-                    let (volumes, snapshots) = tx.count_held(&pool)?;
+                    let (volumes, snapshots) = tx.count_objects(&pool)?;
                     if volumes + snapshots > 0 {
                         let detail = format!(
                             "the pool {pool} holds {volumes} volumes and {snapshots} snapshots; delete these first"
@@ -256,7 +257,7 @@ impl Service {
             audit::done("release", &object, dir, "the pool is removed: its marker is deleted, its directory stays");
             let pool = name.clone();
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
-            service.0.catalog.remember().await?;
+            service.0.catalog.save_registered().await?;
             audit::forgot(&object, "the pool is removed");
             service.forget_engine(&name);
             service.0.unknown_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
@@ -280,19 +281,20 @@ impl Service {
     /// low, never too high.
     pub(super) async fn measure_all(&self) -> Result<Vec<PoolView>> {
         let scan = self.0.capacity.ledger.begin_scan();
-        let (rows, uses) = self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.uses()?)) }).await?;
-        let mut by_pool: HashMap<PoolName, Vec<Use>> = HashMap::new();
-        for one in uses {
+        let (rows, reservations) =
+            self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.reservations()?)) }).await?;
+        let mut by_pool: HashMap<PoolName, Vec<Reservation>> = HashMap::new();
+        for one in reservations {
             by_pool.entry(one.pool.clone()).or_default().push(one);
         }
         let measuring = rows.into_iter().map(|row| {
-            let uses = by_pool.remove(&row.name).unwrap_or_default();
-            let known: HashSet<Object> = uses.iter().map(|one| one.object.clone()).collect();
+            let reservations = by_pool.remove(&row.name).unwrap_or_default();
+            let known: HashSet<Object> = reservations.iter().map(|one| one.object.clone()).collect();
             async move {
                 let work = move |engine: &dyn Engine| measure(engine, &known);
                 let facts = self.probe(&row, ProbeKind::Contents, TIMEOUT, work).await;
-                let reserved = uses.iter().map(|one| one.reserved).sum();
-                PoolView { row, facts, uses, reserved, free: 0 }
+                let reserved = reservations.iter().map(|one| one.reserved).sum();
+                PoolView { row, facts, reservations, reserved, free: 0 }
             }
         });
         let mut views = futures::future::join_all(measuring).await;
@@ -304,7 +306,7 @@ impl Service {
             let least = if usage.capacity == 0 { available } else { usage.available.min(available) };
             *usage = FilesystemUsage { capacity, available: least, ..FilesystemUsage::default() };
             *reserved += view.reserved;
-            for one in &view.uses {
+            for one in &view.reservations {
                 let allocated = contents.allocated.get(&one.object).copied().unwrap_or(0).min(one.reserved);
                 let most = families.entry(one.family).or_default();
                 *most = allocated.max(*most);
@@ -314,7 +316,7 @@ impl Service {
             usage.allocated = families.values().sum();
         }
         for view in &mut views {
-            view.uses = Vec::new();
+            view.reservations = Vec::new();
             if let Ok((facts, contents)) = &mut view.facts {
                 contents.allocated = HashMap::new();
                 let (reserved, usage, _) = &filesystems[&facts.filesystem];

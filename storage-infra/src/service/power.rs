@@ -67,7 +67,7 @@ impl SavedState {
 }
 
 /// Whether a VM in this state has no disks.
-pub(super) fn is_without_disks(state: NodeState) -> bool {
+pub(super) fn has_no_disks(state: NodeState) -> bool {
     match state {
         NodeState::Off | NodeState::Gone => true,
         NodeState::Running | NodeState::Saved | NodeState::Unknown => false,
@@ -102,7 +102,7 @@ impl Service {
             return Ok((state, Some(saved_message(node, facts.power))));
         }
         let mismatch = self.host_mismatch(&node.spec.hypervisor, facts.host).await?;
-        Ok(match mismatch.filter(|_| is_without_disks(state)) {
+        Ok(match mismatch.filter(|_| has_no_disks(state)) {
             Some(why) => (NodeState::Unknown, Some(why)),
             None => (state, None),
         })

@@ -7,7 +7,7 @@ use infra_api::{
 
 use super::clearance::RECOVER;
 use super::pools::{pool_of, pool_record};
-use super::power::is_without_disks;
+use super::power::has_no_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
@@ -36,14 +36,14 @@ pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<Holder>
 }
 
 /// The record of a snapshot taken at this time.
-pub(super) fn snapshot_record(row: &SnapshotRow, moment: &str) -> Record {
+pub(super) fn snapshot_record(row: &SnapshotRow, taken_at: &str) -> Record {
     Record::Snapshot(SnapshotRecord {
         id: row.id.clone(),
         volume: row.volume.clone(),
         capacity: row.capacity,
         family: row.family,
         labels: row.labels.clone(),
-        created_at: moment.to_owned(),
+        created_at: taken_at.to_owned(),
     })
 }
 
@@ -84,7 +84,7 @@ impl PendingRecord {
         let Some(row) = tx.volume(id)? else { return Ok(None) };
         let holders = holders(tx, tx.attachments(None, Some(id))?)?;
         let revision = tx.volume_revision(id)?.unwrap_or(0);
-        let (due, is_stale) = (tx.is_record_due(id)?, tx.is_volume_behind(id)?);
+        let (due, is_stale) = (tx.is_record_due(id)?, tx.is_stale_for_volume(id)?);
         Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, due }))
     }
 
@@ -93,8 +93,8 @@ impl PendingRecord {
     }
 
     /// Whether a record with this revision is newer than the catalog.
-    pub(super) fn is_newer(&self, noted: u64) -> bool {
-        self.is_stale || noted > self.revision
+    pub(super) fn is_newer(&self, recorded: u64) -> bool {
+        self.is_stale || recorded > self.revision
     }
 
     /// Holders in the record that are not in the catalog.
@@ -125,13 +125,13 @@ impl PendingRecord {
 
     /// The error for a record with holders that the catalog does not know.
     fn unknown_holders_error(&self, unknown: &[Holder]) -> Failure {
-        let who: Vec<String> =
+        let attachments: Vec<String> =
             unknown.iter().map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id)).collect();
         let detail = format!(
             "the on-disk record of volume {} lists attachments to {} that are not in the catalog: the catalog is older than \
              the pool; stop the server and rebuild it with `storage-infra recover`",
             self.row.id,
-            who.join(", ")
+            attachments.join(", ")
         );
         let nodes =
             unknown.iter().map(|one| infra_api::NodeRef { uuid: one.uuid, name: one.node.name.clone() });
@@ -175,9 +175,9 @@ impl Service {
         let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
         let stale_check = due.refuse_stale_catalog(found.as_ref());
         let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_holders(found))?;
-        let there = self.still_there(&due, unknown).await?;
-        if !there.is_empty() {
-            return Err(due.unknown_holders_error(&there));
+        let holding = self.still_there(&due, unknown).await?;
+        if !holding.is_empty() {
+            return Err(due.unknown_holders_error(&holding));
         }
         stale_check?;
         let write = record.clone();
@@ -188,10 +188,10 @@ impl Service {
         let key = id.clone();
         self.0
             .catalog
-            .note(move |tx| -> Result<_> {
+            .run_unsynced(move |tx| -> Result<_> {
                 // If the row changed meanwhile, the record stays due.
                 if PendingRecord::of(tx, &key)?.is_some_and(|now| now.record() == record) {
-                    tx.volume_is_noted(&key)?;
+                    tx.volume_record_is_current(&key)?;
                 }
                 Ok(())
             })
@@ -206,8 +206,8 @@ impl Service {
         };
         self.compare_revisions(&due.pool).await?;
         let object = Object::Volume(id.clone());
-        let noted = move |e: &dyn Engine| Ok(e.noted(&object)?);
-        let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), noted).await?;
+        let read = move |e: &dyn Engine| Ok(e.noted(&object)?);
+        let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), read).await?;
         // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
         let due = self.0.catalog.read(move |tx| PendingRecord::of(tx, &key)).await?;
@@ -223,7 +223,7 @@ impl Service {
             return Ok(due.row.written);
         }
         let id = due.row.id.clone();
-        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.volume_is_written(&id)?) }).await?;
+        self.0.catalog.run_unsynced(move |tx| -> Result<_> { Ok(tx.set_volume_has_data(&id)?) }).await?;
         Ok(true)
     }
 
@@ -236,24 +236,24 @@ impl Service {
         let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
             let mut left = Vec::new();
             for one in unknown {
-                if !tx.is_attachment_over(&one.id)? {
+                if !tx.is_attachment_ended_or_refused(&one.id)? {
                     left.push(one);
                 }
             }
             Ok(left)
         };
-        let mut there = Vec::new();
+        let mut holding = Vec::new();
         for one in self.0.catalog.read(unended).await? {
             let disk = due.disk_of(&one, self.engine_of(&due.pool).source(&due.row.id));
             let uuid = disk.uuid;
             let presence = self.hypervisor(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
-            let has = presence.disks.contains(&uuid) && !is_without_disks(presence.facts.power.state());
+            let has = presence.disks.contains(&uuid) && !has_no_disks(presence.facts.power.state());
             if has || self.prove_off(&node, &presence.facts).await? != Unplugged::Gone {
-                there.push(one);
+                holding.push(one);
             }
         }
-        Ok(there)
+        Ok(holding)
     }
 
     /// Updates a volume's record in the background.
@@ -285,7 +285,7 @@ impl Service {
         let record = snapshot_record(&row, &row.created_at);
         self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.note(&record)?)).await?;
         let key = id.clone();
-        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.snapshot_is_noted(&key)?) }).await
+        self.0.catalog.run_unsynced(move |tx| -> Result<_> { Ok(tx.snapshot_record_is_current(&key)?) }).await
     }
 
     /// Writes all due records in the background, unless that is already running: records of objects from earlier
@@ -311,15 +311,15 @@ impl Service {
                 continue;
             }
             let name = pool.name.clone();
-            let now = move |tx: &Tx<'_>| -> Result<_> { Ok((tx.revision()?, tx.is_pool_behind(&name)?)) };
+            let now = move |tx: &Tx<'_>| -> Result<_> { Ok((tx.revision()?, tx.is_stale_for_pool(&name)?)) };
             let (revision, is_stale) = self.0.catalog.read(now).await?;
             if is_stale {
                 continue;
             }
             let record = pool_record(pool, revision);
-            let noted =
+            let written =
                 self.engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.note(&record)).await;
-            if let Err(error) = noted {
+            if let Err(error) = written {
                 tracing::debug!(pool = %pool.name, %error, "cannot update the pool's record; will retry");
             }
         }
@@ -413,8 +413,8 @@ mod tests {
     #[test]
     fn the_record_of_the_longest_request_fits_into_every_filesystem() {
         let (row, holder) = longest();
-        let noted = volume_record(&row, u64::MAX, vec![holder]).encode().unwrap().len();
-        assert!((3_500..=MAX_RECORD_BYTES).contains(&noted), "{noted}");
+        let written = volume_record(&row, u64::MAX, vec![holder]).encode().unwrap().len();
+        assert!((3_500..=MAX_RECORD_BYTES).contains(&written), "{written}");
         let snapshot = SnapshotRow {
             id: SnapshotId::new("s".repeat(LONGEST_ID)).unwrap(),
             volume: row.id.clone(),
@@ -427,7 +427,7 @@ mod tests {
             labels: labels(),
             created_at: row.created_at.clone(),
         };
-        let noted = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
-        assert!(noted <= MAX_RECORD_BYTES, "{noted}");
+        let written = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
+        assert!(written <= MAX_RECORD_BYTES, "{written}");
     }
 }

@@ -80,7 +80,7 @@ impl Service {
     ) -> Result<(Snapshot, bool)> {
         let service = self.clone();
         let (key, requested) = (id.clone(), spec.clone());
-        let create = |begun: oneshot::Sender<()>| async move {
+        let create = |started: oneshot::Sender<()>| async move {
             let _lock = service.lock_snapshot(&key).await;
             let (name, expected) = (key.clone(), requested.clone());
             let found = service.0.catalog.read(move |tx| same_snapshot(tx, &name, &expected)).await?;
@@ -93,7 +93,7 @@ impl Service {
                     (service.reserve_snapshot(&key, requested).await?, true)
                 }
             };
-            let _ = begun.send(());
+            let _ = started.send(());
             if row.state == VolumeState::Creating {
                 service.finish_snapshot(row, true).await?;
             }

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::pools::pool_of;
-use super::power::is_without_disks;
+use super::power::has_no_disks;
 use super::records::PendingRecord;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
@@ -62,7 +62,7 @@ impl Found {
 
     /// Why the disk is not proven to be ours and unused; None if it is. `is_recorded_holder`: the volume's on-disk
     /// record lists the VM as holder.
-    fn not_ours(
+    fn reason_not_ours(
         &self,
         hypervisor: &str,
         record: Option<&Record>,
@@ -169,7 +169,7 @@ impl Service {
         let is_ours = found.plugged.wwn.as_ref() == Some(&disk.wwn());
         let presence = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
         let has_left = is_ours && !presence.disks.contains(&disk.uuid);
-        if has_left || is_without_disks(presence.facts.power.state()) {
+        if has_left || has_no_disks(presence.facts.power.state()) {
             return Ok(None);
         }
         let record = self.record_of(&found).await?;
@@ -186,7 +186,7 @@ impl Service {
                 UnexpectedDisk { hypervisor: hypervisor.to_owned(), node: node.clone(), message },
             ))
         };
-        if let Some(why) = found.not_ours(hypervisor, record.as_ref(), is_recorded_holder) {
+        if let Some(why) = found.reason_not_ours(hypervisor, record.as_ref(), is_recorded_holder) {
             return Ok(unexpected(format!("it was not detached, because {why}; detach it manually")));
         }
         tracing::warn!(volume = %found.volume.id, %node, hypervisor, "{what}: detaching it");
@@ -219,7 +219,7 @@ impl Service {
         let (volume, revision) = (found.volume.id.clone(), record.revision);
         let check = move |tx: &Tx<'_>| -> Result<bool> {
             for id in &ids {
-                if !tx.is_attachment_over(id)? {
+                if !tx.is_attachment_ended_or_refused(id)? {
                     return Ok(true);
                 }
             }
@@ -322,12 +322,12 @@ mod tests {
     #[test]
     fn only_a_disk_that_is_proven_ours_and_unused_is_detached() {
         let ours = volume_record(&found().volume, 0, Vec::new());
-        assert_eq!(found().not_ours("here", Some(&ours), false), None);
+        assert_eq!(found().reason_not_ours("here", Some(&ours), false), None);
         let why = |found: Found, record: Option<&Record>, is_recorded_holder| {
-            found.not_ours("here", record, is_recorded_holder).unwrap()
+            found.reason_not_ours("here", record, is_recorded_holder).unwrap()
         };
         assert!(why(Found { node: None, ..found() }, Some(&ours), false).contains("not registered"));
-        assert!(found().not_ours("there", Some(&ours), false).unwrap().contains("not registered"));
+        assert!(found().reason_not_ours("there", Some(&ours), false).unwrap().contains("not registered"));
         let plugged = Plugged { wwn: None, ..found().plugged };
         assert!(why(Found { plugged, ..found() }, Some(&ours), false).contains("serial"));
         assert!(why(found(), None, false).contains("does not say"));

@@ -122,7 +122,7 @@ impl Service {
         spec.qos = validated(spec.qos)?;
         let service = self.clone();
         let (key, requested) = (id.clone(), spec.clone());
-        let create = |begun: oneshot::Sender<()>| async move {
+        let create = |started: oneshot::Sender<()>| async move {
             let _lock = service.0.locks.lock(key.as_str()).await;
             let (name, expected) = (key.clone(), requested.clone());
             let found = service.0.catalog.read(move |tx| same_volume(tx, &name, &expected)).await?;
@@ -133,7 +133,7 @@ impl Service {
                     (service.reserve(&key, requested, size).await?, true)
                 }
             };
-            let _ = begun.send(());
+            let _ = started.send(());
             if row.state == VolumeState::Creating {
                 service.finish_create(row).await?;
             }
@@ -205,7 +205,7 @@ impl Service {
     ) -> Result<()> {
         self.discard(pool.clone(), Object::Volume(id.clone()), identity, size).await?;
         let name = id.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.abort_volume(&name)?) }).await?;
         audit::forgot(Object::Volume(id.clone()), "its creation failed");
         tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "cannot create the volume; released the reserved space");
         self.emit(EventKind::Volume, id, Change::Deleted);

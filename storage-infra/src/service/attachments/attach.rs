@@ -65,26 +65,26 @@ impl Service {
                 tx.attachment(&key)?.map(|row| AttachmentContext::of(tx, row)).transpose()
             })
             .await?;
-        let Some(mut parts) = current else { return Ok(Progress::Gone) };
-        if parts.row.state == AttachmentState::Detaching {
-            return Ok(Progress::UnderWay(parts.to_attachment()));
+        let Some(mut context) = current else { return Ok(Progress::Gone) };
+        if context.row.state == AttachmentState::Detaching {
+            return Ok(Progress::UnderWay(context.to_attachment()));
         }
-        if by_catalog && parts.row.state == AttachmentState::Attached {
-            self.log_if_lost(&parts.row).await;
+        if by_catalog && context.row.state == AttachmentState::Attached {
+            self.log_if_lost(&context.row).await;
         }
-        match self.attach_disk(&mut parts, is_new).await {
+        match self.attach_disk(&mut context, is_new).await {
             Ok(()) => {
-                if parts.row.state != AttachmentState::Attached || parts.row.message.is_some() {
+                if context.row.state != AttachmentState::Attached || context.row.message.is_some() {
                     self.set_state(id, AttachmentState::Attached, None).await?;
-                    tracing::info!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, "attached");
+                    tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "attached");
                 }
                 self.disk_is_not_lost(id);
-                self.has_run(parts.row.node);
-                parts.row.state = AttachmentState::Attached;
-                parts.row.message = None;
-                Ok(Progress::Plugged(parts.to_attachment()))
+                self.has_run(context.row.node);
+                context.row.state = AttachmentState::Attached;
+                context.row.message = None;
+                Ok(Progress::Plugged(context.to_attachment()))
             }
-            Err(AttachError::NotAttached(failure)) if parts.row.state == AttachmentState::Attaching => {
+            Err(AttachError::NotAttached(failure)) if context.row.state == AttachmentState::Attaching => {
                 // Confirmed not attached: roll back.
                 let key = id.clone();
                 self.0
@@ -98,8 +98,8 @@ impl Service {
                 Err(failure)
             }
             Err(AttachError::NotAttached(failure) | AttachError::Unknown(failure)) => {
-                if parts.row.message.as_ref() != Some(&failure.0.detail) {
-                    self.set_state(id, parts.row.state, Some(failure.0.detail.clone())).await?;
+                if context.row.message.as_ref() != Some(&failure.0.detail) {
+                    self.set_state(id, context.row.state, Some(failure.0.detail.clone())).await?;
                 }
                 Err(failure)
             }
@@ -123,35 +123,35 @@ impl Service {
         }
     }
 
-    async fn attach_disk(&self, parts: &mut AttachmentContext, is_new: bool) -> Result<(), AttachError> {
-        let name = Object::Volume(parts.volume.id.clone());
+    async fn attach_disk(&self, context: &mut AttachmentContext, is_new: bool) -> Result<(), AttachError> {
+        let name = Object::Volume(context.volume.id.clone());
         let source = self
-            .engine::<_, Failure, _>(self.engine_of(&parts.pool), move |engine| Ok(engine.locate(&name)?))
+            .engine::<_, Failure, _>(self.engine_of(&context.pool), move |engine| Ok(engine.locate(&name)?))
             .await
             .map_err(AttachError::Unknown)?;
-        let hypervisor = self.hypervisor(&parts.node.spec.hypervisor).map_err(AttachError::Unknown)?;
-        self.record_holder(parts, is_new).await?;
-        if parts.row.blank == Blank::Undecided {
-            parts.row.blank = self.attest(parts).await.map_err(AttachError::Unknown)?;
+        let hypervisor = self.hypervisor(&context.node.spec.hypervisor).map_err(AttachError::Unknown)?;
+        self.record_holder(context, is_new).await?;
+        if context.row.blank == Blank::Undecided {
+            context.row.blank = self.attest(context).await.map_err(AttachError::Unknown)?;
         }
-        let disk = parts.disk(source);
-        let Err(error) = hypervisor.plug(parts.row.node, &disk).await else { return Ok(()) };
+        let disk = context.disk(source);
+        let Err(error) = hypervisor.plug(context.row.node, &disk).await else { return Ok(()) };
         let not_attached = match &error {
             // An earlier attach may have succeeded before the VM was migrated or saved.
             HypervisorError::NotRunning(_) => {
-                is_new || matches!(self.prove_detached(parts, &disk).await, Ok(Unplugged::Gone))
+                is_new || matches!(self.prove_detached(context, &disk).await, Ok(Unplugged::Gone))
             }
             HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
             HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => false,
         };
-        let failure = describe(error, parts);
+        let failure = describe(error, context);
         Err(if not_attached { AttachError::NotAttached(failure) } else { AttachError::Unknown(failure) })
     }
 
     /// Decides whether the disk is blank, by the record that was just written: once it is attached, the node may
     /// write to it. A copied volume is never blank.
-    async fn attest(&self, parts: &AttachmentContext) -> Result<Blank> {
-        let (id, volume) = (parts.row.id.clone(), parts.volume.id.clone());
+    async fn attest(&self, context: &AttachmentContext) -> Result<Blank> {
+        let (id, volume) = (context.row.id.clone(), context.volume.id.clone());
         let decide = move |tx: &Tx<'_>| -> Result<Blank> {
             let is_blank = tx.volume(&volume)?.is_some_and(|row| !row.written && row.spec.source.is_none());
             let blank = if is_blank { Blank::Attested(Uuid::new_v4()) } else { Blank::No };
@@ -162,13 +162,13 @@ impl Service {
     }
 
     /// Updates the volume's on-disk record with this node as holder, before the disk is attached.
-    async fn record_holder(&self, parts: &AttachmentContext, is_new: bool) -> Result<(), AttachError> {
-        let recorded = if parts.row.read_only {
+    async fn record_holder(&self, context: &AttachmentContext, is_new: bool) -> Result<(), AttachError> {
+        let recorded = if context.row.read_only {
             // Several readers are safe: they do not wait for a filesystem that blocks writes.
-            let known = self.refuse_stale_catalog(&parts.volume.id).await;
-            known.inspect(|()| self.update_record_soon(&parts.volume.id))
+            let known = self.refuse_stale_catalog(&context.volume.id).await;
+            known.inspect(|()| self.update_record_soon(&context.volume.id))
         } else {
-            self.update_record(&parts.volume.id).await
+            self.update_record(&context.volume.id).await
         };
         match recorded {
             Ok(()) => Ok(()),

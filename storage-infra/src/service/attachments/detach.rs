@@ -30,15 +30,15 @@ impl Service {
                 Ok(Some(AttachmentContext::of(tx, row)?))
             })
             .await?;
-        let Some(mut parts) = found else { return Ok(Progress::Gone) };
-        if parts.row.state != AttachmentState::Detaching {
+        let Some(mut context) = found else { return Ok(Progress::Gone) };
+        if context.row.state != AttachmentState::Detaching {
             self.emit(EventKind::Attachment, id, Change::Updated);
-            parts.row.state = AttachmentState::Detaching;
+            context.row.state = AttachmentState::Detaching;
         }
-        let disk = parts.disk(self.engine_of(&parts.pool).source(&parts.volume.id));
-        let result = self.detach_disk(&parts, &disk).await;
+        let disk = context.disk(self.engine_of(&context.pool).source(&context.volume.id));
+        let result = self.detach_disk(&context, &disk).await;
         let result = match result {
-            Ok(Unplugged::Gone) => self.prove_detached(&parts, &disk).await,
+            Ok(Unplugged::Gone) => self.prove_detached(&context, &disk).await,
             other => other,
         };
         let why = match result {
@@ -49,11 +49,11 @@ impl Service {
                     .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
                     .await?;
                 audit::forgot(format!("attachment {id}"), "its disk is proven to be detached");
-                self.update_record_soon(&parts.row.volume);
+                self.update_record_soon(&context.row.volume);
                 self.disk_is_not_lost(id);
                 self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
-                tracing::info!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, "detached");
+                tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "detached");
                 return Ok(Progress::Gone);
             }
             Ok(Unplugged::StillThere(why)) => Ok(why),
@@ -63,19 +63,19 @@ impl Service {
             Ok(why) => why.clone(),
             Err(failure) => failure.0.detail.clone(),
         };
-        if parts.row.message.as_ref() != Some(&message) {
-            tracing::warn!(attachment = %id, volume = %parts.row.volume, node = %parts.row.node, %message, "cannot detach yet");
+        if context.row.message.as_ref() != Some(&message) {
+            tracing::warn!(attachment = %id, volume = %context.row.volume, node = %context.row.node, %message, "cannot detach yet");
             self.set_state(id, AttachmentState::Detaching, Some(message.clone())).await?;
         }
-        parts.row.message = Some(message);
-        why.map(|_| Progress::UnderWay(parts.to_attachment()))
+        context.row.message = Some(message);
+        why.map(|_| Progress::UnderWay(context.to_attachment()))
     }
 
     /// Detaches a disk, unless another server serves its pool: that server's catalog is authoritative.
-    async fn detach_disk(&self, parts: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
-        self.refuse_served_elsewhere(&parts.row).await?;
-        let hypervisor = self.hypervisor(&parts.node.spec.hypervisor)?;
-        hypervisor.unplug(parts.row.node, disk).await.map_err(|error| describe(error, parts))
+    async fn detach_disk(&self, context: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
+        self.refuse_served_elsewhere(&context.row).await?;
+        let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
+        hypervisor.unplug(context.row.node, disk).await.map_err(|error| describe(error, context))
     }
 }
 

@@ -12,14 +12,14 @@ use crate::service::{Result, Service};
 impl Service {
     /// Resizes an attached disk in its VM.
     pub(in crate::service) async fn resize_attached(&self, row: &AttachmentRow, bytes: u64) -> Result<()> {
-        let Some((hypervisor, parts, disk)) = self.reach(row).await? else { return Ok(()) };
-        disk_update_result(hypervisor.resize(parts.row.node, &disk, bytes).await, &parts)
+        let Some((hypervisor, context, disk)) = self.reach(row).await? else { return Ok(()) };
+        disk_update_result(hypervisor.resize(context.row.node, &disk, bytes).await, &context)
     }
 
     /// Applies the I/O limits of an attached disk in its VM.
     pub(in crate::service) async fn throttle_attached(&self, row: &AttachmentRow) -> Result<()> {
-        let Some((hypervisor, parts, disk)) = self.reach(row).await? else { return Ok(()) };
-        disk_update_result(hypervisor.throttle(parts.row.node, &disk).await, &parts)
+        let Some((hypervisor, context, disk)) = self.reach(row).await? else { return Ok(()) };
+        disk_update_result(hypervisor.throttle(context.row.node, &disk).await, &context)
     }
 
     async fn reach(
@@ -27,16 +27,16 @@ impl Service {
         row: &AttachmentRow,
     ) -> Result<Option<(Arc<dyn Hypervisor>, AttachmentContext, Disk)>> {
         let key = row.id.clone();
-        let parts = self
+        let context = self
             .0
             .catalog
             .read(move |tx| -> Result<_> {
                 tx.attachment(&key)?.map(|row| AttachmentContext::of(tx, row)).transpose()
             })
             .await?;
-        let Some(parts) = parts else { return Ok(None) };
-        let disk = parts.disk(self.engine_of(&parts.pool).source(&parts.volume.id));
-        Ok(Some((self.hypervisor(&parts.node.spec.hypervisor)?, parts, disk)))
+        let Some(context) = context else { return Ok(None) };
+        let disk = context.disk(self.engine_of(&context.pool).source(&context.volume.id));
+        Ok(Some((self.hypervisor(&context.node.spec.hypervisor)?, context, disk)))
     }
 
     /// Attachments of a node in state attached whose disks its running VM does not have, and the node's name.
@@ -46,7 +46,7 @@ impl Service {
         rows: Vec<AttachmentRow>,
     ) -> Result<(String, Vec<AttachmentRow>)> {
         let row = self.node_row(node).await?;
-        let parts = self
+        let context = self
             .0
             .catalog
             .read(move |tx| -> Result<Vec<AttachmentContext>> {
@@ -54,21 +54,21 @@ impl Service {
             })
             .await?;
         let disks: Vec<Disk> =
-            parts.iter().map(|p| p.disk(self.engine_of(&p.pool).source(&p.volume.id))).collect();
+            context.iter().map(|p| p.disk(self.engine_of(&p.pool).source(&p.volume.id))).collect();
         let presence = self.hypervisor(&row.spec.hypervisor)?.presence(node, &disks).await?;
         if !matches!(presence.facts.power, Power::Running { .. }) {
             return Ok((row.spec.name, Vec::new()));
         }
-        let gone = |parts: &AttachmentContext| !presence.disks.contains(&parts.volume.disk_uuid);
-        Ok((row.spec.name, parts.into_iter().filter(gone).map(|parts| parts.row).collect()))
+        let gone = |context: &AttachmentContext| !presence.disks.contains(&context.volume.disk_uuid);
+        Ok((row.spec.name, context.into_iter().filter(gone).map(|context| context.row).collect()))
     }
 }
 
 /// Result of an update of an attached disk. An absent disk is not an error: it gets the current values when it is
 /// attached.
-fn disk_update_result(result: Result<(), HypervisorError>, parts: &AttachmentContext) -> Result<()> {
+fn disk_update_result(result: Result<(), HypervisorError>, context: &AttachmentContext) -> Result<()> {
     match result {
         Ok(()) | Err(HypervisorError::NotRunning(_) | HypervisorError::Refused(_)) => Ok(()),
-        Err(error) => Err(describe(error, parts)),
+        Err(error) => Err(describe(error, context)),
     }
 }

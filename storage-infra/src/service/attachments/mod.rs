@@ -183,15 +183,15 @@ impl Service {
 }
 
 /// Adds the volume and the node to a hypervisor's error.
-fn describe(error: HypervisorError, parts: &AttachmentContext) -> Failure {
+fn describe(error: HypervisorError, context: &AttachmentContext) -> Failure {
     let mut failure = Failure::from(error);
     let (what, id) = match failure.code() {
-        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => (What::Node, parts.row.node.to_string()),
-        _ => (What::Attachment, parts.row.id.to_string()),
+        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => (What::Node, context.row.node.to_string()),
+        _ => (What::Attachment, context.row.id.to_string()),
     };
     failure.0.detail = format!(
         "volume {} on node {} ({}): {}",
-        parts.volume.id, parts.node.spec.name, parts.row.node, failure.0.detail
+        context.volume.id, context.node.spec.name, context.row.node, failure.0.detail
     );
     failure.0.what = Some(what);
     failure.0.id = Some(id);

@@ -52,10 +52,10 @@ impl Service {
         work: Work,
         id: &AttachmentId,
     ) -> Result<Progress> {
-        let begun = tokio::time::Instant::now();
+        let started = tokio::time::Instant::now();
         match tokio::time::timeout(wait, work).await {
             Ok(Ok(Progress::UnderWay(attachment))) => {
-                tokio::time::sleep_until(begun + wait.min(UNFINISHED_ANSWER)).await;
+                tokio::time::sleep_until(started + wait.min(UNFINISHED_ANSWER)).await;
                 Ok(Progress::UnderWay(attachment))
             }
             Ok(result) => result,

@@ -20,35 +20,40 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 impl Service {
     /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
     /// and report its VM as off; or the VM is saved or runs elsewhere.
-    pub(super) async fn prove_detached(&self, parts: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
-        let hypervisor = self.hypervisor(&parts.node.spec.hypervisor)?;
+    pub(super) async fn prove_detached(&self, context: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
+        let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
         if hypervisor.kind() != LIBVIRT {
             return Ok(Unplugged::Gone);
         }
         let presence = hypervisor
-            .presence(parts.row.node, std::slice::from_ref(disk))
+            .presence(context.row.node, std::slice::from_ref(disk))
             .await
-            .map_err(|error| describe(error, parts))?;
+            .map_err(|error| describe(error, context))?;
         if presence.disks.contains(&disk.uuid) {
-            let why = format!("the VM {} has the disk {} again", parts.node.spec.name, disk.uuid);
+            let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
             return Ok(Unplugged::StillThere(why));
         }
-        match self.prove_off(&parts.node, &presence.facts).await? {
-            Unplugged::Gone => self.prove_closed(parts, disk, presence.facts.power).await,
+        match self.prove_off(&context.node, &presence.facts).await? {
+            Unplugged::Gone => self.prove_closed(context, disk, presence.facts.power).await,
             still_there => Ok(still_there),
         }
     }
 
     /// Whether no QEMU has the disk's image open. Other attachments of a shared volume have it legitimately.
-    async fn prove_closed(&self, parts: &AttachmentContext, disk: &Disk, power: Power) -> Result<Unplugged> {
-        let volume = parts.volume.id.clone();
+    async fn prove_closed(
+        &self,
+        context: &AttachmentContext,
+        disk: &Disk,
+        power: Power,
+    ) -> Result<Unplugged> {
+        let volume = context.volume.id.clone();
         let rows =
             self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachments(None, Some(&volume))?) }).await?;
-        if rows.iter().any(|row| row.id != parts.row.id) {
+        if rows.iter().any(|row| row.id != context.row.id) {
             return Ok(Unplugged::Gone);
         }
-        let lock = self.still_open(parts, disk).await;
-        let name = &parts.node.spec.name;
+        let lock = self.still_open(context, disk).await;
+        let name = &context.node.spec.name;
         Ok(match lock {
             Ok(None) => Unplugged::Gone,
             Ok(Some(holder)) => Unplugged::StillThere(format!(
@@ -68,10 +73,10 @@ impl Service {
     }
 
     /// The process that holds the image of a detached disk after the time to close it.
-    async fn still_open(&self, parts: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
+    async fn still_open(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
         let (start, mut pause) = (Instant::now(), Duration::from_millis(5));
         loop {
-            match self.locked_by(parts, disk).await? {
+            match self.locked_by(context, disk).await? {
                 Some(found) if start.elapsed() > CLOSE_TIMEOUT => return Ok(Some(found)),
                 Some(_) => tokio::time::sleep(pause).await,
                 None => return Ok(None),
@@ -80,7 +85,7 @@ impl Service {
         }
     }
 
-    async fn locked_by(&self, parts: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
+    async fn locked_by(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
         let DiskSource::File(path) = disk.source.clone();
         let query = move |engine: &dyn crate::engine::Engine| {
             // If the pool is not mounted, the image is not there either.
@@ -88,11 +93,11 @@ impl Service {
             let what = || format!("check who has {} open", path.display());
             holder(&path).map_err(|source| EngineError::Io { what: what(), source })
         };
-        let query = self.engine::<_, EngineError, _>(self.engine_of(&parts.pool), query);
+        let query = self.engine::<_, EngineError, _>(self.engine_of(&context.pool), query);
         let found = match tokio::time::timeout(QUERY_TIMEOUT, query).await {
             Ok(found) => found.map_err(|error| error.to_string())?,
             Err(_) => {
-                return Err(format!("{} does not answer within {QUERY_TIMEOUT:?}", parts.pool.spec.path));
+                return Err(format!("{} does not answer within {QUERY_TIMEOUT:?}", context.pool.spec.path));
             }
         };
         // A loop device of this host does not belong to a VM.

@@ -28,13 +28,13 @@ use crate::metrics::Metrics;
 use crate::service::Service;
 
 /// Time that running operations and connections have to finish after a shutdown signal.
-const GRACE: Duration = Duration::from_secs(10);
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
 /// Time to wait for a terminating server to release the catalog lock.
-const HANDOVER: Duration = Duration::from_secs(5);
+const CATALOG_LOCK_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2 streams per connection: each volume and each VM may have one long-running request.
-const STREAMS: u32 = 4096;
+const MAX_STREAMS: u32 = 4096;
 /// Interval between checks of the certificate files.
-const RELOAD: Duration = Duration::from_secs(30);
+const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 
 /// A hypervisor as given by `--hypervisor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
-    let catalog = Catalog::open(&options.data_dir, HANDOVER)?;
+    let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
     let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
@@ -107,7 +107,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     // delayed ACK (40 ms).
     let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
-    server.http_builder().http2().max_concurrent_streams(STREAMS);
+    server.http_builder().http2().max_concurrent_streams(MAX_STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let mut loops = JoinSet::new();
     spawn(&mut loops, &service, &stop, |service, stop| async move { service.run_repair_loop(stop).await });
@@ -127,13 +127,13 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!("stopping");
     stop.cancel();
     service.cancel_copies();
-    handle.graceful_shutdown(Some(GRACE));
+    handle.graceful_shutdown(Some(SHUTDOWN_GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
         while loops.join_next().await.is_some() {}
         service.drain().await;
     };
-    if tokio::time::timeout(GRACE, finish).await.is_err() {
+    if tokio::time::timeout(SHUTDOWN_GRACE, finish).await.is_err() {
         tracing::warn!("operations are still running; the next start completes them");
     }
     ended
@@ -202,7 +202,7 @@ async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
     let read =
         || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
     let mut current = read();
-    let mut tick = tokio::time::interval(RELOAD);
+    let mut tick = tokio::time::interval(RELOAD_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tokio::task_local;
 
 /// Actor outside of requests: start-up, repair, and work whose caller has disconnected.
-const SERVER: &str = "storage-infra, by itself";
+const SERVER: &str = "storage-infra (background)";
 
 task_local! {
     static ACTOR: Arc<str>;
@@ -46,10 +46,10 @@ mod tests {
     #[tokio::test]
     async fn the_actor_is_known_in_async_and_in_blocking_work() {
         assert_eq!(&*actor(), SERVER);
-        let seen = acting("someone".into(), async {
+        let observed = acting("someone".into(), async {
             let who = actor();
             tokio::task::spawn_blocking(move || acting_here(who, actor)).await.unwrap()
         });
-        assert_eq!(&*seen.await, "someone");
+        assert_eq!(&*observed.await, "someone");
     }
 }

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::capacity_ledger::{CapacityLedger, Facts};
 use super::pools::PoolView;
-use super::probe::{ProbeKind, QUICK};
+use super::probe::{PROBE_TIMEOUT, ProbeKind};
 use super::{Failure, Result, Service};
 
 /// Last result, with the time at which its collection started.
@@ -47,7 +47,7 @@ impl Service {
         let pools = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
         let unhealthy = self.unhealthy_pools();
         let probes = pools.iter().filter(|pool| !unhealthy.contains(&pool.name)).map(|pool| async move {
-            let result = self.probe(pool, ProbeKind::State, QUICK, |engine| engine.inspect()).await;
+            let result = self.probe(pool, ProbeKind::State, PROBE_TIMEOUT, |engine| engine.inspect()).await;
             result.ok().map(|facts| (pool.name.clone(), facts))
         });
         let results = futures::future::join_all(probes).await;

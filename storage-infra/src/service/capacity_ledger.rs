@@ -27,7 +27,7 @@ use crate::placement::{Candidate, Space, free_bytes};
 pub(super) type Facts = HashMap<PoolName, PoolFacts>;
 
 /// Validity of a scan: several scan intervals, unless a pool is stalled.
-const FRESH: Duration = Duration::from_secs(60);
+const SCAN_VALIDITY: Duration = Duration::from_secs(60);
 
 /// Results of full scans.
 #[derive(Default)]
@@ -129,7 +129,7 @@ impl CapacityLedger {
         let free = |now: &PoolFacts| {
             // A filesystem with the same ID and another size is not the one that was scanned.
             let is_this = |(started, usage): &&(Instant, FilesystemUsage)| {
-                started.elapsed() <= FRESH && usage.capacity == now.capacity
+                started.elapsed() <= SCAN_VALIDITY && usage.capacity == now.capacity
             };
             state.filesystems.get(&now.filesystem).filter(is_this).map_or(0, |(_, usage)| {
                 free_bytes(Space {
@@ -221,7 +221,7 @@ mod tests {
     async fn scan_results_expire() {
         let ledger = CapacityLedger::default();
         let scan = ledger.begin_scan();
-        tokio::time::advance(FRESH).await;
+        tokio::time::advance(SCAN_VALIDITY).await;
         scan.finish(usage(9_000, 0), pools());
         assert_eq!(free(&ledger, 9_000, 0, 0), 8_900);
         tokio::time::advance(Duration::from_secs(1)).await;

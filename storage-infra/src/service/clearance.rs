@@ -17,13 +17,13 @@ use crate::engine::{Cleared, Engine, Evidence, Files, Object, Record, Revisions}
 use crate::hypervisor::Plugged;
 
 /// Time for a process or device to close a file after it was told to release it.
-const CLOSING: Duration = Duration::from_secs(3);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Timeout for a hypervisor to list its attached disks.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum wait at start-up for the comparison of pools with the catalog.
-const AT_START: Duration = Duration::from_secs(5);
+const START_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout for a pool to report the revisions of all its records.
-const READING: Duration = Duration::from_secs(600);
+const REVISIONS_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Last list of disks attached on a hypervisor, with the time at which the query started.
 pub(super) type DiskListing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
@@ -59,7 +59,7 @@ impl Service {
             let key = object.clone();
             let files =
                 self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.files(&key)?)).await?;
-            if files.open.is_none() || start.elapsed() > CLOSING {
+            if files.open.is_none() || start.elapsed() > CLOSE_TIMEOUT {
                 return Ok(files);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -88,7 +88,7 @@ impl Service {
     async fn attached_disks(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
         let started = Instant::now();
         let own = self.hypervisor(hypervisor).map_err(|failure| failure.to_string())?;
-        let listing = self.0.disk_listings.get(hypervisor).ok_or("it is not known")?;
+        let listing = self.0.disk_listings.get(hypervisor).ok_or("the hypervisor is not configured")?;
         let mut latest = listing.lock().await;
         if let Some((when, all)) = latest.as_ref()
             && *when >= started
@@ -105,24 +105,24 @@ impl Service {
     /// catalog.
     async fn recorded_holders(&self, pool: &PoolRow, object: &Object) -> Result<(Vec<Holder>, bool)> {
         let name = pool.name.clone();
-        let is_behind =
+        let is_stale =
             self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_stale_for_pool(&name)?) }).await?;
-        let Object::Volume(id) = object else { return Ok((Vec::new(), is_behind)) };
+        let Object::Volume(id) = object else { return Ok((Vec::new(), is_stale)) };
         let key = object.clone();
         let found = self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.noted(&key)?)).await?;
-        let Some(Record::Volume(found)) = found else { return Ok((Vec::new(), is_behind)) };
+        let Some(Record::Volume(found)) = found else { return Ok((Vec::new(), is_stale)) };
         // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
         let Some(due) = self.0.catalog.read(move |tx| PendingRecord::of_any(tx, &key)).await? else {
-            return Ok((found.holders, is_behind));
+            return Ok((found.holders, is_stale));
         };
-        let is_behind = is_behind || due.is_newer(found.revision);
+        let is_stale = is_stale || due.is_newer(found.revision);
         // The record of another volume: the engine detects that and refuses.
         if found.disk_uuid != due.row.disk_uuid {
-            return Ok((Vec::new(), is_behind));
+            return Ok((Vec::new(), is_stale));
         }
         let unknown = self.unended(due.unknown_holders(*found)).await?;
-        Ok((self.still_there(&due, unknown).await?, is_behind))
+        Ok((self.still_holding(&due, unknown).await?, is_stale))
     }
 
     /// Holders whose attachments did not end, by the catalog.
@@ -149,14 +149,15 @@ impl Service {
         if is_compared() {
             return Ok(());
         }
-        let result =
-            self.probe(pool, ProbeKind::Revisions, READING, |engine: &dyn Engine| engine.revisions()).await;
+        let result = self
+            .probe(pool, ProbeKind::Revisions, REVISIONS_TIMEOUT, |engine: &dyn Engine| engine.revisions())
+            .await;
         let found = result.map_err(|why| {
             let detail = format!("cannot compare the pool {} with the catalog: {why}", pool.name);
             Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name))
         })?;
         let (name, start_revision) = (pool.name.clone(), self.0.start_revision);
-        let behind = self.0.catalog.read(move |tx| older(tx, start_revision, &found)).await?;
+        let behind = self.0.catalog.read(move |tx| find_stale(tx, start_revision, &found)).await?;
         if let Some(volumes) = behind {
             tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not attached");
             self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.mark_stale(&name, &volumes)?) }).await?;
@@ -183,7 +184,7 @@ impl Service {
             })
         });
         let comparing = futures::future::join_all(comparing.collect::<Vec<_>>());
-        if tokio::time::timeout(AT_START, comparing).await.is_err() {
+        if tokio::time::timeout(START_TIMEOUT, comparing).await.is_err() {
             tracing::warn!(
                 "a pool did not report its revisions in time; until then nothing is removed or written there"
             );
@@ -193,7 +194,7 @@ impl Service {
 }
 
 /// Whether the catalog's start-up revision is older than these records, and for which volumes.
-fn older(tx: &Tx<'_>, start_revision: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
+fn find_stale(tx: &Tx<'_>, start_revision: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
     let newest = found.volumes.values().copied().max().unwrap_or(0).max(found.pool);
     let mut volumes = Vec::new();
     for (id, revision) in &found.volumes {
@@ -248,7 +249,8 @@ mod tests {
         let catalog = Catalog::open(dir.path(), Duration::ZERO).unwrap();
         let is_older = async |pool: u64, volume: u64| {
             let volumes = [(VolumeId::new("v").unwrap(), volume)].into();
-            let read = move |tx: &Tx<'_>| Ok::<_, CatalogError>(older(tx, 5, &Revisions { pool, volumes }));
+            let read =
+                move |tx: &Tx<'_>| Ok::<_, CatalogError>(find_stale(tx, 5, &Revisions { pool, volumes }));
             catalog.read(read).await.unwrap().unwrap().is_some()
         };
         assert!(!is_older(5, 5).await && !is_older(0, 0).await);

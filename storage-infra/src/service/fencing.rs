@@ -81,7 +81,7 @@ impl Service {
 
     /// Checks that a VM did not move to another hypervisor with its disks behind our back. A hypervisor that shows
     /// the VM as off is believed unless another one shows it running.
-    pub(super) async fn refuse_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
+    pub(super) async fn prove_not_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
         let own = self.hypervisor(&node.spec.hypervisor)?;
         let others: Vec<_> = self
             .0

@@ -88,7 +88,7 @@ impl Service {
     }
 
     /// Records that a disk disappeared from a running VM. False if that is known.
-    pub(super) fn disk_is_lost(&self, row: &AttachmentRow, node: &NodeRef) -> bool {
+    pub(super) fn set_disk_lost(&self, row: &AttachmentRow, node: &NodeRef) -> bool {
         let message = format!("the disk of volume {} disappeared from the running VM {node}", row.volume);
         let error = (row.volume.clone(), message);
         let before = self.known_errors().lost.insert(row.id.clone(), error.clone());
@@ -100,7 +100,7 @@ impl Service {
     }
 
     /// Clears the record of a disappeared disk.
-    pub(super) fn disk_is_not_lost(&self, id: &AttachmentId) {
+    pub(super) fn clear_disk_lost(&self, id: &AttachmentId) {
         let before = self.known_errors().lost.remove(id);
         if let Some((volume, _)) = before {
             self.emit(EventKind::Volume, volume, Change::Updated);

@@ -9,7 +9,7 @@ use infra_api::{NodeRef, PoolName, VolumeId};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::probe::{ProbeKind, QUICK};
+use super::probe::{PROBE_TIMEOUT, ProbeKind};
 use super::{Result, Service};
 use crate::catalog::{PoolRow, Tx};
 use crate::hypervisor::Stalled;
@@ -108,7 +108,7 @@ impl Service {
         }
         let mut starved = Vec::new();
         for (volume, pool) in volumes {
-            let facts = self.probe(&pool, ProbeKind::State, QUICK, |engine| engine.inspect()).await;
+            let facts = self.probe(&pool, ProbeKind::State, PROBE_TIMEOUT, |engine| engine.inspect()).await;
             let has_space = facts.is_ok_and(|facts| has_space(facts.capacity, facts.available));
             starved.push(StarvedVolume { volume, pool: pool.name, has_space });
         }

@@ -79,10 +79,10 @@ impl PoolView {
 }
 
 /// Maximum number of unknown files in an API response.
-const SHOWN: usize = 1000;
+const MAX_UNKNOWN_FILES: usize = 1000;
 
 fn shown(names: &[String]) -> Vec<String> {
-    names.iter().take(SHOWN).cloned().collect()
+    names.iter().take(MAX_UNKNOWN_FILES).cloned().collect()
 }
 
 /// The record that is written with a pool's marker.

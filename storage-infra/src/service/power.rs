@@ -127,7 +127,7 @@ impl Service {
     pub(super) async fn prove_off(&self, node: &NodeRow, facts: &NodeFacts) -> Result<Unplugged> {
         match self.node_state(node, facts).await? {
             (NodeState::Running, _) => Ok(Unplugged::Gone),
-            (state @ (NodeState::Off | NodeState::Gone), _) => self.refuse_moved(node, state).await,
+            (state @ (NodeState::Off | NodeState::Gone), _) => self.prove_not_moved(node, state).await,
             (state @ (NodeState::Saved | NodeState::Unknown), why) => {
                 Ok(Unplugged::StillThere(why.unwrap_or_else(|| format!("the VM is {state}"))))
             }

@@ -8,7 +8,7 @@ use crate::catalog::PoolRow;
 use crate::engine::{Engine, EngineError};
 
 /// Timeout of a quick state probe, and maximum wait for an earlier late probe of the same kind.
-pub(super) const QUICK: Duration = Duration::from_secs(1);
+pub(super) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Kind of a probe. Callers share results, so the lock of a kind is contended only while a probe is late.
 #[derive(Debug, Clone, Copy)]
@@ -36,7 +36,7 @@ impl Service {
     {
         // Volume names cannot contain a slash.
         let name = format!("{kind:?}/{}", pool.name);
-        let Ok(held) = tokio::time::timeout(QUICK, self.0.locks.lock(&name)).await else {
+        let Ok(held) = tokio::time::timeout(PROBE_TIMEOUT, self.0.locks.lock(&name)).await else {
             return Err(format!("{} has not answered an earlier probe yet", pool.spec.path));
         };
         let run = move |engine: &dyn Engine| {
@@ -89,9 +89,9 @@ mod tests {
         let answer = service.probe(&pool, ProbeKind::Contents, soon, late).await;
         assert!(answer.unwrap_err().contains("does not answer within"));
         service.probe(&pool, ProbeKind::State, Duration::MAX, |_| Ok(())).await.unwrap();
-        let again = service.probe(&pool, ProbeKind::Contents, QUICK, |_| Ok(())).await;
+        let again = service.probe(&pool, ProbeKind::Contents, PROBE_TIMEOUT, |_| Ok(())).await;
         assert!(again.unwrap_err().contains("has not answered an earlier probe"));
         end.send(()).unwrap();
-        while service.probe(&pool, ProbeKind::Contents, QUICK, |_| Ok(())).await.is_err() {}
+        while service.probe(&pool, ProbeKind::Contents, PROBE_TIMEOUT, |_| Ok(())).await.is_err() {}
     }
 }

@@ -164,7 +164,7 @@ impl Service {
     /// Updates a volume's on-disk record from the catalog.
     pub(super) async fn update_record(&self, id: &VolumeId) -> Result<()> {
         // A lock of its own: a stalled filesystem must not block detaches. Volume names cannot contain a slash.
-        let _lock = self.0.locks.lock(&format!("note/{id}")).await;
+        let _lock = self.0.locks.lock(&format!("record/{id}")).await;
         let key = id.clone();
         let Some(mut due) = self.0.catalog.read(move |tx| PendingRecord::of(tx, &key)).await? else {
             return Ok(());
@@ -175,7 +175,7 @@ impl Service {
         let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
         let stale_check = due.refuse_stale_catalog(found.as_ref());
         let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_holders(found))?;
-        let holding = self.still_there(&due, unknown).await?;
+        let holding = self.still_holding(&due, unknown).await?;
         if !holding.is_empty() {
             return Err(due.unknown_holders_error(&holding));
         }
@@ -229,7 +229,11 @@ impl Service {
 
     /// The unknown holders that may have the disk. If the record may be older than the catalog, ended attachments are
     /// excluded, and live state decides on the others.
-    pub(super) async fn still_there(&self, due: &PendingRecord, unknown: Vec<Holder>) -> Result<Vec<Holder>> {
+    pub(super) async fn still_holding(
+        &self,
+        due: &PendingRecord,
+        unknown: Vec<Holder>,
+    ) -> Result<Vec<Holder>> {
         if !due.due || unknown.is_empty() {
             return Ok(unknown);
         }

@@ -224,8 +224,8 @@ impl Service {
                 }
             }
             // A reader may be missing from the record.
-            let is_behind = PendingRecord::of_any(tx, &volume)?.is_some_and(|due| due.is_newer(revision));
-            Ok(ids.is_empty() && is_behind)
+            let is_stale = PendingRecord::of_any(tx, &volume)?.is_some_and(|due| due.is_newer(revision));
+            Ok(ids.is_empty() && is_stale)
         };
         self.0.catalog.read(check).await
     }

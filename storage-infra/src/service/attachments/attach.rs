@@ -49,7 +49,7 @@ impl Service {
             Admission::New(_) => self.emit(EventKind::Attachment, id, Change::Created),
             Admission::Instead { of, .. } => {
                 tracing::info!(attachment = %id, earlier = %of, "replaced an earlier attachment and took over its disk");
-                self.disk_is_not_lost(of);
+                self.clear_disk_lost(of);
                 self.emit(EventKind::Attachment, of, Change::Deleted);
                 self.emit(EventKind::Attachment, id, Change::Created);
             }
@@ -78,7 +78,7 @@ impl Service {
                     self.set_state(id, AttachmentState::Attached, None).await?;
                     tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "attached");
                 }
-                self.disk_is_not_lost(id);
+                self.clear_disk_lost(id);
                 self.has_run(context.row.node);
                 context.row.state = AttachmentState::Attached;
                 context.row.message = None;
@@ -92,7 +92,7 @@ impl Service {
                     .run(move |tx| -> Result<_> { Ok(tx.refuse_attachment(&key, seconds())?) })
                     .await?;
                 audit::forgot(format!("attachment {id}"), "its disk was not attached");
-                self.disk_is_not_lost(id);
+                self.clear_disk_lost(id);
                 self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
                 Err(failure)
@@ -112,7 +112,7 @@ impl Service {
             Ok((_, missing)) if missing.is_empty() => {}
             Ok((name, _)) => {
                 let node = NodeRef { uuid: row.node, name };
-                if self.disk_is_lost(row, &node) {
+                if self.set_disk_lost(row, &node) {
                     tracing::info!(attachment = %row.id, volume = %row.volume, %node, "the disk disappeared from the running VM; attaching it again");
                     self.0.metrics.repaired();
                 }

@@ -50,7 +50,7 @@ impl Service {
                     .await?;
                 audit::forgot(format!("attachment {id}"), "its disk is proven to be detached");
                 self.update_record_soon(&context.row.volume);
-                self.disk_is_not_lost(id);
+                self.clear_disk_lost(id);
                 self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
                 tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "detached");

@@ -46,7 +46,7 @@ impl Service {
         rows: Vec<AttachmentRow>,
     ) -> Result<(String, Vec<AttachmentRow>)> {
         let row = self.node_row(node).await?;
-        let context = self
+        let contexts = self
             .0
             .catalog
             .read(move |tx| -> Result<Vec<AttachmentContext>> {
@@ -54,13 +54,13 @@ impl Service {
             })
             .await?;
         let disks: Vec<Disk> =
-            context.iter().map(|p| p.disk(self.engine_of(&p.pool).source(&p.volume.id))).collect();
+            contexts.iter().map(|one| one.disk(self.engine_of(&one.pool).source(&one.volume.id))).collect();
         let presence = self.hypervisor(&row.spec.hypervisor)?.presence(node, &disks).await?;
         if !matches!(presence.facts.power, Power::Running { .. }) {
             return Ok((row.spec.name, Vec::new()));
         }
         let gone = |context: &AttachmentContext| !presence.disks.contains(&context.volume.disk_uuid);
-        Ok((row.spec.name, context.into_iter().filter(gone).map(|context| context.row).collect()))
+        Ok((row.spec.name, contexts.into_iter().filter(gone).map(|context| context.row).collect()))
     }
 }
 

@@ -12,7 +12,7 @@ use crate::catalog::AttachmentRow;
 use crate::service::{Failure, Result, Service};
 
 /// Earliest response to a caller that is willing to wait, if the operation ended without completing.
-const UNFINISHED_ANSWER: Duration = Duration::from_secs(1);
+const INCOMPLETE_RESPONSE_DELAY: Duration = Duration::from_secs(1);
 
 pub(super) type Work = Shared<BoxFuture<'static, Result<Progress>>>;
 
@@ -55,7 +55,7 @@ impl Service {
         let started = tokio::time::Instant::now();
         match tokio::time::timeout(wait, work).await {
             Ok(Ok(Progress::UnderWay(attachment))) => {
-                tokio::time::sleep_until(started + wait.min(UNFINISHED_ANSWER)).await;
+                tokio::time::sleep_until(started + wait.min(INCOMPLETE_RESPONSE_DELAY)).await;
                 Ok(Progress::UnderWay(attachment))
             }
             Ok(result) => result,

@@ -35,7 +35,7 @@ impl Service {
         }
         match self.prove_off(&context.node, &presence.facts).await? {
             Unplugged::Gone => self.prove_closed(context, disk, presence.facts.power).await,
-            still_there => Ok(still_there),
+            still_holding => Ok(still_holding),
         }
     }
 

@@ -69,7 +69,7 @@ async fn at_most_one_writer_and_readers_share_only_with_readers() {
     let specs = nodes.map(|node| writer(&id, node));
     let race = names.iter().zip(&specs).map(|(name, spec)| server.client.attach(name, spec, SOON));
     let answers = futures::future::join_all(race).await;
-    let winner = answers.iter().position(Result::is_ok).expect("somebody wins");
+    let winner = answers.iter().position(Result::is_ok).expect("one attach succeeds");
     for (index, answer) in answers.into_iter().enumerate().filter(|(index, _)| *index != winner) {
         let error = answer.unwrap_err();
         let problem = error.problem().unwrap();

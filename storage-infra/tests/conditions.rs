@@ -34,7 +34,7 @@ async fn wait_for_event(events: &mut Events, kind: EventKind, id: &str) {
 
 /// Waits until a volume's condition reports this error; a check during the change may report another one first.
 async fn wait_for_error(server: &Server, id: &VolumeId, why: &[&str]) {
-    until(&format!("volume {id} is sick, with {why:?}"), async || {
+    until(&format!("volume {id} is abnormal: {why:?}"), async || {
         let condition = server.client.get_volume(id).await.unwrap().unwrap().condition;
         !condition.healthy && condition.message.is_some_and(|message| why.iter().all(|w| message.contains(w)))
     })

@@ -3,7 +3,7 @@
 //! of the operation, so that new ones are tested automatically. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "how much was tried is told")]
+#![allow(clippy::print_stdout, reason = "the number of crashes is printed")]
 
 mod support;
 
@@ -226,7 +226,7 @@ async fn wait_until_idle(site: &Site) {
 
 /// Retries until the operation is done: recovery may delay it.
 async fn retry_until_done(round: &Round, operation: Operation, server: &Server) {
-    until("it is done", async || match round.act(operation, server).await {
+    until("the operation is done", async || match round.act(operation, server).await {
         Ok(()) => true,
         Err(error) => {
             let wait = matches!(error.code(), Some(ProblemCode::Unavailable));
@@ -251,7 +251,7 @@ async fn site() -> (Site, Uuid) {
 /// Crashes the server at each fail point of these operations, and prints the number of crashes.
 async fn crash_at_every_step(operations: &[Operation]) {
     let (site, node) = site().await;
-    let (mut server, mut number, mut deaths) = (site.start(), 0, 0);
+    let (mut server, mut number, mut crashes) = (site.start(), 0, 0);
     for operation in operations {
         let mut next = || {
             number += 1;
@@ -281,13 +281,13 @@ async fn crash_at_every_step(operations: &[Operation]) {
             server = site.start();
             retry_until_done(&round, *operation, &server).await;
             wait_until_idle(&site).await;
-            println!("{operation:?} at {step} for the {time}. time");
+            println!("{operation:?} at {step}, pass {time}");
             round.check(*operation, &site, &server).await;
             round.clear(&site, &server).await;
-            deaths += 1;
+            crashes += 1;
         }
     }
-    println!("{} operations, {deaths} deaths", operations.len());
+    println!("{} operations, {crashes} crashes", operations.len());
 }
 
 #[tokio::test]

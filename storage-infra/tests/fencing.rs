@@ -39,10 +39,10 @@ async fn a_vm_that_keeps_its_disk_is_powered_off_only_by_a_forced_detach() {
     site.set_power(nodes[0], "paused");
     // The reason is reported after the first wait.
     until("the response has the reason of the wait", async || {
-        let told =
+        let message =
             still_running(async || server.client.detach(&attachment("a"), Duration::from_secs(8)).await)
                 .await;
-        told.contains("is paused")
+        message.contains("is paused")
     })
     .await;
     let refused = server.client.attach(&attachment("b"), &writer(&volume("v"), nodes[1]), SOON).await;

@@ -76,8 +76,11 @@ async fn an_older_catalog_does_not_remove_a_file_in_use_by_qemu() {
     let server = site.start();
     let refused = server.client.delete_volume(&id).await.unwrap_err();
     assert_eq!(refused.code(), Some(ProblemCode::InUse), "{refused}");
-    let told = refused.to_string();
-    assert!(told.contains(&nodes[0].to_string()) && told.contains("storage-infra recover"), "{told}");
+    let message = refused.to_string();
+    assert!(
+        message.contains(&nodes[0].to_string()) && message.contains("storage-infra recover"),
+        "{message}"
+    );
     assert!(site.file(&id).exists() && libvirt.has(nodes[0], disk));
     assert_eq!(read_record(&site.file(&id)), record);
     // The volume cannot be attached elsewhere, and is not detached from the VM that has it.

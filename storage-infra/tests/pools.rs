@@ -197,8 +197,8 @@ async fn a_pool_that_is_not_mounted_at_start_is_not_written_and_recovers_when_mo
     assert_eq!((health.healthy, health.pools_healthy, health.pools_total), (false, 0, 1));
     let pool = server.client.get_pool(&support::pool()).await.unwrap().unwrap();
     assert!(pool.message.unwrap().contains("is its filesystem mounted?"));
-    let sick = server.client.get_volume(&id).await.unwrap().unwrap().condition;
-    assert!(!sick.healthy && sick.message.unwrap().contains("is its filesystem mounted?"));
+    let unhealthy = server.client.get_volume(&id).await.unwrap().unwrap().condition;
+    assert!(!unhealthy.healthy && unhealthy.message.unwrap().contains("is its filesystem mounted?"));
     let refused = server.client.put_volume(&volume("w"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&volume("gone")).await), ProblemCode::Unavailable);

@@ -170,8 +170,10 @@ async fn an_unexpected_disk_is_reported_and_detached_if_it_is_ours() {
     assert!(all.libvirt.has(all.nodes[0], all.disk));
     until("the disk is detached", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
     let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
-    until("it is counted", async || metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await)
-        .await;
+    until("the detach is counted", async || {
+        metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await
+    })
+    .await;
     let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
     until("the unexpected disk is reported", async || {
         condition().await.message.is_some_and(|text| text.contains("without an attachment"))
@@ -182,8 +184,8 @@ async fn an_unexpected_disk_is_reported_and_detached_if_it_is_ours() {
     // This disk was attached by someone else.
     all.libvirt.plug(all.nodes[0], &all.site.file(&id), Uuid::new_v4());
     until("the unexpected disk is reported", async || !condition().await.healthy).await;
-    let told = condition().await.message.unwrap();
-    assert!(told.contains("manually") && told.contains(&all.name(0)), "{told}");
+    let message = condition().await.message.unwrap();
+    assert!(message.contains("manually") && message.contains(&all.name(0)), "{message}");
     assert!(metric("nestor_storage_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
     let refused = client.attach(&attachment("c"), &writer(&id, all.nodes[1]), SOON).await;
     assert_eq!(code(refused), ProblemCode::InUse);

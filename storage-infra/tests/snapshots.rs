@@ -276,9 +276,9 @@ async fn a_running_copy_reports_its_progress_and_can_be_deleted() {
         found.copied_bytes.is_some()
     })
     .await;
-    let told =
+    let message =
         still_running(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
-    assert!(told.contains("of 16777216 bytes copied"), "{told}");
+    assert!(message.contains("of 16777216 bytes copied"), "{message}");
     for (of, why) in [(&id, "is being copied to volume copy"), (&copy, "is not ready yet")] {
         let refused = server.client.attach(&attachment("a"), &writer(of, node), SOON).await.unwrap_err();
         assert!(refused.to_string().contains(why), "{refused}");

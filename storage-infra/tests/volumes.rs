@@ -74,18 +74,18 @@ async fn lists_are_paginated() {
     for name in ["a", "b", "c", "d", "e"] {
         server.client.put_volume(&volume(name), &size(MIB), SOON).await.unwrap();
     }
-    let mut seen = Vec::new();
+    let mut listed = Vec::new();
     let mut after = None;
     loop {
         let page = server.client.list_volumes(Some(2), after.as_deref()).await.unwrap();
         assert!(page.items.len() <= 2);
-        seen.extend(page.items.into_iter().map(|volume| volume.id.to_string()));
+        listed.extend(page.items.into_iter().map(|volume| volume.id.to_string()));
         after = page.next;
         if after.is_none() {
             break;
         }
     }
-    assert_eq!(seen, ["a", "b", "c", "d", "e"]);
+    assert_eq!(listed, ["a", "b", "c", "d", "e"]);
 }
 
 #[tokio::test]
@@ -97,8 +97,8 @@ async fn a_pool_with_a_replaced_directory_is_not_served_and_loses_no_volume() {
     // As an unmounted filesystem looks: the directory exists and is empty.
     fs::rename(site.path("pool"), site.path("away")).unwrap();
     fs::create_dir(site.path("pool")).unwrap();
-    let sick = server.client.get_pool(&pool()).await.unwrap().unwrap();
-    assert!(!sick.healthy && sick.free_bytes == 0, "{sick:?}");
+    let unhealthy = server.client.get_pool(&pool()).await.unwrap().unwrap();
+    assert!(!unhealthy.healthy && unhealthy.free_bytes == 0, "{unhealthy:?}");
     let refused = server.client.put_volume(&volume("new"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::Unavailable);

@@ -41,7 +41,8 @@ pub enum CatalogError {
     Damaged(String),
     /// The catalog cannot be written: its filesystem is full or read-only.
     #[error(
-        "the catalog cannot be written: {0}; free space on the filesystem of the data directory or remount it read-write, then retry"
+        "the catalog cannot be written: {0}; free space on the filesystem of the data directory or remount it read-write, \
+         then retry"
     )]
     ReadOnly(rusqlite::Error),
     /// A file beside the catalog cannot be written.

@@ -146,7 +146,7 @@ pub fn explain(bytes: u64, rejections: &[PoolRejection]) -> String {
         .filter(|one| one.reason == Rejection::TooSmall)
         .map(|one| one.free_bytes)
         .max()
-        .map(|free| format!(" (the largest free capacity among them is {free} bytes)"))
+        .map(|free| format!(" (the largest of them has {free} bytes free)"))
         .unwrap_or_default();
     format!("no pool for {bytes} bytes: of {} pools, {}{most}", rejections.len(), reasons.join(", "))
 }

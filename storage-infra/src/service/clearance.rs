@@ -208,7 +208,8 @@ fn find_stale(tx: &Tx<'_>, start_revision: u64, found: &Revisions) -> Result<Opt
 
 fn cannot_query(hypervisor: &str, why: &str) -> Failure {
     let detail = format!(
-        "the hypervisor {hypervisor} cannot report which files its VMs use: {why}; until it can, nothing is removed or recreated"
+        "the hypervisor {hypervisor} cannot report which files its VMs use: {why}; until it can, nothing is removed or \
+         recreated"
     );
     Problem::new(ProblemCode::Unavailable, detail).about(What::Hypervisor, hypervisor).into()
 }

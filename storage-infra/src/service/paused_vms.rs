@@ -50,7 +50,7 @@ fn decide(vm: &NodeRef, starved: &[StarvedVolume], failed: &[String]) -> Decisio
         } else {
             let others = failed.join(", ");
             format!(
-                "its disk {others}, which is not managed by Nestor, failed too: repair that disk and resume the VM manually"
+                "its disk {others} failed too and is not managed by Nestor: repair that disk and resume the VM manually"
             )
         };
         let detail = format!(

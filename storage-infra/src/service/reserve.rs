@@ -221,7 +221,8 @@ impl Service {
             return Ok(());
         }
         let detail = format!(
-            "the pool {pool} already has a file with the name of volume {id}, which belongs to no volume; move the file away or use another id"
+            "the pool {pool} already has a file with the name of volume {id}, which belongs to no volume; move \
+             the file away or use another id"
         );
         Err(Problem::new(ProblemCode::Exists, detail).about(What::Volume, id).into())
     }

@@ -154,7 +154,8 @@ impl Service {
             .await?;
         if exists {
             let detail = format!(
-                "the pool {} already has a file with the name of snapshot {id}, which belongs to no snapshot; move the file away or use another id",
+                "the pool {} already has a file with the name of snapshot {id}, which belongs to no snapshot; \
+                 move the file away or use another id",
                 pool.name
             );
             return Err(Problem::new(ProblemCode::Exists, detail).about(What::Snapshot, id).into());

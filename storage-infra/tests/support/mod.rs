@@ -521,7 +521,7 @@ pub fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ProblemCode {
 pub async fn still_running<T: std::fmt::Debug>(
     mut call: impl AsyncFnMut() -> Result<T, ClientError>,
 ) -> String {
-    let mut told = None;
+    let mut message = None;
     until("a response says that the operation is running", async || {
         match call().await.unwrap_err() {
             ClientError::Timeout { .. } => {}
@@ -530,13 +530,13 @@ pub async fn still_running<T: std::fmt::Debug>(
                     matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(),
                     "{error}"
                 );
-                told = Some(error.to_string());
+                message = Some(error.to_string());
             }
         }
-        told.is_some()
+        message.is_some()
     })
     .await;
-    told.unwrap()
+    message.unwrap()
 }
 
 /// Waits until a condition holds.

@@ -71,7 +71,7 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
     if let Some(row) = &facts.row {
         if row.spec() != *spec {
             let detail = format!(
-                "the attachment {id} is of volume {} to node {} ({}{})",
+                "the attachment {id} exists and is of volume {} to node {} ({}{})",
                 row.volume,
                 row.node,
                 row.access,

@@ -1,4 +1,4 @@
-//! Wiring of the server: flags in, everything started, everything stopped.
+//! Server wiring: builds the service from flags, starts listeners and periodic loops, and shuts them down.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, TcpListener};
@@ -29,52 +29,51 @@ use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
 use crate::service::Service;
 
-/// How long work and connections get to end once the server is told to stop.
-const GRACE: Duration = Duration::from_secs(10);
-/// How long a server that is just ending may hold the catalog.
-const HANDOVER: Duration = Duration::from_secs(5);
-/// How many requests one client may have under way over one connection: each volume and each machine may have one that
-/// waits for long.
-const STREAMS: u32 = 4096;
-/// How often the certificate files are looked at.
-const RELOAD: Duration = Duration::from_secs(30);
+/// Time that running operations and connections have to finish after a shutdown signal.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
+/// Time to wait for a terminating server to release the catalog lock.
+const CATALOG_LOCK_TIMEOUT: Duration = Duration::from_secs(5);
+/// HTTP/2 streams per connection: each volume and each VM may have one long-running request.
+const MAX_STREAMS: u32 = 4096;
+/// Interval between checks of the certificate files.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(30);
 
-/// A hypervisor as it stands in a flag.
+/// A hypervisor as given by `--hypervisor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HypervisorFlag {
-    /// Its name, which nodes are registered with.
+    /// Name by which nodes refer to it.
     pub name: String,
-    /// What it is and where.
+    /// Kind and location.
     pub target: HypervisorTarget,
 }
 
-/// What a hypervisor is and where.
+/// Kind and location of a hypervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum HypervisorTarget {
     /// A libvirt URI.
     Libvirt(String),
-    /// The root directory for links to loop devices.
+    /// Root directory of links to loop devices.
     Loop(PathBuf),
-    /// Machines that are only told of: where they are noted, and how long a plug or an unplug takes.
+    /// Simulated VMs without a hypervisor: state directory, and duration of an attach or detach.
     Simulated(PathBuf, Duration),
 }
 
-/// What `serve` needs.
+/// Options of `serve`.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Where the catalog is.
+    /// Directory of the catalog.
     pub data_dir: PathBuf,
-    /// Where the API listens.
+    /// Listen address of the API.
     pub listen: SocketAddr,
     /// The server's certificate chain.
     pub tls_cert: PathBuf,
     /// The server's private key.
     pub tls_key: PathBuf,
-    /// Who signs the certificates of those who may connect.
+    /// CA that signs client certificates.
     pub client_ca: PathBuf,
     /// The hypervisors.
     pub hypervisors: Vec<HypervisorFlag>,
-    /// Where health and metrics listen.
+    /// Listen address of health and metrics.
     pub http_listen: Option<SocketAddr>,
 }
 
@@ -82,12 +81,12 @@ pub struct Options {
 pub async fn serve(options: Options) -> anyhow::Result<()> {
     let tls = RustlsConfig::from_config(Arc::new(tls_config(&options)?));
     private_dir(&options.data_dir)
-        .with_context(|| format!("cannot make the data directory {}", options.data_dir.display()))?;
-    let catalog = Catalog::open(&options.data_dir, HANDOVER)?;
+        .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
+    let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
     let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
-    // Before health is served: who is told that the server is well must be able to connect.
+    // Bind before health is served: a client that sees a healthy server must be able to connect.
     let listener =
         TcpListener::bind(options.listen).with_context(|| format!("cannot listen on {}", options.listen))?;
     listener.set_nonblocking(true)?;
@@ -106,11 +105,11 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     tracing::info!(address = %listener.local_addr()?, "serving the API");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());
-    // An answer's head and body are sent one after the other: without this the body waits until the head was acknowledged,
-    // which a client puts off for 40 ms.
+    // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
+    // delayed ACK (40 ms).
     let acceptor = NamingAcceptor(RustlsAcceptor::new(tls.clone()).acceptor(NoDelayAcceptor));
     let mut server = axum_server::from_tcp(listener)?.acceptor(acceptor).handle(handle.clone());
-    server.http_builder().http2().max_concurrent_streams(STREAMS);
+    server.http_builder().http2().max_concurrent_streams(MAX_STREAMS);
     tasks.spawn(async move { server.serve(router.into_make_service()).await.context("the API") });
     let mut loops = periodic(&service, &stop);
     loops.push(supervise::background(
@@ -120,44 +119,44 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     ));
 
     let ended = tokio::select! {
-        result = told_to_stop() => result,
-        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener ended by itself"))),
+        result = shutdown_signal() => result,
+        Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener stopped unexpectedly"))),
         failure = supervise::failure() => Err(anyhow::anyhow!(failure)),
     };
     tracing::info!("stopping");
     stop.cancel();
-    service.stop_copies();
-    handle.graceful_shutdown(Some(GRACE));
+    service.cancel_copies();
+    handle.graceful_shutdown(Some(SHUTDOWN_GRACE));
     let finish = async {
         while tasks.join_next().await.is_some() {}
         join_all(loops).await;
         service.drain().await;
     };
-    if tokio::time::timeout(GRACE, finish).await.is_err() {
-        tracing::warn!("work is still under way; the next start finishes it");
+    if tokio::time::timeout(SHUTDOWN_GRACE, finish).await.is_err() {
+        tracing::warn!("operations are still running; the next start completes them");
     }
     ended
 }
 
-/// Starts the service's periodic work, each kind in a supervised task of its own.
+/// Starts the service's periodic loops, each in a supervised task.
 fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     vec![
-        start("attachment repair", service, stop, |service, stop| async move {
-            service.keep_repaired(stop).await
+        start("repair", service, stop, |service, stop| async move {
+            service.run_repair_loop(stop).await
         }),
         start("release of attachments", service, stop, |service, stop| async move {
-            service.keep_released(stop).await
+            service.run_release_loop(stop).await
         }),
-        start("pool monitor", service, stop, |service, stop| async move { service.keep_watched(stop).await }),
-        start("VM monitor", service, stop, |service, stop| async move { service.keep_known(stop).await }),
+        start("pool monitor", service, stop, |service, stop| async move { service.run_pool_monitor(stop).await }),
+        start("power monitor", service, stop, |service, stop| async move { service.run_power_monitor(stop).await }),
         start(
-            "disk comparison",
+            "unexpected disk search",
             service,
             stop,
-            |service, stop| async move { service.keep_compared(stop).await },
+            |service, stop| async move { service.run_unexpected_disk_search(stop).await },
         ),
-        start("resumption of paused VMs", service, stop, |service, stop| async move {
-            service.keep_going(stop).await
+        start("resume of paused VMs", service, stop, |service, stop| async move {
+            service.run_resume_loop(stop).await
         }),
     ]
 }
@@ -171,13 +170,13 @@ fn start<F: Future<Output = ()> + Send + 'static>(
     supervise::background(name, stop.clone(), work(service.clone(), stop.clone()))
 }
 
-async fn told_to_stop() -> anyhow::Result<()> {
+async fn shutdown_signal() -> anyhow::Result<()> {
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
     Ok(())
 }
 
-/// The hypervisors that flags name.
+/// Builds the hypervisors named by flags.
 pub fn hypervisors(flags: &[HypervisorFlag]) -> anyhow::Result<BTreeMap<String, Arc<dyn Hypervisor>>> {
     let mut all: BTreeMap<String, Arc<dyn Hypervisor>> = BTreeMap::new();
     for flag in flags {
@@ -200,13 +199,13 @@ fn certificates(flag: &str, path: &Path) -> anyhow::Result<Vec<CertificateDer<'s
     Ok(found)
 }
 
-/// Mutual TLS: who has no certificate from the client CA is not spoken to.
+/// Mutual TLS: clients must present a certificate signed by the client CA.
 fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     let mut roots = RootCertStore::empty();
     for ca in certificates("--client-ca", &options.client_ca)? {
         roots
             .add(ca)
-            .with_context(|| format!("--client-ca: {} is no usable CA", options.client_ca.display()))?;
+            .with_context(|| format!("--client-ca: {} is not a usable CA", options.client_ca.display()))?;
     }
     let clients = WebPkiClientVerifier::builder(Arc::new(roots)).build()?;
     let key = PrivateKeyDer::from_pem_file(&options.tls_key)
@@ -214,17 +213,17 @@ fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     let mut config = rustls::ServerConfig::builder()
         .with_client_cert_verifier(clients)
         .with_single_cert(certificates("--tls-cert", &options.tls_cert)?, key)
-        .context("the server's certificate and key do not go together")?;
+        .context("the server's certificate and private key do not match")?;
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
     Ok(config)
 }
 
-/// Takes renewed certificates into use for new connections.
+/// Reloads renewed certificates for new connections.
 async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
     let read =
         || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
     let mut current = read();
-    let mut tick = tokio::time::interval(RELOAD);
+    let mut tick = tokio::time::interval(RELOAD_INTERVAL);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
@@ -237,12 +236,15 @@ async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
         match tls_config(&options) {
             Ok(config) => {
                 tls.reload_from_config(Arc::new(config));
-                tracing::info!("new certificates are in use");
+                tracing::info!("reloaded the TLS certificates");
                 current = now;
             }
-            // Perhaps one file is written and the next is not: the old ones stay in use until all fit.
+            // Files may be replaced one by one: keep the current certificates until all files match.
             Err(error) => {
-                tracing::warn!(error = format!("{error:#}"), "the new certificates cannot be used yet");
+                tracing::warn!(
+                    error = format!("{error:#}"),
+                    "cannot load the new TLS certificates yet; the current ones stay in use"
+                );
             }
         }
     }

@@ -1,5 +1,5 @@
-//! The audit log: one line for each act that cannot be undone, after it was done, with who asked for it and why. Its lines
-//! have the target `audit`.
+//! Audit log: one line per irreversible action, written after it is done, with actor and reason. The log target is
+//! `audit`.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -7,34 +7,34 @@ use std::sync::Arc;
 
 use tokio::task_local;
 
-/// Who acts where no request is being served: start-up, repair, and what goes on when its caller has gone away for good.
-const SERVER: &str = "storage-infra, by itself";
+/// Actor outside of requests: start-up, repair, and work whose caller has disconnected.
+const SERVER: &str = "storage-infra (background)";
 
 task_local! {
     static ACTOR: Arc<str>;
 }
 
-/// Who asked for what is being done.
+/// Actor of the current task.
 pub fn actor() -> Arc<str> {
     ACTOR.try_with(Arc::clone).unwrap_or_else(|_| SERVER.into())
 }
 
-/// Does work for somebody.
+/// Runs a future on behalf of an actor.
 pub async fn acting<F: Future>(who: Arc<str>, work: F) -> F::Output {
     ACTOR.scope(who, work).await
 }
 
-/// Does blocking work for somebody.
+/// Runs blocking work on behalf of an actor.
 pub fn acting_here<T>(who: Arc<str>, work: impl FnOnce() -> T) -> T {
     ACTOR.sync_scope(who, work)
 }
 
-/// Notes what was done to a file.
+/// Logs an irreversible action on a file.
 pub fn done(act: &str, object: impl Display, path: &Path, why: &str) {
     tracing::info!(target: "audit", act, %object, path = %path.display(), why, who = %actor(), "done");
 }
 
-/// Notes that the catalog has something no more.
+/// Logs the removal of an object from the catalog.
 pub fn forgot(object: impl Display, why: &str) {
     tracing::info!(target: "audit", act = "forget", %object, why, who = %actor(), "done");
 }
@@ -44,12 +44,12 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn who_asked_is_known_wherever_the_work_is_done() {
+    async fn the_actor_is_known_in_async_and_in_blocking_work() {
         assert_eq!(&*actor(), SERVER);
-        let seen = acting("someone".into(), async {
+        let observed = acting("someone".into(), async {
             let who = actor();
             tokio::task::spawn_blocking(move || acting_here(who, actor)).await.unwrap()
         });
-        assert_eq!(&*seen.await, "someone");
+        assert_eq!(&*observed.await, "someone");
     }
 }

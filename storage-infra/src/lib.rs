@@ -1,15 +1,15 @@
-//! The embedded storage infra: pools, volumes, and the disks of virtual machines, behind a REST API.
+//! Embedded storage infra server: pools, volumes and the disks of VMs behind a REST API.
 //!
-//! | room | what |
+//! | module | content |
 //! | --- | --- |
-//! | [`api`] | HTTP in and out; translation only |
-//! | [`service`] | the use cases: locks, intents, repair |
-//! | [`catalog`] | what must not be forgotten (SQLite) |
-//! | [`placement`] | where a volume goes (pure) |
-//! | [`engine`] | how a pool keeps bytes |
-//! | [`hypervisor`] | how a disk gets into a virtual machine |
-//! | [`recover`] | how a lost catalog is made again |
-//! | [`cli`] | the command line: `serve`, `pki`, and the client's verbs |
+//! | [`api`] | HTTP handlers; translation only |
+//! | [`service`] | operations: locks, intents, repair |
+//! | [`catalog`] | durable state (SQLite) |
+//! | [`placement`] | pool selection for new volumes (pure) |
+//! | [`engine`] | storage of bytes in a pool |
+//! | [`hypervisor`] | attaching disks to VMs |
+//! | [`recover`] | rebuilding a lost catalog from the pools |
+//! | [`cli`] | command line: `serve`, `pki` and the client commands |
 
 pub mod api;
 pub mod app;
@@ -17,9 +17,9 @@ pub mod audit;
 pub mod catalog;
 pub mod cli;
 pub mod engine;
+mod fail_points;
 pub mod hypervisor;
 pub mod metrics;
 pub mod placement;
-mod points;
 pub mod recover;
 pub mod service;

@@ -1,4 +1,4 @@
-//! `storage-infra`: the server, its certificates, and its client, in one binary.
+//! The `storage-infra` program: server, certificate tool and command-line client.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -6,12 +6,12 @@ use std::process::ExitCode;
 use clap::Parser;
 use storage_infra::cli::{self, Cli};
 
-/// What stands still keeps its thread: a pool's filesystem one for each volume that is worked on, a machine a few. The rest
-/// must go on.
+/// Size of the blocking thread pool. A stalled filesystem blocks one thread per volume in use and a stalled domain a
+/// few; the limit leaves threads for all other work.
 const BLOCKING_THREADS: usize = 4096;
 
 fn main() -> ExitCode {
-    // An error means that a provider is set already.
+    // An error means that a crypto provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let cli = Cli::parse();
     let run = || -> anyhow::Result<()> {
@@ -20,7 +20,7 @@ fn main() -> ExitCode {
             .max_blocking_threads(BLOCKING_THREADS)
             .build()?;
         let result = runtime.block_on(cli::run(cli));
-        // A hypervisor's call that never returns must not keep the process: start-up finishes what it left.
+        // Do not wait for hypervisor calls that never return: recovery at the next start completes their work.
         runtime.shutdown_background();
         result
     };

@@ -1,4 +1,4 @@
-//! Metrics, in the OpenMetrics text format.
+//! Prometheus metrics in the OpenMetrics text format.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -36,7 +36,7 @@ struct HypervisorLabels {
 
 type PoolGauge = Family<PoolLabels, Gauge>;
 
-/// Upper bounds in seconds: an attach takes some 50 ms, a wait up to a minute.
+/// Histogram buckets in seconds: an attach takes about 50 ms, a request waits up to one minute.
 const LATENCIES: [f64; 11] = [0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 15.0, 60.0];
 
 /// All metrics of the server. Cheap to clone.
@@ -50,8 +50,8 @@ struct Inner {
     repairs: Counter,
     fences: Counter,
     hypervisors: Family<HypervisorLabels, Gauge>,
-    unwanted: Family<HypervisorLabels, Gauge>,
-    unplugged: Counter,
+    unexpected_disks: Family<HypervisorLabels, Gauge>,
+    unexpected_detached: Counter,
     capacity: PoolGauge,
     reserved: PoolGauge,
     used: PoolGauge,
@@ -67,32 +67,28 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("nestor_storage_infra");
         let requests = Family::default();
-        registry.register("requests", "Requests answered, by route and HTTP status", requests.clone());
+        registry.register("requests", "Requests completed, by route and HTTP status", requests.clone());
         let latency: Family<RouteLabels, Histogram> =
             Family::new_with_constructor(|| Histogram::new(LATENCIES));
-        let help = "Time until the head of the answer";
+        let help = "Time until the response headers are sent";
         registry.register_with_unit("request_duration", help, Unit::Seconds, latency.clone());
         let repairs = Counter::default();
-        registry.register("repairs", "Disks plugged again after a machine lost them", repairs.clone());
+        registry.register("repairs", "Disks attached again after a running VM lost them", repairs.clone());
         let fences = Counter::default();
-        registry.register(
-            "fences",
-            "Machines switched off to get disks back from them, since they were said to be lost",
-            fences.clone(),
-        );
+        registry.register("fences", "VMs powered off by a forced detach", fences.clone());
         let hypervisors = Family::default();
-        registry.register("hypervisor_reachable", "1 where the hypervisor answers", hypervisors.clone());
-        let unwanted = Family::default();
+        registry.register("hypervisor_reachable", "1 if the hypervisor is reachable", hypervisors.clone());
+        let unexpected_disks = Family::default();
         registry.register(
             "unwanted_disks",
-            "Disks of volumes that virtual machines have and no attachment stands for",
-            unwanted.clone(),
+            "Unexpected disks: disks of volumes in VMs without an attachment",
+            unexpected_disks.clone(),
         );
-        let unplugged = Counter::default();
+        let unexpected_detached = Counter::default();
         registry.register(
             "unwanted_disks_unplugged",
-            "Disks unplugged that no attachment stood for",
-            unplugged.clone(),
+            "Unexpected disks that were detached",
+            unexpected_detached.clone(),
         );
         let mut pool = |name: &str, help: &str, unit: Option<Unit>| {
             let gauge = PoolGauge::default();
@@ -103,18 +99,19 @@ impl Default for Metrics {
             gauge
         };
         let capacity = pool("pool_capacity", "Size of the pool's filesystem", Some(Unit::Bytes));
-        let reserved = pool(
-            "pool_reserved",
-            "Sum of the capacities of the pool's volumes, and of what its snapshots can keep",
-            Some(Unit::Bytes),
+        let reserved =
+            pool("pool_reserved", "Bytes reserved for the pool's volumes and snapshots", Some(Unit::Bytes));
+        let used = pool("pool_used", "Bytes in use on the pool's filesystem", Some(Unit::Bytes));
+        let free = pool("pool_free", "Bytes available for new volumes", Some(Unit::Bytes));
+        let healthy =
+            pool("pool_healthy", "1 if the pool directory is reachable and has this pool's marker", None);
+        let full = pool("pool_full", "1 if the pool's filesystem has no space for writes", None);
+        let unknown_files = pool(
+            "pool_unknown_files",
+            "Files in the pool that belong to no volume or snapshot; they are never removed",
+            None,
         );
-        let used = pool("pool_used", "What the pool's filesystem has in use", Some(Unit::Bytes));
-        let free = pool("pool_free", "What a new volume can have", Some(Unit::Bytes));
-        let healthy = pool("pool_healthy", "1 where the pool is there and ours", None);
-        let full = pool("pool_full", "1 where the pool's volumes find no space to write", None);
-        let unknown_files =
-            pool("pool_unknown_files", "Files that no volume or snapshot owns; never removed", None);
-        let abnormal = pool("volumes_abnormal", "The pool's volumes whose bytes cannot be reached", None);
+        let abnormal = pool("volumes_abnormal", "Volumes of the pool whose data is unavailable", None);
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
@@ -123,8 +120,8 @@ impl Default for Metrics {
             repairs,
             fences,
             hypervisors,
-            unwanted,
-            unplugged,
+            unexpected_disks,
+            unexpected_detached,
             capacity,
             reserved,
             used,
@@ -139,7 +136,7 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Counts one answered request.
+    /// Counts a completed request.
     pub fn request(&self, method: &str, route: &str, code: u16, took: Duration) {
         let (method, route) = (method.to_owned(), route.to_owned());
         let labels = RouteLabels { method: method.clone(), route: route.clone() };
@@ -147,34 +144,34 @@ impl Metrics {
         self.0.requests.get_or_create(&RequestLabels { method, route, code }).inc();
     }
 
-    /// Counts one repaired attachment.
+    /// Counts an attachment whose disk was attached again.
     pub fn repaired(&self) {
         self.0.repairs.inc();
     }
 
-    /// Counts one machine that was switched off.
+    /// Counts a VM that was powered off.
     pub fn fenced(&self) {
         self.0.fences.inc();
     }
 
-    /// Notes whether a hypervisor answers.
+    /// Sets whether a hypervisor is reachable.
     pub fn set_hypervisor(&self, name: &str, reachable: bool) {
         let labels = HypervisorLabels { hypervisor: name.to_owned() };
         self.0.hypervisors.get_or_create(&labels).set(i64::from(reachable));
     }
 
-    /// Notes how many disks a hypervisor has that no attachment stands for.
-    pub fn set_unwanted(&self, hypervisor: &str, disks: usize) {
+    /// Sets the number of unexpected disks on a hypervisor.
+    pub fn set_unexpected_disks(&self, hypervisor: &str, disks: usize) {
         let labels = HypervisorLabels { hypervisor: hypervisor.to_owned() };
-        self.0.unwanted.get_or_create(&labels).set(i64::try_from(disks).unwrap_or(i64::MAX));
+        self.0.unexpected_disks.get_or_create(&labels).set(i64::try_from(disks).unwrap_or(i64::MAX));
     }
 
-    /// Counts one of them that was unplugged.
-    pub fn unplugged_unwanted(&self) {
-        self.0.unplugged.inc();
+    /// Counts an unexpected disk that was detached.
+    pub fn unexpected_disk_detached(&self) {
+        self.0.unexpected_detached.inc();
     }
 
-    /// Notes what the pools are like, and forgets those that are no more.
+    /// Sets the gauges of all pools and removes those of deleted pools.
     pub fn set_pools(&self, pools: &[Pool], unknown_files: impl Fn(&PoolName) -> u64) {
         let clamp = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let label = |name: &PoolName| PoolLabels { pool: name.to_string() };
@@ -208,14 +205,14 @@ impl Metrics {
         *known = now;
     }
 
-    /// Notes whether a pool is well, and how many of its volumes are not.
+    /// Sets whether a pool is healthy and how many of its volumes are abnormal.
     pub fn set_abnormal(&self, pool: &PoolName, healthy: bool, volumes: usize) {
         let labels = PoolLabels { pool: pool.to_string() };
         self.0.healthy.get_or_create(&labels).set(i64::from(healthy));
         self.0.abnormal.get_or_create(&labels).set(i64::try_from(volumes).unwrap_or(i64::MAX));
     }
 
-    /// All metrics as text.
+    /// All metrics in text format.
     pub fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         prometheus_client::encoding::text::encode(&mut text, &self.0.registry)?;

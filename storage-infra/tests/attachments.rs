@@ -1,4 +1,4 @@
-//! Disks in nodes, over the real server and real loop devices. Runs as root.
+//! Attachments against the real server with real loop devices. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -24,7 +24,7 @@ fn sectors(link: &std::path::Path) -> u64 {
 }
 
 #[tokio::test]
-async fn a_disk_is_plugged_written_grown_live_and_unplugged() {
+async fn a_disk_is_attached_written_expanded_live_and_detached() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -59,7 +59,7 @@ async fn a_disk_is_plugged_written_grown_live_and_unplugged() {
 }
 
 #[tokio::test]
-async fn one_writer_at_most_and_readers_only_among_themselves() {
+async fn at_most_one_writer_and_readers_share_only_with_readers() {
     let site = Site::new();
     let nodes = [Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4()];
     let server = site.ready(&nodes).await;
@@ -69,7 +69,7 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
     let specs = nodes.map(|node| writer(&id, node));
     let race = names.iter().zip(&specs).map(|(name, spec)| server.client.attach(name, spec, SOON));
     let answers = futures::future::join_all(race).await;
-    let winner = answers.iter().position(Result::is_ok).expect("somebody wins");
+    let winner = answers.iter().position(Result::is_ok).expect("one attach succeeds");
     for (index, answer) in answers.into_iter().enumerate().filter(|(index, _)| *index != winner) {
         let error = answer.unwrap_err();
         let problem = error.problem().unwrap();
@@ -83,7 +83,7 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
         code(server.client.attach(&attachment("r"), &reader(&id, loser), SOON).await),
         ProblemCode::InUse
     );
-    // An id stands for one thing.
+    // An ID identifies one spec.
     assert_eq!(
         code(server.client.attach(&names[winner], &writer(&id, loser), SOON).await),
         ProblemCode::Exists
@@ -109,7 +109,7 @@ async fn one_writer_at_most_and_readers_only_among_themselves() {
 }
 
 #[tokio::test]
-async fn many_write_only_to_what_was_made_for_it_and_among_the_like() {
+async fn several_writers_share_only_a_shareable_volume_and_only_with_each_other() {
     let site = Site::new();
     let nodes = [Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4()];
     let server = site.ready(&nodes).await;
@@ -144,7 +144,7 @@ async fn many_write_only_to_what_was_made_for_it_and_among_the_like() {
     for name in ["w0", "w1", "w2"] {
         server.client.detach(&attachment(name), SOON).await.unwrap();
     }
-    // A shareable volume may be one node's, too.
+    // A shareable volume may also be attached single-node.
     server.client.attach(&attachment("x"), &writer(&id, nodes[2]), SOON).await.unwrap();
     assert_eq!(
         code(server.client.attach(&attachment("w3"), &sharer(&id, nodes[0]), SOON).await),
@@ -155,7 +155,7 @@ async fn many_write_only_to_what_was_made_for_it_and_among_the_like() {
 }
 
 #[tokio::test]
-async fn a_volume_grows_only_when_nobody_has_it_to_read_only() {
+async fn a_volume_attached_read_only_cannot_be_expanded() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -166,14 +166,14 @@ async fn a_volume_grows_only_when_nobody_has_it_to_read_only() {
     let error = server.client.grow_volume(&id, &to).await.unwrap_err();
     let problem = error.problem().unwrap();
     assert_eq!((problem.code, problem.nodes[0].uuid), (ProblemCode::InUse, node));
-    // Nothing was begun: the pool promises no more than before.
+    // The expansion was not started: the pool's reservation is unchanged.
     assert_eq!(server.client.list_pools().await.unwrap()[0].reserved_bytes, MIB);
     server.client.detach(&attachment("r"), SOON).await.unwrap();
     assert_eq!(server.client.grow_volume(&id, &to).await.unwrap().capacity_bytes, 2 * MIB);
 }
 
 #[tokio::test]
-async fn what_is_missing_is_named() {
+async fn errors_name_the_missing_object() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -192,7 +192,7 @@ async fn what_is_missing_is_named() {
 }
 
 #[tokio::test]
-async fn a_server_killed_at_any_moment_finishes_its_work_after_the_next_start() {
+async fn a_killed_server_completes_its_operations_after_a_restart() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let mut server = site.ready(&[node]).await;
@@ -200,7 +200,7 @@ async fn a_server_killed_at_any_moment_finishes_its_work_after_the_next_start() 
         let name = attachment(&format!("a{round}"));
         let id = volume(&format!("v{round}"));
         let moment = Duration::from_millis(round * 7);
-        // Each kill hits another moment between the first byte of the request and its answer.
+        // Each kill hits another moment between the first byte of the request and the response.
         let (client, volume) = (server.client.clone(), id.clone());
         let create = tokio::spawn(async move { client.put_volume(&volume, &size(MIB), SOON).await });
         tokio::time::sleep(moment / 2).await;
@@ -235,7 +235,7 @@ async fn a_server_killed_at_any_moment_finishes_its_work_after_the_next_start() 
 }
 
 #[tokio::test]
-async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
+async fn interrupted_operations_complete_without_a_request() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -244,7 +244,7 @@ async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
     let name = attachment("a");
     server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     server.kill();
-    // The machine lost its disk while nobody looked.
+    // The node lost its disk while the server was down.
     let device = fs::read_link(site.link(node, made.disk_uuid)).unwrap();
     assert!(Command::new("losetup").arg("--detach").arg(device).status().unwrap().success());
     let server = site.start();
@@ -257,7 +257,7 @@ async fn what_was_under_way_at_a_crash_is_finished_without_being_asked() {
 }
 
 #[tokio::test]
-async fn a_disk_in_use_is_not_said_to_be_gone() {
+async fn a_disk_in_use_is_not_reported_as_detached() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -266,7 +266,7 @@ async fn a_disk_in_use_is_not_said_to_be_gone() {
     let name = attachment("a");
     server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
-    under_way(async || server.client.detach(&name, Duration::from_secs(2)).await).await;
+    still_running(async || server.client.detach(&name, Duration::from_secs(2)).await).await;
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::InUse);
     until("it is detaching", async || {
         let waiting = server.client.get_attachment(&name).await.unwrap().unwrap();
@@ -280,7 +280,7 @@ async fn a_disk_in_use_is_not_said_to_be_gone() {
 }
 
 #[tokio::test]
-async fn an_id_is_used_once() {
+async fn an_attachment_id_is_never_reused() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -290,7 +290,7 @@ async fn an_id_is_used_once() {
     server.client.attach(&name, &writer(&id, node), SOON).await.unwrap();
     server.client.detach(&name, SOON).await.unwrap();
     assert_eq!(code(server.client.attach(&name, &writer(&id, node), SOON).await), ProblemCode::Ended);
-    // What was told to go before it came does not come any more, and no crash makes that forgotten.
+    // A detach before the attach prevents it, also after a crash.
     server.client.detach(&attachment("b"), SOON).await.unwrap();
     server.kill();
     let server = site.start();
@@ -302,7 +302,7 @@ async fn an_id_is_used_once() {
 }
 
 #[tokio::test]
-async fn an_attachment_takes_over_the_disk_of_the_one_that_it_replaces_and_no_other() {
+async fn an_attachment_takes_over_only_the_disk_of_the_one_that_it_replaces() {
     let site = Site::new();
     let (node, other) = (Uuid::new_v4(), Uuid::new_v4());
     let server = site.ready(&[node, other]).await;
@@ -316,12 +316,12 @@ async fn an_attachment_takes_over_the_disk_of_the_one_that_it_replaces_and_no_ot
     let not_that = server.client.attach_instead(&second, &writer(&id, node), &third, SOON).await;
     assert_eq!(code(not_that), ProblemCode::InUse);
 
-    // Whoever has the disk open in the machine notices nothing.
+    // A process that has the disk open in the node is not affected.
     let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
     let taken = server.client.attach_instead(&second, &writer(&id, node), &first, SOON).await.unwrap();
     assert_eq!((taken.id.as_str(), taken.state), ("b", AttachmentState::Attached));
     assert_eq!(site.devices().len(), 1);
-    // The earlier one is over, and so is what is done for it.
+    // The earlier attachment has ended, and operations on it have no effect.
     server.client.detach(&first, SOON).await.unwrap();
     assert_eq!(code(server.client.attach(&first, &writer(&id, node), SOON).await), ProblemCode::Ended);
     assert_eq!(server.client.list_attachments(None, None).await.unwrap(), [taken]);

@@ -1,5 +1,4 @@
-//! Which disks are attested blank, so that they may be formatted, over the real server and real loop devices. Runs as
-//! root.
+//! Blank attestation of disks, against the real server with real loop devices. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -12,7 +11,7 @@ use infra_api::Attachment;
 use support::*;
 use uuid::Uuid;
 
-/// Attaches a volume for writing under an id of its own.
+/// Attaches a volume writable under this attachment ID.
 async fn attach(server: &Server, id: &str, of: &str, node: Uuid) -> Attachment {
     server.client.attach(&attachment(id), &writer(&volume(of), node), SOON).await.unwrap()
 }
@@ -21,7 +20,7 @@ async fn detach(server: &Server, id: &str) {
     server.client.detach(&attachment(id), SOON).await.unwrap();
 }
 
-/// Writes one byte through the disk in the node.
+/// Writes one byte to the disk in the node.
 fn write_byte(site: &Site, node: Uuid, disk: Uuid, at: u64) {
     let disk = fs::File::options().write(true).open(site.link(node, disk)).unwrap();
     disk.write_all_at(b"x", at).unwrap();
@@ -29,7 +28,7 @@ fn write_byte(site: &Site, node: Uuid, disk: Uuid, at: u64) {
 }
 
 #[tokio::test]
-async fn a_disk_is_blank_until_something_was_written_and_the_answer_stays_while_it_is_attached() {
+async fn a_disk_is_blank_until_the_first_write_and_the_attestation_is_stable_while_attached() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -38,7 +37,7 @@ async fn a_disk_is_blank_until_something_was_written_and_the_answer_stays_while_
     let proof = first.blank_attestation.expect("a new volume is blank");
     let token = first.format_token.expect("who may write alone may format");
 
-    // Attached and detached without a write, it is still blank; that is another proof, of the same volume.
+    // Attaching and detaching without a write keeps it blank; the next attestation has another ID.
     detach(&server, "a1").await;
     let second = attach(&server, "a2", "v", node).await;
     assert!(second.blank_attestation.is_some_and(|again| again != proof));
@@ -56,7 +55,7 @@ async fn a_disk_is_blank_until_something_was_written_and_the_answer_stays_while_
 }
 
 #[tokio::test]
-async fn a_disk_that_lost_its_bytes_is_not_blank() {
+async fn a_disk_that_lost_its_data_is_not_blank() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -71,7 +70,7 @@ async fn a_disk_that_lost_its_bytes_is_not_blank() {
 }
 
 #[tokio::test]
-async fn what_begins_with_other_bytes_or_is_not_for_one_writer_is_never_blank() {
+async fn copies_and_shared_or_read_only_disks_are_never_blank() {
     let site = Site::new();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
     let server = site.ready(&nodes).await;
@@ -103,7 +102,7 @@ async fn what_begins_with_other_bytes_or_is_not_for_one_writer_is_never_blank() 
 }
 
 #[tokio::test]
-async fn who_takes_over_a_disk_takes_over_its_proof() {
+async fn a_replacing_attachment_keeps_the_attestation() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -116,7 +115,7 @@ async fn who_takes_over_a_disk_takes_over_its_proof() {
 }
 
 #[tokio::test]
-async fn a_catalog_that_was_rebuilt_keeps_secrets_and_attests_nothing_that_it_does_not_know() {
+async fn a_rebuilt_catalog_keeps_format_tokens_and_attests_no_unknown_disk() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -125,11 +124,11 @@ async fn a_catalog_that_was_rebuilt_keeps_secrets_and_attests_nothing_that_it_do
     let before = attach(&server, "a", "v", node).await;
     assert!(before.blank_attestation.is_some());
     server.kill();
-    // As an earlier version noted it.
-    let mut record = noted(&site.file(&volume("old"))).unwrap();
+    // The record as an earlier version wrote it.
+    let mut record = read_record(&site.file(&volume("old"))).unwrap();
     let fields = record.as_object_mut().unwrap();
     assert!(fields.remove("written").is_some() && fields.remove("formatToken").is_some());
-    note(&site.file(&volume("old")), Some(&record));
+    write_record(&site.file(&volume("old")), Some(&record));
     fs::remove_file(site.path("data/catalog.sqlite")).unwrap();
     for beside in ["-wal", "-shm"] {
         let _ = fs::remove_file(site.path(&format!("data/catalog.sqlite{beside}")));

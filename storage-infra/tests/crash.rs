@@ -1,9 +1,9 @@
-//! The server dies at every step of every operation, is started again, and is asked again: what was asked for is there
-//! once, nothing else is, and every byte is. The steps are those that the operation was seen to pass, so that a new one is
-//! tested without anybody remembering. Runs as root.
+//! Crash tests: the server crashes at every fail point of every operation, is restarted, and the request is repeated.
+//! Afterwards the requested objects exist exactly once and no data is lost. The fail points are recorded from a run
+//! of the operation, so that new ones are tested automatically. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
-#![allow(clippy::print_stdout, reason = "how much was tried is told")]
+#![allow(clippy::print_stdout, reason = "the number of crashes is printed")]
 
 mod support;
 
@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 const BYTES: &[u8] = b"every acknowledged byte";
 
-/// What is done while the server dies.
+/// Operation during which the server crashes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Operation {
     Create,
@@ -39,7 +39,7 @@ enum Operation {
 
 use Operation::*;
 
-/// What an operation is done to. Ids of attachments can be used once, so each round has names of its own.
+/// Objects of an operation. Attachment IDs cannot be reused, so each round has its own names.
 struct Round {
     volume: VolumeId,
     other: VolumeId,
@@ -79,7 +79,7 @@ impl Round {
         spec
     }
 
-    /// Brings about what the operation needs.
+    /// Creates the preconditions of the operation.
     async fn prepare(&self, operation: Operation, site: &Site, server: &Server) {
         let client = &server.client;
         match operation {
@@ -124,7 +124,7 @@ impl Round {
         }
     }
 
-    /// Checks that what was asked for is there, and nothing else.
+    /// Checks that the requested objects exist, and no others.
     async fn check(&self, operation: Operation, site: &Site, server: &Server) {
         let client = &server.client;
         let volumes = client.list_volumes(None, None).await.unwrap().items;
@@ -166,13 +166,13 @@ impl Round {
         self.recoverable(&volumes, &attachments, site);
     }
 
-    /// What is noted in the pools tells the same as the catalog.
+    /// Checks that the on-disk records in the pools equal the catalog.
     fn recoverable(&self, volumes: &[Volume], attachments: &[Attachment], site: &Site) {
         for volume in volumes {
             let path = site.path(volume.pool.as_str()).join(format!("{}.raw", volume.id));
-            let noted = noted(&path).unwrap();
-            assert_eq!(noted["diskUuid"], volume.disk_uuid.to_string());
-            let holders = noted["holders"].as_array().unwrap();
+            let record = read_record(&path).unwrap();
+            assert_eq!(record["diskUuid"], volume.disk_uuid.to_string());
+            let holders = record["holders"].as_array().unwrap();
             let ids: Vec<&str> = holders.iter().map(|holder| holder["id"].as_str().unwrap()).collect();
             let expected: Vec<&str> = attachments
                 .iter()
@@ -183,7 +183,7 @@ impl Round {
         }
     }
 
-    /// Takes everything away, and checks that nothing stays.
+    /// Deletes everything and checks that nothing is left.
     async fn clear(&self, site: &Site, server: &Server) {
         let client = &server.client;
         client.detach(&self.attachment, SOON).await.unwrap();
@@ -213,9 +213,9 @@ fn limit() -> Qos {
     Qos { iops: Some(100), bytes_per_second: None }
 }
 
-/// Waits until the server has nothing left to do by itself.
-async fn quiet(site: &Site) {
-    until("everything is noted", async || {
+/// Waits until the server has no background work left.
+async fn wait_until_idle(site: &Site) {
+    until("all records are written", async || {
         let catalog = site.catalog();
         let due = "SELECT (SELECT count(*) FROM volumes WHERE record_due OR state <> 'ready') \
                         + (SELECT count(*) FROM snapshots WHERE record_due OR state <> 'ready')";
@@ -224,9 +224,9 @@ async fn quiet(site: &Site) {
     .await;
 }
 
-/// Asks until it is done: what is being finished may keep it waiting.
-async fn insist(round: &Round, operation: Operation, server: &Server) {
-    until("it is done", async || match round.act(operation, server).await {
+/// Retries until the operation is done: recovery may delay it.
+async fn retry_until_done(round: &Round, operation: Operation, server: &Server) {
+    until("the operation is done", async || match round.act(operation, server).await {
         Ok(()) => true,
         Err(error) => {
             let wait = matches!(error.code(), Some(ProblemCode::Unavailable));
@@ -248,10 +248,10 @@ async fn site() -> (Site, Uuid) {
     (site, node)
 }
 
-/// Lets the server die at each step of these operations, and says how often it did.
-async fn die_at_every_step(operations: &[Operation]) {
+/// Crashes the server at each fail point of these operations, and prints the number of crashes.
+async fn crash_at_every_step(operations: &[Operation]) {
     let (site, node) = site().await;
-    let (mut server, mut number, mut deaths) = (site.start(), 0, 0);
+    let (mut server, mut number, mut crashes) = (site.start(), 0, 0);
     for operation in operations {
         let mut next = || {
             number += 1;
@@ -259,11 +259,11 @@ async fn die_at_every_step(operations: &[Operation]) {
         };
         let round = next();
         round.prepare(*operation, &site, &server).await;
-        quiet(&site).await;
-        site.watch_points();
+        wait_until_idle(&site).await;
+        site.record_fail_points();
         round.act(*operation, &server).await.unwrap();
-        quiet(&site).await;
-        let steps = site.passed_points();
+        wait_until_idle(&site).await;
+        let steps = site.passed_fail_points();
         round.check(*operation, &site, &server).await;
         round.clear(&site, &server).await;
         assert!(steps.iter().any(|step| step.starts_with("catalog.")), "{operation:?}: {steps:?}");
@@ -273,39 +273,39 @@ async fn die_at_every_step(operations: &[Operation]) {
             *time += 1;
             let round = next();
             round.prepare(*operation, &site, &server).await;
-            quiet(&site).await;
+            wait_until_idle(&site).await;
             site.arm(step, *time);
-            // Whether it was done before the server died, nobody can say.
+            // The operation may have completed before the crash.
             let _ = round.act(*operation, &server).await;
-            server.dies().await;
+            server.wait_for_crash().await;
             server = site.start();
-            insist(&round, *operation, &server).await;
-            quiet(&site).await;
-            println!("{operation:?} at {step} for the {time}. time");
+            retry_until_done(&round, *operation, &server).await;
+            wait_until_idle(&site).await;
+            println!("{operation:?} at {step}, pass {time}");
             round.check(*operation, &site, &server).await;
             round.clear(&site, &server).await;
-            deaths += 1;
+            crashes += 1;
         }
     }
-    println!("{} operations, {deaths} deaths", operations.len());
+    println!("{} operations, {crashes} crashes", operations.len());
 }
 
 #[tokio::test]
-async fn a_volume_comes_grows_is_limited_and_goes_whole_wherever_the_server_dies() {
-    die_at_every_step(&[Create, Grow, Limit, Delete]).await;
+async fn volume_operations_are_consistent_after_a_crash_at_every_step() {
+    crash_at_every_step(&[Create, Grow, Limit, Delete]).await;
 }
 
 #[tokio::test]
-async fn a_disk_is_plugged_and_unplugged_once_wherever_the_server_dies() {
-    die_at_every_step(&[Attach, Detach]).await;
+async fn attach_and_detach_are_consistent_after_a_crash_at_every_step() {
+    crash_at_every_step(&[Attach, Detach]).await;
 }
 
 #[tokio::test]
-async fn a_copy_is_whole_or_not_there_wherever_the_server_dies() {
-    die_at_every_step(&[Snapshot, Restore, Elsewhere, DeleteSnapshot]).await;
+async fn copies_are_complete_or_absent_after_a_crash_at_every_step() {
+    crash_at_every_step(&[Snapshot, Restore, Elsewhere, DeleteSnapshot]).await;
 }
 
 #[tokio::test]
-async fn a_pool_is_registered_or_not_wherever_the_server_dies() {
-    die_at_every_step(&[AddPool, RemovePool]).await;
+async fn pool_registration_is_consistent_after_a_crash_at_every_step() {
+    crash_at_every_step(&[AddPool, RemovePool]).await;
 }

@@ -1,4 +1,5 @@
-//! Disks in machines that stand still or are off, over the real server and real loop devices. Runs as root.
+//! Forced detach of disks of stalled or powered-off VMs, with real loop devices and simulated power states. Runs as
+//! root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -10,10 +11,10 @@ use infra_api::{NodeState, ProblemCode};
 use support::*;
 use uuid::Uuid;
 
-/// More than it takes until a machine that keeps its disk is switched off.
+/// More than the time until a VM that keeps its disk is powered off.
 const FENCED: Duration = Duration::from_secs(60);
 
-/// A server over these machines, the first of which has the disk of volume `v`, by attachment `a`.
+/// A server with these nodes; volume `v` is attached to the first by attachment `a`.
 async fn with_writer(site: &Site, nodes: &[Uuid]) -> Server {
     let server = site.ready(nodes).await;
     let id = volume("v");
@@ -31,16 +32,17 @@ async fn fences(server: &Server) -> bool {
 }
 
 #[tokio::test]
-async fn a_machine_that_keeps_its_disk_is_switched_off_only_when_it_is_said_to_be_lost() {
+async fn a_vm_that_keeps_its_disk_is_powered_off_only_by_a_forced_detach() {
     let site = Site::new();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
     let server = with_writer(&site, &nodes).await;
-    site.halt(nodes[0], "paused");
-    // What it waits for is known once it has been waited for in vain.
-    until("a call is told what its work waits for", async || {
-        let told =
-            under_way(async || server.client.detach(&attachment("a"), Duration::from_secs(8)).await).await;
-        told.contains("is paused")
+    site.set_power(nodes[0], "paused");
+    // The reason is reported after the first wait.
+    until("the response has the reason of the wait", async || {
+        let message =
+            still_running(async || server.client.detach(&attachment("a"), Duration::from_secs(8)).await)
+                .await;
+        message.contains("is paused")
     })
     .await;
     let refused = server.client.attach(&attachment("b"), &writer(&volume("v"), nodes[1]), SOON).await;
@@ -56,7 +58,7 @@ async fn a_machine_that_keeps_its_disk_is_switched_off_only_when_it_is_said_to_b
 }
 
 #[tokio::test]
-async fn a_machine_that_lets_go_of_its_disk_is_left_alone_whatever_is_said_of_it() {
+async fn a_vm_that_releases_its_disk_is_not_powered_off_by_a_forced_detach() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = with_writer(&site, &[node]).await;
@@ -66,13 +68,13 @@ async fn a_machine_that_lets_go_of_its_disk_is_left_alone_whatever_is_said_of_it
 }
 
 #[tokio::test]
-async fn what_waits_for_a_disk_to_leave_ends_by_itself_when_the_machine_is_off() {
+async fn a_pending_detach_completes_when_the_vm_is_off() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = with_writer(&site, &[node]).await;
-    site.halt(node, "paused");
-    under_way(async || server.client.detach(&attachment("a"), Duration::from_secs(1)).await).await;
-    site.halt(node, "off");
+    site.set_power(node, "paused");
+    still_running(async || server.client.detach(&attachment("a"), Duration::from_secs(1)).await).await;
+    site.set_power(node, "off");
     until("nothing is attached", async || {
         server.client.list_attachments(None, None).await.unwrap().is_empty()
     })
@@ -80,6 +82,6 @@ async fn what_waits_for_a_disk_to_leave_ends_by_itself_when_the_machine_is_off()
     assert!(site.devices().is_empty());
     let refused = server.client.attach(&attachment("b"), &writer(&volume("v"), node), SOON).await;
     assert_eq!(code(refused), ProblemCode::NodeNotRunning);
-    // A refusal leaves nothing behind.
+    // A refused attach leaves no row.
     assert_eq!(server.client.list_attachments(None, None).await.unwrap(), []);
 }

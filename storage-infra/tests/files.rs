@@ -1,5 +1,6 @@
-//! No file of a volume goes, and none is made anew, while anybody has it or may have it, whatever the catalog says: over the
-//! real server, real filesystems, a real libvirtd and real QEMUs, whose machines have nothing to boot. Runs as root.
+//! Clearance: no file of a volume is removed or recreated while it is or may be in use, even if the catalog is
+//! outdated. Runs with the real server, real filesystems, a real libvirtd and real QEMU domains without a boot disk.
+//! Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -13,7 +14,7 @@ use support::libvirtd::Libvirtd;
 use support::*;
 use uuid::Uuid;
 
-/// A site with two domains of a libvirt of its own.
+/// A site with two domains of its own libvirtd.
 struct Place {
     site: Site,
     libvirt: Libvirtd,
@@ -30,13 +31,13 @@ impl Place {
     }
 }
 
-/// Stops a server as a supervisor does, and takes a copy of its catalog.
-fn stopped(server: Server, site: &Site) -> Vec<u8> {
+/// Stops a server gracefully and copies its catalog.
+fn stop_and_back_up(server: Server, site: &Site) -> Vec<u8> {
     assert_eq!(server.stop(), Some(0));
     backup(site)
 }
 
-/// A process that has a file as QEMU has an image.
+/// A process that holds a file open as QEMU holds an image.
 struct Qemu(Child);
 
 impl Qemu {
@@ -60,26 +61,29 @@ impl Drop for Qemu {
 }
 
 #[tokio::test]
-async fn an_older_catalog_removes_no_file_from_under_a_running_qemu() {
+async fn an_older_catalog_does_not_remove_a_file_in_use_by_qemu() {
     let Place { site, libvirt, nodes } = Place::new();
     let server = site.ready(&nodes).await;
     let id = volume("v");
     let disk = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap().disk_uuid;
-    let older = stopped(server, &site);
+    let older = stop_and_back_up(server, &site);
     let server = site.start();
     server.client.attach(&attachment("a"), &writer(&id, nodes[0]), SOON).await.unwrap();
     assert_eq!(server.stop(), Some(0));
-    let record = noted(&site.file(&id));
-    put_back(&site, &older);
+    let record = read_record(&site.file(&id));
+    restore(&site, &older);
 
     let server = site.start();
     let refused = server.client.delete_volume(&id).await.unwrap_err();
     assert_eq!(refused.code(), Some(ProblemCode::InUse), "{refused}");
-    let told = refused.to_string();
-    assert!(told.contains(&nodes[0].to_string()) && told.contains("storage-infra recover"), "{told}");
+    let message = refused.to_string();
+    assert!(
+        message.contains(&nodes[0].to_string()) && message.contains("storage-infra recover"),
+        "{message}"
+    );
     assert!(site.file(&id).exists() && libvirt.has(nodes[0], disk));
-    assert_eq!(noted(&site.file(&id)), record);
-    // Nor does anybody else get it, nor does it leave the VM that has it.
+    assert_eq!(read_record(&site.file(&id)), record);
+    // The volume cannot be attached elsewhere, and is not detached from the VM that has it.
     let elsewhere = server.client.attach(&attachment("b"), &writer(&id, nodes[1]), SOON).await;
     assert_eq!(code(elsewhere), ProblemCode::InUse);
     until("the disk is reported", async || {
@@ -99,22 +103,22 @@ async fn an_older_catalog_removes_no_file_from_under_a_running_qemu() {
 }
 
 #[tokio::test]
-async fn an_older_catalog_plugs_no_disk_that_was_detached_since() {
+async fn an_older_catalog_does_not_reattach_a_disk_that_was_detached_since() {
     let Place { site, libvirt, nodes } = Place::new();
     let server = site.ready(&nodes).await;
     let id = volume("v");
     let disk = server.client.put_volume(&id, &size(MIB), SOON).await.unwrap().disk_uuid;
     server.client.attach(&attachment("a"), &writer(&id, nodes[0]), SOON).await.unwrap();
-    let older = stopped(server, &site);
+    let older = stop_and_back_up(server, &site);
     let server = site.start();
     server.client.detach(&attachment("a"), SOON).await.unwrap();
-    let holders = || noted(&site.file(&id)).unwrap()["holders"].as_array().unwrap().len();
-    until("the detach is noted", async || holders() == 0).await;
+    let holders = || read_record(&site.file(&id)).unwrap()["holders"].as_array().unwrap().len();
+    until("the detach is recorded", async || holders() == 0).await;
     assert_eq!(server.stop(), Some(0));
-    put_back(&site, &older);
+    restore(&site, &older);
 
     let server = site.start();
-    until("the catalog wants its disk back", async || {
+    until("the conflict is reported", async || {
         let known = server.client.get_attachment(&attachment("a")).await.unwrap().unwrap();
         assert!(!libvirt.has(nodes[0], disk));
         known.message.is_some_and(|message| message.contains("older than the pool"))
@@ -125,7 +129,7 @@ async fn an_older_catalog_plugs_no_disk_that_was_detached_since() {
 }
 
 #[tokio::test]
-async fn a_stale_row_of_a_volume_being_made_leaves_its_file_and_its_record_alone() {
+async fn a_stale_row_in_state_creating_does_not_touch_the_file_or_its_record() {
     let Place { site, libvirt, nodes } = Place::new();
     let server = site.ready(&nodes).await;
     let id = volume("v");
@@ -133,9 +137,9 @@ async fn a_stale_row_of_a_volume_being_made_leaves_its_file_and_its_record_alone
     server.client.attach(&attachment("a"), &writer(&id, nodes[0]), SOON).await.unwrap();
     site.write(&id, b"kept", 0);
     assert_eq!(server.stop(), Some(0));
-    let record = noted(&site.file(&id)).unwrap();
+    let record = read_record(&site.file(&id)).unwrap();
     assert_eq!(record["holders"].as_array().unwrap().len(), 1);
-    // As it was while the volume was made.
+    // The row as it was while the volume was being created.
     site.catalog()
         .execute_batch("DELETE FROM attachments; UPDATE volumes SET state = 'creating', capacity = 524288")
         .unwrap();
@@ -143,7 +147,7 @@ async fn a_stale_row_of_a_volume_being_made_leaves_its_file_and_its_record_alone
     let server = site.start();
     let elsewhere = server.client.attach(&attachment("b"), &writer(&id, nodes[1]), SOON).await;
     assert!(elsewhere.is_err());
-    assert_eq!(noted(&site.file(&id)).unwrap(), record);
+    assert_eq!(read_record(&site.file(&id)).unwrap(), record);
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::InUse);
     assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), MIB);
     assert_eq!(site.read(&id, 4, 0), b"kept");
@@ -151,7 +155,7 @@ async fn a_stale_row_of_a_volume_being_made_leaves_its_file_and_its_record_alone
 }
 
 #[tokio::test]
-async fn a_pool_that_is_registered_later_is_not_taken_for_newer_than_the_catalog() {
+async fn a_pool_registered_later_does_not_count_as_newer_than_the_catalog() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
@@ -164,7 +168,7 @@ async fn a_pool_that_is_registered_later_is_not_taken_for_newer_than_the_catalog
     server.client.put_volume(&volume("w"), &wanted, SOON).await.unwrap();
     server.client.delete_volume(&volume("w")).await.unwrap();
     assert!(!site.path("later/w.raw").exists());
-    // Nor is it by the next server.
+    // Nor for the next server.
     server.client.put_volume(&volume("w"), &wanted, SOON).await.unwrap();
     assert_eq!(server.stop(), Some(0));
     let server = site.start();
@@ -173,7 +177,7 @@ async fn a_pool_that_is_registered_later_is_not_taken_for_newer_than_the_catalog
 }
 
 #[tokio::test]
-async fn a_file_that_a_process_has_as_an_image_stays_and_the_process_is_named() {
+async fn a_file_opened_by_a_process_is_kept_and_the_error_names_the_process() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("v");
@@ -190,7 +194,7 @@ async fn a_file_that_a_process_has_as_an_image_stays_and_the_process_is_named() 
 }
 
 #[tokio::test]
-async fn a_file_stays_while_a_hypervisor_cannot_say_whether_it_has_it() {
+async fn a_file_is_kept_while_a_hypervisor_cannot_report_its_disks() {
     let Place { site, mut libvirt, nodes } = Place::new();
     let server = site.ready(&nodes).await;
     let id = volume("v");
@@ -201,13 +205,13 @@ async fn a_file_stays_while_a_hypervisor_cannot_say_whether_it_has_it() {
     assert!(refused.to_string().contains("hypervisor here"), "{refused}");
     assert!(site.file(&id).exists());
     libvirt.restart(support::libvirtd::HOST);
-    // Begun, and not forgotten.
+    // The deletion was started and is not forgotten.
     until("the volume is gone", async || server.client.get_volume(&id).await.unwrap().is_none()).await;
     assert!(!site.file(&id).exists());
 }
 
 #[tokio::test]
-async fn every_removal_is_in_the_audit_log_with_who_asked_for_it() {
+async fn every_removal_is_in_the_audit_log_with_its_actor() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let id = volume("v");
@@ -234,7 +238,7 @@ async fn every_removal_is_in_the_audit_log_with_who_asked_for_it() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_missing_is_reported_once_and_its_disk_comes_back_with_it() {
+async fn a_missing_file_is_reported_once_and_its_disk_is_reattached_when_it_returns() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -249,9 +253,13 @@ async fn a_file_that_is_missing_is_reported_once_and_its_disk_comes_back_with_it
     fs::rename(site.file(&id), &aside).unwrap();
 
     let server = site.start();
-    let attempts = || server.logged(|event| event["message"] == "not finished; will be tried again").len();
-    until("the missing file is met", async || attempts() > 0).await;
-    // Each round of repair brings back the disk of another volume that was taken away.
+    let attempts = || {
+        server
+            .logged(|event| event["message"] == "could not complete the attachment's operation; will retry")
+            .len()
+    };
+    until("a retry has failed", async || attempts() > 0).await;
+    // Each repair tick reattaches the disk of another volume that was detached from the node.
     let other = volume("w");
     let disk_of_other = server.client.put_volume(&other, &size(MIB), SOON).await.unwrap().disk_uuid;
     server.client.attach(&attachment("b"), &writer(&other, node), SOON).await.unwrap();
@@ -260,10 +268,10 @@ async fn a_file_that_is_missing_is_reported_once_and_its_disk_comes_back_with_it
         let device = fs::read_link(&link_of_other).unwrap();
         assert!(Command::new("losetup").arg("--detach").arg(&device).status().unwrap().success());
         fs::remove_file(&link_of_other).unwrap();
-        until("the other disk is plugged again", async || link_of_other.exists()).await;
+        until("the other disk is attached again", async || link_of_other.exists()).await;
     }
     let warned = server.logged(|event| event["level"] == "WARN" && event["attachment"] == "a");
     assert_eq!(warned.len(), 1, "{warned:?}");
     fs::rename(&aside, site.file(&id)).unwrap();
-    until("the disk is plugged again", async || link.exists()).await;
+    until("the disk is attached again", async || link.exists()).await;
 }

@@ -1,5 +1,5 @@
-//! One server for each pool: a second one over the same directory, with a data directory of its own, touches nothing there
-//! for as long as the first one runs. Runs as root.
+//! Pool lock: a second server with another data directory does not touch a pool while the first server runs. Runs as
+//! root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -12,7 +12,7 @@ use infra_api::{EngineKind, Labels, PoolName, PoolSpec, ProblemCode};
 use support::*;
 use uuid::Uuid;
 
-/// Copies the data directory, as whoever recovers it on another host does.
+/// Copies the data directory, as in a recovery on another host.
 fn copy_data(site: &Site) {
     backup(site);
     let copied =
@@ -30,7 +30,7 @@ fn second(site: &Site) -> (PoolName, PoolSpec) {
 }
 
 #[tokio::test]
-async fn a_second_server_touches_no_pool_of_another_and_serves_its_own() {
+async fn a_second_server_does_not_touch_the_pools_of_the_first_and_serves_its_own() {
     let site = Site::new();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -40,9 +40,9 @@ async fn a_second_server_touches_no_pool_of_another_and_serves_its_own() {
     assert_eq!(server.stop(), Some(0));
     copy_data(&site);
     let first = site.start();
-    let record = noted(&site.file(&id));
+    let record = read_record(&site.file(&id));
 
-    let other = site.start_over("other");
+    let other = site.start_with_data("other");
     let found = other.client.list_pools().await.unwrap().remove(0);
     let message = found.message.unwrap();
     assert!(!found.healthy && message.contains("another server"), "{message}");
@@ -52,8 +52,8 @@ async fn a_second_server_touches_no_pool_of_another_and_serves_its_own() {
     assert_eq!(code(other.client.detach(&attachment("a"), SOON).await), ProblemCode::Unavailable);
     assert!(other.client.delete_volume(&id).await.is_err());
     assert_eq!(site.files(), ["v.raw"]);
-    assert_eq!((noted(&site.file(&id)), site.link(node, disk).exists()), (record, true));
-    // What is its own it serves.
+    assert_eq!((read_record(&site.file(&id)), site.link(node, disk).exists()), (record, true));
+    // It serves its own pool.
     fs::create_dir(site.path("second")).unwrap();
     let (name, spec) = second(&site);
     other.client.put_pool(&name, &spec).await.unwrap();
@@ -63,26 +63,26 @@ async fn a_second_server_touches_no_pool_of_another_and_serves_its_own() {
 }
 
 #[tokio::test]
-async fn the_pool_of_a_killed_server_is_free() {
+async fn the_pool_of_a_killed_server_can_be_taken_over() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     assert_eq!(server.stop(), Some(0));
     copy_data(&site);
     let first = site.start();
-    let other = site.start_over("other");
+    let other = site.start_with_data("other");
     assert!(!other.client.list_pools().await.unwrap().remove(0).healthy);
     first.kill();
     until("the pool is taken over", async || other.client.list_pools().await.unwrap().remove(0).healthy)
         .await;
     other.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
-    // The first one is the second now.
+    // Now the first server is the second.
     let first = site.start();
     let code = code(first.client.put_volume(&volume("v"), &size(MIB), SOON).await);
     assert!(matches!(code, ProblemCode::OutOfSpace | ProblemCode::Unavailable), "{code}");
 }
 
 #[tokio::test]
-async fn a_pool_that_is_forgotten_or_taken_away_is_not_held() {
+async fn a_removed_or_unmounted_pool_is_not_locked() {
     let site = Site::no_reflink();
     let server = site.ready(&[]).await;
     let umount = || Command::new("umount").arg(site.path("pool")).status().unwrap().success();
@@ -92,10 +92,10 @@ async fn a_pool_that_is_forgotten_or_taken_away_is_not_held() {
     site.mount_again("pool");
     server.client.put_pool(&pool(), &site.pool_spec()).await.unwrap();
     server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
-    // Gone behind the server's back, and back again.
+    // Unmounted while the server runs, and mounted again.
     site.unmount("pool");
-    until("it is missed", async || !server.client.health().await.unwrap().healthy).await;
+    until("the pool is unhealthy", async || !server.client.health().await.unwrap().healthy).await;
     site.mount_again("pool");
-    until("it is well", async || server.client.health().await.unwrap().healthy).await;
+    until("the pool is healthy", async || server.client.health().await.unwrap().healthy).await;
     server.client.delete_volume(&volume("v")).await.unwrap();
 }

@@ -1,5 +1,5 @@
-//! Pools and data directories that are full, read-only or not there: what is said, what is left, and that all goes on by
-//! itself once the cause is gone. Runs as root.
+//! Full, read-only and missing pools and data directories: error messages, cleanup, and automatic recovery once the
+//! cause is gone. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 const EXT4: &[&str] = &["mkfs.ext4", "-q", "-F"];
 
-/// Takes all the room that a filesystem has.
+/// Fills a filesystem completely.
 fn fill(dir: &Path) -> PathBuf {
     let path = dir.join("filler");
     let mut file = File::create(&path).unwrap();
@@ -44,7 +44,7 @@ async fn second_pool(site: &Site, server: &Server) -> PoolName {
 }
 
 #[tokio::test]
-async fn a_full_pool_refuses_what_is_new_with_a_reason_and_takes_it_once_there_is_room() {
+async fn a_full_pool_refuses_new_objects_and_accepts_them_once_there_is_space() {
     let mut site = Site::new();
     site.mount_of_size("pool", EXT4, 64 * MIB);
     let server = site.ready(&[]).await;
@@ -68,9 +68,9 @@ async fn a_full_pool_refuses_what_is_new_with_a_reason_and_takes_it_once_there_i
 }
 
 #[tokio::test]
-async fn what_finds_the_filesystem_full_on_the_way_leaves_nothing_half_made() {
+async fn an_operation_that_runs_out_of_space_is_rolled_back() {
     let mut site = Site::new();
-    // Room for bytes, and for a handful of files.
+    // Space for bytes, and for a few files.
     site.mount_of_size("pool", &["mkfs.ext4", "-q", "-F", "-N", "16"], 64 * MIB);
     let server = site.ready(&[]).await;
     server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
@@ -101,7 +101,7 @@ async fn what_finds_the_filesystem_full_on_the_way_leaves_nothing_half_made() {
 }
 
 #[tokio::test]
-async fn a_full_data_directory_is_said_changes_nothing_and_is_got_over() {
+async fn a_full_data_directory_is_reported_and_recovers() {
     let mut site = Site::new();
     site.mount_of_size("data", EXT4, 16 * MIB);
     let node = Uuid::new_v4();
@@ -110,7 +110,7 @@ async fn a_full_data_directory_is_said_changes_nothing_and_is_got_over() {
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
     let filler = fill(&site.path("data"));
-    // What the catalog's log has room for is still taken.
+    // Writes that fit into the allocated catalog log still succeed.
     let mut number = 0;
     let refused = loop {
         number += 1;
@@ -121,7 +121,7 @@ async fn a_full_data_directory_is_said_changes_nothing_and_is_got_over() {
     };
     let problem = refused.problem().unwrap();
     assert_eq!(problem.code, ProblemCode::ReadOnly, "{problem}");
-    assert!(problem.detail.contains("catalog") && problem.detail.contains("make room"), "{problem}");
+    assert!(problem.detail.contains("catalog") && problem.detail.contains("free space"), "{problem}");
     assert!(!server.client.health().await.unwrap().catalog_writable);
     assert!(server.client.get_volume(&id).await.unwrap().is_some());
 
@@ -140,7 +140,7 @@ async fn a_full_data_directory_is_said_changes_nothing_and_is_got_over() {
 }
 
 #[tokio::test]
-async fn a_read_only_pool_is_told_of_its_volumes_and_others_take_what_is_new() {
+async fn a_read_only_pool_is_reported_and_new_volumes_go_to_other_pools() {
     let site = Site::reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -149,7 +149,7 @@ async fn a_read_only_pool_is_told_of_its_volumes_and_others_take_what_is_new() {
     site.write(&id, b"kept", 0);
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
     let device = site.link(node, made.disk_uuid);
-    // A disk that is open for writing keeps a filesystem from being turned read-only by hand; an error does not ask.
+    // A disk that is open for writing prevents an orderly remount as read-only; an error does not.
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     let reading = reader(&id, node);
     server.client.attach(&attachment("b"), &reading, SOON).await.unwrap();
@@ -173,12 +173,12 @@ async fn a_read_only_pool_is_told_of_its_volumes_and_others_take_what_is_new() {
     site.remount("pool", "rw").await;
     healthy(&server, "v", true).await;
     server.client.attach(&attachment("d"), &writer(&id, node), SOON).await.unwrap();
-    let holders = noted(&site.file(&id)).unwrap()["holders"].clone();
+    let holders = read_record(&site.file(&id)).unwrap()["holders"].clone();
     assert_eq!((holders.as_array().unwrap().len(), holders[0]["id"].as_str()), (1, Some("d")));
 }
 
 #[tokio::test]
-async fn a_pool_that_is_not_mounted_at_the_start_is_not_written_to_and_back_once_it_is() {
+async fn a_pool_that_is_not_mounted_at_start_is_not_written_and_recovers_when_mounted() {
     let site = Site::reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -186,19 +186,19 @@ async fn a_pool_that_is_not_mounted_at_the_start_is_not_written_to_and_back_once
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     server.client.put_volume(&volume("gone"), &size(MIB), SOON).await.unwrap();
     site.write(&id, b"kept", 0);
-    // The bytes of a copy are there, and the catalog does not know yet.
+    // The bytes of a copy are complete, and the catalog does not know yet.
     let mut server = server;
     site.arm("engine.fill.after", 1);
     server.client.put_volume(&copy, &cloned(&id, MIB), SOON).await.unwrap_err();
-    server.dies().await;
+    server.wait_for_crash().await;
     site.unmount("pool");
     let server = site.start();
     let health = server.client.health().await.unwrap();
     assert_eq!((health.healthy, health.pools_healthy, health.pools_total), (false, 0, 1));
     let pool = server.client.get_pool(&support::pool()).await.unwrap().unwrap();
     assert!(pool.message.unwrap().contains("is its filesystem mounted?"));
-    let sick = server.client.get_volume(&id).await.unwrap().unwrap().condition;
-    assert!(!sick.healthy && sick.message.unwrap().contains("is its filesystem mounted?"));
+    let unhealthy = server.client.get_volume(&id).await.unwrap().unwrap().condition;
+    assert!(!unhealthy.healthy && unhealthy.message.unwrap().contains("is its filesystem mounted?"));
     let refused = server.client.put_volume(&volume("w"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&volume("gone")).await), ProblemCode::Unavailable);
@@ -209,7 +209,7 @@ async fn a_pool_that_is_not_mounted_at_the_start_is_not_written_to_and_back_once
     site.mount_again("pool");
     healthy(&server, "v", true).await;
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
-    until("what was begun is finished", async || {
+    until("the interrupted operation is complete", async || {
         let copied = server.client.get_volume(&copy).await.unwrap();
         copied.is_some_and(|copied| copied.state == VolumeState::Ready)
             && server.client.get_volume(&volume("gone")).await.unwrap().is_none()

@@ -1,5 +1,5 @@
-//! A virtual machine's disk is free only when it is proven that the virtual machine cannot write to it: over the real
-//! server, a real libvirtd and real QEMUs, whose machines have nothing to boot. Runs as root.
+//! Proof of detachment: a VM's disk is free only when it is proven that the VM cannot write to it. Runs with the real
+//! server, a real libvirtd and real QEMU domains without a boot disk. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 const SHORT: Duration = Duration::from_secs(2);
 
-/// A server over two domains, the first of which has the disk of volume `v`, by attachment `a`.
+/// A server with two domains; volume `v` is attached to the first by attachment `a`.
 struct Plugged {
     // Dropped in this order.
     server: Server,
@@ -45,10 +45,12 @@ impl Plugged {
         self.server.client.get_node(self.nodes[0]).await.unwrap().unwrap().state
     }
 
-    /// Detaches the disk, which must not succeed, and must be told why.
+    /// Requests a detach, which must not succeed and must report this reason.
     async fn is_kept(&self, why: &str) {
-        until("the detach is told why", async || {
-            under_way(async || self.server.client.detach(&attachment("a"), SHORT).await).await.contains(why)
+        until("the detach reports the reason", async || {
+            still_running(async || self.server.client.detach(&attachment("a"), SHORT).await)
+                .await
+                .contains(why)
         })
         .await;
         let elsewhere = writer(&volume("v"), self.nodes[1]);
@@ -56,7 +58,7 @@ impl Plugged {
         assert_eq!(code(refused), ProblemCode::InUse);
     }
 
-    /// Waits until the disk is detached without being asked again.
+    /// Waits until the disk is detached without another request.
     async fn is_detached(&self) {
         until("the disk is detached", async || {
             self.server.client.list_attachments(None, None).await.unwrap().is_empty()
@@ -66,17 +68,17 @@ impl Plugged {
 }
 
 #[tokio::test]
-async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_until_it_runs_again() {
+async fn a_vm_saved_to_a_file_keeps_its_disk_until_it_runs_again() {
     let mut all = Plugged::new().await;
     let (name, file) = (all.name(0), all.libvirt.path("memory"));
     all.libvirt.virsh(&["save", &name, text(&file)]);
     all.is_kept("saved").await;
-    // libvirt itself does not know it any more.
+    // libvirt itself has forgotten the saved state.
     all.libvirt.restart(HOST);
     assert!(all.libvirt.virsh(&["domstate", "--reason", &name]).contains("unknown"));
     all.is_kept("saved").await;
     assert_eq!(all.state().await, NodeState::Saved);
-    // Nor does a server that is started anew forget it.
+    // A restarted server remembers it.
     let Plugged { server, site, libvirt, nodes, disk } = all;
     server.kill();
     let all = Plugged { server: site.start(), site, libvirt, nodes, disk };
@@ -91,12 +93,12 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_until_it_runs_again() {
 }
 
 #[tokio::test]
-async fn a_saved_vm_gives_its_disk_up_when_its_saved_state_is_discarded() {
+async fn the_disk_of_a_saved_vm_is_free_when_the_saved_state_is_discarded() {
     let all = Plugged::new().await;
     let name = all.name(0);
     all.libvirt.virsh(&["managedsave", &name]);
     all.is_kept("managedsave-remove").await;
-    // Here libvirt can be asked, so a person's word is not enough.
+    // Here libvirt can be queried, so the operator's declaration is refused.
     assert_eq!(code(all.server.client.discard_saved_state(all.nodes[0]).await), ProblemCode::InUse);
     all.libvirt.virsh(&["managedsave-remove", &name]);
     all.is_detached().await;
@@ -107,25 +109,25 @@ async fn a_saved_vm_gives_its_disk_up_when_its_saved_state_is_discarded() {
     let id = volume("v");
     all.server.client.attach(&attachment("c"), &writer(&id, all.nodes[0]), SOON).await.unwrap();
     all.libvirt.virsh(&["save", &name, text(&all.libvirt.path("memory"))]);
-    until("the saved state is noted", async || all.state().await == NodeState::Saved).await;
-    // A disk that it cannot have is not left behind by the attempt.
+    until("the saved state is recorded", async || all.state().await == NodeState::Saved).await;
+    // A refused attach leaves nothing behind.
     let other = volume("w");
     all.server.client.put_volume(&other, &size(MIB), SOON).await.unwrap();
     let refused = all.server.client.attach(&attachment("d"), &writer(&other, all.nodes[0]), SOON).await;
     assert_eq!(code(refused), ProblemCode::NodeNotRunning);
     all.server.client.delete_volume(&other).await.unwrap();
 
-    under_way(async || all.server.client.detach(&attachment("c"), SHORT).await).await;
+    still_running(async || all.server.client.detach(&attachment("c"), SHORT).await).await;
     all.server.client.discard_saved_state(all.nodes[0]).await.unwrap();
     all.is_detached().await;
 }
 
 #[tokio::test]
-async fn a_vm_is_not_off_because_another_host_answers_that_does_not_have_it() {
+async fn a_vm_does_not_count_as_off_when_another_host_answers() {
     let mut all = Plugged::new().await;
-    until("the host is noted", async || {
-        let noted = "SELECT count(*) FROM hypervisor_hosts";
-        all.site.catalog().query_row(noted, [], |row| row.get::<_, u32>(0)).unwrap() == 1
+    until("the host is recorded", async || {
+        let query = "SELECT count(*) FROM hypervisor_hosts";
+        all.site.catalog().query_row(query, [], |row| row.get::<_, u32>(0)).unwrap() == 1
     })
     .await;
     all.libvirt.virsh(&["destroy", &all.name(0)]);
@@ -139,7 +141,7 @@ async fn a_vm_is_not_off_because_another_host_answers_that_does_not_have_it() {
 }
 
 #[tokio::test]
-async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
+async fn a_vm_that_libvirt_lost_keeps_its_disk_while_its_qemu_runs() {
     let mut all = Plugged::new().await;
     let name = all.name(0);
     all.libvirt.restart_without_status();
@@ -147,7 +149,7 @@ async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
     let lost = processes(all.nodes[0]);
     assert_eq!(lost.len(), 1);
     all.is_kept("lock").await;
-    // Another QEMU of the same VM does not make it free, either: that one does not have the disk.
+    // Another QEMU process of the same VM without the disk does not free it.
     all.libvirt.virsh(&["start", &name]);
     all.is_kept("lock").await;
     assert!(std::process::Command::new("kill").args(["-KILL", &lost[0]]).status().unwrap().success());
@@ -155,10 +157,10 @@ async fn a_vm_that_libvirt_lost_keeps_its_disk_for_as_long_as_its_qemu_runs() {
 }
 
 #[tokio::test]
-async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
+async fn an_unexpected_disk_is_reported_and_detached_if_it_is_ours() {
     let all = Plugged::new().await;
     let (client, id) = (&all.server.client, volume("v"));
-    // A person says that the saved state is not used any more, and uses it all the same.
+    // An operator declares the saved state discarded and restores it nevertheless.
     let (name, file) = (all.name(0), all.libvirt.path("memory"));
     all.libvirt.virsh(&["save", &name, text(&file)]);
     all.is_kept("saved").await;
@@ -166,27 +168,29 @@ async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
     all.is_detached().await;
     all.libvirt.virsh(&["restore", text(&file)]);
     assert!(all.libvirt.has(all.nodes[0], all.disk));
-    until("the disk is unplugged", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
+    until("the disk is detached", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
     let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
-    until("it is counted", async || metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await)
-        .await;
-    let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
-    until("it is told", async || {
-        condition().await.message.is_some_and(|text| text.contains("no attachment"))
+    until("the detach is counted", async || {
+        metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await
     })
     .await;
-    until("nothing is wrong", async || condition().await.healthy).await;
+    let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
+    until("the unexpected disk is reported", async || {
+        condition().await.message.is_some_and(|text| text.contains("without an attachment"))
+    })
+    .await;
+    until("the volume is normal", async || condition().await.healthy).await;
 
-    // Whoever plugged this one is not us.
+    // This disk was attached by someone else.
     all.libvirt.plug(all.nodes[0], &all.site.file(&id), Uuid::new_v4());
-    until("it is told", async || !condition().await.healthy).await;
-    let told = condition().await.message.unwrap();
-    assert!(told.contains("by hand") && told.contains(&all.name(0)), "{told}");
+    until("the unexpected disk is reported", async || !condition().await.healthy).await;
+    let message = condition().await.message.unwrap();
+    assert!(message.contains("manually") && message.contains(&all.name(0)), "{message}");
     assert!(metric("nestor_storage_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
     let refused = client.attach(&attachment("c"), &writer(&id, all.nodes[1]), SOON).await;
     assert_eq!(code(refused), ProblemCode::InUse);
     assert_eq!(code(client.delete_volume(&id).await), ProblemCode::InUse);
     all.libvirt.virsh(&["detach-disk", &name, "sdz", "--live"]);
-    until("nothing is wrong", async || condition().await.healthy).await;
+    until("the volume is normal", async || condition().await.healthy).await;
     client.attach(&attachment("d"), &writer(&id, all.nodes[1]), SOON).await.unwrap();
 }

@@ -1,5 +1,5 @@
-//! A catalog that is damaged, lost, or older than the pools: nothing is served from it that would do harm, and what is on
-//! disk brings it back. Runs as root.
+//! Damaged, lost and outdated catalogs: the server refuses harmful operations, and `recover` rebuilds the catalog
+//! from the pools. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -13,7 +13,7 @@ use infra_api::{Attachment, ProblemCode, Qos, Snapshot, Volume, VolumeSize, Volu
 use support::*;
 use uuid::Uuid;
 
-/// All that a server knows, but for what pools measure.
+/// All objects of a server, without measured values of pools.
 async fn known(server: &Server) -> (Vec<Volume>, Vec<Snapshot>, Vec<Attachment>) {
     let client = &server.client;
     (
@@ -23,7 +23,7 @@ async fn known(server: &Server) -> (Vec<Volume>, Vec<Snapshot>, Vec<Attachment>)
     )
 }
 
-/// Every file of a directory with its bytes.
+/// All files of a directory with their content.
 fn content(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(dir).unwrap().map(Result::unwrap);
     entries
@@ -32,8 +32,8 @@ fn content(dir: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-/// A site with volumes, one of them attached to the first node, and a snapshot.
-async fn lived_in(site: &Site, nodes: &[Uuid]) -> Server {
+/// A site with a snapshot and volumes, one of which is attached to the first node.
+async fn populated_server(site: &Site, nodes: &[Uuid]) -> Server {
     let server = site.ready(nodes).await;
     let client = &server.client;
     let mut labelled = size(MIB);
@@ -51,10 +51,10 @@ async fn lived_in(site: &Site, nodes: &[Uuid]) -> Server {
 }
 
 #[tokio::test]
-async fn a_catalog_that_cannot_be_trusted_is_not_served_and_comes_back_from_the_pools() {
+async fn an_unusable_catalog_is_not_served_and_is_rebuilt_from_the_pools() {
     let site = Site::reflink();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
-    let server = lived_in(&site, &nodes).await;
+    let server = populated_server(&site, &nodes).await;
     let before = known(&server).await;
     assert_eq!(server.stop(), Some(0));
     let good = backup(&site);
@@ -71,7 +71,7 @@ async fn a_catalog_that_cannot_be_trusted_is_not_served_and_comes_back_from_the_
         ("missing", None),
     ];
     for (what, bytes) in damages {
-        forget_log(&site);
+        remove_wal(&site);
         match &bytes {
             Some(bytes) => fs::write(site.path(CATALOG), bytes).unwrap(),
             None => fs::remove_file(site.path(CATALOG)).unwrap(),
@@ -108,9 +108,9 @@ async fn a_catalog_that_cannot_be_trusted_is_not_served_and_comes_back_from_the_
 }
 
 #[tokio::test]
-async fn a_row_that_makes_no_sense_keeps_the_server_from_starting() {
+async fn a_corrupt_row_prevents_the_start() {
     let site = Site::reflink();
-    let server = lived_in(&site, &[Uuid::new_v4()]).await;
+    let server = populated_server(&site, &[Uuid::new_v4()]).await;
     assert_eq!(server.stop(), Some(0));
     for broken in [
         "UPDATE volumes SET disk_uuid = 'no uuid' WHERE id = 'w'",
@@ -121,16 +121,16 @@ async fn a_row_that_makes_no_sense_keeps_the_server_from_starting() {
         site.catalog().execute_batch(broken).unwrap();
         let said = site.refused();
         assert!(said.contains("is damaged") && said.contains("storage-infra recover"), "{broken}: {said}");
-        forget_log(&site);
+        remove_wal(&site);
         fs::write(site.path(CATALOG), good).unwrap();
     }
     site.start().client.detach(&attachment("a"), SOON).await.unwrap();
 }
 
 #[tokio::test]
-async fn nothing_is_recovered_under_a_server_or_without_all_pools() {
+async fn recover_refuses_while_a_server_runs_or_a_pool_is_missing() {
     let site = Site::reflink();
-    let server = lived_in(&site, &[Uuid::new_v4()]).await;
+    let server = populated_server(&site, &[Uuid::new_v4()]).await;
     let (status, said) = site.recover(&[]);
     assert!(status == 1 && said.contains("another server runs on"), "{said}");
     server.client.detach(&attachment("a"), SOON).await.unwrap();
@@ -142,7 +142,7 @@ async fn nothing_is_recovered_under_a_server_or_without_all_pools() {
     assert!(!site.path(CATALOG).exists());
     site.mount_again("pool");
 
-    // Where the list of pools is gone too, they are named.
+    // If the list of pools is lost too, they are given with --pool.
     fs::remove_file(site.path("data/known.json")).unwrap();
     let (status, said) = site.recover(&["--dry-run=false"]);
     assert!(status == 1 && said.contains("name each with --pool"), "{said}");
@@ -152,15 +152,15 @@ async fn nothing_is_recovered_under_a_server_or_without_all_pools() {
 }
 
 #[tokio::test]
-async fn a_disk_whose_attachment_nobody_knows_keeps_others_from_its_volume() {
+async fn a_disk_with_an_unknown_attachment_blocks_other_attachments() {
     let site = Site::reflink();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
-    let server = lived_in(&site, &nodes).await;
+    let server = populated_server(&site, &nodes).await;
     server.kill();
-    // As if an earlier version had plugged it.
-    let mut record = noted(&site.file(&volume("v"))).unwrap();
+    // As if an earlier version had attached it.
+    let mut record = read_record(&site.file(&volume("v"))).unwrap();
     record["holders"] = serde_json::json!([]);
-    note(&site.file(&volume("v")), Some(&record));
+    write_record(&site.file(&volume("v")), Some(&record));
     fs::remove_file(site.path(CATALOG)).unwrap();
     let (status, said) = site.recover(&["--dry-run=false"]);
     assert!(status == 0 && said.contains("nothing says by which attachment"), "{said}");
@@ -177,12 +177,12 @@ async fn a_disk_whose_attachment_nobody_knows_keeps_others_from_its_volume() {
 }
 
 #[tokio::test]
-async fn a_file_that_nothing_is_noted_with_is_told_and_left_alone() {
+async fn a_file_without_a_record_is_reported_and_not_touched() {
     let site = Site::reflink();
-    let server = lived_in(&site, &[Uuid::new_v4()]).await;
+    let server = populated_server(&site, &[Uuid::new_v4()]).await;
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     assert_eq!(server.stop(), Some(0));
-    note(&site.file(&volume("x")), None);
+    write_record(&site.file(&volume("x")), None);
     fs::write(site.path("pool/photo.jpg"), "x").unwrap();
     fs::remove_file(site.path(CATALOG)).unwrap();
     let (status, said) = site.recover(&["--dry-run=false"]);
@@ -192,22 +192,22 @@ async fn a_file_that_nothing_is_noted_with_is_told_and_left_alone() {
     assert_eq!(server.client.health().await.unwrap().unknown_files, 2);
     let found = server.client.get_pool(&pool()).await.unwrap().unwrap().unknown_files;
     assert_eq!(found, ["photo.jpg", "x.raw"]);
-    // Nor does a volume of that name take its place.
+    // No new volume of that name replaces it.
     assert_eq!(code(server.client.put_volume(&volume("x"), &size(MIB), SOON).await), ProblemCode::Exists);
     assert_eq!(fs::metadata(site.file(&volume("x"))).unwrap().len(), 3 * MIB);
 }
 
 #[tokio::test]
-async fn an_older_catalog_removes_nothing_and_plugs_nothing_that_is_elsewhere() {
+async fn an_older_catalog_removes_nothing_and_attaches_nothing_that_is_attached_elsewhere() {
     let site = Site::reflink();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
-    let server = lived_in(&site, &nodes).await;
+    let server = populated_server(&site, &nodes).await;
     let (volumes, _, _) = known(&server).await;
     let disk = volumes.iter().find(|found| found.id == volume("v")).unwrap().disk_uuid;
     assert_eq!(server.stop(), Some(0));
     let older = backup(&site);
 
-    // What the older catalog does not know.
+    // Changes that the older catalog does not contain.
     let server = site.start();
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     server.client.attach(&attachment("b"), &writer(&volume("v"), nodes[1]), SOON).await.unwrap();
@@ -218,14 +218,14 @@ async fn an_older_catalog_removes_nothing_and_plugs_nothing_that_is_elsewhere() 
     site.write(&volume("w"), b"another", 0);
     let now = known(&server).await;
     assert_eq!(server.stop(), Some(0));
-    put_back(&site, &older);
-    // It was just removing a volume that has been made anew since.
+    restore(&site, &older);
+    // It was deleting a volume that was recreated since.
     site.catalog().execute("UPDATE volumes SET state = 'deleting' WHERE id = 'w'", []).unwrap();
 
     let server = site.start();
     assert_eq!(server.client.health().await.unwrap().unknown_files, 1);
     assert!(!server.client.get_volume(&volume("x")).await.unwrap().unwrap().condition.healthy);
-    until("the catalog wants its disk back", async || {
+    until("the conflict is reported", async || {
         let known = server.client.get_attachment(&attachment("a")).await.unwrap().unwrap();
         known.message.is_some_and(|message| message.contains("older than the pool"))
     })
@@ -246,10 +246,10 @@ async fn an_older_catalog_removes_nothing_and_plugs_nothing_that_is_elsewhere() 
 }
 
 #[tokio::test]
-async fn a_record_that_may_be_older_than_the_catalog_asks_the_machines_that_are_noted_in_it() {
+async fn a_record_that_may_be_outdated_is_checked_against_live_state() {
     let site = Site::reflink();
     let nodes = [Uuid::new_v4(), Uuid::new_v4()];
-    let server = lived_in(&site, &nodes).await;
+    let server = populated_server(&site, &nodes).await;
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     assert_eq!(server.stop(), Some(0));
     let older = backup(&site);
@@ -257,7 +257,7 @@ async fn a_record_that_may_be_older_than_the_catalog_asks_the_machines_that_are_
     server.client.attach(&attachment("b"), &writer(&volume("v"), nodes[1]), SOON).await.unwrap();
     assert_eq!(server.stop(), Some(0));
     let newer = backup(&site);
-    put_back(&site, &older);
+    restore(&site, &older);
     let wish = writer(&volume("v"), nodes[0]);
     let refused = async |server: &Server| {
         let refused = server.client.attach(&attachment("c"), &wish, SOON).await.unwrap_err();
@@ -267,26 +267,26 @@ async fn a_record_that_may_be_older_than_the_catalog_asks_the_machines_that_are_
     };
     let server = site.start();
     refused(&server).await;
-    // Where it is known that the catalog is the older one, no machine's word is enough.
-    site.halt(nodes[1], "off");
+    // If the catalog is known to be older, live state is not sufficient.
+    site.set_power(nodes[1], "off");
     refused(&server).await;
     assert_eq!(server.stop(), Some(0));
 
-    // An earlier version forgot attachments whose disks were not plugged, and had no time to note that.
-    put_back(&site, &newer);
-    site.halt(nodes[1], "paused");
+    // An earlier version deleted attachments whose disks were not attached, and could not update the record.
+    restore(&site, &newer);
+    site.set_power(nodes[1], "paused");
     site.catalog().execute("DELETE FROM attachments", []).unwrap();
     let server = site.start();
     refused(&server).await;
-    site.halt(nodes[1], "off");
+    site.set_power(nodes[1], "off");
     server.client.attach(&attachment("c"), &wish, SOON).await.unwrap();
     server.client.detach(&attachment("c"), SOON).await.unwrap();
 }
 
 #[tokio::test]
-async fn an_older_catalog_does_not_give_up_what_was_finished_since() {
+async fn an_older_catalog_does_not_roll_back_objects_completed_since() {
     let site = Site::reflink();
-    let server = lived_in(&site, &[Uuid::new_v4()]).await;
+    let server = populated_server(&site, &[Uuid::new_v4()]).await;
     server.client.detach(&attachment("a"), SOON).await.unwrap();
     let before = known(&server).await;
     assert_eq!(server.stop(), Some(0));
@@ -305,29 +305,30 @@ async fn an_older_catalog_does_not_give_up_what_was_finished_since() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_version_made_is_noted_once_at_the_start() {
+async fn objects_of_an_earlier_version_get_a_record_at_start() {
     let site = Site::reflink();
-    let server = lived_in(&site, &[Uuid::new_v4()]).await;
+    let server = populated_server(&site, &[Uuid::new_v4()]).await;
     let before = known(&server).await;
     assert_eq!(server.stop(), Some(0));
     let files =
         ["v.raw", "w.raw", "x.raw", "s.snap", ".nestor-pool"].map(|name| site.path("pool").join(name));
-    // How new the catalog is, changes.
-    let noted = |path: &Path| {
-        let mut record = noted(path)?;
+    // The revision differs.
+    let read_record = |path: &Path| {
+        let mut record = read_record(path)?;
         record.as_object_mut().unwrap().remove("revision");
         Some(record)
     };
-    let records = files.each_ref().map(|path| noted(path).unwrap());
-    files.iter().for_each(|path| note(path, None));
+    let records = files.each_ref().map(|path| read_record(path).unwrap());
+    files.iter().for_each(|path| write_record(path, None));
     fs::remove_file(site.path("data/known.json")).unwrap();
-    // What the tables have by default is what they give to the rows of an earlier version.
+    // The default values of new columns are those of rows of an earlier version.
     site.catalog()
         .execute_batch("UPDATE volumes SET record_due = 1; UPDATE snapshots SET record_due = 1")
         .unwrap();
     let server = site.start();
-    until("all is noted again", async || {
-        files.each_ref().map(|path| noted(path)) == records.each_ref().map(|record| Some(record.clone()))
+    until("all records are written again", async || {
+        files.each_ref().map(|path| read_record(path))
+            == records.each_ref().map(|record| Some(record.clone()))
     })
     .await;
     assert!(site.path("data/known.json").exists());

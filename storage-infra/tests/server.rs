@@ -1,4 +1,4 @@
-//! The server as a process: who may speak to it, what it tells, how it ends; and its command line.
+//! The server as a process: client certificates, health, events, shutdown, and the command line.
 
 mod support;
 
@@ -11,11 +11,11 @@ use infra_api::{Change, Client, ClientError, ClientOptions, EventKind};
 use support::*;
 
 #[tokio::test]
-async fn only_those_with_our_certificate_are_spoken_to() {
+async fn only_clients_with_a_certificate_of_our_ca_are_accepted() {
     let (site, other) = (Site::new(), Site::new());
     let server = site.ready(&[]).await;
     let url = format!("https://{}", server.api);
-    // A stranger's certificate, and a server that a stranger's authority does not vouch for.
+    // A certificate of another CA, and a server certificate of another CA.
     let pki = |name: &str| site.path("pki").join(name);
     let strange = |name: &str| other.path("pki").join(name);
     let stranger =
@@ -35,7 +35,7 @@ async fn only_those_with_our_certificate_are_spoken_to() {
 }
 
 #[tokio::test]
-async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
+async fn the_server_reports_health_and_events_and_stops_on_sigterm() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let mut events = server.client.events().await.unwrap();
@@ -53,7 +53,7 @@ async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
     ] {
         assert!(metrics.contains(line), "{line} is not in {metrics}");
     }
-    // The open event stream must not keep the server.
+    // An open event stream must not delay the shutdown.
     let fresh = site.client(server.api);
     assert_eq!(server.stop(), Some(0));
     assert!(matches!(fresh.health().await.unwrap_err(), ClientError::Connect { .. }));
@@ -61,9 +61,9 @@ async fn it_tells_how_it_is_what_changes_and_ends_when_told() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_is_told_from_one_that_is_not_there() {
+async fn a_server_that_does_not_answer_differs_from_one_that_is_not_reachable() {
     let site = Site::new();
-    // Accepts connections and never says a word.
+    // Accepts connections and never answers.
     let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("https://{}", silent.local_addr().unwrap());
     let mut options = ClientOptions::from_pki_dir(&url, &site.path("pki")).unwrap();
@@ -76,7 +76,7 @@ async fn a_server_that_does_not_answer_is_told_from_one_that_is_not_there() {
 }
 
 #[tokio::test]
-async fn the_command_line_does_what_it_says_and_fails_in_one_line() {
+async fn the_command_line_works_and_reports_errors_in_one_line() {
     let site = Site::new();
     let again = run(&["pki", "--dir", text(&site.path("pki")), "--host", "x"]);
     assert_eq!(again.status.code(), Some(1));

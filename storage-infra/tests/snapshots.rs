@@ -1,4 +1,4 @@
-//! Snapshots, and volumes that begin with the bytes of others, over the real server and real filesystems. Runs as root.
+//! Snapshots and volumes with a source, against the real server with real filesystems. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -11,11 +11,11 @@ use infra_api::{PoolName, ProblemCode, SnapshotSpec, VolumeSize, VolumeState, Wh
 use support::*;
 use uuid::Uuid;
 
-/// How long a call waits that is to be told how far a copy is which cannot go on.
+/// Wait of a call that reports the progress of a blocked copy.
 const AT_ONCE: Duration = Duration::from_secs(4);
 
 #[tokio::test]
-async fn a_snapshot_keeps_the_bytes_and_what_is_made_of_it_has_them() {
+async fn a_snapshot_keeps_the_data_and_volumes_made_from_it_have_it() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let (id, snap, copy) = (volume("v"), snapshot("v"), volume("copy"));
@@ -37,7 +37,7 @@ async fn a_snapshot_keeps_the_bytes_and_what_is_made_of_it_has_them() {
     site.write(&twin, b"twin's", 0);
     assert_eq!((site.read(&twin, 6, 0), site.read(&id, 6, 0)), (b"twin's".to_vec(), b"after!".to_vec()));
 
-    // The same again is the same; anything else is refused.
+    // A repetition returns the same object; a different spec is refused.
     assert_eq!(server.client.put_snapshot(&snap, &of(&id), SOON).await.unwrap(), taken);
     assert_eq!(server.client.put_volume(&copy, &restored(&snap, 10 * MIB), SOON).await.unwrap(), back);
     let other = server.client.put_snapshot(&snap, &of(&copy), SOON).await;
@@ -57,12 +57,12 @@ async fn a_snapshot_keeps_the_bytes_and_what_is_made_of_it_has_them() {
 }
 
 #[tokio::test]
-async fn what_a_source_has_grown_by_is_not_cut_off() {
+async fn a_copy_of_an_expanded_source_is_not_truncated() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let (id, snap, copy) = (volume("v"), snapshot("s"), volume("copy"));
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
-    // As when it grows between the look at it and the clone, and its machine writes there at once.
+    // As if the source was expanded between the size check and the clone, and its VM wrote there at once.
     site.write(&id, b"new", MIB);
     assert_eq!(code(server.client.put_snapshot(&snap, &of(&id), SOON).await), ProblemCode::Unavailable);
     assert_eq!(
@@ -73,7 +73,7 @@ async fn what_a_source_has_grown_by_is_not_cut_off() {
     assert_eq!(server.client.get_volume(&copy).await.unwrap(), None);
     assert_eq!(site.files(), ["v.raw"]);
 
-    // As when some machine could not be told of its size yet.
+    // As if a VM could not be resized yet.
     site.catalog().execute("UPDATE volumes SET grow_to = 2 * 1048576 WHERE id = 'v'", []).unwrap();
     let taken = server.client.put_snapshot(&snap, &of(&id), SOON).await.unwrap();
     assert_eq!(taken.capacity_bytes, 2 * MIB);
@@ -83,7 +83,7 @@ async fn what_a_source_has_grown_by_is_not_cut_off() {
 }
 
 #[tokio::test]
-async fn volumes_snapshots_and_what_is_made_of_them_go_in_any_order() {
+async fn volumes_snapshots_and_clones_can_be_deleted_in_any_order() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let (id, snap, copy) = (volume("v"), snapshot("s"), volume("copy"));
@@ -99,7 +99,7 @@ async fn volumes_snapshots_and_what_is_made_of_them_go_in_any_order() {
     assert_eq!(server.client.get_snapshot(&snap).await.unwrap(), None);
     assert_eq!(site.read(&copy, 4, 0), b"kept");
 
-    // Neither is a stranger's file, and a pool that has any stays.
+    // Neither is an unknown file removed, and a pool that has one stays.
     assert_eq!(server.client.health().await.unwrap().unknown_files, 0);
     server.client.delete_volume(&copy).await.unwrap();
     assert_eq!(code(server.client.delete_pool(&pool()).await), ProblemCode::InUse);
@@ -112,14 +112,15 @@ async fn volumes_snapshots_and_what_is_made_of_them_go_in_any_order() {
 }
 
 #[tokio::test]
-async fn a_snapshot_of_a_volume_that_is_written_to_is_of_one_moment() {
+async fn a_snapshot_of_a_volume_under_writes_is_consistent() {
     let site = Site::reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
     let (id, snap, copy) = (volume("v"), snapshot("s"), volume("copy"));
     let made = server.client.put_volume(&id, &size(16 * MIB), SOON).await.unwrap();
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
-    // Page by page the same number everywhere, past the page cache of the disk: a snapshot has at most two, in order.
+    // Each page contains one number, written past the disk's page cache: a snapshot has at most two numbers, in
+    // order.
     let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
     let (link, stopped) = (site.link(node, made.disk_uuid), stop.clone());
     let writing = std::thread::spawn(move || {
@@ -135,7 +136,7 @@ async fn a_snapshot_of_a_volume_that_is_written_to_is_of_one_moment() {
             }
         }
     });
-    until("something is written", async || site.read(&id, 1, 4096 * 40) != [0]).await;
+    until("the writer has started", async || site.read(&id, 1, 4096 * 40) != [0]).await;
     server.client.put_snapshot(&snap, &of(&id), SOON).await.unwrap();
     stop.store(true, std::sync::atomic::Ordering::Relaxed);
     writing.join().unwrap();
@@ -147,7 +148,7 @@ async fn a_snapshot_of_a_volume_that_is_written_to_is_of_one_moment() {
 }
 
 #[tokio::test]
-async fn without_reflink_a_snapshot_is_a_copy_that_nobody_may_write_under() {
+async fn without_reflink_a_snapshot_is_a_copy_and_blocks_writers() {
     let site = Site::no_reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -166,9 +167,9 @@ async fn without_reflink_a_snapshot_is_a_copy_that_nobody_may_write_under() {
     assert!(problem.detail.contains("no reflink"), "{problem}");
     server.client.detach(&name, SOON).await.unwrap();
 
-    // While it is copied nobody may write, and a deletion breaks it off.
+    // The source cannot be written during the copy, and a deletion cancels it.
     let frozen = site.freeze();
-    under_way(async || server.client.put_snapshot(&snap, &of(&id), AT_ONCE).await).await;
+    still_running(async || server.client.put_snapshot(&snap, &of(&id), AT_ONCE).await).await;
     let again = attachment("b");
     let refused = server.client.attach(&again, &writer(&id, node), SOON).await.unwrap_err();
     assert!(refused.to_string().contains("is being copied to snapshot s"), "{refused}");
@@ -188,7 +189,7 @@ async fn without_reflink_a_snapshot_is_a_copy_that_nobody_may_write_under() {
 }
 
 #[tokio::test]
-async fn a_volume_can_begin_in_another_pool_with_a_copy() {
+async fn a_volume_can_be_copied_to_another_pool() {
     let mut site = Site::reflink();
     site.mount("far", &["mkfs.xfs", "-q", "-m", "reflink=1"]);
     let node = Uuid::new_v4();
@@ -202,7 +203,7 @@ async fn a_volume_can_begin_in_another_pool_with_a_copy() {
     first.placement.pool = Some(pool());
     server.client.put_volume(&id, &first, SOON).await.unwrap();
     site.write(&id, b"far away", 0);
-    // Both pools would do; the one that can share blocks is chosen.
+    // Both pools would fit; the one that can share blocks is chosen.
     for name in ["near-1", "near-2"] {
         let near = server.client.put_volume(&volume(name), &cloned(&id, 4 * MIB), SOON).await.unwrap();
         assert_eq!(near.pool, pool());
@@ -216,7 +217,7 @@ async fn a_volume_can_begin_in_another_pool_with_a_copy() {
         problem.code == ProblemCode::InUse && problem.detail.contains("cannot share blocks"),
         "{problem}"
     );
-    // A snapshot is of one moment, and can be copied at leisure.
+    // A snapshot does not change, so it can be copied at any time.
     server.client.put_snapshot(&snapshot("s"), &of(&id), SOON).await.unwrap();
     let mut restore = restored(&snapshot("s"), 4 * MIB);
     restore.placement.pool = Some(far.clone());
@@ -226,7 +227,7 @@ async fn a_volume_can_begin_in_another_pool_with_a_copy() {
 }
 
 #[tokio::test]
-async fn ten_requests_for_one_snapshot_at_once_take_one() {
+async fn ten_concurrent_requests_for_one_snapshot_take_one() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let (id, snap) = (volume("v"), snapshot("s"));
@@ -240,7 +241,7 @@ async fn ten_requests_for_one_snapshot_at_once_take_one() {
 }
 
 #[tokio::test]
-async fn a_snapshot_that_only_the_catalog_failed_to_note_is_kept_and_finished() {
+async fn a_snapshot_that_only_the_catalog_misses_is_kept_and_completed() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let (id, snap) = (volume("v"), snapshot("s"));
@@ -260,7 +261,7 @@ async fn a_snapshot_that_only_the_catalog_failed_to_note_is_kept_and_finished() 
 }
 
 #[tokio::test]
-async fn a_clone_that_is_being_copied_shows_how_far_it_is_and_can_be_deleted() {
+async fn a_running_copy_reports_its_progress_and_can_be_deleted() {
     let site = Site::no_reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -268,16 +269,16 @@ async fn a_clone_that_is_being_copied_shows_how_far_it_is_and_can_be_deleted() {
     server.client.put_volume(&id, &size(16 * MIB), SOON).await.unwrap();
     site.write(&id, &vec![7; 16 << 20], 0);
     let frozen = site.freeze();
-    under_way(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
-    until("the copy's progress is shown", async || {
+    still_running(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
+    until("the copy's progress is reported", async || {
         let found = server.client.get_volume(&copy).await.unwrap().unwrap();
         assert_eq!(found.state, VolumeState::Creating);
         found.copied_bytes.is_some()
     })
     .await;
-    let told =
-        under_way(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
-    assert!(told.contains("of 16777216 bytes copied"), "{told}");
+    let message =
+        still_running(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
+    assert!(message.contains("of 16777216 bytes copied"), "{message}");
     for (of, why) in [(&id, "is being copied to volume copy"), (&copy, "is not ready yet")] {
         let refused = server.client.attach(&attachment("a"), &writer(of, node), SOON).await.unwrap_err();
         assert!(refused.to_string().contains(why), "{refused}");
@@ -287,9 +288,9 @@ async fn a_clone_that_is_being_copied_shows_how_far_it_is_and_can_be_deleted() {
     assert_eq!(site.files(), ["v.raw"]);
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
     server.client.detach(&attachment("a"), SOON).await.unwrap();
-    // Told to end, the server does not wait for a copy; the next one does it again.
+    // On shutdown the server does not wait for a copy; the next start repeats it.
     let frozen = site.freeze();
-    under_way(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
+    still_running(async || server.client.put_volume(&copy, &cloned(&id, 16 * MIB), AT_ONCE).await).await;
     drop(frozen);
     assert_eq!(server.stop(), Some(0));
     let server = site.start();
@@ -298,7 +299,7 @@ async fn a_clone_that_is_being_copied_shows_how_far_it_is_and_can_be_deleted() {
 }
 
 #[tokio::test]
-async fn shared_blocks_are_promised_in_full_and_a_snapshot_only_what_it_can_keep() {
+async fn clones_reserve_their_full_size_and_snapshots_their_allocated_bytes() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let pool_now = async || server.client.get_pool(&pool()).await.unwrap().unwrap();
@@ -377,7 +378,7 @@ async fn a_crash_at_any_step_leaves_a_clone_complete_or_none() {
 }
 
 #[tokio::test]
-async fn a_copy_that_a_crash_broke_off_is_done_again_and_keeps_writers_off_meanwhile() {
+async fn a_copy_interrupted_by_a_crash_is_repeated_and_blocks_writers_meanwhile() {
     let site = Site::no_reflink();
     let node = Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -385,11 +386,11 @@ async fn a_copy_that_a_crash_broke_off_is_done_again_and_keeps_writers_off_meanw
     server.client.put_volume(&id, &size(128 * MIB), SOON).await.unwrap();
     site.write(&id, &vec![5; 128 << 20], 0);
     let frozen = site.freeze();
-    under_way(async || server.client.put_snapshot(&snapshot("s"), &of(&id), AT_ONCE).await).await;
+    still_running(async || server.client.put_snapshot(&snapshot("s"), &of(&id), AT_ONCE).await).await;
     server.kill_before(|| drop(frozen));
     assert!(!site.path("pool/s.snap").exists(), "the copy was faster than the kill");
     let server = site.start();
-    until("the copy is done again", async || {
+    until("the copy is repeated", async || {
         let found = server.client.get_snapshot(&snapshot("s")).await.unwrap();
         found.expect("it is not given up").state == VolumeState::Ready
     })
@@ -400,7 +401,7 @@ async fn a_copy_that_a_crash_broke_off_is_done_again_and_keeps_writers_off_meanw
 }
 
 #[tokio::test]
-async fn a_server_killed_while_it_takes_snapshots_loses_none_that_it_answered_for() {
+async fn a_server_killed_while_taking_snapshots_loses_no_acknowledged_one() {
     let site = Site::reflink();
     let mut server = site.ready(&[]).await;
     let id = volume("v");
@@ -428,7 +429,7 @@ async fn a_server_killed_while_it_takes_snapshots_loses_none_that_it_answered_fo
 }
 
 #[tokio::test]
-async fn a_snapshot_and_what_is_made_of_it_share_their_blocks_with_the_volume() {
+async fn a_snapshot_and_its_clones_share_blocks_with_the_volume() {
     let site = Site::reflink();
     let server = site.ready(&[]).await;
     let used = async || server.client.get_pool(&pool()).await.unwrap().unwrap().used_bytes;

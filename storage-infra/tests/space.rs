@@ -1,5 +1,5 @@
-//! A request that fails holds no space: what cannot be kept is refused before anything is reserved, and what fails on the
-//! way is undone, also where an earlier start of the server left it. Runs as root.
+//! Failed requests do not reserve space: a request that cannot be stored is refused before the reservation, and a
+//! later failure is rolled back, also after a restart. Runs as root.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
 
@@ -9,7 +9,7 @@ use infra_api::{Labels, Placement, ProblemCode, VolumeSize, VolumeSpec, VolumeSt
 use support::*;
 
 const GIB: u64 = 1 << 30;
-/// A filesystem whose files have at most 16 GiB and some.
+/// A filesystem with a maximum file size of about 16 GiB.
 const SMALL_FILES: &[&str] = &["mkfs.ext4", "-q", "-F", "-b", "1024", "-O", "^extent,^64bit", "-N", "64"];
 
 fn in_zones(count: usize) -> VolumeSpec {
@@ -21,13 +21,13 @@ fn labels(count: usize) -> Labels {
     (0..count).map(|number| (format!("label-{number:05}"), "value".repeat(10))).collect()
 }
 
-/// What the pool has promised.
+/// The pool's reserved bytes.
 async fn reserved(server: &Server) -> u64 {
     server.client.list_pools().await.unwrap()[0].reserved_bytes
 }
 
 #[tokio::test]
-async fn a_request_that_is_too_long_to_be_kept_is_refused_and_holds_no_space() {
+async fn a_request_that_exceeds_the_record_size_is_refused_and_reserves_no_space() {
     let mut site = Site::reflink();
     site.mount("ext4", &["mkfs.ext4", "-q", "-F"]);
     let server = site.ready(&[]).await;
@@ -69,7 +69,7 @@ async fn a_request_that_is_too_long_to_be_kept_is_refused_and_holds_no_space() {
 }
 
 #[tokio::test]
-async fn a_volume_stays_where_it_is_whatever_zones_a_later_try_asks_for() {
+async fn a_retry_with_other_zones_does_not_move_a_volume() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let mut spec = site.pool_spec();
@@ -88,7 +88,7 @@ async fn a_volume_stays_where_it_is_whatever_zones_a_later_try_asks_for() {
 }
 
 #[tokio::test]
-async fn what_the_filesystem_can_never_hold_is_refused_and_holds_no_space() {
+async fn a_volume_larger_than_the_maximum_file_size_is_refused_and_reserves_no_space() {
     let mut site = Site::new();
     site.mount_of_size("pool", SMALL_FILES, 40 * GIB);
     let server = site.ready(&[]).await;
@@ -108,7 +108,7 @@ async fn what_the_filesystem_can_never_hold_is_refused_and_holds_no_space() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_start_left_and_nothing_can_finish_is_undone() {
+async fn an_impossible_operation_from_before_a_restart_is_rolled_back() {
     let mut site = Site::new();
     site.mount_of_size("pool", SMALL_FILES, 40 * GIB);
     let server = site.ready(&[]).await;
@@ -133,7 +133,7 @@ async fn what_an_earlier_start_left_and_nothing_can_finish_is_undone() {
             )
             .unwrap();
     }
-    // What can be finished is.
+    // Operations that can be completed are completed.
     site.catalog()
         .execute(
             "INSERT INTO volumes (id, pool, capacity, disk_uuid, state, spec, created_at, family, format_token) \

@@ -1,4 +1,4 @@
-//! Pools and volumes, over the real server.
+//! Pools and volumes against the real server.
 
 mod support;
 
@@ -11,7 +11,7 @@ use infra_api::{
 use support::*;
 
 #[tokio::test]
-async fn a_volume_is_made_once_grows_and_goes_with_its_bytes() {
+async fn a_volume_is_created_once_expanded_and_deleted_with_its_bytes() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("pvc-1");
@@ -39,7 +39,7 @@ async fn a_volume_is_made_once_grows_and_goes_with_its_bytes() {
 }
 
 #[tokio::test]
-async fn ten_requests_for_one_volume_at_once_make_one_volume() {
+async fn ten_concurrent_requests_for_one_volume_create_one() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("same");
@@ -51,11 +51,11 @@ async fn ten_requests_for_one_volume_at_once_make_one_volume() {
 }
 
 #[tokio::test]
-async fn space_is_promised_once_even_to_requests_at_once() {
+async fn concurrent_requests_never_reserve_the_same_space() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let free = server.client.capacity(&CapacityQuery::default()).await.unwrap().max_volume_bytes;
-    // Others use this filesystem too, so the third is chosen such that two can never fit.
+    // Others use this filesystem too, so the size is chosen such that two can never fit.
     let spec = size(free / 3 * 2);
     let ids = [volume("a"), volume("b"), volume("c")];
     let answers =
@@ -68,44 +68,44 @@ async fn space_is_promised_once_even_to_requests_at_once() {
 }
 
 #[tokio::test]
-async fn a_list_comes_in_pages() {
+async fn lists_are_paginated() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     for name in ["a", "b", "c", "d", "e"] {
         server.client.put_volume(&volume(name), &size(MIB), SOON).await.unwrap();
     }
-    let mut seen = Vec::new();
+    let mut listed = Vec::new();
     let mut after = None;
     loop {
         let page = server.client.list_volumes(Some(2), after.as_deref()).await.unwrap();
         assert!(page.items.len() <= 2);
-        seen.extend(page.items.into_iter().map(|volume| volume.id.to_string()));
+        listed.extend(page.items.into_iter().map(|volume| volume.id.to_string()));
         after = page.next;
         if after.is_none() {
             break;
         }
     }
-    assert_eq!(seen, ["a", "b", "c", "d", "e"]);
+    assert_eq!(listed, ["a", "b", "c", "d", "e"]);
 }
 
 #[tokio::test]
-async fn a_pool_whose_directory_is_another_serves_nothing_and_loses_nothing() {
+async fn a_pool_with_a_replaced_directory_is_not_served_and_loses_no_volume() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     let id = volume("kept");
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
-    // What an unmounted filesystem looks like: the directory is there, and empty.
+    // As an unmounted filesystem looks: the directory exists and is empty.
     fs::rename(site.path("pool"), site.path("away")).unwrap();
     fs::create_dir(site.path("pool")).unwrap();
-    let sick = server.client.get_pool(&pool()).await.unwrap().unwrap();
-    assert!(!sick.healthy && sick.free_bytes == 0, "{sick:?}");
+    let unhealthy = server.client.get_pool(&pool()).await.unwrap().unwrap();
+    assert!(!unhealthy.healthy && unhealthy.free_bytes == 0, "{unhealthy:?}");
     let refused = server.client.put_volume(&volume("new"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&id).await), ProblemCode::Unavailable);
     assert_eq!(fs::read_dir(site.path("pool")).unwrap().count(), 0);
     let (status, _) = server.ops("/readyz").await;
     assert_eq!(status, 503);
-    // Back again, the deletion that was begun is finished at the next start.
+    // When the pool is back, the next start completes the deletion.
     fs::remove_dir(site.path("pool")).unwrap();
     fs::rename(site.path("away"), site.path("pool")).unwrap();
     assert_eq!(server.stop(), Some(0));
@@ -115,7 +115,7 @@ async fn a_pool_whose_directory_is_another_serves_nothing_and_loses_nothing() {
 }
 
 #[tokio::test]
-async fn files_that_no_volume_owns_are_reported_and_never_touched() {
+async fn unknown_files_are_reported_and_never_touched() {
     let site = Site::new();
     fs::write(site.path("pool/taken.raw"), "precious").unwrap();
     fs::write(site.path("pool/other.txt"), "precious").unwrap();
@@ -158,7 +158,7 @@ async fn placement_follows_labels_zones_groups_and_cordons() {
     let refused = server.client.put_volume(&volume("late"), &fast, SOON).await.unwrap_err();
     let reasons: Vec<_> = refused.problem().unwrap().rejections.iter().map(|one| one.reason).collect();
     assert_eq!(reasons, [Rejection::NotNamed, Rejection::Cordoned]);
-    // The directory of one pool cannot become another's.
+    // The directory of a pool cannot be registered as another pool.
     let mut stolen = site.pool_spec();
     stolen.path.push_str("/.");
     let third = PoolName::new("third").unwrap();
@@ -167,7 +167,7 @@ async fn placement_follows_labels_zones_groups_and_cordons() {
 }
 
 #[tokio::test]
-async fn the_best_zone_that_can_take_a_volume_does_and_capacity_is_told_by_zone() {
+async fn the_best_zone_with_capacity_is_chosen_and_capacity_is_reported_by_zone() {
     let site = Site::new();
     let server = site.ready(&[]).await;
     for zone in ["z1", "z2"] {
@@ -207,7 +207,7 @@ async fn the_best_zone_that_can_take_a_volume_does_and_capacity_is_told_by_zone(
 }
 
 #[tokio::test]
-async fn limits_of_speed_are_kept_changed_and_taken_away() {
+async fn io_limits_are_applied_changed_and_removed() {
     let site = Site::new();
     let node = uuid::Uuid::new_v4();
     let server = site.ready(&[node]).await;
@@ -220,7 +220,7 @@ async fn limits_of_speed_are_kept_changed_and_taken_away() {
     server.client.attach(&attachment("a"), &writer(&id, node), SOON).await.unwrap();
     let changed = server.client.put_qos(&id, &limits(Some(50), Some(MIB))).await.unwrap();
     assert_eq!(changed.qos, limits(Some(50), Some(MIB)));
-    // What was asked for first stays what identifies the request.
+    // The original spec still identifies the request.
     assert_eq!(server.client.put_volume(&id, &spec, SOON).await.unwrap(), changed);
     let none = Qos::default();
     assert_eq!(server.client.put_qos(&id, &none).await.unwrap().qos, none);

@@ -187,7 +187,7 @@ async fn what_the_infra_has_no_room_for_is_told_in_its_words_and_less_can_be_had
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         s.request("data", "900Ti").await?;
-        let (reason, _) = s.told("data", &[&below, "900Ti", "bytes more", "free"]).await?;
+        let (reason, _) = s.told("data", &[&below, "900Ti", "more bytes", "free"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         s.request("data", "8Mi").await?;

@@ -278,7 +278,7 @@ async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
     .await?;
     machine.signal(s, Signal::STOP)?;
     drop(infra);
-    let texts = ["gone from the running machine", name];
+    let texts = ["disappeared from the running VM", name];
     shows(s, "data", &handle, "False", &texts).await?;
     told_above(s, "data", "VolumeConditionAbnormal", &texts).await?;
 

@@ -88,7 +88,7 @@ async fn an_old_catalog_that_is_put_back_under_a_writer_removes_and_unplugs_noth
         eventually("the disk without an attachment is reported", PATIENCE, || async {
             let found = s.infra.get_volume(&volume).await?.context("the volume is gone")?;
             let message = found.condition.message.unwrap_or_default();
-            Ok(if message.contains("no attachment stands for it") { Ok(()) } else { Err(message) })
+            Ok(if message.contains("without an attachment") { Ok(()) } else { Err(message) })
         })
         .await?;
         ensure!(path.exists(), "the disk was taken from its VM");

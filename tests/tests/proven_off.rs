@@ -100,7 +100,7 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_and_what_it_takes_back_late
         s.infra.discard_saved_state(vm.node.uuid).await?;
         leaves(&s, &handle, &node).await?;
         virsh(s.lab.run(), ["restore", file.to_str().context("a path that is not UTF-8")?]).await?;
-        s.told("data", &["no attachment stands for it", &node]).await?;
+        s.told("data", &["without an attachment", &node]).await?;
         eventually("the disk is unplugged", PATIENCE, || async {
             Ok(if vm.has(&s, &disk).await? { Err("it is there".to_owned()) } else { Ok(()) })
         })

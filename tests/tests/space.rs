@@ -190,7 +190,7 @@ const PAUSED: &str = "paused (I/O error)";
 async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> Result<()> {
     short.vm.go().await?;
     short.vm.comes_to(Some(PAUSED), "shut off").await?;
-    let texts = ["is paused", "found no space in pool", pool.name.as_str()];
+    let texts = ["is paused", "got no space in pool", pool.name.as_str()];
     s.told("pause", &texts).await?;
     ensure!(s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full), "the pool is not called full");
     ensure!(short.written()? < PIECES, "there was room for all");

@@ -1,4 +1,4 @@
-//! The table of attachments.
+//! Table of attachments.
 
 use infra_api::{Access, AttachmentId, AttachmentSpec, AttachmentState, VolumeId};
 use rusqlite::{OptionalExtension, Row, params};
@@ -6,19 +6,19 @@ use uuid::Uuid;
 
 use super::{Result, Tx, from_word, parse};
 
-/// Whether a disk was proven to hold no data before it was plugged.
+/// Whether a disk was attested blank before it was attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blank {
-    /// Not decided yet, so the disk is not plugged yet.
+    /// Not decided yet; the disk is not attached yet.
     Undecided,
     /// It may hold data.
     No,
-    /// It held none; the UUID identifies the proof.
+    /// It held no data; the UUID identifies the attestation.
     Attested(Uuid),
 }
 
 impl Blank {
-    /// The proof, if there is one.
+    /// The attestation, if there is one.
     pub fn attestation(self) -> Option<Uuid> {
         match self {
             Self::Attested(id) => Some(id),
@@ -43,34 +43,34 @@ impl Blank {
     }
 }
 
-/// What stands in column `blank` for a disk that may hold data.
+/// Value of column `blank` for a disk that may hold data.
 const NOT_BLANK: &str = "no";
 
-/// An attachment as the catalog keeps it.
+/// An attachment in the catalog.
 #[derive(Debug, Clone)]
 pub struct AttachmentRow {
-    /// Its id.
+    /// Its ID.
     pub id: AttachmentId,
     /// The volume.
     pub volume: VolumeId,
     /// The node.
     pub node: Uuid,
-    /// The node cannot write.
+    /// Whether the disk is read-only.
     pub read_only: bool,
-    /// Who may have the volume at the same time.
+    /// Access mode: which other attachments of the volume are allowed.
     pub access: Access,
-    /// How far it is.
+    /// Lifecycle state.
     pub state: AttachmentState,
-    /// What kept it from getting further.
+    /// Last error.
     pub message: Option<String>,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
-    /// Whether the disk was blank before it was plugged.
+    /// Whether the disk was blank before it was attached.
     pub blank: Blank,
 }
 
 impl AttachmentRow {
-    /// What was asked for.
+    /// The spec of the request.
     pub fn spec(&self) -> AttachmentSpec {
         AttachmentSpec {
             volume: self.volume.clone(),
@@ -104,7 +104,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<AttachmentRow>> {
     })())
 }
 
-/// Which rows are meant. Of each own text, so that SQLite finds an index for it.
+/// WHERE clause by node and volume. One text per combination, so that SQLite uses an index.
 pub(super) fn filter(node: bool, volume: bool) -> &'static str {
     match (node, volume) {
         (false, false) => "?1 IS NULL AND ?2 IS NULL",
@@ -114,11 +114,11 @@ pub(super) fn filter(node: bool, volume: bool) -> &'static str {
     }
 }
 
-/// The disks that were told to go.
-pub(super) const LEAVING: &str = "state = 'detaching'";
+/// Condition of attachments that are being detached.
+pub(super) const DETACHING: &str = "state = 'detaching'";
 
 impl Tx<'_> {
-    /// One attachment.
+    /// Reads one attachment.
     pub fn attachment(&self, id: &AttachmentId) -> Result<Option<AttachmentRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE id = ?1"))?
@@ -127,7 +127,7 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// All attachments, or those of a node, a volume, or both; by id.
+    /// Reads all attachments, or those of a node, a volume, or both, ordered by ID.
     pub fn attachments(&self, node: Option<Uuid>, volume: Option<&VolumeId>) -> Result<Vec<AttachmentRow>> {
         let filter = filter(node.is_some(), volume.is_some());
         self.0
@@ -137,16 +137,16 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// The attachments that were told to go.
-    pub fn leaving_attachments(&self) -> Result<Vec<AttachmentRow>> {
+    /// Reads the attachments that are being detached.
+    pub fn detaching_attachments(&self) -> Result<Vec<AttachmentRow>> {
         self.0
-            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {LEAVING}"))?
+            .prepare_cached(&format!("SELECT {COLUMNS} FROM attachments WHERE {DETACHING}"))?
             .query_map([], read)?
             .map(|row| row?)
             .collect()
     }
 
-    /// Adds an attachment. Fails where the volume would have a second writer.
+    /// Inserts an attachment. Fails if the volume would have a second writer.
     pub fn insert_attachment(&self, row: &AttachmentRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
@@ -166,7 +166,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Moves an attachment to another state and says what keeps it from getting further.
+    /// Sets an attachment's state and last error.
     pub fn set_attachment_state(
         &self,
         id: &AttachmentId,
@@ -179,7 +179,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes whether an attachment's disk was blank before it was plugged.
+    /// Records whether an attachment's disk was blank before it was attached.
     pub fn set_attachment_blank(&self, id: &AttachmentId, blank: Blank) -> Result<()> {
         self.0
             .prepare_cached("UPDATE attachments SET blank = ?2 WHERE id = ?1")?
@@ -187,7 +187,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Removes an attachment, if it is there, and remembers from `now` on (seconds since 1970) that its id is over.
+    /// Deletes an attachment, if it exists, and records its ID as ended at `now` (seconds since 1970).
     pub fn end_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
         self.delete_attachment(id)?;
         self.0
@@ -199,19 +199,19 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Whether an attachment of this id was told to go.
+    /// Whether an attachment of this ID was detached or its detach was requested.
     pub fn is_attachment_ended(&self, id: &AttachmentId) -> Result<bool> {
         let mut found = self.0.prepare_cached("SELECT 1 FROM ended_attachments WHERE id = ?1")?;
         Ok(found.exists([id.as_str()])?)
     }
 
-    /// Whether the disk of an attachment of this id is out of its VM: it was told to go, or was never plugged.
-    pub fn is_attachment_over(&self, id: &AttachmentId) -> Result<bool> {
+    /// Whether the disk of an attachment of this ID is out of its VM: it was detached or was never attached.
+    pub fn is_attachment_ended_or_refused(&self, id: &AttachmentId) -> Result<bool> {
         let mut refused = self.0.prepare_cached("SELECT 1 FROM refused_attachments WHERE id = ?1")?;
         Ok(refused.exists([id.as_str()])? || self.is_attachment_ended(id)?)
     }
 
-    /// Forgets ids that were over before then (seconds since 1970).
+    /// Removes IDs that ended before this time (seconds since 1970).
     pub fn forget_ended_attachments(&self, before: i64) -> Result<()> {
         for table in ["ended_attachments", "refused_attachments"] {
             let forget = format!("DELETE FROM {table} WHERE ended_at < ?1");
@@ -220,16 +220,16 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Gives an attachment another id. The one that it had is over from `now` on.
-    pub fn hand_over_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
+    /// Renames an attachment. Its old ID is recorded as ended at `now`.
+    pub fn rename_attachment(&self, from: &AttachmentId, to: &AttachmentId, now: i64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE attachments SET id = ?2 WHERE id = ?1")?
             .execute([from.as_str(), to.as_str()])?;
         self.end_attachment(from, now)
     }
 
-    /// Removes an attachment whose disk was not plugged, and remembers that from `now` on (seconds since 1970); its id can be
-    /// used again.
+    /// Deletes an attachment whose disk was confirmed not attached, and records that at `now` (seconds since 1970).
+    /// Its ID can be used again.
     pub fn refuse_attachment(&self, id: &AttachmentId, now: i64) -> Result<()> {
         self.delete_attachment(id)?;
         self.0
@@ -241,7 +241,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Removes an attachment that never came about; its id can be used again.
+    /// Deletes an attachment that was never admitted; its ID can be used again.
     pub fn delete_attachment(&self, id: &AttachmentId) -> Result<()> {
         self.0.prepare_cached("DELETE FROM attachments WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())

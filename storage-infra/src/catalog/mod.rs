@@ -1,16 +1,17 @@
-//! What the server must not forget: pools, volumes, snapshots, nodes, attachments, and what was meant to be done to them.
+//! Catalog: the durable state of the server in SQLite. It holds pools, volumes, snapshots, nodes, attachments, and
+//! intents (operations that were started and are not finished).
 //!
-//! SQLite in WAL mode with `synchronous=FULL`: when a write has returned, it survives a power cut, unless it is a mere note
-//! ([`Catalog::note`]). An intent is written here before its effect happens anywhere else.
+//! SQLite runs in WAL mode with `synchronous=FULL`: a committed write survives a power failure, except for writes by
+//! [`Catalog::run_unsynced`]. An intent is committed here before its effect happens anywhere else.
 
 mod attachments;
+mod group_commit;
 mod nodes;
 mod pools;
 mod records;
 mod revisions;
 mod schema;
 mod snapshots;
-mod together;
 mod volumes;
 pub mod whole;
 
@@ -25,38 +26,39 @@ pub use attachments::{AttachmentRow, Blank};
 pub use nodes::NodeRow;
 pub use pools::PoolRow;
 pub use snapshots::SnapshotRow;
-pub use volumes::{Use, VolumeRow};
+pub use volumes::{Reservation, VolumeRow};
 
-use together::Threads;
+use group_commit::Threads;
 
-/// Why the catalog did not do what it was asked.
+/// Errors of the catalog.
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogError {
-    /// The catalog cannot be opened or is not one of ours.
+    /// The catalog cannot be opened or was not written by this program.
     #[error("{0}")]
     Unusable(String),
-    /// The catalog is there no more, or not whole.
+    /// The catalog file is missing or fails the integrity check.
     #[error("{0}")]
     Damaged(String),
     /// The catalog cannot be written: its filesystem is full or read-only.
     #[error(
-        "the catalog cannot be written: {0}; make room on the filesystem of the data directory, or mount it writable, then repeat"
+        "the catalog cannot be written: {0}; free space on the filesystem of the data directory or remount it read-write, \
+         then retry"
     )]
     ReadOnly(rusqlite::Error),
-    /// What is beside the catalog cannot be written.
-    #[error("{0}; make room on the filesystem of the data directory, or mount it writable, then repeat")]
+    /// A file beside the catalog cannot be written.
+    #[error("{0}; free space on the filesystem of the data directory or remount it read-write, then retry")]
     Unwritable(String),
-    /// Anything else that SQLite says.
+    /// Any other SQLite error.
     #[error("the catalog failed: {0}")]
     Sqlite(rusqlite::Error),
-    /// A row that makes no sense.
+    /// A row that cannot be decoded.
     #[error("the catalog has a row that cannot be read: {0}")]
     Corrupt(String),
 }
 
 impl From<rusqlite::Error> for CatalogError {
     fn from(error: rusqlite::Error) -> Self {
-        together::note_error(&error);
+        group_commit::remember_error(&error);
         match error.sqlite_error_code() {
             Some(ErrorCode::ReadOnly | ErrorCode::DiskFull | ErrorCode::CannotOpen) => Self::ReadOnly(error),
             _ => Self::Sqlite(error),
@@ -64,7 +66,7 @@ impl From<rusqlite::Error> for CatalogError {
     }
 }
 
-/// What the catalog answers.
+/// Result of a catalog operation.
 pub type Result<T, E = CatalogError> = std::result::Result<T, E>;
 
 /// The catalog. Cheap to clone.
@@ -73,25 +75,25 @@ pub struct Catalog(Arc<Inner>);
 
 struct Inner {
     data_dir: Arc<Path>,
-    /// How new it was when it was opened.
+    /// Revision at the time of opening.
     revision: u64,
-    /// Held while the list beside the catalog is brought up to date.
-    remembering: Arc<tokio::sync::Mutex<()>>,
-    // They hold the lock: two servers on one catalog would undo each other's work.
+    /// Held while the list of registered objects is written.
+    registered_lock: Arc<tokio::sync::Mutex<()>>,
+    // The threads hold the directory lock: two servers on one catalog would undo each other's work.
     threads: Threads,
 }
 
-/// One transaction; the methods for each table are in the table's own file.
+/// A transaction. The methods for each table are in that table's module.
 pub struct Tx<'a>(&'a Connection);
 
 impl Catalog {
-    /// Opens or creates the catalog in a data directory, and keeps every other server out of it. One that is just
-    /// being killed has so long to let go.
-    pub fn open(data_dir: &Path, patience: Duration) -> Result<Self> {
-        let lock = lock(data_dir, patience)?;
+    /// Opens or creates the catalog in a data directory and locks the directory against other servers. Waits up to
+    /// `timeout` for a terminating server to release the lock.
+    pub fn open(data_dir: &Path, timeout: Duration) -> Result<Self> {
+        let lock = lock(data_dir, timeout)?;
         whole::refuse_lost(data_dir)?;
         let connection = connect(&data_dir.join(whole::FILE)).map_err(|error| match error {
-            // Whatever SQLite cannot make sense of.
+            // SQLite cannot make sense of the file.
             CatalogError::Sqlite(why) => whole::damaged(data_dir, format_args!("cannot be read: {why}")),
             other => other,
         });
@@ -116,12 +118,12 @@ impl Catalog {
             connection.pragma_update(None, "query_only", true)?;
             Ok(connection)
         })?;
-        let inner = Inner { data_dir: data_dir.into(), revision, remembering: Arc::default(), threads };
+        let inner = Inner { data_dir: data_dir.into(), revision, registered_lock: Arc::default(), threads };
         Ok(Self(Arc::new(inner)))
     }
 
-    /// Makes a catalog at this path, which must be free. Not for serving: nothing keeps others out of it.
-    /// Gives what is to be listed beside it.
+    /// Creates a catalog at a path that must not exist, without locking the directory; not for serving. Returns the
+    /// list of registered objects to be written beside it.
     pub fn build(path: &Path, fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<whole::Known> {
         let mut connection = connect(path)?;
         schema::migrate(&mut connection)?;
@@ -132,24 +134,24 @@ impl Catalog {
             tx.commit()?;
             known
         };
-        // One file, without a log beside it, so that it can be renamed.
+        // One file without a WAL beside it, so that it can be renamed.
         connection.pragma_update(None, "journal_mode", "delete")?;
         connection.close().map_err(|(_, error)| error)?;
         Ok(known)
     }
 
-    /// How new it was when it was opened.
+    /// Catalog revision at the time of opening.
     pub fn revision(&self) -> u64 {
         self.0.revision
     }
 
-    /// Where it is.
+    /// The data directory.
     pub fn data_dir(&self) -> &Path {
         &self.0.data_dir
     }
 
-    /// Runs one transaction. It is committed when `work` succeeds, and undone when it fails; on the disk when this returns.
-    /// `work` may share its commit with others, so it must do nothing that takes long.
+    /// Runs one transaction. It is committed if `work` succeeds and rolled back if it fails; the commit is durable
+    /// when this returns. The commit may be shared with other transactions (group commit), so `work` must be short.
     pub async fn run<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
@@ -159,9 +161,9 @@ impl Catalog {
         self.0.threads.write(false, work).await
     }
 
-    /// As [`Catalog::run`], but what it writes is on the disk only with the next transaction that is. Only for what may
-    /// be lost: what would be written again, and is the same for everybody until then.
-    pub async fn note<T, E, F>(&self, work: F) -> Result<T, E>
+    /// Like [`Catalog::run`], but the commit becomes durable only with the next durable commit. Only for data that
+    /// may be lost and would be written again with the same value.
+    pub async fn run_unsynced<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
@@ -170,7 +172,7 @@ impl Catalog {
         self.0.threads.write(true, work).await
     }
 
-    /// Reads what is committed, all of one moment, and waits for nobody who writes. `work` can change nothing.
+    /// Runs a read-only transaction on a consistent snapshot of committed data. It does not wait for writers.
     pub async fn read<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
@@ -180,7 +182,7 @@ impl Catalog {
         self.0.threads.read(work).await
     }
 
-    /// Whether the catalog can be written: really writes, without changing anything.
+    /// Checks that the catalog is writable by a real write that changes nothing.
     pub async fn probe(&self) -> Result<()> {
         self.run(|tx| {
             let version: i64 = tx.0.query_row("PRAGMA user_version", [], |row| row.get(0))?;
@@ -191,13 +193,13 @@ impl Catalog {
     }
 }
 
-/// Keeps every other program out of a data directory until the answer is dropped. One that is just being killed has so
-/// long to let go.
-pub fn lock(data_dir: &Path, patience: Duration) -> Result<File> {
+/// Locks a data directory against other programs until the returned file is dropped. Waits up to `timeout` for a
+/// terminating server.
+pub fn lock(data_dir: &Path, timeout: Duration) -> Result<File> {
     let unusable = |what: &str, why: &dyn std::fmt::Display| {
         CatalogError::Unusable(format!("{what} {}: {why}", data_dir.display()))
     };
-    std::fs::create_dir_all(data_dir).map_err(|e| unusable("cannot make the data directory", &e))?;
+    std::fs::create_dir_all(data_dir).map_err(|e| unusable("cannot create the data directory", &e))?;
     let lock = File::options()
         .create(true)
         .truncate(false)
@@ -207,8 +209,8 @@ pub fn lock(data_dir: &Path, patience: Duration) -> Result<File> {
     let start = Instant::now();
     while let Err(error) = lock.try_lock() {
         match error {
-            // A file lock can't be waited for with a deadline, so it is tried again.
-            TryLockError::WouldBlock if start.elapsed() < patience => {
+            // File locks have no wait with a timeout, so poll.
+            TryLockError::WouldBlock if start.elapsed() < timeout => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             TryLockError::WouldBlock => {
@@ -229,7 +231,7 @@ fn connect(path: &Path) -> Result<Connection> {
     Ok(connection)
 }
 
-/// Reads a column that one of our own types wrote.
+/// Parses a text column.
 fn parse<T: std::str::FromStr>(column: &str, text: &str) -> Result<T>
 where
     T::Err: std::fmt::Display,
@@ -237,7 +239,7 @@ where
     text.parse().map_err(|e| CatalogError::Corrupt(format!("{column} {text:?}: {e}")))
 }
 
-/// Reads a column that holds JSON, or a bare word of one of our enums.
+/// Parses a JSON column.
 fn from_json<T: serde::de::DeserializeOwned>(column: &str, text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| CatalogError::Corrupt(format!("{column} {text:?}: {e}")))
 }
@@ -334,7 +336,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_schema_itself_refuses_a_second_writer() {
+    async fn the_schema_rejects_a_second_writer() {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let (a, b) = (Uuid::new_v4(), Uuid::new_v4());
@@ -351,8 +353,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_schema_itself_lets_only_shareable_volumes_have_many_writers_and_no_mere_readers_beside_them()
-    {
+    async fn the_schema_allows_several_writers_only_on_shareable_volumes_and_no_readers_beside_them() {
         let dir = tempfile::tempdir().unwrap();
         let mut v = volume("v");
         let (a, b, c) = (Uuid::new_v4(), Uuid::new_v4(), Uuid::new_v4());
@@ -372,7 +373,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn every_change_that_is_noted_in_the_pool_makes_the_catalog_newer() {
+    async fn every_change_of_an_on_disk_record_increases_the_revision() {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let node = Uuid::new_v4();
@@ -392,7 +393,7 @@ mod tests {
             Box::new(move |tx| tx.delete_attachment(&id)),
             Box::new({
                 let of = of.clone();
-                move |tx| tx.begin_grow(&of, 2 << 20)
+                move |tx| tx.begin_expand(&of, 2 << 20)
             }),
             Box::new(move |tx| tx.set_volume_state(&of, VolumeState::Deleting)),
         ];
@@ -405,9 +406,9 @@ mod tests {
         let id = AttachmentId::new("one").unwrap();
         let refuse = move |tx: &Tx<'_>| {
             tx.refuse_attachment(&id, 1)?;
-            assert!(tx.is_attachment_over(&id)? && !tx.is_attachment_ended(&id)?);
+            assert!(tx.is_attachment_ended_or_refused(&id)? && !tx.is_attachment_ended(&id)?);
             tx.forget_ended_attachments(2)?;
-            assert!(!tx.is_attachment_over(&id)?);
+            assert!(!tx.is_attachment_ended_or_refused(&id)?);
             Ok(())
         };
         catalog.run::<_, CatalogError, _>(refuse).await.unwrap();
@@ -420,7 +421,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_volume_row_goes_only_when_it_is_deleting_and_not_attached() {
+    async fn a_volume_row_is_removed_only_in_state_deleting_and_without_attachments() {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let node = Uuid::new_v4();
@@ -441,7 +442,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_failed_halfway_leaves_nothing_and_a_second_server_is_kept_out() {
+    async fn a_failed_transaction_is_rolled_back_and_a_second_server_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let v = volume("v");
         let catalog = catalog(dir.path(), &v, &[]).await;

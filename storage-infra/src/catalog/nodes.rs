@@ -1,4 +1,4 @@
-//! The table of nodes, that is of virtual machines.
+//! Table of nodes (VMs).
 
 use infra_api::NodeSpec;
 use rusqlite::{OptionalExtension, Row, params};
@@ -6,12 +6,12 @@ use uuid::Uuid;
 
 use super::{Result, Tx, from_json, parse, to_json};
 
-/// A node as the catalog keeps it.
+/// A node in the catalog.
 #[derive(Debug, Clone)]
 pub struct NodeRow {
-    /// The virtual machine's UUID.
+    /// UUID of the VM.
     pub uuid: Uuid,
-    /// What was asked for.
+    /// The spec of the last request.
     pub spec: NodeSpec,
 }
 
@@ -21,7 +21,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<NodeRow>> {
 }
 
 impl Tx<'_> {
-    /// One node.
+    /// Reads one node.
     pub fn node(&self, uuid: Uuid) -> Result<Option<NodeRow>> {
         self.0
             .prepare_cached("SELECT uuid, spec FROM nodes WHERE uuid = ?1")?
@@ -30,7 +30,7 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// All nodes by UUID.
+    /// Reads all nodes, ordered by UUID.
     pub fn nodes(&self) -> Result<Vec<NodeRow>> {
         self.0
             .prepare_cached("SELECT uuid, spec FROM nodes ORDER BY uuid")?
@@ -39,7 +39,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Adds or changes a node.
+    /// Inserts or updates a node.
     pub fn put_node(&self, node: &NodeRow) -> Result<()> {
         self.0
             .prepare_cached(
@@ -47,7 +47,7 @@ impl Tx<'_> {
                  ON CONFLICT (uuid) DO UPDATE SET hypervisor = excluded.hypervisor, spec = excluded.spec",
             )?
             .execute(params![node.uuid.to_string(), node.spec.hypervisor, to_json(&node.spec)?])?;
-        // Where to find the machine is noted with the bytes of what it has.
+        // The on-disk records of attached volumes contain the node's spec.
         self.0
             .prepare_cached(
                 "UPDATE volumes SET record_due = 1 WHERE id IN (SELECT volume FROM attachments WHERE node = ?1)",
@@ -56,12 +56,12 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Whether a node was saved, and has not been seen to run since.
+    /// Whether the VM was saved and was not observed running since.
     pub fn is_saved(&self, uuid: Uuid) -> Result<bool> {
         Ok(self.0.prepare_cached("SELECT 1 FROM saved_nodes WHERE node = ?1")?.exists([uuid.to_string()])?)
     }
 
-    /// Notes since when a node is saved (RFC 3339), or that it is not.
+    /// Sets since when the VM is saved (RFC 3339), or that it is not.
     pub fn set_saved(&self, uuid: Uuid, since: Option<&str>) -> Result<()> {
         let uuid = uuid.to_string();
         match since {
@@ -76,7 +76,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// The host that a hypervisor is on.
+    /// The recorded host of a hypervisor.
     pub fn host(&self, hypervisor: &str) -> Result<Option<Uuid>> {
         let found: Option<String> = self
             .0
@@ -86,7 +86,7 @@ impl Tx<'_> {
         found.map(|host| parse("hypervisor_hosts.host", &host)).transpose()
     }
 
-    /// Notes the host that a hypervisor is on, where none is noted.
+    /// Records the host of a hypervisor if none is recorded.
     pub fn note_host(&self, hypervisor: &str, host: Uuid) -> Result<()> {
         self.0
             .prepare_cached(
@@ -96,13 +96,13 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Forgets which host a hypervisor is on.
+    /// Removes the recorded host of a hypervisor.
     pub fn forget_host(&self, hypervisor: &str) -> Result<()> {
         self.0.prepare_cached("DELETE FROM hypervisor_hosts WHERE hypervisor = ?1")?.execute([hypervisor])?;
         Ok(())
     }
 
-    /// Removes a node. Fails while it has attachments.
+    /// Deletes a node. Fails while it has attachments.
     pub fn delete_node(&self, uuid: Uuid) -> Result<()> {
         self.0.prepare_cached("DELETE FROM nodes WHERE uuid = ?1")?.execute([uuid.to_string()])?;
         Ok(())

@@ -1,4 +1,4 @@
-//! The table of pools.
+//! Table of pools.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,14 +9,14 @@ use uuid::Uuid;
 use super::volumes::OF_GROUP;
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 
-/// A pool as the catalog keeps it.
+/// A pool in the catalog.
 #[derive(Debug, Clone)]
 pub struct PoolRow {
     /// Its name.
     pub name: PoolName,
-    /// What its marker file must say.
+    /// UUID in its marker file.
     pub uuid: Uuid,
-    /// What was asked for.
+    /// The spec of the last request.
     pub spec: PoolSpec,
     /// Whether the marker file was written.
     pub marked: bool,
@@ -45,7 +45,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<PoolRow>> {
 }
 
 impl Tx<'_> {
-    /// One pool.
+    /// Reads one pool.
     pub fn pool(&self, name: &PoolName) -> Result<Option<PoolRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM pools WHERE name = ?1"))?
@@ -54,7 +54,7 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// All pools by name.
+    /// Reads all pools, ordered by name.
     pub fn pools(&self) -> Result<Vec<PoolRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM pools ORDER BY name"))?
@@ -63,7 +63,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Adds a pool.
+    /// Inserts a pool.
     pub fn insert_pool(&self, pool: &PoolRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
@@ -82,7 +82,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Changes what may change of a pool.
+    /// Updates the mutable fields of a pool.
     pub fn update_pool(&self, name: &PoolName, spec: &PoolSpec) -> Result<()> {
         self.0
             .prepare_cached("UPDATE pools SET labels = ?2, cordoned = ?3, on_full = ?4 WHERE name = ?1")?
@@ -95,13 +95,14 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes that the marker file is there.
+    /// Records that the marker file was written.
     pub fn set_pool_marked(&self, name: &PoolName) -> Result<()> {
         self.0.prepare_cached("UPDATE pools SET marked = 1 WHERE name = ?1")?.execute([name.as_str()])?;
         Ok(())
     }
 
-    /// What is reserved in each pool for its volumes and snapshots, growth counted. The schema itself keeps the sums.
+    /// Bytes reserved in each pool for volumes and snapshots, including running expansions. Triggers maintain the
+    /// sums.
     pub fn reserved(&self) -> Result<HashMap<PoolName, u64>> {
         self.0
             .prepare_cached("SELECT name, reserved FROM pools")?
@@ -113,8 +114,8 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// The pools that hold a volume of an anti-affinity group.
-    pub fn pools_with(&self, group: &str) -> Result<HashSet<PoolName>> {
+    /// Pools that hold a volume of an anti-affinity group.
+    pub fn pools_of_group(&self, group: &str) -> Result<HashSet<PoolName>> {
         self.0
             .prepare_cached(&format!("SELECT DISTINCT pool FROM volumes WHERE {OF_GROUP}"))?
             .query_map([group], |row| row.get::<_, String>(0))?
@@ -122,15 +123,15 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// How many volumes and snapshots a pool holds.
-    pub fn count_held(&self, name: &PoolName) -> Result<(u64, u64)> {
+    /// Number of volumes and snapshots in a pool.
+    pub fn count_objects(&self, name: &PoolName) -> Result<(u64, u64)> {
         let mut count = self.0.prepare_cached(
             "SELECT (SELECT count(*) FROM volumes WHERE pool = ?1), (SELECT count(*) FROM snapshots WHERE pool = ?1)",
         )?;
         Ok(count.query_row([name.as_str()], |row| Ok((row.get(0)?, row.get(1)?)))?)
     }
 
-    /// Removes a pool. Fails while it has volumes.
+    /// Deletes a pool. Fails while it has volumes or snapshots.
     pub fn delete_pool(&self, name: &PoolName) -> Result<()> {
         self.0.prepare_cached("DELETE FROM pools WHERE name = ?1")?.execute([name.as_str()])?;
         Ok(())

@@ -1,16 +1,16 @@
-//! Whether what is noted with the bytes of volumes and snapshots is as the catalog has it. The schema itself notices
-//! every change after which that is due.
+//! On-disk records that are due: volumes and snapshots whose record beside their bytes may differ from the catalog.
+//! Triggers in the schema set `record_due` after every relevant change.
 
 use infra_api::{PoolName, SnapshotId, VolumeId};
 
 use super::{Result, Tx, parse};
 use crate::engine::Object;
 
-/// What something is still to be noted of.
+/// Condition of complete objects whose record is due.
 pub(super) const DUE: &str = "record_due AND state = 'ready'";
 
 impl Tx<'_> {
-    /// The complete objects of which something is still to be noted, with their pools.
+    /// Complete volumes and snapshots whose on-disk record is due, with their pools.
     pub fn due_records(&self) -> Result<Vec<(Object, PoolName)>> {
         self.0
             .prepare_cached(&format!(
@@ -29,20 +29,20 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Whether what is noted with a volume may be older than the catalog.
+    /// Whether a volume's on-disk record may be older than the catalog.
     pub fn is_record_due(&self, id: &VolumeId) -> Result<bool> {
         let mut due = self.0.prepare_cached("SELECT 1 FROM volumes WHERE id = ?1 AND record_due")?;
         Ok(due.exists([id.as_str()])?)
     }
 
-    /// Notes that what is noted with a volume is as the catalog has it. Where that is lost, the same is noted again.
-    pub fn volume_is_noted(&self, id: &VolumeId) -> Result<()> {
+    /// Marks a volume's on-disk record as up to date. If this write is lost, the same record is written again.
+    pub fn volume_record_is_current(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("UPDATE volumes SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 
-    /// Notes that what is noted with a snapshot is as the catalog has it. Where that is lost, the same is noted again.
-    pub fn snapshot_is_noted(&self, id: &SnapshotId) -> Result<()> {
+    /// Marks a snapshot's on-disk record as up to date. If this write is lost, the same record is written again.
+    pub fn snapshot_record_is_current(&self, id: &SnapshotId) -> Result<()> {
         self.0.prepare_cached("UPDATE snapshots SET record_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }

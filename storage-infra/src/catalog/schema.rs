@@ -1,10 +1,10 @@
-//! The catalog's tables and how an older catalog becomes a newer one.
+//! Catalog schema and its migrations.
 
 use rusqlite::Connection;
 
 use super::CatalogError;
 
-/// Each entry brings the schema from its index to the next version. Entries are never edited once released.
+/// Each entry migrates the schema from its index to the next version. The SQL of released entries is never changed.
 const MIGRATIONS: &[&str] = &[
     FIRST,
     SNAPSHOTS_AND_SHARING,
@@ -25,7 +25,7 @@ CREATE TABLE pools (
     path      TEXT NOT NULL UNIQUE,
     labels    TEXT NOT NULL,
     cordoned  INTEGER NOT NULL,
-    -- 0 until the marker file is in the directory: from then on a missing marker means a missing pool.
+    -- 1 once the marker file is in the directory: from then on a missing marker means a missing pool.
     marked    INTEGER NOT NULL
 ) STRICT;
 
@@ -33,11 +33,11 @@ CREATE TABLE volumes (
     id          TEXT PRIMARY KEY,
     pool        TEXT NOT NULL REFERENCES pools(name),
     capacity    INTEGER NOT NULL,
-    -- Set while the volume grows; the space is reserved from then on.
+    -- Set during an expansion; the space is reserved from then on.
     grow_to     INTEGER,
     disk_uuid   TEXT NOT NULL UNIQUE,
     state       TEXT NOT NULL CHECK (state IN ('creating', 'ready', 'deleting')),
-    -- The request as it came, to tell a repetition from a conflict.
+    -- The original request, to tell a retry from a conflict.
     spec        TEXT NOT NULL,
     created_at  TEXT NOT NULL
 ) STRICT;
@@ -62,7 +62,7 @@ CREATE TABLE attachments (
     CHECK (access = 'single-node' OR read_only)
 ) STRICT;
 CREATE INDEX attachments_by_node ON attachments(node);
--- One writer at most, whatever the code above does: a single-node attachment excludes every other.
+-- At most one writer, independent of the code above: a single-node attachment excludes all others.
 CREATE UNIQUE INDEX one_single_node_attachment ON attachments(volume) WHERE access = 'single-node';
 CREATE TRIGGER single_node_excludes_others BEFORE INSERT ON attachments
 WHEN EXISTS (SELECT 1 FROM attachments a WHERE a.volume = NEW.volume AND a.id <> NEW.id
@@ -74,13 +74,13 @@ BEGIN SELECT RAISE(ABORT, 'only a volume in state deleting can be removed'); END
 ";
 
 const SNAPSHOTS_AND_SHARING: &str = "
--- Files that may share blocks: those that came from each other by reflink.
+-- Objects that may share blocks: copies of each other by reflink.
 ALTER TABLE volumes ADD COLUMN family TEXT NOT NULL DEFAULT '';
 UPDATE volumes SET family = disk_uuid;
--- 1 while the bytes come piece by piece from a source that nobody may write to meanwhile.
+-- 1 if the bytes are copied block by block from a source that must not be written meanwhile.
 ALTER TABLE volumes ADD COLUMN copying INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE volumes ADD COLUMN qos TEXT NOT NULL DEFAULT '{}';
--- 1 until every machine that has the volume keeps to its limits.
+-- 1 until the limits are applied in every VM that has the volume.
 ALTER TABLE volumes ADD COLUMN qos_due INTEGER NOT NULL DEFAULT 0;
 UPDATE volumes SET spec = json_remove(
     CASE WHEN spec ->> '$.placement.zone' IS NULL THEN spec
@@ -89,11 +89,11 @@ UPDATE volumes SET spec = json_remove(
 
 CREATE TABLE snapshots (
     id          TEXT PRIMARY KEY,
-    -- Not a reference: the volume may go first.
+    -- Not a foreign key: the volume may be deleted first.
     volume      TEXT NOT NULL,
     pool        TEXT NOT NULL REFERENCES pools(name),
     capacity    INTEGER NOT NULL,
-    -- The most that it can keep allocated.
+    -- Upper bound of its allocated bytes.
     reserved    INTEGER NOT NULL,
     family      TEXT NOT NULL,
     copying     INTEGER NOT NULL,
@@ -121,7 +121,7 @@ DROP TABLE attachments;
 ALTER TABLE attachments_new RENAME TO attachments;
 CREATE INDEX attachments_by_node ON attachments(node);
 CREATE UNIQUE INDEX one_single_node_attachment ON attachments(volume) WHERE access = 'single-node';
--- Whoever shares a volume shares it with the like: readers among readers, writers among those who know of each other.
+-- Attachments of one volume must have the same access mode: all read-only, or all multi-writer.
 CREATE TRIGGER only_the_like_share BEFORE INSERT ON attachments
 WHEN EXISTS (SELECT 1 FROM attachments a WHERE a.volume = NEW.volume AND a.id <> NEW.id
              AND (a.access = 'single-node' OR a.access <> NEW.access))
@@ -133,7 +133,7 @@ BEGIN SELECT RAISE(ABORT, 'the volume is not shareable'); END;
 ";
 
 const ENDED_ATTACHMENTS: &str = "
--- Ids of attachments that were told to go: a late wish for one of them must not bring it back.
+-- Ids of deleted attachments: a late request must not recreate them.
 CREATE TABLE ended_attachments (
     id        TEXT PRIMARY KEY,
     -- Seconds since 1970.
@@ -143,15 +143,15 @@ CREATE INDEX ended_attachments_by_time ON ended_attachments(ended_at);
 ";
 
 const RECORDS: &str = "
--- 1 while what is noted with the bytes may be older than the row. What was made before there were notes has none.
+-- 1 while the on-disk record may be older than the row. Objects from before this version have no record yet.
 ALTER TABLE volumes ADD COLUMN record_due INTEGER NOT NULL DEFAULT 1;
 ALTER TABLE snapshots ADD COLUMN record_due INTEGER NOT NULL DEFAULT 1;
--- Not for new writers: these are noted before they are plugged.
+-- Not for new writers: the record is written before their disk is attached.
 CREATE TRIGGER record_due_after_detach AFTER DELETE ON attachments
 BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.volume; END;
 CREATE TRIGGER record_due_after_change AFTER UPDATE OF id, node, access, read_only ON attachments
 BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.volume; END;
--- A new reader need not be noted first.
+-- New readers are recorded asynchronously.
 CREATE TRIGGER record_due_after_new_reader AFTER INSERT ON attachments WHEN NEW.read_only
 BEGIN UPDATE volumes SET record_due = 1 WHERE id = NEW.volume; END;
 CREATE TRIGGER record_due_after_new_size AFTER UPDATE OF qos, capacity ON volumes
@@ -159,7 +159,7 @@ BEGIN UPDATE volumes SET record_due = 1 WHERE id = OLD.id; END;
 ";
 
 const SUMS_AND_INDEXES: &str = "
--- What is reserved for the pool's volumes and snapshots, so that placing a new one need not look at all of them.
+-- Bytes reserved for the pool's volumes and snapshots, so that placement need not read all of them.
 ALTER TABLE pools ADD COLUMN reserved INTEGER NOT NULL DEFAULT 0;
 UPDATE pools SET reserved =
     (SELECT coalesce(sum(max(v.capacity, coalesce(v.grow_to, 0))), 0) FROM volumes v WHERE v.pool = pools.name)
@@ -183,13 +183,13 @@ BEGIN
     UPDATE pools SET reserved = reserved + NEW.reserved WHERE name = NEW.pool;
 END;
 
--- Of the few among the many that are asked for again and again.
+-- Partial indexes for queries that are repeated often and match few rows.
 CREATE INDEX unfinished_volumes ON volumes(id) WHERE state <> 'ready' OR grow_to IS NOT NULL OR qos_due;
 CREATE INDEX unfinished_snapshots ON snapshots(id) WHERE state <> 'ready';
 CREATE INDEX copied_volumes ON volumes(id) WHERE copying AND state = 'creating';
 CREATE INDEX volumes_to_note ON volumes(id) WHERE record_due AND state = 'ready';
 CREATE INDEX snapshots_to_note ON snapshots(id) WHERE record_due AND state = 'ready';
--- A row that cannot be read must be found and told of, not fail whoever looks for others.
+-- A row that cannot be decoded must not fail queries for other rows.
 CREATE INDEX volumes_by_group
     ON volumes(CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END, pool)
     WHERE CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END IS NOT NULL;
@@ -197,13 +197,13 @@ CREATE INDEX leaving_attachments ON attachments(id) WHERE state = 'detaching';
 ";
 
 const SAVED_NODES: &str = "
--- Virtual machines whose memory is saved, and that were not seen to run since: libvirt may have forgotten it.
+-- VMs whose memory was saved and that were not observed running since: libvirt may have forgotten it.
 CREATE TABLE saved_nodes (
     node   TEXT PRIMARY KEY REFERENCES nodes(uuid) ON DELETE CASCADE,
     -- RFC 3339.
     since  TEXT NOT NULL
 ) STRICT;
--- Where what a hypervisor does not show can be taken for gone.
+-- The host of each hypervisor: an absent domain counts as gone only on the same host.
 CREATE TABLE hypervisor_hosts (
     hypervisor  TEXT PRIMARY KEY,
     host        TEXT NOT NULL
@@ -211,35 +211,35 @@ CREATE TABLE hypervisor_hosts (
 ";
 
 const BLANK_DISKS: &str = "
--- The secret that the mark of a formatting under way is derived from.
+-- The secret from which the marker of a running format is derived.
 ALTER TABLE volumes ADD COLUMN format_token TEXT NOT NULL DEFAULT '';
--- 1 once the bytes were seen to hold data.
+-- 1 once the volume was observed to contain data.
 ALTER TABLE volumes ADD COLUMN written INTEGER NOT NULL DEFAULT 0;
 UPDATE volumes SET format_token = lower(hex(randomblob(16))), record_due = 1;
--- 'no', or the UUID by which the proof is known that the disk held no data before it was plugged; NULL until that is
--- decided. What is plugged already was not looked at in time.
+-- 'no', or the UUID of the attestation that the disk held no data before it was attached; NULL until that is
+-- decided. Disks attached before this version were not checked.
 ALTER TABLE attachments ADD COLUMN blank TEXT;
 UPDATE attachments SET blank = 'no';
 ";
 
 const FULL_POOLS: &str = "
--- What becomes of a VM that writes while the pool is full.
+-- Behaviour of a VM that writes while the pool is full.
 ALTER TABLE pools ADD COLUMN on_full TEXT NOT NULL DEFAULT 'pause' CHECK (on_full IN ('pause', 'fail'));
 ";
 
 const REVISIONS: &str = "
--- Larger with every change that is noted in the pools, so that a catalog which was put back is known to be older than they.
+-- Incremented with every change that is recorded in the pools, so that a restored catalog is detected as older than the pools.
 CREATE TABLE revision (
     only    INTEGER PRIMARY KEY CHECK (only = 0),
     number  INTEGER NOT NULL
 ) STRICT;
 INSERT INTO revision VALUES (0, 1);
--- That of the volume's last change.
+-- Revision of the volume's last change.
 ALTER TABLE volumes ADD COLUMN revision INTEGER NOT NULL DEFAULT 0;
--- 1 where more is noted in the pool, or with the bytes, than the catalog knows. It stays, whatever is done since.
+-- 1 if on-disk records are newer than the catalog. It is never cleared.
 ALTER TABLE pools ADD COLUMN behind INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE volumes ADD COLUMN behind INTEGER NOT NULL DEFAULT 0;
--- Attachments whose disks were not plugged, confirmed, and that may be asked for again: who is noted by such an id has nothing.
+-- Attachments whose disk was confirmed not attached; the id may be requested again. A holder recorded with such an id has no disk.
 CREATE TABLE refused_attachments (
     id        TEXT PRIMARY KEY,
     -- Seconds since 1970.
@@ -277,12 +277,12 @@ BEGIN
 END;
 ";
 
-/// Brings the schema up to date, one transaction per version.
+/// Applies outstanding migrations, one transaction per version.
 pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
     let found: usize = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
     if found > MIGRATIONS.len() {
         return Err(CatalogError::Unusable(format!(
-            "the catalog has schema version {found}, this program knows up to {}: run the version that wrote it, or a newer one",
+            "the catalog has schema version {found}, this program supports up to {}: run the version that wrote it, or a newer one",
             MIGRATIONS.len()
         )));
     }
@@ -301,7 +301,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_older_catalog_keeps_what_it_has_and_its_zone_becomes_a_list() {
+    fn a_migration_keeps_the_rows_and_turns_the_zone_into_a_list() {
         let mut connection = Connection::open_in_memory().unwrap();
         connection.execute_batch(FIRST).unwrap();
         connection.pragma_update(None, "user_version", 1).unwrap();
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_catalog_gets_its_sums_and_they_are_kept() {
+    fn a_migration_computes_the_reserved_sums_and_triggers_maintain_them() {
         let mut connection = Connection::open_in_memory().unwrap();
         for sql in &MIGRATIONS[..4] {
             connection.execute_batch(sql).unwrap();
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_found_beside_a_row_that_cannot_be_read() {
+    fn a_group_is_found_although_another_row_cannot_be_decoded() {
         let mut connection = Connection::open_in_memory().unwrap();
         migrate(&mut connection).unwrap();
         let volume = |id: &str, spec: &str| {
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_asked_for_again_and_again_is_found_by_an_index() {
+    fn frequent_queries_use_an_index() {
         let mut connection = Connection::open_in_memory().unwrap();
         migrate(&mut connection).unwrap();
         let of_volume = format!("attachments WHERE {}", attachments::filter(false, true));
@@ -416,7 +416,7 @@ mod tests {
             ("INDEX volumes_by_group", format!("volumes WHERE {}", volumes::OF_GROUP)),
             ("INDEX volumes_to_note", format!("volumes WHERE {}", records::DUE)),
             ("INDEX snapshots_to_note", format!("snapshots WHERE {}", records::DUE)),
-            ("INDEX leaving_attachments", format!("attachments WHERE {}", attachments::LEAVING)),
+            ("INDEX leaving_attachments", format!("attachments WHERE {}", attachments::DETACHING)),
             ("SEARCH attachments", of_volume),
             ("SEARCH attachments", of_both),
             ("INDEX attachments_by_node", of_node),

@@ -1,4 +1,4 @@
-//! The table of snapshots.
+//! Table of snapshots.
 
 use infra_api::{Labels, PoolName, SnapshotId, VolumeId, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
@@ -6,34 +6,34 @@ use uuid::Uuid;
 
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 
-/// A snapshot as the catalog keeps it.
+/// A snapshot in the catalog.
 #[derive(Debug, Clone)]
 pub struct SnapshotRow {
-    /// Its id.
+    /// Its ID.
     pub id: SnapshotId,
-    /// The volume whose bytes it keeps, which may be gone.
+    /// The source volume, which may have been deleted.
     pub volume: VolumeId,
     /// The pool that holds it.
     pub pool: PoolName,
-    /// The size its volume had.
+    /// Size of the volume at the time of the snapshot.
     pub capacity: u64,
-    /// The most that it can keep allocated.
+    /// Upper bound of its allocated bytes.
     pub reserved: u64,
-    /// What it may share blocks with.
+    /// Reflink family: objects that may share blocks.
     pub family: Uuid,
-    /// While it is made: piece by piece, from a volume that nobody may write to meanwhile.
+    /// Created by a block-by-block copy; the volume must not be written meanwhile.
     pub copying: bool,
-    /// How far it is.
+    /// Lifecycle state.
     pub state: VolumeState,
-    /// As asked for.
+    /// Labels of the request.
     pub labels: Labels,
-    /// RFC 3339: its moment.
+    /// Time of the snapshot, RFC 3339.
     pub created_at: String,
 }
 
 const COLUMNS: &str = "id, volume, pool, capacity, reserved, family, copying, state, labels, created_at";
 
-/// What something was begun on and not finished.
+/// Condition of snapshots with an unfinished operation.
 pub(super) const UNFINISHED: &str = "state <> 'ready'";
 
 fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
@@ -58,7 +58,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<SnapshotRow>> {
 }
 
 impl Tx<'_> {
-    /// One snapshot.
+    /// Reads one snapshot.
     pub fn snapshot(&self, id: &SnapshotId) -> Result<Option<SnapshotRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM snapshots WHERE id = ?1"))?
@@ -67,7 +67,7 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// At most `limit` snapshots, of one volume or of all, with ids after `after`, by id.
+    /// Reads at most `limit` snapshots of one volume or of all, with IDs after `after`, ordered by ID.
     pub fn snapshots(
         &self,
         volume: Option<&VolumeId>,
@@ -84,7 +84,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// The snapshots that something was begun on and not finished.
+    /// Reads the snapshots with an unfinished operation.
     pub fn unfinished_snapshots(&self) -> Result<Vec<SnapshotRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM snapshots WHERE {UNFINISHED} ORDER BY id"))?
@@ -93,7 +93,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Adds a snapshot.
+    /// Inserts a snapshot.
     pub fn insert_snapshot(&self, row: &SnapshotRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
@@ -114,8 +114,8 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes that a snapshot is complete: what it keeps allocated at most, and from which moment it is. False when it
-    /// was told to go meanwhile.
+    /// Marks a snapshot as ready, with its allocation bound and its time. False if its deletion was requested
+    /// meanwhile.
     pub fn finish_snapshot(&self, id: &SnapshotId, reserved: u64, created_at: &str) -> Result<bool> {
         let changed = self
             .0
@@ -127,7 +127,7 @@ impl Tx<'_> {
         Ok(changed > 0)
     }
 
-    /// Notes that a snapshot is to go.
+    /// Marks a snapshot as deleting.
     pub fn begin_delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
         self.0
             .prepare_cached("UPDATE snapshots SET state = 'deleting' WHERE id = ?1")?
@@ -135,7 +135,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Removes a snapshot.
+    /// Deletes a snapshot.
     pub fn delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
         self.0.prepare_cached("DELETE FROM snapshots WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())

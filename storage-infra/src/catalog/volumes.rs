@@ -1,4 +1,4 @@
-//! The table of volumes.
+//! Table of volumes.
 
 use infra_api::{FormatToken, PoolName, Qos, VolumeId, VolumeSpec, VolumeState};
 use rusqlite::{OptionalExtension, Row, params};
@@ -7,67 +7,68 @@ use uuid::Uuid;
 use super::{Result, Tx, from_json, from_word, parse, to_json};
 use crate::engine::Object;
 
-/// A volume as the catalog keeps it.
+/// A volume in the catalog.
 #[derive(Debug, Clone)]
 pub struct VolumeRow {
-    /// Its id.
+    /// Its ID.
     pub id: VolumeId,
     /// The pool that holds it.
     pub pool: PoolName,
     /// Its size in bytes.
     pub capacity: u64,
-    /// The size it is growing to.
+    /// Target size of a running expansion.
     pub grow_to: Option<u64>,
-    /// What the disk is known by.
+    /// UUID of the disk in VMs.
     pub disk_uuid: Uuid,
-    /// How far it is.
+    /// Lifecycle state.
     pub state: VolumeState,
-    /// What was asked for.
+    /// The spec of the create request.
     pub spec: VolumeSpec,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
-    /// What it may share blocks with.
+    /// Reflink family: objects that may share blocks.
     pub family: Uuid,
-    /// While it is made: piece by piece, from a source that nobody may write to meanwhile.
+    /// Created by a block-by-block copy; the source must not be written meanwhile.
     pub copying: bool,
-    /// How fast it may be.
+    /// I/O limits.
     pub qos: Qos,
-    /// Some machine may not keep to that yet.
+    /// The limits are not yet applied in every VM that has the volume.
     pub qos_due: bool,
-    /// Its secret for whoever formats it.
+    /// Secret for the node that formats the volume.
     pub format_token: FormatToken,
-    /// Its bytes were seen to hold data once. Stays, also where they are zeros again: that is a loss, or somebody's will.
+    /// The volume was observed to contain data. Never cleared, even if the bytes are zero again: that is data loss,
+    /// or intended.
     pub written: bool,
 }
 
 impl VolumeRow {
-    /// The most bytes that it may have by now: while it grows, some machine may know of them already.
+    /// Upper bound of the current size: during an expansion, VMs may already see the new size.
     pub fn size(&self) -> u64 {
         self.grow_to.unwrap_or(self.capacity)
     }
 }
 
-/// What of a volume or snapshot counts in its pool.
+/// Bytes reserved in a pool for a volume or snapshot.
 #[derive(Debug, Clone)]
-pub struct Use {
+pub struct Reservation {
     /// The volume or snapshot.
     pub object: Object,
     /// The pool that holds it.
     pub pool: PoolName,
-    /// What is reserved for it, growth counted.
+    /// Reserved bytes, including a running expansion.
     pub reserved: u64,
-    /// What it may share blocks with.
+    /// Reflink family: objects that may share blocks.
     pub family: Uuid,
 }
 
 const COLUMNS: &str = "id, pool, capacity, grow_to, disk_uuid, state, spec, created_at, family, copying, qos, qos_due, \
      format_token, written";
 
-/// What something was begun on and not finished.
+/// Condition of volumes with an unfinished operation.
 pub(super) const UNFINISHED: &str = "state <> 'ready' OR grow_to IS NOT NULL OR qos_due";
-/// What is being copied piece by piece.
+/// Condition of objects that are being copied block by block.
 pub(super) const COPIED: &str = "copying AND state = 'creating'";
-/// The volumes of an anti-affinity group.
+/// Condition of the volumes of an anti-affinity group.
 pub(super) const OF_GROUP: &str =
     "CASE WHEN json_valid(spec) THEN spec ->> '$.placement.antiAffinityId' END = ?1";
 
@@ -100,7 +101,7 @@ fn read(row: &Row<'_>) -> rusqlite::Result<Result<VolumeRow>> {
 }
 
 impl Tx<'_> {
-    /// One volume.
+    /// Reads one volume.
     pub fn volume(&self, id: &VolumeId) -> Result<Option<VolumeRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE id = ?1"))?
@@ -109,7 +110,7 @@ impl Tx<'_> {
             .transpose()
     }
 
-    /// At most `limit` volumes with ids after `after`, by id.
+    /// Reads at most `limit` volumes with IDs after `after`, ordered by ID.
     pub fn volumes(&self, after: &str, limit: usize) -> Result<Vec<VolumeRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE id > ?1 ORDER BY id LIMIT ?2"))?
@@ -118,7 +119,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// The volumes that something was begun on and not finished.
+    /// Reads the volumes with an unfinished operation.
     pub fn unfinished_volumes(&self) -> Result<Vec<VolumeRow>> {
         self.0
             .prepare_cached(&format!("SELECT {COLUMNS} FROM volumes WHERE {UNFINISHED} ORDER BY id"))?
@@ -127,8 +128,8 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// What all volumes and snapshots use.
-    pub fn uses(&self) -> Result<Vec<Use>> {
+    /// Reservations of all volumes and snapshots.
+    pub fn reservations(&self) -> Result<Vec<Reservation>> {
         self.0
             .prepare_cached(
                 "SELECT 0, id, pool, max(capacity, coalesce(grow_to, 0)), family FROM volumes \
@@ -144,14 +145,14 @@ impl Tx<'_> {
                         Object::Volume(parse("volumes.id", &id)?)
                     };
                     let (pool, family) = (parse("pool", &pool)?, parse("family", &family)?);
-                    Ok(Use { object, pool, reserved, family })
+                    Ok(Reservation { object, pool, reserved, family })
                 })())
             })?
             .map(|row| row?)
             .collect()
     }
 
-    /// The volumes whose bytes should be there, with their pools.
+    /// Volumes whose bytes must exist, with their pools.
     pub fn ready_volumes(&self) -> Result<Vec<(VolumeId, PoolName)>> {
         self.0
             .prepare_cached("SELECT id, pool FROM volumes WHERE state = 'ready'")?
@@ -163,7 +164,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// What is being copied piece by piece from this volume, for people.
+    /// Objects that are being copied block by block from this volume, as text for messages.
     pub fn copies_of(&self, volume: &VolumeId) -> Result<Vec<String>> {
         self.0
             .prepare_cached(&format!(
@@ -175,7 +176,7 @@ impl Tx<'_> {
             .collect()
     }
 
-    /// Adds a volume.
+    /// Inserts a volume.
     pub fn insert_volume(&self, volume: &VolumeRow) -> Result<()> {
         self.0
             .prepare_cached(&format!(
@@ -201,7 +202,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Moves a volume to another state.
+    /// Sets a volume's state.
     pub fn set_volume_state(&self, id: &VolumeId, state: VolumeState) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET state = ?2 WHERE id = ?1")?
@@ -209,7 +210,7 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes that a volume's bytes are there. False when it was told to go meanwhile.
+    /// Marks a volume as ready. False if its deletion was requested meanwhile.
     pub fn finish_create(&self, id: &VolumeId) -> Result<bool> {
         let changed = self
             .0
@@ -218,16 +219,16 @@ impl Tx<'_> {
         Ok(changed > 0)
     }
 
-    /// Notes the size that a volume is to grow to.
-    pub fn begin_grow(&self, id: &VolumeId, grow_to: u64) -> Result<()> {
+    /// Starts an expansion to this size.
+    pub fn begin_expand(&self, id: &VolumeId, grow_to: u64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET grow_to = ?2 WHERE id = ?1")?
             .execute(params![id.as_str(), grow_to])?;
         Ok(())
     }
 
-    /// Notes that a volume has grown, everywhere.
-    pub fn finish_grow(&self, id: &VolumeId) -> Result<()> {
+    /// Completes an expansion.
+    pub fn finish_expand(&self, id: &VolumeId) -> Result<()> {
         self.0
             .prepare_cached(
                 "UPDATE volumes SET capacity = grow_to, grow_to = NULL WHERE id = ?1 AND grow_to IS NOT NULL",
@@ -236,21 +237,21 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes that a volume cannot grow to this size, and has the one that it had.
-    pub fn give_up_grow(&self, id: &VolumeId, size: u64) -> Result<()> {
+    /// Cancels an expansion to this size; the volume keeps its size.
+    pub fn cancel_expand(&self, id: &VolumeId, size: u64) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET grow_to = NULL WHERE id = ?1 AND grow_to = ?2")?
             .execute(params![id.as_str(), size])?;
         Ok(())
     }
 
-    /// Notes that a volume's bytes hold data, or did.
-    pub fn volume_is_written(&self, id: &VolumeId) -> Result<()> {
+    /// Records that a volume contains or contained data.
+    pub fn set_volume_has_data(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("UPDATE volumes SET written = 1 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 
-    /// Notes how fast a volume may be, and that machines are to be told.
+    /// Sets I/O limits that are still to be applied in VMs.
     pub fn begin_qos(&self, id: &VolumeId, qos: &Qos) -> Result<()> {
         self.0
             .prepare_cached("UPDATE volumes SET qos = ?2, qos_due = 1 WHERE id = ?1")?
@@ -258,19 +259,19 @@ impl Tx<'_> {
         Ok(())
     }
 
-    /// Notes that every machine that has the volume keeps to its limits.
+    /// Records that the limits are applied in every VM that has the volume.
     pub fn finish_qos(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("UPDATE volumes SET qos_due = 0 WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())
     }
 
-    /// Forgets a volume that never came about.
-    pub fn give_up_volume(&self, id: &VolumeId) -> Result<()> {
+    /// Deletes a volume whose creation failed.
+    pub fn abort_volume(&self, id: &VolumeId) -> Result<()> {
         self.set_volume_state(id, VolumeState::Deleting)?;
         self.delete_volume(id)
     }
 
-    /// Removes a volume. Fails while it is not in state deleting, or has attachments.
+    /// Deletes a volume. Fails unless it is in state deleting and has no attachments.
     pub fn delete_volume(&self, id: &VolumeId) -> Result<()> {
         self.0.prepare_cached("DELETE FROM volumes WHERE id = ?1")?.execute([id.as_str()])?;
         Ok(())

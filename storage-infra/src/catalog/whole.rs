@@ -1,8 +1,8 @@
-//! Whether the catalog is there and whole. A server that began with an empty catalog, or with half of one, would tell
-//! its callers that their volumes are gone; so one that cannot be trusted is not served.
+//! Integrity check of the catalog. A server with an empty or damaged catalog would report existing volumes as
+//! deleted, so it refuses to start.
 //!
-//! Beside the catalog is a list of what was registered by hand: pools and nodes. Without it, a catalog that is missing
-//! could not be told from one that never was, nor could nodes be brought back.
+//! A list of registered pools and nodes (`known.json`) is stored beside the catalog. It distinguishes a lost catalog
+//! from a new installation, and recovery restores nodes from it.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -15,12 +15,12 @@ use uuid::Uuid;
 
 use super::{Catalog, CatalogError, Result, Tx};
 
-/// The catalog's file in the data directory.
+/// File name of the catalog in the data directory.
 pub const FILE: &str = "catalog.sqlite";
-/// The list beside it.
+/// File name of the list of registered objects.
 const KNOWN: &str = "known.json";
 
-/// What was registered by hand.
+/// Pools and nodes that were registered by an operator or controller.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Known {
     /// The pools.
@@ -29,16 +29,16 @@ pub struct Known {
     pub nodes: Vec<KnownNode>,
 }
 
-/// A node as the list beside the catalog has it.
+/// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KnownNode {
     /// Its UUID.
     pub uuid: Uuid,
-    /// What was asked for.
+    /// The spec of the last request.
     pub spec: NodeSpec,
 }
 
-/// A pool as the list beside the catalog has it.
+/// A registered pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KnownPool {
     /// Its name.
@@ -47,13 +47,13 @@ pub struct KnownPool {
     pub path: PathBuf,
 }
 
-/// Says that a catalog is not to be used, and what to do.
+/// The error for an unusable catalog, with instructions.
 pub(super) fn damaged(data_dir: &Path, why: impl std::fmt::Display) -> CatalogError {
     let (file, dir) = (data_dir.join(FILE), data_dir.display());
     CatalogError::Damaged(format!(
-        "the catalog {} {why}; nothing is served, so that no volume is taken for gone. Keep the file; then put a backup \
-         of it back, or rebuild it from what is in the pools: `storage-infra recover --data-dir {dir}` says what that \
-         would bring, and changes nothing",
+        "the catalog {} {why}; the server does not start, because it would report existing volumes as deleted. Keep the \
+         file; then restore a backup of it, or rebuild it from the pools: `storage-infra recover --data-dir {dir}` shows \
+         what that would restore, and changes nothing",
         file.display()
     ))
 }
@@ -69,13 +69,13 @@ impl Known {
     }
 }
 
-/// What the list in a data directory has. Empty where there is none.
+/// Reads the list of registered objects. Empty if there is none.
 pub fn known(data_dir: &Path) -> Result<Known> {
     let path = data_dir.join(KNOWN);
     let failed = |why: String| {
         CatalogError::Unusable(format!(
-            "cannot read {}, the list of pools and nodes: {why}; it can be removed where a good catalog is beside it, or where \
-             pools are named with --pool",
+            "cannot read {}, the list of pools and nodes: {why}; it may be removed if the catalog beside it is intact or if the \
+             pools are given with --pool",
             path.display()
         ))
     };
@@ -86,7 +86,7 @@ pub fn known(data_dir: &Path) -> Result<Known> {
     }
 }
 
-/// Puts the list into a data directory.
+/// Writes the list of registered objects.
 pub fn write_known(data_dir: &Path, list: &Known) -> Result<()> {
     let write = || -> io::Result<()> {
         let mut file = tempfile::NamedTempFile::new_in(data_dir)?;
@@ -95,7 +95,7 @@ pub fn write_known(data_dir: &Path, list: &Known) -> Result<()> {
         file.persist(data_dir.join(KNOWN))?;
         File::open(data_dir)?.sync_all()
     };
-    // So that a server can start on a full disk.
+    // Do not write an unchanged list: a server must start on a full disk.
     if known(data_dir).is_ok_and(|known| known == *list) {
         return Ok(());
     }
@@ -104,12 +104,12 @@ pub fn write_known(data_dir: &Path, list: &Known) -> Result<()> {
     })
 }
 
-/// Fails where a catalog was and is no more.
+/// Fails if a catalog existed and is lost.
 pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
     let size = match fs::metadata(data_dir.join(FILE)) {
         Ok(meta) => Some(meta.len()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => return Err(damaged(data_dir, format_args!("cannot be looked at: {error}"))),
+        Err(error) => return Err(damaged(data_dir, format_args!("cannot be examined: {error}"))),
     };
     let why = match size {
         None => "is missing",
@@ -122,14 +122,14 @@ pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
     }
     let names: Vec<String> =
         pools.iter().map(|pool| format!("{} at {}", pool.name, pool.path.display())).collect();
-    Err(damaged(data_dir, format_args!("{why}, yet there are the pools {}", names.join(", "))))
+    Err(damaged(data_dir, format_args!("{why}, but these pools are registered: {}", names.join(", "))))
 }
 
-/// Fails where the file is no catalog, or its pages do not go together. Before anything is written to it.
+/// Fails if the file is not a catalog or fails SQLite's integrity checks. Runs before anything is written to it.
 pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result<()> {
     let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
     if version == 0 && !known(data_dir)?.pools.is_empty() {
-        return Err(damaged(data_dir, "has no tables, yet there are pools"));
+        return Err(damaged(data_dir, "has no tables, but pools are registered"));
     }
     let mut found: Vec<String> = Vec::new();
     let mut check = connection.prepare("PRAGMA integrity_check(5)")?;
@@ -138,7 +138,7 @@ pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result
     }
     let mut check = connection.prepare("PRAGMA foreign_key_check")?;
     for table in check.query_map([], |row| row.get::<_, String>(0))?.take(5) {
-        found.push(format!("a row of {} refers to nothing", table?));
+        found.push(format!("a row of {} violates a foreign key", table?));
     }
     if found.is_empty() {
         Ok(())
@@ -147,7 +147,7 @@ pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result
     }
 }
 
-/// Reads every row once: what cannot be read is better known at the start than in the middle of an operation.
+/// Decodes every row once, so that a corrupt row fails the start instead of a later operation.
 pub(super) fn read_all(tx: &Tx<'_>) -> Result<Known> {
     tx.volumes("", usize::MAX >> 1)?;
     tx.snapshots(None, "", usize::MAX >> 1)?;
@@ -156,18 +156,18 @@ pub(super) fn read_all(tx: &Tx<'_>) -> Result<Known> {
 }
 
 impl Catalog {
-    /// Brings the list beside the catalog up to date.
-    pub async fn remember(&self) -> Result<()> {
-        // Held until it is written, so that two changes at once do not leave the older list.
-        let remembering = self.0.remembering.clone().lock_owned().await;
+    /// Updates the list of registered objects.
+    pub async fn save_registered(&self) -> Result<()> {
+        // Held until the list is written, so that concurrent changes do not leave an older list.
+        let registered_lock = self.0.registered_lock.clone().lock_owned().await;
         let known = self.read(Known::of).await?;
         let data_dir = self.0.data_dir.clone();
         let writing = tokio::task::spawn_blocking(move || {
-            let _remembering = remembering;
+            let _remembering = registered_lock;
             write_known(&data_dir, &known)
         });
         let broke =
-            |error| CatalogError::Unwritable(format!("the list of pools and nodes is not written: {error}"));
+            |error| CatalogError::Unwritable(format!("the list of pools and nodes was not written: {error}"));
         writing.await.unwrap_or_else(|error| Err(broke(error)))
     }
 }

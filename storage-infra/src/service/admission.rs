@@ -1,5 +1,5 @@
-//! Who may attach what: one writer at most, save on volumes made to be shared; decided in the transaction that makes the
-//! row, by a rule that is pure, so that the model of the protocol (crate `model`) runs the same one.
+//! Admission of attachments: at most one writer, except on shareable volumes. The decision is pure and runs in the
+//! transaction that writes the row; the protocol model (crate `model`) uses the same function.
 
 use infra_api::{
     Access, AttachmentId, AttachmentSpec, AttachmentState, NodeRef, Problem, ProblemCode, VolumeState, What,
@@ -9,54 +9,54 @@ use super::nodes::node_refs;
 use super::{Failure, Result, now};
 use crate::catalog::{AttachmentRow, Blank, NodeRow, Tx, VolumeRow};
 
-/// A wish for an attachment.
+/// A request for an attachment.
 #[derive(Debug, Clone, Copy)]
 pub struct Wish<'a> {
-    /// The id it is to have.
+    /// Requested ID.
     pub id: &'a AttachmentId,
-    /// What it is to be.
+    /// Requested spec.
     pub spec: &'a AttachmentSpec,
-    /// The attachment whose disk it may take over, since nobody wants that one any more.
+    /// An earlier attachment that is no longer needed; the new one may take over its disk.
     pub replaces: Option<&'a AttachmentId>,
 }
 
-/// What the catalog says that matters to a wish.
+/// Catalog state that the decision depends on.
 #[derive(Debug, Clone)]
 pub struct Facts {
-    /// The attachment of the wish's id.
+    /// The attachment with the requested ID.
     pub row: Option<AttachmentRow>,
-    /// Whether an attachment of that id was ended.
+    /// Whether an attachment with this ID was ended.
     pub ended: bool,
     /// The volume.
     pub volume: Option<VolumeRow>,
     /// The node.
     pub node: Option<NodeRow>,
-    /// What is being copied from the volume piece by piece.
+    /// Objects that are being copied block by block from the volume.
     pub copies: Vec<String>,
-    /// The other attachments of the volume.
+    /// Other attachments of the volume.
     pub others: Vec<AttachmentRow>,
-    /// The nodes of those, in their order.
+    /// Their nodes, in the same order.
     pub other_nodes: Vec<NodeRef>,
 }
 
-/// What becomes of a wish that is granted.
+/// Outcome of an admitted request.
 #[derive(Debug, Clone)]
 pub enum Admission {
-    /// The attachment is there already.
+    /// The attachment exists already.
     There(AttachmentRow),
-    /// It is to be made.
+    /// The attachment is created.
     New(AttachmentRow),
-    /// An earlier one becomes it.
+    /// The attachment replaces an earlier one and takes over its disk.
     Instead {
-        /// The earlier one, which is over then.
+        /// ID of the earlier attachment, which ends.
         of: AttachmentId,
-        /// The attachment as it is then.
+        /// The new attachment's row.
         row: AttachmentRow,
     },
 }
 
 impl Admission {
-    /// The row that stands for the wish.
+    /// The row of the admitted attachment.
     pub fn row(&self) -> &AttachmentRow {
         match self {
             Self::There(row) | Self::New(row) | Self::Instead { row, .. } => row,
@@ -64,14 +64,14 @@ impl Admission {
     }
 }
 
-/// Judges a wish by the facts. `now` is RFC 3339.
+/// Decides on a request. `now` is RFC 3339.
 pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
     let Wish { id, spec, replaces } = wish;
     let problem = |code, detail: String| Problem::new(code, detail).about(What::Attachment, id);
     if let Some(row) = &facts.row {
         if row.spec() != *spec {
             let detail = format!(
-                "the attachment {id} is of volume {} to node {} ({}{})",
+                "the attachment {id} exists and is of volume {} to node {} ({}{})",
                 row.volume,
                 row.node,
                 row.access,
@@ -80,15 +80,14 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
             return Err(problem(ProblemCode::Exists, detail).into());
         }
         if row.state == AttachmentState::Detaching {
-            let detail = format!("the attachment {id} is being detached, and won't come back under this id");
+            let detail = format!("the attachment {id} is being detached; its ID is not reused");
             return Err(problem(ProblemCode::Unavailable, detail).into());
         }
         return Ok(Admission::There(row.clone()));
     }
     if facts.ended {
         let detail = format!(
-            "the attachment {id} was ended, and its id is not used again: a wish for it comes too late, and a new one \
-             needs a new id"
+            "the attachment {id} was deleted and its ID is not reused: the request is outdated, or needs a new ID"
         );
         return Err(problem(ProblemCode::Ended, detail).into());
     }
@@ -101,7 +100,7 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
         return Ok(Admission::Instead { of: earlier.id.clone(), row });
     }
     if spec.access == Access::MultiNodeReadOnly && !spec.read_only {
-        let detail = format!("the attachment {id} is multi-node-read-only and must be readOnly");
+        let detail = format!("the attachment {id} is multi-node-read-only and must set readOnly");
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
     let volume = facts.volume.as_ref().ok_or_else(|| Failure::not_found(What::Volume, &spec.volume))?;
@@ -110,7 +109,7 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
     match volume.state {
         VolumeState::Ready => {}
         VolumeState::Creating => {
-            let detail = format!("the volume {} is not ready yet; repeat later", volume.id);
+            let detail = format!("the volume {} is not ready yet; retry later", volume.id);
             return Err(about_volume(ProblemCode::Unavailable, detail).into());
         }
         VolumeState::Deleting => {
@@ -120,23 +119,23 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
     }
     if spec.access == Access::MultiNode && !volume.spec.shareable {
         let detail = format!(
-            "the volume {} is not shareable, so only one node may write to it: attach it single-node, or make a volume \
-             with shareable: true for software that knows how to share a disk",
+            "the volume {} is not shareable, so only one node may write to it: attach it single-node, or create a volume with \
+             shareable: true for software that coordinates its writes to a shared disk",
             volume.id
         );
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
-    // A copy is of one moment only while nobody writes.
+    // A block-by-block copy is consistent only without writes.
     if !spec.read_only && !facts.copies.is_empty() {
         let detail = format!(
-            "the volume {} is being copied to {}, and nobody may write to it meanwhile; repeat when that is done, or \
-             delete what it is copied to",
+            "the volume {} is being copied to {} and must not be written meanwhile; retry after the copy, or delete its \
+             target",
             volume.id,
             facts.copies.join(", ")
         );
         return Err(about_volume(ProblemCode::Unavailable, detail).into());
     }
-    // Readers among readers, writers among those who know of each other.
+    // Read-only attachments may be shared with each other, and so may multi-writer attachments.
     let shared = spec.access != Access::SingleNode
         && facts.others.iter().all(|other| other.access == spec.access && other.node != spec.node);
     if !facts.others.is_empty() && !shared {
@@ -169,8 +168,8 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
     }))
 }
 
-/// Judges a wish and writes down what is granted.
-pub(super) fn enter(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> {
+/// Decides on a request and writes the outcome.
+pub(super) fn admit_and_write(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> {
     let Wish { id, spec, .. } = wish;
     let mut others = tx.attachments(None, Some(&spec.volume))?;
     others.retain(|other| other.id != *id);
@@ -187,7 +186,7 @@ pub(super) fn enter(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> {
     match &admission {
         Admission::There(_) => {}
         Admission::New(row) => tx.insert_attachment(row)?,
-        Admission::Instead { of, row } => tx.hand_over_attachment(of, &row.id, super::seconds())?,
+        Admission::Instead { of, row } => tx.rename_attachment(of, &row.id, super::seconds())?,
     }
     Ok(admission)
 }

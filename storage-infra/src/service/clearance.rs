@@ -1,5 +1,5 @@
-//! The one gate before anything irreversible: asks everybody who knows who has an object's files, and gives the permission
-//! that the engine's functions need. Who cannot be asked is a reason to refuse.
+//! Clearance before irreversible operations: checks all sources that know who uses an object's files, and issues the
+//! permission that the engine requires. A source that cannot be queried is a reason to refuse.
 
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use infra_api::{Problem, ProblemCode, VolumeId, What};
 use uuid::Uuid;
 
-use super::asking::Question;
-use super::records::Due;
+use super::probe::ProbeKind;
+use super::records::PendingRecord;
 use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx, VolumeRow};
 use crate::engine::clearance::Refusal;
@@ -16,29 +16,29 @@ use crate::engine::record::Holder;
 use crate::engine::{Cleared, Engine, Evidence, Files, Object, Record, Revisions};
 use crate::hypervisor::Plugged;
 
-/// How long a process or device may take to close a file that it was told to let go of.
-const CLOSING: Duration = Duration::from_secs(3);
-/// How long a hypervisor may take to say what it has open.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the start waits for pools to be compared with the catalog.
-const AT_START: Duration = Duration::from_secs(5);
-/// How long a pool may take to say how new all of its records are.
-const READING: Duration = Duration::from_secs(600);
+/// Time for a process or device to close a file after it was told to release it.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Timeout for a hypervisor to list its attached disks.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum wait at start-up for the comparison of pools with the catalog.
+const START_TIMEOUT: Duration = Duration::from_secs(5);
+/// Timeout for a pool to report the revisions of all its records.
+const REVISIONS_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// What a hypervisor had plugged when it was last asked, and when that was begun.
-pub(super) type Listing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
+/// Last list of disks attached on a hypervisor, with the time at which the query started.
+pub(super) type DiskListing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
 
-/// What to do about a catalog that is older than a pool.
+/// Instruction for a catalog that is older than a pool.
 pub(super) const RECOVER: &str =
     "the catalog is older than the pool: stop the server and rebuild it with `storage-infra recover`";
 
 impl Service {
-    /// Asks whether a volume's bytes may go, or be made anew.
+    /// Checks whether a volume's bytes may be removed or recreated.
     pub(super) async fn clear_volume(&self, pool: &PoolRow, row: &VolumeRow) -> Result<Cleared> {
         self.clear(pool, Object::Volume(row.id.clone()), row.disk_uuid).await
     }
 
-    /// Asks whether an object's bytes may go, or be made anew. The object's lock is held.
+    /// Checks whether an object's bytes may be removed or recreated. The caller holds the object's lock.
     pub(super) async fn clear(&self, pool: &PoolRow, object: Object, identity: Uuid) -> Result<Cleared> {
         self.compare_revisions(pool).await?;
         let files = self.closed_files(pool, &object).await?;
@@ -46,52 +46,52 @@ impl Service {
             Evidence { object, identity, files, is_behind: false, noted: Vec::new(), live: Vec::new() };
         if !evidence.files.is_nothing() {
             evidence.live = self.live(&evidence.files).await?;
-            (evidence.noted, evidence.is_behind) = self.noted(pool, &evidence.object).await?;
+            (evidence.noted, evidence.is_behind) = self.recorded_holders(pool, &evidence.object).await?;
         }
         let object = evidence.object.clone();
         evidence.decide().map_err(|reasons| refused(&object, pool, &reasons))
     }
 
-    /// An object's files, after whoever was told to let go of them has had time to.
+    /// An object's files, after processes that were told to release them had time to close them.
     async fn closed_files(&self, pool: &PoolRow, object: &Object) -> Result<Files> {
         let start = Instant::now();
         loop {
             let key = object.clone();
             let files =
                 self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.files(&key)?)).await?;
-            if files.open.is_none() || start.elapsed() > CLOSING {
+            if files.open.is_none() || start.elapsed() > CLOSE_TIMEOUT {
                 return Ok(files);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 
-    /// The VMs that have a file, by the live state of all hypervisors.
+    /// VMs that have a file open, by the live state of all hypervisors.
     async fn live(&self, files: &Files) -> Result<Vec<(String, Plugged)>> {
         if files.complete.is_empty() {
             return Ok(Vec::new());
         }
-        let asking = self.0.hypervisors.keys().map(|name| async move {
-            let listed = tokio::time::timeout(PATIENCE, self.listed(name)).await;
-            let listed = listed.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}")));
-            listed.map(|all| (name, all)).map_err(|why| cannot_say(name, &why))
+        let queries = self.0.hypervisors.keys().map(|name| async move {
+            let listed = tokio::time::timeout(TIMEOUT, self.attached_disks(name)).await;
+            let listed = listed.unwrap_or_else(|_| Err(format!("no answer within {TIMEOUT:?}")));
+            listed.map(|all| (name, all)).map_err(|why| cannot_query(name, &why))
         });
         let mut live = Vec::new();
-        for (name, all) in futures::future::try_join_all(asking).await? {
+        for (name, all) in futures::future::try_join_all(queries).await? {
             let has = all.iter().filter(|one| files.complete.contains(&one.path));
             live.extend(has.map(|one| (name.clone(), one.clone())));
         }
         Ok(live)
     }
 
-    /// All that a hypervisor has plugged, asked from now on; by one for all who wait.
-    async fn listed(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
-        let began = Instant::now();
+    /// All disks attached on a hypervisor, queried from now on. Concurrent callers share one query.
+    async fn attached_disks(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
+        let started = Instant::now();
         let own = self.hypervisor(hypervisor).map_err(|failure| failure.to_string())?;
-        let listing = self.0.listings.get(hypervisor).ok_or("it is not known")?;
+        let listing = self.0.disk_listings.get(hypervisor).ok_or("the hypervisor is not configured")?;
         let mut latest = listing.lock().await;
         if let Some((when, all)) = latest.as_ref()
-            && *when >= began
+            && *when >= started
         {
             return Ok(all.clone());
         }
@@ -101,34 +101,36 @@ impl Service {
         Ok(all)
     }
 
-    /// Who is noted with an object and may have it, and whether more is noted than the catalog knows.
-    async fn noted(&self, pool: &PoolRow, object: &Object) -> Result<(Vec<Holder>, bool)> {
+    /// Holders in an object's on-disk record that may have the disk, and whether the records are newer than the
+    /// catalog.
+    async fn recorded_holders(&self, pool: &PoolRow, object: &Object) -> Result<(Vec<Holder>, bool)> {
         let name = pool.name.clone();
-        let is_behind = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_pool_behind(&name)?) }).await?;
-        let Object::Volume(id) = object else { return Ok((Vec::new(), is_behind)) };
+        let is_stale =
+            self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_stale_for_pool(&name)?) }).await?;
+        let Object::Volume(id) = object else { return Ok((Vec::new(), is_stale)) };
         let key = object.clone();
         let found = self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.noted(&key)?)).await?;
-        let Some(Record::Volume(found)) = found else { return Ok((Vec::new(), is_behind)) };
-        // After what is noted, which is never newer.
+        let Some(Record::Volume(found)) = found else { return Ok((Vec::new(), is_stale)) };
+        // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
-        let Some(due) = self.0.catalog.read(move |tx| Due::of_any(tx, &key)).await? else {
-            return Ok((found.holders, is_behind));
+        let Some(due) = self.0.catalog.read(move |tx| PendingRecord::of_any(tx, &key)).await? else {
+            return Ok((found.holders, is_stale));
         };
-        let is_behind = is_behind || due.is_behind(found.revision);
-        // Of another volume: the engine says so, and leaves it alone.
+        let is_stale = is_stale || due.is_newer(found.revision);
+        // The record of another volume: the engine detects that and refuses.
         if found.disk_uuid != due.row.disk_uuid {
-            return Ok((Vec::new(), is_behind));
+            return Ok((Vec::new(), is_stale));
         }
-        let strangers = self.unended(due.strangers_in(*found)).await?;
-        Ok((self.still_there(&due, strangers).await?, is_behind))
+        let unknown = self.unended(due.unknown_holders(*found)).await?;
+        Ok((self.still_holding(&due, unknown).await?, is_stale))
     }
 
-    /// Those whose attachments did not end, as far as the catalog knows.
+    /// Holders whose attachments did not end, by the catalog.
     async fn unended(&self, holders: Vec<Holder>) -> Result<Vec<Holder>> {
         let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
             let mut left = Vec::new();
             for one in holders {
-                if !tx.is_attachment_over(&one.id)? {
+                if !tx.is_attachment_ended_or_refused(&one.id)? {
                     left.push(one);
                 }
             }
@@ -137,83 +139,89 @@ impl Service {
         self.0.catalog.read(unended).await
     }
 
-    /// Compares what is noted in a pool with the catalog as it was at the start, once in the server's life: from then on this
-    /// server notes there what it does.
+    /// Compares a pool's records with the revision that the catalog had at start-up, once per server run: later
+    /// records are written by this server.
     pub(super) async fn compare_revisions(&self, pool: &PoolRow) -> Result<()> {
-        // No volume can have a name with a slash.
+        // Volume names cannot contain a slash.
         let _lock = self.0.locks.lock(&format!("compare/{}", pool.name)).await;
         let is_compared =
             || self.0.compared.lock().unwrap_or_else(PoisonError::into_inner).contains(&pool.uuid);
         if is_compared() {
             return Ok(());
         }
-        let asked =
-            self.ask(pool, Question::Revisions, READING, |engine: &dyn Engine| engine.revisions()).await;
-        let found = asked.map_err(|why| {
+        let result = self
+            .probe(pool, ProbeKind::Revisions, REVISIONS_TIMEOUT, |engine: &dyn Engine| engine.revisions())
+            .await;
+        let found = result.map_err(|why| {
             let detail = format!("cannot compare the pool {} with the catalog: {why}", pool.name);
             Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name))
         })?;
-        let (name, started) = (pool.name.clone(), self.0.started);
-        let behind = self.0.catalog.read(move |tx| older(tx, started, &found)).await?;
+        let (name, start_revision) = (pool.name.clone(), self.0.start_revision);
+        let behind = self.0.catalog.read(move |tx| find_stale(tx, start_revision, &found)).await?;
         if let Some(volumes) = behind {
-            tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not plugged");
-            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.set_behind(&name, &volumes)?) }).await?;
+            tracing::error!(pool = %pool.name, ?volumes, "{RECOVER}; until then nothing is removed there, and these volumes are not attached");
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.mark_stale(&name, &volumes)?) }).await?;
         }
-        self.note_compared(pool);
+        self.set_compared(pool);
         Ok(())
     }
 
-    /// Notes that from now on only this server notes anything in a pool.
-    pub(super) fn note_compared(&self, pool: &PoolRow) {
+    /// Records that from now on only this server writes records in a pool.
+    pub(super) fn set_compared(&self, pool: &PoolRow) {
         self.0.compared.lock().unwrap_or_else(PoisonError::into_inner).insert(pool.uuid);
     }
 
-    /// Compares all pools. Waits only a while: what hangs is compared before anything is removed or noted there.
+    /// Compares all pools, for a limited time. A stalled pool is compared before anything is removed or written
+    /// there.
     pub(super) async fn compare_all_revisions(&self) -> Result<()> {
         let pools = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.pools()?) }).await?;
         let comparing = pools.into_iter().filter(|pool| pool.marked).map(|pool| {
             let service = self.clone();
             self.0.tasks.spawn(async move {
                 if let Err(failure) = service.compare_revisions(&pool).await {
-                    tracing::warn!(pool = %pool.name, %failure, "will be compared before anything is removed or noted there");
+                    tracing::warn!(pool = %pool.name, %failure, "the pool will be compared with the catalog before anything is removed or written there");
                 }
             })
         });
         let comparing = futures::future::join_all(comparing.collect::<Vec<_>>());
-        if tokio::time::timeout(AT_START, comparing).await.is_err() {
+        if tokio::time::timeout(START_TIMEOUT, comparing).await.is_err() {
             tracing::warn!(
-                "a pool does not say in time how new it is; nothing is removed or noted there before it has"
+                "a pool did not report its revisions in time; until then nothing is removed or written there"
             );
         }
         Ok(())
     }
 }
 
-/// Whether a catalog that was so new at the start is older than what was found, and which volumes it knows too little of.
-fn older(tx: &Tx<'_>, started: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
+/// Whether the catalog's start-up revision is older than these records, and for which volumes.
+fn find_stale(tx: &Tx<'_>, start_revision: u64, found: &Revisions) -> Result<Option<Vec<VolumeId>>> {
     let newest = found.volumes.values().copied().max().unwrap_or(0).max(found.pool);
     let mut volumes = Vec::new();
     for (id, revision) in &found.volumes {
-        // One without a row may have been put there by hand.
-        if tx.volume_revision(id)?.is_some_and(|row| *revision > row.min(started)) {
+        // A file without a row may have been copied there by an operator.
+        if tx.volume_revision(id)?.is_some_and(|row| *revision > row.min(start_revision)) {
             volumes.push(id.clone());
         }
     }
-    Ok((newest > started || !volumes.is_empty()).then_some(volumes))
+    Ok((newest > start_revision || !volumes.is_empty()).then_some(volumes))
 }
 
-fn cannot_say(hypervisor: &str, why: &str) -> Failure {
+fn cannot_query(hypervisor: &str, why: &str) -> Failure {
     let detail = format!(
-        "the hypervisor {hypervisor} cannot say which files its VMs have: {why}; nothing is removed or made anew until it can"
+        "the hypervisor {hypervisor} cannot report which files its VMs use: {why}; until it can, nothing is removed or \
+         recreated"
     );
     Problem::new(ProblemCode::Unavailable, detail).about(What::Hypervisor, hypervisor).into()
 }
 
 fn refused(object: &Object, pool: &PoolRow, reasons: &[Refusal]) -> Failure {
-    let told: Vec<String> = reasons.iter().map(ToString::to_string).collect();
+    let reasons_text: Vec<String> = reasons.iter().map(ToString::to_string).collect();
     let recover = if reasons.iter().any(Refusal::is_behind) { format!("; {RECOVER}") } else { String::new() };
-    let detail =
-        format!("the bytes of {object} in pool {} stay as they are: {}{recover}", pool.name, told.join("; "));
+    let detail = format!(
+        "refusing to change the data of {object} in pool {}: {}{recover}",
+        pool.name,
+        reasons_text.join("; ")
+    );
     let (what, id) = match object {
         Object::Volume(id) => (What::Volume, id.to_string()),
         Object::Snapshot(id) => (What::Snapshot, id.to_string()),
@@ -237,13 +245,14 @@ mod tests {
     use crate::catalog::{Catalog, CatalogError};
 
     #[tokio::test]
-    async fn a_catalog_is_older_than_a_pool_that_knows_of_later_changes() {
+    async fn a_catalog_is_older_than_a_pool_with_later_revisions() {
         let dir = tempfile::tempdir().unwrap();
         let catalog = Catalog::open(dir.path(), Duration::ZERO).unwrap();
         let is_older = async |pool: u64, volume: u64| {
             let volumes = [(VolumeId::new("v").unwrap(), volume)].into();
-            let look = move |tx: &Tx<'_>| Ok::<_, CatalogError>(older(tx, 5, &Revisions { pool, volumes }));
-            catalog.read(look).await.unwrap().unwrap().is_some()
+            let read =
+                move |tx: &Tx<'_>| Ok::<_, CatalogError>(find_stale(tx, 5, &Revisions { pool, volumes }));
+            catalog.read(read).await.unwrap().unwrap().is_some()
         };
         assert!(!is_older(5, 5).await && !is_older(0, 0).await);
         assert!(is_older(6, 0).await && is_older(0, 6).await);

@@ -1,5 +1,5 @@
-//! Getting disks back from machines that do not let go of them: from one that is off, as soon as that is seen; from one
-//! that is said to be lost, by switching it off. Nothing is ever taken for gone that live state does not show as gone.
+//! Forced detach. A disk of a VM that is off is released as soon as that is observed; a VM that is declared lost and
+//! does not release its disk is powered off. A disk counts as detached only if live state shows it.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -9,24 +9,24 @@ use tokio_util::sync::CancellationToken;
 
 use super::attachments::Progress;
 use super::pools::pool_of;
-use super::power::is_without_disks;
-use super::rounds::Rounds;
+use super::power::has_no_disks;
+use super::ticker::Ticker;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{Power, Unplugged};
 
-/// How long a disk may take to leave by itself before its machine is switched off for it.
-const BY_ITSELF: Duration = Duration::from_secs(10);
-/// How often machines are looked at that have disks which are to leave.
-const EVERY: Duration = Duration::from_secs(2);
+/// Time for a normal detach before the VM is powered off.
+const NORMAL_DETACH: Duration = Duration::from_secs(10);
+/// Poll interval for VMs with disks that are being detached.
+const INTERVAL: Duration = Duration::from_secs(2);
 
 impl Service {
-    /// Unplugs a disk from a machine that is said to be lost: where it does not let go of the disk by itself, it is
-    /// switched off. Waits at most so long; the work goes on.
+    /// Detaches a disk from a VM that is declared lost, and powers the VM off if it does not release the disk. Waits
+    /// at most `wait`; the operation continues.
     pub async fn fence(&self, id: AttachmentId, wait: Duration) -> Result<Progress> {
         let (service, key) = (self.clone(), id.clone());
-        let work = self.unbroken(async move { service.do_fence(key).await });
+        let work = self.run_to_completion(async move { service.do_fence(key).await });
         match tokio::time::timeout(wait, work).await {
             Ok(result) => result,
             Err(_) => self.progress(&id).await,
@@ -34,20 +34,20 @@ impl Service {
     }
 
     async fn do_fence(&self, id: AttachmentId) -> Result<Progress> {
-        if let Ok(Progress::Gone) = self.detach(id.clone(), BY_ITSELF).await {
+        if let Ok(Progress::Gone) = self.detach(id.clone(), NORMAL_DETACH).await {
             return Ok(Progress::Gone);
         }
-        self.switch_off(&id).await?;
-        // What hung at the machine ended with it; if not, whoever asks again goes on from here.
-        self.detach(id, BY_ITSELF).await
+        self.power_off_vm(&id).await?;
+        // Powering off ends operations that hung in the VM; otherwise a retry continues from here.
+        self.detach(id, NORMAL_DETACH).await
     }
 
-    /// Switches the machine off that has this attachment's disk.
-    async fn switch_off(&self, id: &AttachmentId) -> Result<()> {
+    /// Powers off the VM that has this attachment's disk.
+    async fn power_off_vm(&self, id: &AttachmentId) -> Result<()> {
         let Some(row) = self.attachment_row(id).await? else { return Ok(()) };
         let _one_at_a_time = self.0.locks.lock(&format!("power of {}", row.node)).await;
-        // It may have let go of the disk meanwhile, or be off for the sake of another of its disks; and one that was
-        // switched on since must be left alone.
+        // Meanwhile the VM may have released the disk, or was powered off for another disk; a VM that was started
+        // again since must keep running.
         if self.attachment_row(id).await?.is_none() {
             return Ok(());
         }
@@ -56,32 +56,32 @@ impl Service {
         let hypervisor = self.hypervisor(&node.spec.hypervisor)?;
         let facts = hypervisor.describe(row.node).await.ok();
         if let Some(facts) = &facts
-            && is_without_disks(self.judge(&node, facts).await?.0)
+            && has_no_disks(self.node_state(&node, facts).await?.0)
         {
             return Ok(());
         }
         let name = &node.spec.name;
-        tracing::warn!(attachment = %id, volume = %row.volume, node = %row.node, %name, "the machine is said to be lost and keeps the disk: switching it off");
+        tracing::warn!(attachment = %id, volume = %row.volume, node = %row.node, %name, "the VM is declared lost and does not release the disk: powering it off");
         hypervisor.power_off(row.node).await.map_err(|error| {
             let detail = format!(
-                "volume {} on node {name} ({}): the machine is said to be lost and keeps the disk, and it cannot be switched \
-                 off for it: {error}",
+                "volume {} on node {name} ({}): the VM is declared lost and does not release the disk, and it cannot be powered \
+                 off: {error}",
                 row.volume, row.node
             );
             Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Attachment, id))
         })?;
         if facts.is_some_and(|facts| facts.power == (Power::Saved { kept: true })) {
-            self.note_discarded(row.node).await?;
+            self.set_discarded(row.node).await?;
         }
-        tracing::warn!(node = %row.node, %name, "switched off");
+        tracing::warn!(node = %row.node, %name, "powered the VM off");
         self.0.metrics.fenced();
         self.emit(EventKind::Node, row.node, Change::Updated);
         Ok(())
     }
 
-    /// Takes back that a disk is gone with its machine, where another hypervisor may have the machine: it was moved there
-    /// behind our back, with its disks. A hypervisor that has it, but off, is believed unless another says that it runs.
-    pub(super) async fn unless_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
+    /// Checks that a VM did not move to another hypervisor with its disks behind our back. A hypervisor that shows
+    /// the VM as off is believed unless another one shows it running.
+    pub(super) async fn prove_not_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
         let own = self.hypervisor(&node.spec.hypervisor)?;
         let others: Vec<_> = self
             .0
@@ -98,20 +98,20 @@ impl Service {
                     format!("is {} on hypervisor {name}: register it there", power.state())
                 }
                 Err(error) if state == NodeState::Gone => {
-                    format!("may run on hypervisor {name}, which cannot be asked: {error}")
+                    format!("may run on hypervisor {name}, which cannot be queried: {error}")
                 }
                 Err(_) => continue,
             };
-            let NodeSpec { name: machine, hypervisor, .. } = &node.spec;
+            let NodeSpec { name: vm, hypervisor, .. } = &node.spec;
             return Ok(Unplugged::StillThere(format!(
-                "the machine {machine} ({}) is {state} on hypervisor {hypervisor}, but it {why}",
+                "the VM {vm} ({}) is {state} on hypervisor {hypervisor}, but it {why}",
                 node.uuid
             )));
         }
         Ok(Unplugged::Gone)
     }
 
-    /// Fails where another server has the volume's pool: then that one's catalog counts.
+    /// Fails if another server serves the volume's pool: that server's catalog is authoritative.
     pub(super) async fn refuse_served_elsewhere(&self, row: &AttachmentRow) -> Result<()> {
         let volume = row.volume.clone();
         let pool = move |tx: &Tx<'_>| -> Result<_> {
@@ -120,7 +120,7 @@ impl Service {
         };
         let pool = self.0.catalog.read(pool).await?;
         let Some(why) = self.engine_of(&pool).served_elsewhere() else { return Ok(()) };
-        let detail = format!("the disk of volume {} stays plugged: {why}", row.volume);
+        let detail = format!("the disk of volume {} stays attached: {why}", row.volume);
         Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name).into())
     }
 
@@ -129,29 +129,29 @@ impl Service {
         self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachment(&id)?) }).await
     }
 
-    /// Ends what waits for disks to leave as soon as their machine is off, until told to stop.
-    pub async fn keep_released(&self, stop: CancellationToken) {
-        let mut rounds = Rounds::every(EVERY, stop);
-        while rounds.next().await {
+    /// Completes detaches as soon as their VM is off, until stopped.
+    pub async fn run_release_loop(&self, stop: CancellationToken) {
+        let mut ticker = Ticker::every(INTERVAL, stop);
+        while ticker.tick().await {
             if let Err(failure) = self.release().await {
-                tracing::warn!(%failure, "could not look at the machines that disks are to leave");
+                tracing::warn!(%failure, "cannot check the VMs with pending detaches");
             }
         }
     }
 
     async fn release(&self) -> Result<()> {
-        let leaving = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.leaving_attachments()?) }).await?;
-        let nodes: HashSet<_> = leaving.iter().map(|row| row.node).collect();
-        let looks = nodes.into_iter().map(|uuid| async move { self.node(uuid).await });
-        let nodes = futures::future::join_all(looks).await;
-        // One that cannot be asked is unknown, and waited for.
+        let detaching = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.detaching_attachments()?) }).await?;
+        let nodes: HashSet<_> = detaching.iter().map(|row| row.node).collect();
+        let polls = nodes.into_iter().map(|uuid| async move { self.node(uuid).await });
+        let nodes = futures::future::join_all(polls).await;
+        // Nodes in unknown state are skipped.
         let free: HashSet<_> = nodes
             .into_iter()
             .filter_map(Result::ok)
-            .filter(|node| is_without_disks(node.state))
+            .filter(|node| has_no_disks(node.state))
             .map(|node| node.uuid)
             .collect();
-        for row in leaving.into_iter().filter(|row| free.contains(&row.node)) {
+        for row in detaching.into_iter().filter(|row| free.contains(&row.node)) {
             let service = self.clone();
             self.0.tasks.spawn(async move { service.resume(&row).await });
         }

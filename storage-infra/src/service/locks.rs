@@ -1,4 +1,4 @@
-//! One lock per name, made when first wanted and forgotten when nobody holds or awaits it.
+//! Named locks: created on first use, removed when not held or awaited.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,11 +7,11 @@ use tokio::sync::OwnedMutexGuard;
 
 type Table = Arc<Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>>;
 
-/// Locks by name.
+/// A table of locks by name.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Locks(Table);
 
-/// A lock that is held until this is dropped.
+/// Holds a named lock until it is dropped.
 pub(super) struct Guard {
     name: String,
     table: Table,
@@ -33,7 +33,7 @@ impl Drop for Guard {
     fn drop(&mut self) {
         self.held = None;
         let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        // Clones are made only under the table's lock, so one reference means that nobody waits.
+        // The lock is cloned only under the table's lock, so a count of one means that there are no waiters.
         if table.get(&self.name).is_some_and(|lock| Arc::strong_count(lock) == 1) {
             table.remove(&self.name);
         }
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn one_holds_a_name_at_a_time_and_nothing_is_kept() {
+    async fn a_lock_has_one_holder_and_unused_locks_are_removed() {
         let locks = Locks::default();
         let first = locks.lock("a").await;
         let _other = locks.lock("b").await;

@@ -1,32 +1,32 @@
-//! The use cases. Each writes its intent to the catalog, then acts, then writes what came of it; so what a crash
-//! interrupts is known, and `recovery` finishes it.
+//! Operations of the storage infra. Each writes its intent to the catalog, performs the effect, then writes the
+//! result; after a crash, `recovery` finds the intents and completes them.
 //!
-//! A volume's lock is held from the first look at it to the last write about it. Work runs in tasks of its own: a
-//! caller that goes away stops waiting, not the work.
+//! An operation holds its volume's lock from its first read to its last write. Operations run in tasks of their own:
+//! a caller that disconnects stops waiting, and the operation continues.
 
 pub mod admission;
-mod asking;
 mod attachments;
+mod capacity;
+mod capacity_ledger;
 mod clearance;
+mod copy;
+mod expand;
 mod fencing;
-mod filling;
-mod growing;
 mod locks;
 mod monitor;
 mod nodes;
-mod placing;
+mod paused_vms;
 mod pools;
 mod power;
+mod probe;
 mod problems;
 mod qos;
 mod records;
 mod recovery;
-mod reserving;
-mod room;
-mod rounds;
+mod reserve;
 mod snapshots;
-mod stalled;
-mod unwanted;
+mod ticker;
+mod unexpected_disks;
 mod volumes;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -41,17 +41,17 @@ use uuid::Uuid;
 use crate::audit;
 use crate::catalog::{Catalog, PoolRow};
 use crate::engine::{Engine, FileEngine};
+use crate::fail_points;
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
-use crate::points;
 
 pub use attachments::Progress;
 pub use problems::{Failure, Result};
 
-/// How many events a slow reader may fall behind before it is told to read everything again.
+/// Events kept for a slow subscriber. A subscriber that lags further must list everything again.
 const EVENTS_KEPT: usize = 1024;
 
-/// The storage infra. Cheap to clone.
+/// The storage infra service. Cheap to clone.
 #[derive(Clone)]
 pub struct Service(Arc<Inner>);
 
@@ -59,24 +59,24 @@ struct Inner {
     catalog: Catalog,
     hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
     engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
-    /// Per volume, and per snapshot.
+    /// Locks by volume and by snapshot.
     locks: locks::Locks,
-    placing: placing::Placing,
+    capacity: capacity::CapacityState,
     operations: Mutex<HashMap<AttachmentId, attachments::Operation>>,
     unknown_files: Mutex<HashMap<PoolName, Vec<String>>>,
-    filling: filling::Filling,
-    /// Held while what is due is noted with the bytes of volumes.
-    noting: Arc<tokio::sync::Mutex<()>>,
-    troubles: Mutex<monitor::Troubles>,
-    power: Mutex<power::Memory>,
-    /// By hypervisor: what is plugged there is to be compared now.
-    compare: BTreeMap<String, tokio::sync::Notify>,
-    /// How new the catalog was at the start.
-    started: u64,
-    /// The pools that it was compared with.
+    copies: copy::Copies,
+    /// Held while overdue on-disk records are written.
+    record_writer: Arc<tokio::sync::Mutex<()>>,
+    errors: Mutex<monitor::KnownErrors>,
+    power: Mutex<power::PowerMemory>,
+    /// By hypervisor: triggers the search for unexpected disks.
+    disk_checks: BTreeMap<String, tokio::sync::Notify>,
+    /// Catalog revision at the start of the server.
+    start_revision: u64,
+    /// Pools whose revisions were compared with the catalog.
     compared: Mutex<HashSet<Uuid>>,
-    /// By hypervisor.
-    listings: BTreeMap<String, clearance::Listing>,
+    /// By hypervisor: the last list of attached disks.
+    disk_listings: BTreeMap<String, clearance::DiskListing>,
     retries: attachments::Retries,
     events: broadcast::Sender<Event>,
     tasks: TaskTracker,
@@ -84,33 +84,33 @@ struct Inner {
 }
 
 impl Service {
-    /// The service over an open catalog and these hypervisors, by name.
+    /// Creates the service from an open catalog and hypervisors by name.
     pub fn new(
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         metrics: Metrics,
     ) -> Self {
         let hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> =
-            hypervisors.into_iter().map(|(name, one)| (name, points::hypervisor(one))).collect();
-        let started = catalog.revision();
-        let listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
-        let compare = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
+            hypervisors.into_iter().map(|(name, one)| (name, fail_points::hypervisor(one))).collect();
+        let start_revision = catalog.revision();
+        let disk_listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
+        let disk_checks = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
         Self(Arc::new(Inner {
             catalog,
             hypervisors,
             engines: Mutex::default(),
             locks: locks::Locks::default(),
-            placing: placing::Placing::default(),
+            capacity: capacity::CapacityState::default(),
             operations: Mutex::default(),
             unknown_files: Mutex::default(),
-            filling: filling::Filling::default(),
-            noting: Arc::default(),
-            troubles: Mutex::default(),
+            copies: copy::Copies::default(),
+            record_writer: Arc::default(),
+            errors: Mutex::default(),
             power: Mutex::default(),
-            compare,
-            started,
+            disk_checks,
+            start_revision,
             compared: Mutex::default(),
-            listings,
+            disk_listings,
             retries: attachments::Retries::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             tasks: TaskTracker::new(),
@@ -118,39 +118,42 @@ impl Service {
         }))
     }
 
-    /// Changes from now on.
+    /// Subscribes to changes from now on.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.0.events.subscribe()
     }
 
-    /// The metrics that this service keeps.
+    /// The service's metrics.
     pub fn metrics(&self) -> &Metrics {
         &self.0.metrics
     }
 
-    /// Waits for the work under way. Nothing new may be begun meanwhile.
+    /// Waits for running operations. No new ones may be started meanwhile.
     pub async fn drain(&self) {
         self.0.tasks.close();
         self.0.tasks.wait().await;
     }
 
     fn emit(&self, kind: EventKind, id: impl ToString, change: Change) {
-        // An error means that nobody listens.
+        // An error means that there are no subscribers.
         let _ = self.0.events.send(Event { kind, id: id.to_string(), change });
     }
 
-    /// Runs work that its caller must not be able to break off.
-    async fn unbroken<T, F>(&self, work: F) -> Result<T>
+    /// Runs an operation to its end even if the caller disconnects.
+    async fn run_to_completion<T, F>(&self, work: F) -> Result<T>
     where
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
         self.0.tasks.spawn(audit::acting(audit::actor(), work)).await.unwrap_or_else(|error| {
-            Err(Failure::new(ProblemCode::Internal, format!("the work broke off: {error}")))
+            Err(Failure::new(
+                ProblemCode::Internal,
+                format!("the operation panicked or was aborted: {error}"),
+            ))
         })
     }
 
-    /// Runs an engine's blocking call.
+    /// Runs a blocking engine call.
     async fn engine<T, E, F>(&self, engine: Arc<dyn Engine>, work: F) -> std::result::Result<T, E>
     where
         T: Send + 'static,
@@ -170,7 +173,7 @@ impl Service {
         let fresh = || match pool.spec.engine {
             infra_api::EngineKind::File => {
                 let data_dir = self.0.catalog.data_dir();
-                points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, data_dir)))
+                fail_points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, data_dir)))
             }
         };
         engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
@@ -184,7 +187,10 @@ impl Service {
         self.0.hypervisors.get(name).cloned().ok_or_else(|| {
             infra_api::Problem::new(
                 ProblemCode::Unavailable,
-                format!("the hypervisor {name} is not among this server's: {}", self.hypervisor_names()),
+                format!(
+                    "the hypervisor {name} is not configured on this server, which has: {}",
+                    self.hypervisor_names()
+                ),
             )
             .about(What::Hypervisor, name)
             .into()
@@ -197,13 +203,13 @@ impl Service {
     }
 }
 
-/// The time now, RFC 3339 in UTC, whole seconds.
+/// Current time, RFC 3339 in UTC, in whole seconds.
 fn now() -> String {
     let now = jiff::Timestamp::now();
     jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
-/// The time now, in seconds since 1970.
+/// Current time in seconds since 1970.
 fn seconds() -> i64 {
     jiff::Timestamp::now().as_second()
 }

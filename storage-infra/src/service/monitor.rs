@@ -1,7 +1,7 @@
-//! Watching pools, and the files and disks of volumes, so that whoever has a volume learns within seconds that its
-//! bytes cannot be reached, and that they can again.
+//! Pool monitor. It checks pools and the files and disks of volumes, so that volume conditions and events report
+//! unavailable data, and its return, within seconds.
 //!
-//! A look costs one listing per pool. A pool that does not answer is not asked again before it has.
+//! A check costs one directory listing per pool. A pool with a late check is not checked again until that check ends.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError};
@@ -12,48 +12,49 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::rounds::Rounds;
-use super::unwanted::Unwanted;
+use super::ticker::Ticker;
+use super::unexpected_disks::UnexpectedDisk;
 use super::{Result, Service};
 use crate::catalog::{AttachmentRow, PoolRow};
 use crate::engine::{EngineError, Object};
 
-/// How often pools are looked at.
-const EVERY: Duration = Duration::from_secs(2);
-/// How long a pool may take to answer. One that is only busy must not be told of, with each of its volumes, as sick.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Check interval of pools.
+const INTERVAL: Duration = Duration::from_secs(2);
+/// Time after which a pool that does not answer counts as unhealthy. A pool that is only busy must not be reported
+/// with all its volumes.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What is known to be wrong. What is not here is well.
+/// Known errors of pools, volumes and disks. Everything else is healthy.
 #[derive(Default)]
-pub(super) struct Troubles {
+pub(super) struct KnownErrors {
     pools: HashMap<PoolName, String>,
     volumes: HashMap<VolumeId, String>,
-    /// Disks that a running machine had and has no more.
+    /// Disks that disappeared from a running VM.
     lost: HashMap<AttachmentId, (VolumeId, String)>,
-    /// Disks that a virtual machine has and no attachment stands for.
-    pub(super) unwanted: Vec<(VolumeId, Unwanted)>,
-    /// Volumes that found no space, so that their VM is paused; by hypervisor.
-    stalled: HashMap<String, HashMap<VolumeId, String>>,
+    /// Unexpected disks.
+    pub(super) unexpected_disks: Vec<(VolumeId, UnexpectedDisk)>,
+    /// By hypervisor: volumes that got no space, so that their VM is paused.
+    paused: HashMap<String, HashMap<VolumeId, String>>,
 }
 
-/// What was seen of a pool: the volumes that are missing, or why nothing can be.
-type Look = Result<HashSet<Object>, EngineError>;
+/// Result of a pool check: the missing volumes, or an error.
+type CheckResult = Result<HashSet<Object>, EngineError>;
 
-/// Looks that did not end in time.
+/// Checks that did not end in time.
 #[derive(Default)]
 struct Monitor {
-    late: HashMap<PoolName, (Instant, JoinHandle<Look>)>,
+    late: HashMap<PoolName, (Instant, JoinHandle<CheckResult>)>,
 }
 
-/// How a look stands.
-enum Seen {
-    /// It ended: what is missing, or why nothing can be seen.
-    All(Result<HashSet<Object>, String>),
-    /// It goes on since then.
-    Late(Instant, JoinHandle<Look>),
+/// Progress of a check.
+enum Check {
+    /// Completed: the missing volumes, or the error.
+    Done(Result<HashSet<Object>, String>),
+    /// Still running since this time.
+    Late(Instant, JoinHandle<CheckResult>),
 }
 
-/// Every difference between two sets of troubles.
+/// Keys whose error differs between two maps.
 fn changed<K: std::hash::Hash + Eq + Clone>(before: &HashMap<K, String>, now: &HashMap<K, String>) -> Vec<K> {
     let differs = |key: &&K| before.get(*key) != now.get(*key);
     before
@@ -65,130 +66,132 @@ fn changed<K: std::hash::Hash + Eq + Clone>(before: &HashMap<K, String>, now: &H
 }
 
 impl Service {
-    pub(super) fn troubles(&self) -> MutexGuard<'_, Troubles> {
-        self.0.troubles.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn known_errors(&self) -> MutexGuard<'_, KnownErrors> {
+        self.0.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The pools that are known not to be well.
-    pub(super) fn sick_pools(&self) -> HashSet<PoolName> {
-        self.troubles().pools.keys().cloned().collect()
+    /// Pools that are known to be unhealthy.
+    pub(super) fn unhealthy_pools(&self) -> HashSet<PoolName> {
+        self.known_errors().pools.keys().cloned().collect()
     }
 
-    /// Whether a volume's bytes can be reached.
+    /// A volume's condition: whether its data is available.
     pub(super) fn condition(&self, id: &VolumeId) -> Condition {
-        let troubles = self.troubles();
-        let lost = || troubles.lost.values().find(|(volume, _)| volume == id).map(|(_, message)| message);
-        let unwanted = || troubles.unwanted.iter().find(|(of, _)| of == id).map(|(_, one)| &one.message);
-        let stalled = || troubles.stalled.values().find_map(|volumes| volumes.get(id));
-        let known = troubles.volumes.get(id);
-        let message = known.or_else(stalled).or_else(lost).or_else(unwanted).cloned();
+        let errors = self.known_errors();
+        let lost = || errors.lost.values().find(|(volume, _)| volume == id).map(|(_, message)| message);
+        let unexpected =
+            || errors.unexpected_disks.iter().find(|(of, _)| of == id).map(|(_, one)| &one.message);
+        let paused = || errors.paused.values().find_map(|volumes| volumes.get(id));
+        let known = errors.volumes.get(id);
+        let message = known.or_else(paused).or_else(lost).or_else(unexpected).cloned();
         Condition { healthy: message.is_none(), message }
     }
 
-    /// Notes that a running machine has a disk no more. False where that is known.
-    pub(super) fn disk_is_lost(&self, row: &AttachmentRow, node: &NodeRef) -> bool {
-        let message = format!("the disk of volume {} is gone from the running machine {node}", row.volume);
-        let trouble = (row.volume.clone(), message);
-        let before = self.troubles().lost.insert(row.id.clone(), trouble.clone());
-        let is_new = before.as_ref() != Some(&trouble);
+    /// Records that a disk disappeared from a running VM. False if that is known.
+    pub(super) fn set_disk_lost(&self, row: &AttachmentRow, node: &NodeRef) -> bool {
+        let message = format!("the disk of volume {} disappeared from the running VM {node}", row.volume);
+        let error = (row.volume.clone(), message);
+        let before = self.known_errors().lost.insert(row.id.clone(), error.clone());
+        let is_new = before.as_ref() != Some(&error);
         if is_new {
             self.emit(EventKind::Volume, &row.volume, Change::Updated);
         }
         is_new
     }
 
-    /// Notes that a disk is where it should be, or should be nowhere.
-    pub(super) fn disk_is_not_lost(&self, id: &AttachmentId) {
-        let before = self.troubles().lost.remove(id);
+    /// Clears the record of a disappeared disk.
+    pub(super) fn clear_disk_lost(&self, id: &AttachmentId) {
+        let before = self.known_errors().lost.remove(id);
         if let Some((volume, _)) = before {
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
     }
 
-    /// Notes which volumes found no space in VMs of this hypervisor.
-    pub(super) fn note_stalled(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
+    /// Sets the volumes that got no space in VMs of this hypervisor.
+    pub(super) fn set_paused_volumes(&self, hypervisor: &str, volumes: HashMap<VolumeId, String>) {
         let before =
-            self.troubles().stalled.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
+            self.known_errors().paused.insert(hypervisor.to_owned(), volumes.clone()).unwrap_or_default();
         for volume in changed(&before, &volumes) {
             match volumes.get(&volume) {
                 Some(why) => tracing::error!(%volume, %why, "the volume is abnormal"),
-                None => tracing::info!(%volume, "the volume is well again"),
+                None => tracing::info!(%volume, "the volume is normal again"),
             }
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
     }
 
-    /// Looks until told to stop.
-    pub async fn keep_watched(&self, stop: CancellationToken) {
+    /// Checks pools periodically until stopped.
+    pub async fn run_pool_monitor(&self, stop: CancellationToken) {
         let mut monitor = Monitor::default();
-        let mut rounds = Rounds::every(EVERY, stop);
-        while rounds.next().await {
-            if let Err(failure) = self.look(&mut monitor).await {
-                tracing::warn!(%failure, "could not look at the pools");
+        let mut ticker = Ticker::every(INTERVAL, stop);
+        while ticker.tick().await {
+            if let Err(failure) = self.check_pools(&mut monitor).await {
+                tracing::warn!(%failure, "cannot check the pools");
             }
         }
     }
 
-    /// Looks once, so that what is answered from the first request on is true.
-    pub(super) async fn look_once(&self) -> Result<()> {
-        self.look(&mut Monitor::default()).await
+    /// Checks once at start-up, so that conditions are correct from the first request on.
+    pub(super) async fn check_pools_once(&self) -> Result<()> {
+        self.check_pools(&mut Monitor::default()).await
     }
 
-    async fn look(&self, monitor: &mut Monitor) -> Result<()> {
+    async fn check_pools(&self, monitor: &mut Monitor) -> Result<()> {
         let (pools, volumes) =
             self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.ready_volumes()?)) }).await?;
         let mut expected: HashMap<PoolName, Vec<VolumeId>> = HashMap::new();
         for (volume, pool) in volumes {
             expected.entry(pool).or_default().push(volume);
         }
-        // A pool that is just being registered has no marker yet.
+        // A pool that is being registered has no marker yet.
         let pools: Vec<PoolRow> = pools.into_iter().filter(|pool| pool.marked).collect();
-        let looks = pools.iter().map(|pool| {
+        let checks = pools.iter().map(|pool| {
             let volumes = expected.get(&pool.name).map(Vec::as_slice).unwrap_or_default();
             let late = monitor.late.remove(&pool.name);
-            let (since, look) = late.unwrap_or_else(|| (Instant::now(), self.start_look(pool, volumes)));
-            async move { (pool, within(since, look).await) }
+            let (since, check) = late.unwrap_or_else(|| (Instant::now(), self.start_check(pool, volumes)));
+            async move { (pool, within(since, check).await) }
         });
-        let (mut sick, mut abnormal) = (HashMap::new(), HashMap::new());
-        for (pool, seen) in futures::future::join_all(looks).await {
+        let (mut unhealthy, mut abnormal) = (HashMap::new(), HashMap::new());
+        for (pool, check) in futures::future::join_all(checks).await {
             let volumes = expected.remove(&pool.name).unwrap_or_default();
-            let answer = match seen {
-                Seen::All(answer) => Some(answer),
-                Seen::Late(since, look) => {
-                    monitor.late.insert(pool.name.clone(), (since, look));
-                    let why = || format!("its filesystem does not answer within {PATIENCE:?}");
-                    (since.elapsed() >= PATIENCE).then(|| Err(why()))
+            let answer = match check {
+                Check::Done(answer) => Some(answer),
+                Check::Late(since, check) => {
+                    monitor.late.insert(pool.name.clone(), (since, check));
+                    let why = || format!("its filesystem does not answer within {TIMEOUT:?}");
+                    (since.elapsed() >= TIMEOUT).then(|| Err(why()))
                 }
             };
             let found = match answer {
                 Some(Ok(missing)) => self.confirm_missing(pool, missing).await?,
                 Some(Err(why)) => {
                     let message = format!("the pool {} is not healthy: {why}", pool.name);
-                    sick.insert(pool.name.clone(), why);
+                    unhealthy.insert(pool.name.clone(), why);
                     volumes.into_iter().map(|volume| (volume, message.clone())).collect()
                 }
-                // What was known is still so.
+                // Late: keep the known state.
                 None => {
-                    let known = self.troubles();
-                    sick.extend(known.pools.get_key_value(&pool.name).map(|(k, v)| (k.clone(), v.clone())));
-                    let trouble = |id: VolumeId| Some((known.volumes.get(&id)?.clone(), id));
-                    volumes.into_iter().filter_map(trouble).map(|(why, id)| (id, why)).collect()
+                    let known = self.known_errors();
+                    unhealthy
+                        .extend(known.pools.get_key_value(&pool.name).map(|(k, v)| (k.clone(), v.clone())));
+                    let error_of = |id: VolumeId| Some((known.volumes.get(&id)?.clone(), id));
+                    volumes.into_iter().filter_map(error_of).map(|(why, id)| (id, why)).collect()
                 }
             };
-            self.0.metrics.set_abnormal(&pool.name, !sick.contains_key(&pool.name), found.len());
+            self.0.metrics.set_abnormal(&pool.name, !unhealthy.contains_key(&pool.name), found.len());
             abnormal.extend(found);
         }
-        self.note_troubles(sick, abnormal);
+        self.set_errors(unhealthy, abnormal);
         Ok(())
     }
 
-    fn start_look(&self, pool: &PoolRow, volumes: &[VolumeId]) -> JoinHandle<Look> {
+    fn start_check(&self, pool: &PoolRow, volumes: &[VolumeId]) -> JoinHandle<CheckResult> {
         let engine = self.engine_of(pool);
         let expected: HashSet<Object> = volumes.iter().cloned().map(Object::Volume).collect();
         tokio::task::spawn_blocking(move || engine.missing(expected))
     }
 
-    /// Which volumes are really missing: a deletion may have come between reading the catalog and looking.
+    /// Volumes that are really missing: one may have been deleted between reading the catalog and listing the pool.
     async fn confirm_missing(
         &self,
         pool: &PoolRow,
@@ -217,26 +220,26 @@ impl Service {
             .await
     }
 
-    fn note_troubles(&self, pools: HashMap<PoolName, String>, volumes: HashMap<VolumeId, String>) {
-        let mut troubles = self.troubles();
-        let changed_pools = changed(&troubles.pools, &pools);
-        let changed_volumes = changed(&troubles.volumes, &volumes);
+    fn set_errors(&self, pools: HashMap<PoolName, String>, volumes: HashMap<VolumeId, String>) {
+        let mut errors = self.known_errors();
+        let changed_pools = changed(&errors.pools, &pools);
+        let changed_volumes = changed(&errors.volumes, &volumes);
         for pool in &changed_pools {
             match pools.get(pool) {
                 Some(why) => tracing::error!(%pool, %why, "the pool is not healthy"),
                 None => tracing::info!(%pool, "the pool is healthy again"),
             }
         }
-        // A pool says it for all its volumes.
+        // The pool's message covers all its volumes.
         for volume in changed_volumes.iter().filter(|_| changed_pools.is_empty()) {
             match volumes.get(volume) {
                 Some(why) => tracing::error!(%volume, %why, "the volume is abnormal"),
-                None => tracing::info!(%volume, "the volume is well again"),
+                None => tracing::info!(%volume, "the volume is normal again"),
             }
         }
-        troubles.pools = pools;
-        troubles.volumes = volumes;
-        drop(troubles);
+        errors.pools = pools;
+        errors.volumes = volumes;
+        drop(errors);
         for pool in changed_pools {
             self.emit(EventKind::Pool, pool, Change::Updated);
         }
@@ -247,12 +250,12 @@ impl Service {
     }
 }
 
-/// Waits a while for a look.
-async fn within(since: Instant, mut look: JoinHandle<Look>) -> Seen {
-    match tokio::time::timeout(EVERY, &mut look).await {
-        Ok(Ok(seen)) => Seen::All(seen.map_err(|error| error.to_string())),
-        Ok(Err(error)) => Seen::All(Err(format!("the look at it broke off: {error}"))),
-        Err(_) => Seen::Late(since, look),
+/// Waits for a check for one interval.
+async fn within(since: Instant, mut check: JoinHandle<CheckResult>) -> Check {
+    match tokio::time::timeout(INTERVAL, &mut check).await {
+        Ok(Ok(found)) => Check::Done(found.map_err(|error| error.to_string())),
+        Ok(Err(error)) => Check::Done(Err(format!("the check panicked: {error}"))),
+        Err(_) => Check::Late(since, check),
     }
 }
 
@@ -261,16 +264,18 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_look_that_takes_long_is_waited_for_again_from_when_it_began() {
+    async fn a_late_check_is_awaited_again_and_counts_from_its_start() {
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
-        let look = tokio::spawn(async move {
+        let check = tokio::spawn(async move {
             let _ = ended.await;
             Ok(HashSet::new())
         });
-        let began = Instant::now();
-        let Seen::Late(since, look) = within(began, look).await else { panic!("it cannot have ended") };
-        assert_eq!(since, began);
+        let started = Instant::now();
+        let Check::Late(since, check) = within(started, check).await else {
+            panic!("the check cannot have completed")
+        };
+        assert_eq!(since, started);
         let _ = end.send(());
-        assert!(matches!(within(since, look).await, Seen::All(Ok(missing)) if missing.is_empty()));
+        assert!(matches!(within(since, check).await, Check::Done(Ok(missing)) if missing.is_empty()));
     }
 }

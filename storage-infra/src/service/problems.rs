@@ -1,4 +1,5 @@
-//! How errors from below become problems for callers. The one place that decides which code each gets.
+//! Mapping of internal errors to API problems. The only place that assigns codes to catalog, engine and hypervisor
+//! errors.
 
 use infra_api::{Problem, ProblemCode, What};
 
@@ -6,40 +7,40 @@ use crate::catalog::CatalogError;
 use crate::engine::EngineError;
 use crate::hypervisor::HypervisorError;
 
-/// What a use case answers.
+/// Result of an operation.
 pub type Result<T, E = Failure> = std::result::Result<T, E>;
 
-/// A problem on its way to the caller.
+/// A problem to be returned to the caller.
 #[derive(Debug, Clone)]
 pub struct Failure(pub Box<Problem>);
 
 impl Failure {
-    /// A problem without members.
+    /// A problem that is not about a certain object.
     pub fn new(code: ProblemCode, detail: impl Into<String>) -> Self {
         Problem::new(code, detail).into()
     }
 
-    /// A problem about an object that is not there.
+    /// A problem about an object that does not exist.
     pub fn not_found(what: What, id: impl std::fmt::Display) -> Self {
-        Problem::new(ProblemCode::NotFound, format!("there is no {what} {id}")).about(what, id).into()
+        Problem::new(ProblemCode::NotFound, format!("the {what} {id} does not exist")).about(what, id).into()
     }
 
-    /// Whether no repetition can help, and nothing is under way: what was begun for it is to be undone.
+    /// Whether a retry cannot help and nothing is running: the operation must be rolled back.
     pub(super) fn is_final(&self) -> bool {
-        // A read-only pool says nothing of what was done there before.
+        // A read-only pool says nothing about earlier effects.
         !self.code().may_have_happened() && self.code() != ProblemCode::ReadOnly
     }
 
-    /// The same, of something that may be there in spite of it: whoever hears it must ask again.
+    /// Turns a final failure into a retryable one, for an object that may exist in spite of it.
     pub(super) fn unfinished(self, what: What, id: impl std::fmt::Display) -> Self {
         if !self.is_final() {
             return self;
         }
-        let detail = format!("{}; the {what} {id} may be there all the same: repeat", self.0.detail);
+        let detail = format!("{}; the {what} {id} may exist nevertheless: retry", self.0.detail);
         Problem::new(ProblemCode::Unavailable, detail).about(what, id).into()
     }
 
-    /// The problem's code.
+    /// The code of the problem.
     pub fn code(&self) -> ProblemCode {
         self.0.code
     }
@@ -66,7 +67,7 @@ impl From<CatalogError> for Failure {
             | CatalogError::Damaged(_)
             | CatalogError::Unusable(_) => ProblemCode::Internal,
         };
-        tracing::error!(%error, "catalog");
+        tracing::error!(%error, "catalog error");
         Self::new(code, error.to_string())
     }
 }
@@ -74,7 +75,7 @@ impl From<CatalogError> for Failure {
 impl From<EngineError> for Failure {
     fn from(error: EngineError) -> Self {
         let code = match &error {
-            // The pool may come back, and what was begun is in the catalog.
+            // The pool may become available again, and the intent is in the catalog.
             EngineError::Unhealthy(_)
             | EngineError::Served(_)
             | EngineError::Missing(_)

@@ -1,20 +1,20 @@
-//! How fast a volume may be: noted, then told to every machine that has it, and only then answered.
+//! I/O limits of volumes: written to the catalog, then applied in every VM that has the volume, and then answered.
 
 use infra_api::{Change, EventKind, Problem, ProblemCode, Qos, Volume, VolumeId, What};
 
 use super::snapshots::ready_volume;
 use super::{Failure, Result, Service};
 
-/// The highest limit that QEMU takes.
-const MOST: u64 = 1_000_000_000_000_000;
+/// Highest limit that QEMU accepts.
+const MAX_LIMIT: u64 = 1_000_000_000_000_000;
 
-/// A limit of 0 is none; one that no machine could be given is refused.
-pub(super) fn checked(qos: Qos) -> Result<Qos> {
+/// Validates limits; 0 means unlimited.
+pub(super) fn validated(qos: Qos) -> Result<Qos> {
     let limit = |name: &str, value: Option<u64>| match value {
         Some(0) => Ok(None),
-        Some(value) if value > MOST => Err(Failure::new(
+        Some(value) if value > MAX_LIMIT => Err(Failure::new(
             ProblemCode::Invalid,
-            format!("{name} {value} is more than the {MOST} that can be limited to"),
+            format!("{name} {value} exceeds the maximum of {MAX_LIMIT}"),
         )),
         value => Ok(value),
     };
@@ -25,11 +25,11 @@ pub(super) fn checked(qos: Qos) -> Result<Qos> {
 }
 
 impl Service {
-    /// Limits how fast a volume may be, live where it is attached.
+    /// Sets a volume's I/O limits, live if it is attached.
     pub async fn put_qos(&self, id: VolumeId, qos: Qos) -> Result<Volume> {
-        let qos = checked(qos)?;
+        let qos = validated(qos)?;
         let service = self.clone();
-        self.unbroken(async move {
+        self.run_to_completion(async move {
             let _lock = service.0.locks.lock(id.as_str()).await;
             let name = id.clone();
             let changed = service
@@ -46,7 +46,7 @@ impl Service {
                 .await?;
             if changed {
                 service.emit(EventKind::Volume, &id, Change::Updated);
-                service.note_soon(&id);
+                service.update_record_soon(&id);
             }
             service.finish_qos(&id).await?;
             service.volume(&id).await
@@ -54,7 +54,7 @@ impl Service {
         .await
     }
 
-    /// Tells every machine that has a volume how fast that may be, where that is still due.
+    /// Applies a volume's limits in every VM that has it, if that is due.
     pub(super) async fn finish_qos(&self, id: &VolumeId) -> Result<()> {
         let name = id.clone();
         let attachments = self
@@ -67,9 +67,9 @@ impl Service {
             .await?;
         let Some(attachments) = attachments else { return Ok(()) };
         for attachment in &attachments {
-            self.throttle_plugged(attachment).await.map_err(|failure| {
+            self.throttle_attached(attachment).await.map_err(|failure| {
                 let detail = format!(
-                    "the limits of volume {id} are noted, and not kept by every machine yet; repeat: {}",
+                    "the limits of volume {id} are saved but not yet applied in every VM; retry: {}",
                     failure.0.detail
                 );
                 Problem::new(failure.code(), detail).about(What::Volume, id)
@@ -85,12 +85,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_limit_is_none_or_zero_and_what_no_machine_takes_is_refused() {
-        let none = checked(Qos { iops: Some(0), bytes_per_second: None }).unwrap();
+    fn zero_means_unlimited_and_limits_above_the_maximum_are_refused() {
+        let none = validated(Qos { iops: Some(0), bytes_per_second: None }).unwrap();
         assert!(none.is_unlimited());
-        let most = Qos { iops: Some(MOST), bytes_per_second: Some(1) };
-        assert_eq!(checked(most).unwrap(), most);
-        let more = Qos { iops: Some(MOST + 1), bytes_per_second: None };
-        assert_eq!(checked(more).unwrap_err().code(), ProblemCode::Invalid);
+        let most = Qos { iops: Some(MAX_LIMIT), bytes_per_second: Some(1) };
+        assert_eq!(validated(most).unwrap(), most);
+        let more = Qos { iops: Some(MAX_LIMIT + 1), bytes_per_second: None };
+        assert_eq!(validated(more).unwrap_err().code(), ProblemCode::Invalid);
     }
 }

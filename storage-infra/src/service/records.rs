@@ -1,5 +1,5 @@
-//! What is noted with the bytes of volumes and snapshots, kept as the catalog has it: at once where the safety of the
-//! bytes hangs on it, which is before a disk is plugged, else soon.
+//! On-disk records beside the bytes of volumes and snapshots. They are kept equal to the catalog: written
+//! synchronously where data safety depends on it, which is before a disk is attached, and asynchronously otherwise.
 
 use infra_api::{
     Access, NodeSpec, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec, VolumeState, What,
@@ -7,20 +7,20 @@ use infra_api::{
 
 use super::clearance::RECOVER;
 use super::pools::{pool_of, pool_record};
-use super::power::is_without_disks;
+use super::power::has_no_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
 use crate::engine::{DiskSource, Engine, EngineError, Object, Record};
 use crate::hypervisor::{Disk, Unplugged};
 
-/// What is noted of a volume that these have, by a row that is so new.
+/// The record of a volume with these holders at this revision.
 pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<Holder>) -> Record {
     Record::Volume(Box::new(VolumeRecord {
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
         capacity: row.capacity,
-        // Zones say where a new volume goes, and this one is there; and a file can keep only so much.
+        // Zones matter only for new volumes, and the size of a record is limited.
         spec: VolumeSpec {
             placement: Placement { zones: Vec::new(), ..row.spec.placement.clone() },
             ..row.spec.clone()
@@ -35,15 +35,15 @@ pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<Holder>
     }))
 }
 
-/// What is noted of a snapshot of this moment.
-pub(super) fn snapshot_record(row: &SnapshotRow, moment: &str) -> Record {
+/// The record of a snapshot taken at this time.
+pub(super) fn snapshot_record(row: &SnapshotRow, taken_at: &str) -> Record {
     Record::Snapshot(SnapshotRecord {
         id: row.id.clone(),
         volume: row.volume.clone(),
         capacity: row.capacity,
         family: row.family,
         labels: row.labels.clone(),
-        created_at: moment.to_owned(),
+        created_at: taken_at.to_owned(),
     })
 }
 
@@ -53,7 +53,7 @@ fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<Holder>> {
         Ok(Holder {
             id: row.id,
             uuid: row.node,
-            // Labels are for people, and a file can keep only so much.
+            // Labels are informational, and the size of a record is limited.
             node: NodeSpec { labels: infra_api::Labels::new(), ..node.spec },
             read_only: row.read_only,
             access: row.access,
@@ -63,80 +63,78 @@ fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<Holder>> {
     rows.into_iter().map(holder).collect()
 }
 
-/// What is to be noted of a volume, where, and whether what is noted now may be older than the catalog.
-pub(super) struct Due {
+/// A volume's record as it should be, and whether the one on disk may be older than the catalog.
+pub(super) struct PendingRecord {
     pool: PoolRow,
     pub(super) row: VolumeRow,
     revision: u64,
-    /// More was noted than the catalog knows.
-    behind: bool,
+    /// Records on disk were newer than the catalog.
+    is_stale: bool,
     holders: Vec<Holder>,
     due: bool,
 }
 
-impl Due {
+impl PendingRecord {
     fn of(tx: &Tx<'_>, id: &VolumeId) -> Result<Option<Self>> {
         Ok(Self::of_any(tx, id)?.filter(|due| due.row.state == VolumeState::Ready))
     }
 
-    /// The same, also of a volume that comes or goes.
+    /// Like `of`, also for volumes that are being created or deleted.
     pub(super) fn of_any(tx: &Tx<'_>, id: &VolumeId) -> Result<Option<Self>> {
         let Some(row) = tx.volume(id)? else { return Ok(None) };
         let holders = holders(tx, tx.attachments(None, Some(id))?)?;
         let revision = tx.volume_revision(id)?.unwrap_or(0);
-        let (due, behind) = (tx.is_record_due(id)?, tx.is_volume_behind(id)?);
-        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, behind, holders, due }))
+        let (due, is_stale) = (tx.is_record_due(id)?, tx.is_stale_for_volume(id)?);
+        Ok(Some(Self { pool: pool_of(tx, &row)?, row, revision, is_stale, holders, due }))
     }
 
     fn record(&self) -> Record {
         volume_record(&self.row, self.revision, self.holders.clone())
     }
 
-    /// Whether more is noted than the catalog knows, where this is noted.
-    pub(super) fn is_behind(&self, noted: u64) -> bool {
-        self.behind || noted > self.revision
+    /// Whether a record with this revision is newer than the catalog.
+    pub(super) fn is_newer(&self, recorded: u64) -> bool {
+        self.is_stale || recorded > self.revision
     }
 
-    /// Who is noted and not in the catalog.
-    pub(super) fn strangers_in(&self, found: VolumeRecord) -> Vec<Holder> {
+    /// Holders in the record that are not in the catalog.
+    pub(super) fn unknown_holders(&self, found: VolumeRecord) -> Vec<Holder> {
         found.strangers(&self.holders)
     }
 
-    /// Fails where more is noted than the catalog knows.
-    fn refuse_behind(&self, found: Option<&Record>) -> Result<()> {
+    /// Fails if the record on disk is newer than the catalog.
+    fn refuse_stale_catalog(&self, found: Option<&Record>) -> Result<()> {
         let Some(Record::Volume(found)) = found else { return Ok(()) };
-        if !self.is_behind(found.revision) {
+        if !self.is_newer(found.revision) {
             return Ok(());
         }
-        let detail = format!(
-            "what is noted with the bytes of volume {} is newer than what the catalog knows of it; {RECOVER}",
-            self.row.id
-        );
+        let detail =
+            format!("the on-disk record of volume {} is newer than the catalog; {RECOVER}", self.row.id);
         Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id).into())
     }
 
-    /// Who is noted with the volume's bytes and not in the catalog. Fails where the bytes are another volume's.
-    fn strangers(&self, found: Record) -> Result<Vec<Holder>> {
+    /// Holders in the record that are not in the catalog. Fails if the record belongs to another volume.
+    fn checked_unknown_holders(&self, found: Record) -> Result<Vec<Holder>> {
         match found {
             Record::Volume(found) if found.disk_uuid == self.row.disk_uuid => {
                 Ok(found.strangers(&self.holders))
             }
-            _ => Err(self.another()),
+            _ => Err(self.foreign_file_error()),
         }
     }
 
-    /// The volume's own file knows of more than the catalog does.
-    fn newer(&self, strangers: &[Holder]) -> Failure {
-        let who: Vec<String> =
-            strangers.iter().map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id)).collect();
+    /// The error for a record with holders that the catalog does not know.
+    fn unknown_holders_error(&self, unknown: &[Holder]) -> Failure {
+        let attachments: Vec<String> =
+            unknown.iter().map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id)).collect();
         let detail = format!(
-            "the volume {} is noted with its bytes as attached to {}, and the catalog does not know of that: it is \
-             older than the pool; stop the server and rebuild it with `storage-infra recover`",
+            "the on-disk record of volume {} lists attachments to {} that are not in the catalog: the catalog is older than \
+             the pool; stop the server and rebuild it with `storage-infra recover`",
             self.row.id,
-            who.join(", ")
+            attachments.join(", ")
         );
         let nodes =
-            strangers.iter().map(|one| infra_api::NodeRef { uuid: one.uuid, name: one.node.name.clone() });
+            unknown.iter().map(|one| infra_api::NodeRef { uuid: one.uuid, name: one.node.name.clone() });
         let problem = Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id);
         problem.used_by(nodes.collect()).into()
     }
@@ -152,9 +150,9 @@ impl Due {
         }
     }
 
-    fn another(&self) -> Failure {
+    fn foreign_file_error(&self) -> Failure {
         let detail = format!(
-            "the file of volume {} in pool {} is that of another volume of this id: the catalog is older than the pool; \
+            "the file of volume {} in pool {} belongs to another volume with the same ID: the catalog is older than the pool; \
              stop the server and rebuild it with `storage-infra recover`",
             self.row.id, self.pool.name
         );
@@ -163,24 +161,25 @@ impl Due {
 }
 
 impl Service {
-    /// Notes with a volume's bytes who may have it, by what the catalog has now.
-    pub(super) async fn note_volume(&self, id: &VolumeId) -> Result<()> {
-        // A lock of its own: a filesystem that stands still must not keep disks from being unplugged. No volume can have
-        // a name with a slash.
-        let _lock = self.0.locks.lock(&format!("note/{id}")).await;
+    /// Updates a volume's on-disk record from the catalog.
+    pub(super) async fn update_record(&self, id: &VolumeId) -> Result<()> {
+        // A lock of its own: a stalled filesystem must not block detaches. Volume names cannot contain a slash.
+        let _lock = self.0.locks.lock(&format!("record/{id}")).await;
         let key = id.clone();
-        let Some(mut due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        let Some(mut due) = self.0.catalog.read(move |tx| PendingRecord::of(tx, &key)).await? else {
+            return Ok(());
+        };
         self.compare_revisions(&due.pool).await?;
         due.row.written = self.is_written(&due).await?;
         let (engine, object, record) = (self.engine_of(&due.pool), Object::Volume(id.clone()), due.record());
         let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
-        let behind = due.refuse_behind(found.as_ref());
-        let strangers = found.map_or(Ok(Vec::new()), |found| due.strangers(found))?;
-        let there = self.still_there(&due, strangers).await?;
-        if !there.is_empty() {
-            return Err(due.newer(&there));
+        let stale_check = due.refuse_stale_catalog(found.as_ref());
+        let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_holders(found))?;
+        let holding = self.still_holding(&due, unknown).await?;
+        if !holding.is_empty() {
+            return Err(due.unknown_holders_error(&holding));
         }
-        behind?;
+        stale_check?;
         let write = record.clone();
         self.engine::<_, Failure, _>(engine, move |e| Ok(e.note(&write)?)).await?;
         if !due.due {
@@ -189,85 +188,91 @@ impl Service {
         let key = id.clone();
         self.0
             .catalog
-            .note(move |tx| -> Result<_> {
-                // Not where it changed meanwhile: then it is due again.
-                if Due::of(tx, &key)?.is_some_and(|now| now.record() == record) {
-                    tx.volume_is_noted(&key)?;
+            .run_unsynced(move |tx| -> Result<_> {
+                // If the row changed meanwhile, the record stays due.
+                if PendingRecord::of(tx, &key)?.is_some_and(|now| now.record() == record) {
+                    tx.volume_record_is_current(&key)?;
                 }
                 Ok(())
             })
             .await
     }
 
-    /// Fails where more is noted with a volume's bytes than the catalog knows. Writes nothing there.
-    pub(super) async fn refuse_behind(&self, id: &VolumeId) -> Result<()> {
+    /// Fails if a volume's on-disk record is newer than the catalog. Writes nothing to the pool.
+    pub(super) async fn refuse_stale_catalog(&self, id: &VolumeId) -> Result<()> {
         let key = id.clone();
-        let Some(due) = self.0.catalog.read(move |tx| Due::of(tx, &key)).await? else { return Ok(()) };
+        let Some(due) = self.0.catalog.read(move |tx| PendingRecord::of(tx, &key)).await? else {
+            return Ok(());
+        };
         self.compare_revisions(&due.pool).await?;
         let object = Object::Volume(id.clone());
-        let noted = move |e: &dyn Engine| Ok(e.noted(&object)?);
-        let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), noted).await?;
-        // After what is noted, which is never newer.
+        let read = move |e: &dyn Engine| Ok(e.noted(&object)?);
+        let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), read).await?;
+        // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
-        let due = self.0.catalog.read(move |tx| Due::of(tx, &key)).await?;
-        due.map_or(Ok(()), |due| due.refuse_behind(found.as_ref()))
+        let due = self.0.catalog.read(move |tx| PendingRecord::of(tx, &key)).await?;
+        due.map_or(Ok(()), |due| due.refuse_stale_catalog(found.as_ref()))
     }
 
-    /// Whether the volume's bytes hold data, or were seen to. Remembered with them, so that bytes which are lost do not
-    /// make the volume blank.
-    async fn is_written(&self, due: &Due) -> Result<bool> {
+    /// Whether the volume contains data or was observed to. This is stored, so that data loss does not make the
+    /// volume blank.
+    async fn is_written(&self, due: &PendingRecord) -> Result<bool> {
         let id = due.row.id.clone();
         let is_blank = move |e: &dyn Engine| Ok(e.is_blank(&id)?);
         if due.row.written || self.engine::<_, Failure, _>(self.engine_of(&due.pool), is_blank).await? {
             return Ok(due.row.written);
         }
         let id = due.row.id.clone();
-        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.volume_is_written(&id)?) }).await?;
+        self.0.catalog.run_unsynced(move |tx| -> Result<_> { Ok(tx.set_volume_has_data(&id)?) }).await?;
         Ok(true)
     }
 
-    /// Those of the strangers who may have the disk. Where the note may be older than the catalog, whoever was told to
-    /// go has not, and of the others their machine's live state tells.
-    pub(super) async fn still_there(&self, due: &Due, strangers: Vec<Holder>) -> Result<Vec<Holder>> {
-        if !due.due || strangers.is_empty() {
-            return Ok(strangers);
+    /// The unknown holders that may have the disk. If the record may be older than the catalog, ended attachments are
+    /// excluded, and live state decides on the others.
+    pub(super) async fn still_holding(
+        &self,
+        due: &PendingRecord,
+        unknown: Vec<Holder>,
+    ) -> Result<Vec<Holder>> {
+        if !due.due || unknown.is_empty() {
+            return Ok(unknown);
         }
-        let untold = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
+        let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
             let mut left = Vec::new();
-            for one in strangers {
-                if !tx.is_attachment_over(&one.id)? {
+            for one in unknown {
+                if !tx.is_attachment_ended_or_refused(&one.id)? {
                     left.push(one);
                 }
             }
             Ok(left)
         };
-        let mut there = Vec::new();
-        for one in self.0.catalog.read(untold).await? {
+        let mut holding = Vec::new();
+        for one in self.0.catalog.read(unended).await? {
             let disk = due.disk_of(&one, self.engine_of(&due.pool).source(&due.row.id));
             let uuid = disk.uuid;
             let presence = self.hypervisor(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
-            let has = presence.disks.contains(&uuid) && !is_without_disks(presence.facts.power.state());
+            let has = presence.disks.contains(&uuid) && !has_no_disks(presence.facts.power.state());
             if has || self.prove_off(&node, &presence.facts).await? != Unplugged::Gone {
-                there.push(one);
+                holding.push(one);
             }
         }
-        Ok(there)
+        Ok(holding)
     }
 
-    /// Notes later what changed about a volume. Nobody waits for it.
-    pub(super) fn note_soon(&self, id: &VolumeId) {
+    /// Updates a volume's record in the background.
+    pub(super) fn update_record_soon(&self, id: &VolumeId) {
         let (service, id) = (self.clone(), id.clone());
-        self.0.tasks.spawn(async move { service.note_or_tell(&id).await });
+        self.0.tasks.spawn(async move { service.update_record_or_log(&id).await });
     }
 
-    async fn note_or_tell(&self, id: &VolumeId) {
-        if let Err(failure) = self.note_volume(id).await {
-            tracing::debug!(volume = %id, %failure, "not noted yet; will be tried again");
+    async fn update_record_or_log(&self, id: &VolumeId) {
+        if let Err(failure) = self.update_record(id).await {
+            tracing::debug!(volume = %id, %failure, "cannot update the volume's record; will retry");
         }
     }
 
-    async fn note_snapshot(&self, id: &SnapshotId) -> Result<()> {
+    async fn update_snapshot_record(&self, id: &SnapshotId) -> Result<()> {
         let key = id.clone();
         let found = self
             .0
@@ -284,54 +289,54 @@ impl Service {
         let record = snapshot_record(&row, &row.created_at);
         self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.note(&record)?)).await?;
         let key = id.clone();
-        self.0.catalog.note(move |tx| -> Result<_> { Ok(tx.snapshot_is_noted(&key)?) }).await
+        self.0.catalog.run_unsynced(move |tx| -> Result<_> { Ok(tx.snapshot_record_is_current(&key)?) }).await
     }
 
-    /// Notes all that is still to be noted: what an earlier version made, and what could not be noted when it changed.
-    /// Nobody waits for it, and it is not begun again before it has ended.
-    pub(super) fn note_due_soon(&self) {
-        let Ok(noting) = self.0.noting.clone().try_lock_owned() else { return };
+    /// Writes all due records in the background, unless that is already running: records of objects from earlier
+    /// versions, and records whose update failed.
+    pub(super) fn write_due_records_soon(&self) {
+        let Ok(writing) = self.0.record_writer.clone().try_lock_owned() else { return };
         let service = self.clone();
         self.0.tasks.spawn(async move {
-            let _noting = noting;
-            if let Err(failure) = service.note_due().await {
-                tracing::warn!(%failure, "could not look for what is to be noted");
+            let _writing = writing;
+            if let Err(failure) = service.write_due_records().await {
+                tracing::warn!(%failure, "cannot list the records that are due");
             }
         });
     }
 
-    async fn note_due(&self) -> Result<()> {
+    async fn write_due_records(&self) -> Result<()> {
         let (pools, objects) =
             self.0.catalog.read(|tx| -> Result<_> { Ok((tx.pools()?, tx.due_records()?)) }).await?;
-        let sick = self.sick_pools();
-        for pool in pools.iter().filter(|pool| pool.marked && !sick.contains(&pool.name)) {
+        let unhealthy = self.unhealthy_pools();
+        for pool in pools.iter().filter(|pool| pool.marked && !unhealthy.contains(&pool.name)) {
             if let Err(failure) = self.compare_revisions(pool).await {
-                tracing::debug!(pool = %pool.name, %failure, "not noted yet; will be tried again");
+                tracing::debug!(pool = %pool.name, %failure, "cannot compare the pool's records with the catalog; will retry");
                 continue;
             }
             let name = pool.name.clone();
-            let now = move |tx: &Tx<'_>| -> Result<_> { Ok((tx.revision()?, tx.is_pool_behind(&name)?)) };
-            let (revision, is_behind) = self.0.catalog.read(now).await?;
-            if is_behind {
+            let now = move |tx: &Tx<'_>| -> Result<_> { Ok((tx.revision()?, tx.is_stale_for_pool(&name)?)) };
+            let (revision, is_stale) = self.0.catalog.read(now).await?;
+            if is_stale {
                 continue;
             }
             let record = pool_record(pool, revision);
-            let noted =
+            let written =
                 self.engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.note(&record)).await;
-            if let Err(error) = noted {
-                tracing::debug!(pool = %pool.name, %error, "not noted yet; will be tried again");
+            if let Err(error) = written {
+                tracing::debug!(pool = %pool.name, %error, "cannot update the pool's record; will retry");
             }
         }
         for (object, pool) in objects {
-            if sick.contains(&pool) {
+            if unhealthy.contains(&pool) {
                 continue;
             }
             match object {
-                Object::Volume(id) => self.note_or_tell(&id).await,
+                Object::Volume(id) => self.update_record_or_log(&id).await,
                 Object::Snapshot(id) => {
                     let _lock = self.lock_snapshot(&id).await;
-                    if let Err(failure) = self.note_snapshot(&id).await {
-                        tracing::debug!(snapshot = %id, %failure, "not noted yet; will be tried again");
+                    if let Err(failure) = self.update_snapshot_record(&id).await {
+                        tracing::debug!(snapshot = %id, %failure, "cannot update the snapshot's record; will retry");
                     }
                 }
             }
@@ -350,12 +355,12 @@ mod tests {
 
     use super::*;
 
-    /// What ext4 keeps with a file, in one block of 4 KiB.
-    const LEAST_KEPT: usize = 4036;
+    /// Bytes of extended attributes that ext4 stores per file, in one 4 KiB block.
+    const MAX_RECORD_BYTES: usize = 4036;
     const LONGEST_ID: usize = 249;
 
     fn labels() -> Labels {
-        // Braces, quotes and a colon are counted too.
+        // Braces, quotes and a colon count too.
         Labels::from([("k".to_owned(), "v".repeat(MAX_LABELS - 8))])
     }
 
@@ -410,10 +415,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_noted_of_the_longest_request_and_whoever_has_it_fits_in_every_filesystem() {
+    fn the_record_of_the_longest_request_fits_into_every_filesystem() {
         let (row, holder) = longest();
-        let noted = volume_record(&row, u64::MAX, vec![holder]).encode().unwrap().len();
-        assert!((3_500..=LEAST_KEPT).contains(&noted), "{noted}");
+        let written = volume_record(&row, u64::MAX, vec![holder]).encode().unwrap().len();
+        assert!((3_500..=MAX_RECORD_BYTES).contains(&written), "{written}");
         let snapshot = SnapshotRow {
             id: SnapshotId::new("s".repeat(LONGEST_ID)).unwrap(),
             volume: row.id.clone(),
@@ -426,7 +431,7 @@ mod tests {
             labels: labels(),
             created_at: row.created_at.clone(),
         };
-        let noted = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
-        assert!(noted <= LEAST_KEPT, "{noted}");
+        let written = snapshot_record(&snapshot, &row.created_at).encode().unwrap().len();
+        assert!(written <= MAX_RECORD_BYTES, "{written}");
     }
 }

@@ -1,4 +1,4 @@
-//! Volumes: creating, listing, deleting.
+//! Volumes: create, list, delete.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,36 +10,36 @@ use infra_api::{
 use tokio::sync::oneshot;
 use uuid::Uuid;
 
-use super::filling::Origin;
+use super::copy::Origin;
 use super::pools::pool_of;
-use super::qos::checked;
+use super::qos::validated;
 use super::records::volume_record;
-use super::reserving::Source;
+use super::reserve::Source;
 use super::{Failure, Result, Service};
 use crate::audit;
 use crate::catalog::{AttachmentRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{Cleared, EngineError, Method, Object, Record};
 
 const MIB: u64 = 1 << 20;
-/// The smallest unit: no disk sector or filesystem page that we know of is larger.
+/// Size granularity: no disk sector or filesystem page that we know of is larger.
 const UNIT: u64 = 4096;
-/// The most volumes in one page of a list.
+/// Maximum number of volumes in one page of a list.
 const PAGE: usize = 1000;
 
-/// The size that a volume really gets: whole MiB where the limit allows, else whole 4 KiB.
-pub(super) fn real_size(wanted: u64, limit: Option<u64>) -> Result<u64> {
+/// The size of a new volume: rounded up to MiB if the limit allows, otherwise to 4 KiB.
+pub(super) fn rounded_size(requested: u64, limit: Option<u64>) -> Result<u64> {
     let invalid = |detail: String| Failure::new(ProblemCode::Invalid, detail);
-    if wanted == 0 {
+    if requested == 0 {
         return Err(invalid("capacityBytes must be more than 0".into()));
     }
     let fits = |size: &u64| limit.is_none_or(|limit| *size <= limit) && i64::try_from(*size).is_ok();
-    let sizes = [wanted.checked_next_multiple_of(MIB), wanted.checked_next_multiple_of(UNIT)];
+    let sizes = [requested.checked_next_multiple_of(MIB), requested.checked_next_multiple_of(UNIT)];
     sizes.into_iter().flatten().find(fits).ok_or_else(|| match limit {
         Some(limit) => invalid(format!(
-            "no size of whole {UNIT} bytes lies between capacityBytes {wanted} and limitBytes {limit}"
+            "no multiple of {UNIT} bytes lies between capacityBytes {requested} and limitBytes {limit}"
         )),
         None => invalid(format!(
-            "capacityBytes {wanted} is more than any disk can have, which is {} at most",
+            "capacityBytes {requested} exceeds the maximum disk size of {} bytes",
             i64::MAX.cast_unsigned() / UNIT * UNIT
         )),
     })
@@ -61,7 +61,7 @@ impl Service {
         Ok(self.to_volume(row, &attachments, pool.spec.labels.get(ZONE_LABEL).cloned()))
     }
 
-    /// A page of volumes after an id.
+    /// One page of volumes with IDs after `after`.
     pub async fn volumes(&self, limit: Option<usize>, after: String) -> Result<List<Volume>> {
         let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
         let (mut rows, attachments, pools) = self
@@ -91,7 +91,7 @@ impl Service {
     }
 
     fn to_volume(&self, row: VolumeRow, attachments: &[AttachmentRow], zone: Option<String>) -> Volume {
-        let copied = self.0.filling.copied(&Object::Volume(row.id.clone()));
+        let copied = self.0.copies.copied(&Object::Volume(row.id.clone()));
         Volume {
             condition: self.condition(&row.id),
             copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
@@ -110,54 +110,54 @@ impl Service {
         }
     }
 
-    /// Creates a volume, or answers with it where the same was asked before. True when it is new. Waits at most so
-    /// long; the work goes on.
+    /// Creates a volume, or returns the existing one if the request is a repetition. True if it is new. Waits at most
+    /// `wait`; the operation continues.
     pub async fn put_volume(
         &self,
         id: VolumeId,
         mut spec: VolumeSpec,
         wait: Duration,
     ) -> Result<(Volume, bool)> {
-        let size = real_size(spec.capacity_bytes, spec.limit_bytes)?;
-        spec.qos = checked(spec.qos)?;
+        let size = rounded_size(spec.capacity_bytes, spec.limit_bytes)?;
+        spec.qos = validated(spec.qos)?;
         let service = self.clone();
-        let (key, wanted) = (id.clone(), spec.clone());
-        let making = |begun: oneshot::Sender<()>| async move {
+        let (key, requested) = (id.clone(), spec.clone());
+        let create = |started: oneshot::Sender<()>| async move {
             let _lock = service.0.locks.lock(key.as_str()).await;
-            let (name, asked) = (key.clone(), wanted.clone());
-            let found = service.0.catalog.read(move |tx| same_volume(tx, &name, &asked)).await?;
+            let (name, expected) = (key.clone(), requested.clone());
+            let found = service.0.catalog.read(move |tx| same_volume(tx, &name, &expected)).await?;
             let (row, created) = match found {
                 Some(row) => (row, false),
                 None => {
-                    wanted.check_bounds().map_err(|what| Problem::from(what).about(What::Volume, &key))?;
-                    (service.reserve(&key, wanted, size).await?, true)
+                    requested.check_bounds().map_err(|what| Problem::from(what).about(What::Volume, &key))?;
+                    (service.reserve(&key, requested, size).await?, true)
                 }
             };
-            let _ = begun.send(());
+            let _ = started.send(());
             if row.state == VolumeState::Creating {
                 service.finish_create(row).await?;
             }
             Ok((service.volume(&key).await?, created))
         };
-        if let Some(made) = self.at_most(wait, making).await {
-            return made;
+        if let Some(result) = self.run_with_timeout(wait, create).await {
+            return result;
         }
         let name = id.clone();
         if self.0.catalog.read(move |tx| same_volume(tx, &name, &spec)).await?.is_some() {
             return Ok((self.volume(&id).await?, false));
         }
-        let detail = format!("the volume {id} waits for other work; repeat");
+        let detail = format!("the volume {id} waits for other operations on it; retry");
         Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
     }
 
-    /// Makes the bytes of a volume whose intent is written. What fails for good is forgotten, so that it holds no space
-    /// that nobody asks for again; one that begins with other bytes and fails always is, since its source must not be kept
-    /// from writers for ever. What turns out to be complete is not: a catalog that was put back may not know that it has
+    /// Creates the bytes of a volume whose intent is written. After a final failure the row is deleted, so that it
+    /// does not reserve space. After any failure of a copy the row is deleted, so that the source does not stay
+    /// blocked for writers. A volume whose file is complete is kept: after a restore of an older catalog it may have
     /// been used since.
     pub(super) async fn finish_create(&self, row: VolumeRow) -> Result<()> {
         let (id, pool, identity) = (row.id.clone(), row.pool.clone(), row.disk_uuid);
-        let (filled, size) = (row.spec.source.is_some(), row.size());
-        match self.make(row).await {
+        let (is_copy, size) = (row.spec.source.is_some(), row.size());
+        match self.create_bytes(row).await {
             Ok(true) => {
                 let name = id.clone();
                 let finished =
@@ -168,32 +168,34 @@ impl Service {
                 Ok(())
             }
             Ok(false) => {
-                let detail = format!("making the volume {id} was broken off");
+                let detail = format!("the creation of volume {id} was cancelled");
                 Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, &id).into())
             }
-            Err(failure) if self.is_made(&pool, Object::Volume(id.clone()), identity).await => {
+            Err(failure)
+                if self.is_complete_or_unknown(&pool, Object::Volume(id.clone()), identity).await =>
+            {
                 Err(failure.unfinished(What::Volume, &id))
             }
-            Err(failure) if filled || failure.is_final() => {
-                self.give_up_create(&id, &pool, identity, size, &failure).await?;
+            Err(failure) if is_copy || failure.is_final() => {
+                self.abort_create(&id, &pool, identity, size, &failure).await?;
                 Err(failure)
             }
             Err(failure) => Err(failure),
         }
     }
 
-    async fn make(&self, row: VolumeRow) -> Result<bool> {
-        // Of an earlier version, which reserved space for what it could not keep.
+    async fn create_bytes(&self, row: VolumeRow) -> Result<bool> {
+        // A row of an earlier version that exceeds the bounds for on-disk records.
         if let Err(what) = row.spec.check_bounds()
-            && !self.is_made(&row.pool, Object::Volume(row.id.clone()), row.disk_uuid).await
+            && !self.is_complete_or_unknown(&row.pool, Object::Volume(row.id.clone()), row.disk_uuid).await
         {
             return Err(Problem::from(what).about(What::Volume, &row.id).into());
         }
-        if row.spec.source.is_some() { self.fill_volume(row).await } else { self.make_zeros(row).await }
+        if row.spec.source.is_some() { self.copy_volume(row).await } else { self.create_blank(row).await }
     }
 
-    /// Undoes what was done of a volume that never came about.
-    async fn give_up_create(
+    /// Rolls back a volume whose creation failed.
+    async fn abort_create(
         &self,
         id: &VolumeId,
         pool: &PoolName,
@@ -203,29 +205,34 @@ impl Service {
     ) -> Result<()> {
         self.discard(pool.clone(), Object::Volume(id.clone()), identity, size).await?;
         let name = id.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_volume(&name)?) }).await?;
-        audit::forgot(Object::Volume(id.clone()), "it cannot be made");
-        tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "the volume cannot be made; its space was released");
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.abort_volume(&name)?) }).await?;
+        audit::forgot(Object::Volume(id.clone()), "its creation failed");
+        tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "cannot create the volume; released the reserved space");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
     }
 
-    /// Whether something is complete in spite of a failure, or may be.
-    pub(super) async fn is_made(&self, pool: &PoolName, object: Object, identity: Uuid) -> bool {
+    /// Whether an object's file is complete, or may be, in spite of a failure.
+    pub(super) async fn is_complete_or_unknown(
+        &self,
+        pool: &PoolName,
+        object: Object,
+        identity: Uuid,
+    ) -> bool {
         let name = pool.clone();
         let found = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.pool(&name)?) }).await;
         let Ok(Some(pool)) = found else { return true };
-        let asked = self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| {
+        let probe = self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| {
             match e.is_complete(&object, identity) {
                 Err(EngineError::Foreign(_)) => Ok(false),
                 other => other,
             }
         });
-        asked.await.unwrap_or(true)
+        probe.await.unwrap_or(true)
     }
 
-    async fn make_zeros(&self, row: VolumeRow) -> Result<bool> {
-        let (pool, record) = self.to_be_noted(&row).await?;
+    async fn create_blank(&self, row: VolumeRow) -> Result<bool> {
+        let (pool, record) = self.new_record(&row).await?;
         let cleared = self.clear_volume(&pool, &row).await?;
         let size = row.capacity;
         self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.create(&cleared, size, &record))
@@ -233,8 +240,8 @@ impl Service {
         Ok(true)
     }
 
-    /// A volume's pool, and what is to be noted of it, which nobody has yet.
-    async fn to_be_noted(&self, row: &VolumeRow) -> Result<(PoolRow, Record)> {
+    /// The pool of a new volume, and its on-disk record without holders.
+    async fn new_record(&self, row: &VolumeRow) -> Result<(PoolRow, Record)> {
         let row = row.clone();
         let read = move |tx: &Tx<'_>| -> Result<_> {
             let revision = tx.volume_revision(&row.id)?.unwrap_or(0);
@@ -243,7 +250,7 @@ impl Service {
         self.0.catalog.read(read).await
     }
 
-    /// Removes what there is of something that was never complete.
+    /// Removes the files of an object that was never complete.
     pub(super) async fn discard(
         &self,
         pool: PoolName,
@@ -260,35 +267,34 @@ impl Service {
             .await?;
         let cleared = self.clear(&pool, object, identity).await?;
         self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.discard(&cleared)?)).await?;
-        self.0.placing.room.removed(&pool.name, size);
+        self.0.capacity.ledger.record_removal(&pool.name, size);
         Ok(())
     }
 
-    /// Gives a volume the bytes of its source, unless a crash came after that was done. False when it was told to end
-    /// before.
-    async fn fill_volume(&self, row: VolumeRow) -> Result<bool> {
+    /// Copies the source into a volume, unless that was done before a crash. False if it was cancelled.
+    async fn copy_volume(&self, row: VolumeRow) -> Result<bool> {
         let (key, identity, size) = (Object::Volume(row.id.clone()), row.disk_uuid, row.capacity);
         let method = if row.copying { Method::Copy } else { Method::Reflink };
-        let wanted = row.spec.source.clone();
-        let (pool, record) = self.to_be_noted(&row).await?;
+        let source = row.spec.source.clone();
+        let (pool, record) = self.new_record(&row).await?;
         let complete = self
             .engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.is_complete(&key, identity)?))
             .await?;
         if complete {
             return Ok(true);
         }
-        let Some(wanted) = wanted else { return Ok(true) };
-        let Source { pool: from, object: source, .. } =
-            self.0.catalog.read(move |tx| Source::of(tx, &wanted)).await?;
-        self.fill(&pool, Origin { pool: from, object: source, method }, size, record).await
+        let Some(source) = source else { return Ok(true) };
+        let Source { pool: from, object, .. } =
+            self.0.catalog.read(move |tx| Source::of(tx, &source)).await?;
+        self.copy_into(&pool, Origin { pool: from, object, method }, size, record).await
     }
 
-    /// Deletes a volume and its bytes. False when there was none.
+    /// Deletes a volume and its bytes. False if it did not exist.
     pub async fn delete_volume(&self, id: VolumeId) -> Result<bool> {
         let service = self.clone();
-        self.unbroken(async move {
-            service.refuse_unwanted(&id, None).await?;
-            // Told at once, not after what is done to the volume, which may be an unplug that takes its time.
+        self.run_to_completion(async move {
+            service.refuse_unexpected_disk(&id, None).await?;
+            // Checked before taking the volume's lock, which a slow detach may hold.
             let name = id.clone();
             let copying = service
                 .0
@@ -300,10 +306,10 @@ impl Service {
                 })
                 .await?;
             if copying {
-                // It is broken off, and whoever waits for it must not begin again.
+                // The copy is cancelled, and its waiting request must not restart it.
                 service.mark_deleting(&id).await?;
             }
-            service.0.filling.cancel(&Object::Volume(id.clone()));
+            service.0.copies.cancel(&Object::Volume(id.clone()));
             let _lock = service.0.locks.lock(id.as_str()).await;
             let cleared = service.clear_for_deletion(&id).await?;
             if !service.mark_deleting(&id).await? {
@@ -315,8 +321,8 @@ impl Service {
         .await
     }
 
-    /// Asks whether a volume's bytes may go, before its deletion is begun: what is refused is left as it is. None where that
-    /// can't be told now: then the deletion is begun, and asks again.
+    /// Checks whether a volume's bytes may be removed, before the deletion starts: a refused deletion changes
+    /// nothing. None if the check is impossible now; the deletion then starts and checks again.
     async fn clear_for_deletion(&self, id: &VolumeId) -> Result<Option<Cleared>> {
         let name = id.clone();
         let found = self
@@ -336,7 +342,7 @@ impl Service {
         }
     }
 
-    /// Writes the intent to delete; refused while anything is or may be plugged.
+    /// Writes the intent to delete. Refused while an attachment exists.
     async fn mark_deleting(&self, id: &VolumeId) -> Result<bool> {
         let id = id.clone();
         self.0
@@ -352,8 +358,7 @@ impl Service {
             .await
     }
 
-    /// Removes the bytes of a volume that the catalog says is to be deleted and is nowhere attached, once everybody was
-    /// asked who has them.
+    /// Removes the bytes of a volume in state deleting without attachments, after the clearance check.
     pub(super) async fn finish_delete(&self, id: &VolumeId, cleared: Option<Cleared>) -> Result<()> {
         let name = id.clone();
         let found = self
@@ -361,9 +366,9 @@ impl Service {
             .catalog
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.volume(&name)? else { return Ok(None) };
-                // Asked again right before the bytes go: nothing else in this program may remove any.
+                // Checked again right before the removal: this is the only place that removes volumes.
                 if row.state != VolumeState::Deleting || !tx.attachments(None, Some(&name))?.is_empty() {
-                    let detail = format!("the volume {name} is {} and not to be removed", row.state);
+                    let detail = format!("the volume {name} is {} and must not be removed", row.state);
                     return Err(Failure::new(ProblemCode::Internal, detail));
                 }
                 Ok(Some((pool_of(tx, &row)?, row)))
@@ -376,16 +381,16 @@ impl Service {
             None => self.clear_volume(&pool, &row).await?,
         };
         self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove(&cleared)?)).await?;
-        self.0.placing.room.removed(&pool.name, size);
+        self.0.capacity.ledger.record_removal(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_volume(&name)?) }).await?;
-        audit::forgot(Object::Volume(id.clone()), "it is deleted");
+        audit::forgot(Object::Volume(id.clone()), "it was deleted");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
     }
 }
 
-/// Refuses where something is or may be plugged.
+/// Refuses while an attachment exists.
 fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let attachments = tx.attachments(None, Some(id))?;
     if attachments.is_empty() {
@@ -397,35 +402,35 @@ fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
 }
 
-/// Whether both ask for the same pools. Zones do not count: they say where a new volume goes, whoever asks may ask for
-/// others at each try, and a volume that is there stays where it is.
-fn same_placement(had: &Placement, asked: &Placement) -> bool {
+/// Whether two placements are equal except for zones. Zones choose the pool of a new volume: a retry may name others,
+/// and an existing volume stays where it is.
+fn same_placement(existing: &Placement, requested: &Placement) -> bool {
     let without_zones = |one: &Placement| Placement { zones: Vec::new(), ..one.clone() };
-    without_zones(had) == without_zones(asked)
+    without_zones(existing) == without_zones(requested)
 }
 
-/// The volume, where the very same was asked for before.
-fn same_volume(tx: &Tx<'_>, id: &VolumeId, asked: &VolumeSpec) -> Result<Option<VolumeRow>> {
+/// The existing volume, if its spec equals the requested one.
+fn same_volume(tx: &Tx<'_>, id: &VolumeId, requested: &VolumeSpec) -> Result<Option<VolumeRow>> {
     let Some(row) = tx.volume(id)? else { return Ok(None) };
     let about = |code, detail: String| Failure::from(Problem::new(code, detail).about(What::Volume, id));
     if row.state == VolumeState::Deleting {
         return Err(about(
             ProblemCode::Unavailable,
-            format!("the volume {id} is being deleted; repeat when it is gone"),
+            format!("the volume {id} is being deleted; retry after the deletion"),
         ));
     }
-    let had = &row.spec;
+    let existing = &row.spec;
     let differs = [
-        ("capacityBytes", had.capacity_bytes != asked.capacity_bytes),
-        ("limitBytes", had.limit_bytes != asked.limit_bytes),
-        ("placement", !same_placement(&had.placement, &asked.placement)),
-        ("source", had.source != asked.source),
-        ("shareable", had.shareable != asked.shareable),
+        ("capacityBytes", existing.capacity_bytes != requested.capacity_bytes),
+        ("limitBytes", existing.limit_bytes != requested.limit_bytes),
+        ("placement", !same_placement(&existing.placement, &requested.placement)),
+        ("source", existing.source != requested.source),
+        ("shareable", existing.shareable != requested.shareable),
     ];
     let differs: Vec<&str> = differs.iter().filter(|(_, differs)| *differs).map(|(name, _)| *name).collect();
     if !differs.is_empty() {
         let detail = format!(
-            "the volume {id} exists with {} bytes in pool {}, and was asked for with another {}",
+            "the volume {id} exists with {} bytes in pool {} and a different {}",
             row.capacity,
             row.pool,
             differs.join(", ")
@@ -440,12 +445,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_whole_mib_unless_the_limit_is_tighter() {
-        assert_eq!(real_size(1, None).unwrap(), MIB);
-        assert_eq!(real_size(MIB + 1, Some(2 * MIB)).unwrap(), 2 * MIB);
-        assert_eq!(real_size(MIB + 1, Some(MIB + UNIT)).unwrap(), MIB + UNIT);
+    fn sizes_are_rounded_to_mib_unless_the_limit_is_tighter() {
+        assert_eq!(rounded_size(1, None).unwrap(), MIB);
+        assert_eq!(rounded_size(MIB + 1, Some(2 * MIB)).unwrap(), 2 * MIB);
+        assert_eq!(rounded_size(MIB + 1, Some(MIB + UNIT)).unwrap(), MIB + UNIT);
         for (size, limit) in [(0, None), (MIB + 1, Some(MIB + 2)), (2 * MIB, Some(MIB)), (u64::MAX, None)] {
-            assert_eq!(real_size(size, limit).unwrap_err().code(), ProblemCode::Invalid, "{size} {limit:?}");
+            assert_eq!(
+                rounded_size(size, limit).unwrap_err().code(),
+                ProblemCode::Invalid,
+                "{size} {limit:?}"
+            );
         }
     }
 }

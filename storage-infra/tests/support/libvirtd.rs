@@ -1,4 +1,4 @@
-//! A libvirtd of the test's own, in a mount namespace where every folder that libvirt uses is the test's.
+//! A private libvirtd in a mount namespace where libvirt's directories belong to the test.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use super::{PATIENCE, text};
 
-/// The host's folders that are hidden, and by which folder of the test.
+/// Host directories that are hidden, and the test's directories in their place.
 const PRIVATE: [(&str, &str); 5] = [
     ("/run/libvirt", "run"),
     ("/var/lib/libvirt", "lib"),
@@ -21,10 +21,10 @@ const PRIVATE: [(&str, &str); 5] = [
 const QEMU_CONF: &str = "user = \"root\"\ngroup = \"root\"\nsecurity_driver = \"none\"\ncgroup_controllers = []\n\
     namespaces = []\nstdio_handler = \"file\"\nremember_owner = 0\nmax_core = 0\n";
 
-/// Which host a daemon says it runs on, for as long as a test does not say otherwise.
+/// Default host UUID that the daemon reports.
 pub const HOST: Uuid = Uuid::from_u128(0x0ff0_0000_1111_4222_8333_4444_5555_6666);
 
-/// The daemon, until this is dropped.
+/// The daemon, stopped on drop.
 pub struct Libvirtd {
     dir: tempfile::TempDir,
     child: Child,
@@ -71,14 +71,14 @@ impl Libvirtd {
         self.command(arguments).output().unwrap().status.success()
     }
 
-    /// What virsh says, which must succeed.
+    /// Output of a virsh command, which must succeed.
     pub fn virsh(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().unwrap();
         assert!(output.status.success(), "virsh {arguments:?}: {output:?}");
         String::from_utf8(output.stdout).unwrap().trim().to_owned()
     }
 
-    /// A domain with a place for disks and nothing to boot, which runs.
+    /// Starts a domain with PCI slots for disks and no boot disk.
     pub fn domain(&mut self) -> Uuid {
         let uuid = Uuid::new_v4();
         let xml = format!(
@@ -95,7 +95,7 @@ impl Libvirtd {
         uuid
     }
 
-    /// Plugs a volume's file into a running domain as the server would, behind its back.
+    /// Attaches a volume's file to a running domain behind the server's back, in the same way as the server.
     pub fn plug(&self, node: Uuid, file: &Path, serial: Uuid) {
         let xml = format!(
             "<disk type='file' device='disk'><driver name='qemu' type='raw' cache='none'/><source file='{}'/>\
@@ -108,20 +108,20 @@ impl Libvirtd {
         self.virsh(&["attach-device", &node.to_string(), text(&path), "--live"]);
     }
 
-    /// Whether a domain's live state shows a disk with this serial.
+    /// Whether a domain's live state has a disk with this serial.
     pub fn has(&self, node: Uuid, serial: Uuid) -> bool {
         let active = self.virsh(&["domstate", &node.to_string()]) != "shut off";
         active && self.virsh(&["dumpxml", &node.to_string()]).contains(&serial.to_string())
     }
 
-    /// Ends the daemon and starts it again, as one that says that it runs on this host. Domains run on.
+    /// Restarts the daemon with this host UUID. Domains keep running.
     pub fn restart(&mut self, host: Uuid) {
         self.end();
         self.child = run(self.dir.path(), host);
         self.answers();
     }
 
-    /// The same, and it does not find what it knew about the domains that run.
+    /// The same, but the daemon loses its state about running domains.
     pub fn restart_without_status(&mut self) {
         self.end();
         for entry in fs::read_dir(self.path("run/qemu")).unwrap() {
@@ -134,7 +134,7 @@ impl Libvirtd {
         self.answers();
     }
 
-    /// Ends the daemon, until it is started again. Domains run on.
+    /// Stops the daemon until it is started again. Domains keep running.
     pub fn stop(&mut self) {
         self.end();
     }
@@ -145,7 +145,7 @@ impl Libvirtd {
     }
 }
 
-/// The processes of a domain, which libvirt may not know any more.
+/// Processes of a domain, which libvirt may have lost.
 pub fn processes(domain: Uuid) -> Vec<String> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/proc").unwrap() {

@@ -1,4 +1,4 @@
-//! A real server process over a folder of its own, and what it leaves behind taken away.
+//! A real server process with its own directory, cleaned up on drop.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
@@ -22,18 +22,18 @@ use uuid::Uuid;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_storage-infra");
 pub const MIB: u64 = 1 << 20;
-/// More than any call takes that can be done at once, also where a slow disk has to take hundreds of MiB for it.
+/// More than any call that can complete at once takes, also when a slow disk must write hundreds of MiB for it.
 pub const SOON: Duration = PATIENCE;
 
-/// A folder with certificates, a catalog, a pool's directory and the links to loop devices.
+/// A directory with certificates, a catalog, a pool and the links to loop devices.
 pub struct Site {
     mounts: Vec<PathBuf>,
-    /// The URI of the libvirt that runs the machines; this host plays them where there is none.
+    /// URI of the libvirtd that runs the domains; without it, the loop hypervisor is used.
     pub libvirt: Option<String>,
     dir: tempfile::TempDir,
 }
 
-/// A filesystem that takes no writes now.
+/// A frozen filesystem.
 pub struct Frozen(PathBuf);
 
 impl Drop for Frozen {
@@ -42,20 +42,20 @@ impl Drop for Frozen {
     }
 }
 
-/// What the files of mounted filesystems end with.
+/// Suffix of the images of mounted filesystems.
 const IMAGE: &str = "filesystem";
-/// How large the filesystems of [`Site::mount`] are. Sparse: only what is written takes space.
+/// Size of the filesystems of [`Site::mount`]. Sparse: only written blocks take space.
 pub const FILESYSTEM: u64 = 8 << 30;
-/// More than anything takes that must happen by itself.
+/// More than any background operation takes.
 pub const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A server that runs over a site.
+/// A server of a site.
 pub struct Server {
     child: Child,
     pub api: SocketAddr,
     pub ops: SocketAddr,
     pub client: Client,
-    /// What it logged, by line.
+    /// Its log, by line.
     log: Arc<Mutex<Vec<serde_json::Value>>>,
 }
 
@@ -78,26 +78,26 @@ impl Site {
         site
     }
 
-    /// A site whose pool is on a filesystem that can share blocks.
+    /// A site whose pool is on a filesystem with reflink.
     pub fn reflink() -> Self {
         let mut site = Self::new();
         site.mount("pool", &["mkfs.xfs", "-q", "-m", "reflink=1"]);
         site
     }
 
-    /// A site whose pool is on a filesystem that cannot share blocks.
+    /// A site whose pool is on a filesystem without reflink.
     pub fn no_reflink() -> Self {
         let mut site = Self::new();
         site.mount("pool", &["mkfs.ext4", "-q", "-F"]);
         site
     }
 
-    /// Mounts a fresh filesystem on a directory of this site, until the site is dropped.
+    /// Mounts a new filesystem on a directory of this site until the site is dropped.
     pub fn mount(&mut self, name: &str, make: &[&str]) {
         self.mount_of_size(name, make, FILESYSTEM);
     }
 
-    /// The same, so large.
+    /// The same, with this size.
     pub fn mount_of_size(&mut self, name: &str, make: &[&str], bytes: u64) {
         let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
         fs::create_dir_all(&dir).unwrap();
@@ -107,12 +107,12 @@ impl Site {
         self.mounts.push(dir);
     }
 
-    /// Takes a mounted filesystem away, also from a server that has its pool there.
+    /// Unmounts a filesystem lazily, also while a server uses its pool there.
     pub fn unmount(&self, name: &str) {
         assert!(Command::new("umount").arg("--lazy").arg(self.path(name)).status().unwrap().success());
     }
 
-    /// Brings a filesystem back that was taken away, as soon as nobody has anything of it open.
+    /// Mounts an unmounted filesystem again, as soon as no process has it open.
     pub fn mount_again(&self, name: &str) {
         let (dir, file) = (self.path(name), self.path(&format!("{name}.{IMAGE}")));
         let start = Instant::now();
@@ -130,7 +130,7 @@ impl Site {
         String::from_utf8(output.stdout).unwrap().lines().count()
     }
 
-    /// Mounts a filesystem of this site `ro` or `rw`, as soon as the server notes nothing there.
+    /// Remounts a filesystem of this site `ro` or `rw`, as soon as the server writes no record there.
     pub async fn remount(&self, name: &str, how: &str) {
         let how = format!("remount,{how}");
         until("the filesystem is remounted", async || {
@@ -139,15 +139,15 @@ impl Site {
         .await;
     }
 
-    /// What is said of a machine's power.
-    pub fn halt(&self, node: Uuid, state: &str) {
-        // In one piece: the server may read it just then.
+    /// Sets the simulated power state of a node.
+    pub fn set_power(&self, node: Uuid, state: &str) {
+        // Atomically: the server may read it at the same time.
         let (written, file) = (self.path("state"), self.path("by-id").join(format!("{node}.state")));
         fs::write(&written, state).unwrap();
         fs::rename(written, file).unwrap();
     }
 
-    /// Lets nobody write to the pool's filesystem until the answer is dropped: whoever does, waits.
+    /// Freezes the pool's filesystem until the result is dropped: writers block.
     pub fn freeze(&self) -> Frozen {
         let pool = self.path("pool");
         assert!(Command::new("fsfreeze").arg("--freeze").arg(&pool).status().unwrap().success());
@@ -163,7 +163,7 @@ impl Site {
         self.serve_over("data")
     }
 
-    /// The same, over a data directory of this name.
+    /// The same, with a data directory of this name.
     fn serve_over(&self, data: &str) -> Command {
         let mut serve = Command::new(BINARY);
         serve
@@ -196,14 +196,14 @@ impl Site {
         }
     }
 
-    /// What a server says that must refuse to serve this site.
+    /// The error of a server that must refuse to serve this site.
     pub fn refused(&self) -> String {
         let output = self.serve().output().unwrap();
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         String::from_utf8(output.stderr).unwrap()
     }
 
-    /// Runs `storage-infra recover` on this site, and gives its exit code and all that it said.
+    /// Runs `storage-infra recover` on this site; returns its exit code and output.
     pub fn recover(&self, arguments: &[&str]) -> (i32, String) {
         let data = self.path("data");
         let hypervisor = self.hypervisor();
@@ -213,32 +213,32 @@ impl Site {
         (output.status.code().unwrap(), String::from_utf8(said).unwrap())
     }
 
-    /// Lets the server die when it passes this point for the n-th time from now.
+    /// Makes the server crash when it passes this fail point for the n-th time from now.
     pub fn arm(&self, point: &str, time: usize) {
         fs::create_dir_all(self.path("points")).unwrap();
         fs::write(self.path("points/armed"), format!("{point} {time}")).unwrap();
     }
 
-    /// Notes the points that the server passes from now on.
-    pub fn watch_points(&self) {
+    /// Records the fail points that the server passes from now on.
+    pub fn record_fail_points(&self) {
         fs::create_dir_all(self.path("points")).unwrap();
         fs::write(self.path("points/passed"), "").unwrap();
     }
 
-    /// The points passed since, in order; and no more are noted.
-    pub fn passed_points(&self) -> Vec<String> {
+    /// Fail points passed since then, in order; ends the recording.
+    pub fn passed_fail_points(&self) -> Vec<String> {
         let passed = fs::read_to_string(self.path("points/passed")).unwrap();
         fs::remove_file(self.path("points/passed")).unwrap();
         passed.lines().map(str::to_owned).collect()
     }
 
-    /// Starts a server and waits until it says that it serves.
+    /// Starts a server and waits until it serves.
     pub fn start(&self) -> Server {
-        self.start_over("data")
+        self.start_with_data("data")
     }
 
-    /// Starts a server over a data directory of this name, beside any other.
-    pub fn start_over(&self, data: &str) -> Server {
+    /// Starts a server with a data directory of this name, beside any other.
+    pub fn start_with_data(&self, data: &str) -> Server {
         let mut child = self.serve_over(data).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
         let log: Arc<Mutex<Vec<serde_json::Value>>> = Arc::default();
@@ -256,7 +256,7 @@ impl Site {
         };
         let ops = address("health and metrics");
         let api = address("serving the API");
-        // Somebody must read on, or the server would stop at a full pipe.
+        // Keep reading, or the server would block on a full pipe.
         let kept = log.clone();
         std::thread::spawn(move || {
             let events = lines.map_while(Result::ok).filter_map(|line| serde_json::from_str(&line).ok());
@@ -279,7 +279,7 @@ impl Site {
         self.path("pool").join(format!("{volume}.raw"))
     }
 
-    /// The names in the pool's directory, but for its marker.
+    /// File names in the pool's directory, without its marker.
     pub fn files(&self) -> Vec<String> {
         let names = fs::read_dir(self.path("pool")).unwrap();
         let mut names: Vec<String> =
@@ -289,14 +289,14 @@ impl Site {
         names
     }
 
-    /// The catalog. A server that has it, too, is waited for.
+    /// Opens the catalog; waits for locks of a server that uses it.
     pub fn catalog(&self) -> rusqlite::Connection {
         let catalog = rusqlite::Connection::open(self.path("data/catalog.sqlite")).unwrap();
         catalog.busy_timeout(PATIENCE).unwrap();
         catalog
     }
 
-    /// Writes into a volume's file, as a machine would, and makes sure it is there.
+    /// Writes to a volume's file, as a VM would, and syncs it.
     pub fn write(&self, volume: &VolumeId, bytes: &[u8], at: u64) {
         let file = fs::File::options().write(true).open(self.file(volume)).unwrap();
         file.write_all_at(bytes, at).unwrap();
@@ -310,13 +310,13 @@ impl Site {
         bytes
     }
 
-    /// The loop devices over files of this site.
+    /// Loop devices with files of this site.
     pub fn devices(&self) -> Vec<PathBuf> {
         let mut found = Vec::new();
         for entry in fs::read_dir("/sys/block").unwrap() {
             let name = entry.unwrap().file_name();
             let backing = Path::new("/sys/block").join(&name).join("loop/backing_file");
-            // The filesystems of mounted pools are no disks of volumes.
+            // The filesystem images of mounted pools are not volumes.
             let ours = |file: String| {
                 Path::new(&file).starts_with(self.dir.path()) && !file.trim_end().ends_with(IMAGE)
             };
@@ -327,7 +327,7 @@ impl Site {
         found
     }
 
-    /// A server with the pool `pool` and the nodes given, on a fresh site.
+    /// A server with the pool `pool` and these nodes on a new site.
     pub async fn ready(&self, nodes: &[Uuid]) -> Server {
         let server = self.start();
         server.client.put_pool(&pool(), &self.pool_spec()).await.unwrap();
@@ -360,7 +360,7 @@ impl Drop for Site {
             let _ = Command::new("losetup").arg("--detach").arg(device).status();
         }
         for dir in &self.mounts {
-            // Lazily, so that nothing stays even where a failed test left something open.
+            // Lazily, so that nothing stays mounted even if a failed test left a file open.
             let _ = Command::new("umount").arg("--lazy").arg(dir).status();
         }
     }
@@ -371,28 +371,28 @@ impl Server {
         self.child.id()
     }
 
-    /// What it logged so far of which this is so.
-    pub fn logged(&self, is_it: impl Fn(&serde_json::Value) -> bool) -> Vec<serde_json::Value> {
-        self.log.lock().unwrap().iter().filter(|event| is_it(event)).cloned().collect()
+    /// Logged events so far that match.
+    pub fn logged(&self, matches: impl Fn(&serde_json::Value) -> bool) -> Vec<serde_json::Value> {
+        self.log.lock().unwrap().iter().filter(|event| matches(event)).cloned().collect()
     }
 
     pub fn kill(self) {
         self.kill_before(|| ());
     }
 
-    /// Kills the server, and lets something go on only then that it stands still for: it does nothing more.
-    pub fn kill_before(mut self, go_on: impl FnOnce()) {
+    /// Kills the server while it is blocked, and unblocks it only then, so that it does nothing more.
+    pub fn kill_before(mut self, unblock: impl FnOnce()) {
         self.child.kill().unwrap();
-        go_on();
+        unblock();
         self.child.wait().unwrap();
     }
 
-    /// Waits until the server has died by itself.
-    pub async fn dies(&mut self) {
+    /// Waits until the server has crashed.
+    pub async fn wait_for_crash(&mut self) {
         until("the server dies", async || self.child.try_wait().unwrap().is_some()).await;
     }
 
-    /// Asks the server to end as a supervisor does, and gives its exit code.
+    /// Stops the server with SIGTERM and returns its exit code.
     pub fn stop(mut self) -> Option<i32> {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
@@ -400,7 +400,7 @@ impl Server {
     }
 
     pub async fn ops(&self, path: &str) -> (u16, String) {
-        // This port is plain HTTP on loopback; the client needs a TLS set-up all the same to be built.
+        // This port is plain HTTP on loopback; building the client requires a TLS provider nevertheless.
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let response = reqwest::get(format!("http://{}{path}", self.ops)).await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
@@ -417,35 +417,35 @@ impl Drop for Server {
 /// The catalog of a site.
 pub const CATALOG: &str = "data/catalog.sqlite";
 
-/// Takes away what SQLite has beside the catalog.
-pub fn forget_log(site: &Site) {
+/// Removes SQLite's files beside the catalog.
+pub fn remove_wal(site: &Site) {
     for beside in ["-wal", "-shm"] {
         let _ = fs::remove_file(site.path(&format!("{CATALOG}{beside}")));
     }
 }
 
-/// The catalog as one file, while no server has it: one that was made to end in a hurry leaves a log beside it.
+/// The catalog as one file, while no server runs: a killed server leaves a WAL beside it.
 pub fn backup(site: &Site) -> Vec<u8> {
     site.catalog().query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).unwrap();
-    forget_log(site);
+    remove_wal(site);
     fs::read(site.path(CATALOG)).unwrap()
 }
 
-/// Puts an earlier catalog back, while no server has it.
-pub fn put_back(site: &Site, catalog: &[u8]) {
-    forget_log(site);
+/// Restores an earlier catalog, while no server runs.
+pub fn restore(site: &Site, catalog: &[u8]) {
+    remove_wal(site);
     fs::write(site.path(CATALOG), catalog).unwrap();
 }
 
-/// What is noted with a file.
-pub fn noted(path: &Path) -> Option<serde_json::Value> {
+/// Reads a file's on-disk record.
+pub fn read_record(path: &Path) -> Option<serde_json::Value> {
     let mut bytes = vec![0; 1 << 16];
     let length = rustix::fs::getxattr(path, "user.nestor", bytes.as_mut_slice()).ok()?;
     Some(serde_json::from_slice(&bytes[..length]).unwrap())
 }
 
-/// Notes something with a file, or nothing.
-pub fn note(path: &Path, record: Option<&serde_json::Value>) {
+/// Writes or removes a file's on-disk record.
+pub fn write_record(path: &Path, record: Option<&serde_json::Value>) {
     match record {
         Some(record) => {
             let bytes = serde_json::to_vec(record).unwrap();
@@ -471,12 +471,12 @@ pub fn of(volume: &VolumeId) -> SnapshotSpec {
     SnapshotSpec { volume: volume.clone(), labels: Labels::new() }
 }
 
-/// A volume that begins with the bytes of a snapshot.
+/// A volume with a snapshot as its source.
 pub fn restored(from: &SnapshotId, bytes: u64) -> VolumeSpec {
     VolumeSpec { source: Some(VolumeSource::Snapshot(from.clone())), ..size(bytes) }
 }
 
-/// A volume that begins with the bytes of another.
+/// A volume with another volume as its source.
 pub fn cloned(from: &VolumeId, bytes: u64) -> VolumeSpec {
     VolumeSpec { source: Some(VolumeSource::Volume(from.clone())), ..size(bytes) }
 }
@@ -501,7 +501,7 @@ pub fn writer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
     AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::SingleNode }
 }
 
-/// One of many that may write.
+/// One of several writers.
 pub fn sharer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
     AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::MultiNode }
 }
@@ -510,17 +510,19 @@ pub fn reader(id: &VolumeId, node: Uuid) -> AttachmentSpec {
     AttachmentSpec { volume: id.clone(), node, read_only: true, access: Access::MultiNodeReadOnly }
 }
 
-/// The code of the problem that a call must have ended with.
+/// The code of the problem with which a call must have failed.
 pub fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ProblemCode {
     let error = result.unwrap_err();
     error.code().unwrap_or_else(|| panic!("not a problem: {error}"))
 }
 
-/// What a call is told that cannot be done in time. On a busy machine its own deadline can come before the answer: then
-/// it asks again.
-pub async fn under_way<T: std::fmt::Debug>(mut call: impl AsyncFnMut() -> Result<T, ClientError>) -> String {
-    let mut told = None;
-    until("a call is told that its work goes on", async || {
+/// The text of a response for an operation that is still running. On a busy host the call's own deadline may expire
+/// first: then it is repeated.
+pub async fn still_running<T: std::fmt::Debug>(
+    mut call: impl AsyncFnMut() -> Result<T, ClientError>,
+) -> String {
+    let mut message = None;
+    until("a response says that the operation is running", async || {
         match call().await.unwrap_err() {
             ClientError::Timeout { .. } => {}
             error => {
@@ -528,16 +530,16 @@ pub async fn under_way<T: std::fmt::Debug>(mut call: impl AsyncFnMut() -> Result
                     matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(),
                     "{error}"
                 );
-                told = Some(error.to_string());
+                message = Some(error.to_string());
             }
         }
-        told.is_some()
+        message.is_some()
     })
     .await;
-    told.unwrap()
+    message.unwrap()
 }
 
-/// Waits until something is so.
+/// Waits until a condition holds.
 pub async fn until<F: AsyncFnMut() -> bool>(what: &str, mut so: F) {
     let start = Instant::now();
     while !so().await {

@@ -1,17 +1,18 @@
-//! Attachments: one disk of one volume in one virtual machine, and one writer at most.
+//! Attachments: one disk of one volume in one VM, with at most one writer.
 //!
-//! An attachment's row comes before the plug and goes after the unplug. While there is a row, no other single-node
-//! attachment of the volume can be made; so a row goes only when a hypervisor's live state is free of the disk.
+//! An attachment's row is written before the disk is attached and deleted after it is detached. While the row exists,
+//! no other single-node attachment of the volume is admitted; so the row is deleted only when the hypervisor's live
+//! state shows that the disk is gone.
 //!
-//! An id is used once: who asks for an attachment can be so late that it was told to go meanwhile, and must not bring
-//! it back. That an id is over is remembered for [`REMEMBERED`].
+//! IDs are not reused: a late request must not recreate an attachment that was deleted meanwhile. Ended IDs are
+//! remembered for [`ENDED_ID_RETENTION`].
 
+mod attach;
+mod detach;
 mod live;
 mod operations;
-mod plugging;
 mod proof;
 mod retries;
-mod unplugging;
 
 use std::time::Duration;
 
@@ -26,34 +27,34 @@ use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::DiskSource;
 use crate::hypervisor::{Disk, HypervisorError};
-use operations::{Kind, Wanted};
+use operations::{Kind, Trigger};
 
 pub(super) use operations::Operation;
 pub(super) use retries::Retries;
 
-/// How long an id that is over is refused: far longer than any request is under way, or its sender paused.
-pub(super) const REMEMBERED: Duration = Duration::from_secs(24 * 60 * 60);
+/// How long ended IDs are refused: far longer than any request or paused client can be late.
+pub(super) const ENDED_ID_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// How far an attachment came within the time that was given.
+/// State of an attachment after the given wait.
 #[derive(Debug, Clone)]
 pub enum Progress {
-    /// The disk is in the virtual machine.
+    /// The disk is attached to the VM.
     Plugged(Attachment),
-    /// The work goes on, or must be asked for again.
+    /// The operation is still running, or must be requested again.
     UnderWay(Attachment),
-    /// There is no such attachment, and no such disk in the virtual machine.
+    /// The attachment does not exist, and its disk is not in the VM.
     Gone,
 }
 
-/// Everything that an attachment is about.
-struct Parts {
+/// An attachment's row with its volume, pool and node.
+struct AttachmentContext {
     row: AttachmentRow,
     volume: VolumeRow,
     pool: PoolRow,
     node: NodeRow,
 }
 
-impl Parts {
+impl AttachmentContext {
     fn of(tx: &Tx<'_>, row: AttachmentRow) -> Result<Self> {
         let volume = tx.volume(&row.volume)?.ok_or_else(|| Failure::not_found(What::Volume, &row.volume))?;
         let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(What::Node, row.node))?;
@@ -90,10 +91,10 @@ impl Parts {
 }
 
 impl Service {
-    /// One attachment. Waits for work under way at most so long.
+    /// One attachment. Waits for a running operation at most `wait`.
     pub async fn attachment(&self, id: &AttachmentId, wait: Duration) -> Result<Progress> {
         if let Some(operation) = self.operation(id) {
-            // However it ends: the row tells.
+            // The row shows the outcome.
             let _ = tokio::time::timeout(wait, operation.work).await;
         }
         self.progress(id).await
@@ -106,7 +107,7 @@ impl Service {
             .read(move |tx| -> Result<_> {
                 tx.attachments(node, volume.as_ref())?
                     .into_iter()
-                    .map(|row| Ok(Parts::of(tx, row)?.to_attachment()))
+                    .map(|row| Ok(AttachmentContext::of(tx, row)?.to_attachment()))
                     .collect()
             })
             .await
@@ -118,7 +119,7 @@ impl Service {
             .catalog
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.attachment(&id)? else { return Ok(Progress::Gone) };
-                let attachment = Parts::of(tx, row)?.to_attachment();
+                let attachment = AttachmentContext::of(tx, row)?.to_attachment();
                 Ok(match attachment.state {
                     AttachmentState::Attached => Progress::Plugged(attachment),
                     AttachmentState::Attaching | AttachmentState::Detaching => Progress::UnderWay(attachment),
@@ -127,8 +128,8 @@ impl Service {
             .await
     }
 
-    /// Plugs a volume into a node, or takes over the disk of the attachment that it replaces. Waits at most so long; the
-    /// work goes on.
+    /// Attaches a volume to a node, or takes over the disk of the attachment that it replaces. Waits at most `wait`;
+    /// the operation continues.
     pub async fn attach(
         &self,
         id: AttachmentId,
@@ -139,31 +140,30 @@ impl Service {
         let work = match self.operation(&id) {
             Some(Operation { kind: Kind::Attach(under_way), work, .. }) if under_way == spec => work,
             Some(Operation { kind: Kind::Detach, .. }) => {
-                let detail =
-                    format!("the attachment {id} is being detached, and won't come back under this id");
+                let detail = format!("the attachment {id} is being detached; its ID is not reused");
                 return Err(Problem::new(ProblemCode::Unavailable, detail)
                     .about(What::Attachment, id)
                     .into());
             }
-            // Another wish under the same id comes after the one under way, and is judged by what that left.
-            _ => self.start_attach(id.clone(), Wanted::ByCaller(spec, replaces)),
+            // Another spec with the same ID is decided after the running operation.
+            _ => self.start_attach(id.clone(), Trigger::Request(spec, replaces)),
         };
-        match self.within(wait, work, &id).await? {
+        match self.await_operation(wait, work, &id).await? {
             Progress::Gone => {
-                let detail = format!("the attachment {id} waits for other work on its volume; repeat");
+                let detail = format!("the attachment {id} waits for other operations on its volume; retry");
                 Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Attachment, id).into())
             }
             progress => Ok(progress),
         }
     }
 
-    /// Unplugs a disk. Waits at most so long; the work goes on.
+    /// Detaches a disk. Waits at most `wait`; the operation continues.
     pub async fn detach(&self, id: AttachmentId, wait: Duration) -> Result<Progress> {
         let work = match self.operation(&id) {
             Some(Operation { kind: Kind::Detach, work, .. }) => work,
             _ => self.start_detach(id.clone()),
         };
-        self.within(wait, work, &id).await
+        self.await_operation(wait, work, &id).await
     }
 
     async fn set_state(
@@ -182,16 +182,16 @@ impl Service {
     }
 }
 
-/// Says which volume and node a hypervisor's error was about.
-fn describe(error: HypervisorError, parts: &Parts) -> Failure {
+/// Adds the volume and the node to a hypervisor's error.
+fn describe(error: HypervisorError, context: &AttachmentContext) -> Failure {
     let mut failure = Failure::from(error);
     let (what, id) = match failure.code() {
-        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => (What::Node, parts.row.node.to_string()),
-        _ => (What::Attachment, parts.row.id.to_string()),
+        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => (What::Node, context.row.node.to_string()),
+        _ => (What::Attachment, context.row.id.to_string()),
     };
     failure.0.detail = format!(
         "volume {} on node {} ({}): {}",
-        parts.volume.id, parts.node.spec.name, parts.row.node, failure.0.detail
+        context.volume.id, context.node.spec.name, context.row.node, failure.0.detail
     );
     failure.0.what = Some(what);
     failure.0.id = Some(id);

@@ -1,4 +1,4 @@
-//! Work on attachments that callers can join: one after the other for each id.
+//! Attachment operations. Callers can join a running operation; operations on one ID run one after the other.
 
 use std::time::{Duration, Instant};
 
@@ -11,12 +11,12 @@ use crate::audit;
 use crate::catalog::AttachmentRow;
 use crate::service::{Failure, Result, Service};
 
-/// How soon at most a caller hears that work ended unfinished, where it is willing to wait.
-const UNFINISHED_ANSWER: Duration = Duration::from_secs(1);
+/// Earliest response to a caller that is willing to wait, if the operation ended without completing.
+const INCOMPLETE_RESPONSE_DELAY: Duration = Duration::from_secs(1);
 
 pub(super) type Work = Shared<BoxFuture<'static, Result<Progress>>>;
 
-/// Work on an attachment that somebody may join.
+/// A running operation on an attachment.
 #[derive(Clone)]
 pub(in crate::service) struct Operation {
     number: u64,
@@ -24,33 +24,38 @@ pub(in crate::service) struct Operation {
     pub(super) work: Work,
 }
 
-/// What work on an attachment is for.
+/// Kind of an operation.
 #[derive(Clone)]
 pub(super) enum Kind {
-    /// A caller wants this attachment.
+    /// Requested by a client.
     Attach(AttachmentSpec),
-    /// The catalog wants it.
+    /// Resumed from the catalog.
     Resume,
-    /// It is to go.
+    /// Detach.
     Detach,
 }
 
-/// Who wants the attachment.
-pub(super) enum Wanted {
-    /// A caller: make it, where it is not there, or let it take an earlier one's place.
-    ByCaller(AttachmentSpec, Option<AttachmentId>),
-    /// Start-up or repair: only where its row is still there and was not told to go.
-    ByCatalog,
+/// Trigger of an attach.
+pub(super) enum Trigger {
+    /// A client: create the attachment if necessary, or replace an earlier one.
+    Request(AttachmentSpec, Option<AttachmentId>),
+    /// Start-up or repair: only if the row exists and is not being detached.
+    Catalog,
 }
 
 impl Service {
-    /// Waits for work, at most so long. Work that ended unfinished is answered late: whoever hears that it is under way
-    /// asks again at once.
-    pub(super) async fn within(&self, wait: Duration, work: Work, id: &AttachmentId) -> Result<Progress> {
-        let begun = tokio::time::Instant::now();
+    /// Waits for an operation at most `wait`. If it ended without completing, the response is delayed: the client
+    /// retries at once.
+    pub(super) async fn await_operation(
+        &self,
+        wait: Duration,
+        work: Work,
+        id: &AttachmentId,
+    ) -> Result<Progress> {
+        let started = tokio::time::Instant::now();
         match tokio::time::timeout(wait, work).await {
             Ok(Ok(Progress::UnderWay(attachment))) => {
-                tokio::time::sleep_until(begun + wait.min(UNFINISHED_ANSWER)).await;
+                tokio::time::sleep_until(started + wait.min(INCOMPLETE_RESPONSE_DELAY)).await;
                 Ok(Progress::UnderWay(attachment))
             }
             Ok(result) => result,
@@ -68,7 +73,7 @@ impl Service {
         self.0.operations.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Registers work under an attachment's id, after the work that is registered there now.
+    /// Queues an operation behind the last one with the same ID.
     fn start<F>(&self, id: AttachmentId, kind: Kind, work: F) -> Work
     where
         F: Future<Output = Result<Progress>> + Send + 'static,
@@ -89,19 +94,20 @@ impl Service {
             }
             result
         }));
-        let broke = |error| Failure::new(ProblemCode::Internal, format!("the work broke off: {error}"));
-        let work = async move { task.await.unwrap_or_else(|error| Err(broke(error))) }.boxed().shared();
+        let panicked =
+            |error| Failure::new(ProblemCode::Internal, format!("the operation panicked: {error}"));
+        let work = async move { task.await.unwrap_or_else(|error| Err(panicked(error))) }.boxed().shared();
         operations.insert(id, Operation { number, kind, work: work.clone() });
         work
     }
 
-    pub(super) fn start_attach(&self, id: AttachmentId, wanted: Wanted) -> Work {
-        let kind = match &wanted {
-            Wanted::ByCaller(spec, _) => Kind::Attach(spec.clone()),
-            Wanted::ByCatalog => Kind::Resume,
+    pub(super) fn start_attach(&self, id: AttachmentId, trigger: Trigger) -> Work {
+        let kind = match &trigger {
+            Trigger::Request(spec, _) => Kind::Attach(spec.clone()),
+            Trigger::Catalog => Kind::Resume,
         };
         let (service, key) = (self.clone(), id.clone());
-        self.start(id, kind, async move { service.do_attach(&key, wanted).await })
+        self.start(id, kind, async move { service.do_attach(&key, trigger).await })
     }
 
     pub(super) fn start_detach(&self, id: AttachmentId) -> Work {
@@ -109,18 +115,18 @@ impl Service {
         self.start(id, Kind::Detach, async move { service.do_detach(&key).await })
     }
 
-    /// Finishes or repairs what the catalog says about an attachment, unless someone is at it.
+    /// Completes or repairs an attachment by its row, unless an operation is running.
     pub(in crate::service) async fn resume(&self, row: &AttachmentRow) {
         if self.operation(&row.id).is_some() {
             return;
         }
-        // A disk that is to leave is waited for by somebody.
+        // Detaches have no backoff: a client waits for them.
         if row.state != AttachmentState::Detaching && !self.0.retries.is_due(&row.id, Instant::now()) {
             return;
         }
         let work = match row.state {
             AttachmentState::Attaching | AttachmentState::Attached => {
-                self.start_attach(row.id.clone(), Wanted::ByCatalog)
+                self.start_attach(row.id.clone(), Trigger::Catalog)
             }
             AttachmentState::Detaching => self.start_detach(row.id.clone()),
         };
@@ -129,9 +135,11 @@ impl Service {
             Err(failure)
                 if self.0.retries.failed(&row.id, &row.volume, &failure.0.detail, Instant::now()) =>
             {
-                tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "not finished; will be tried again");
+                tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "could not complete the attachment's operation; will retry");
             }
-            Err(failure) => tracing::debug!(attachment = %row.id, %failure, "not finished, as before"),
+            Err(failure) => {
+                tracing::debug!(attachment = %row.id, %failure, "could not complete the attachment's operation; same error as before")
+            }
         }
     }
 }

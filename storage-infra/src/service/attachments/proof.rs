@@ -1,77 +1,83 @@
-//! The proof that a disk is free, after its hypervisor said that it is unplugged: an attachment is forgotten by nothing less.
+//! Proof of detachment after the hypervisor reported a disk as detached. An attachment's row is deleted only with
+//! this proof.
 
 use std::time::{Duration, Instant};
 
 use infra_api::NodeState;
 
-use super::{Parts, describe};
+use super::{AttachmentContext, describe};
 use crate::engine::image_lock::{Holder, holder};
 use crate::engine::{DiskSource, EngineError};
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{Disk, Power, Unplugged};
 use crate::service::{Result, Service};
 
-/// How long QEMU may take to close the image of a disk that has left.
-const CLOSING: Duration = Duration::from_secs(3);
-/// How long the pool's filesystem may take to say who has the image.
-const ANSWER: Duration = Duration::from_secs(5);
+/// Time for QEMU to close the image of a detached disk.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Timeout for the pool's filesystem to report image locks.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Service {
-    /// Whether a disk that its hypervisor calls unplugged is free. libvirt may have lost a QEMU that runs on, and call its
-    /// VM off; or the VM is saved, or ran elsewhere.
-    pub(super) async fn prove_unplugged(&self, parts: &Parts, disk: &Disk) -> Result<Unplugged> {
-        let hypervisor = self.hypervisor(&parts.node.spec.hypervisor)?;
+    /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
+    /// and report its VM as off; or the VM is saved or runs elsewhere.
+    pub(super) async fn prove_detached(&self, context: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
+        let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
         if hypervisor.kind() != LIBVIRT {
             return Ok(Unplugged::Gone);
         }
-        let seen = hypervisor
-            .presence(parts.row.node, std::slice::from_ref(disk))
+        let presence = hypervisor
+            .presence(context.row.node, std::slice::from_ref(disk))
             .await
-            .map_err(|error| describe(error, parts))?;
-        if seen.disks.contains(&disk.uuid) {
-            let why = format!("the VM {} has the disk {} again", parts.node.spec.name, disk.uuid);
+            .map_err(|error| describe(error, context))?;
+        if presence.disks.contains(&disk.uuid) {
+            let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
             return Ok(Unplugged::StillThere(why));
         }
-        match self.prove_off(&parts.node, &seen.facts).await? {
-            Unplugged::Gone => self.prove_closed(parts, disk, seen.facts.power).await,
-            still_there => Ok(still_there),
+        match self.prove_off(&context.node, &presence.facts).await? {
+            Unplugged::Gone => self.prove_closed(context, disk, presence.facts.power).await,
+            still_holding => Ok(still_holding),
         }
     }
 
-    /// Whether no QEMU has the disk's image open. Others that share the volume have it by right.
-    async fn prove_closed(&self, parts: &Parts, disk: &Disk, power: Power) -> Result<Unplugged> {
-        let volume = parts.volume.id.clone();
+    /// Whether no QEMU has the disk's image open. Other attachments of a shared volume have it legitimately.
+    async fn prove_closed(
+        &self,
+        context: &AttachmentContext,
+        disk: &Disk,
+        power: Power,
+    ) -> Result<Unplugged> {
+        let volume = context.volume.id.clone();
         let rows =
             self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachments(None, Some(&volume))?) }).await?;
-        if rows.iter().any(|row| row.id != parts.row.id) {
+        if rows.iter().any(|row| row.id != context.row.id) {
             return Ok(Unplugged::Gone);
         }
-        let asked = self.still_open(parts, disk).await;
-        let name = &parts.node.spec.name;
-        Ok(match asked {
+        let lock = self.still_open(context, disk).await;
+        let name = &context.node.spec.name;
+        Ok(match lock {
             Ok(None) => Unplugged::Gone,
             Ok(Some(holder)) => Unplugged::StillThere(format!(
-                "the VM {name} is {} without the disk {}, as its hypervisor says, but {holder} has it: is that a QEMU that \
-                 libvirt lost? End it, once it is certain that it is not needed",
+                "the VM {name} is {} without the disk {} according to its hypervisor, but {holder} has it open; this may be a QEMU \
+                 process that libvirt lost: end it once you are certain that it is not needed",
                 power.state(),
                 disk.uuid
             )),
-            // A QEMU that runs has said itself that it has let go of the disk.
+            // A running QEMU has confirmed itself that it closed the disk.
             Err(_) if power.state() == NodeState::Running => Unplugged::Gone,
             Err(why) => Unplugged::StillThere(format!(
-                "the VM {name} is {}, but it cannot be told whether a process has the disk {} still: {why}",
+                "the VM {name} is {}, but cannot check whether a process still has the disk {} open: {why}",
                 power.state(),
                 disk.uuid
             )),
         })
     }
 
-    /// Who has the image of a disk that has left, after a while.
-    async fn still_open(&self, parts: &Parts, disk: &Disk) -> Result<Option<Holder>, String> {
+    /// The process that holds the image of a detached disk after the time to close it.
+    async fn still_open(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
         let (start, mut pause) = (Instant::now(), Duration::from_millis(5));
         loop {
-            match self.locked_by(parts, disk).await? {
-                Some(found) if start.elapsed() > CLOSING => return Ok(Some(found)),
+            match self.locked_by(context, disk).await? {
+                Some(found) if start.elapsed() > CLOSE_TIMEOUT => return Ok(Some(found)),
                 Some(_) => tokio::time::sleep(pause).await,
                 None => return Ok(None),
             }
@@ -79,20 +85,22 @@ impl Service {
         }
     }
 
-    async fn locked_by(&self, parts: &Parts, disk: &Disk) -> Result<Option<Holder>, String> {
+    async fn locked_by(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
         let DiskSource::File(path) = disk.source.clone();
-        let ask = move |engine: &dyn crate::engine::Engine| {
-            // Where the pool is not there, neither is the image.
+        let query = move |engine: &dyn crate::engine::Engine| {
+            // If the pool is not mounted, the image is not there either.
             engine.inspect()?;
-            let what = || format!("ask who has {}", path.display());
+            let what = || format!("check who has {} open", path.display());
             holder(&path).map_err(|source| EngineError::Io { what: what(), source })
         };
-        let asking = self.engine::<_, EngineError, _>(self.engine_of(&parts.pool), ask);
-        let found = match tokio::time::timeout(ANSWER, asking).await {
+        let query = self.engine::<_, EngineError, _>(self.engine_of(&context.pool), query);
+        let found = match tokio::time::timeout(QUERY_TIMEOUT, query).await {
             Ok(found) => found.map_err(|error| error.to_string())?,
-            Err(_) => return Err(format!("{} does not answer within {ANSWER:?}", parts.pool.spec.path)),
+            Err(_) => {
+                return Err(format!("{} does not answer within {QUERY_TIMEOUT:?}", context.pool.spec.path));
+            }
         };
-        // A loop device of this host is no VM's.
+        // A loop device of this host does not belong to a VM.
         Ok(found.filter(|holder| matches!(holder, Holder::Locked(_))))
     }
 }

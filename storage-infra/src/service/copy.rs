@@ -1,5 +1,5 @@
-//! Giving a new volume or snapshot the bytes of another: at once where blocks can be shared, else by a copy that may
-//! take long, that others can see the progress of, and that a deletion or the server's end breaks off.
+//! Copies into new volumes and snapshots: by reflink where blocks can be shared, otherwise a block-by-block copy that
+//! reports its progress and is cancelled by a deletion or a shutdown.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,38 +14,38 @@ use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx};
 use crate::engine::{Cleared, Copying, DiskSource, EngineError, Method, Object, Record};
 
-/// How many copies run at once; the others wait.
-const AT_ONCE: usize = 2;
-/// What a request waits at least for its work to begin.
-const LEAST_WAIT: Duration = Duration::from_secs(1);
+/// Number of concurrent block-by-block copies; others wait.
+const MAX_COPIES: usize = 2;
+/// Minimum time that a request waits for its operation to start.
+const MIN_WAIT: Duration = Duration::from_secs(1);
 
-/// What is being filled now.
-pub(super) struct Filling {
-    under_way: Mutex<HashMap<Object, Arc<Copying>>>,
-    turns: Semaphore,
+/// Running copies.
+pub(super) struct Copies {
+    running: Mutex<HashMap<Object, Arc<Copying>>>,
+    permits: Semaphore,
 }
 
-impl Default for Filling {
+impl Default for Copies {
     fn default() -> Self {
-        Self { under_way: Mutex::default(), turns: Semaphore::new(AT_ONCE) }
+        Self { running: Mutex::default(), permits: Semaphore::new(MAX_COPIES) }
     }
 }
 
-impl Filling {
+impl Copies {
     fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<Copying>>> {
-        self.under_way.lock().unwrap_or_else(PoisonError::into_inner)
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How far the copy of an object is, if one is under way.
+    /// Bytes copied so far, if a copy of this object is running.
     pub(super) fn copied(&self, object: &Object) -> Option<u64> {
         self.table().get(object).map(|copying| copying.copied())
     }
 
-    pub(super) fn is_under_way(&self, object: &Object) -> bool {
+    pub(super) fn is_running(&self, object: &Object) -> bool {
         self.table().contains_key(object)
     }
 
-    /// Lets a copy end soon, if one is under way.
+    /// Cancels the copy of an object, if one is running.
     pub(super) fn cancel(&self, object: &Object) {
         if let Some(copying) = self.table().get(object) {
             copying.cancel();
@@ -53,12 +53,12 @@ impl Filling {
     }
 
     fn cancel_all(&self) {
-        self.turns.close();
+        self.permits.close();
         self.table().values().for_each(|copying| copying.cancel());
     }
 }
 
-/// Where bytes come from, and how.
+/// Source and method of a copy.
 pub(super) struct Origin {
     pub(super) pool: PoolRow,
     pub(super) object: Object,
@@ -66,34 +66,35 @@ pub(super) struct Origin {
 }
 
 impl Service {
-    /// Breaks off every copy, now and from now on. The next start does them again.
-    pub fn stop_copies(&self) {
-        self.0.filling.cancel_all();
+    /// Cancels all copies and prevents new ones. The next start repeats them.
+    pub fn cancel_copies(&self) {
+        self.0.copies.cancel_all();
     }
 
-    /// Runs work that may take long, and waits for it at most so long: then `None`, and the work goes on. It says by
-    /// the sender that its intent is written, which is waited for in any case unless others keep it from beginning.
-    pub(super) async fn at_most<T, F, W>(&self, wait: Duration, work: F) -> Option<Result<T>>
+    /// Runs an operation and waits for it at most `wait`; returns `None` if it is still running. The operation
+    /// signals by the sender that its intent is written; this waits for that signal too, unless other operations
+    /// delay its start.
+    pub(super) async fn run_with_timeout<T, F, W>(&self, wait: Duration, work: F) -> Option<Result<T>>
     where
         T: Send + 'static,
         F: FnOnce(oneshot::Sender<()>) -> W,
         W: Future<Output = Result<T>> + Send + 'static,
     {
         let deadline = Instant::now() + wait;
-        let (begun, has_begun) = oneshot::channel();
-        let working = self.unbroken(work(begun));
-        tokio::pin!(working);
+        let (started, has_started) = oneshot::channel();
+        let operation = self.run_to_completion(work(started));
+        tokio::pin!(operation);
         tokio::select! {
             biased;
-            result = &mut working => return Some(result),
-            _ = has_begun => {}
-            () = tokio::time::sleep(wait.max(LEAST_WAIT)) => return None,
+            result = &mut operation => return Some(result),
+            _ = has_started => {}
+            () = tokio::time::sleep(wait.max(MIN_WAIT)) => return None,
         }
-        tokio::time::timeout_at(deadline, working).await.ok()
+        tokio::time::timeout_at(deadline, operation).await.ok()
     }
 
-    /// Makes an object with the bytes of another. Its intent is in the catalog. False when it was told to end before.
-    pub(super) async fn fill(
+    /// Creates an object with the bytes of another. Its intent is in the catalog. False if it was cancelled.
+    pub(super) async fn copy_into(
         &self,
         pool: &PoolRow,
         origin: Origin,
@@ -101,16 +102,16 @@ impl Service {
         record: Record,
     ) -> Result<bool> {
         let Some(object) = record.object() else {
-            return Err(Failure::new(ProblemCode::Internal, "a pool is not filled"));
+            return Err(Failure::new(ProblemCode::Internal, "a pool cannot be the target of a copy"));
         };
         let object = &object;
         let copying = Arc::new(Copying::default());
-        self.0.filling.table().insert(object.clone(), copying.clone());
+        self.0.copies.table().insert(object.clone(), copying.clone());
         let result = match self.clear(pool, object.clone(), record.identity()).await {
-            Ok(cleared) => Ok(self.fill_registered(cleared, pool, origin, bytes, record, copying).await),
+            Ok(cleared) => Ok(self.run_copy(cleared, pool, origin, bytes, record, copying).await),
             Err(failure) => Err(failure),
         };
-        self.0.filling.table().remove(object);
+        self.0.copies.table().remove(object);
         match result? {
             Ok(()) => Ok(true),
             Err(EngineError::Cancelled) => Ok(false),
@@ -122,7 +123,7 @@ impl Service {
         }
     }
 
-    async fn fill_registered(
+    async fn run_copy(
         &self,
         cleared: Cleared,
         pool: &PoolRow,
@@ -133,9 +134,9 @@ impl Service {
     ) -> Result<(), EngineError> {
         let object = cleared.object().clone();
         let method = origin.method;
-        let _turn = match method {
+        let _permit = match method {
             Method::Reflink => None,
-            Method::Copy => Some(self.0.filling.turns.acquire().await.map_err(|_| EngineError::Cancelled)?),
+            Method::Copy => Some(self.0.copies.permits.acquire().await.map_err(|_| EngineError::Cancelled)?),
         };
         let start = Instant::now();
         let from = origin.object.clone();
@@ -146,13 +147,13 @@ impl Service {
             engine.fill(&cleared, &source, bytes, method, &record, &copying)
         })
         .await?;
-        tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "filled");
+        tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "copy completed");
         Ok(())
     }
 }
 
-/// Refuses to copy a volume piece by piece while some machine may write to it: what came of that would be of no moment.
-pub(super) fn refuse_written(tx: &Tx<'_>, volume: &VolumeId, why: &str) -> Result<()> {
+/// Refuses a block-by-block copy of a volume while a VM may write to it: the copy would be inconsistent.
+pub(super) fn refuse_copy_while_writable(tx: &Tx<'_>, volume: &VolumeId, why: &str) -> Result<()> {
     let mut writers = tx.attachments(None, Some(volume))?;
     writers.retain(|attachment| !attachment.read_only);
     if writers.is_empty() {
@@ -161,8 +162,8 @@ pub(super) fn refuse_written(tx: &Tx<'_>, volume: &VolumeId, why: &str) -> Resul
     let nodes = node_refs(tx, &writers)?;
     let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
     let detail = format!(
-        "the volume {volume} is attached to {}, which may write to it, and {why}, so its bytes can only be copied piece \
-         by piece, which keeps no one moment; detach it first",
+        "the volume {volume} is attached writable to {}, and {why}, so it can only be copied block by block, which is not \
+         consistent while it is written; detach it first",
         names.join(", ")
     );
     Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, volume).used_by(nodes).into())

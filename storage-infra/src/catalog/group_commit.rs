@@ -1,12 +1,13 @@
-//! Transactions that share their commit. A commit is durable once the log is synced, which takes far longer than anything
-//! else that a transaction does; so those that wait while one is under way go into the next one together.
+//! Group commit of catalog transactions. Syncing the log takes far longer than the rest of a transaction, so
+//! transactions that arrive during a commit share the next one.
 //!
-//! One thread writes. It takes all that wait, runs each in a savepoint of one transaction, commits once, and only then
-//! answers. So each is seen by those after it, none is answered before it is on the disk, and one that fails or panics is
-//! undone alone. Where the commit fails, all of them fail with its error: also one that failed by itself, which may have
-//! done so by what others wrote before it.
+//! One thread writes. It takes all waiting transactions, runs each in a savepoint of one SQLite transaction, commits
+//! once, and then answers. Each transaction sees the changes of those before it, none is answered before the commit
+//! is durable, and a transaction that fails or panics is rolled back alone. If the commit fails, all of the group
+//! fail with its error, including those that had failed before: their failure may have depended on changes that were
+//! rolled back.
 //!
-//! The thread is the catalog's own, as are those that read: what hangs elsewhere must not keep anybody from the catalog.
+//! The catalog has threads of its own for writing and for reading: stalled operations elsewhere cannot block it.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -21,31 +22,31 @@ use tokio::sync::oneshot;
 
 use super::{CatalogError, Result, Tx};
 
-/// How many read at the same time.
+/// Number of reader threads.
 const READERS: usize = 2;
-/// How long the end of the threads is waited for.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time to wait for the threads to end.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Answers whoever waits for a transaction, once it is known how its commit ended.
+/// Answers the caller of a transaction after the commit has succeeded or failed.
 type Answer = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// What is done in a transaction, or without one, where none can be begun. Says also whether it failed, and is to be
-/// undone.
+/// Work of a transaction, or the error if no transaction could be started. The flag says that it failed and must be
+/// rolled back.
 type Work = Box<dyn FnOnce(Result<&Tx<'_>>) -> (Answer, bool) + Send>;
 
-/// A transaction that is waited for.
+/// A queued write transaction.
 struct Write {
     work: Work,
-    /// The name of its fail points.
+    /// Name of its fail points.
     place: fn() -> String,
-    /// It need not be on the disk when it is answered.
-    is_note: bool,
+    /// It may be answered before it is durable.
+    unsynced: bool,
 }
 
-/// A look at what is committed.
+/// A queued read transaction.
 type Read = Box<dyn FnOnce(Result<&Tx<'_>>) + Send>;
 
-/// What waits for some threads, until they are to end.
+/// A closable queue for some threads.
 struct Queue<T> {
     state: Mutex<(VecDeque<T>, bool)>,
     changed: Condvar,
@@ -70,7 +71,7 @@ impl<T> Queue<T> {
         self.changed.notify_all();
     }
 
-    /// Waits until there is something, and takes so many. None at the end, when nothing is left.
+    /// Waits for items and takes at most `most` of them. None when the queue is closed and empty.
     fn take(&self, most: usize) -> Option<VecDeque<T>> {
         let idle = |state: &mut (VecDeque<T>, bool)| state.0.is_empty() && state.1;
         let mut state = self.changed.wait_while(self.state(), idle).unwrap_or_else(PoisonError::into_inner);
@@ -79,16 +80,17 @@ impl<T> Queue<T> {
     }
 }
 
-/// The threads of an open catalog. They end with what waits for them when this is dropped, and so do their connections.
+/// Threads of an open catalog. Dropping this closes the queues; the threads complete queued work, then close their
+/// connections.
 pub(super) struct Threads {
     writes: Arc<Queue<Write>>,
     reads: Arc<Queue<Read>>,
-    /// Nobody sends; it is disconnected when all have ended.
+    /// Never receives a message; disconnected when all threads have ended.
     ended: Mutex<mpsc::Receiver<()>>,
 }
 
 impl Threads {
-    /// One that writes by this connection, and some that read by others. The lock is held until all have ended.
+    /// Starts one writer thread and several reader threads. The lock is held until all have ended.
     pub(super) fn start(
         lock: File,
         mut writer: Connection,
@@ -97,13 +99,13 @@ impl Threads {
         let (running, ended) = mpsc::channel();
         let threads = Self { writes: Queue::new(), reads: Queue::new(), ended: Mutex::new(ended) };
         let lock = Arc::new(lock);
-        // Dropped before what waits for all of them, also where not all can be started.
+        // Dropped before `threads`, whose drop waits for it, also if a thread fails to start.
         let running = running;
         let start = |name: &str, work: Box<dyn FnOnce() + Send>| {
             let (lock, running) = (lock.clone(), running.clone());
             let thread = Builder::new().name(name.to_owned()).spawn(move || {
                 work();
-                // In this order.
+                // The lock is released before the end is reported.
                 drop((lock, running));
             });
             let failed =
@@ -114,7 +116,7 @@ impl Threads {
             let (mut connection, reads) = (reader()?, threads.reads.clone());
             let work = move || {
                 while let Some(waiting) = reads.take(1) {
-                    waiting.into_iter().for_each(|read| look(&mut connection, read));
+                    waiting.into_iter().for_each(|read| run_read(&mut connection, read));
                 }
             };
             start("catalog-read", Box::new(work))?;
@@ -122,46 +124,46 @@ impl Threads {
         let writes = threads.writes.clone();
         let work = move || {
             while let Some(waiting) = writes.take(usize::MAX) {
-                commit_together(&mut writer, waiting);
+                commit_group(&mut writer, waiting);
             }
         };
         start("catalog-write", Box::new(work))?;
         Ok(threads)
     }
 
-    /// Waits for a transaction.
-    pub(super) async fn write<T, E, F>(&self, is_note: bool, work: F) -> Result<T, E>
+    /// Queues a write transaction and waits for its result.
+    pub(super) async fn write<T, E, F>(&self, unsynced: bool, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
         F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
     {
-        let (answer, answered) = oneshot::channel();
+        let (answer, response) = oneshot::channel();
         let work = move |tx: Result<&Tx<'_>>| {
             let done = tx.map_err(E::from).and_then(work);
             let has_failed = done.is_err();
             let when = move |ended: Result<()>| {
-                // An error means that nobody waits any more.
+                // An error means that the caller has gone away.
                 let _ = answer.send(ended.map_err(E::from).and(done));
             };
             (Box::new(when) as Answer, has_failed)
         };
-        self.writes.push(Write { work: Box::new(work), place: fail_point::place_of::<F>, is_note });
-        wait(answered).await
+        self.writes.push(Write { work: Box::new(work), place: fail_point::place_of::<F>, unsynced });
+        wait(response).await
     }
 
-    /// Waits for a look at what is committed.
+    /// Queues a read transaction and waits for its result.
     pub(super) async fn read<T, E, F>(&self, work: F) -> Result<T, E>
     where
         T: Send + 'static,
         E: From<CatalogError> + Send + 'static,
         F: FnOnce(&Tx<'_>) -> Result<T, E> + Send + 'static,
     {
-        let (answer, answered) = oneshot::channel();
+        let (answer, response) = oneshot::channel();
         self.reads.push(Box::new(move |tx| {
             let _ = answer.send(tx.map_err(E::from).and_then(work));
         }));
-        wait(answered).await
+        wait(response).await
     }
 }
 
@@ -169,40 +171,40 @@ impl Drop for Threads {
     fn drop(&mut self) {
         self.writes.close();
         self.reads.close();
-        // A disk that hangs must not keep the process from ending.
+        // A stalled disk must not prevent the process from exiting.
         let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let _ = ended.recv_timeout(PATIENCE);
+        let _ = ended.recv_timeout(TIMEOUT);
     }
 }
 
-async fn wait<T, E: From<CatalogError>>(answered: oneshot::Receiver<Result<T, E>>) -> Result<T, E> {
-    // Nobody answers for one that panicked.
-    let broke = |_| Err(CatalogError::Unusable("a catalog transaction broke off".to_owned()).into());
-    answered.await.unwrap_or_else(broke)
+async fn wait<T, E: From<CatalogError>>(response: oneshot::Receiver<Result<T, E>>) -> Result<T, E> {
+    // A panicked transaction drops its sender.
+    let broke = |_| Err(CatalogError::Unusable("a catalog transaction panicked".to_owned()).into());
+    response.await.unwrap_or_else(broke)
 }
 
-fn look(connection: &mut Connection, read: Read) {
+fn run_read(connection: &mut Connection, read: Read) {
     match connection.transaction() {
-        // Undone at the end, since nothing was changed.
+        // Rolled back at the end: nothing was changed.
         Ok(tx) => drop(catch_unwind(AssertUnwindSafe(|| read(Ok(&Tx(&tx)))))),
         Err(error) => read(Err(error.into())),
     }
 }
 
 thread_local! {
-    /// What SQLite last failed with on this thread. It undoes by itself what others wrote, too, and tells nobody but the
-    /// one who called it why.
+    /// Last SQLite error on this thread. Some errors make SQLite roll back the whole transaction, and only the
+    /// failing call returns the reason.
     static LAST_ERROR: Cell<Option<ffi::Error>> = const { Cell::new(None) };
 }
 
-/// Notes what SQLite failed with.
-pub(super) fn note_error(error: &rusqlite::Error) {
+/// Remembers a SQLite error for the rest of its group.
+pub(super) fn remember_error(error: &rusqlite::Error) {
     if let Some(code) = error.sqlite_error() {
         LAST_ERROR.set(Some(*code));
     }
 }
 
-/// The same error once more.
+/// Copies an error.
 fn same(error: &rusqlite::Error) -> CatalogError {
     match error {
         rusqlite::Error::SqliteFailure(code, text) => rusqlite::Error::SqliteFailure(*code, text.clone()),
@@ -211,14 +213,14 @@ fn same(error: &rusqlite::Error) -> CatalogError {
     .into()
 }
 
-/// Runs and commits what waited, and answers.
-fn commit_together(connection: &mut Connection, mut waiting: VecDeque<Write>) {
+/// Runs and commits all waiting transactions and answers them.
+fn commit_group(connection: &mut Connection, mut waiting: VecDeque<Write>) {
     while !waiting.is_empty() {
         let mut answers = Vec::new();
         let count = waiting.len();
         let outcome = run_and_commit(connection, &mut waiting, &mut answers);
         if let (Err(error), true) = (&outcome, waiting.len() == count) {
-            // Not even the first could be begun.
+            // Not even the first transaction could be started.
             for write in waiting.drain(..) {
                 let (answer, _) = (write.work)(Err(same(error)));
                 answer(Err(same(error)));
@@ -230,14 +232,14 @@ fn commit_together(connection: &mut Connection, mut waiting: VecDeque<Write>) {
     }
 }
 
-/// Takes what can be committed together, and commits it. Adds the answers of those that hang on that.
+/// Runs waiting transactions, commits them together, and collects the answers that depend on the commit.
 fn run_and_commit(
     connection: &mut Connection,
     waiting: &mut VecDeque<Write>,
     answers: &mut Vec<Answer>,
 ) -> rusqlite::Result<()> {
-    // The log is one file: whoever syncs it next has the notes in it synced too.
-    let level = if waiting.iter().all(|write| write.is_note) { "normal" } else { "full" };
+    // The WAL is one file: the next durable commit also syncs earlier unsynced ones.
+    let level = if waiting.iter().all(|write| write.unsynced) { "normal" } else { "full" };
     connection.pragma_update(None, "synchronous", level)?;
     let mut tx = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;
     let mut places = Vec::new();
@@ -249,10 +251,11 @@ fn run_and_commit(
         let done = catch_unwind(AssertUnwindSafe(|| (write.work)(Ok(&Tx(&savepoint)))));
         let is_fine = matches!(done, Ok((_, false)));
         answers.extend(done.ok().map(|(answer, _)| answer));
-        // After some errors, such as that of a full disk, SQLite undoes all that was not committed.
+        // After some errors, such as a full disk, SQLite rolls back the whole transaction.
         if savepoint.is_autocommit() {
             let why = LAST_ERROR.take().unwrap_or(ffi::Error::new(ffi::SQLITE_ABORT_ROLLBACK));
-            let undone = format!("undone, with all changes of that moment, since one failed: {why}");
+            let undone =
+                format!("rolled back with the whole commit group, because one transaction failed: {why}");
             return Err(rusqlite::Error::SqliteFailure(why, Some(undone)));
         }
         if !is_fine {
@@ -296,7 +299,7 @@ mod tests {
         catalog.read::<_, CatalogError, _>(move |tx| tx.is_attachment_ended(&id)).await.unwrap()
     }
 
-    /// A transaction that ends an attachment and then does this; it waits for its turn when this returns.
+    /// Starts a transaction that ends an attachment and then runs `then`. It is queued when this returns.
     async fn begun(
         catalog: &Catalog,
         text: &str,
@@ -311,46 +314,48 @@ mod tests {
         running
     }
 
-    /// A transaction that has begun, and stands still until something is sent.
-    async fn standing(catalog: &Catalog, text: &str) -> (Running, mpsc::Sender<()>, mpsc::Receiver<()>) {
-        let (go_on, may_go_on) = mpsc::channel();
+    /// Starts a transaction that blocks until a message is sent.
+    async fn blocked(catalog: &Catalog, text: &str) -> (Running, mpsc::Sender<()>, mpsc::Receiver<()>) {
+        let (unblock, unblocked) = mpsc::channel();
         let (arrive, arrived) = mpsc::channel();
-        let stand = move |_: &Tx<'_>| {
+        let block = move |_: &Tx<'_>| {
             arrive.send(()).unwrap();
-            may_go_on.recv().unwrap();
+            unblocked.recv().unwrap();
             Ok(())
         };
-        (begun(catalog, text, stand).await, go_on, arrived)
+        (begun(catalog, text, block).await, unblock, arrived)
     }
 
     #[tokio::test]
-    async fn those_that_wait_are_committed_together_and_who_fails_or_panics_is_undone_alone() {
+    async fn waiting_transactions_share_a_commit_and_a_failed_one_is_rolled_back_alone() {
         let dir = tempfile::tempdir().unwrap();
         let catalog = open(dir.path());
-        let (first, go_on, arrived) = standing(&catalog, "first").await;
+        let (first, unblock, arrived) = blocked(&catalog, "first").await;
         arrived.recv().unwrap();
         let mut fine = begun(&catalog, "fine", |_| Ok(())).await;
         let failing = begun(&catalog, "failing", |_| Err(CatalogError::Corrupt("stop".into()))).await;
         let panicking = begun(&catalog, "panicking", |_| panic!("a test's own")).await;
-        let seeing = begun(&catalog, "seeing", |tx| {
+        let dependent = begun(&catalog, "dependent", |tx| {
             assert!(tx.is_attachment_ended(&id("fine"))? && !tx.is_attachment_ended(&id("panicking"))?);
             Ok(())
         });
-        let seeing = seeing.await;
-        let (last, end, arrived) = standing(&catalog, "last").await;
-        go_on.send(()).unwrap();
+        let dependent = dependent.await;
+        let (last, end, arrived) = blocked(&catalog, "last").await;
+        unblock.send(()).unwrap();
         first.await.unwrap();
         arrived.recv().unwrap();
-        // It has run, and is not on the disk: nobody is told, and nobody sees it.
+        // It has run and is not committed: its caller has no answer and readers do not see it.
         assert!((&mut fine).now_or_never().is_none() && !is_ended(&catalog, "fine").await);
         assert!(is_ended(&catalog, "first").await);
-        assert!(panicking.await.unwrap_err().to_string().contains("broke off"));
+        assert!(panicking.await.unwrap_err().to_string().contains("panicked"));
         end.send(()).unwrap();
         assert!(failing.await.unwrap_err().to_string().contains("stop"));
-        for running in [fine, seeing, last] {
+        for running in [fine, dependent, last] {
             running.await.unwrap();
         }
-        for (text, expected) in [("fine", true), ("seeing", true), ("failing", false), ("panicking", false)] {
+        for (text, expected) in
+            [("fine", true), ("dependent", true), ("failing", false), ("panicking", false)]
+        {
             assert_eq!(is_ended(&catalog, text).await, expected, "{text}");
         }
     }
@@ -359,7 +364,7 @@ mod tests {
     async fn a_commit_that_fails_fails_all_that_share_it_and_no_others() {
         let dir = tempfile::tempdir().unwrap();
         let catalog = open(dir.path());
-        let (first, go_on, arrived) = standing(&catalog, "first").await;
+        let (first, unblock, arrived) = blocked(&catalog, "first").await;
         arrived.recv().unwrap();
         let fine = begun(&catalog, "fine", |_| Ok(())).await;
         let unfit = begun(&catalog, "unfit", |tx| {
@@ -368,9 +373,9 @@ mod tests {
             Ok(tx.0.execute_batch(sql)?)
         });
         let unfit = unfit.await;
-        // By what is not there in the end.
+        // It failed because of a change that was rolled back.
         let failing = begun(&catalog, "failing", |_| Err(CatalogError::Corrupt("stop".into()))).await;
-        go_on.send(()).unwrap();
+        unblock.send(()).unwrap();
         first.await.unwrap();
         let (one, other) = (fine.await.unwrap_err().to_string(), unfit.await.unwrap_err().to_string());
         assert!(one == other && one.contains("FOREIGN KEY"), "{one}; {other}");
@@ -380,10 +385,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_sqlite_undoes_with_another_change_fails_for_the_same_reason() {
+    async fn transactions_that_sqlite_rolls_back_with_another_fail_with_its_error() {
         let dir = tempfile::tempdir().unwrap();
         let catalog = open(dir.path());
-        let (first, go_on, arrived) = standing(&catalog, "first").await;
+        let (first, unblock, arrived) = blocked(&catalog, "first").await;
         arrived.recv().unwrap();
         let fine = begun(&catalog, "fine", |_| Ok(())).await;
         let broken = begun(&catalog, "broken", |tx| {
@@ -402,7 +407,7 @@ mod tests {
             Ok(result?)
         });
         let broken = broken.await;
-        go_on.send(()).unwrap();
+        unblock.send(()).unwrap();
         first.await.unwrap();
         let (one, other) = (fine.await.unwrap_err(), broken.await.unwrap_err());
         for error in [one, other] {
@@ -414,22 +419,22 @@ mod tests {
     }
 
     #[test]
-    fn where_not_all_threads_can_be_started_nothing_is_waited_for() {
+    fn a_failed_start_of_the_threads_does_not_wait() {
         let start = std::time::Instant::now();
         let no_reader = || Err(CatalogError::Unusable("no reader".into()));
         let connection = Connection::open_in_memory().unwrap();
         let failed = Threads::start(tempfile::tempfile().unwrap(), connection, no_reader);
-        assert!(failed.is_err() && start.elapsed() < PATIENCE);
+        assert!(failed.is_err() && start.elapsed() < TIMEOUT);
     }
 
     #[tokio::test]
-    async fn who_reads_can_change_nothing_and_a_note_is_seen_like_any_change() {
+    async fn readers_cannot_write_and_unsynced_writes_are_visible() {
         let dir = tempfile::tempdir().unwrap();
         let catalog = open(dir.path());
         let write = |tx: &Tx<'_>| tx.end_attachment(&id("a"), 1);
         catalog.read::<_, CatalogError, _>(write).await.unwrap_err();
         assert!(!is_ended(&catalog, "a").await);
-        catalog.note::<_, CatalogError, _>(write).await.unwrap();
+        catalog.run_unsynced::<_, CatalogError, _>(write).await.unwrap();
         assert!(is_ended(&catalog, "a").await);
         drop(catalog);
         assert!(is_ended(&open(dir.path()), "a").await);

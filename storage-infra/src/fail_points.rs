@@ -1,30 +1,30 @@
-//! Points around every effect of an engine or a hypervisor at which a test can let the server die: see the crate
-//! `fail_point`. They are named `engine.<effect>` and `hypervisor.<effect>`, with `.before` and `.after`.
+//! Fail points around every effect of an engine or a hypervisor, where a test can make the server crash (see crate
+//! `fail_point`). Names: `engine.<effect>` and `hypervisor.<effect>`, with the suffix `.before` or `.after`.
 
 use std::sync::Arc;
 
 use crate::engine::Engine;
 use crate::hypervisor::Hypervisor;
 
-/// The engine with its points.
+/// Wraps an engine with fail points.
 #[cfg(debug_assertions)]
 pub(crate) fn engine(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
-    Arc::new(debug::Passing(engine))
+    Arc::new(debug::WithFailPoints(engine))
 }
 
-/// The engine: this build has no points.
+/// Release builds have no fail points.
 #[cfg(not(debug_assertions))]
 pub(crate) fn engine(engine: Arc<dyn Engine>) -> Arc<dyn Engine> {
     engine
 }
 
-/// The hypervisor with its points.
+/// Wraps a hypervisor with fail points.
 #[cfg(debug_assertions)]
 pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor> {
-    Arc::new(debug::Passing(hypervisor))
+    Arc::new(debug::WithFailPoints(hypervisor))
 }
 
-/// The hypervisor: this build has no points.
+/// Release builds have no fail points.
 #[cfg(not(debug_assertions))]
 pub(crate) fn hypervisor(hypervisor: Arc<dyn Hypervisor>) -> Arc<dyn Hypervisor> {
     hypervisor
@@ -46,24 +46,24 @@ mod debug {
     };
     use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Stalled, Unplugged};
 
-    /// Either, with its points.
-    pub(super) struct Passing<T: ?Sized>(pub(super) Arc<T>);
+    /// An engine or a hypervisor with fail points.
+    pub(super) struct WithFailPoints<T: ?Sized>(pub(super) Arc<T>);
 
-    fn effect<T>(name: &str, work: impl FnOnce() -> T) -> T {
+    fn engine_effect<T>(name: &str, work: impl FnOnce() -> T) -> T {
         around(|| Some(format!("engine.{name}")), work)
     }
 
-    async fn change<F: Future>(name: &str, work: F) -> F::Output {
+    async fn hypervisor_effect<F: Future>(name: &str, work: F) -> F::Output {
         around_async(|| Some(format!("hypervisor.{name}")), work).await
     }
 
-    impl Engine for Passing<dyn Engine> {
+    impl Engine for WithFailPoints<dyn Engine> {
         fn adopt(&self, pool: &Record) -> engine::Result<()> {
-            effect("adopt", || self.0.adopt(pool))
+            engine_effect("adopt", || self.0.adopt(pool))
         }
 
         fn release(&self) -> engine::Result<()> {
-            effect("release", || self.0.release())
+            engine_effect("release", || self.0.release())
         }
 
         fn served_elsewhere(&self) -> Option<String> {
@@ -79,7 +79,7 @@ mod debug {
         }
 
         fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> engine::Result<()> {
-            effect("create", || self.0.create(cleared, bytes, record))
+            engine_effect("create", || self.0.create(cleared, bytes, record))
         }
 
         fn fill(
@@ -91,16 +91,16 @@ mod debug {
             record: &Record,
             copying: &Copying,
         ) -> engine::Result<()> {
-            effect("fill", || self.0.fill(cleared, from, bytes, method, record, copying))
+            engine_effect("fill", || self.0.fill(cleared, from, bytes, method, record, copying))
         }
 
         fn note(&self, record: &Record) -> engine::Result<()> {
-            // The engine has the points itself: only it knows whether anything is written.
+            // The engine has these fail points itself: only it knows whether it writes anything.
             self.0.note(record)
         }
 
         fn discard(&self, cleared: &Cleared) -> engine::Result<()> {
-            effect("discard", || self.0.discard(cleared))
+            engine_effect("discard", || self.0.discard(cleared))
         }
 
         fn noted(&self, object: &Object) -> engine::Result<Option<Record>> {
@@ -108,11 +108,11 @@ mod debug {
         }
 
         fn grow(&self, id: &VolumeId, bytes: u64) -> engine::Result<()> {
-            effect("grow", || self.0.grow(id, bytes))
+            engine_effect("grow", || self.0.grow(id, bytes))
         }
 
         fn remove(&self, cleared: &Cleared) -> engine::Result<()> {
-            effect("remove", || self.0.remove(cleared))
+            engine_effect("remove", || self.0.remove(cleared))
         }
 
         fn inspect(&self) -> engine::Result<PoolFacts> {
@@ -153,21 +153,21 @@ mod debug {
     }
 
     #[async_trait]
-    impl Hypervisor for Passing<dyn Hypervisor> {
+    impl Hypervisor for WithFailPoints<dyn Hypervisor> {
         async fn plug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
-            change("plug", self.0.plug(node, disk)).await
+            hypervisor_effect("plug", self.0.plug(node, disk)).await
         }
 
         async fn unplug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<Unplugged> {
-            change("unplug", self.0.unplug(node, disk)).await
+            hypervisor_effect("unplug", self.0.unplug(node, disk)).await
         }
 
         async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> hypervisor::Result<()> {
-            change("resize", self.0.resize(node, disk, bytes)).await
+            hypervisor_effect("resize", self.0.resize(node, disk, bytes)).await
         }
 
         async fn throttle(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
-            change("throttle", self.0.throttle(node, disk)).await
+            hypervisor_effect("throttle", self.0.throttle(node, disk)).await
         }
 
         async fn stalled(&self) -> hypervisor::Result<Vec<Stalled>> {
@@ -175,11 +175,11 @@ mod debug {
         }
 
         async fn resume(&self, node: Uuid) -> hypervisor::Result<()> {
-            change("resume", self.0.resume(node)).await
+            hypervisor_effect("resume", self.0.resume(node)).await
         }
 
         async fn power_off(&self, node: Uuid) -> hypervisor::Result<()> {
-            change("power_off", self.0.power_off(node)).await
+            hypervisor_effect("power_off", self.0.power_off(node)).await
         }
 
         fn kind(&self) -> &'static str {

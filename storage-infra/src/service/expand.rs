@@ -1,21 +1,21 @@
-//! Volumes that become larger: noted, then done to the bytes, then told to every machine, and only then answered.
+//! Volume expansion: writes the intent, expands the file, then the disk in every VM, and then answers.
 
 use infra_api::{Change, EventKind, Problem, ProblemCode, Volume, VolumeId, VolumeSize, VolumeState, What};
 
+use super::capacity::CapacityInputs;
 use super::nodes::node_refs;
-use super::placing::Ground;
 use super::pools::pool_of;
-use super::volumes::real_size;
+use super::volumes::rounded_size;
 use super::{Failure, Result, Service};
 use crate::catalog::{Tx, VolumeRow};
 use crate::engine::EngineError;
 use crate::placement::Candidate;
 
 impl Service {
-    /// Grows a volume, live where it is attached.
+    /// Expands a volume, live if it is attached.
     pub async fn grow_volume(&self, id: VolumeId, size: VolumeSize) -> Result<Volume> {
         let service = self.clone();
-        self.unbroken(async move {
+        self.run_to_completion(async move {
             let _lock = service.0.locks.lock(id.as_str()).await;
             let name = id.clone();
             let row = service
@@ -25,58 +25,58 @@ impl Service {
                     tx.volume(&name)?.ok_or_else(|| Failure::not_found(What::Volume, &name))
                 })
                 .await?;
-            service.begin_grow(&row, size).await?;
-            service.finish_grow(&id).await?;
+            service.begin_expand(&row, size).await?;
+            service.finish_expand(&id).await?;
             service.volume(&id).await
         })
         .await
     }
 
-    async fn begin_grow(&self, row: &VolumeRow, size: VolumeSize) -> Result<()> {
+    async fn begin_expand(&self, row: &VolumeRow, size: VolumeSize) -> Result<()> {
         let id = row.id.clone();
         if row.state != VolumeState::Ready {
-            let detail = format!("the volume {id} is {}; only a ready volume can grow", row.state);
+            let detail = format!("the volume {id} is {}; only a ready volume can be expanded", row.state);
             return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into());
         }
         let has = row.size();
         let within =
             |have: u64| have >= size.capacity_bytes && size.limit_bytes.is_none_or(|limit| have <= limit);
-        if within(has) && real_size(size.capacity_bytes, size.limit_bytes)? == has {
+        if within(has) && rounded_size(size.capacity_bytes, size.limit_bytes)? == has {
             return Ok(());
         }
-        let wanted = real_size(size.capacity_bytes, size.limit_bytes)?;
-        if wanted < has {
-            let detail = format!("the volume {id} has {has} bytes; it can grow, not shrink to {wanted}");
+        let target = rounded_size(size.capacity_bytes, size.limit_bytes)?;
+        if target < has {
+            let detail = format!("the volume {id} has {has} bytes and cannot shrink to {target}");
             let mut problem = Problem::new(ProblemCode::Invalid, detail).about(What::Volume, id);
             problem.status = 409;
             return Err(problem.into());
         }
         let name = id.clone();
-        self.0.catalog.read(move |tx| refuse_read(tx, &name)).await?;
-        let _placing = self.0.placing.pools.read().await;
-        let mut ground = self.ground().await?;
+        self.0.catalog.read(move |tx| refuse_read_only(tx, &name)).await?;
+        let _placing = self.0.capacity.pools.read().await;
+        let mut inputs = self.capacity_inputs().await?;
         loop {
-            match self.reserve_growth(row, wanted, &ground).await {
-                Err(refusal) => self.look_closer(&mut ground, refusal).await?,
+            match self.reserve_expansion(row, target, &inputs).await {
+                Err(refusal) => self.rescan_after(&mut inputs, refusal).await?,
                 reserved => return reserved,
             }
         }
     }
 
-    /// Writes the intent to grow, where there is room.
-    async fn reserve_growth(&self, row: &VolumeRow, wanted: u64, ground: &Ground) -> Result<()> {
-        let (row, room, facts) = (row.clone(), self.0.placing.room.clone(), ground.facts.clone());
+    /// Writes the intent to expand if the pool has the capacity.
+    async fn reserve_expansion(&self, row: &VolumeRow, target: u64, inputs: &CapacityInputs) -> Result<()> {
+        let (row, ledger, facts) = (row.clone(), self.0.capacity.ledger.clone(), inputs.facts.clone());
         self.0
             .catalog
             .run(move |tx| {
-                refuse_without_room(&row, wanted - row.size(), room.candidates(tx, &facts, None)?)?;
-                Ok(tx.begin_grow(&row.id, wanted)?)
+                refuse_without_capacity(&row, target - row.size(), ledger.candidates(tx, &facts, None)?)?;
+                Ok(tx.begin_expand(&row.id, target)?)
             })
             .await
     }
 
-    /// Grows the bytes, then every virtual machine's view of them, and only then the volume's capacity.
-    pub(super) async fn finish_grow(&self, id: &VolumeId) -> Result<()> {
+    /// Expands the file, then every VM's disk, and then updates the volume's capacity.
+    pub(super) async fn finish_expand(&self, id: &VolumeId) -> Result<()> {
         let name = id.clone();
         let found = self
             .0
@@ -89,37 +89,37 @@ impl Service {
             .await?;
         let Some((pool, attachments, size)) = found else { return Ok(()) };
         let name = id.clone();
-        let grown =
+        let expanded =
             self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.grow(&name, size)).await;
-        if let Err(error) = grown {
-            return Err(self.not_grown(id, size, error).await?);
+        if let Err(error) = expanded {
+            return Err(self.expansion_failed(id, size, error).await?);
         }
         for attachment in &attachments {
-            self.resize_plugged(attachment, size).await?;
+            self.resize_attached(attachment, size).await?;
         }
         let name = id.clone();
-        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_grow(&name)?) }).await?;
-        self.note_soon(id);
+        self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.finish_expand(&name)?) }).await?;
+        self.update_record_soon(id);
         self.emit(EventKind::Volume, id, Change::Updated);
         Ok(())
     }
 
-    /// What a volume's bytes could not grow for. Where they have the size that they had, so has the volume, and nothing
-    /// is reserved for more.
-    async fn not_grown(&self, id: &VolumeId, size: u64, error: EngineError) -> Result<Failure> {
-        let is_undone = matches!(error, EngineError::NotGrown(_));
+    /// The failure of an expansion. If the file kept its size, the expansion is cancelled and its reservation
+    /// released.
+    async fn expansion_failed(&self, id: &VolumeId, size: u64, error: EngineError) -> Result<Failure> {
+        let is_unchanged = matches!(error, EngineError::NotGrown(_));
         let failure = Failure::from(error);
-        if is_undone {
+        if is_unchanged {
             let name = id.clone();
-            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.give_up_grow(&name, size)?) }).await?;
-            tracing::warn!(volume = %id, bytes = size, %failure, "the volume cannot grow; what was reserved for it was released");
+            self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.cancel_expand(&name, size)?) }).await?;
+            tracing::warn!(volume = %id, bytes = size, %failure, "cannot expand the volume; released the reserved space");
         }
         Ok(failure)
     }
 }
 
-/// Refuses where a machine has the volume to read only: QEMU cannot grow such a disk.
-fn refuse_read(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
+/// Refuses to expand a volume that is attached read-only: QEMU cannot resize such a disk.
+fn refuse_read_only(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let mut readers = tx.attachments(None, Some(id))?;
     readers.retain(|attachment| attachment.read_only);
     if readers.is_empty() {
@@ -128,14 +128,14 @@ fn refuse_read(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let nodes = node_refs(tx, &readers)?;
     let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
     let detail = format!(
-        "the volume {id} is attached read-only to {}, and such a disk cannot grow while it is plugged; detach it first",
+        "the volume {id} is attached read-only to {}; a read-only disk cannot be resized while it is attached; detach it first",
         names.join(", ")
     );
     Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
 }
 
-/// Refuses where the volume's pool has no room for so many bytes more.
-fn refuse_without_room(row: &VolumeRow, more: u64, pools: Vec<Candidate>) -> Result<()> {
+/// Refuses if the volume's pool has less free capacity.
+fn refuse_without_capacity(row: &VolumeRow, more: u64, pools: Vec<Candidate>) -> Result<()> {
     let VolumeRow { id, pool, .. } = row;
     let Some(found) = pools.into_iter().find(|found| found.name == *pool && found.healthy) else {
         let detail = format!("the pool {pool} of volume {id} is not healthy");
@@ -145,6 +145,8 @@ fn refuse_without_room(row: &VolumeRow, more: u64, pools: Vec<Candidate>) -> Res
         return Ok(());
     }
     let free = found.free_bytes;
-    let detail = format!("the volume {id} needs {more} bytes more, its pool {pool} has {free} free");
+    let detail = format!(
+        "expanding the volume {id} needs {more} more bytes, but its pool {pool} has {free} bytes free"
+    );
     Err(Problem::new(ProblemCode::OutOfSpace, detail).about(What::Volume, id).into())
 }

@@ -1,5 +1,5 @@
-//! VMs that their hypervisor paused because a volume found no space in its pool. They are told of, and go on by themselves
-//! when there is room: what they were writing is written then, and nothing in them has failed.
+//! VMs that QEMU paused because a volume's pool had no space (ENOSPC). They are reported, and resumed when the pool
+//! has space: QEMU repeats the pending writes, and the guest sees no I/O error.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,60 +9,60 @@ use infra_api::{NodeRef, PoolName, VolumeId};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::asking::{Question, SOON};
+use super::probe::{PROBE_TIMEOUT, ProbeKind};
 use super::{Result, Service};
 use crate::catalog::{PoolRow, Tx};
 use crate::hypervisor::Stalled;
-use crate::placement::has_room;
+use crate::placement::has_space;
 
-/// How often hypervisors are asked who is paused.
-const EVERY: Duration = Duration::from_secs(2);
+/// Poll interval of hypervisors.
+const INTERVAL: Duration = Duration::from_secs(2);
 
-/// A volume that found no space.
+/// A volume that got no space.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Short {
+struct StarvedVolume {
     volume: VolumeId,
     pool: PoolName,
-    /// Whether there is room in the pool now.
-    has_room: bool,
+    /// Whether its pool has space now.
+    has_space: bool,
 }
 
-/// What becomes of a paused VM.
+/// Decision on a paused VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Decision {
-    /// It goes on.
+    /// Resume it.
     Resume,
-    /// These keep it from going on, each for its reason.
+    /// Keep it paused; one message per volume.
     Wait(HashMap<VolumeId, String>),
 }
 
-/// Decides on a VM by all of its volumes that found no space, and by its other disks that failed.
-fn decide(vm: &NodeRef, short: &[Short], failed: &[String]) -> Decision {
-    if short.iter().all(|one| one.has_room) && failed.is_empty() {
+/// Decides by all of the VM's volumes that got no space and by its other failed disks.
+fn decide(vm: &NodeRef, starved: &[StarvedVolume], failed: &[String]) -> Decision {
+    if starved.iter().all(|one| one.has_space) && failed.is_empty() {
         return Decision::Resume;
     }
-    let why = |one: &Short| {
+    let why = |one: &StarvedVolume| {
         let until = if failed.is_empty() {
             format!(
-                "it goes on by itself once the pool {} has room: free space there, or enlarge it",
+                "it resumes automatically once the pool {} has space: free space there or enlarge the pool",
                 one.pool
             )
         } else {
             let others = failed.join(", ");
             format!(
-                "its disk {others} failed too, and is not Nestor's: look at that, and resume the VM by hand"
+                "its disk {others} failed too and is not managed by Nestor: repair that disk and resume the VM manually"
             )
         };
         let detail = format!(
-            "the VM {vm} is paused: volume {} found no space in pool {}; {until}",
+            "the VM {vm} is paused: volume {} got no space in pool {}; {until}",
             one.volume, one.pool
         );
         (one.volume.clone(), detail)
     };
-    Decision::Wait(short.iter().map(why).collect())
+    Decision::Wait(starved.iter().map(why).collect())
 }
 
-/// The volumes and pools of disks that this node has. Fewer than the disks where one is none of its own.
+/// Volumes and pools of these disks as far as they are attached to this node; fewer than the disks if some are not.
 fn volumes_of(tx: &Tx<'_>, node: Uuid, disks: &[Uuid]) -> Result<Vec<(VolumeId, PoolRow)>> {
     let mut found = Vec::new();
     for attachment in tx.attachments(Some(node), None)? {
@@ -75,44 +75,44 @@ fn volumes_of(tx: &Tx<'_>, node: Uuid, disks: &[Uuid]) -> Result<Vec<(VolumeId, 
 }
 
 impl Service {
-    /// Lets VMs go on that were paused for want of space, until told to stop.
-    pub async fn keep_going(&self, stop: CancellationToken) {
-        self.look_at_hypervisors(EVERY, &stop, |service, name| service.look_at_stalled(name).boxed()).await;
+    /// Resumes VMs that were paused for lack of space, until stopped.
+    pub async fn run_resume_loop(&self, stop: CancellationToken) {
+        self.poll_hypervisors(INTERVAL, &stop, |service, name| service.poll_paused_vms(name).boxed()).await;
     }
 
-    async fn look_at_stalled(&self, name: &str) -> Result<()> {
+    async fn poll_paused_vms(&self, name: &str) -> Result<()> {
         let hypervisor = self.hypervisor(name)?;
         let mut waiting = HashMap::new();
         for vm in hypervisor.stalled().await? {
             let node = NodeRef { uuid: vm.node, name: vm.name.clone() };
-            // One whose disks are not all known is somebody else's to decide on.
-            let Some(short) = self.short_of(&vm).await? else { continue };
-            match decide(&node, &short, &vm.failed) {
+            // Do not resume a VM with disks that are not attached here.
+            let Some(starved) = self.starved_volumes(&vm).await? else { continue };
+            match decide(&node, &starved, &vm.failed) {
                 Decision::Wait(volumes) => waiting.extend(volumes),
                 Decision::Resume => {
                     hypervisor.resume(vm.node).await?;
-                    tracing::warn!(%node, "the VM was paused for want of space, and goes on: its pools have room");
+                    tracing::warn!(%node, "resumed the VM, which was paused for lack of space: its pools have space again");
                 }
             }
         }
-        self.note_stalled(name, waiting);
+        self.set_paused_volumes(name, waiting);
         Ok(())
     }
 
-    /// The volumes of a paused VM that found no space. None unless there are some, and all are attached to it.
-    async fn short_of(&self, vm: &Stalled) -> Result<Option<Vec<Short>>> {
+    /// Volumes of a paused VM that got no space. None if there are none, or if one is not attached to it.
+    async fn starved_volumes(&self, vm: &Stalled) -> Result<Option<Vec<StarvedVolume>>> {
         let (node, disks) = (vm.node, vm.out_of_space.clone());
         let volumes = self.0.catalog.read(move |tx| volumes_of(tx, node, &disks)).await?;
         if volumes.is_empty() || volumes.len() != vm.out_of_space.len() {
             return Ok(None);
         }
-        let mut short = Vec::new();
+        let mut starved = Vec::new();
         for (volume, pool) in volumes {
-            let said = self.ask(&pool, Question::State, SOON, |engine| engine.inspect()).await;
-            let has_room = said.is_ok_and(|facts| has_room(facts.capacity, facts.available));
-            short.push(Short { volume, pool: pool.name, has_room });
+            let facts = self.probe(&pool, ProbeKind::State, PROBE_TIMEOUT, |engine| engine.inspect()).await;
+            let has_space = facts.is_ok_and(|facts| has_space(facts.capacity, facts.available));
+            starved.push(StarvedVolume { volume, pool: pool.name, has_space });
         }
-        Ok(Some(short))
+        Ok(Some(starved))
     }
 }
 
@@ -121,19 +121,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vm_goes_on_once_all_that_it_lacked_is_there_and_nothing_else_failed() {
+    fn a_vm_is_resumed_once_all_pools_have_space_and_no_other_disk_failed() {
         let vm = NodeRef { uuid: Uuid::nil(), name: "vm-1".into() };
-        let short = |id: &str, has_room| Short {
+        let short = |id: &str, has_space| StarvedVolume {
             volume: VolumeId::new(id).unwrap(),
             pool: PoolName::new(format!("pool-{id}")).unwrap(),
-            has_room,
+            has_space,
         };
         assert_eq!(decide(&vm, &[short("a", true), short("b", true)], &[]), Decision::Resume);
         let Decision::Wait(why) = decide(&vm, &[short("a", true), short("b", false)], &[]) else {
             panic!("b has no room")
         };
         assert_eq!(why.len(), 2);
-        assert!(why[&VolumeId::new("b").unwrap()].contains("once the pool pool-b has room"), "{why:?}");
+        assert!(why[&VolumeId::new("b").unwrap()].contains("once the pool pool-b has space"), "{why:?}");
         let Decision::Wait(why) = decide(&vm, &[short("a", true)], &["sda".to_owned()]) else {
             panic!("sda failed")
         };

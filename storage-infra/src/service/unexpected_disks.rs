@@ -1,6 +1,7 @@
-//! Disks of our volumes that virtual machines have and no attachment stands for: a VM that went on from a saved state which
-//! was said to be discarded has them, or one that a request reached late. They are looked for again and again, reported,
-//! and unplugged where it is proven that they are ours and that nobody wants them. Nobody else gets the volume meanwhile.
+//! Unexpected disks: disks of our volumes in VMs without an attachment. They appear when a VM resumes from a saved
+//! state that was declared discarded, or when a late request reaches a hypervisor. They are searched periodically,
+//! reported, and detached if they are proven to be ours and unused. Until then the volume cannot be attached
+//! elsewhere.
 
 use std::path::Path;
 use std::time::Duration;
@@ -10,29 +11,29 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::pools::pool_of;
-use super::power::is_without_disks;
-use super::records::Due;
+use super::power::has_no_disks;
+use super::records::PendingRecord;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{DiskSource, Object, Record};
 use crate::hypervisor::{Disk, Hypervisor, Plugged, Unplugged, wwn};
 
-/// How often what is plugged is compared with what is attached.
-const EVERY: Duration = Duration::from_secs(15);
-/// How soon again while something is there that nobody wants.
-const AGAIN: Duration = Duration::from_secs(3);
+/// Interval between comparisons of attached disks with attachments.
+const INTERVAL: Duration = Duration::from_secs(15);
+/// Interval while there are unexpected disks.
+const RETRY_INTERVAL: Duration = Duration::from_secs(3);
 
-/// A disk of a volume in a virtual machine, and no attachment of that volume to that node.
+/// A disk of a volume in a VM without an attachment of that volume to that node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Unwanted {
+pub(super) struct UnexpectedDisk {
     hypervisor: String,
-    /// The virtual machine, as its hypervisor calls it.
+    /// The VM, as named by its hypervisor.
     pub(super) node: NodeRef,
-    /// What is known and what is done about it.
+    /// State and action taken, for the volume's condition.
     pub(super) message: String,
 }
 
-/// What is plugged and may be unwanted, with what the catalog says about it.
+/// An attached disk that may be unexpected, with the matching catalog rows.
 struct Found {
     plugged: Plugged,
     volume: VolumeRow,
@@ -41,7 +42,7 @@ struct Found {
 }
 
 impl Found {
-    /// None where it is no file of a volume, or is wanted.
+    /// None if it is not a volume's file, or has an attachment.
     fn of(tx: &Tx<'_>, pools: &[PoolRow], plugged: &Plugged) -> Result<Option<Self>> {
         let Some(id) = pools.iter().find_map(|pool| volume_in(pool, &plugged.path)) else { return Ok(None) };
         let Some(volume) = tx.volume(&id)? else { return Ok(None) };
@@ -59,19 +60,26 @@ impl Found {
         Disk { uuid, source, read_only, shared: false, qos, on_full }
     }
 
-    /// Why it is not proven that this is our disk and that nobody wants it. None where it is. `is_noted_there`: what is
-    /// noted with the bytes says that the VM has it.
-    fn not_ours(&self, hypervisor: &str, noted: Option<&Record>, is_noted_there: bool) -> Option<String> {
+    /// Why the disk is not proven to be ours and unused; None if it is. `is_recorded_holder`: the volume's on-disk
+    /// record lists the VM as holder.
+    fn reason_not_ours(
+        &self,
+        hypervisor: &str,
+        record: Option<&Record>,
+        is_recorded_holder: bool,
+    ) -> Option<String> {
         let is_node = self.node.as_ref().is_some_and(|node| node.spec.hypervisor == hypervisor);
         let is_disk = self.plugged.wwn == Some(wwn(self.volume.disk_uuid));
-        let is_volume = noted.is_some_and(|noted| noted.identity() == self.volume.disk_uuid);
-        let why = match (is_node, is_disk, is_volume, is_noted_there) {
-            (false, ..) => "the VM is not registered there as a node",
-            (_, false, ..) => "its serial is not that of the volume's disk, so somebody else plugged it",
-            (_, _, false, _) => "what is noted with the file does not say that it is this volume's",
+        let is_volume = record.is_some_and(|record| record.identity() == self.volume.disk_uuid);
+        let why = match (is_node, is_disk, is_volume, is_recorded_holder) {
+            (false, ..) => "the VM is not registered as a node of that hypervisor",
+            (_, false, ..) => {
+                "its serial is not that of the volume's disk, so it was attached by someone else"
+            }
+            (_, _, false, _) => "the file's record does not say that it belongs to this volume",
             (.., true) => {
-                "the VM is noted with the file as one that has it: the catalog may be older than the pool, and then `storage-infra \
-                 recover` rebuilds it"
+                "the file's record lists the VM as a holder: the catalog may be older than the pool; in that case rebuild it with \
+                 `storage-infra recover`"
             }
             (true, true, true, false) => return None,
         };
@@ -84,30 +92,30 @@ impl Found {
     }
 }
 
-/// The volume whose file this would be in a pool, by its name.
+/// The volume to which a file in a pool belongs by its name.
 fn volume_in(pool: &PoolRow, path: &Path) -> Option<VolumeId> {
     let name = path.strip_prefix(&pool.spec.path).ok()?.to_str()?;
     VolumeId::new(name.strip_suffix(".raw")?).ok()
 }
 
 impl Service {
-    /// Compares until told to stop, each hypervisor by itself: one may hang.
-    pub async fn keep_compared(&self, stop: CancellationToken) {
-        let all = self.0.hypervisors.keys().map(|name| self.keep_hypervisor_compared(name, &stop));
+    /// Searches for unexpected disks until stopped, with one loop per hypervisor, because one may stall.
+    pub async fn run_unexpected_disk_search(&self, stop: CancellationToken) {
+        let all = self.0.hypervisors.keys().map(|name| self.run_search(name, &stop));
         tokio::join!(futures::future::join_all(all), stop.cancelled());
     }
 
-    async fn keep_hypervisor_compared(&self, hypervisor: &str, stop: &CancellationToken) {
-        let Some(now) = self.0.compare.get(hypervisor) else { return };
+    async fn run_search(&self, hypervisor: &str, stop: &CancellationToken) {
+        let Some(now) = self.0.disk_checks.get(hypervisor) else { return };
         loop {
-            let compared = self.compare(hypervisor);
-            let result = tokio::select! { () = stop.cancelled() => return, result = compared => result };
+            let search = self.find_unexpected_disks(hypervisor);
+            let result = tokio::select! { () = stop.cancelled() => return, result = search => result };
             let pause = match result {
-                Ok(0) => EVERY,
-                Ok(_) => AGAIN,
+                Ok(0) => INTERVAL,
+                Ok(_) => RETRY_INTERVAL,
                 Err(failure) => {
-                    tracing::debug!(hypervisor, %failure, "could not compare what is plugged with what is attached");
-                    EVERY
+                    tracing::debug!(hypervisor, %failure, "cannot compare attached disks with attachments");
+                    INTERVAL
                 }
             };
             tokio::select! {
@@ -118,80 +126,82 @@ impl Service {
         }
     }
 
-    /// Asks for a comparison at once.
-    pub(super) fn compare_now(&self, hypervisor: &str) {
-        if let Some(now) = self.0.compare.get(hypervisor) {
+    /// Triggers a search at once.
+    pub(super) fn check_disks_now(&self, hypervisor: &str) {
+        if let Some(now) = self.0.disk_checks.get(hypervisor) {
             now.notify_one();
         }
     }
 
-    /// Compares once, and says how many disks nobody wants.
-    async fn compare(&self, hypervisor: &str) -> Result<usize> {
+    /// Compares once, and returns the number of unexpected disks.
+    async fn find_unexpected_disks(&self, hypervisor: &str) -> Result<usize> {
         let own = self.hypervisor(hypervisor)?;
         let plugged = own.plugged().await?;
-        let look = move |tx: &Tx<'_>| -> Result<Vec<Found>> {
+        let read = move |tx: &Tx<'_>| -> Result<Vec<Found>> {
             let pools = tx.pools()?;
             let found = plugged.iter().filter_map(|one| Found::of(tx, &pools, one).transpose());
             found.collect()
         };
         let mut all = Vec::new();
-        for found in self.0.catalog.read(look).await? {
-            if let Some(unwanted) = self.confirm(hypervisor, &*own, found).await? {
-                all.push(unwanted);
+        for found in self.0.catalog.read(read).await? {
+            if let Some(unexpected) = self.confirm(hypervisor, &*own, found).await? {
+                all.push(unexpected);
             }
         }
         let count = all.len();
-        self.note_unwanted(hypervisor, all);
+        self.set_unexpected_disks(hypervisor, all);
         Ok(count)
     }
 
-    /// Looks again, while the volume's lock keeps everybody from plugging and unplugging it, and unplugs what is proven to
-    /// be ours.
+    /// Checks a finding again under the volume's lock, which excludes attach and detach, and detaches the disk if it
+    /// is proven to be ours.
     async fn confirm(
         &self,
         hypervisor: &str,
         own: &dyn Hypervisor,
         found: Found,
-    ) -> Result<Option<(VolumeId, Unwanted)>> {
+    ) -> Result<Option<(VolumeId, UnexpectedDisk)>> {
         let _lock = self.0.locks.lock(found.volume.id.as_str()).await;
         let plugged = found.plugged;
         let again = move |tx: &Tx<'_>| Found::of(tx, &tx.pools()?, &plugged);
         let Some(found) = self.0.catalog.read(again).await? else { return Ok(None) };
         let disk = found.disk(self.engine_of(&found.pool).source(&found.volume.id));
         let is_ours = found.plugged.wwn.as_ref() == Some(&disk.wwn());
-        let seen = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
-        let has_left = is_ours && !seen.disks.contains(&disk.uuid);
-        if has_left || is_without_disks(seen.facts.power.state()) {
+        let presence = own.presence(found.plugged.node, std::slice::from_ref(&disk)).await?;
+        let has_left = is_ours && !presence.disks.contains(&disk.uuid);
+        if has_left || has_no_disks(presence.facts.power.state()) {
             return Ok(None);
         }
-        let noted = self.noted_of(&found).await?;
-        let is_noted_there = self.is_noted_there(noted.as_ref(), &found).await?;
+        let record = self.record_of(&found).await?;
+        let is_recorded_holder = self.is_recorded_holder(record.as_ref(), &found).await?;
         let node = found.node_ref();
         let what = format!(
-            "the VM {node} on hypervisor {hypervisor} has the disk of volume {} and no attachment stands for it",
+            "the VM {node} on hypervisor {hypervisor} has the disk of volume {} without an attachment",
             found.volume.id
         );
-        let unwanted = |done: String| {
+        let unexpected = |done: String| {
             let message = format!("{what}: {done}");
             Some((
                 found.volume.id.clone(),
-                Unwanted { hypervisor: hypervisor.to_owned(), node: node.clone(), message },
+                UnexpectedDisk { hypervisor: hypervisor.to_owned(), node: node.clone(), message },
             ))
         };
-        if let Some(why) = found.not_ours(hypervisor, noted.as_ref(), is_noted_there) {
-            return Ok(unwanted(format!("it is left there, since {why}; unplug it there by hand")));
+        if let Some(why) = found.reason_not_ours(hypervisor, record.as_ref(), is_recorded_holder) {
+            return Ok(unexpected(format!("it was not detached, because {why}; detach it manually")));
         }
-        tracing::warn!(volume = %found.volume.id, %node, hypervisor, "{what}: unplugging it");
+        tracing::warn!(volume = %found.volume.id, %node, hypervisor, "{what}: detaching it");
         Ok(match own.unplug(found.plugged.node, &disk).await? {
             Unplugged::Gone => {
-                self.0.metrics.unplugged_unwanted();
-                unwanted("it was unplugged".into())
+                self.0.metrics.unexpected_disk_detached();
+                unexpected("it was detached".into())
             }
-            Unplugged::StillThere(why) => unwanted(format!("it was asked to leave and does not: {why}")),
+            Unplugged::StillThere(why) => {
+                unexpected(format!("the detach was requested and has not completed: {why}"))
+            }
         })
     }
 
-    async fn noted_of(&self, found: &Found) -> Result<Option<Record>> {
+    async fn record_of(&self, found: &Found) -> Result<Option<Record>> {
         if found.volume.state != VolumeState::Ready {
             return Ok(None);
         }
@@ -199,59 +209,59 @@ impl Service {
         self.engine(self.engine_of(&found.pool), move |engine| Ok(engine.noted(&object)?)).await
     }
 
-    /// Whether a node is noted with a volume's bytes as one that has it, and was not told to let go of it since; or may be in
-    /// what the catalog does not know.
-    async fn is_noted_there(&self, noted: Option<&Record>, found: &Found) -> Result<bool> {
-        let Some(Record::Volume(noted)) = noted else { return Ok(false) };
+    /// Whether a volume's record lists the node as a holder whose attachment did not end, or the record may be newer
+    /// than the catalog.
+    async fn is_recorded_holder(&self, record: Option<&Record>, found: &Found) -> Result<bool> {
+        let Some(Record::Volume(record)) = record else { return Ok(false) };
         self.compare_revisions(&found.pool).await?;
-        let here = noted.holders.iter().filter(|one| one.uuid == found.plugged.node);
+        let here = record.holders.iter().filter(|one| one.uuid == found.plugged.node);
         let ids: Vec<_> = here.map(|one| one.id.clone()).collect();
-        let (volume, revision) = (found.volume.id.clone(), noted.revision);
-        let told = move |tx: &Tx<'_>| -> Result<bool> {
+        let (volume, revision) = (found.volume.id.clone(), record.revision);
+        let check = move |tx: &Tx<'_>| -> Result<bool> {
             for id in &ids {
-                if !tx.is_attachment_over(id)? {
+                if !tx.is_attachment_ended_or_refused(id)? {
                     return Ok(true);
                 }
             }
-            // A reader may have come that is not noted yet.
-            let is_behind = Due::of_any(tx, &volume)?.is_some_and(|due| due.is_behind(revision));
-            Ok(ids.is_empty() && is_behind)
+            // A reader may be missing from the record.
+            let is_stale = PendingRecord::of_any(tx, &volume)?.is_some_and(|due| due.is_newer(revision));
+            Ok(ids.is_empty() && is_stale)
         };
-        self.0.catalog.read(told).await
+        self.0.catalog.read(check).await
     }
 
-    /// Notes all that a hypervisor has and nobody wants.
-    fn note_unwanted(&self, hypervisor: &str, found: Vec<(VolumeId, Unwanted)>) {
-        let mut troubles = self.troubles();
-        let of_it = |one: &(VolumeId, Unwanted)| one.1.hypervisor == hypervisor;
-        let before: Vec<_> = troubles.unwanted.iter().filter(|one| of_it(one)).cloned().collect();
-        troubles.unwanted.retain(|one| !of_it(one));
-        troubles.unwanted.extend(found.iter().cloned());
-        self.0.metrics.set_unwanted(hypervisor, found.len());
-        drop(troubles);
+    /// Replaces the known unexpected disks of a hypervisor.
+    fn set_unexpected_disks(&self, hypervisor: &str, found: Vec<(VolumeId, UnexpectedDisk)>) {
+        let mut errors = self.known_errors();
+        let of_it = |one: &(VolumeId, UnexpectedDisk)| one.1.hypervisor == hypervisor;
+        let before: Vec<_> = errors.unexpected_disks.iter().filter(|one| of_it(one)).cloned().collect();
+        errors.unexpected_disks.retain(|one| !of_it(one));
+        errors.unexpected_disks.extend(found.iter().cloned());
+        self.0.metrics.set_unexpected_disks(hypervisor, found.len());
+        drop(errors);
         for (volume, one) in found.iter().filter(|one| !before.contains(one)) {
             tracing::error!(%volume, "{}", one.message);
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
         for (volume, one) in before.iter().filter(|one| !found.contains(one)) {
-            tracing::info!(%volume, node = %one.node, hypervisor, "the disk that nobody wants is gone");
+            tracing::info!(%volume, node = %one.node, hypervisor, "the unexpected disk is gone");
             self.emit(EventKind::Volume, volume, Change::Updated);
         }
     }
 
-    fn unwanted(&self, volume: &VolumeId, to: Option<Uuid>) -> Option<Unwanted> {
-        let elsewhere = |one: &&(VolumeId, Unwanted)| one.0 == *volume && Some(one.1.node.uuid) != to;
-        self.troubles().unwanted.iter().find(elsewhere).map(|(_, one)| one.clone())
+    fn unexpected_disk(&self, volume: &VolumeId, to: Option<Uuid>) -> Option<UnexpectedDisk> {
+        let elsewhere = |one: &&(VolumeId, UnexpectedDisk)| one.0 == *volume && Some(one.1.node.uuid) != to;
+        self.known_errors().unexpected_disks.iter().find(elsewhere).map(|(_, one)| one.clone())
     }
 
-    /// Refuses a volume that another virtual machine has, and no attachment stands for that. No volume's lock may be held.
-    pub(super) async fn refuse_unwanted(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
-        if let Some(one) = self.unwanted(volume, to)
-            && let Err(failure) = self.compare(&one.hypervisor).await
+    /// Refuses a volume that has an unexpected disk in another VM. The caller must not hold a volume's lock.
+    pub(super) async fn refuse_unexpected_disk(&self, volume: &VolumeId, to: Option<Uuid>) -> Result<()> {
+        if let Some(one) = self.unexpected_disk(volume, to)
+            && let Err(failure) = self.find_unexpected_disks(&one.hypervisor).await
         {
-            tracing::debug!(hypervisor = one.hypervisor, %failure, "what was known of its disks counts");
+            tracing::debug!(hypervisor = one.hypervisor, %failure, "cannot check the hypervisor's disks; using the last known state");
         }
-        let Some(one) = self.unwanted(volume, to) else { return Ok(()) };
+        let Some(one) = self.unexpected_disk(volume, to) else { return Ok(()) };
         let problem = Problem::new(ProblemCode::InUse, one.message).about(What::Volume, volume);
         Err(problem.used_by(vec![one.node]).into())
     }
@@ -310,14 +320,14 @@ mod tests {
     }
 
     #[test]
-    fn only_a_disk_that_is_proven_ours_and_wanted_by_nobody_is_unplugged() {
+    fn only_a_disk_that_is_proven_ours_and_unused_is_detached() {
         let ours = volume_record(&found().volume, 0, Vec::new());
-        assert_eq!(found().not_ours("here", Some(&ours), false), None);
-        let why = |found: Found, noted: Option<&Record>, is_noted_there| {
-            found.not_ours("here", noted, is_noted_there).unwrap()
+        assert_eq!(found().reason_not_ours("here", Some(&ours), false), None);
+        let why = |found: Found, record: Option<&Record>, is_recorded_holder| {
+            found.reason_not_ours("here", record, is_recorded_holder).unwrap()
         };
         assert!(why(Found { node: None, ..found() }, Some(&ours), false).contains("not registered"));
-        assert!(found().not_ours("there", Some(&ours), false).unwrap().contains("not registered"));
+        assert!(found().reason_not_ours("there", Some(&ours), false).unwrap().contains("not registered"));
         let plugged = Plugged { wwn: None, ..found().plugged };
         assert!(why(Found { plugged, ..found() }, Some(&ours), false).contains("serial"));
         assert!(why(found(), None, false).contains("does not say"));
@@ -327,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_a_volumes_by_its_place_and_name_alone() {
+    fn a_file_belongs_to_a_volume_by_directory_and_name() {
         let pool = found().pool;
         let volume = |path: &str| volume_in(&pool, Path::new(path)).map(|id| id.to_string());
         assert_eq!(volume("/pool/v.raw").as_deref(), Some("v"));

@@ -24,10 +24,10 @@ use tokio_util::sync::CancellationToken;
 use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
 pub(crate) use attachments::attachment_name;
-pub(crate) use claims::Wish;
+pub(crate) use claims::ClaimState;
 
-use crate::fit::Asked;
-use crate::management::keep;
+use crate::compatibility::PvRequirements;
+use crate::management::retain_keys;
 use crate::pin::Pin;
 
 /// What of the guest is ours, and what is kept of it.
@@ -45,7 +45,7 @@ pub(crate) struct Guest {
     pub(crate) client: Client,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
     /// The claims with the conditions that were written just now.
-    pub(crate) latest_claims: Arc<Latest<PersistentVolumeClaim>>,
+    pub(crate) claim_cache: Arc<Latest<PersistentVolumeClaim>>,
     pub(crate) volumes: Informer<PersistentVolume>,
     pub(crate) classes: Informer<StorageClass>,
     pub(crate) events: Events,
@@ -65,7 +65,7 @@ impl Guest {
         volume_changed: impl Fn(&str) + Clone + Send + Sync + 'static,
         claim_gone: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
-        let unread = "not read yet";
+        let not_synced = "not read yet";
         let Scope { drivers, claim_labels } = scope;
         let known = drivers.clone();
         let claims = Informer::builder("guest PersistentVolumeClaims", Api::all(client.clone()))
@@ -73,10 +73,11 @@ impl Guest {
         let volumes = Informer::builder("guest PersistentVolumes", Api::all(client.clone()))
             .trim(move |volume| trim_volume(volume, &drivers));
 
-        let latest_claims = Arc::new(Latest::new(claims.informer()));
-        let (latest, bound_to, told) = (latest_claims.clone(), volumes.informer(), volume_changed.clone());
+        let claim_cache = Arc::new(Latest::new(claims.informer()));
+        let (cache, bound_to, handle_changed) =
+            (claim_cache.clone(), volumes.informer(), volume_changed.clone());
         let claims = claims.on_change(move |change| {
-            latest.seen(change);
+            cache.seen(change);
             let uid = |claim: &Arc<PersistentVolumeClaim>| claim.metadata.uid.clone();
             if change.old.is_some_and(|old| change.new.is_none_or(|new| uid(new) != uid(old))) {
                 claim_gone(change.key);
@@ -85,7 +86,7 @@ impl Guest {
                 let volume = claim.spec.volume_name.as_deref();
                 let volume = volume.and_then(|name| bound_to.get(&Key::cluster(name)));
                 if let Some(handle) = volume.as_deref().and_then(handle) {
-                    told(handle);
+                    handle_changed(handle);
                 }
             }
         });
@@ -101,12 +102,12 @@ impl Guest {
 
         let classes = Informer::builder("guest StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| class.metadata.annotations = None)
-            .start(ready.check("guest-classes", unread), stop.clone());
+            .start(ready.check("guest-classes", not_synced), stop.clone());
         Self {
             client: client.clone(),
-            claims: claims.start(ready.check("guest-claims", unread), stop.clone()),
-            latest_claims,
-            volumes: volumes.start(ready.check("guest-volumes", unread), stop.clone()),
+            claims: claims.start(ready.check("guest-claims", not_synced), stop.clone()),
+            claim_cache,
+            volumes: volumes.start(ready.check("guest-volumes", not_synced), stop.clone()),
             classes,
             events: Events::new(client.clone(), GUEST_DRIVER),
             drivers: known,
@@ -132,7 +133,7 @@ impl Guest {
     pub(crate) async fn class_of(&self, claim: &Key, csi_name: &str, deadline: Instant) -> Option<String> {
         self.claims
             .wait_for(claim, deadline, |claim| {
-                let claim = claim.filter(|claim| is_for(csi_name, claim.metadata.uid.as_deref()))?;
+                let claim = claim.filter(|claim| is_volume_for(csi_name, claim.metadata.uid.as_deref()))?;
                 Some(claim.spec.storage_class_name.clone().unwrap_or_default())
             })
             .await
@@ -155,15 +156,15 @@ impl Guest {
     }
 
     /// What the volumes of this handle ask of their management claim.
-    pub(crate) fn asked_of(&self, handle: &str) -> Vec<Asked> {
-        self.volumes_of(handle).iter().map(|volume| asked(volume)).collect()
+    pub(crate) fn requirements_of(&self, handle: &str) -> Vec<PvRequirements> {
+        self.volumes_of(handle).iter().map(|volume| requirements(volume)).collect()
     }
 
     /// The claim that a volume is bound to.
     pub(crate) fn claim_of(&self, volume: &PersistentVolume) -> Option<Arc<PersistentVolumeClaim>> {
         let claim_ref = volume.spec.claim_ref.as_ref()?;
         let key = Key::new(claim_ref.namespace.clone()?, claim_ref.name.clone()?);
-        self.latest_claims.get(&key).filter(|claim| {
+        self.claim_cache.get(&key).filter(|claim| {
             claim.metadata.uid == claim_ref.uid && claim.spec.volume_name == volume.metadata.name
         })
     }
@@ -183,9 +184,9 @@ impl Guest {
 }
 
 /// What a volume wants of its management claim.
-pub(crate) fn asked(volume: &PersistentVolume) -> Asked {
+pub(crate) fn requirements(volume: &PersistentVolume) -> PvRequirements {
     let spec = &volume.spec;
-    Asked {
+    PvRequirements {
         volume: volume.metadata.name.clone(),
         capacity: spec.capacity,
         block: spec.volume_mode.as_deref() == Some("Block"),
@@ -202,7 +203,7 @@ pub(crate) fn reference<K: Resource<DynamicType = ()>>(object: &K) -> ObjectRefe
 
 /// Whether a volume of this name is for the claim of this UID. csi-provisioner ends the name with the UID
 /// unless it is told to cut it off; a name that ends with another UID is for an earlier claim of that name.
-fn is_for(csi_name: &str, uid: Option<&str>) -> bool {
+fn is_volume_for(csi_name: &str, uid: Option<&str>) -> bool {
     let tail = csi_name.len().checked_sub(36).and_then(|start| csi_name.get(start..));
     let is_uid = |tail: &str| tail.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
     tail.filter(|tail| is_uid(tail)).is_none_or(|tail| Some(tail) == uid)
@@ -218,8 +219,8 @@ fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
     claim.metadata.annotations = None;
     claim.metadata.finalizers = None;
     claim.metadata.owner_references = None;
-    if let Some(there) = &mut claim.metadata.labels {
-        there.retain(|key, _| labels.contains(key));
+    if let Some(present) = &mut claim.metadata.labels {
+        present.retain(|key, _| labels.contains(key));
     }
     claim.metadata.labels = claim.metadata.labels.take().filter(|labels| !labels.is_empty());
     let PersistentVolumeClaimSpec { requested, storage_class_name, volume_name, .. } =
@@ -239,7 +240,7 @@ fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
     volume.metadata.owner_references = None;
     match volume.spec.csi.as_mut().filter(|csi| drivers.contains(&csi.driver)) {
         Some(csi) => {
-            keep(&mut volume.metadata.annotations, |key| key == MANAGEMENT_VOLUME);
+            retain_keys(&mut volume.metadata.annotations, |key| key == MANAGEMENT_VOLUME);
             csi.volume_attributes.retain(|(key, _)| key == MANAGEMENT_VOLUME);
             csi.volume_attributes.shrink_to_fit();
         }
@@ -314,10 +315,10 @@ mod tests {
     #[test]
     fn a_volume_named_after_another_uid_is_not_for_this_claim() {
         let (uid, other) = ("6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "00000000-0d3e-4f5a-8b7c-1234567890ab");
-        assert!(is_for(&format!("pvc-{uid}"), Some(uid)));
-        assert!(!is_for(&format!("pvc-{other}"), Some(uid)));
+        assert!(is_volume_for(&format!("pvc-{uid}"), Some(uid)));
+        assert!(!is_volume_for(&format!("pvc-{other}"), Some(uid)));
         for unknown in ["pvc-6f9c1b2a", "a-name-that-somebody-chose-in-another-way", ""] {
-            assert!(is_for(unknown, Some(uid)), "{unknown}");
+            assert!(is_volume_for(unknown, Some(uid)), "{unknown}");
         }
     }
 }

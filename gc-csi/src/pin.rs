@@ -6,7 +6,7 @@
 use crds::names::MANAGEMENT_VOLUME;
 use kube_kit::lean::PersistentVolume;
 
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 
 /// The management PersistentVolume that a guest's PersistentVolume is pinned to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -31,21 +31,21 @@ impl Pin {
         let attribute = volume.spec.csi.as_ref().and_then(|csi| csi.attribute(MANAGEMENT_VOLUME));
         let annotations = volume.metadata.annotations.as_ref();
         let annotation = annotations.and_then(|all| all.get(MANAGEMENT_VOLUME)).map(String::as_str);
-        let [attribute, annotation] = [attribute, annotation].map(named);
+        let [attribute, annotation] = [attribute, annotation].map(non_empty);
         Self { attribute, annotation }
     }
 
     /// The pin of a call that brings this attribute of its PersistentVolume along, and does not name it: of the guest's
     /// `volumes` of the handle, it is for one with the same attribute.
-    pub(crate) fn of_call(attribute: Option<&str>, volumes: &[Asked]) -> Result<Self, Ambiguous> {
-        let attribute = named(attribute);
+    pub(crate) fn of_call(attribute: Option<&str>, volumes: &[PvRequirements]) -> Result<Self, Ambiguous> {
+        let attribute = non_empty(attribute);
         let mut same = volumes.iter().filter(|volume| volume.pin.attribute == attribute);
         let Some(first) = same.next() else { return Ok(Self { attribute, annotation: None }) };
         match same.find(|other| other.pin.to() != first.pin.to()) {
             None => Ok(first.pin.clone()),
             Some(other) => {
-                let name = |volume: &Asked| volume.volume.clone().unwrap_or_default();
-                let to = |volume: &Asked| volume.pin.to().unwrap_or("none").to_owned();
+                let name = |volume: &PvRequirements| volume.volume.clone().unwrap_or_default();
+                let to = |volume: &PvRequirements| volume.pin.to().unwrap_or("none").to_owned();
                 Err(Ambiguous(name(first), name(other), to(first), to(other)))
             }
         }
@@ -62,7 +62,7 @@ impl Pin {
     }
 }
 
-fn named(value: Option<&str>) -> Option<String> {
+fn non_empty(value: Option<&str>) -> Option<String> {
     value.filter(|value| !value.is_empty()).map(str::to_owned)
 }
 
@@ -97,7 +97,11 @@ mod tests {
 
     #[test]
     fn a_call_is_pinned_as_the_volumes_that_it_can_be_for() {
-        let volume = |name: &str, pin: Pin| Asked { volume: Some(name.to_owned()), pin, ..Asked::default() };
+        let volume = |name: &str, pin: Pin| PvRequirements {
+            volume: Some(name.to_owned()),
+            pin,
+            ..PvRequirements::default()
+        };
         let volumes =
             [volume("one", pin("a", "")), volume("other", pin("b", "c")), volume("third", pin("", ""))];
         let to = |attribute| Pin::of_call(attribute, &volumes).map(|pin| pin.to().map(str::to_owned));

@@ -13,7 +13,7 @@ const FIRST_WITH_SHARING: &str = "v1alpha6";
 
 /// Which VM Operator the flag names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub(crate) enum Named {
+pub(crate) enum VmOperatorArg {
     /// Ours where the management cluster serves `volumeattachments.nestor.dev`, upstream otherwise.
     Auto,
     /// vm-operator-shim.
@@ -37,8 +37,8 @@ pub enum VmOperator {
 impl VmOperator {
     /// The one that is named, or else found, in a cluster that serves `version` of `VirtualMachine`. What is installed
     /// later is found at the next start. None when `stop` came first.
-    pub(crate) async fn find(
-        named: Named,
+    pub(crate) async fn detect(
+        named: VmOperatorArg,
         version: &str,
         client: &Client,
         ready: &Health,
@@ -46,9 +46,9 @@ impl VmOperator {
     ) -> Option<Self> {
         let upstream = Self::Upstream { has_sharing: version == FIRST_WITH_SHARING };
         let is_shim = match named {
-            Named::Shim => true,
-            Named::Upstream => false,
-            Named::Auto => {
+            VmOperatorArg::Shim => true,
+            VmOperatorArg::Upstream => false,
+            VmOperatorArg::Auto => {
                 let check = ready.check("vm-operator", "not asked yet");
                 versions::serves(client, "nestor.dev/v1alpha1", "volumeattachments", &check, stop).await?
             }
@@ -57,28 +57,28 @@ impl VmOperator {
     }
 
     /// Whether it plugs disks read-only.
-    pub(crate) fn plugs_read_only(self) -> bool {
+    pub(crate) fn supports_read_only(self) -> bool {
         self == Self::Shim
     }
 
     /// Whether an entry for a claim with these access modes must ask for several writers.
-    pub(crate) fn wants_multi_writer(self, modes: &[String]) -> bool {
+    pub(crate) fn needs_multi_writer(self, modes: &[String]) -> bool {
         self != Self::Shim && modes.iter().any(|mode| mode == "ReadWriteMany")
     }
 
     /// Refuses what no volume can do here.
-    pub(crate) fn supports(self, wanted: &[Capability]) -> Result<(), Status> {
-        let refusal = wanted.iter().find_map(unsupported).or_else(|| match self {
+    pub(crate) fn supports(self, requested: &[Capability]) -> Result<(), Status> {
+        let refusal = requested.iter().find_map(unsupported).or_else(|| match self {
             Self::Shim => None,
-            Self::Upstream { has_sharing } => refused_upstream(wanted, has_sharing),
+            Self::Upstream { has_sharing } => refused_upstream(requested, has_sharing),
         });
         refusal.map_or(Ok(()), |why| Err(Status::invalid_argument(why)))
     }
 }
 
 /// Why no volume of this driver can do it.
-fn unsupported(wanted: &Capability) -> Option<&'static str> {
-    match (wanted.mode, &wanted.access) {
+fn unsupported(requested: &Capability) -> Option<&'static str> {
+    match (requested.mode, &requested.access) {
         (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
             "access mode ReadWriteMany is not supported for a filesystem: one that several machines write to at once \
              would be corrupted; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
@@ -92,16 +92,16 @@ fn unsupported(wanted: &Capability) -> Option<&'static str> {
 }
 
 /// Why a disk is not plugged read-only by the upstream VM Operator.
-pub(crate) const NO_READ_ONLY: &str = "the VM Operator of the management cluster attaches no disk read-only: its \
+pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster attaches no disk read-only: its \
     admission refuses readOnly for a claim; use ReadWriteOnce, and readOnly in the pods that shall not write";
 
 /// Why the upstream VM Operator would refuse it.
-fn refused_upstream(wanted: &[Capability], has_sharing: bool) -> Option<&'static str> {
+fn refused_upstream(requested: &[Capability], has_sharing: bool) -> Option<&'static str> {
     let is_shared = |one: &Capability| one.mode == Mode::MultiNodeMultiWriter;
-    if wanted.iter().any(|one| one.mode.is_read_only()) {
-        return Some(NO_READ_ONLY);
+    if requested.iter().any(|one| one.mode.is_read_only()) {
+        return Some(READ_ONLY_UNSUPPORTED);
     }
-    if !wanted.iter().any(is_shared) {
+    if !requested.iter().any(is_shared) {
         return None;
     }
     if !has_sharing {
@@ -110,7 +110,7 @@ fn refused_upstream(wanted: &[Capability], has_sharing: bool) -> Option<&'static
              be asked for a disk that several machines write to; use ReadWriteOnce",
         );
     }
-    (!wanted.iter().all(is_shared)).then_some(
+    (!requested.iter().all(is_shared)).then_some(
         "access mode ReadWriteMany can't be combined with others: the VM Operator of the management cluster attaches a \
          claim that has ReadWriteOnce, too, to one machine only; ask for one of them",
     )
@@ -122,10 +122,12 @@ mod tests {
 
     const MOUNT: fn() -> Access = || Access::Mount { fs_type: String::new(), flags: Vec::new(), group: None };
 
-    fn refusal(operator: VmOperator, wanted: &[(Mode, Access)]) -> Option<String> {
-        let wanted: Vec<Capability> =
-            wanted.iter().map(|(mode, access)| Capability { mode: *mode, access: access.clone() }).collect();
-        operator.supports(&wanted).err().map(|status| status.message().to_owned())
+    fn refusal(operator: VmOperator, requested: &[(Mode, Access)]) -> Option<String> {
+        let requested: Vec<Capability> = requested
+            .iter()
+            .map(|(mode, access)| Capability { mode: *mode, access: access.clone() })
+            .collect();
+        operator.supports(&requested).err().map(|status| status.message().to_owned())
     }
 
     #[test]
@@ -139,7 +141,7 @@ mod tests {
         }
         let refused = refusal(VmOperator::Shim, &[(Mode::MultiNodeMultiWriter, MOUNT())]);
         assert!(refused.is_some_and(|why| why.contains("filesystem")));
-        assert!(!VmOperator::Shim.wants_multi_writer(&["ReadWriteMany".to_owned()]));
+        assert!(!VmOperator::Shim.needs_multi_writer(&["ReadWriteMany".to_owned()]));
     }
 
     #[test]
@@ -157,7 +159,7 @@ mod tests {
         assert_eq!(refusal(new, &[shared()]), None);
         says(refusal(old, &[shared()]), "v1alpha6");
         says(refusal(new, &[shared(), (Mode::SingleNodeWriter, Access::Block)]), "combined");
-        assert!(new.wants_multi_writer(&["ReadWriteMany".to_owned()]));
-        assert!(!new.wants_multi_writer(&["ReadWriteOnce".to_owned()]));
+        assert!(new.needs_multi_writer(&["ReadWriteMany".to_owned()]));
+        assert!(!new.needs_multi_writer(&["ReadWriteOnce".to_owned()]));
     }
 }

@@ -13,7 +13,7 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::{extra, management_class};
-use super::service::{BEHIND, Controller};
+use super::service::{CACHE_LAG, Controller};
 use crate::guest::reference;
 use crate::management::claims::{Abandoned, NewClaim, Source};
 
@@ -30,8 +30,8 @@ impl Controller {
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
-        let wanted = capability::required_all(&request.volume_capabilities)?;
-        self.supports(&wanted)?;
+        let capabilities = capability::required_all(&request.volume_capabilities)?;
+        self.supports(&capabilities)?;
         let class = management_class("StorageClass", names::PARAMETER_MANAGEMENT_CLASS, &request.parameters)?;
         let class = class.to_owned();
         let attributes_class = attributes_class(&request.mutable_parameters)?;
@@ -40,25 +40,25 @@ impl Controller {
         let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
         let _guard = self.locks.acquire(&request.name)?;
         // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
-        let behind = deadline.min(Instant::now() + BEHIND);
+        let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
         let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
         let source_volumes = match &source {
-            Some(Source::Volume(handle)) => self.guest.asked_of(handle),
+            Some(Source::Volume(handle)) => self.guest.requirements_of(handle),
             Some(Source::Snapshot(_)) | None => Vec::new(),
         };
         let claim = NewClaim {
             csi_name: request.name,
             size,
             class,
-            block: wanted.iter().any(|one| one.access == Access::Block),
-            access_modes: access_modes(&wanted),
+            block: capabilities.iter().any(|one| one.access == Access::Block),
+            access_modes: access_modes(&capabilities),
             source,
             source_volumes,
             attributes_class,
             zones,
             annotations,
         };
-        let bound = self.management.create_claim(&claim, behind, deadline).await;
+        let bound = self.management.create_claim(&claim, cache_deadline, deadline).await;
         let bound = bound.map_err(|error| errors::create(&error))?;
         Ok(proto::CreateVolumeResponse {
             volume: Some(proto::Volume {
@@ -84,14 +84,14 @@ impl Controller {
             (extra(parameters, "pvc/name"), extra(parameters, "pvc/namespace"))
         {
             let claim = Key::new(namespace.clone(), name.clone());
-            let behind = deadline.min(Instant::now() + BEHIND);
-            match self.guest.class_of(&claim, csi_name, behind).await {
+            let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
+            match self.guest.class_of(&claim, csi_name, cache_deadline).await {
                 Some(class) if class.is_empty() => {}
                 Some(class) => {
-                    self.check_policies(&claim, &class, management_class, behind).await?;
+                    self.check_policies(&claim, &class, management_class, cache_deadline).await?;
                     annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
                 }
-                None => self.give_up(csi_name, &claim, deadline).await?,
+                None => self.abandon_unclaimed(csi_name, &claim, deadline).await?,
             }
             annotations.insert(names::ANNOTATION_GUEST_PVC.to_owned(), name);
             annotations.insert(names::ANNOTATION_GUEST_NAMESPACE.to_owned(), namespace);
@@ -105,13 +105,13 @@ impl Controller {
     /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
     /// final code, and nothing of it may stay below. One that has a volume already is given out all the same,
     /// since csi-provisioner then deletes it.
-    async fn give_up(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
-        let unsure = match self.guest.wants_volume(claim, csi_name).await {
+    async fn abandon_unclaimed(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
+        let uncertainty = match self.guest.has_claim_for(claim, csi_name).await {
             Ok(false) => None,
             Ok(true) => Some(format!("the watch of the guest cluster does not show claim {claim} yet")),
             Err(why) => Some(why),
         };
-        if let Some(why) = unsure {
+        if let Some(why) = uncertainty {
             return Err(Status::unavailable(why));
         }
         match self.management.abandon_claim(csi_name, deadline).await {
@@ -130,10 +130,10 @@ impl Controller {
         claim: &Key,
         guest_class: &str,
         management_class: &str,
-        behind: Instant,
+        cache_deadline: Instant,
     ) -> Result<(), Status> {
-        let guest = self.guest.reclaim_policy(guest_class, behind).await;
-        let management = self.management.reclaim_policy(management_class, behind).await;
+        let guest = self.guest.reclaim_policy(guest_class, cache_deadline).await;
+        let management = self.management.reclaim_policy(management_class, cache_deadline).await;
         let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
         if guest == management {
             return Ok(());
@@ -154,8 +154,8 @@ impl Controller {
 }
 
 /// The access modes that cover everything that is wanted, as Kubernetes writes them.
-fn access_modes(wanted: &[Capability]) -> Vec<&'static str> {
-    let mut modes: Vec<&str> = wanted.iter().map(|one| one.mode.kubernetes_name()).collect();
+fn access_modes(capabilities: &[Capability]) -> Vec<&'static str> {
+    let mut modes: Vec<&str> = capabilities.iter().map(|one| one.mode.kubernetes_name()).collect();
     modes.sort_unstable();
     modes.dedup();
     modes

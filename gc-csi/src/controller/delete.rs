@@ -9,7 +9,7 @@ use tonic::Request;
 
 use super::errors;
 use super::service::Controller;
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 use crate::guest;
 use crate::management::claims::DeleteError;
 
@@ -28,8 +28,9 @@ impl Controller {
                  persistentVolumeReclaimPolicy Retain on the one that goes, or delete {other} first"
             )));
         }
-        let asked: Vec<Asked> = named.iter().map(|volume| guest::asked(volume)).collect();
-        self.delete_claim(volume, &asked, deadline).await.map_err(|error| errors::delete(&error))?;
+        let requirements: Vec<PvRequirements> =
+            named.iter().map(|volume| guest::requirements(volume)).collect();
+        self.delete_claim(volume, &requirements, deadline).await.map_err(|error| errors::delete(&error))?;
         Ok(proto::DeleteVolumeResponse {})
     }
 
@@ -37,17 +38,17 @@ impl Controller {
     async fn delete_claim(
         &self,
         volume: &str,
-        named: &[Asked],
+        named: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
         let outcome = self.management.delete_claim(volume, named, deadline).await;
-        let machines = match &outcome {
-            Err(DeleteError::Attached { machine, .. }) => vec![machine.as_str()],
+        let vms = match &outcome {
+            Err(DeleteError::Attached { vm_name, .. }) => vec![vm_name.as_str()],
             Err(DeleteError::Replaced(_)) => Vec::new(),
             _ => return outcome,
         };
         let failed = |source| DeleteError::Api { claim: volume.to_owned(), source };
-        self.management.catch_up(volume, &machines, deadline).await.map_err(failed)?;
+        self.management.refresh_cache(volume, &vms, deadline).await.map_err(failed)?;
         self.management.delete_claim(volume, named, deadline).await
     }
 }

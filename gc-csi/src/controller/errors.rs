@@ -7,14 +7,14 @@
 use csi::Status;
 
 use super::pinned::PinError;
-use crate::fit::Misfit;
+use crate::compatibility::Incompatible;
 use crate::machine::Refusal;
 use crate::management::ApiError;
 use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
-use crate::management::commit::{CommitError, Wanted};
+use crate::management::commit::{CommitError, KeepReason};
 use crate::management::consumers::ConsumerError;
-use crate::management::disks::{AttachError, DetachError};
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
+use crate::management::volume_entries::{AttachError, DetachError};
 
 pub(super) fn create(error: &CreateError) -> Status {
     let text = error.to_string();
@@ -118,7 +118,7 @@ pub(super) fn copy(error: &PinError) -> Status {
 pub(super) fn snapshot(error: &SnapshotError) -> Status {
     let text = error.to_string();
     match error {
-        SnapshotError::Unserved => Status::unimplemented(text),
+        SnapshotError::NotServed => Status::unimplemented(text),
         SnapshotError::NoClaim(_) => Status::not_found(text),
         SnapshotError::NotBound(_) => Status::failed_precondition(text),
         SnapshotError::NoClass(_) => Status::invalid_argument(text),
@@ -145,8 +145,10 @@ pub(super) fn delete_snapshot(error: &DeleteSnapshotError) -> Status {
 pub(super) fn attach(error: &AttachError) -> Status {
     let text = error.to_string();
     match error {
-        AttachError::NoMachine(_) | AttachError::Unfit(Misfit::Unknown(..)) => Status::not_found(text),
-        AttachError::Unfit(Misfit::Differs(..) | Misfit::Replaced { .. }) => {
+        AttachError::VmNotFound(_) | AttachError::Incompatible(Incompatible::ClaimNotFound(..)) => {
+            Status::not_found(text)
+        }
+        AttachError::Incompatible(Incompatible::Differs(..) | Incompatible::Replaced { .. }) => {
             Status::failed_precondition(text)
         }
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
@@ -155,7 +157,7 @@ pub(super) fn attach(error: &AttachError) -> Status {
         AttachError::NotBound(_) => Status::unavailable(text),
         AttachError::InUse { .. } => Status::failed_precondition(text),
         AttachError::Differs { .. } => Status::already_exists(text),
-        // The entry is in the machine's spec and the management tier goes on trying.
+        // The entry is in the VM's spec and the management tier goes on trying.
         AttachError::Failed { .. } => Status::unavailable(text),
         AttachError::Leaving { .. } => Status::aborted(text),
         AttachError::Deadline { .. } => Status::deadline_exceeded(text),
@@ -168,8 +170,8 @@ pub(super) fn detach(error: &DetachError) -> Status {
     match error {
         DetachError::Failed { .. } => Status::unavailable(text),
         // The disk stays where it is until a person has changed something.
-        DetachError::NotOurs { .. } | DetachError::Held { .. } => Status::failed_precondition(text),
-        DetachError::Wanted { wanted, .. } => kept(wanted, text),
+        DetachError::NotOwned { .. } | DetachError::ForeignEntry { .. } => Status::failed_precondition(text),
+        DetachError::Kept { reason, .. } => kept(reason, text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }
@@ -177,20 +179,20 @@ pub(super) fn detach(error: &DetachError) -> Status {
 
 fn commit(error: &CommitError, text: String) -> Status {
     match error {
-        CommitError::NoMachine(_) => Status::not_found(text),
+        CommitError::VmNotFound(_) => Status::not_found(text),
         CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
         CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
-        CommitError::Wanted(wanted) => kept(wanted, text),
+        CommitError::Kept(reason) => kept(reason, text),
         CommitError::Api { source, .. } => api(source, text),
     }
 }
 
 /// Of an entry that was not taken out.
-fn kept(error: &Wanted, text: String) -> Status {
+fn kept(error: &KeepReason, text: String) -> Status {
     match error {
         // csi-attacher asks for a detach only when the guest's VolumeAttachment is on its way out: this call is late.
-        Wanted::By(_) => Status::failed_precondition(text),
-        Wanted::Unknown(_) => Status::unavailable(text),
+        KeepReason::Requested(_) => Status::failed_precondition(text),
+        KeepReason::Unknown(_) => Status::unavailable(text),
     }
 }
 

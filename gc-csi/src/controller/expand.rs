@@ -24,23 +24,24 @@ impl Controller {
         // Where there is a limit only, every volume within it is large enough.
         let size = Size::from_range(Some(range), 1)?;
         let _guard = self.locks.acquire(volume)?;
-        self.is_pinned(volume, deadline).await.map_err(|error| errors::change(&error))?;
-        let capacity = self.grow(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
+        self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
+        let capacity =
+            self.expand_claim(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
         Ok(proto::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(capacity).unwrap_or(i64::MAX),
-            // The machine must be told of a larger disk, whatever is on it.
+            // The VM must be told of a larger disk, whatever is on it.
             node_expansion_required: true,
         })
     }
 
     /// Refuses only on what is so now: another replica may have made the claim just before.
-    async fn grow(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
+    async fn expand_claim(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
         match self.management.expand_claim(volume, size, deadline).await {
             Err(ExpandError::NoClaim(_) | ExpandError::NotBound(_)) => {}
             other => return other,
         }
         let failed = |source: ApiError| ExpandError::Unknown { claim: volume.to_owned(), source };
-        self.management.catch_up(volume, &[], deadline).await.map_err(failed)?;
+        self.management.refresh_cache(volume, &[], deadline).await.map_err(failed)?;
         self.management.expand_claim(volume, size, deadline).await
     }
 }

@@ -55,17 +55,17 @@ impl Controller {
     pub(super) fn refuse_as_legacy(&self, request: &proto::CreateVolumeRequest) -> Result<(), Status> {
         let Some(legacy) = &self.legacy else { return Ok(()) };
         let classes = self.guest.classes.list();
-        let asked: Vec<&str> = request.parameters.values().map(String::as_str).collect();
+        let parameter_values: Vec<&str> = request.parameters.values().map(String::as_str).collect();
         Err(Status::invalid_argument(format!(
             "driver {legacy} makes no new volumes: its volumes are kept going by {GUEST_DRIVER}; {}",
-            remedy(classes.iter().map(|class| &**class), &asked)
+            class_advice(classes.iter().map(|class| &**class), &parameter_values)
         )))
     }
 }
 
 /// Which class to use instead: where one leads to a management class that the parameters name, under whatever key the
 /// earlier driver had for it, that one.
-fn remedy<'a>(classes: impl Iterator<Item = &'a StorageClass>, asked: &[&str]) -> String {
+fn class_advice<'a>(classes: impl Iterator<Item = &'a StorageClass>, parameter_values: &[&str]) -> String {
     let management_class = |class: &'a StorageClass| {
         class.parameters.as_ref()?.get(PARAMETER_MANAGEMENT_CLASS).map(String::as_str)
     };
@@ -74,7 +74,7 @@ fn remedy<'a>(classes: impl Iterator<Item = &'a StorageClass>, asked: &[&str]) -
         .filter_map(|class| Some((class.metadata.name.as_deref()?, management_class(class))))
         .collect();
     ours.sort_unstable();
-    let same = ours.iter().filter(|(_, leads_to)| leads_to.is_some_and(|to| asked.contains(&to)));
+    let same = ours.iter().filter(|(_, leads_to)| leads_to.is_some_and(|to| parameter_values.contains(&to)));
     let mut names: Vec<&str> = same.map(|(name, _)| *name).collect();
     if names.is_empty() {
         names = ours.iter().map(|(name, _)| *name).collect();
@@ -107,10 +107,10 @@ mod tests {
             class("fast", GUEST_DRIVER, "ssd"),
             class("old-fast", "legacy.example", "ssd"),
         ];
-        assert_eq!(remedy(classes.iter(), &["ssd", "ext4"]), "use StorageClass fast instead");
-        assert_eq!(remedy(classes.iter(), &["nvme"]), "use StorageClass fast or slow instead");
+        assert_eq!(class_advice(classes.iter(), &["ssd", "ext4"]), "use StorageClass fast instead");
+        assert_eq!(class_advice(classes.iter(), &["nvme"]), "use StorageClass fast or slow instead");
         assert_eq!(
-            remedy(classes[2..].iter(), &["ssd"]),
+            class_advice(classes[2..].iter(), &["ssd"]),
             "make a StorageClass with provisioner guest.csi.nestor.dev and use it instead"
         );
     }

@@ -35,9 +35,9 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{Guest, Scope};
-use crate::management::{GuestDeletion, Home, Management, Optional, Owner, Served};
+use crate::management::{ClusterOwner, GuestDeletion, GuestIdentity, Management, OptionalApis, ServedApis};
 use crate::reconcile::{self, Reconcilers};
-use crate::vm_operator::{Named, VmOperator};
+use crate::vm_operator::{VmOperator, VmOperatorArg};
 
 /// Flags of `gc-csi`.
 #[derive(Debug, clap::Args)]
@@ -68,8 +68,8 @@ pub struct Args {
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     capacity_namespace: Option<String>,
     /// Which VM Operator the management cluster has: `auto` finds it out by whether volumeattachments.nestor.dev is served.
-    #[arg(long, value_enum, default_value_t = Named::Auto)]
-    vm_operator: Named,
+    #[arg(long, value_enum, default_value_t = VmOperatorArg::Auto)]
+    vm_operator: VmOperatorArg,
     /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi-node` with --topology or --zone
     /// on every node, since csi-provisioner makes no volume for a node without a zone then.
     #[arg(long)]
@@ -133,8 +133,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let election = args.lease.election("gc-csi-controller", &guest_client, kubeconfig, &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     // Stands until every other check is there: between two of them, all that there are may pass.
-    let wired = ready.check("controller", "not started yet");
-    let reaching =
+    let startup = ready.check("controller", "not started yet");
+    let api_checks =
         ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not asked yet"));
     if let Some(address) = args.http_listen {
         let serving = http::serve(address, alive, ready.clone(), registry, stop.clone());
@@ -157,25 +157,25 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         }
     };
     for (client, cluster, check) in
-        [(&guest_client, "guest", &reaching[0]), (&management_client, "management", &reaching[1])]
+        [(&guest_client, "guest", &api_checks[0]), (&management_client, "management", &api_checks[1])]
     {
         if !client::wait_until_reachable(client, cluster, check, &stop).await {
             return Ok(());
         }
     }
-    let asked = ready.check("virtual-machine-version", "not asked yet");
+    let version_check = ready.check("virtual-machine-version", "not asked yet");
     let version = versions::served(
         &management_client,
         crds::VIRTUAL_MACHINE_GROUP,
         crds::newest_virtual_machine_version,
-        &asked,
+        &version_check,
         &stop,
     );
     let Some(version) = version.await else { return Ok(()) };
-    let optional = Optional::ask(&management_client, args.capacity_namespace, &ready, &stop).await;
+    let optional = OptionalApis::discover(&management_client, args.capacity_namespace, &ready, &stop).await;
     let Some(optional) = optional else { return Ok(()) };
-    let finding = VmOperator::find(args.vm_operator, version, &management_client, &ready, &stop);
-    let Some(vm_operator) = finding.await else { return Ok(()) };
+    let detecting = VmOperator::detect(args.vm_operator, version, &management_client, &ready, &stop);
+    let Some(vm_operator) = detecting.await else { return Ok(()) };
     tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
@@ -186,22 +186,33 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         &ready,
         &stop,
         move |handle| volumes.push_volume(handle),
-        move |claim| claims.push_gone(claim),
+        move |claim| claims.push_deleted_guest_claim(claim),
     );
-    let home =
-        Home { namespace: args.management_namespace, cluster: args.cluster_id, prefix: args.volume_prefix };
-    let owned = reconcilers.queues().clone();
-    let owner = Owner::start(&management_client, &home, args.guest_deletion, &ready, &stop, move || {
-        owned.push_owned();
-    });
-    let Some(owner) = owner.await else { return Ok(()) };
-    let listeners = reconcilers.queues().listeners();
-    let served = Served { machines: version, vm_operator, optional: &optional };
-    let management = Management::start(&management_client, home, served, owner, &ready, &stop, listeners);
+    let guest_identity = GuestIdentity {
+        namespace: args.management_namespace,
+        cluster: args.cluster_id,
+        prefix: args.volume_prefix,
+    };
+    let queues = reconcilers.queues().clone();
+    let cluster_owner = ClusterOwner::start(
+        &management_client,
+        &guest_identity,
+        args.guest_deletion,
+        &ready,
+        &stop,
+        move || {
+            queues.push_all_owner_refs();
+        },
+    );
+    let Some(cluster_owner) = cluster_owner.await else { return Ok(()) };
+    let handlers = reconcilers.queues().handlers();
+    let served = ServedApis { vm_version: version, vm_operator, optional: &optional };
+    let management =
+        Management::start(&management_client, guest_identity, served, cluster_owner, &ready, &stop, handlers);
     let locks = VolumeLocks::default();
     let reconcilers =
         reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
-    let orders = reconcilers.orders();
+    let k8s_attachments = reconcilers.k8s_attachments();
     let (electing, stopping) = (ready.clone(), stop.clone());
     let reconciling = tokio::spawn(async move {
         election.lead(&electing, &stopping, || reconcilers.run()).await;
@@ -210,12 +221,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let service = service::Controller::new(
         management,
         guest,
-        orders,
+        k8s_attachments,
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
         Duration::from_secs(args.default_timeout),
         locks,
     );
-    wired.pass();
+    startup.pass();
     let routes = tonic::service::Routes::new(IdentityServer::new(identity(names::GUEST_DRIVER)))
         .add_service(ControllerServer::new(service.clone()));
     let own = csi::server::serve(&args.endpoint, routes, calls.clone(), stop.clone());

@@ -12,20 +12,20 @@ use tonic::{Code, Request, Response};
 
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::reconcile::Orders;
+use crate::reconcile::K8sAttachments;
 
 /// How long an object is waited for that a sidecar, or whoever made it, saw before this process did.
-pub(super) const BEHIND: Duration = Duration::from_secs(2);
+pub(super) const CACHE_LAG: Duration = Duration::from_secs(2);
 
 /// How long after its waits a call is ended that still waits for an API server's answer.
-const LAST_WORD: Duration = Duration::from_millis(20);
+const ANSWER_GRACE: Duration = Duration::from_millis(20);
 
 /// Serves the Controller service. Copies share everything, so that two drivers of one process keep each other's locks.
 #[derive(Clone)]
 pub(super) struct Controller {
     pub(super) management: Management,
     pub(super) guest: Guest,
-    pub(super) orders: Orders,
+    pub(super) k8s_attachments: K8sAttachments,
     pub(super) refuse_mismatch: bool,
     pub(super) default_timeout: Duration,
     pub(super) locks: VolumeLocks,
@@ -37,17 +37,17 @@ impl Controller {
     pub(super) fn new(
         management: Management,
         guest: Guest,
-        orders: Orders,
+        k8s_attachments: K8sAttachments,
         refuse_mismatch: bool,
         default_timeout: Duration,
         locks: VolumeLocks,
     ) -> Self {
-        Self { management, guest, orders, refuse_mismatch, default_timeout, locks, legacy: None }
+        Self { management, guest, k8s_attachments, refuse_mismatch, default_timeout, locks, legacy: None }
     }
 
     /// Refuses what no volume of this driver can do, or none beside this VM Operator.
-    pub(super) fn supports(&self, wanted: &[Capability]) -> Result<(), Status> {
-        self.management.vm_operator().supports(wanted)
+    pub(super) fn supports(&self, capabilities: &[Capability]) -> Result<(), Status> {
+        self.management.vm_operator().supports(capabilities)
     }
 
     /// Starts a call: nothing is answered before both clusters were read once.
@@ -68,17 +68,20 @@ impl Controller {
         deadline: Instant,
         call: impl Future<Output = Result<R, Status>>,
     ) -> Result<Response<R>, Status> {
-        let answer = tokio::time::timeout_at(deadline + LAST_WORD, call).await.unwrap_or_else(|_| {
+        let answer = tokio::time::timeout_at(deadline + ANSWER_GRACE, call).await.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(
                 "no answer from the API of the management cluster in time; what was asked for may come about there, \
                  and the same call finds it",
             ))
         });
-        answer.map(Response::new).map_err(|status| match (status.code(), self.management.trouble()) {
-            (Code::DeadlineExceeded | Code::Unavailable, Some(trouble))
-                if !status.message().contains(&trouble) =>
+        answer.map(Response::new).map_err(|status| match (status.code(), self.management.watch_error()) {
+            (Code::DeadlineExceeded | Code::Unavailable, Some(watch_error))
+                if !status.message().contains(&watch_error) =>
             {
-                Status::new(status.code(), format!("{} (management cluster: {trouble})", status.message()))
+                Status::new(
+                    status.code(),
+                    format!("{} (management cluster: {watch_error})", status.message()),
+                )
             }
             _ => status,
         })
@@ -206,7 +209,7 @@ impl proto::controller_server::Controller for Controller {
             Rpc::CloneVolume,
             Rpc::ExpandVolume,
         ];
-        if self.management.vm_operator().plugs_read_only() {
+        if self.management.vm_operator().supports_read_only() {
             announced.push(Rpc::PublishReadonly);
         }
         // What the management cluster can't do, and what it does not say, is not promised.
@@ -217,7 +220,7 @@ impl proto::controller_server::Controller for Controller {
         if self.management.has_attributes_classes() {
             announced.push(Rpc::ModifyVolume);
         }
-        if self.management.knows_room() {
+        if self.management.has_capacity_data() {
             announced.push(Rpc::GetCapacity);
         }
         let capabilities = announced

@@ -35,12 +35,16 @@ impl Guest {
         let list = api.list(&ListParams::default()).await;
         let list =
             list.map_err(|error| format!("cannot read the guest's VolumeAttachments: {}", chain(&error)))?;
-        let stays =
+        let is_live =
             |one: &&VolumeAttachment| one.node_name == node && one.metadata.deletion_timestamp.is_none();
-        let is_for = |csi: &CsiSource| {
+        let is_volume = |csi: &CsiSource| {
             csi.volume_handle == handle && csi.driver != driver && self.drivers.contains(&csi.driver)
         };
-        Ok(list.items.iter().filter(stays).any(|one| self.source_of(one).is_some_and(|csi| is_for(&csi))))
+        Ok(list
+            .items
+            .iter()
+            .filter(is_live)
+            .any(|one| self.source_of(one).is_some_and(|csi| is_volume(&csi))))
     }
 
     /// Which volume of ours is wanted.

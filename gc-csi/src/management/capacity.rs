@@ -21,7 +21,7 @@ pub(super) struct Capacities {
 
 /// Room for volumes, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
+pub struct FreeCapacity {
     /// All that is left.
     pub available: u64,
     /// The largest volume that fits, where it is known.
@@ -61,22 +61,22 @@ impl Capacities {
 
 impl Management {
     /// Whether it is known how much room there is.
-    pub fn knows_room(&self) -> bool {
+    pub fn has_capacity_data(&self) -> bool {
         self.capacities.is_some()
     }
 
     /// Room for volumes of a management class, or of whichever has most, that are to be reached from a zone, or from
     /// anywhere.
-    pub fn room(&self, class: Option<&str>, zone: Option<&str>) -> Room {
-        let Some(capacities) = &self.capacities else { return Room { available: 0, largest: None } };
+    pub fn free_capacity(&self, class: Option<&str>, zone: Option<&str>) -> FreeCapacity {
+        let Some(capacities) = &self.capacities else { return FreeCapacity { available: 0, largest: None } };
         let published: Vec<_> = capacities.published.list();
-        let room = published_room(published.iter().map(|one| &**one), class, zone);
+        let free = published_capacity(published.iter().map(|one| &**one), class, zone);
         let left = capacities.quotas.list().iter().filter_map(|quota| quota_left(quota, class)).min();
         match left {
-            None => room,
-            Some(left) => Room {
-                available: room.available.min(left),
-                largest: Some(room.largest.map_or(left, |largest| largest.min(left))),
+            None => free,
+            Some(left) => FreeCapacity {
+                available: free.available.min(left),
+                largest: Some(free.largest.map_or(left, |largest| largest.min(left))),
             },
         }
     }
@@ -84,11 +84,11 @@ impl Management {
 
 /// What is published for a class and a zone. Where nothing is published for the zone itself, what can be reached from
 /// everywhere counts; without a zone, the best segment does, since a volume lies in one.
-fn published_room<'a>(
+fn published_capacity<'a>(
     published: impl Iterator<Item = &'a CSIStorageCapacity>,
     class: Option<&str>,
     zone: Option<&str>,
-) -> Room {
+) -> FreeCapacity {
     let segment = |one: &CSIStorageCapacity| {
         one.node_topology.as_ref()?.match_labels.as_ref()?.get(names::LABEL_ZONE).cloned()
     };
@@ -105,9 +105,9 @@ fn published_room<'a>(
         Some(_) => segment.is_none(),
     });
     let bytes = |quantity: &Option<_>| quantity.as_ref().and_then(quantity::value);
-    counted.fold(Room { available: 0, largest: None }, |room, (_, one)| Room {
-        available: room.available.max(bytes(&one.capacity).unwrap_or(0)),
-        largest: room.largest.max(bytes(&one.maximum_volume_size)),
+    counted.fold(FreeCapacity { available: 0, largest: None }, |free, (_, one)| FreeCapacity {
+        available: free.available.max(bytes(&one.capacity).unwrap_or(0)),
+        largest: free.largest.max(bytes(&one.maximum_volume_size)),
     })
 }
 
@@ -157,10 +157,10 @@ mod tests {
             published("fast", None, "5"),
             published("slow", Some("a"), "99"),
         ];
-        let room = |zone| published_room(all.iter(), Some("fast"), zone).available;
-        assert_eq!((room(Some("a")), room(Some("c")), room(None)), (10, 5, 20));
-        let nothing = Room { available: 0, largest: None };
-        assert_eq!(published_room(all.iter(), Some("none"), Some("a")), nothing);
+        let free = |zone| published_capacity(all.iter(), Some("fast"), zone).available;
+        assert_eq!((free(Some("a")), free(Some("c")), free(None)), (10, 5, 20));
+        let nothing = FreeCapacity { available: 0, largest: None };
+        assert_eq!(published_capacity(all.iter(), Some("none"), Some("a")), nothing);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::sharing::Relation;
 use super::{ApiError, Management};
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 
 /// How a guest uses a claim that is not its own.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,9 +27,9 @@ impl Consumer {
     }
 
     /// The use by the guest's volumes that name one claim; None when there are none.
-    pub(crate) fn of(volumes: &[Asked]) -> Option<Self> {
+    pub(crate) fn of(volumes: &[PvRequirements]) -> Option<Self> {
         let first = volumes.first()?;
-        let read_only = volumes.iter().all(Asked::reads_only);
+        let read_only = volumes.iter().all(PvRequirements::reads_only);
         Some(Self::new(first.volume.clone().unwrap_or_default(), read_only))
     }
 }
@@ -69,7 +69,7 @@ impl Management {
             written.ok_or_else(|| ConsumerError::Deleting(name.to_owned()))?.metadata
         };
         let failed = |source: ApiError| ConsumerError::Api { claim: name.to_owned(), source };
-        self.disown(name, &metadata).await.map_err(failed)
+        self.remove_owner_ref(name, &metadata).await.map_err(failed)
     }
 
     /// Takes the record back, even when the claim is not shared with this guest any more: what it does not use must
@@ -90,7 +90,7 @@ impl Management {
 
     /// The other guests that are written down on a claim, each with its volume.
     pub(super) fn other_consumers(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
-        others(claim, self.home.cluster.as_str())
+        others(claim, self.identity.cluster.as_str())
     }
 
     /// The claim as it is after the write; None when it is gone.
@@ -113,7 +113,7 @@ impl Management {
     }
 
     fn consumer_key(&self) -> String {
-        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.home.cluster)
+        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.identity.cluster)
     }
 }
 
@@ -161,12 +161,12 @@ mod tests {
 
     #[test]
     fn one_writer_among_the_volumes_of_a_claim_makes_the_guest_a_writer() {
-        let asked = |name: &str, mode: &str| Asked {
+        let requirements = |name: &str, mode: &str| PvRequirements {
             volume: Some(name.to_owned()),
             modes: vec![mode.to_owned()],
-            ..Asked::default()
+            ..PvRequirements::default()
         };
-        let (reader, writer) = (asked("a", "ReadOnlyMany"), asked("b", "ReadWriteOnce"));
+        let (reader, writer) = (requirements("a", "ReadOnlyMany"), requirements("b", "ReadWriteOnce"));
         assert_eq!(Consumer::of(&[reader.clone(), writer]), Some(Consumer::new("a", false)));
         assert_eq!(Consumer::of(&[reader]), Some(Consumer::new("a", true)));
         assert_eq!(Consumer::of(&[]), None);

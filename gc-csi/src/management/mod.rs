@@ -2,23 +2,23 @@
 //! writes are claims made, changed and deleted ([`claims`]), snapshots taken and deleted ([`snapshots`]), and disks put
 //! into and taken out of `VirtualMachine.spec.volumes` ([`disks`]).
 
-mod behind;
+mod batcher;
 pub mod capacity;
 pub mod claims;
 pub mod commit;
 pub mod consumers;
-pub mod disks;
-mod entries;
-mod gather;
 pub(crate) mod inventory;
-mod lost;
 pub(crate) mod metadata;
-mod optional;
+mod optional_apis;
 pub(crate) mod orphans;
-mod owner;
-mod recent;
+mod out_of_service;
+mod own_entries;
+mod owner_refs;
+mod recent_outcomes;
 pub mod sharing;
 pub mod snapshots;
+mod stale_cache;
+pub mod volume_entries;
 mod warnings;
 
 use std::collections::BTreeMap;
@@ -38,9 +38,9 @@ use tokio_util::sync::CancellationToken;
 
 use capacity::Capacities;
 use commit::Committer;
-pub use optional::Optional;
-pub(crate) use owner::{Fate, GuestDeletion, Made, Owner};
-use recent::Recent;
+pub use optional_apis::OptionalApis;
+pub(crate) use owner_refs::{ClusterOwner, DeletionOutcome, GuestDeletion, OwnedObject};
+use recent_outcomes::RecentOutcomes;
 use snapshots::{Snapshots, VolumeSnapshot};
 use warnings::Warnings;
 
@@ -48,7 +48,7 @@ use crate::vm_operator::VmOperator;
 
 /// Where this guest lives in the management cluster, and how its objects are named.
 #[derive(Debug, Clone)]
-pub struct Home {
+pub struct GuestIdentity {
     /// The guest's namespace.
     pub namespace: String,
     /// The guest's identity, on the label of everything it owns.
@@ -58,47 +58,47 @@ pub struct Home {
 }
 
 /// What the management cluster serves of what not every cluster does.
-pub(crate) struct Served<'a> {
+pub(crate) struct ServedApis<'a> {
     /// The version of `VirtualMachine`.
-    pub(crate) machines: &'a str,
-    /// Who carries out what is asked of machines.
+    pub(crate) vm_version: &'a str,
+    /// Who carries out what is asked of VMs.
     pub(crate) vm_operator: VmOperator,
     /// What may not be served at all.
-    pub(crate) optional: &'a Optional,
+    pub(crate) optional: &'a OptionalApis,
 }
 
 /// Who is told of every change that a watch shows, on the watch's own task.
-pub(crate) struct Listeners {
-    /// Of a machine.
-    pub(crate) machine_changed: Listener<VirtualMachine>,
+pub(crate) struct ChangeHandlers {
+    /// Of a VM.
+    pub(crate) vm_changed: ChangeHandler<VirtualMachine>,
     /// Of a claim.
-    pub(crate) claim_changed: Listener<PersistentVolumeClaim>,
+    pub(crate) claim_changed: ChangeHandler<PersistentVolumeClaim>,
     /// Of a snapshot.
-    pub(crate) snapshot_changed: Listener<VolumeSnapshot>,
+    pub(crate) snapshot_changed: ChangeHandler<VolumeSnapshot>,
 }
 
-type Listener<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
+type ChangeHandler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
 
 /// The management cluster, as one guest sees it.
 #[derive(Clone, Debug)]
 pub struct Management {
-    home: Home,
+    identity: GuestIdentity,
     claims_api: Api<PersistentVolumeClaim>,
     claims: Informer<PersistentVolumeClaim>,
     classes: Informer<StorageClass>,
-    machines_api: Api<VirtualMachine>,
-    machines: Informer<VirtualMachine>,
-    machines_by_disk: Arc<Index>,
+    vms_api: Api<VirtualMachine>,
+    vms: Informer<VirtualMachine>,
+    vms_by_disk: Arc<Index>,
     warnings: Warnings,
     committer: Committer,
     vm_operator: VmOperator,
     /// Claims that are gone.
-    recent: Recent,
-    /// Disks that left a machine.
-    left: Recent,
-    /// Disks that came into a machine.
-    arrived: Recent,
-    owner: Owner,
+    deleted_claims: RecentOutcomes,
+    /// Disks that left a VM.
+    detached_disks: RecentOutcomes,
+    /// Disks that came into a VM.
+    attached_disks: RecentOutcomes,
+    cluster_owner: ClusterOwner,
     snapshots: Option<Snapshots>,
     attributes_classes: Option<Informer<VolumeAttributesClass>>,
     capacities: Option<Capacities>,
@@ -152,15 +152,15 @@ impl Management {
     /// Starts the informers.
     pub(crate) fn start(
         client: &Client,
-        home: Home,
-        Served { machines: version, vm_operator, optional }: Served<'_>,
-        owner: Owner,
+        identity: GuestIdentity,
+        ServedApis { vm_version: version, vm_operator, optional }: ServedApis<'_>,
+        cluster_owner: ClusterOwner,
         ready: &Health,
         stop: &CancellationToken,
-        listeners: Listeners,
+        handlers: ChangeHandlers,
     ) -> Self {
-        let namespace = home.namespace.as_str();
-        let unread = "not read yet";
+        let namespace = identity.namespace.as_str();
+        let not_synced = "not read yet";
         let resource = crds::virtual_machine_resource(version);
 
         let claims = Informer::builder(
@@ -168,8 +168,8 @@ impl Management {
             Api::namespaced(client.clone(), namespace),
         )
         .trim(trim_claim)
-        .on_change(listeners.claim_changed)
-        .start(ready.check("management-claims", unread), stop.clone());
+        .on_change(handlers.claim_changed)
+        .start(ready.check("management-claims", not_synced), stop.clone());
         let classes = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
                 class.metadata.annotations = None;
@@ -177,75 +177,77 @@ impl Management {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
             })
-            .start(ready.check("management-classes", unread), stop.clone());
-        let machines_by_disk = Arc::new(Index::default());
-        let index = machines_by_disk.clone();
-        let machines =
+            .start(ready.check("management-classes", not_synced), stop.clone());
+        let vms_by_disk = Arc::new(Index::default());
+        let index = vms_by_disk.clone();
+        let vms =
             Informer::builder("VirtualMachines", Api::namespaced_with(client.clone(), namespace, &resource))
-                .trim(trim_machine)
+                .trim(trim_vm)
                 .on_change(move |change| {
-                    index
-                        .put(change.key, change.new.into_iter().flat_map(|machine| disks::names_in(machine)));
+                    index.put(
+                        change.key,
+                        change.new.into_iter().flat_map(|vm| volume_entries::index_keys(vm)),
+                    );
                 })
-                .on_change(listeners.machine_changed)
-                .start(ready.check("virtual-machines", unread), stop.clone());
+                .on_change(handlers.vm_changed)
+                .start(ready.check("virtual-machines", not_synced), stop.clone());
         let warnings = Warnings::start(
             client,
             namespace,
             claims.clone(),
-            ready.check("management-events", unread),
+            ready.check("management-events", not_synced),
             stop,
         );
 
         let snapshots = optional
             .snapshots
-            .then(|| Snapshots::start(client, namespace, ready, stop, listeners.snapshot_changed));
+            .then(|| Snapshots::start(client, namespace, ready, stop, handlers.snapshot_changed));
         let attributes_classes = optional.attributes_classes.then(|| {
             Informer::builder("management VolumeAttributesClasses", Api::all(client.clone()))
                 .trim(|class: &mut VolumeAttributesClass| {
                     class.metadata.annotations = None;
                     class.parameters = None;
                 })
-                .start(ready.check("management-attributes-classes", unread), stop.clone())
+                .start(ready.check("management-attributes-classes", not_synced), stop.clone())
         });
         let capacities = optional
             .capacity_namespace
             .as_ref()
             .map(|published| Capacities::start(client, namespace, published, ready, stop));
 
-        let machines_api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
+        let vms_api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
         Self {
             claims_api: Api::namespaced(client.clone(), namespace),
-            committer: Committer::new(machines_api.clone(), machines.clone(), namespace),
+            committer: Committer::new(vms_api.clone(), vms.clone(), namespace),
             vm_operator,
-            recent: Recent::default(),
-            left: Recent::default(),
-            arrived: Recent::default(),
-            home,
+            deleted_claims: RecentOutcomes::default(),
+            detached_disks: RecentOutcomes::default(),
+            attached_disks: RecentOutcomes::default(),
+            identity,
             claims,
             classes,
-            machines_api,
-            machines,
-            machines_by_disk,
+            vms_api,
+            vms,
+            vms_by_disk,
             warnings,
-            owner,
+            cluster_owner,
             snapshots,
             attributes_classes,
             capacities,
         }
     }
 
-    /// Why what is known of this guest's claims and machines may be behind: the link is down. None while it is up.
-    pub(crate) fn trouble(&self) -> Option<String> {
-        self.machines.trouble().or_else(|| self.claims.trouble())
+    /// Why what is known of this guest's claims and VMs may be behind: the link is down. None while it is up.
+    pub(crate) fn watch_error(&self) -> Option<String> {
+        self.vms.trouble().or_else(|| self.claims.trouble())
     }
 
-    /// The machine of this name.
-    pub(crate) fn machine(&self, name: &str) -> Option<Arc<VirtualMachine>> {
-        self.machines.get(&self.key(name))
+    /// The VM of this name.
+    pub(crate) fn vm(&self, name: &str) -> Option<Arc<VirtualMachine>> {
+        self.vms.get(&self.key(name))
     }
 
-    /// Who carries out what is asked of machines.
+    /// Who carries out what is asked of VMs.
     pub(crate) fn vm_operator(&self) -> VmOperator {
         self.vm_operator
     }
@@ -258,14 +260,14 @@ impl Management {
     /// Waits until everything was read once.
     pub(crate) async fn synced(&self) {
         self.claims.synced().await;
-        self.machines.synced().await;
+        self.vms.synced().await;
         self.classes.synced().await;
     }
 
     /// Whether everything was read once; no call is answered before.
     pub fn is_synced(&self) -> bool {
         self.claims.is_synced()
-            && self.machines.is_synced()
+            && self.vms.is_synced()
             && self.classes.is_synced()
             && self.snapshots.as_ref().is_none_or(Snapshots::is_synced)
             && self.attributes_classes.as_ref().is_none_or(Informer::is_synced)
@@ -273,7 +275,7 @@ impl Management {
     }
 
     fn key(&self, name: &str) -> Key {
-        Key::new(self.home.namespace.clone(), name)
+        Key::new(self.identity.namespace.clone(), name)
     }
 }
 
@@ -287,14 +289,14 @@ pub(crate) fn is_object_name(name: &str) -> bool {
 }
 
 /// What holds an object that is on its way out, with words before it; nothing where that can't be seen.
-fn held_by(metadata: Option<&ObjectMeta>) -> String {
+fn blocking_finalizers(metadata: Option<&ObjectMeta>) -> String {
     let finalizers = metadata.and_then(|metadata| metadata.finalizers.as_ref());
     let held = finalizers.filter(|finalizers| !finalizers.is_empty());
     held.map(|finalizers| format!(": held by finalizers {}", finalizers.join(", "))).unwrap_or_default()
 }
 
 /// Keeps of labels or annotations what is read. A map that has become empty would still take up half a KiB.
-pub(crate) fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
+pub(crate) fn retain_keys(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
     if let Some(map) = map {
         map.retain(|key, _| is_read(key));
     }
@@ -303,7 +305,7 @@ pub(crate) fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(
 
 /// Keeps identity, owners, sizes, classes and phase, and the conditions that somebody here reads.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    keep(&mut claim.metadata.annotations, |key| {
+    retain_keys(&mut claim.metadata.annotations, |key| {
         key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
     });
     let read = [names::CONDITION_HEALTHY, claims::CONDITION_RESIZE_FAILED, claims::CONDITION_MODIFY_FAILED];
@@ -313,19 +315,19 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
 
 /// Keeps identity, its guest, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
 /// in the list.
-fn trim_machine(machine: &mut VirtualMachine) {
+fn trim_vm(vm: &mut VirtualMachine) {
     // That there are others stays known: a JSON Patch that adds the first one is another.
-    let has_annotations = machine.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
+    let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
     let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
-    keep(&mut machine.metadata.annotations, |key| read.contains(&key));
+    retain_keys(&mut vm.metadata.annotations, |key| read.contains(&key));
     if has_annotations {
-        machine.metadata.annotations.get_or_insert_default();
+        vm.metadata.annotations.get_or_insert_default();
     }
-    keep(&mut machine.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
-    machine.metadata.finalizers = None;
-    machine.metadata.owner_references = None;
-    machine.spec.volumes.shrink_to_fit();
-    if let Some(status) = &mut machine.status {
+    retain_keys(&mut vm.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
+    vm.metadata.finalizers = None;
+    vm.metadata.owner_references = None;
+    vm.spec.volumes.shrink_to_fit();
+    if let Some(status) = &mut vm.status {
         status.volumes.shrink_to_fit();
     }
 }

@@ -10,13 +10,13 @@ use super::{Management, claims};
 
 /// A bound claim of this guest that was made, or described, for one of its PersistentVolumes.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct GivenClaim {
+pub(crate) struct ProvisionedClaim {
     /// The guest's PersistentVolume.
     pub(crate) volume: String,
     /// The guest's claim, where it is known.
     pub(crate) guest_claim: Option<Key>,
     /// Whether gc-csi made it for that volume, as its name proves.
-    pub(crate) made: bool,
+    pub(crate) is_dynamic: bool,
     /// Whether the guest's PersistentVolume said Retain when it was last seen.
     pub(crate) retain: bool,
     /// Since when it is marked as an orphan, and why.
@@ -36,22 +36,25 @@ impl Management {
     }
 
     /// The guest's own claim of this name, where it is there to stay, bound, and says for which PersistentVolume it is.
-    pub(crate) fn given_claim(&self, name: &str) -> Option<GivenClaim> {
+    pub(crate) fn provisioned_claim(&self, name: &str) -> Option<ProvisionedClaim> {
         let claim = self.claim(name)?;
         if !claims::is_bound(&claim) || claim.metadata.deletion_timestamp.is_some() {
             return None;
         }
-        let says = |key: &str| claim.metadata.annotations.as_ref()?.get(key).cloned();
-        let volume = says(names::ANNOTATION_GUEST_PV)?;
-        let guest_claim = says(names::ANNOTATION_GUEST_NAMESPACE).zip(says(names::ANNOTATION_GUEST_PVC));
-        let made = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &volume) == name;
-        Some(GivenClaim {
+        let annotation = |key: &str| claim.metadata.annotations.as_ref()?.get(key).cloned();
+        let volume = annotation(names::ANNOTATION_GUEST_PV)?;
+        let guest_claim =
+            annotation(names::ANNOTATION_GUEST_NAMESPACE).zip(annotation(names::ANNOTATION_GUEST_PVC));
+        let is_dynamic =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &volume) == name;
+        Some(ProvisionedClaim {
             guest_claim: guest_claim.map(|(namespace, name)| Key::new(namespace, name)),
-            made,
-            retain: says(names::ANNOTATION_GUEST_RECLAIM_POLICY).is_some_and(|policy| policy == "Retain"),
-            orphaned: says(names::ANNOTATION_ORPHANED_SINCE)
-                .map(|since| (since, says(names::ANNOTATION_ORPHANED_REASON).unwrap_or_default())),
-            retained: says(names::ANNOTATION_RETAINED_SINCE),
+            is_dynamic,
+            retain: annotation(names::ANNOTATION_GUEST_RECLAIM_POLICY)
+                .is_some_and(|policy| policy == "Retain"),
+            orphaned: annotation(names::ANNOTATION_ORPHANED_SINCE)
+                .map(|since| (since, annotation(names::ANNOTATION_ORPHANED_REASON).unwrap_or_default())),
+            retained: annotation(names::ANNOTATION_RETAINED_SINCE),
             bytes: claim.status.capacity.unwrap_or_default(),
             reference: claim.object_ref(&()),
             volume,

@@ -21,26 +21,26 @@ use tokio_util::sync::CancellationToken;
 struct Warning {
     metadata: ObjectMeta,
     #[serde(default)]
-    involved_object: Involved,
+    involved_object: InvolvedObject,
     reason: Option<String>,
     message: Option<String>,
 }
 
 /// A claim in the event's own namespace.
 #[derive(Debug, Clone, Default, Deserialize)]
-struct Involved {
+struct InvolvedObject {
     name: Option<String>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Table {
     count: u64,
     latest: HashMap<String, (u64, Arc<Warning>)>,
 }
 
 /// The latest warning about each claim, numbered in the order in which they came.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Warnings(Arc<Mutex<Seen>>);
+pub(super) struct Warnings(Arc<Mutex<Table>>);
 
 impl Warnings {
     /// Watches the events of a namespace; whoever waits on a claim is woken by a warning about it.
@@ -52,7 +52,7 @@ impl Warnings {
         stop: &CancellationToken,
     ) -> Self {
         let warnings = Self::default();
-        let seen = warnings.clone();
+        let table = warnings.clone();
         Informer::builder("warnings about management claims", Api::namespaced(client.clone(), namespace))
             .config(
                 watcher::Config::default().fields("involvedObject.kind=PersistentVolumeClaim,type=Warning"),
@@ -66,10 +66,10 @@ impl Warnings {
                 let Some(claim) = name else { return };
                 match change.new {
                     Some(event) => {
-                        seen.note(&claim, event.clone());
+                        table.record(&claim, event.clone());
                         claims.wake(&Key::new(change.key.namespace.clone(), claim));
                     }
-                    None => seen.forget(&claim),
+                    None => table.remove(&claim),
                 }
             })
             .start(check, stop.clone());
@@ -83,8 +83,8 @@ impl Warnings {
 
     /// The latest warning about a claim, if it came after `mark`.
     pub(super) fn since(&self, mark: u64, claim: &str) -> Option<String> {
-        let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_, event) = seen.latest.get(claim).filter(|(number, _)| *number > mark)?;
+        let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, event) = table.latest.get(claim).filter(|(number, _)| *number > mark)?;
         let [reason, message] = [&event.reason, &event.message].map(Option::as_deref);
         Some(format!("{}: {}", reason.unwrap_or("Warning"), message.unwrap_or("no message")))
     }
@@ -94,14 +94,14 @@ impl Warnings {
         self.since(0, claim)
     }
 
-    fn note(&self, claim: &str, event: Arc<Warning>) {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.count += 1;
-        let number = seen.count;
-        seen.latest.insert(claim.to_owned(), (number, event));
+    fn record(&self, claim: &str, event: Arc<Warning>) {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        table.count += 1;
+        let number = table.count;
+        table.latest.insert(claim.to_owned(), (number, event));
     }
 
-    fn forget(&self, claim: &str) {
+    fn remove(&self, claim: &str) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).latest.remove(claim);
     }
 }
@@ -125,13 +125,13 @@ mod tests {
         let warnings = Warnings::default();
         let first = event(json!({"reason": "ProvisioningFailed", "message": "no room"}));
         assert_eq!(first.involved_object.name.as_deref(), Some("c"));
-        warnings.note("c", first);
+        warnings.record("c", first);
         assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no room"));
         let mark = warnings.mark();
         assert_eq!(warnings.since(mark, "c"), None);
-        warnings.note("c", event(json!({})));
+        warnings.record("c", event(json!({})));
         assert_eq!(warnings.since(mark, "c").as_deref(), Some("Warning: no message"));
-        warnings.forget("c");
+        warnings.remove("c");
         assert_eq!(warnings.latest("c"), None);
     }
 }

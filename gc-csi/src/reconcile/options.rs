@@ -15,7 +15,7 @@ pub struct Options {
     /// Write on each management claim which of the guest's pods use it: one more write whenever that changes.
     #[arg(long)]
     pub(crate) sync_pods: bool,
-    /// How long something must be wrong before a disk that nothing in the guest asks for is taken out of a machine, or a
+    /// How long something must be wrong before a disk that nothing in the guest asks for is taken out of a VM, or a
     /// management claim is called an orphan.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     pub(crate) repair_grace: Duration,

@@ -1,5 +1,5 @@
-//! Nodes that people say are lost: the taint `node.kubernetes.io/out-of-service` as an annotation of the node's machine, by
-//! which the management cluster knows that the machine's disks may be taken from it by force. Nobody but the people who
+//! Nodes that people say are lost: the taint `node.kubernetes.io/out-of-service` as an annotation of the node's VM, by
+//! which the management cluster knows that the VM's disks may be taken from it by force. Nobody but the people who
 //! taint a node can know that; so nothing else makes gc-csi write it, and it goes with the taint.
 
 use crds::VirtualMachine;
@@ -8,9 +8,9 @@ use kube_kit::lean::Node;
 
 use crate::management::Management;
 
-/// Whether a machine's annotation says that its node is lost.
-pub(super) fn is_said(machine: &VirtualMachine) -> bool {
-    let annotations = machine.metadata.annotations.as_ref();
+/// Whether a VM's annotation says that its node is lost.
+pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
+    let annotations = vm.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
@@ -19,25 +19,25 @@ pub(super) fn is_tainted(node: &Node) -> bool {
     node.taints.iter().any(|taint| taint.key == TAINT_OUT_OF_SERVICE)
 }
 
-/// Brings the annotation of one machine up to date. Where its Node is deleted, what was said of that last stands.
+/// Brings the annotation of one VM up to date. Where its Node is deleted, what was said of that last stands.
 pub(super) async fn reconcile(management: &Management, node: &Node) -> Result<(), String> {
     let name = node.metadata.name.as_deref().unwrap_or_default();
-    let Some(machine) = management.machine(name) else { return Ok(()) };
-    let lost = is_tainted(node);
-    if lost == is_said(&machine) {
+    let Some(vm) = management.vm(name) else { return Ok(()) };
+    let is_tainted_now = is_tainted(node);
+    if is_tainted_now == is_annotated(&vm) {
         return Ok(());
     }
-    let of = node.metadata.uid.as_deref().filter(|_| lost);
+    let of = node.metadata.uid.as_deref().filter(|_| is_tainted_now);
     let full_name = management.full_name(name);
-    management.set_out_of_service(&machine, of).await.map_err(|error| {
+    management.set_out_of_service(&vm, of).await.map_err(|error| {
         format!("cannot say of VirtualMachine {full_name} whether its node is out of service: {error}")
     })?;
-    match lost {
+    match is_tainted_now {
         true => tracing::warn!(
-            machine = %full_name,
+            vm = %full_name,
             "Node {name} is tainted as out of service: disks may be taken from its machine by force"
         ),
-        false => tracing::info!(machine = %full_name, "Node {name} is in service again"),
+        false => tracing::info!(vm = %full_name, "Node {name} is in service again"),
     }
     Ok(())
 }

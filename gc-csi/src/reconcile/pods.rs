@@ -68,14 +68,14 @@ impl Pods {
     }
 
     /// The pods that use a claim, in order.
-    pub(super) fn using(&self, claim: &Key) -> Vec<Key> {
+    pub(super) fn pods_using(&self, claim: &Key) -> Vec<Key> {
         self.by_claim.members(claim)
     }
 }
 
 /// The pods of a namespace, listed when a volume's trouble is to be reported to them. No watch is kept for it: most
 /// volumes never have any.
-pub(super) struct Lister {
+pub(super) struct PodLister {
     client: Client,
     listed: Mutex<HashMap<String, Listed>>,
 }
@@ -87,13 +87,13 @@ struct Listed {
     by_claim: HashMap<Key, Vec<ObjectReference>>,
 }
 
-impl Lister {
+impl PodLister {
     pub(super) fn new(client: Client) -> Self {
         Self { client, listed: Mutex::default() }
     }
 
     /// The pods that use a claim, as of the last ten seconds; of very many, the first ones.
-    pub(super) async fn using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
+    pub(super) async fn pods_using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
         let mut listed = self.listed.lock().await;
         listed.retain(|_, listed| listed.at.elapsed() < LISTED_FOR);
         if !listed.contains_key(&claim.namespace) {
@@ -101,8 +101,8 @@ impl Lister {
             listed.insert(claim.namespace.clone(), Listed { at: Instant::now(), by_claim });
         }
         let listed = listed.get(&claim.namespace);
-        let using = listed.and_then(|listed| listed.by_claim.get(claim)).map(Vec::as_slice);
-        Ok(using.unwrap_or_default().iter().take(MAX_REPORTED).cloned().collect())
+        let pods_using = listed.and_then(|listed| listed.by_claim.get(claim)).map(Vec::as_slice);
+        Ok(pods_using.unwrap_or_default().iter().take(MAX_REPORTED).cloned().collect())
     }
 
     async fn list(&self, namespace: &str) -> Result<HashMap<Key, Vec<ObjectReference>>, String> {

@@ -1,4 +1,4 @@
-//! The zone of each machine as the label of its guest node, by which Kubernetes schedules and volumes are placed. A
+//! The zone of each VM as the label of its guest node, by which Kubernetes schedules and volumes are placed. A
 //! label that is there is never overwritten: whoever set it may have had a reason.
 
 use std::collections::HashMap;
@@ -28,21 +28,21 @@ pub(super) struct Zones {
     nodes: Informer<Node>,
     management: Management,
     events: Events,
-    told: Mutex<HashMap<String, String>>,
+    reported: Mutex<HashMap<String, String>>,
 }
 
 /// What is to be done about a node.
 #[derive(Debug, PartialEq, Eq)]
 enum Action {
-    Nothing,
+    None,
     Label,
     /// The label says another zone.
-    Tell,
+    Report,
 }
 
-/// The zone of a machine.
-pub(super) fn zone_of(machine: &VirtualMachine) -> Option<&str> {
-    machine.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
+/// The zone of a VM.
+pub(super) fn zone_of(vm: &VirtualMachine) -> Option<&str> {
+    vm.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
 }
 
 impl Zones {
@@ -67,7 +67,7 @@ impl Zones {
                 }
             })
             .start(check, stop.clone());
-        Self { api: Api::all(client.clone()), nodes, management, events, told: Mutex::default() }
+        Self { api: Api::all(client.clone()), nodes, management, events, reported: Mutex::default() }
     }
 
     /// Waits until all nodes were read once.
@@ -80,13 +80,13 @@ impl Zones {
         self.nodes.list().iter().filter_map(|node| node.metadata.name.clone()).collect()
     }
 
-    /// Whether a machine of this name is a node of the guest.
+    /// Whether a VM of this name is a node of the guest.
     pub(super) fn is_node(&self, name: &str) -> bool {
         self.nodes.get(&Key::cluster(name)).is_some()
     }
 
     /// The same as the guest's API says now.
-    pub(super) async fn is_node_now(&self, name: &str) -> Result<bool, String> {
+    pub(super) async fn is_node_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_metadata_opt(name).await;
         let node = read.map_err(|error| format!("cannot read guest Node {name}: {}", chain(&error)))?;
         Ok(node.is_some())
@@ -106,32 +106,31 @@ impl Zones {
         )
     }
 
-    /// Brings the label of one node up to date, and what is said of its machine.
+    /// Brings the label of one node up to date, and what is said of its VM.
     pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
         if let Some(node) = self.nodes.get(&Key::cluster(name)) {
             out_of_service::reconcile(&self.management, &node).await?;
         }
-        let machine = self.management.machine(name);
-        let (Some(node), Some(zone)) =
-            (self.nodes.get(&Key::cluster(name)), machine.as_deref().and_then(zone_of))
+        let vm = self.management.vm(name);
+        let (Some(node), Some(zone)) = (self.nodes.get(&Key::cluster(name)), vm.as_deref().and_then(zone_of))
         else {
             self.forget(name);
             return Ok(Next::Wait);
         };
         match decide(zone_label(&node), zone) {
-            Action::Nothing => self.forget(name),
+            Action::None => self.forget(name),
             Action::Label => {
                 self.forget(name);
                 self.label(&node, zone).await?;
             }
-            Action::Tell => {
+            Action::Report => {
                 let note = format!(
                     "label {LABEL_ZONE} of Node {name} is {:?}, but VirtualMachine {} runs in zone {zone:?}: volumes \
                      are placed by the label; correct it, or remove it to have it set",
                     zone_label(&node).unwrap_or_default(),
                     self.management.full_name(name),
                 );
-                if self.is_news(name, &note) {
+                if self.is_new_note(name, &note) {
                     tracing::warn!("{note}");
                     self.events.warning(reference(&*node), "Label", "ZoneDiffers", note);
                 }
@@ -157,21 +156,21 @@ impl Zones {
         }
     }
 
-    fn is_news(&self, node: &str, note: &str) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
+    fn is_new_note(&self, node: &str, note: &str) -> bool {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        reported.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
     }
 
     fn forget(&self, node: &str) {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
     }
 }
 
 fn decide(label: Option<&str>, zone: &str) -> Action {
     match label {
         None => Action::Label,
-        Some(label) if label == zone => Action::Nothing,
-        Some(_) => Action::Tell,
+        Some(label) if label == zone => Action::None,
+        Some(_) => Action::Report,
     }
 }
 
@@ -197,8 +196,8 @@ mod tests {
     #[test]
     fn a_label_that_is_there_is_never_overwritten() {
         assert_eq!(decide(None, "a"), Action::Label);
-        assert_eq!(decide(Some("a"), "a"), Action::Nothing);
-        assert_eq!(decide(Some("b"), "a"), Action::Tell);
-        assert_eq!(decide(Some(""), "a"), Action::Tell);
+        assert_eq!(decide(Some("a"), "a"), Action::None);
+        assert_eq!(decide(Some("b"), "a"), Action::Report);
+        assert_eq!(decide(Some(""), "a"), Action::Report);
     }
 }

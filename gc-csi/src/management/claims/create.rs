@@ -14,9 +14,9 @@ use kube_kit::quantity;
 use tokio::time::Instant;
 
 use super::{DeleteError, NoSize, is_block, is_bound, phase, volume_mode};
-use crate::fit::{Asked, Misfit};
+use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::bound_to;
-use crate::management::{ApiError, Management, recent, snapshots};
+use crate::management::{ApiError, Management, recent_outcomes, snapshots};
 
 /// A claim to make.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ pub(crate) struct NewClaim {
     /// What it is made from; without it, it is empty.
     pub source: Option<Source>,
     /// What the guest's volumes are that the source is, where it is a volume.
-    pub source_volumes: Vec<Asked>,
+    pub source_volumes: Vec<PvRequirements>,
     /// Management VolumeAttributesClass.
     pub attributes_class: Option<String>,
     /// The zones from which it must be reachable, best first; none where any will do.
@@ -108,7 +108,7 @@ pub(crate) enum CreateError {
         /// The name that was asked for.
         class: String,
     },
-    /// Several machines may not write to volumes of this class.
+    /// Several VMs may not write to volumes of this class.
     #[error(
         "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not let several machines write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
         names::PARAMETER_SHAREABLE
@@ -135,26 +135,26 @@ pub(crate) enum CreateError {
     },
     /// What is to be copied has other bytes than those that are meant.
     #[error("nothing can be copied: {0}")]
-    SourceReplaced(Misfit),
+    SourceReplaced(Incompatible),
     /// What is to be copied is used in another way.
-    #[error("{origin} has volumeMode {has}, so no volume with volumeMode {wanted} can be made from it")]
+    #[error("{origin} has volumeMode {has}, so no volume with volumeMode {request} can be made from it")]
     SourceMode {
         /// What was to be copied.
         origin: Source,
         /// Its mode.
         has: &'static str,
         /// The mode that was asked for.
-        wanted: &'static str,
+        request: &'static str,
     },
     /// What is to be copied does not fit.
-    #[error("{origin} has {has}, more than the {wanted} that were requested: request at least as much")]
+    #[error("{origin} has {has}, more than the {request} that were requested: request at least as much")]
     SourceTooLarge {
         /// What was to be copied.
         origin: Source,
         /// Its size.
         has: String,
         /// The size that was asked for.
-        wanted: String,
+        request: String,
     },
     /// No whole number of mebibytes lies in the range.
     #[error(transparent)]
@@ -181,7 +181,7 @@ pub(crate) enum CreateError {
     },
     /// The claim came out larger than the caller allows.
     #[error(
-        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {fate}"
+        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {outcome}"
     )]
     TooLarge {
         /// The management claim.
@@ -191,7 +191,7 @@ pub(crate) enum CreateError {
         /// The limit.
         limit: u64,
         /// What became of the claim.
-        fate: &'static str,
+        outcome: &'static str,
     },
     /// The management tier reports a failure; it goes on trying.
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
@@ -216,12 +216,12 @@ pub(crate) enum CreateError {
         claim: String,
     },
     /// Time ran out; the work goes on.
-    #[error("management PersistentVolumeClaim {claim} was not bound in time{because}")]
+    #[error("management PersistentVolumeClaim {claim} was not bound in time{detail}")]
     Deadline {
         /// The management claim.
         claim: String,
         /// The latest warning, or nothing.
-        because: String,
+        detail: String,
     },
     /// The request failed.
     #[error("cannot create management PersistentVolumeClaim {claim}: {source}")]
@@ -235,35 +235,36 @@ pub(crate) enum CreateError {
 
 impl Management {
     /// Makes the claim unless it is there, and waits until it is bound. What it is made from, or of, that is not seen
-    /// by `behind` is called missing.
+    /// by `cache_deadline` is called missing.
     pub(crate) async fn create_claim(
         &self,
-        wanted: &NewClaim,
-        behind: Instant,
+        request: &NewClaim,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<BoundClaim, CreateError> {
-        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &wanted.csi_name);
-        let _begun = self.recent.begin(recent::claim(&name));
+        let name =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &request.csi_name);
+        let _suppressed = self.deleted_claims.suppress(recent_outcomes::claim_key(&name));
         let mark = self.warnings.mark();
-        let bytes = whole_mebibytes(wanted.size)?;
+        let bytes = whole_mebibytes(request.size)?;
         if self.claims.get(&self.key(&name)).is_none() {
-            check_zones(&wanted.zones)?;
-            self.check_classes(wanted, behind).await?;
-            if let Some(source) = &wanted.source {
-                self.check_source(source, wanted, bytes, behind).await?;
+            check_zones(&request.zones)?;
+            self.check_classes(request, cache_deadline).await?;
+            if let Some(source) = &request.source {
+                self.check_source(source, request, bytes, cache_deadline).await?;
             }
-            let claim = self.new_claim(&name, wanted, bytes).await;
+            let claim = self.new_claim(&name, request, bytes).await;
             let api: Api<v1::PersistentVolumeClaim> =
-                Api::namespaced(self.claims_api.clone().into_client(), &self.home.namespace);
+                Api::namespaced(self.claims_api.clone().into_client(), &self.identity.namespace);
             match api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
                 // An earlier call made it; the informer will show it, and it is compared then.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(CreateError::Api { claim: name, source }),
             }
         }
-        let bound = self.wait_bound(&name, wanted, bytes, mark, deadline).await?;
-        if let Some(limit) = wanted.size.limit.filter(|limit| bound.capacity > *limit) {
-            let fate = match self.delete_claim(&name, &[], deadline).await {
+        let bound = self.wait_bound(&name, request, bytes, mark, deadline).await?;
+        if let Some(limit) = request.size.limit.filter(|limit| bound.capacity > *limit) {
+            let outcome = match self.delete_claim(&name, &[], deadline).await {
                 Ok(()) => "it was deleted again",
                 Err(DeleteError::Retained { .. }) => {
                     "it stays, by its class's reclaim policy: have it removed"
@@ -273,27 +274,27 @@ impl Management {
                     return Err(CreateError::Failing { claim: name, warning });
                 }
             };
-            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit, fate });
+            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit, outcome });
         }
         Ok(bound)
     }
 
     /// The classes that a claim names must be there, and be able to do what it asks for.
-    async fn check_classes(&self, wanted: &NewClaim, behind: Instant) -> Result<(), CreateError> {
+    async fn check_classes(&self, request: &NewClaim, cache_deadline: Instant) -> Result<(), CreateError> {
         let shareable = self
             .classes
-            .wait_for(&Key::cluster(&wanted.class), behind, |class| {
+            .wait_for(&Key::cluster(&request.class), cache_deadline, |class| {
                 let parameter =
                     class?.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
                 Some(parameter.map(String::as_str) == Some("true"))
             })
             .await
-            .ok_or_else(|| CreateError::NoClass { class: wanted.class.clone() })?;
-        if wanted.access_modes.contains(&"ReadWriteMany") && !shareable {
-            return Err(CreateError::NotShareable { class: wanted.class.clone() });
+            .ok_or_else(|| CreateError::NoClass { class: request.class.clone() })?;
+        if request.access_modes.contains(&"ReadWriteMany") && !shareable {
+            return Err(CreateError::NotShareable { class: request.class.clone() });
         }
-        if let Some(class) = &wanted.attributes_class
-            && !self.has_attributes_class(class, behind).await
+        if let Some(class) = &request.attributes_class
+            && !self.has_attributes_class(class, cache_deadline).await
         {
             return Err(CreateError::NoAttributesClass { class: class.clone() });
         }
@@ -301,7 +302,7 @@ impl Management {
     }
 
     /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
-    fn is_kept(&self, class: &str) -> bool {
+    fn is_retained(&self, class: &str) -> bool {
         let class = self.classes.get(&Key::cluster(class));
         class.is_some_and(|class| {
             class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
@@ -312,15 +313,15 @@ impl Management {
     async fn check_source(
         &self,
         source: &Source,
-        wanted: &NewClaim,
+        request: &NewClaim,
         bytes: u64,
-        behind: Instant,
+        cache_deadline: Instant,
     ) -> Result<(), CreateError> {
         let origin = || source.clone();
         let missing = || CreateError::NoSource { origin: origin() };
         let has = match source {
             Source::Snapshot(name) => {
-                let snapshot = self.snapshot_by(name, behind).await.ok_or_else(missing)?;
+                let snapshot = self.wait_for_snapshot(name, cache_deadline).await.ok_or_else(missing)?;
                 if !snapshots::is_ready(&snapshot) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "ready to use" });
                 }
@@ -330,23 +331,27 @@ impl Management {
                 let usable = |claim: Option<&Arc<PersistentVolumeClaim>>| {
                     claim.filter(|claim| self.relation(claim).is_some()).cloned()
                 };
-                let claim =
-                    self.claims.wait_for(&self.key(name), behind, usable).await.ok_or_else(missing)?;
+                let claim = self
+                    .claims
+                    .wait_for(&self.key(name), cache_deadline, usable)
+                    .await
+                    .ok_or_else(missing)?;
                 if !is_bound(&claim) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "bound" });
                 }
-                self.same_bytes(name, &claim, &wanted.source_volumes).map_err(CreateError::SourceReplaced)?;
-                if is_block(&claim) != wanted.block {
-                    let (has, wanted) = (volume_mode(!wanted.block), volume_mode(wanted.block));
-                    return Err(CreateError::SourceMode { origin: origin(), has, wanted });
+                self.check_pins(name, &claim, &request.source_volumes)
+                    .map_err(CreateError::SourceReplaced)?;
+                if is_block(&claim) != request.block {
+                    let (has, request) = (volume_mode(!request.block), volume_mode(request.block));
+                    return Err(CreateError::SourceMode { origin: origin(), has, request });
                 }
                 // The management cluster's csi-provisioner compares what was requested, whatever came of it.
                 claim.status.capacity.max(claim.spec.requested).unwrap_or(0)
             }
         };
         if has > bytes {
-            let (has, wanted) = (quantity::of(has).0, quantity::of(bytes).0);
-            return Err(CreateError::SourceTooLarge { origin: origin(), has, wanted });
+            let (has, request) = (quantity::of(has).0, quantity::of(bytes).0);
+            return Err(CreateError::SourceTooLarge { origin: origin(), has, request });
         }
         Ok(())
     }
@@ -354,7 +359,7 @@ impl Management {
     async fn wait_bound(
         &self,
         name: &str,
-        wanted: &NewClaim,
+        request: &NewClaim,
         bytes: u64,
         mark: u64,
         deadline: Instant,
@@ -363,8 +368,8 @@ impl Management {
             .claims
             .wait_for(&self.key(name), deadline, |claim| {
                 let claim = claim?;
-                if let Err(difference) = self.same(claim, wanted, bytes) {
-                    let (csi_name, claim) = (wanted.csi_name.clone(), name.to_owned());
+                if let Err(difference) = self.check_same_claim(claim, request, bytes) {
+                    let (csi_name, claim) = (request.csi_name.clone(), name.to_owned());
                     return Some(Err(CreateError::Differs { csi_name, claim, difference }));
                 }
                 if claim.metadata.deletion_timestamp.is_some() {
@@ -385,30 +390,29 @@ impl Management {
             })
             .await;
         outcome.unwrap_or_else(|| {
-            let because =
-                self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
-            Err(CreateError::Deadline { claim: name.to_owned(), because })
+            let detail = self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
+            Err(CreateError::Deadline { claim: name.to_owned(), detail })
         })
     }
 
-    async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
+    async fn new_claim(&self, name: &str, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
-        let mut annotations = wanted.annotations.clone();
-        if !wanted.zones.is_empty() {
-            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), wanted.zones.join(","));
+        let mut annotations = request.annotations.clone();
+        if !request.zones.is_empty() {
+            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), request.zones.join(","));
         }
-        if self.is_kept(&wanted.class) {
+        if self.is_retained(&request.class) {
             // mgmt-csi keeps it current from the first moment of the volume on, but not before.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
         v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {
-                access_modes: Some(wanted.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
-                storage_class_name: Some(wanted.class.clone()),
-                volume_mode: Some(volume_mode(wanted.block).to_owned()),
-                data_source: wanted.source.as_ref().map(Source::reference),
-                volume_attributes_class_name: wanted.attributes_class.clone(),
+                access_modes: Some(request.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
+                storage_class_name: Some(request.class.clone()),
+                volume_mode: Some(volume_mode(request.block).to_owned()),
+                data_source: request.source.as_ref().map(Source::reference),
+                volume_attributes_class_name: request.attributes_class.clone(),
                 resources: Some(VolumeResourceRequirements { requests: Some(requests.into()), limits: None }),
                 ..Default::default()
             }),
@@ -417,7 +421,12 @@ impl Management {
     }
 
     /// Whether a claim that is there is the one that is wanted; if not, what differs.
-    fn same(&self, claim: &PersistentVolumeClaim, wanted: &NewClaim, bytes: u64) -> Result<(), String> {
+    fn check_same_claim(
+        &self,
+        claim: &PersistentVolumeClaim,
+        request: &NewClaim,
+        bytes: u64,
+    ) -> Result<(), String> {
         if !self.owns(claim) {
             return Err("it is not labelled as this guest's".to_owned());
         }
@@ -427,29 +436,29 @@ impl Management {
             return Err(format!("it was made with {requested} bytes, not {bytes}"));
         }
         let class = spec.storage_class_name.as_deref().unwrap_or_default();
-        if class != wanted.class {
-            return Err(format!("it is of StorageClass {class:?}, not {:?}", wanted.class));
+        if class != request.class {
+            return Err(format!("it is of StorageClass {class:?}, not {:?}", request.class));
         }
         let mode = spec.volume_mode.as_deref().unwrap_or("Filesystem");
-        if mode != volume_mode(wanted.block) {
-            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(wanted.block)));
+        if mode != volume_mode(request.block) {
+            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(request.block)));
         }
         let mut modes: Vec<&str> = spec.access_modes.iter().map(String::as_str).collect();
-        let mut wanted_modes = wanted.access_modes.clone();
+        let mut wanted_modes = request.access_modes.clone();
         modes.sort_unstable();
         wanted_modes.sort_unstable();
         if modes != wanted_modes {
-            let (modes, wanted) = (modes.join(", "), wanted_modes.join(", "));
-            return Err(format!("its access modes are {modes}, not {wanted}"));
+            let (modes, request) = (modes.join(", "), wanted_modes.join(", "));
+            return Err(format!("its access modes are {modes}, not {request}"));
         }
-        let (has, source) = (spec.data_source.as_deref(), wanted.source.as_ref().map(Source::reference));
+        let (has, source) = (spec.data_source.as_deref(), request.source.as_ref().map(Source::reference));
         if has != source.as_ref() {
             let made_from = |source: Option<&TypedLocalObjectReference>| match source {
                 Some(source) => format!("from {} {}", source.kind, source.name),
                 None => "empty".to_owned(),
             };
-            let (was, wanted) = (made_from(has), made_from(source.as_ref()));
-            return Err(format!("it was made {was}, not {wanted}"));
+            let (was, request) = (made_from(has), made_from(source.as_ref()));
+            return Err(format!("it was made {was}, not {request}"));
         }
         Ok(())
     }

@@ -9,9 +9,9 @@ use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::has_volume;
-use crate::fit::{Asked, Misfit};
+use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management, held_by, is_object_name, recent};
+use crate::management::{ApiError, Management, blocking_finalizers, is_object_name, recent_outcomes};
 
 /// What became of a claim that nobody waits for any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub enum Abandoned {
 
 /// A claim that has no volume yet, and whom it is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct WaitingClaim {
+pub(crate) struct PendingClaim {
     /// The guest's claim.
     pub(crate) guest_claim: Key,
     /// The name that the caller gave the volume.
@@ -35,13 +35,13 @@ pub(crate) struct WaitingClaim {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gone {
     /// There is none of its name.
-    Alone,
+    Absent,
     /// There is another of its name.
     Replaced,
 }
 
 /// How often it is decided anew whether a claim may go, after somebody changed it in between.
-const MOST_CONFLICTS: u32 = 5;
+const MAX_CONFLICTS: u32 = 5;
 
 /// Why a claim was not deleted.
 #[derive(Debug, thiserror::Error)]
@@ -84,22 +84,22 @@ pub(crate) enum DeleteError {
     },
     /// It has other bytes than those that are meant.
     #[error("nothing was deleted: {0}")]
-    Replaced(Misfit),
-    /// It is plugged into a machine.
-    #[error("volume {claim} is attached to VirtualMachine {machine}: detach it first")]
+    Replaced(Incompatible),
+    /// It is plugged into a VM.
+    #[error("volume {claim} is attached to VirtualMachine {vm_name}: detach it first")]
     Attached {
         /// The management claim.
         claim: String,
-        /// The machine.
-        machine: String,
+        /// The VM.
+        vm_name: String,
     },
     /// Time ran out; the deletion goes on.
-    #[error("management PersistentVolumeClaim {claim} was not gone in time{because}")]
+    #[error("management PersistentVolumeClaim {claim} was not gone in time{detail}")]
     Deadline {
         /// The management claim.
         claim: String,
         /// What holds it, as far as is known.
-        because: String,
+        detail: String,
     },
     /// The request failed.
     #[error("cannot delete management PersistentVolumeClaim {claim}: {source}")]
@@ -113,13 +113,14 @@ pub(crate) enum DeleteError {
 
 impl Management {
     /// The guest's own claim of this name, where this driver made it and it has no volume yet.
-    pub(crate) fn waiting_claim(&self, name: &str) -> Option<WaitingClaim> {
+    pub(crate) fn pending_claim(&self, name: &str) -> Option<PendingClaim> {
         let claim = self.claim(name)?;
-        let guest_claim = waits_for(&claim)?;
+        let guest_claim = pending_for(&claim)?;
         let csi_name = annotation(&claim, names::ANNOTATION_GUEST_PV)?;
         // The name proves that it was made for that volume.
-        let made = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &csi_name) == name;
-        made.then_some(WaitingClaim { guest_claim, csi_name })
+        let made =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &csi_name) == name;
+        made.then_some(PendingClaim { guest_claim, csi_name })
     }
 
     /// Deletes the claim of a volume that was never given out, and waits until it is gone; unless it has a
@@ -129,14 +130,14 @@ impl Management {
         csi_name: &str,
         deadline: Instant,
     ) -> Result<Abandoned, DeleteError> {
-        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), csi_name);
+        let name = names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), csi_name);
         // Nobody asks again, so what the informer has not seen yet would stay: the API is read.
         match self.read_claim(&name).await?.filter(|claim| self.owns(claim)) {
             Some(claim) if has_volume(&claim) => Ok(Abandoned::HasVolume),
             // Only as it was seen: one that was given a volume in between is not deleted.
             Some(claim) => {
                 let seen = claim.metadata.resource_version.clone();
-                self.delete_seen(&name, &claim, seen, deadline).await.map(|()| Abandoned::Gone)
+                self.delete_observed(&name, &claim, seen, deadline).await.map(|()| Abandoned::Gone)
             }
             None => Ok(Abandoned::Gone),
         }
@@ -148,52 +149,54 @@ impl Management {
     pub(crate) async fn delete_claim(
         &self,
         name: &str,
-        volumes: &[Asked],
+        volumes: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
         let mut seen = match self.claims.get(&self.key(name)) {
             Some(seen) => Some(seen),
-            None => self.unseen_claim(name, deadline).await?,
+            None => self.find_uncached_claim(name, deadline).await?,
         };
-        for _ in 0..MOST_CONFLICTS {
+        for _ in 0..MAX_CONFLICTS {
             let Some(claim) = seen else { return Ok(()) };
-            if !self.may_go(name, &claim, volumes)? {
+            if !self.check_deletable(name, &claim, volumes)? {
                 return Ok(());
             }
             // Only as it was seen: a consumer or a policy that came in between would have been overlooked.
             let version = claim.metadata.resource_version.clone();
-            match self.delete_seen(name, &claim, version, deadline).await {
+            match self.delete_observed(name, &claim, version, deadline).await {
                 Err(DeleteError::Api { source: ApiError::Conflict(_), .. }) => {}
                 outcome => return outcome,
             }
             seen = self.read_claim(name).await?.map(Arc::new);
         }
-        Err(api_error(name, ApiError::Conflict(format!("{MOST_CONFLICTS} times in a row"))))
+        Err(api_error(name, ApiError::Conflict(format!("{MAX_CONFLICTS} times in a row"))))
     }
 
     /// A claim of this guest that is there, though the informer does not show it: another replica may just have made it,
     /// and what is called gone now is not asked for again. It is waited for, so that its end is seen, too. One that this
     /// process saw go just now is not looked for.
-    async fn unseen_claim(
+    async fn find_uncached_claim(
         &self,
         name: &str,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, DeleteError> {
-        if self.claims.trouble().is_none() && self.recent.has_seen(&recent::claim(name), "") {
+        if self.claims.trouble().is_none()
+            && self.deleted_claims.contains(&recent_outcomes::claim_key(name), "")
+        {
             return Ok(None);
         }
         match self.read_claim(name).await? {
             Some(claim) if self.relation(&claim).is_some() => {}
             Some(_) => return Ok(None),
             None => {
-                self.recent.saw(recent::claim(name), "");
+                self.deleted_claims.record(recent_outcomes::claim_key(name), "");
                 return Ok(None);
             }
         }
         let seen = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
         seen.map(Some).ok_or_else(|| DeleteError::Deadline {
             claim: name.to_owned(),
-            because: ": the watch of the management cluster does not show it yet".to_owned(),
+            detail: ": the watch of the management cluster does not show it yet".to_owned(),
         })
     }
 
@@ -207,11 +210,11 @@ impl Management {
     }
 
     /// Whether the claim may be deleted; false when there is none to this guest.
-    fn may_go(
+    fn check_deletable(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
-        volumes: &[Asked],
+        volumes: &[PvRequirements],
     ) -> Result<bool, DeleteError> {
         let claim_name = || name.to_owned();
         match self.relation(claim) {
@@ -230,15 +233,15 @@ impl Management {
             }
             Some(Relation::Own) => {}
         }
-        self.same_bytes(name, claim, volumes).map_err(DeleteError::Replaced)?;
+        self.check_pins(name, claim, volumes).map_err(DeleteError::Replaced)?;
         let annotations = claim.metadata.annotations.as_ref();
         let policy = annotations.and_then(|annotations| annotations.get(names::ANNOTATION_RECLAIM_POLICY));
         if policy.is_some_and(|policy| policy == "Retain") {
             let volume = claim.spec.volume_name.clone().unwrap_or_default();
             return Err(DeleteError::Retained { claim: claim_name(), volume });
         }
-        if let Some(machine) = self.machines_with(name).first() {
-            return Err(DeleteError::Attached { claim: claim_name(), machine: machine.clone() });
+        if let Some(vm_name) = self.vms_using(name).first() {
+            return Err(DeleteError::Attached { claim: claim_name(), vm_name: vm_name.clone() });
         }
         let guests = self.other_consumers(claim);
         if !guests.is_empty() {
@@ -248,7 +251,7 @@ impl Management {
     }
 
     /// Deletes this very claim, if it is still in the version that is given, and waits until it is gone.
-    async fn delete_seen(
+    async fn delete_observed(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
@@ -269,27 +272,27 @@ impl Management {
         let gone = self
             .claims
             .wait_for(&self.key(name), deadline, |now| match now {
-                None => Some(Gone::Alone),
+                None => Some(Gone::Absent),
                 Some(now) => (now.metadata.uid != uid).then_some(Gone::Replaced),
             })
             .await;
         match gone {
             Some(gone) => {
-                if gone == Gone::Alone {
-                    self.recent.saw(recent::claim(name), "");
+                if gone == Gone::Absent {
+                    self.deleted_claims.record(recent_outcomes::claim_key(name), "");
                 }
                 Ok(())
             }
             None => {
-                let because = held_by(self.claim(name).as_deref().map(|claim| &claim.metadata));
-                Err(DeleteError::Deadline { claim: name.to_owned(), because })
+                let detail = blocking_finalizers(self.claim(name).as_deref().map(|claim| &claim.metadata));
+                Err(DeleteError::Deadline { claim: name.to_owned(), detail })
             }
         }
     }
 }
 
 /// The guest's claim for which a claim waits that has no volume yet.
-pub(crate) fn waits_for(claim: &PersistentVolumeClaim) -> Option<Key> {
+pub(crate) fn pending_for(claim: &PersistentVolumeClaim) -> Option<Key> {
     if has_volume(claim) || claim.metadata.deletion_timestamp.is_some() {
         return None;
     }
@@ -318,7 +321,7 @@ mod tests {
                 json!({names::ANNOTATION_GUEST_NAMESPACE: "shop", names::ANNOTATION_GUEST_PVC: "data"});
             let metadata = json!({"name": "c", "annotations": annotations});
             let claim = json!({"metadata": metadata, "spec": spec, "status": status});
-            waits_for(&serde_json::from_value(claim).unwrap())
+            pending_for(&serde_json::from_value(claim).unwrap())
         };
         let data = Some(Key::new("shop", "data"));
         assert_eq!(claim(json!({}), json!({"phase": "Pending"})), data);

@@ -87,14 +87,14 @@ pub enum ExpandError {
         warning: String,
     },
     /// Time ran out; the work goes on.
-    #[error("management PersistentVolumeClaim {claim} was not expanded to {size} in time{because}")]
+    #[error("management PersistentVolumeClaim {claim} was not expanded to {size} in time{detail}")]
     Deadline {
         /// The management claim.
         claim: String,
         /// The size.
         size: String,
         /// The latest warning, or nothing.
-        because: String,
+        detail: String,
     },
     /// The request failed.
     #[error(
@@ -144,7 +144,7 @@ impl Management {
                 return Err(ExpandError::NotBound(claim()));
             }
             match step(&seen, size.required, bytes) {
-                Step::Done(capacity) => return within(claim(), capacity, size.limit),
+                Step::Done(capacity) => return check_limit(claim(), capacity, size.limit),
                 Step::Infeasible(reason) => {
                     return Err(ExpandError::Infeasible { claim: claim(), size: text, reason });
                 }
@@ -169,8 +169,8 @@ impl Management {
                 .await;
             if changed.is_none() {
                 let warning = self.warnings.latest(name);
-                let because = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
-                return Err(ExpandError::Deadline { claim: claim(), size: text, because });
+                let detail = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
+                return Err(ExpandError::Deadline { claim: claim(), size: text, detail });
             }
         }
     }
@@ -195,7 +195,7 @@ impl Management {
 }
 
 /// The capacity, unless it is beyond the limit.
-fn within(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
+fn check_limit(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
     match limit.filter(|limit| capacity > *limit) {
         Some(limit) => Err(ExpandError::TooLarge { claim, capacity, limit }),
         None => Ok(capacity),
@@ -204,25 +204,25 @@ fn within(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, Expan
 
 /// What to do about a claim so that it has at least `required` bytes, which is `bytes` in whole mebibytes.
 fn step(claim: &PersistentVolumeClaim, required: u64, bytes: u64) -> Step {
-    let (has, asked) = (claim.status.capacity.unwrap_or(0), claim.spec.requested.unwrap_or(0));
+    let (has, requested) = (claim.status.capacity.unwrap_or(0), claim.spec.requested.unwrap_or(0));
     if has >= required {
         return Step::Done(has);
     }
-    if asked < bytes {
+    if requested < bytes {
         return Step::Request;
     }
-    let Some(failure) = failure(claim, asked) else { return Step::Wait };
+    let Some(failure) = failure(claim, requested) else { return Step::Wait };
     match failure {
         // More was requested than the guest wants by now, to no avail.
-        _ if asked > bytes => Step::Request,
+        _ if requested > bytes => Step::Request,
         failure => failure,
     }
 }
 
 /// What csi-resizer says of a request for so many bytes, where it failed. What it says of an earlier request doesn't
 /// count.
-fn failure(claim: &PersistentVolumeClaim, asked: u64) -> Option<Step> {
-    if claim.status.allocated != Some(asked) {
+fn failure(claim: &PersistentVolumeClaim, requested: u64) -> Option<Step> {
+    if claim.status.allocated != Some(requested) {
         return None;
     }
     let reason = condition(claim, CONDITION_RESIZE_FAILED).map(str::to_owned);
@@ -241,10 +241,10 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn claim(asked: &str, has: &str, status: serde_json::Value) -> PersistentVolumeClaim {
+    fn claim(requested: &str, has: &str, status: serde_json::Value) -> PersistentVolumeClaim {
         let mut status = status;
         status["capacity"] = json!({"storage": has});
-        let spec = json!({"resources": {"requests": {"storage": asked}}});
+        let spec = json!({"resources": {"requests": {"storage": requested}}});
         serde_json::from_value(json!({"metadata": {}, "spec": spec, "status": status})).unwrap()
     }
 
@@ -261,8 +261,12 @@ mod tests {
         let grown = claim("1Mi", "3Mi", json!({}));
         assert_eq!(step(&grown, 2 * MIB, 2 * MIB), Step::Done(3 * MIB));
         assert_eq!(step(&claim("1Mi", "1Mi", json!({})), 2 * MIB, 2 * MIB), Step::Request);
-        for asked in ["2Mi", "9Mi"] {
-            assert_eq!(step(&claim(asked, "1Mi", json!({})), 2 * MIB, 2 * MIB), Step::Wait, "{asked}");
+        for requested in ["2Mi", "9Mi"] {
+            assert_eq!(
+                step(&claim(requested, "1Mi", json!({})), 2 * MIB, 2 * MIB),
+                Step::Wait,
+                "{requested}"
+            );
         }
         // What is not whole mebibytes was given exactly by somebody else: it is enough.
         assert_eq!(step(&claim("1Mi", "1048577", json!({})), MIB + 1, 2 * MIB), Step::Done(MIB + 1));

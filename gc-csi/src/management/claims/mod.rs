@@ -15,7 +15,7 @@ use super::Management;
 pub use create::Source;
 pub(crate) use create::{CreateError, NewClaim};
 pub use delete::Abandoned;
-pub(crate) use delete::{DeleteError, waits_for};
+pub(crate) use delete::{DeleteError, pending_for};
 pub use expand::{CONDITION_RESIZE_FAILED, ExpandError};
 pub use modify::{CONDITION_MODIFY_FAILED, ModifyError};
 

@@ -59,7 +59,7 @@ pub enum ModifyError {
     },
     /// Time ran out; the work goes on.
     #[error(
-        "management PersistentVolumeClaim {claim} did not get VolumeAttributesClass {class} in time{because}"
+        "management PersistentVolumeClaim {claim} did not get VolumeAttributesClass {class} in time{detail}"
     )]
     Deadline {
         /// The management claim.
@@ -67,7 +67,7 @@ pub enum ModifyError {
         /// The class.
         class: String,
         /// The latest warning, or nothing.
-        because: String,
+        detail: String,
     },
     /// The request failed.
     #[error(
@@ -85,12 +85,12 @@ pub enum ModifyError {
 
 impl Management {
     /// Gives the claim a management VolumeAttributesClass, and waits until its volume has what that says. A class that
-    /// is not seen by `behind` is called missing.
+    /// is not seen by `cache_deadline` is called missing.
     pub async fn modify_claim(
         &self,
         name: &str,
         class: &str,
-        behind: Instant,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<(), ModifyError> {
         let claim = || name.to_owned();
@@ -103,8 +103,8 @@ impl Management {
             return Err(ModifyError::NotBound(claim()));
         }
         let mark = self.warnings.mark();
-        if wanted_class(&found) != Some(class) {
-            if !self.has_attributes_class(class, behind).await {
+        if requested_class(&found) != Some(class) {
+            if !self.has_attributes_class(class, cache_deadline).await {
                 return Err(ModifyError::NoClass(class.to_owned()));
             }
             // The UID makes the API server refuse a claim that took the name of the one that is meant.
@@ -124,7 +124,7 @@ impl Management {
                 let Some(now) = now.filter(|now| now.metadata.uid == *uid) else {
                     return Some(Err(ModifyError::NoClaim(claim())));
                 };
-                if wanted_class(now) != Some(class) {
+                if requested_class(now) != Some(class) {
                     return None;
                 }
                 if has_class(now, class) {
@@ -140,13 +140,13 @@ impl Management {
             .await;
         outcome.unwrap_or_else(|| {
             let warning = self.warnings.latest(name);
-            let because = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
-            Err(ModifyError::Deadline { claim: claim(), class: class.to_owned(), because })
+            let detail = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
+            Err(ModifyError::Deadline { claim: claim(), class: class.to_owned(), detail })
         })
     }
 }
 
-fn wanted_class(claim: &PersistentVolumeClaim) -> Option<&str> {
+fn requested_class(claim: &PersistentVolumeClaim) -> Option<&str> {
     claim.spec.volume_attributes_class_name.as_deref()
 }
 

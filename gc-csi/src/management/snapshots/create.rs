@@ -17,7 +17,7 @@ use crate::management::{ApiError, Management};
 
 /// How long a failure may take to heal before it is reported: the cluster's snapshot-controller writes one for each race
 /// for an object that it lost, and tries again a second later.
-const HEALS: Duration = Duration::from_secs(3);
+const TRANSIENT_ERROR_WINDOW: Duration = Duration::from_secs(3);
 
 /// A snapshot to take.
 #[derive(Debug, Clone)]
@@ -39,7 +39,7 @@ pub enum SnapshotError {
     #[error(
         "the management cluster does not serve {GROUP_VERSION}: its platform team must install the CustomResourceDefinitions and the controller of external-snapshotter, and start gc-csi's controller again"
     )]
-    Unserved,
+    NotServed,
     /// There is no such volume.
     #[error("there is no volume {0} of this guest to take a snapshot of")]
     NoClaim(String),
@@ -88,55 +88,55 @@ pub enum SnapshotError {
 
 impl Management {
     /// Whether the snapshot of this CSI name was begun, as far as is seen.
-    pub fn snapshot_is_begun(&self, csi_name: &str) -> bool {
-        let key = self.key(&names::management_snapshot(self.home.cluster.as_str(), csi_name));
-        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.watched.get(&key).is_some())
+    pub fn snapshot_exists(&self, csi_name: &str) -> bool {
+        let key = self.key(&names::management_snapshot(self.identity.cluster.as_str(), csi_name));
+        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.informer.get(&key).is_some())
     }
 
     /// Takes the snapshot unless it is there, and waits until a volume can be made from it; one that is cut by
-    /// the deadline but still being worked on is answered as it is. A class that is not seen by `behind` is
+    /// the deadline but still being worked on is answered as it is. A class that is not seen by `cache_deadline` is
     /// called missing.
     pub async fn create_snapshot(
         &self,
-        wanted: &NewSnapshot,
-        behind: Instant,
+        request: &NewSnapshot,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
-        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::Unserved)?;
-        let name = names::management_snapshot(self.home.cluster.as_str(), &wanted.csi_name);
+        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::NotServed)?;
+        let name = names::management_snapshot(self.identity.cluster.as_str(), &request.csi_name);
         let key = self.key(&name);
-        if snapshots.watched.get(&key).is_none() {
+        if snapshots.informer.get(&key).is_none() {
             let (claim, _) = self
-                .usable_claim(&wanted.claim)
-                .ok_or_else(|| SnapshotError::NoClaim(wanted.claim.clone()))?;
+                .usable_claim(&request.claim)
+                .ok_or_else(|| SnapshotError::NoClaim(request.claim.clone()))?;
             if !is_bound(&claim) {
-                return Err(SnapshotError::NotBound(wanted.claim.clone()));
+                return Err(SnapshotError::NotBound(request.claim.clone()));
             }
-            let class = Key::cluster(&wanted.class);
-            if snapshots.classes.wait_for(&class, behind, |class| class.map(|_| ())).await.is_none() {
-                return Err(SnapshotError::NoClass(wanted.class.clone()));
+            let class = Key::cluster(&request.class);
+            if snapshots.classes.wait_for(&class, cache_deadline, |class| class.map(|_| ())).await.is_none() {
+                return Err(SnapshotError::NoClass(request.class.clone()));
             }
-            let snapshot = self.new_snapshot(&snapshots.resource, &name, wanted).await;
+            let snapshot = self.new_snapshot(&snapshots.resource, &name, request).await;
             match snapshots.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
                 // An earlier call made it; the informer will show it, and it is compared then.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
             }
         }
-        self.wait_ready(snapshots, &name, wanted, deadline).await
+        self.wait_ready(snapshots, &name, request, deadline).await
     }
 
     async fn wait_ready(
         &self,
         snapshots: &Snapshots,
         name: &str,
-        wanted: &NewSnapshot,
+        request: &NewSnapshot,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
         let key = self.key(name);
-        let settled = |found: &Arc<VolumeSnapshot>| {
-            if let Err(difference) = self.same_snapshot(found, wanted) {
-                let (csi_name, snapshot) = (wanted.csi_name.clone(), name.to_owned());
+        let final_outcome = |found: &Arc<VolumeSnapshot>| {
+            if let Err(difference) = self.check_same_snapshot(found, request) {
+                let (csi_name, snapshot) = (request.csi_name.clone(), name.to_owned());
                 return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
             }
             if found.metadata.deletion_timestamp.is_some() {
@@ -145,26 +145,30 @@ impl Management {
             is_ready(found).then(|| Ok(found.clone()))
         };
         loop {
-            let seen = snapshots.watched.wait_for(&key, deadline, |found| {
+            let seen = snapshots.informer.wait_for(&key, deadline, |found| {
                 let found = found?;
-                settled(found).map(Some).or_else(|| failure(found).map(|_| None))
+                final_outcome(found).map(Some).or_else(|| failure(found).map(|_| None))
             });
             match seen.await {
                 Some(Some(outcome)) => return outcome,
                 Some(None) => {}
                 None => break,
             }
-            let healed = snapshots.watched.wait_for(&key, deadline.min(Instant::now() + HEALS), |found| {
-                let found = found?;
-                settled(found).map(Some).or_else(|| failure(found).is_none().then_some(None))
-            });
-            match healed.await {
+            let recovered = snapshots.informer.wait_for(
+                &key,
+                deadline.min(Instant::now() + TRANSIENT_ERROR_WINDOW),
+                |found| {
+                    let found = found?;
+                    final_outcome(found).map(Some).or_else(|| failure(found).is_none().then_some(None))
+                },
+            );
+            match recovered.await {
                 Some(Some(outcome)) => return outcome,
                 Some(None) => {}
                 None => break,
             }
         }
-        let found = snapshots.watched.get(&key);
+        let found = snapshots.informer.get(&key);
         if let Some(found) = found.as_ref().filter(|found| is_cut(found)) {
             return Ok(found.clone());
         }
@@ -176,28 +180,33 @@ impl Management {
         }
     }
 
-    async fn new_snapshot(&self, resource: &ApiResource, name: &str, wanted: &NewSnapshot) -> VolumeSnapshot {
+    async fn new_snapshot(
+        &self,
+        resource: &ApiResource,
+        name: &str,
+        request: &NewSnapshot,
+    ) -> VolumeSnapshot {
         let spec = SnapshotSpec {
-            source: SnapshotSource { persistent_volume_claim_name: Some(wanted.claim.clone()) },
-            volume_snapshot_class_name: Some(wanted.class.clone()),
+            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.clone()) },
+            volume_snapshot_class_name: Some(request.class.clone()),
         };
         let mut snapshot = VolumeSnapshot::new(name, resource, spec);
-        snapshot.metadata = self.new_metadata(name, wanted.annotations.clone()).await;
+        snapshot.metadata = self.new_metadata(name, request.annotations.clone()).await;
         snapshot
     }
 
     /// Whether a snapshot that is there is the one that is wanted; if not, what differs.
-    fn same_snapshot(&self, found: &VolumeSnapshot, wanted: &NewSnapshot) -> Result<(), String> {
+    fn check_same_snapshot(&self, found: &VolumeSnapshot, request: &NewSnapshot) -> Result<(), String> {
         if !self.owns_snapshot(found) {
             return Err("it is not labelled as this guest's".to_owned());
         }
         let claim = source_claim(found);
-        if claim != wanted.claim {
-            return Err(format!("it is of volume {claim:?}, not {:?}", wanted.claim));
+        if claim != request.claim {
+            return Err(format!("it is of volume {claim:?}, not {:?}", request.claim));
         }
         let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
-        if class != wanted.class {
-            return Err(format!("it is of VolumeSnapshotClass {class:?}, not {:?}", wanted.class));
+        if class != request.class {
+            return Err(format!("it is of VolumeSnapshotClass {class:?}, not {:?}", request.class));
         }
         Ok(())
     }

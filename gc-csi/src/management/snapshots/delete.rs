@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::{VolumeSnapshot, is_cut};
 use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management, held_by, is_object_name};
+use crate::management::{ApiError, Management, blocking_finalizers, is_object_name};
 
 /// Why a snapshot was not deleted.
 #[derive(Debug, thiserror::Error)]
@@ -17,12 +17,12 @@ pub enum DeleteSnapshotError {
     )]
     Shared(String),
     /// Time ran out; the deletion goes on.
-    #[error("management VolumeSnapshot {snapshot} was not gone in time{because}")]
+    #[error("management VolumeSnapshot {snapshot} was not gone in time{detail}")]
     Deadline {
         /// The management snapshot.
         snapshot: String,
         /// What holds it, as far as is known.
-        because: String,
+        detail: String,
     },
     /// The request failed.
     #[error("cannot delete management VolumeSnapshot {snapshot}: {source}")]
@@ -50,7 +50,7 @@ impl Management {
         csi_name: &str,
         deadline: Instant,
     ) -> Result<AbandonedSnapshot, DeleteSnapshotError> {
-        let name = names::management_snapshot(self.home.cluster.as_str(), csi_name);
+        let name = names::management_snapshot(self.identity.cluster.as_str(), csi_name);
         // Nobody asks again, so what the informer has not seen yet would stay: the API is read.
         match self.read_snapshot(&name).await?.filter(|one| self.owns_snapshot(one)) {
             Some(found) if is_cut(&found) && found.metadata.deletion_timestamp.is_none() => {
@@ -59,7 +59,7 @@ impl Management {
             Some(found) => {
                 // Only as it was seen: one that was cut in between is not deleted.
                 let seen = found.metadata.resource_version.clone();
-                self.delete_seen_snapshot(&name, &found, seen, deadline).await?;
+                self.delete_observed_snapshot(&name, &found, seen, deadline).await?;
                 Ok(AbandonedSnapshot::Gone)
             }
             None => Ok(AbandonedSnapshot::Gone),
@@ -70,20 +70,20 @@ impl Management {
     /// is left as it is: to this guest it does not exist.
     pub async fn delete_snapshot(&self, name: &str, deadline: Instant) -> Result<(), DeleteSnapshotError> {
         let Some(snapshots) = &self.snapshots else { return Ok(()) };
-        let found = match snapshots.watched.get(&self.key(name)) {
+        let found = match snapshots.informer.get(&self.key(name)) {
             Some(found) => found,
             // Another replica may just have made it, and what is called gone now is not asked for again. It is waited
             // for, so that its end is seen, too.
             None if self.read_snapshot(name).await?.is_some_and(|live| self.may_read(&live)) => {
-                self.snapshot_by(name, deadline).await.ok_or_else(|| DeleteSnapshotError::Deadline {
+                self.wait_for_snapshot(name, deadline).await.ok_or_else(|| DeleteSnapshotError::Deadline {
                     snapshot: name.to_owned(),
-                    because: ": the watch of the management cluster does not show it yet".to_owned(),
+                    detail: ": the watch of the management cluster does not show it yet".to_owned(),
                 })?
             }
             None => return Ok(()),
         };
         match self.relation_of(found.metadata.labels.as_ref()) {
-            Some(Relation::Own) => self.delete_seen_snapshot(name, &found, None, deadline).await,
+            Some(Relation::Own) => self.delete_observed_snapshot(name, &found, None, deadline).await,
             Some(Relation::Shared { .. }) => Err(DeleteSnapshotError::Shared(name.to_owned())),
             None => {
                 tracing::warn!(
@@ -96,7 +96,7 @@ impl Management {
     }
 
     /// Deletes this very snapshot, if it is still in the version that is given, and waits until it is gone.
-    async fn delete_seen_snapshot(
+    async fn delete_observed_snapshot(
         &self,
         name: &str,
         found: &VolumeSnapshot,
@@ -116,15 +116,15 @@ impl Management {
             }
         }
         let gone = snapshots
-            .watched
+            .informer
             .wait_for(&self.key(name), deadline, |now| {
                 now.is_none_or(|now| now.metadata.uid != uid).then_some(())
             })
             .await;
         gone.ok_or_else(|| {
-            let seen = snapshots.watched.get(&self.key(name));
-            let because = held_by(seen.as_deref().map(|seen| &seen.metadata));
-            DeleteSnapshotError::Deadline { snapshot: name.to_owned(), because }
+            let seen = snapshots.informer.get(&self.key(name));
+            let detail = blocking_finalizers(seen.as_deref().map(|seen| &seen.metadata));
+            DeleteSnapshotError::Deadline { snapshot: name.to_owned(), detail }
         })
     }
 

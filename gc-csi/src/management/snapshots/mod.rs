@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::sharing::Relation;
-use super::{Listener, Management, keep};
+use super::{ChangeHandler, Management, retain_keys};
 
 pub use create::{NewSnapshot, SnapshotError};
 pub use delete::{AbandonedSnapshot, DeleteSnapshotError};
@@ -87,7 +87,7 @@ pub struct SnapshotFailure {
 pub(super) struct Snapshots {
     resource: ApiResource,
     pub(super) api: Api<VolumeSnapshot>,
-    pub(super) watched: Informer<VolumeSnapshot>,
+    pub(super) informer: Informer<VolumeSnapshot>,
     classes: Informer<DynamicObject>,
 }
 
@@ -97,11 +97,11 @@ impl Snapshots {
         namespace: &str,
         ready: &Health,
         stop: &CancellationToken,
-        changed: Listener<VolumeSnapshot>,
+        changed: ChangeHandler<VolumeSnapshot>,
     ) -> Self {
         let kind = |kind: &str| ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, "v1", kind));
         let resource = kind("VolumeSnapshot");
-        let watched = Informer::builder(
+        let informer = Informer::builder(
             "management VolumeSnapshots",
             Api::namespaced_with(client.clone(), namespace, &resource),
         )
@@ -116,11 +116,11 @@ impl Snapshots {
         .trim(|class: &mut DynamicObject| class.data = serde_json::Value::Null)
         .start(ready.check("management-snapshot-classes", "not read yet"), stop.clone());
         let api = Api::namespaced_with(client.clone(), namespace, &resource);
-        Self { resource, api, watched, classes }
+        Self { resource, api, informer, classes }
     }
 
     pub(super) fn is_synced(&self) -> bool {
-        self.watched.is_synced() && self.classes.is_synced()
+        self.informer.is_synced() && self.classes.is_synced()
     }
 }
 
@@ -132,19 +132,23 @@ impl Management {
 
     /// The snapshots that this guest may read: its own, and those that are shared with it.
     pub fn usable_snapshots(&self) -> Vec<Arc<VolumeSnapshot>> {
-        let all = self.snapshots.as_ref().map(|snapshots| snapshots.watched.list()).unwrap_or_default();
+        let all = self.snapshots.as_ref().map(|snapshots| snapshots.informer.list()).unwrap_or_default();
         all.into_iter().filter(|one| self.may_read(one)).collect()
     }
 
     /// The snapshot of this name that this guest may read.
     pub fn usable_snapshot(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
-        self.snapshots.as_ref()?.watched.get(&self.key(name)).filter(|one| self.may_read(one))
+        self.snapshots.as_ref()?.informer.get(&self.key(name)).filter(|one| self.may_read(one))
     }
 
     /// Waits until a snapshot that this guest may read is seen; None when it does not come.
-    pub(super) async fn snapshot_by(&self, name: &str, deadline: Instant) -> Option<Arc<VolumeSnapshot>> {
+    pub(super) async fn wait_for_snapshot(
+        &self,
+        name: &str,
+        deadline: Instant,
+    ) -> Option<Arc<VolumeSnapshot>> {
         let usable = |found: Option<&Arc<VolumeSnapshot>>| found.filter(|one| self.may_read(one)).cloned();
-        self.snapshots.as_ref()?.watched.wait_for(&self.key(name), deadline, usable).await
+        self.snapshots.as_ref()?.informer.wait_for(&self.key(name), deadline, usable).await
     }
 
     fn may_read(&self, snapshot: &VolumeSnapshot) -> bool {
@@ -180,10 +184,10 @@ fn is_cut(snapshot: &VolumeSnapshot) -> bool {
 /// Keeps identity, owners and whose it is, besides what its type has.
 fn trim(snapshot: &mut VolumeSnapshot) {
     snapshot.types = None;
-    keep(&mut snapshot.metadata.annotations, |key| {
+    retain_keys(&mut snapshot.metadata.annotations, |key| {
         [names::ANNOTATION_MADE_BY, names::ANNOTATION_DELETED_WITH].contains(&key)
     });
-    keep(&mut snapshot.metadata.labels, |key| {
+    retain_keys(&mut snapshot.metadata.labels, |key| {
         key == names::LABEL_CLUSTER_ID || key.starts_with(names::LABEL_SHARE_PREFIX)
     });
 }

@@ -1,4 +1,4 @@
-//! What this process itself saw come about just now: a claim that is gone, a disk that left a machine or came into one.
+//! What this process itself saw come about just now: a claim that is gone, a disk that left a VM or came into one.
 //!
 //! Sidecars ask a second time when their own copy of an object is behind, most often within a second. Where the watch shows
 //! that there is nothing to do, it may be behind, too, so such a call reads the API; but of what this process saw end a
@@ -9,11 +9,11 @@
 //!   very object that was meant, by its UID.
 //! - Whoever does the opposite (makes the claim, puts the disk in, takes it out) [begins](Recent::begin) with that: it
 //!   drops what is written down, and until it is through nothing is written down or answered, whatever ends meanwhile.
-//! - It is asked only where the watch is up and shows the same, and of the same machine by its UID; so what another
+//! - It is asked only where the watch is up and shows the same, and of the same VM by its UID; so what another
 //!   replica did in these seconds counts as soon as the watch shows it. A call to undo that comes here only after two
 //!   changes of the sidecar's leader, each of which takes as long as this remembers. Were it answered from here all the
 //!   same, nothing would be lost: what stays is an entry or a claim that nobody asks for, which is found and told, and no
-//!   other machine gets a disk that the management cluster says is plugged.
+//!   other VM gets a disk that the management cluster says is plugged.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,59 +23,59 @@ use kube_kit::informer::Key;
 use tokio::time::Instant;
 
 /// How long it is remembered.
-const REMEMBERED: Duration = Duration::from_secs(5);
+const TTL: Duration = Duration::from_secs(5);
 
 /// What was seen, shared by all calls of this process.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Recent(Arc<Mutex<Table>>);
+pub(super) struct RecentOutcomes(Arc<Mutex<Table>>);
 
 #[derive(Debug, Default)]
 struct Table {
     /// When each was seen to have come about, and the UID of the object in which that was seen.
-    seen: HashMap<Key, (Instant, String)>,
+    observed: HashMap<Key, (Instant, String)>,
     /// How many calls are at the opposite of each.
-    begun: HashMap<Key, usize>,
+    suppressed: HashMap<Key, usize>,
 }
 
 /// Holds for as long as a call is at the opposite of something; that is not known to have come about meanwhile.
 #[derive(Debug)]
-pub(super) struct Begun {
-    recent: Recent,
+pub(super) struct Suppression {
+    outcomes: RecentOutcomes,
     key: Key,
 }
 
-/// The disk of a claim in a machine.
-pub(super) fn disk(machine: &str, claim: &str) -> Key {
-    Key::new(machine, claim)
+/// The disk of a claim in a VM.
+pub(super) fn disk_key(claim: &str, vm_name: &str) -> Key {
+    Key::new(vm_name, claim)
 }
 
 /// A claim itself.
-pub(super) fn claim(name: &str) -> Key {
+pub(super) fn claim_key(name: &str) -> Key {
     Key::cluster(name)
 }
 
-impl Recent {
+impl RecentOutcomes {
     /// Says that a call is about to do the opposite of this, until what it gives is dropped.
-    pub(super) fn begin(&self, key: Key) -> Begun {
+    pub(super) fn suppress(&self, key: Key) -> Suppression {
         let mut table = self.table();
-        table.seen.remove(&key);
-        *table.begun.entry(key.clone()).or_default() += 1;
-        Begun { recent: self.clone(), key }
+        table.observed.remove(&key);
+        *table.suppressed.entry(key.clone()).or_default() += 1;
+        Suppression { outcomes: self.clone(), key }
     }
 
     /// Says that this was seen to have come about, in an object of this UID.
-    pub(super) fn saw(&self, key: Key, uid: &str) {
+    pub(super) fn record(&self, key: Key, uid: &str) {
         let mut table = self.table();
-        table.seen.retain(|_, (at, _)| at.elapsed() < REMEMBERED);
-        if !table.begun.contains_key(&key) {
-            table.seen.insert(key, (Instant::now(), uid.to_owned()));
+        table.observed.retain(|_, (at, _)| at.elapsed() < TTL);
+        if !table.suppressed.contains_key(&key) {
+            table.observed.insert(key, (Instant::now(), uid.to_owned()));
         }
     }
 
     /// Whether this was seen to have come about just now, in the object of this UID.
-    pub(super) fn has_seen(&self, key: &Key, uid: &str) -> bool {
+    pub(super) fn contains(&self, key: &Key, uid: &str) -> bool {
         let table = self.table();
-        table.seen.get(key).is_some_and(|(at, of)| at.elapsed() < REMEMBERED && of == uid)
+        table.observed.get(key).is_some_and(|(at, of)| at.elapsed() < TTL && of == uid)
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -83,13 +83,13 @@ impl Recent {
     }
 }
 
-impl Drop for Begun {
+impl Drop for Suppression {
     fn drop(&mut self) {
-        let mut table = self.recent.table();
-        if let Some(count) = table.begun.get_mut(&self.key) {
+        let mut table = self.outcomes.table();
+        if let Some(count) = table.suppressed.get_mut(&self.key) {
             *count -= 1;
             if *count == 0 {
-                table.begun.remove(&self.key);
+                table.suppressed.remove(&self.key);
             }
         }
     }
@@ -101,32 +101,32 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_end_is_known_for_a_moment_and_only_of_the_same_object() {
-        let recent = Recent::default();
-        recent.saw(disk("vm", "a"), "uid-1");
-        assert!(recent.has_seen(&disk("vm", "a"), "uid-1"));
-        assert!(!recent.has_seen(&disk("vm", "a"), "uid-2"), "the machine was made anew");
-        assert!(!recent.has_seen(&disk("other", "a"), "uid-1"));
-        assert!(!recent.has_seen(&claim("a"), "uid-1"));
-        tokio::time::sleep(REMEMBERED).await;
-        assert!(!recent.has_seen(&disk("vm", "a"), "uid-1"));
-        recent.saw(claim("b"), "");
-        assert_eq!(recent.table().seen.len(), 1, "what is old is cleared away");
+        let outcomes = RecentOutcomes::default();
+        outcomes.record(disk_key("a", "vm"), "uid-1");
+        assert!(outcomes.contains(&disk_key("a", "vm"), "uid-1"));
+        assert!(!outcomes.contains(&disk_key("a", "vm"), "uid-2"), "the machine was made anew");
+        assert!(!outcomes.contains(&disk_key("a", "other"), "uid-1"));
+        assert!(!outcomes.contains(&claim_key("a"), "uid-1"));
+        tokio::time::sleep(TTL).await;
+        assert!(!outcomes.contains(&disk_key("a", "vm"), "uid-1"));
+        outcomes.record(claim_key("b"), "");
+        assert_eq!(outcomes.table().observed.len(), 1, "what is old is cleared away");
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_is_made_anew_has_not_ended_whatever_ends_meanwhile() {
-        let recent = Recent::default();
-        recent.saw(claim("a"), "");
-        let (first, second) = (recent.begin(claim("a")), recent.begin(claim("a")));
-        assert!(!recent.has_seen(&claim("a"), ""));
+        let outcomes = RecentOutcomes::default();
+        outcomes.record(claim_key("a"), "");
+        let (first, second) = (outcomes.suppress(claim_key("a")), outcomes.suppress(claim_key("a")));
+        assert!(!outcomes.contains(&claim_key("a"), ""));
         // The answer to a deletion that began before.
-        recent.saw(claim("a"), "");
+        outcomes.record(claim_key("a"), "");
         drop(first);
-        recent.saw(claim("a"), "");
+        outcomes.record(claim_key("a"), "");
         drop(second);
-        assert!(!recent.has_seen(&claim("a"), ""), "it may be there by now");
-        recent.saw(claim("a"), "");
-        assert!(recent.has_seen(&claim("a"), ""));
-        assert!(recent.table().begun.is_empty());
+        assert!(!outcomes.contains(&claim_key("a"), ""), "it may be there by now");
+        outcomes.record(claim_key("a"), "");
+        assert!(outcomes.contains(&claim_key("a"), ""));
+        assert!(outcomes.table().suppressed.is_empty());
     }
 }

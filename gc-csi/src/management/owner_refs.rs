@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
 use super::snapshots::VolumeSnapshot;
-use super::{ApiError, Home, Management};
+use super::{ApiError, GuestIdentity, Management};
 
 /// Flags that say what a guest leaves behind.
 #[derive(Debug, Clone, clap::Args)]
@@ -57,7 +57,7 @@ fn object_name(text: &str) -> Result<String, String> {
 
 /// Something that this guest made, or all of it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) enum Made {
+pub(crate) enum OwnedObject {
     /// A claim, by name.
     Claim(String),
     /// A VolumeSnapshot, by name.
@@ -66,7 +66,7 @@ pub(crate) enum Made {
     All,
 }
 
-impl Display for Made {
+impl Display for OwnedObject {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Claim(name) => write!(f, "PersistentVolumeClaim {name}"),
@@ -78,24 +78,24 @@ impl Display for Made {
 
 /// What will become of an object when the guest is deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum DeletionOutcome {
     /// What the policy says, or it is nothing of this guest's.
-    AsChosen,
+    AsConfigured,
     /// It stays, though it should go: there is no Cluster object, or another guest uses it.
-    Outlives,
+    OutlivesGuest,
 }
 
 /// Why an object does not have the owner that it should.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write on management {what} with which Cluster object it is deleted: {source}")]
-pub(crate) struct OwnerError {
-    what: Made,
+#[error("cannot write on management {object} with which Cluster object it is deleted: {source}")]
+pub(crate) struct OwnerRefError {
+    object: OwnedObject,
     source: ApiError,
 }
 
 /// The guest's Cluster object, watched where the policy needs it.
 #[derive(Debug, Clone)]
-pub(crate) struct Owner {
+pub(crate) struct ClusterOwner {
     policy: Policy,
     clusters: Option<Clusters>,
 }
@@ -109,12 +109,12 @@ struct Clusters {
     guest: ClusterId,
 }
 
-impl Owner {
+impl ClusterOwner {
     /// Watches the guest's Cluster object where it is needed; `changed` is called when it comes, changes or goes. None
     /// when `stop` came first. Whether the management cluster has Cluster objects at all is asked once.
     pub(crate) async fn start(
         client: &Client,
-        home: &Home,
+        identity: &GuestIdentity,
         flags: GuestDeletion,
         ready: &Health,
         stop: &CancellationToken,
@@ -140,7 +140,7 @@ impl Owner {
         let resource = ApiResource::from_gvk(&kind);
         let only = name.as_ref().map(|name| format!("metadata.name={name}"));
         let config = only.map(|only| watcher::Config::default().fields(&only)).unwrap_or_default();
-        let watched = Api::namespaced_with(client.clone(), &home.namespace, &resource);
+        let watched = Api::namespaced_with(client.clone(), &identity.namespace, &resource);
         let watched = Informer::builder("Cluster objects", watched)
             .config(config)
             .trim(|cluster: &mut DynamicObject| {
@@ -150,8 +150,8 @@ impl Owner {
             .on_change(move |_| changed())
             // No volume waits for it: while it can't be watched, nobody is held up, and nothing is owned anew.
             .start(Health::default().check("cluster-objects", ""), stop.clone());
-        let api = Api::namespaced_with(client.clone(), &home.namespace, &resource);
-        let clusters = Clusters { api, resource, watched, name, guest: home.cluster.clone() };
+        let api = Api::namespaced_with(client.clone(), &identity.namespace, &resource);
+        let clusters = Clusters { api, resource, watched, name, guest: identity.cluster.clone() };
         Some(Self { policy, clusters: Some(clusters) })
     }
 
@@ -163,35 +163,35 @@ impl Owner {
     }
 
     /// The reference that objects should have, as far as the watch shows.
-    fn seen(&self) -> Option<OwnerReference> {
-        self.clusters.as_ref()?.seen()
+    fn cached(&self) -> Option<OwnerReference> {
+        self.clusters.as_ref()?.cached()
     }
 
     /// The reference that objects should have, read anew: an object that names an owner which is gone is deleted.
     pub(super) async fn read(&self) -> Result<Option<OwnerReference>, ApiError> {
         let Some(clusters) = &self.clusters else { return Ok(None) };
-        let Some(seen) = clusters.seen() else { return Ok(None) };
-        let found = clusters.api.get_opt(&seen.name).await?;
-        Ok(found.filter(|found| clusters.is_guests(found)).map(|found| clusters.reference(&found)))
+        let Some(cached) = clusters.cached() else { return Ok(None) };
+        let found = clusters.api.get_opt(&cached.name).await?;
+        Ok(found.filter(|found| clusters.matches_guest(found)).map(|found| clusters.reference(&found)))
     }
 }
 
 impl Clusters {
-    fn seen(&self) -> Option<OwnerReference> {
+    fn cached(&self) -> Option<OwnerReference> {
         let all = self.watched.list();
         let labelled = all.iter().filter(|cluster| self.is_labelled(cluster)).count();
-        let mut guests = all.iter().filter(|cluster| self.is_guests(cluster));
+        let mut matching = all.iter().filter(|cluster| self.matches_guest(cluster));
         let found = match labelled {
             // Labels are given by people, to the wrong one at times.
             2.. => None,
-            1 => guests.find(|cluster| self.is_labelled(cluster)),
-            0 => guests.next(),
+            1 => matching.find(|cluster| self.is_labelled(cluster)),
+            0 => matching.next(),
         };
         found.map(|cluster| self.reference(cluster))
     }
 
     /// Whether a Cluster object can be this guest's.
-    fn is_guests(&self, cluster: &DynamicObject) -> bool {
+    fn matches_guest(&self, cluster: &DynamicObject) -> bool {
         match &self.name {
             Some(name) => cluster.metadata.name.as_ref() == Some(name),
             None => self.is_labelled(cluster) || cluster.metadata.uid.as_deref() == Some(self.guest.as_str()),
@@ -209,7 +209,7 @@ impl Clusters {
             kind: self.resource.kind.clone(),
             name: cluster.name_any(),
             uid: cluster.uid().unwrap_or_default(),
-            // The Cluster object never waits for volumes: they wait for its machines.
+            // The Cluster object never waits for volumes: they wait for its VMs.
             block_owner_deletion: Some(false),
             controller: None,
         }
@@ -218,24 +218,24 @@ impl Clusters {
 
 impl Management {
     /// Looks for the guest's Cluster object once, and says so where there is none that should be.
-    pub(crate) async fn tell_missing_owner(&self) {
-        self.owner.synced().await;
-        if self.owner.policy == Policy::Delete && self.owner.seen().is_none() {
+    pub(crate) async fn warn_missing_owner(&self) {
+        self.cluster_owner.synced().await;
+        if self.cluster_owner.policy == Policy::Delete && self.cluster_owner.cached().is_none() {
             tracing::warn!(
-                namespace = self.home.namespace,
+                namespace = self.identity.namespace,
                 "--on-guest-deletion Delete keeps everything while this guest has no Cluster object: name it with \
                  --cluster-object, or label it {}={}",
                 names::LABEL_CLUSTER_ID,
-                self.home.cluster
+                self.identity.cluster
             );
         }
     }
 
     /// Names of everything that may have to be owned.
-    pub(crate) fn all_made(&self) -> Vec<Made> {
-        let claims = self.claims.list().into_iter().map(|claim| Made::Claim(claim.name_any()));
-        let snapshots = self.snapshots.iter().flat_map(|snapshots| snapshots.watched.list());
-        claims.chain(snapshots.map(|snapshot| Made::Snapshot(snapshot.name_any()))).collect()
+    pub(crate) fn owned_objects(&self) -> Vec<OwnedObject> {
+        let claims = self.claims.list().into_iter().map(|claim| OwnedObject::Claim(claim.name_any()));
+        let snapshots = self.snapshots.iter().flat_map(|snapshots| snapshots.informer.list());
+        claims.chain(snapshots.map(|snapshot| OwnedObject::Snapshot(snapshot.name_any()))).collect()
     }
 
     /// The metadata of an object that this guest is about to make: whose it is, and with what it is deleted.
@@ -244,10 +244,10 @@ impl Management {
         name: &str,
         mut annotations: BTreeMap<String, String>,
     ) -> ObjectMeta {
-        let guest = self.home.cluster.to_string();
+        let guest = self.identity.cluster.to_string();
         annotations.insert(names::ANNOTATION_MADE_BY.to_owned(), guest.clone());
         // Without an answer it is made without, and owned as soon as there is one.
-        let owner = self.owner.read().await.ok().flatten();
+        let owner = self.cluster_owner.read().await.ok().flatten();
         if let Some(owner) = &owner {
             annotations.insert(names::ANNOTATION_DELETED_WITH.to_owned(), owner.uid.clone());
         }
@@ -261,66 +261,72 @@ impl Management {
     }
 
     /// Gives an object the owner that it should have, in one request if any is needed; only as it was seen.
-    pub(crate) async fn keep_owner(&self, made: &Made) -> Result<Fate, OwnerError> {
-        let Some((metadata, wants_owner)) = self.ownable(made) else { return Ok(Fate::AsChosen) };
-        let seen = if wants_owner { self.owner.seen() } else { None };
-        let wanted = match (self.owner.policy, wants_owner, &seen) {
-            (Policy::Delete, true, Some(owner)) => Wanted::Cluster(owner),
+    pub(crate) async fn reconcile_owner_ref(
+        &self,
+        object: &OwnedObject,
+    ) -> Result<DeletionOutcome, OwnerRefError> {
+        let Some((metadata, needs_owner)) = self.owner_candidate(object) else {
+            return Ok(DeletionOutcome::AsConfigured);
+        };
+        let cached = if needs_owner { self.cluster_owner.cached() } else { None };
+        let desired = match (self.cluster_owner.policy, needs_owner, &cached) {
+            (Policy::Delete, true, Some(owner)) => DesiredOwner::Cluster(owner),
             // It is deleted with the Cluster object that was there, or is not found for a while.
-            (Policy::Delete, true, None) => Wanted::AsItIs,
-            _ => Wanted::Nobody,
+            (Policy::Delete, true, None) => DesiredOwner::Unchanged,
+            _ => DesiredOwner::None,
         };
-        let fate = match (self.owner.policy, &wanted) {
-            (Policy::Retain, _) | (_, Wanted::Cluster(_)) => Fate::AsChosen,
-            _ => Fate::Outlives,
+        let outcome = match (self.cluster_owner.policy, &desired) {
+            (Policy::Retain, _) | (_, DesiredOwner::Cluster(_)) => DeletionOutcome::AsConfigured,
+            _ => DeletionOutcome::OutlivesGuest,
         };
-        let failed = |source: ApiError| OwnerError { what: made.clone(), source };
-        let Some(patch) = patch(&metadata, &wanted) else { return Ok(fate) };
-        if let Wanted::Cluster(owner) = wanted
-            && self.owner.read().await.map_err(failed)?.as_ref() != Some(owner)
+        let failed = |source: ApiError| OwnerRefError { object: object.clone(), source };
+        let Some(patch) = metadata_patch(&metadata, &desired) else { return Ok(outcome) };
+        if let DesiredOwner::Cluster(owner) = desired
+            && self.cluster_owner.read().await.map_err(failed)?.as_ref() != Some(owner)
         {
             // The watch will tell.
-            return Ok(Fate::Outlives);
+            return Ok(DeletionOutcome::OutlivesGuest);
         }
-        self.patch_metadata(made, patch).await.map_err(failed)?;
-        tracing::info!(object = %made, owner = seen.map(|owner| owner.name), "changed with what it is deleted");
-        Ok(fate)
+        self.patch_metadata(object, patch).await.map_err(failed)?;
+        tracing::info!(object = %object, owner = cached.map(|owner| owner.name), "changed with what it is deleted");
+        Ok(outcome)
     }
 
     /// Keeps a claim from being deleted with the guest that owns it, since this guest uses it: that guest's gc-csi may not
     /// run any more.
-    pub(super) async fn disown(&self, name: &str, metadata: &ObjectMeta) -> Result<(), ApiError> {
-        match patch(metadata, &Wanted::Nobody) {
-            Some(patch) => self.patch_metadata(&Made::Claim(name.to_owned()), patch).await,
+    pub(super) async fn remove_owner_ref(&self, name: &str, metadata: &ObjectMeta) -> Result<(), ApiError> {
+        match metadata_patch(metadata, &DesiredOwner::None) {
+            Some(patch) => self.patch_metadata(&OwnedObject::Claim(name.to_owned()), patch).await,
             None => Ok(()),
         }
     }
 
     /// What is known of an object of this guest's that stays, and whether it should have an owner: this guest made it, and
     /// no other uses it.
-    fn ownable(&self, made: &Made) -> Option<(ObjectMeta, bool)> {
-        let (metadata, is_used) = match made {
-            Made::Claim(name) => {
+    fn owner_candidate(&self, object: &OwnedObject) -> Option<(ObjectMeta, bool)> {
+        let (metadata, is_used) = match object {
+            OwnedObject::Claim(name) => {
                 let claim = self.claim(name)?;
                 (claim.metadata.clone(), !self.other_consumers(&claim).is_empty())
             }
-            Made::Snapshot(name) => (self.own_snapshot(name)?.metadata.clone(), false),
-            Made::All => return None,
+            OwnedObject::Snapshot(name) => (self.own_snapshot(name)?.metadata.clone(), false),
+            OwnedObject::All => return None,
         };
-        let is_made = annotation(&metadata, names::ANNOTATION_MADE_BY) == Some(self.home.cluster.as_str());
-        metadata.deletion_timestamp.is_none().then_some((metadata, is_made && !is_used))
+        let is_created_here =
+            annotation(&metadata, names::ANNOTATION_MADE_BY) == Some(self.identity.cluster.as_str());
+        metadata.deletion_timestamp.is_none().then_some((metadata, is_created_here && !is_used))
     }
 
     fn own_snapshot(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
-        let snapshot = self.snapshots.as_ref()?.watched.get(&self.key(name))?;
+        let snapshot = self.snapshots.as_ref()?.informer.get(&self.key(name))?;
         self.owns_snapshot(&snapshot).then_some(snapshot)
     }
 
-    async fn patch_metadata(&self, made: &Made, metadata: Value) -> Result<(), ApiError> {
+    async fn patch_metadata(&self, object: &OwnedObject, metadata: Value) -> Result<(), ApiError> {
         let (parameters, patch) = (PatchParams::default(), Patch::Merge(json!({"metadata": metadata})));
-        let answer = match (made, &self.snapshots) {
-            (Made::Claim(name), _) => self.claims_api.patch(name, &parameters, &patch).await.map(drop),
-            (Made::Snapshot(name), Some(snapshots)) => {
+        let answer = match (object, &self.snapshots) {
+            (OwnedObject::Claim(name), _) => self.claims_api.patch(name, &parameters, &patch).await.map(drop),
+            (OwnedObject::Snapshot(name), Some(snapshots)) => {
                 snapshots.api.patch(name, &parameters, &patch).await.map(drop)
             }
             _ => return Ok(()),
@@ -334,38 +340,38 @@ impl Management {
 
 /// Which Cluster object an object should be deleted with.
 #[derive(Debug)]
-enum Wanted<'a> {
-    Nobody,
+enum DesiredOwner<'a> {
+    None,
     Cluster(&'a OwnerReference),
-    AsItIs,
+    Unchanged,
 }
 
 /// What a merge patch must say of an object's metadata, or None when all is as it should be. Only the reference that is
 /// ours is touched, and only while nobody changed the object.
-fn patch(metadata: &ObjectMeta, wanted: &Wanted<'_>) -> Option<Value> {
+fn metadata_patch(metadata: &ObjectMeta, desired: &DesiredOwner<'_>) -> Option<Value> {
     let ours = annotation(metadata, names::ANNOTATION_DELETED_WITH);
     let there = metadata.owner_references.as_deref().unwrap_or_default();
     let mut owners: Vec<&OwnerReference> =
         there.iter().filter(|owner| Some(owner.uid.as_str()) != ours).collect();
-    let mark = match wanted {
-        Wanted::AsItIs => return None,
-        Wanted::Nobody => None,
+    let uid_annotation = match desired {
+        DesiredOwner::Unchanged => return None,
+        DesiredOwner::None => None,
         // Somebody else's reference does the same.
-        Wanted::Cluster(owner) if owners.iter().any(|other| other.uid == owner.uid) => None,
-        Wanted::Cluster(owner) => {
+        DesiredOwner::Cluster(owner) if owners.iter().any(|other| other.uid == owner.uid) => None,
+        DesiredOwner::Cluster(owner) => {
             owners.push(owner);
             Some(owner.uid.as_str())
         }
     };
     let is_there = owners.len() == there.len() && owners.iter().all(|owner| there.contains(owner));
-    if is_there && mark == ours {
+    if is_there && uid_annotation == ours {
         return None;
     }
     Some(json!({
         "uid": metadata.uid,
         "resourceVersion": metadata.resource_version,
         "ownerReferences": owners,
-        "annotations": {names::ANNOTATION_DELETED_WITH: mark},
+        "annotations": {names::ANNOTATION_DELETED_WITH: uid_annotation},
     }))
 }
 
@@ -381,7 +387,7 @@ mod tests {
         OwnerReference { uid: uid.to_owned(), name: "guest".to_owned(), ..OwnerReference::default() }
     }
 
-    fn object(ours: Option<&str>, owners: &[&str]) -> ObjectMeta {
+    fn metadata_with(ours: Option<&str>, owners: &[&str]) -> ObjectMeta {
         ObjectMeta {
             annotations: ours.map(|uid| [(names::ANNOTATION_DELETED_WITH.to_owned(), uid.to_owned())].into()),
             owner_references: Some(owners.iter().map(|uid| owner(uid)).collect()),
@@ -403,30 +409,47 @@ mod tests {
     fn only_our_own_reference_comes_and_goes() {
         let (cluster, list) =
             (owner("c"), |uids: &[&str]| uids.iter().map(|uid| (*uid).to_owned()).collect());
-        let own = Wanted::Cluster(&cluster);
-        assert_eq!(after(patch(&object(None, &["x"]), &own)), Some((list(&["x", "c"]), json!("c"))));
-        assert_eq!(after(patch(&object(Some("c"), &["x", "c"]), &own)), None);
+        let own = DesiredOwner::Cluster(&cluster);
         assert_eq!(
-            after(patch(&object(Some("c"), &["x", "c"]), &Wanted::Nobody)),
+            after(metadata_patch(&metadata_with(None, &["x"]), &own)),
+            Some((list(&["x", "c"]), json!("c")))
+        );
+        assert_eq!(after(metadata_patch(&metadata_with(Some("c"), &["x", "c"]), &own)), None);
+        assert_eq!(
+            after(metadata_patch(&metadata_with(Some("c"), &["x", "c"]), &DesiredOwner::None)),
             Some((list(&["x"]), Value::Null))
         );
-        assert_eq!(after(patch(&object(None, &["x", "c"]), &Wanted::Nobody)), None, "it is somebody else's");
-        assert_eq!(after(patch(&object(None, &["x", "c"]), &own)), None, "it is somebody else's");
-        assert_eq!(after(patch(&object(Some("c"), &["x", "c"]), &Wanted::AsItIs)), None);
+        assert_eq!(
+            after(metadata_patch(&metadata_with(None, &["x", "c"]), &DesiredOwner::None)),
+            None,
+            "it is somebody else's"
+        );
+        assert_eq!(
+            after(metadata_patch(&metadata_with(None, &["x", "c"]), &own)),
+            None,
+            "it is somebody else's"
+        );
+        assert_eq!(
+            after(metadata_patch(&metadata_with(Some("c"), &["x", "c"]), &DesiredOwner::Unchanged)),
+            None
+        );
     }
 
     #[test]
     fn a_cluster_object_that_was_made_anew_takes_the_place_of_the_old_one() {
         let cluster = owner("new");
         assert_eq!(
-            after(patch(&object(Some("old"), &["old"]), &Wanted::Cluster(&cluster))),
+            after(metadata_patch(&metadata_with(Some("old"), &["old"]), &DesiredOwner::Cluster(&cluster))),
             Some((vec!["new".to_owned()], json!("new")))
         );
-        let mut renamed = object(Some("new"), &["new"]);
+        let mut renamed = metadata_with(Some("new"), &["new"]);
         renamed.owner_references =
             Some(vec![OwnerReference { api_version: "v1".to_owned(), ..owner("new") }]);
-        assert!(patch(&renamed, &Wanted::Cluster(&cluster)).is_some(), "another version is served by now");
-        let lost = object(Some("new"), &[]);
-        assert!(patch(&lost, &Wanted::Cluster(&cluster)).is_some(), "somebody took it off");
+        assert!(
+            metadata_patch(&renamed, &DesiredOwner::Cluster(&cluster)).is_some(),
+            "another version is served by now"
+        );
+        let lost = metadata_with(Some("new"), &[]);
+        assert!(metadata_patch(&lost, &DesiredOwner::Cluster(&cluster)).is_some(), "somebody took it off");
     }
 }

@@ -1,4 +1,4 @@
-//! Which entries of a machine are this guest's: those that gc-csi made for it, of claims that it has or uses.
+//! Which entries of a VM are this guest's: those that gc-csi made for it, of claims that it has or uses.
 
 use crds::VirtualMachine;
 use crds::names;
@@ -9,14 +9,14 @@ use super::sharing::Relation;
 use crate::machine;
 
 impl Management {
-    /// The machines of this guest's namespace.
-    pub(crate) fn machine_names(&self) -> Vec<String> {
-        self.machines.list().iter().filter_map(|vm| vm.metadata.name.clone()).collect()
+    /// The VMs of this guest's namespace.
+    pub(crate) fn vm_names(&self) -> Vec<String> {
+        self.vms.list().iter().filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
-    /// The claims of the entries of a machine that gc-csi made for this guest. One of a claim that is not there, or is
+    /// The claims of the entries of a VM that gc-csi made for this guest. One of a claim that is not there, or is
     /// nothing to this guest, may be anybody's.
-    pub(crate) fn entries_made(&self, vm: &VirtualMachine) -> Vec<String> {
+    pub(crate) fn own_entries(&self, vm: &VirtualMachine) -> Vec<String> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
             let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
             (entry.name == names::volume_entry(claim)).then_some(claim)
@@ -24,9 +24,9 @@ impl Management {
         entries.filter(|claim| self.uses(claim)).cloned().collect()
     }
 
-    /// Whether a machine has an entry for a claim that this guest has or uses, as the API says now.
-    pub(crate) async fn has_entry_now(&self, machine: &str, claim: &str) -> Result<bool, CommitError> {
-        let Some(vm) = self.read(machine).await? else { return Ok(false) };
+    /// Whether a VM has an entry for a claim that this guest has or uses, as the API says now.
+    pub(crate) async fn has_entry_live(&self, claim: &str, vm_name: &str) -> Result<bool, CommitError> {
+        let Some(vm) = self.read_vm(vm_name).await? else { return Ok(false) };
         Ok(machine::wants(&vm, claim).is_some() && self.uses(claim))
     }
 

@@ -7,24 +7,24 @@ use tokio::time::Instant;
 use super::{ApiError, Management, is_object_name};
 
 impl Management {
-    /// Waits until the watches show a claim and machines as the API server has them now, or later.
-    pub(crate) async fn catch_up(
+    /// Waits until the watches show a claim and VMs as the API server has them now, or later.
+    pub(crate) async fn refresh_cache(
         &self,
         claim: &str,
-        machines: &[&str],
+        vms: &[&str],
         deadline: Instant,
     ) -> Result<(), ApiError> {
-        let mut shown = true;
+        let mut is_current = true;
         // The names are the guest's words and become parts of URLs: one that no object can have, has none.
         if is_object_name(claim) {
             let live = self.claims_api.get_opt(claim).await?;
-            shown &= catch_up(&self.claims, &self.key(claim), live.as_ref(), deadline).await;
+            is_current &= catch_up(&self.claims, &self.key(claim), live.as_ref(), deadline).await;
         }
-        for name in machines.iter().filter(|name| is_object_name(name)) {
-            let live = self.machines_api.get_opt(name).await?;
-            shown &= catch_up(&self.machines, &self.key(name), live.as_ref(), deadline).await;
+        for name in vms.iter().filter(|name| is_object_name(name)) {
+            let live = self.vms_api.get_opt(name).await?;
+            is_current &= catch_up(&self.vms, &self.key(name), live.as_ref(), deadline).await;
         }
-        let behind = || ApiError::Unavailable("the watch of the management cluster is behind".to_owned());
-        shown.then_some(()).ok_or_else(behind)
+        let lagging = || ApiError::Unavailable("the watch of the management cluster is behind".to_owned());
+        is_current.then_some(()).ok_or_else(lagging)
     }
 }

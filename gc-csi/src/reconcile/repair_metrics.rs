@@ -12,17 +12,17 @@ struct Labels {
 
 /// Repairs by kind.
 #[derive(Clone, Debug)]
-pub(super) struct Repairs(Family<Labels, Counter>);
+pub(super) struct RepairMetrics(Family<Labels, Counter>);
 
-impl Repairs {
+impl RepairMetrics {
     pub(super) fn register(registry: &mut Registry) -> Self {
-        let repairs = Family::<Labels, Counter>::default();
-        registry.register("repairs", "What was not as the guest has it, and was put right", repairs.clone());
+        let metrics = Family::<Labels, Counter>::default();
+        registry.register("repairs", "What was not as the guest has it, and was put right", metrics.clone());
         // They are there from the beginning, so that an alert sees the first.
         for kind in [STALE_ENTRY, LOST_ENTRY, ORPHAN_REMOVED] {
-            drop(repairs.get_or_create(&Labels { kind }));
+            drop(metrics.get_or_create(&Labels { kind }));
         }
-        Self(repairs)
+        Self(metrics)
     }
 
     pub(super) fn count(&self, kind: &'static str) {

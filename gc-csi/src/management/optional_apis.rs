@@ -7,9 +7,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::snapshots;
 
-/// What is there in a management cluster besides claims and machines.
+/// What is there in a management cluster besides claims and VMs.
 #[derive(Debug, Clone, Default)]
-pub struct Optional {
+pub struct OptionalApis {
     /// Whether it serves snapshots.
     pub snapshots: bool,
     /// Whether it serves VolumeAttributesClasses.
@@ -18,9 +18,9 @@ pub struct Optional {
     pub capacity_namespace: Option<String>,
 }
 
-impl Optional {
+impl OptionalApis {
     /// Asks the cluster, once: what is installed later is found at the next start. None when `stop` came first.
-    pub async fn ask(
+    pub async fn discover(
         client: &Client,
         capacity_namespace: Option<String>,
         ready: &Health,

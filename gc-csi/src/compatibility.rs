@@ -1,5 +1,5 @@
 //! Whether a guest's PersistentVolume fits the management claim that it names. A person who writes one by hand can be
-//! wrong about every part of it, so the same check tells them at once and keeps the disk out of the machine.
+//! wrong about every part of it, so the same check tells them at once and keeps the disk out of the VM.
 
 use crds::names::MANAGEMENT_VOLUME;
 use kube_kit::quantity;
@@ -8,7 +8,7 @@ use crate::pin::Pin;
 
 /// Which management claim, for what, and how a guest wants it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Asked {
+pub(crate) struct PvRequirements {
     /// The guest's PersistentVolume, where it is known.
     pub(crate) volume: Option<String>,
     /// What it says its capacity is, in bytes.
@@ -23,7 +23,7 @@ pub(crate) struct Asked {
     pub(crate) pin: Pin,
 }
 
-impl Asked {
+impl PvRequirements {
     /// Whether it is only ever read.
     pub(crate) fn reads_only(&self) -> bool {
         self.read_only || self.modes.iter().all(|mode| mode == "ReadOnlyMany")
@@ -40,7 +40,7 @@ impl Asked {
 
 /// The management claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Offered {
+pub(crate) struct ClaimProperties {
     /// What it really has, in bytes; None before it is bound.
     pub(crate) capacity: Option<u64>,
     /// Whether it is a raw block device.
@@ -55,20 +55,20 @@ pub(crate) struct Offered {
 
 /// What does not fit, in a sentence that names both tiers' objects and says what to do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Misfit {
+pub(crate) enum Incompatible {
     /// There is no such claim to this guest.
     #[error(
         "{0}: management PersistentVolumeClaim {1} does not exist, or is neither this guest's nor shared with it; \
          correct volumeHandle, or ask the platform team to label the claim {2}: rw or ro"
     )]
-    Unknown(String, String, String),
+    ClaimNotFound(String, String, String),
     /// It differs from the claim.
     #[error("{0}, but management PersistentVolumeClaim {1} {2}; {3}")]
     Differs(String, String, String, &'static str),
     /// The claim has other bytes than those that the volume stands for.
     #[error(
         "{volume} is pinned to management PersistentVolume {pinned}, but management PersistentVolumeClaim {claim} is \
-         bound to {there}: a claim that was deleted and made anew under the same name has other bytes; have the claim \
+         bound to {bound}: a claim that was deleted and made anew under the same name has other bytes; have the claim \
          bound to {pinned} again, or, if the other volume is meant, set annotation {MANAGEMENT_VOLUME} on {volume} to \
          its name"
     )]
@@ -80,53 +80,53 @@ pub(crate) enum Misfit {
         /// The management claim.
         claim: String,
         /// What that is bound to.
-        there: String,
+        bound: String,
     },
 }
 
 /// Compares what is asked with the management claim `claim`, which is None where this guest has none of that name;
 /// `share_label` is the label by which it could be given one.
 pub(crate) fn check(
-    asked: &Asked,
+    requirements: &PvRequirements,
     claim: &str,
     share_label: &str,
-    offered: Option<&Offered>,
-) -> Result<(), Misfit> {
-    let volume = asked.name();
-    let Some(offered) = offered else {
-        return Err(Misfit::Unknown(volume, claim.to_owned(), share_label.to_owned()));
+    claim_properties: Option<&ClaimProperties>,
+) -> Result<(), Incompatible> {
+    let volume = requirements.name();
+    let Some(claim_properties) = claim_properties else {
+        return Err(Incompatible::ClaimNotFound(volume, claim.to_owned(), share_label.to_owned()));
     };
-    same_bytes(asked, claim, offered.volume.as_deref())?;
+    check_pin(requirements, claim, claim_properties.volume.as_deref())?;
     let differs = |says: String, has: String, remedy| {
-        Err(Misfit::Differs(format!("{volume} {says}"), claim.to_owned(), has, remedy))
+        Err(Incompatible::Differs(format!("{volume} {says}"), claim.to_owned(), has, remedy))
     };
-    if asked.block != offered.block {
+    if requirements.block != claim_properties.block {
         let mode = |block| if block { "Block" } else { "Filesystem" };
         return differs(
-            format!("has volumeMode {}", mode(asked.block)),
-            format!("has {}", mode(offered.block)),
+            format!("has volumeMode {}", mode(requirements.block)),
+            format!("has {}", mode(claim_properties.block)),
             "make the volume anew with the claim's volumeMode",
         );
     }
-    if let (Some(said), Some(has)) = (asked.capacity, offered.capacity)
-        && said > has
+    if let (Some(stated), Some(has)) = (requirements.capacity, claim_properties.capacity)
+        && stated > has
     {
         return differs(
-            format!("says its capacity is {}", quantity::of(said).0),
+            format!("says its capacity is {}", quantity::of(stated).0),
             format!("has {}", quantity::of(has).0),
             "make the volume anew with no more than that, or have the claim expanded",
         );
     }
-    if let Some(mode) = asked.modes.iter().find(|mode| !gives(&offered.modes, mode)) {
+    if let Some(mode) = requirements.modes.iter().find(|mode| !allows(&claim_properties.modes, mode)) {
         return differs(
             format!("has access mode {mode}"),
-            format!("has {} only", offered.modes.join(", ")),
+            format!("has {} only", claim_properties.modes.join(", ")),
             "make the volume anew with an access mode that the claim has",
         );
     }
-    if offered.read_only && !asked.reads_only() {
+    if claim_properties.read_only && !requirements.reads_only() {
         return differs(
-            format!("has access mode {} and is not read-only", asked.modes.join(", ")),
+            format!("has access mode {} and is not read-only", requirements.modes.join(", ")),
             "is shared with this guest for reading only".to_owned(),
             "make the volume anew with csi.readOnly: true, or with access mode ReadOnlyMany",
         );
@@ -134,17 +134,21 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Whether the claim, which is bound to `there`, has the bytes that the volume stands for.
-pub(crate) fn same_bytes(asked: &Asked, claim: &str, there: Option<&str>) -> Result<(), Misfit> {
-    let Some(pinned) = asked.pin.to().filter(|pinned| there != Some(*pinned)) else { return Ok(()) };
-    let there = there.map_or("none".to_owned(), |there| format!("management PersistentVolume {there}"));
+/// Whether the claim, which is bound to `bound`, has the bytes that the volume stands for.
+pub(crate) fn check_pin(
+    requirements: &PvRequirements,
+    claim: &str,
+    bound: Option<&str>,
+) -> Result<(), Incompatible> {
+    let Some(pinned) = requirements.pin.to().filter(|pinned| bound != Some(*pinned)) else { return Ok(()) };
+    let bound = bound.map_or("none".to_owned(), |bound| format!("management PersistentVolume {bound}"));
     let (pinned, claim) = (pinned.to_owned(), claim.to_owned());
-    Err(Misfit::Replaced { volume: asked.name(), pinned, claim, there })
+    Err(Incompatible::Replaced { volume: requirements.name(), pinned, claim, bound })
 }
 
 /// Whether a claim of these modes can be used in this one. ReadWriteOncePod keeps pods apart, not nodes, so to a
-/// machine it is ReadWriteOnce; and what many may write, many may read, and one alone may have.
-fn gives(modes: &[String], wanted: &str) -> bool {
+/// VM it is ReadWriteOnce; and what many may write, many may read, and one alone may have.
+fn allows(modes: &[String], wanted: &str) -> bool {
     let node_wise =
         |mode: &str| if mode == "ReadWriteOncePod" { "ReadWriteOnce".to_owned() } else { mode.to_owned() };
     modes.iter().any(|mode| mode == "ReadWriteMany" || node_wise(mode) == node_wise(wanted))
@@ -156,22 +160,25 @@ mod tests {
 
     const LABEL: &str = "share.nestor.dev/guest-1";
 
-    fn asked(gibibytes: u64, modes: &[&str]) -> Asked {
-        Asked {
+    fn requirements(gibibytes: u64, modes: &[&str]) -> PvRequirements {
+        PvRequirements {
             volume: Some("data".to_owned()),
             capacity: Some(gibibytes << 30),
             modes: modes.iter().map(|mode| (*mode).to_owned()).collect(),
-            ..Asked::default()
+            ..PvRequirements::default()
         }
     }
 
-    fn offered(gibibytes: u64, modes: &[&str]) -> Offered {
+    fn claim_properties(gibibytes: u64, modes: &[&str]) -> ClaimProperties {
         let modes = modes.iter().map(|mode| (*mode).to_owned()).collect();
-        Offered { capacity: Some(gibibytes << 30), modes, ..Offered::default() }
+        ClaimProperties { capacity: Some(gibibytes << 30), modes, ..ClaimProperties::default() }
     }
 
-    fn finding(asked: &Asked, offered: Option<&Offered>) -> String {
-        check(asked, "claim-1", LABEL, offered).map_err(|misfit| misfit.to_string()).err().unwrap_or_default()
+    fn finding(requirements: &PvRequirements, claim_properties: Option<&ClaimProperties>) -> String {
+        check(requirements, "claim-1", LABEL, claim_properties)
+            .map_err(|incompatible| incompatible.to_string())
+            .err()
+            .unwrap_or_default()
     }
 
     #[test]
@@ -184,49 +191,56 @@ mod tests {
             ("ReadOnlyMany", "ReadWriteMany"),
             ("ReadWriteOnce", "ReadWriteMany"),
         ] {
-            assert_eq!(finding(&asked(1, &[wanted]), Some(&offered(2, &[has]))), "", "{wanted} of {has}");
+            assert_eq!(
+                finding(&requirements(1, &[wanted]), Some(&claim_properties(2, &[has]))),
+                "",
+                "{wanted} of {has}"
+            );
         }
-        let unbound = Offered { capacity: None, ..offered(1, &["ReadWriteOnce"]) };
-        assert_eq!(finding(&asked(9, &["ReadWriteOnce"]), Some(&unbound)), "");
+        let unbound = ClaimProperties { capacity: None, ..claim_properties(1, &["ReadWriteOnce"]) };
+        assert_eq!(finding(&requirements(9, &["ReadWriteOnce"]), Some(&unbound)), "");
     }
 
     #[test]
     fn each_difference_is_told_with_both_names_and_a_remedy() {
-        let one = offered(1, &["ReadWriteOnce"]);
+        let one = claim_properties(1, &["ReadWriteOnce"]);
         assert_eq!(
-            finding(&asked(2, &["ReadWriteOnce"]), Some(&one)),
+            finding(&requirements(2, &["ReadWriteOnce"]), Some(&one)),
             "guest PersistentVolume data says its capacity is 2Gi, but management PersistentVolumeClaim claim-1 has \
              1Gi; make the volume anew with no more than that, or have the claim expanded"
         );
-        let block = Asked { block: true, ..asked(1, &["ReadWriteOnce"]) };
+        let block = PvRequirements { block: true, ..requirements(1, &["ReadWriteOnce"]) };
         assert!(finding(&block, Some(&one)).contains("volumeMode Block"));
         for mode in ["ReadOnlyMany", "ReadWriteMany"] {
-            assert!(finding(&asked(1, &["ReadWriteOnce", mode]), Some(&one)).contains(mode), "{mode}");
+            assert!(finding(&requirements(1, &["ReadWriteOnce", mode]), Some(&one)).contains(mode), "{mode}");
         }
-        assert!(finding(&asked(1, &["ReadWriteOnce"]), None).contains(LABEL));
+        assert!(finding(&requirements(1, &["ReadWriteOnce"]), None).contains(LABEL));
     }
 
     #[test]
     fn a_claim_with_other_bytes_does_not_fit_whatever_else_does() {
         let pin = Pin { attribute: Some("pvc-old".to_owned()), annotation: None };
-        let pinned = Asked { pin, ..asked(1, &["ReadWriteOnce"]) };
-        let bound =
-            |to: Option<&str>| Offered { volume: to.map(str::to_owned), ..offered(1, &["ReadWriteOnce"]) };
-        assert_eq!(finding(&pinned, Some(&bound(Some("pvc-old")))), "");
-        assert_eq!(finding(&asked(1, &["ReadWriteOnce"]), Some(&bound(Some("pvc-new")))), "");
-        for (there, said) in [(Some("pvc-new"), "PersistentVolume pvc-new"), (None, "bound to none")] {
-            let finding = finding(&pinned, Some(&bound(there)));
-            let texts = ["data", "claim-1", "pvc-old", said, MANAGEMENT_VOLUME];
+        let pinned = PvRequirements { pin, ..requirements(1, &["ReadWriteOnce"]) };
+        let claim = |to: Option<&str>| ClaimProperties {
+            volume: to.map(str::to_owned),
+            ..claim_properties(1, &["ReadWriteOnce"])
+        };
+        assert_eq!(finding(&pinned, Some(&claim(Some("pvc-old")))), "");
+        assert_eq!(finding(&requirements(1, &["ReadWriteOnce"]), Some(&claim(Some("pvc-new")))), "");
+        for (volume, stated) in [(Some("pvc-new"), "PersistentVolume pvc-new"), (None, "bound to none")] {
+            let finding = finding(&pinned, Some(&claim(volume)));
+            let texts = ["data", "claim-1", "pvc-old", stated, MANAGEMENT_VOLUME];
             assert!(texts.iter().all(|text| finding.contains(text)), "{finding}");
         }
     }
 
     #[test]
     fn a_claim_shared_for_reading_takes_readers_only() {
-        let shared = Offered { read_only: true, ..offered(1, &["ReadWriteOnce", "ReadOnlyMany"]) };
-        assert!(finding(&asked(1, &["ReadWriteOnce"]), Some(&shared)).contains("for reading only"));
-        assert_eq!(finding(&asked(1, &["ReadOnlyMany"]), Some(&shared)), "");
-        let reader = Asked { read_only: true, ..asked(1, &["ReadWriteOnce"]) };
+        let shared =
+            ClaimProperties { read_only: true, ..claim_properties(1, &["ReadWriteOnce", "ReadOnlyMany"]) };
+        assert!(finding(&requirements(1, &["ReadWriteOnce"]), Some(&shared)).contains("for reading only"));
+        assert_eq!(finding(&requirements(1, &["ReadOnlyMany"]), Some(&shared)), "");
+        let reader = PvRequirements { read_only: true, ..requirements(1, &["ReadWriteOnce"]) };
         assert_eq!(finding(&reader, Some(&shared)), "");
     }
 }

@@ -15,11 +15,11 @@ use kube_kit::queue::Queue;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest, attachment_name};
-use crate::management::commit::{MayLeave, Wanted};
+use crate::management::commit::{KeepReason, MayRemove};
 
 /// One order.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Order {
+pub(super) struct K8sAttachment {
     pub(super) name: String,
     /// The handle of the volume; None when that is gone, not seen yet, or another driver's, so that the order may be for
     /// any.
@@ -33,14 +33,14 @@ pub(super) struct Order {
 
 /// The orders, watched.
 #[derive(Clone)]
-pub(crate) struct Orders {
+pub(crate) struct K8sAttachments {
     api: Api<VolumeAttachment>,
     informer: Informer<VolumeAttachment>,
     by_node: Arc<Index>,
     guest: Guest,
 }
 
-impl Orders {
+impl K8sAttachments {
     /// Starts the watch, which pushes the node of each order that changes.
     pub(super) fn start(
         client: &Client,
@@ -54,7 +54,7 @@ impl Orders {
         let informer = Informer::builder("guest VolumeAttachments", Api::all(client.clone()))
             .trim(trim)
             .on_change(move |change| {
-                let node = |order: &Arc<VolumeAttachment>| order.node_name.clone();
+                let node = |k8s_attachment: &Arc<VolumeAttachment>| k8s_attachment.node_name.clone();
                 index.put(change.key, change.new.map(node).map(Key::cluster));
                 for node in [change.old.map(node), change.new.map(node)].into_iter().flatten() {
                     changed.push(node);
@@ -70,76 +70,83 @@ impl Orders {
     }
 
     /// The orders for a node.
-    pub(super) fn of(&self, node: &str) -> Vec<Order> {
+    pub(super) fn on_node(&self, node: &str) -> Vec<K8sAttachment> {
         let keys = self.by_node.members(&Key::cluster(node));
-        keys.iter().filter_map(|key| self.informer.get(key)).map(|order| self.read(&order)).collect()
+        keys.iter()
+            .filter_map(|key| self.informer.get(key))
+            .map(|k8s_attachment| self.convert(&k8s_attachment))
+            .collect()
     }
 
     /// The same as the guest's API says now: what is done about disks is not done on what was.
-    pub(super) async fn now(&self, node: &str) -> Result<Vec<Order>, String> {
+    pub(super) async fn list_live(&self, node: &str) -> Result<Vec<K8sAttachment>, String> {
         let list = self.api.list(&ListParams::default()).await;
         let list =
             list.map_err(|error| format!("cannot read the guest's VolumeAttachments: {}", chain(&error)))?;
-        let here = list.items.iter().filter(|order| order.node_name == node);
-        Ok(here.map(|order| self.read(order)).collect())
+        let here = list.items.iter().filter(|k8s_attachment| k8s_attachment.node_name == node);
+        Ok(here.map(|k8s_attachment| self.convert(k8s_attachment)).collect())
     }
 
     /// Whether an order is there to stay, as the guest's API says now.
-    pub(super) async fn stands(&self, name: &str) -> Result<bool, String> {
+    pub(super) async fn is_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_opt(name).await;
-        let order =
+        let k8s_attachment =
             read.map_err(|error| format!("cannot read guest VolumeAttachment {name}: {}", chain(&error)))?;
-        Ok(order.is_some_and(|order| order.metadata.deletion_timestamp.is_none()))
+        Ok(k8s_attachment.is_some_and(|k8s_attachment| k8s_attachment.metadata.deletion_timestamp.is_none()))
     }
 
     /// Whether a volume may leave a node: no order for it is there to stay, as the guest's API says now.
-    pub(crate) fn may_leave(&self, handle: &str, node: &str) -> MayLeave {
-        let (orders, handle, node) = (self.clone(), handle.to_owned(), node.to_owned());
+    pub(crate) fn may_remove(&self, handle: &str, node: &str) -> MayRemove {
+        let (k8s_attachments, handle, node) = (self.clone(), handle.to_owned(), node.to_owned());
         Arc::new(move || {
-            let (orders, handle, node) = (orders.clone(), handle.clone(), node.clone());
+            let (k8s_attachments, handle, node) = (k8s_attachments.clone(), handle.clone(), node.clone());
             Box::pin(async move {
-                let standing = orders.standing(&handle, &node).await.map_err(Wanted::Unknown)?;
-                standing.map_or(Ok(()), |name| Err(Wanted::By(name)))
+                let live_attachment =
+                    k8s_attachments.live_attachment(&handle, &node).await.map_err(KeepReason::Unknown)?;
+                live_attachment.map_or(Ok(()), |name| Err(KeepReason::Requested(name)))
             })
         })
     }
 
     /// The order for a volume on a node that is there to stay, as the guest's API says now. It has the name that Kubernetes
     /// gives it; one that a person made has another, by which the watch shows it.
-    async fn standing(&self, handle: &str, node: &str) -> Result<Option<String>, String> {
+    async fn live_attachment(&self, handle: &str, node: &str) -> Result<Option<String>, String> {
         let drivers = &self.guest.drivers;
         let mut names: Vec<String> =
             drivers.iter().map(|driver| attachment_name(handle, driver, node)).collect();
-        let seen = self.of(node).into_iter().filter(|order| order.handle.as_deref() == Some(handle));
-        names.extend(seen.map(|order| order.name));
+        let cached = self
+            .on_node(node)
+            .into_iter()
+            .filter(|k8s_attachment| k8s_attachment.handle.as_deref() == Some(handle));
+        names.extend(cached.map(|k8s_attachment| k8s_attachment.name));
         names.sort_unstable();
         names.dedup();
-        let stands = try_join_all(names.iter().map(|name| self.stands(name))).await?;
-        Ok(names.into_iter().zip(stands).find(|(_, stands)| *stands).map(|(name, _)| name))
+        let is_live = try_join_all(names.iter().map(|name| self.is_live(name))).await?;
+        Ok(names.into_iter().zip(is_live).find(|(_, is_live)| *is_live).map(|(name, _)| name))
     }
 
-    fn read(&self, order: &VolumeAttachment) -> Order {
-        let source = &order.source;
+    fn convert(&self, k8s_attachment: &VolumeAttachment) -> K8sAttachment {
+        let source = &k8s_attachment.source;
         let inline = source.inline.as_ref().filter(|csi| self.guest.drivers.contains(&csi.driver));
         let volume = source.persistent_volume_name.clone().unwrap_or_default();
         let named = || {
             let volume = self.guest.volumes.get(&Key::cluster(volume.clone()))?;
             guest::handle(&volume).map(str::to_owned)
         };
-        Order {
-            name: order.metadata.name.clone().unwrap_or_default(),
+        K8sAttachment {
+            name: k8s_attachment.metadata.name.clone().unwrap_or_default(),
             handle: inline.map(|csi| csi.volume_handle.clone()).or_else(named),
-            attached: order.attached,
-            deleting: order.metadata.deletion_timestamp.is_some(),
+            attached: k8s_attachment.attached,
+            deleting: k8s_attachment.metadata.deletion_timestamp.is_some(),
             volume,
         }
     }
 }
 
 /// Keeps of the metadata who it is.
-fn trim(order: &mut VolumeAttachment) {
-    order.metadata.annotations = None;
-    order.metadata.labels = None;
-    order.metadata.finalizers = None;
-    order.metadata.owner_references = None;
+fn trim(k8s_attachment: &mut VolumeAttachment) {
+    k8s_attachment.metadata.annotations = None;
+    k8s_attachment.metadata.labels = None;
+    k8s_attachment.metadata.finalizers = None;
+    k8s_attachment.metadata.owner_references = None;
 }

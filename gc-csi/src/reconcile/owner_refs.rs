@@ -6,41 +6,41 @@ use std::sync::{Mutex, PoisonError};
 use kube_kit::queue::{Next, Queue};
 use prometheus_client::metrics::gauge::Gauge;
 
-use crate::management::{Fate, Made, Management};
+use crate::management::{DeletionOutcome, Management, OwnedObject};
 
 /// Keeps owners as the policy of guest deletion wants them.
-pub(super) struct Owned {
+pub(super) struct OwnerRefs {
     management: Management,
-    queue: Queue<Made>,
-    outliving: Mutex<HashSet<Made>>,
+    queue: Queue<OwnedObject>,
+    outliving: Mutex<HashSet<OwnedObject>>,
     outliving_count: Gauge,
 }
 
-impl Owned {
+impl OwnerRefs {
     /// `outliving_count` is kept at the number of objects that stay, though the policy is to delete them.
-    pub(super) fn new(management: Management, queue: Queue<Made>, outliving_count: Gauge) -> Self {
+    pub(super) fn new(management: Management, queue: Queue<OwnedObject>, outliving_count: Gauge) -> Self {
         Self { management, queue, outliving: Mutex::default(), outliving_count }
     }
 
     /// Gives one object its owner; or asks for a look at each.
-    pub(super) async fn reconcile(&self, made: &Made) -> Result<Next, String> {
-        if *made == Made::All {
-            for one in self.management.all_made() {
+    pub(super) async fn reconcile(&self, object: &OwnedObject) -> Result<Next, String> {
+        if *object == OwnedObject::All {
+            for one in self.management.owned_objects() {
                 self.queue.push(one);
             }
             return Ok(Next::Wait);
         }
-        let fate = self.management.keep_owner(made).await.map_err(|error| error.to_string())?;
-        self.count(made, fate == Fate::Outlives);
+        let outcome = self.management.reconcile_owner_ref(object).await.map_err(|error| error.to_string())?;
+        self.count(object, outcome == DeletionOutcome::OutlivesGuest);
         Ok(Next::Wait)
     }
 
-    fn count(&self, made: &Made, outlives: bool) {
+    fn count(&self, object: &OwnedObject, outlives: bool) {
         let mut outliving = self.outliving.lock().unwrap_or_else(PoisonError::into_inner);
         if outlives {
-            outliving.insert(made.clone());
+            outliving.insert(object.clone());
         } else {
-            outliving.remove(made);
+            outliving.remove(object);
         }
         self.outliving_count.set(i64::try_from(outliving.len()).unwrap_or(i64::MAX));
     }

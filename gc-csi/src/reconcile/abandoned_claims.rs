@@ -14,37 +14,37 @@ use crate::management::Management;
 use crate::management::claims::Abandoned;
 
 /// How soon it is looked again where the guest's watch is behind, which otherwise tells when a claim goes.
-const BEHIND: Duration = Duration::from_secs(5);
+const CACHE_LAG_RETRY: Duration = Duration::from_secs(5);
 /// How long a claim may take to be gone.
-const GONE: Duration = Duration::from_secs(30);
+const DELETE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Removes what is not wanted any more.
-pub(super) struct Unwanted {
+pub(super) struct AbandonedClaims {
     guest: Guest,
     management: Management,
 }
 
-impl Unwanted {
+impl AbandonedClaims {
     pub(super) fn new(guest: Guest, management: Management) -> Self {
         Self { guest, management }
     }
 
     /// Looks whether the management claim of this name is still wanted, unless it has a volume.
     pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
-        let Some(waiting) = self.management.waiting_claim(name) else { return Ok(Next::Wait) };
+        let Some(pending) = self.management.pending_claim(name) else { return Ok(Next::Wait) };
         // What was given out once is not deleted without being asked for, whatever became of it below.
         if !self.guest.volumes_of(name).is_empty() {
             return Ok(Next::Wait);
         }
-        if self.guest.wants_volume(&waiting.guest_claim, &waiting.csi_name).await? {
-            let is_seen = self.guest.claims.get(&waiting.guest_claim).is_some();
-            return Ok(if is_seen { Next::Wait } else { Next::After(BEHIND) });
+        if self.guest.has_claim_for(&pending.guest_claim, &pending.csi_name).await? {
+            let is_cached = self.guest.claims.get(&pending.guest_claim).is_some();
+            return Ok(if is_cached { Next::Wait } else { Next::After(CACHE_LAG_RETRY) });
         }
-        let outcome = self.management.abandon_claim(&waiting.csi_name, Instant::now() + GONE).await;
+        let outcome = self.management.abandon_claim(&pending.csi_name, Instant::now() + DELETE_TIMEOUT).await;
         if outcome.map_err(|error| error.to_string())? == Abandoned::Gone {
             tracing::info!(
                 claim = name,
-                guest_claim = %waiting.guest_claim,
+                guest_claim = %pending.guest_claim,
                 "deleted a claim that had no volume yet: the guest's claim is gone"
             );
         }

@@ -1,0 +1,244 @@
+//! When changes of one VM wait for each other: one that comes alone goes at once; those that come while others are
+//! under way at the same VM wait a moment, the longer the more of them keep coming, so that many changes become few
+//! requests.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// The first and the longest time for which changes gather.
+const WINDOWS: (Duration, Duration) = (Duration::from_millis(25), Duration::from_millis(100));
+/// How long after a change more are expected while its operation lasts. One that lasts longer is slow, or hangs, and
+/// nobody else waits because of it.
+const RECENT: Duration = Duration::from_millis(100);
+
+/// What waits, by VM.
+#[derive(Debug)]
+pub(super) struct Batcher<T>(Arc<Mutex<VmQueues<T>>>);
+
+#[derive(Debug)]
+struct VmQueues<T> {
+    by_vm: HashMap<String, VmQueue<T>>,
+    started: u64,
+}
+
+/// One VM, for as long as there are operations on it that came to a change.
+#[derive(Debug)]
+struct VmQueue<T> {
+    /// When each of them came to it.
+    changed: HashMap<u64, Instant>,
+    waiting: Vec<T>,
+    /// Whether somebody works off what waits.
+    busy: bool,
+    /// For how long the last changes gathered.
+    window: Duration,
+}
+
+/// An operation on a VM, until it is dropped.
+#[derive(Debug)]
+pub struct Operation<T> {
+    batcher: Batcher<T>,
+    vm_name: String,
+    number: u64,
+}
+
+/// What waits for one VM, batch by batch.
+#[derive(Debug)]
+pub(super) struct Batches<T> {
+    batcher: Batcher<T>,
+    vm_name: String,
+    /// For how long the first batch gathers; none once it is out.
+    first: Option<Duration>,
+}
+
+impl<T> Clone for Batcher<T> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<T> Default for Batcher<T> {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(VmQueues { by_vm: HashMap::new(), started: 0 })))
+    }
+}
+
+impl<T> Default for VmQueue<T> {
+    fn default() -> Self {
+        Self { changed: HashMap::new(), waiting: Vec::new(), busy: false, window: Duration::ZERO }
+    }
+}
+
+impl<T> Batcher<T> {
+    /// Begins an operation on a VM.
+    pub(super) fn begin(&self, vm_name: &str) -> Operation<T> {
+        let mut queues = self.queues();
+        queues.started += 1;
+        Operation { batcher: self.clone(), vm_name: vm_name.to_owned(), number: queues.started }
+    }
+
+    /// Lets a change wait; gives what is to be worked off, unless somebody does that already.
+    pub(super) fn push(&self, operation: &Operation<T>, change: T) -> Option<Batches<T>> {
+        let mut queues = self.queues();
+        let queue = queues.by_vm.entry(operation.vm_name.clone()).or_default();
+        let has_recent_change = queue.changed.values().any(|at| at.elapsed() < RECENT);
+        queue.changed.insert(operation.number, Instant::now());
+        queue.waiting.push(change);
+        if queue.busy {
+            return None;
+        }
+        queue.busy = true;
+        let first = if has_recent_change { queue.next_window() } else { Duration::ZERO };
+        queue.window = first;
+        Some(Batches { batcher: self.clone(), vm_name: operation.vm_name.clone(), first: Some(first) })
+    }
+
+    fn queues(&self) -> MutexGuard<'_, VmQueues<T>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<T> VmQueues<T> {
+    /// Forgets a VM at which nobody is any more.
+    fn remove_if_idle(&mut self, vm_name: &str) {
+        if self.by_vm.get(vm_name).is_some_and(|queue| !queue.busy && queue.changed.is_empty()) {
+            self.by_vm.remove(vm_name);
+        }
+    }
+}
+
+impl<T> VmQueue<T> {
+    /// The time for which the next changes gather: twice that of the last ones.
+    fn next_window(&self) -> Duration {
+        (2 * self.window).clamp(WINDOWS.0, WINDOWS.1)
+    }
+}
+
+impl<T> Operation<T> {
+    /// The VM that it is on.
+    pub(super) fn vm_name(&self) -> &str {
+        &self.vm_name
+    }
+}
+
+impl<T> Drop for Operation<T> {
+    fn drop(&mut self) {
+        let mut queues = self.batcher.queues();
+        if let Some(queue) = queues.by_vm.get_mut(&self.vm_name) {
+            queue.changed.remove(&self.number);
+        }
+        queues.remove_if_idle(&self.vm_name);
+    }
+}
+
+impl<T> Batches<T> {
+    /// The VM that they are for.
+    pub(super) fn vm_name(&self) -> &str {
+        &self.vm_name
+    }
+
+    /// The next batch, when it is time for it. None when nothing waits: whatever comes then is worked off anew.
+    pub(super) async fn next(&mut self) -> Option<Vec<T>> {
+        let window = match self.first.take() {
+            Some(first) => first,
+            None => self.next_batch_window()?,
+        };
+        // Even a sleep of no time lasts until the next millisecond.
+        if !window.is_zero() {
+            tokio::time::sleep(window).await;
+        }
+        let mut queues = self.batcher.queues();
+        queues.by_vm.get_mut(&self.vm_name).map(|queue| std::mem::take(&mut queue.waiting))
+    }
+
+    /// For how long what came while the last batch was on its way goes on gathering.
+    fn next_batch_window(&self) -> Option<Duration> {
+        let mut queues = self.batcher.queues();
+        let queue = queues.by_vm.get_mut(&self.vm_name)?;
+        if queue.waiting.is_empty() {
+            queue.busy = false;
+            queues.remove_if_idle(&self.vm_name);
+            return None;
+        }
+        queue.window = queue.next_window();
+        Some(queue.window)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Works off what waits, each batch in `takes`; gives the sizes of the batches in the end.
+    fn drain(
+        mut batches: Batches<u32>,
+        takes: Duration,
+        sizes: &Arc<Mutex<Vec<usize>>>,
+    ) -> tokio::task::JoinHandle<()> {
+        let sizes = sizes.clone();
+        tokio::spawn(async move {
+            while let Some(batch) = batches.next().await {
+                sizes.lock().unwrap().push(batch.len());
+                tokio::time::sleep(takes).await;
+            }
+        })
+    }
+
+    /// `count` operations that come `apart` from each other and last for `last`; gives the sizes of the batches.
+    async fn run_operations(count: u32, apart: Duration, last: Duration) -> Vec<usize> {
+        let (batcher, sizes) = (Batcher::default(), Arc::default());
+        let mut operations = Vec::new();
+        for number in 0..count {
+            let operation = batcher.begin("vm");
+            if let Some(batches) = batcher.push(&operation, number) {
+                drain(batches, Duration::from_millis(8), &sizes);
+            }
+            operations.push(tokio::spawn(async move {
+                tokio::time::sleep(last).await;
+                drop(operation);
+            }));
+            tokio::time::sleep(apart).await;
+        }
+        for operation in operations {
+            operation.await.unwrap();
+        }
+        while batcher.queues().by_vm.values().any(|queue| queue.busy) {
+            tokio::time::sleep(WINDOWS.0).await;
+        }
+        assert!(batcher.queues().by_vm.is_empty(), "nothing is kept of a machine at which nobody is");
+        let sizes = sizes.lock().unwrap().clone();
+        assert_eq!(sizes.iter().sum::<usize>(), count as usize);
+        sizes
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn thirty_changes_go_in_five_requests_however_they_come() {
+        for apart in [1, 3, 5, 10] {
+            let sizes = run_operations(30, Duration::from_millis(apart), Duration::from_millis(150)).await;
+            assert_eq!(sizes[0], 1, "the first does not wait");
+            assert!(sizes.len() <= 5, "{apart} ms apart: {sizes:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_after_another_never_waits() {
+        let started = Instant::now();
+        let each = Duration::from_millis(20);
+        assert_eq!(run_operations(10, each, Duration::from_millis(19)).await, [1; 10]);
+        assert!(started.elapsed() < 11 * each, "{:?}", started.elapsed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nobody_waits_because_of_one_that_hangs() {
+        let batcher = Batcher::default();
+        let stuck = batcher.begin("vm");
+        drop(batcher.push(&stuck, 1));
+        batcher.queues().by_vm.get_mut("vm").unwrap().busy = false;
+        let (next, elsewhere) = (batcher.begin("vm"), batcher.begin("other"));
+        assert_eq!(batcher.push(&elsewhere, 2).unwrap().first, Some(Duration::ZERO));
+        tokio::time::sleep(RECENT).await;
+        assert_eq!(batcher.push(&next, 3).unwrap().first, Some(Duration::ZERO));
+    }
+}

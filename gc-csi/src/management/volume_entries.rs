@@ -1,0 +1,493 @@
+//! Disks of VMs: put in, taken out, and waited for.
+//!
+//! An answer is given only on what was seen after the change went in: the VM's generation tells
+//! which of its states are older. What the informer shows may be behind, so where the entry is gone already, the VM
+//! is read once from the API, and where it is there already, that is confirmed by a write; not where this process saw
+//! the disk leave, or come, a moment ago ([`recent`](super::recent)).
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crds::VirtualMachine;
+use crds::names;
+use kube_kit::informer::Key;
+use kube_kit::text::one_line;
+use tokio::time::Instant;
+
+use super::commit::{CommitError, KeepReason, MayRemove, Operation};
+use super::consumers::{Consumer, ConsumerError};
+use super::sharing::bound_to;
+use super::{Management, recent_outcomes};
+use crate::compatibility::{Incompatible, PvRequirements};
+use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed};
+use crate::vm_operator::READ_ONLY_UNSUPPORTED;
+
+/// How long a failure that was known before the call is given to heal before the call repeats it.
+const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
+
+/// What people can do about a disk that does not leave.
+const DETACH_HELP: &str = "it goes as soon as the machine lets go of it or is off; if the machine is lost, taint its Node with \
+    node.kubernetes.io/out-of-service:NoExecute";
+
+/// The VMs that each entry's disk is plugged into.
+pub(super) type AttachedVms = HashMap<String, Vec<String>>;
+
+/// A disk to plug.
+#[derive(Debug, Clone)]
+pub(crate) struct Attach {
+    /// The management claim.
+    pub claim: String,
+    /// The VM.
+    pub vm_name: String,
+    /// Whether the VM may only read.
+    pub read_only: bool,
+    /// Whether only one VM may have it.
+    pub exclusive: bool,
+    /// What the call asks of the claim.
+    pub requirements: PvRequirements,
+    /// What the guest's volumes of this handle ask of it: one, unless a person made another.
+    pub volumes: Vec<PvRequirements>,
+}
+
+/// A disk that is plugged.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Attached {
+    /// How the VM finds it.
+    pub disk: AttachedDisk,
+    /// The management PersistentVolume that it is.
+    pub volume: String,
+}
+
+/// Why a disk is not plugged.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AttachError {
+    /// There is no such VM.
+    #[error(
+        "there is no VirtualMachine {0} in this guest's namespace of the management cluster: the node's name must be its machine's"
+    )]
+    VmNotFound(String),
+    /// There is no such claim to this guest, or it can't be had in this way.
+    #[error(transparent)]
+    Incompatible(#[from] Incompatible),
+    /// It could not be written down that this guest uses the claim.
+    #[error(transparent)]
+    Consumer(#[from] ConsumerError),
+    /// The VM Operator can't.
+    #[error("volume {0} can't be attached read-only: {READ_ONLY_UNSUPPORTED}")]
+    ReadOnly(String),
+    /// The volume is not bound.
+    #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
+    NotBound(String),
+    /// Another VM has it.
+    #[error(
+        "volume {claim} is attached to VirtualMachine {vm_name}, and its access mode allows one node: it must be detached there first{detail}"
+    )]
+    InUse {
+        /// The management claim.
+        claim: String,
+        /// The VM that has it.
+        vm_name: String,
+        /// Why it is still there, or nothing.
+        detail: String,
+    },
+    /// It is plugged in another way.
+    #[error("volume {claim} is attached to VirtualMachine {vm_name} {how} already: detach it first")]
+    Differs {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// How it is plugged.
+        how: &'static str,
+    },
+    /// The management tier says that it failed; it goes on trying.
+    #[error("volume {claim} could not be attached to VirtualMachine {vm_name}: {error}")]
+    Failed {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The tier's own words.
+        error: String,
+    },
+    /// The disk is still being unplugged from an earlier use.
+    #[error("volume {claim} is still being detached from VirtualMachine {vm_name}{detail}")]
+    Leaving {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The last failure, or nothing.
+        detail: String,
+    },
+    /// Time ran out; the work goes on.
+    #[error("volume {claim} was not attached to VirtualMachine {vm_name} in time{detail}")]
+    Deadline {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The last failure, or nothing.
+        detail: String,
+    },
+    /// The change did not go in.
+    #[error(transparent)]
+    Commit(CommitError),
+}
+
+/// Why a disk may still be plugged.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DetachError {
+    /// The management tier says that it failed; it goes on trying.
+    #[error("volume {claim} could not be detached from VirtualMachine {vm_name}: {error}; {DETACH_HELP}")]
+    Failed {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The tier's own words.
+        error: String,
+    },
+    /// It is another guest's.
+    #[error(
+        "VirtualMachine {vm_name} has volume {claim}, and neither is known to be this guest's: it was left as it is; if \
+         it is this guest's machine, ask the platform team to label it {}=<cluster ID>",
+        names::LABEL_CLUSTER_ID
+    )]
+    NotOwned {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+    },
+    /// Somebody else put it in, too.
+    #[error(
+        "volume {claim} stays attached to VirtualMachine {vm_name} by entry {entry} of its spec.volumes, which gc-csi did \
+         not make: take that entry out"
+    )]
+    ForeignEntry {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The entry.
+        entry: String,
+    },
+    /// The guest wants it, or may want it.
+    #[error("volume {claim} stays attached to VirtualMachine {vm_name}: {reason}")]
+    Kept {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// Why.
+        reason: KeepReason,
+    },
+    /// Time ran out; the work goes on.
+    #[error("volume {claim} was not detached from VirtualMachine {vm_name} in time{detail}; {DETACH_HELP}")]
+    Deadline {
+        /// The management claim.
+        claim: String,
+        /// The VM.
+        vm_name: String,
+        /// The last failure, or nothing.
+        detail: String,
+    },
+    /// The change did not go in.
+    #[error(transparent)]
+    Commit(CommitError),
+}
+
+impl From<CommitError> for AttachError {
+    fn from(error: CommitError) -> Self {
+        match error {
+            CommitError::VmNotFound(vm_name) => Self::VmNotFound(vm_name),
+            error => Self::Commit(error),
+        }
+    }
+}
+
+impl Management {
+    /// The VMs that each entry's disk is plugged into.
+    pub(super) fn attached_vms_by_entry(&self) -> AttachedVms {
+        let mut attached = AttachedVms::new();
+        for vm in self.vms.list() {
+            let disks = vm.status.iter().flat_map(|status| &status.volumes);
+            let names = disks.filter(|disk| disk.attached).flat_map(|disk| names::entries_shown(&disk.name));
+            for entry in names {
+                attached.entry(entry.to_owned()).or_default().extend(vm.metadata.name.clone());
+            }
+        }
+        attached
+    }
+
+    /// The VMs that the claim's disk is plugged into.
+    pub(super) fn attached_vms(&self, claim: &str) -> Vec<String> {
+        let entry = names::volume_entry(claim);
+        let around = self.vms_referencing(claim);
+        let attached = around.iter().filter(|vm| machine::is_plugged(vm, &entry));
+        attached.filter_map(|vm| vm.metadata.name.clone()).collect()
+    }
+
+    /// VMs that say anything of the claim's disk, by name.
+    pub(crate) fn vms_referencing(&self, claim: &str) -> Vec<Arc<VirtualMachine>> {
+        let keys = [claim.to_owned(), names::volume_entry(claim)].map(Key::cluster);
+        let mut vms: Vec<Key> = keys.iter().flat_map(|key| self.vms_by_disk.members(key)).collect();
+        vms.sort_unstable();
+        vms.dedup();
+        vms.iter().filter_map(|key| self.vms.get(key)).collect()
+    }
+
+    /// VMs that have the claim in their spec, or still plugged.
+    pub fn vms_using(&self, claim: &str) -> Vec<String> {
+        let entry = names::volume_entry(claim);
+        let mut found: Vec<String> = self
+            .vms_referencing(claim)
+            .iter()
+            .filter(|vm| machine::holds(vm, claim, &entry))
+            .filter_map(|vm| vm.metadata.name.clone())
+            .collect();
+        found.sort_unstable();
+        found
+    }
+
+    /// Plugs the disk and answers with what it is.
+    pub(crate) async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
+        let Attach { claim, vm_name, read_only, exclusive, requirements, volumes } = request;
+        if *read_only && !self.vm_operator.supports_read_only() {
+            return Err(AttachError::ReadOnly(claim.clone()));
+        }
+        let _suppressed = self.detached_disks.suppress(recent_outcomes::disk_key(claim, vm_name));
+        let operation = self.committer.begin(vm_name);
+        self.check_any_compatible(claim, volumes)?;
+        self.check_compatible(claim, requirements)?;
+        let Some(vm) = self.vms.get(&self.key(vm_name)) else {
+            return Err(AttachError::VmNotFound(vm_name.clone()));
+        };
+        let bound = self.usable_claim(claim).filter(|(claim, _)| super::claims::is_bound(claim));
+        let Some(volume) = bound.and_then(|(claim, _)| bound_to(&claim)) else {
+            return Err(AttachError::NotBound(claim.clone()));
+        };
+        let entry = names::volume_entry(claim);
+        let mut others = if *exclusive { self.vms_using(claim) } else { Vec::new() };
+        others.retain(|other| other != vm_name);
+        let begin = machine::begin(&vm, claim, *read_only, !others.is_empty());
+        if begin == Begin::Elsewhere
+            && let Some(other) = others.into_iter().next()
+        {
+            let detail = self.last_error(&other, &entry);
+            return Err(AttachError::InUse { claim: claim.clone(), vm_name: other, detail });
+        }
+        let consumer = Consumer::of(volumes).unwrap_or_else(|| Consumer::new("", *read_only));
+        self.record_consumer(claim, &consumer).await?;
+
+        let since = match begin {
+            Begin::Differs(read_only_now) => {
+                let how = if read_only_now { "read-only" } else { "writable" };
+                return Err(AttachError::Differs { claim: claim.clone(), vm_name: vm_name.clone(), how });
+            }
+            Begin::Confirm if self.recently_attached(claim, vm_name, &vm) => committed(&vm),
+            Begin::Confirm | Begin::Add | Begin::Elsewhere => {
+                self.add(request, &operation, &entry, deadline).await?
+            }
+        };
+        let disk = self.wait_attached(request, &entry, &since, deadline).await?;
+        // The claim may have been made anew meanwhile, and its other disk have been plugged.
+        if requirements.pin.to().is_some() {
+            self.check_compatible(claim, requirements)?;
+        }
+        self.attached_disks.record(
+            recent_outcomes::disk_key(claim, vm_name),
+            vm.metadata.uid.as_deref().unwrap_or_default(),
+        );
+        Ok(Attached { disk, volume })
+    }
+
+    /// Puts the entry in, or confirms it; not before an earlier use of it is over, whose end would unplug the disk again.
+    async fn add(
+        &self,
+        request: &Attach,
+        operation: &Operation,
+        entry: &str,
+        deadline: Instant,
+    ) -> Result<Committed, AttachError> {
+        let left = self
+            .vms
+            .wait_for(&self.key(&request.vm_name), deadline, |vm| {
+                machine::may_be_added(vm.map(|vm| &**vm), &request.claim, entry).then_some(())
+            })
+            .await;
+        let leaving = || {
+            let (claim, vm_name) = (request.claim.clone(), request.vm_name.clone());
+            AttachError::Leaving { detail: self.last_error(&vm_name, entry), claim, vm_name }
+        };
+        left.ok_or_else(leaving)?;
+        let change = Change::Add {
+            name: entry.to_owned(),
+            claim: request.claim.clone(),
+            read_only: request.read_only,
+            multi_writer: self.needs_multi_writer(&request.claim),
+        };
+        self.committer.commit(operation, change).await.map_err(|error| match error {
+            // The informer was behind.
+            CommitError::Refused(Refusal::Leaving { .. }) => leaving(),
+            error => error.into(),
+        })
+    }
+
+    async fn wait_attached(
+        &self,
+        request: &Attach,
+        entry: &str,
+        since: &Committed,
+        deadline: Instant,
+    ) -> Result<AttachedDisk, AttachError> {
+        let Attach { claim, vm_name, .. } = request;
+        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| machine::failure(&vm, entry));
+        let failed = |error: String| {
+            let error = one_line(&error).into_owned();
+            AttachError::Failed { claim: claim.clone(), vm_name: vm_name.clone(), error }
+        };
+        let retry_deadline =
+            known.as_ref().map_or(deadline, |_| deadline.min(Instant::now() + KNOWN_ERROR_GRACE));
+        let outcome = self
+            .vms
+            .wait_for(&self.key(vm_name), retry_deadline, |vm| {
+                let Some(vm) = vm else { return Some(Err(AttachError::VmNotFound(vm_name.clone()))) };
+                Some(machine::attached(vm, since, entry, known.as_ref())?.map_err(failed))
+            })
+            .await;
+        outcome.unwrap_or_else(|| match known {
+            Some(error) => Err(failed(error)),
+            None => {
+                let detail = self.last_error(vm_name, entry);
+                Err(AttachError::Deadline { claim: claim.clone(), vm_name: vm_name.clone(), detail })
+            }
+        })
+    }
+
+    /// Unplugs the disk. The claim need not exist any more, nor be this guest's still: what counts is that the VM
+    /// has its disk, and it is done when the VM says that it has not. A VM that is gone has no disks. The entry is
+    /// taken out only while it may leave.
+    pub(crate) async fn detach(
+        &self,
+        claim: &str,
+        vm_name: &str,
+        may_remove: MayRemove,
+        deadline: Instant,
+    ) -> Result<(), DetachError> {
+        let _suppressed = self.attached_disks.suppress(recent_outcomes::disk_key(claim, vm_name));
+        let entry = names::volume_entry(claim);
+        let Some(vm) = self.find_involved(claim, vm_name, &entry).await? else { return Ok(()) };
+        if self.is_other_guests_disk(&vm, claim) {
+            return Err(DetachError::NotOwned { claim: claim.to_owned(), vm_name: vm_name.to_owned() });
+        }
+        let disk = machine::disk_uuid(&vm, &entry);
+        let operation = self.committer.begin(vm_name);
+        let since = match self.committer.remove(&operation, &entry, may_remove).await {
+            Ok(since) => since,
+            Err(CommitError::Kept(reason)) => {
+                let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
+                return Err(DetachError::Kept { claim, vm_name, reason });
+            }
+            Err(CommitError::VmNotFound(_)) => return Ok(()),
+            Err(error) => return Err(DetachError::Commit(error)),
+        };
+        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| machine::failure(&vm, &entry));
+        let leaving = Leaving { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
+        let outcome = self
+            .vms
+            .wait_for(&self.key(vm_name), deadline, |vm| {
+                let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
+                if let Some(entry) = vm.and_then(|vm| machine::other_entry(vm, &since, &claim, &entry)) {
+                    return Some(Err(DetachError::ForeignEntry { claim, vm_name, entry: entry.to_owned() }));
+                }
+                let outcome = machine::detached(vm.map(|vm| &**vm), &since, leaving)?;
+                let left = vm.filter(|vm| !machine::is_involved(vm, &claim, &entry));
+                let left = left.and_then(|vm| vm.metadata.uid.clone());
+                Some(outcome.map(|()| left).map_err(|error| {
+                    let error = one_line(&error).into_owned();
+                    DetachError::Failed { claim, vm_name, error }
+                }))
+            })
+            .await;
+        if let Some(Ok(Some(uid))) = &outcome {
+            self.detached_disks.record(recent_outcomes::disk_key(claim, vm_name), uid);
+        }
+        outcome.map(|outcome| outcome.map(drop)).unwrap_or_else(|| {
+            let detail = self.last_error(vm_name, &entry);
+            Err(DetachError::Deadline { claim: claim.to_owned(), vm_name: vm_name.to_owned(), detail })
+        })
+    }
+
+    /// The VM, if it has to do with the claim's disk still: as the watch shows it, or else as the API says now.
+    async fn find_involved(
+        &self,
+        claim: &str,
+        vm_name: &str,
+        entry: &str,
+    ) -> Result<Option<Arc<VirtualMachine>>, DetachError> {
+        let is_involved = |vm: &VirtualMachine| machine::is_involved(vm, claim, entry);
+        if let Some(vm) = self.vms.get(&self.key(vm_name)) {
+            if is_involved(&vm) {
+                return Ok(Some(vm));
+            }
+            if self.recently_detached(claim, vm_name, &vm) {
+                return Ok(None);
+            }
+        }
+        let Some(vm) = self.read_vm(vm_name).await.map_err(DetachError::Commit)? else { return Ok(None) };
+        if is_involved(&vm) {
+            return Ok(Some(Arc::new(vm)));
+        }
+        self.detached_disks.record(
+            recent_outcomes::disk_key(claim, vm_name),
+            vm.metadata.uid.as_deref().unwrap_or_default(),
+        );
+        Ok(None)
+    }
+
+    /// Whether this process saw the disk leave this very VM just now, and nothing that says otherwise.
+    fn recently_detached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
+        let uid = vm.metadata.uid.as_deref().unwrap_or_default();
+        self.vms.trouble().is_none()
+            && self.detached_disks.contains(&recent_outcomes::disk_key(claim, vm_name), uid)
+    }
+
+    /// Whether this process saw the disk come into this very VM just now, and nothing that says otherwise.
+    fn recently_attached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
+        let uid = vm.metadata.uid.as_deref().unwrap_or_default();
+        self.vms.trouble().is_none()
+            && self.attached_disks.contains(&recent_outcomes::disk_key(claim, vm_name), uid)
+    }
+
+    fn needs_multi_writer(&self, claim: &str) -> bool {
+        let claim = self.claims.get(&self.key(claim));
+        claim.is_some_and(|claim| self.vm_operator.needs_multi_writer(&claim.spec.access_modes))
+    }
+
+    /// The VM as it is now; None when there is none.
+    pub(super) async fn read_vm(&self, vm_name: &str) -> Result<Option<VirtualMachine>, CommitError> {
+        // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
+        if !super::is_object_name(vm_name) {
+            return Ok(None);
+        }
+        let answer = self.vms_api.get_opt(vm_name).await;
+        answer.map_err(|error| CommitError::Api { vm_name: vm_name.to_owned(), source: error.into() })
+    }
+
+    fn last_error(&self, vm_name: &str, entry: &str) -> String {
+        let vm: Option<Arc<VirtualMachine>> = self.vms.get(&self.key(vm_name));
+        let error = vm.and_then(|vm| machine::failure(&vm, entry));
+        error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
+    }
+}
+
+/// What the disks of a VM go by: the claims in its spec, and the entries in its status.
+pub(super) fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
+    let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
+    let entries = vm.status.iter().flat_map(|status| &status.volumes);
+    let claims = claims.map(|source| source.claim_name.as_str());
+    claims.chain(entries.flat_map(|disk| names::entries_shown(&disk.name))).map(Key::cluster).collect()
+}

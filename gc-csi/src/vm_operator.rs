@@ -1,5 +1,5 @@
-//! What the VM Operator of the management cluster can do with a claim's disk. Ours (vm-operator-shim) plugs it as the
-//! claim says; the upstream one refuses, at admission, what is refused here before anything is made.
+//! VM Operator capabilities: which access modes it supports for a claim's disk. vm-operator-shim supports all; the
+//! admission of the upstream VM Operator refuses some, which gc-csi refuses before it creates anything.
 
 use csi::Status;
 use csi::capability::{Access, Capability, Mode};
@@ -8,13 +8,13 @@ use kube_kit::health::Health;
 use kube_kit::versions;
 use tokio_util::sync::CancellationToken;
 
-/// The first version of `VirtualMachine` whose entries have `sharingMode` and `diskMode` in their place for good.
+/// First version of `VirtualMachine` that defines `sharingMode` and `diskMode` of an entry.
 const FIRST_WITH_SHARING: &str = "v1alpha6";
 
-/// Which VM Operator the flag names.
+/// VM Operator selected by flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum VmOperatorArg {
-    /// Ours where the management cluster serves `volumeattachments.nestor.dev`, upstream otherwise.
+    /// The shim if the management cluster serves `volumeattachments.nestor.dev`, upstream otherwise.
     Auto,
     /// vm-operator-shim.
     Shim,
@@ -22,21 +22,21 @@ pub(crate) enum VmOperatorArg {
     Upstream,
 }
 
-/// The VM Operator of a management cluster.
+/// VM Operator of a management cluster.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum VmOperator {
     /// vm-operator-shim.
     Shim,
     /// The VM Operator of vmware-tanzu.
     Upstream {
-        /// Whether it serves a version in which several writers of a disk can be asked for.
+        /// Whether it serves a version with multi-writer disks.
         has_sharing: bool,
     },
 }
 
 impl VmOperator {
-    /// The one that is named, or else found, in a cluster that serves `version` of `VirtualMachine`. What is installed
-    /// later is found at the next start. None when `stop` came first.
+    /// The selected or detected VM Operator of a cluster that serves `version` of `VirtualMachine`; detected once, at
+    /// start-up. None when stopped.
     pub(crate) async fn detect(
         named: VmOperatorArg,
         version: &str,
@@ -49,24 +49,24 @@ impl VmOperator {
             VmOperatorArg::Shim => true,
             VmOperatorArg::Upstream => false,
             VmOperatorArg::Auto => {
-                let check = ready.check("vm-operator", "not asked yet");
+                let check = ready.check("vm-operator", "not checked yet");
                 versions::serves(client, "nestor.dev/v1alpha1", "volumeattachments", &check, stop).await?
             }
         };
         Some(if is_shim { Self::Shim } else { upstream })
     }
 
-    /// Whether it plugs disks read-only.
+    /// Whether it attaches disks read-only.
     pub(crate) fn supports_read_only(self) -> bool {
         self == Self::Shim
     }
 
-    /// Whether an entry for a claim with these access modes must ask for several writers.
+    /// Whether the entry of a claim with these access modes must request multi-writer sharing.
     pub(crate) fn needs_multi_writer(self, modes: &[String]) -> bool {
         self != Self::Shim && modes.iter().any(|mode| mode == "ReadWriteMany")
     }
 
-    /// Refuses what no volume can do here.
+    /// Refuses capabilities that this driver or the VM Operator does not support.
     pub(crate) fn supports(self, requested: &[Capability]) -> Result<(), Status> {
         let refusal = requested.iter().find_map(unsupported).or_else(|| match self {
             Self::Shim => None,
@@ -76,26 +76,26 @@ impl VmOperator {
     }
 }
 
-/// Why no volume of this driver can do it.
+/// Why this driver supports a capability for no volume.
 fn unsupported(requested: &Capability) -> Option<&'static str> {
     match (requested.mode, &requested.access) {
         (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
-            "access mode ReadWriteMany is not supported for a filesystem: one that several machines write to at once \
-             would be corrupted; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
+            "access mode ReadWriteMany is not supported for a filesystem, because several nodes that write to it at once \
+             would corrupt it; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
         ),
         (Mode::MultiNodeSingleWriter, _) => Some(
-            "access mode MULTI_NODE_SINGLE_WRITER is not supported: others can't read what one machine writes to; use \
+            "access mode MULTI_NODE_SINGLE_WRITER is not supported: other nodes can't read a disk while one writes to it; use \
              ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block",
         ),
         _ => None,
     }
 }
 
-/// Why a disk is not plugged read-only by the upstream VM Operator.
-pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster attaches no disk read-only: its \
-    admission refuses readOnly for a claim; use ReadWriteOnce, and readOnly in the pods that shall not write";
+/// Why the upstream VM Operator does not attach a disk read-only.
+pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster does not attach disks read-only: its \
+    admission refuses readOnly for a claim; use ReadWriteOnce, and set readOnly in the pods that must not write";
 
-/// Why the upstream VM Operator would refuse it.
+/// Why the upstream VM Operator would refuse these capabilities.
 fn refused_upstream(requested: &[Capability], has_sharing: bool) -> Option<&'static str> {
     let is_shared = |one: &Capability| one.mode == Mode::MultiNodeMultiWriter;
     if requested.iter().any(|one| one.mode.is_read_only()) {
@@ -106,13 +106,13 @@ fn refused_upstream(requested: &[Capability], has_sharing: bool) -> Option<&'sta
     }
     if !has_sharing {
         return Some(
-            "access mode ReadWriteMany needs a VM Operator that serves VirtualMachine v1alpha6: earlier versions can't \
-             be asked for a disk that several machines write to; use ReadWriteOnce",
+            "access mode ReadWriteMany needs a VM Operator that serves VirtualMachine v1alpha6: earlier versions have \
+             no multi-writer disks; use ReadWriteOnce",
         );
     }
     (!requested.iter().all(is_shared)).then_some(
         "access mode ReadWriteMany can't be combined with others: the VM Operator of the management cluster attaches a \
-         claim that has ReadWriteOnce, too, to one machine only; ask for one of them",
+         claim that also has ReadWriteOnce to one VM only; request only one of them",
     )
 }
 
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_shim_does_all_that_the_driver_does() {
+    fn the_shim_supports_everything_that_the_driver_supports() {
         for one in [
             (Mode::SingleNodeWriter, MOUNT()),
             (Mode::MultiNodeReaderOnly, MOUNT()),
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_upstream_operator_refuses_is_refused_before_anything_is_made() {
+    fn capabilities_that_the_upstream_operator_refuses_are_refused_first() {
         let (new, old) =
             (VmOperator::Upstream { has_sharing: true }, VmOperator::Upstream { has_sharing: false });
         let shared = || (Mode::MultiNodeMultiWriter, Access::Block);

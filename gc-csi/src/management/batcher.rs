@@ -1,6 +1,5 @@
-//! When changes of one VM wait for each other: one that comes alone goes at once; those that come while others are
-//! under way at the same VM wait a moment, the longer the more of them keep coming, so that many changes become few
-//! requests.
+//! Batcher of changes per VM. A single change is sent at once. Changes that arrive while others of the same VM are in
+//! progress wait for a short window, which doubles while changes keep coming, so that many changes need few requests.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,13 +7,12 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The first and the longest time for which changes gather.
+/// Minimum and maximum batching window.
 const WINDOWS: (Duration, Duration) = (Duration::from_millis(25), Duration::from_millis(100));
-/// How long after a change more are expected while its operation lasts. One that lasts longer is slow, or hangs, and
-/// nobody else waits because of it.
+/// How long after its change an unfinished operation counts as recent. A slow or stuck operation does not delay others.
 const RECENT: Duration = Duration::from_millis(100);
 
-/// What waits, by VM.
+/// Pending changes by VM.
 #[derive(Debug)]
 pub(super) struct Batcher<T>(Arc<Mutex<VmQueues<T>>>);
 
@@ -24,19 +22,19 @@ struct VmQueues<T> {
     started: u64,
 }
 
-/// One VM, for as long as there are operations on it that came to a change.
+/// Queue of one VM; exists while operations with changes are in progress on it.
 #[derive(Debug)]
 struct VmQueue<T> {
-    /// When each of them came to it.
+    /// Time of the last change of each operation.
     changed: HashMap<u64, Instant>,
     waiting: Vec<T>,
-    /// Whether somebody works off what waits.
+    /// Whether a task drains the queue.
     busy: bool,
-    /// For how long the last changes gathered.
+    /// Length of the last batching window.
     window: Duration,
 }
 
-/// An operation on a VM, until it is dropped.
+/// An operation on a VM; ends when dropped.
 #[derive(Debug)]
 pub struct Operation<T> {
     batcher: Batcher<T>,
@@ -44,12 +42,12 @@ pub struct Operation<T> {
     number: u64,
 }
 
-/// What waits for one VM, batch by batch.
+/// Pending changes of one VM, batch by batch.
 #[derive(Debug)]
 pub(super) struct Batches<T> {
     batcher: Batcher<T>,
     vm_name: String,
-    /// For how long the first batch gathers; none once it is out.
+    /// Window before the first batch; None once that batch was taken.
     first: Option<Duration>,
 }
 
@@ -72,14 +70,14 @@ impl<T> Default for VmQueue<T> {
 }
 
 impl<T> Batcher<T> {
-    /// Begins an operation on a VM.
+    /// Starts an operation on a VM.
     pub(super) fn begin(&self, vm_name: &str) -> Operation<T> {
         let mut queues = self.queues();
         queues.started += 1;
         Operation { batcher: self.clone(), vm_name: vm_name.to_owned(), number: queues.started }
     }
 
-    /// Lets a change wait; gives what is to be worked off, unless somebody does that already.
+    /// Adds a change to the queue. Returns the batches to process, unless another task processes them already.
     pub(super) fn push(&self, operation: &Operation<T>, change: T) -> Option<Batches<T>> {
         let mut queues = self.queues();
         let queue = queues.by_vm.entry(operation.vm_name.clone()).or_default();
@@ -101,7 +99,7 @@ impl<T> Batcher<T> {
 }
 
 impl<T> VmQueues<T> {
-    /// Forgets a VM at which nobody is any more.
+    /// Removes the queue of a VM without operations.
     fn remove_if_idle(&mut self, vm_name: &str) {
         if self.by_vm.get(vm_name).is_some_and(|queue| !queue.busy && queue.changed.is_empty()) {
             self.by_vm.remove(vm_name);
@@ -110,14 +108,14 @@ impl<T> VmQueues<T> {
 }
 
 impl<T> VmQueue<T> {
-    /// The time for which the next changes gather: twice that of the last ones.
+    /// The next batching window: twice the last one, within the limits.
     fn next_window(&self) -> Duration {
         (2 * self.window).clamp(WINDOWS.0, WINDOWS.1)
     }
 }
 
 impl<T> Operation<T> {
-    /// The VM that it is on.
+    /// Name of the VM.
     pub(super) fn vm_name(&self) -> &str {
         &self.vm_name
     }
@@ -134,18 +132,18 @@ impl<T> Drop for Operation<T> {
 }
 
 impl<T> Batches<T> {
-    /// The VM that they are for.
+    /// Name of the VM.
     pub(super) fn vm_name(&self) -> &str {
         &self.vm_name
     }
 
-    /// The next batch, when it is time for it. None when nothing waits: whatever comes then is worked off anew.
+    /// Waits for the batching window and returns the next batch; None when the queue is empty.
     pub(super) async fn next(&mut self) -> Option<Vec<T>> {
         let window = match self.first.take() {
             Some(first) => first,
             None => self.next_batch_window()?,
         };
-        // Even a sleep of no time lasts until the next millisecond.
+        // Even a sleep of zero lasts until the next millisecond.
         if !window.is_zero() {
             tokio::time::sleep(window).await;
         }
@@ -153,7 +151,7 @@ impl<T> Batches<T> {
         queues.by_vm.get_mut(&self.vm_name).map(|queue| std::mem::take(&mut queue.waiting))
     }
 
-    /// For how long what came while the last batch was on its way goes on gathering.
+    /// Batching window for the changes that arrived while the last batch was in flight; None if there were none.
     fn next_batch_window(&self) -> Option<Duration> {
         let mut queues = self.batcher.queues();
         let queue = queues.by_vm.get_mut(&self.vm_name)?;
@@ -171,7 +169,7 @@ impl<T> Batches<T> {
 mod tests {
     use super::*;
 
-    /// Works off what waits, each batch in `takes`; gives the sizes of the batches in the end.
+    /// Processes all batches, each in `takes`, and records their sizes.
     fn drain(
         mut batches: Batches<u32>,
         takes: Duration,
@@ -186,7 +184,7 @@ mod tests {
         })
     }
 
-    /// `count` operations that come `apart` from each other and last for `last`; gives the sizes of the batches.
+    /// Runs `count` operations, started `apart`, each lasting `last`. Returns the sizes of the batches.
     async fn run_operations(count: u32, apart: Duration, last: Duration) -> Vec<usize> {
         let (batcher, sizes) = (Batcher::default(), Arc::default());
         let mut operations = Vec::new();
@@ -207,23 +205,23 @@ mod tests {
         while batcher.queues().by_vm.values().any(|queue| queue.busy) {
             tokio::time::sleep(WINDOWS.0).await;
         }
-        assert!(batcher.queues().by_vm.is_empty(), "nothing is kept of a machine at which nobody is");
+        assert!(batcher.queues().by_vm.is_empty(), "idle queues are removed");
         let sizes = sizes.lock().unwrap().clone();
         assert_eq!(sizes.iter().sum::<usize>(), count as usize);
         sizes
     }
 
     #[tokio::test(start_paused = true)]
-    async fn thirty_changes_go_in_five_requests_however_they_come() {
+    async fn thirty_changes_need_at_most_five_requests() {
         for apart in [1, 3, 5, 10] {
             let sizes = run_operations(30, Duration::from_millis(apart), Duration::from_millis(150)).await;
-            assert_eq!(sizes[0], 1, "the first does not wait");
+            assert_eq!(sizes[0], 1, "the first change does not wait");
             assert!(sizes.len() <= 5, "{apart} ms apart: {sizes:?}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_after_another_never_waits() {
+    async fn sequential_changes_do_not_wait() {
         let started = Instant::now();
         let each = Duration::from_millis(20);
         assert_eq!(run_operations(10, each, Duration::from_millis(19)).await, [1; 10]);
@@ -231,7 +229,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nobody_waits_because_of_one_that_hangs() {
+    async fn a_stuck_operation_does_not_delay_others() {
         let batcher = Batcher::default();
         let stuck = batcher.begin("vm");
         drop(batcher.push(&stuck, 1));

@@ -1,17 +1,16 @@
-//! Changes to `VirtualMachine.spec.volumes`, merged: the first change of a VM is sent at once; those that come while
-//! it, or what came of it, is under way [gather](super::gather) and go together in the next PATCH.
+//! Group commit of changes to `VirtualMachine.spec.volumes`. The first change of a VM is sent at once; changes that
+//! arrive while it is in flight are [batched](super::batcher) into the next PATCH.
 //!
-//! A PATCH names exactly the entries that change (JSON Patch): an entry is appended, or removed from the
-//! place where it was seen. It goes in only while the spec's generation is the one that was seen, so that
-//! one that arrives late can't undo what came after it. So nobody else's entries and no other field can be
-//! lost, a status written in between is no conflict, and the size of a request doesn't grow with the
-//! VM. Two entries of one name can't come about: the list is keyed by name, and the API server refuses
-//! them. Each is planned from the answer to the one before it, which the watch may not show yet, so that our own
-//! PATCHes never refuse each other.
+//! A PATCH (JSON Patch) names only the entries that change: it appends an entry, or removes one at the index where it
+//! was observed. It tests the spec's generation, so a late PATCH cannot undo newer changes. Entries and fields of
+//! others are never overwritten, a concurrent status update is no conflict, and the request size does not depend on the
+//! number of entries. The list is keyed by name, so the API server refuses duplicate entries. Each PATCH is computed
+//! from the response to the previous one (a mutation cache over the informer), so our own PATCHes do not conflict with
+//! each other.
 //!
-//! Before each PATCH that takes an entry out, and after the look at the VM onto which it goes, whoever asked for the
-//! removal is asked whether its reason still stands. An attach that comes after that answer changes the VM, also
-//! where it finds its entry there, so that the PATCH is refused.
+//! Before each PATCH that removes an entry, and after reading the VM that it applies to, the committer calls the
+//! request's [`MayRemove`] check. A later attach changes the VM even if its entry is already present, so the API server
+//! then refuses the PATCH.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,67 +28,67 @@ use super::ApiError;
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::machine::{Change, Committed, Plan, Refusal, committed, plan};
 
-/// How often a PATCH is made anew after somebody else changed the VM's disks in between.
+/// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;
 
-/// How long the guest may take to say whether it wants a disk, while other changes of the VM wait.
+/// Timeout of the check in the guest cluster before an entry is removed; other changes of the VM wait meanwhile.
 const GUEST_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a change did not go in.
+/// Why a change was not committed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CommitError {
-    /// There is no such VM.
+    /// The VirtualMachine does not exist.
     #[error("there is no VirtualMachine {0} in the management cluster")]
     VmNotFound(String),
-    /// The VM doesn't allow it.
+    /// The change is not possible in the VM's present state.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The entry stays: there is no reason to take it out any more, or none that is known.
+    /// The entry must not be removed, or the check failed.
     #[error(transparent)]
     Kept(#[from] KeepReason),
-    /// The request failed.
-    #[error("cannot change the disks of VirtualMachine {vm_name}: {source}")]
+    /// The API request failed.
+    #[error("failed to change spec.volumes of VirtualMachine {vm_name}: {source}")]
     Api {
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
-/// Why an entry is not taken out.
+/// Why an entry is not removed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum KeepReason {
-    /// The guest wants the disk.
-    #[error("VolumeAttachment {0} of the guest asks for it again")]
+    /// A guest VolumeAttachment requests the disk.
+    #[error("guest VolumeAttachment {0} requests it again")]
     Requested(String),
-    /// It is not known.
+    /// The check failed.
     #[error("{0}")]
     Unknown(String),
 }
 
-/// Asks whether an entry may be taken out, as things are now.
+/// Checks at the guest's API server whether an entry may be removed.
 pub(crate) type MayRemove = Arc<dyn Fn() -> BoxFuture<'static, Result<(), KeepReason>> + Send + Sync>;
 
-/// A change, and who waits for it.
+/// A change and the channel for its outcome.
 pub(super) struct Request {
     change: Change,
-    /// For a removal.
+    /// Set for removals.
     may_remove: Option<MayRemove>,
     done: oneshot::Sender<Result<Committed, CommitError>>,
 }
 
-/// An operation on a VM that may come to a change.
+/// An operation on a VM that may lead to a change.
 pub(super) type Operation = BatchedOperation<Request>;
 
-/// Merges changes per VM.
+/// Batches and commits changes per VM.
 #[derive(Clone)]
 pub struct Committer {
     api: Api<VirtualMachine>,
     vms: Informer<VirtualMachine>,
     namespace: String,
     batcher: Batcher<Request>,
-    /// What our own PATCHes and reads answered, by VM, while the informer shows what is older.
+    /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
     own_writes: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
 }
 
@@ -100,20 +99,20 @@ impl std::fmt::Debug for Committer {
 }
 
 impl Committer {
-    /// Writes through `api`, and plans from what `VMs` shows.
+    /// Writes through `api`, and plans from the informer `vms`.
     pub fn new(api: Api<VirtualMachine>, vms: Informer<VirtualMachine>, namespace: &str) -> Self {
         let (batcher, own_writes) = (Batcher::default(), Arc::default());
         Self { api, vms, namespace: namespace.to_owned(), batcher, own_writes }
     }
 
-    /// Begins an operation on a VM, which may come to a change. It lasts until what this gives is dropped: changes of
-    /// others that come meanwhile are likely not to be the last.
+    /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
+    /// likely.
     pub(super) fn begin(&self, vm_name: &str) -> Operation {
         self.batcher.begin(vm_name)
     }
 
-    /// Brings a change in, with others of the same VM. If the caller leaves, a PATCH that is on its way goes on,
-    /// but none is made for the change any more: what is wished may be another by then.
+    /// Commits a change, batched with others of the same VM. If the caller is cancelled, a PATCH in flight completes,
+    /// but no new one is sent for its change.
     pub(super) async fn commit(
         &self,
         operation: &Operation,
@@ -122,7 +121,7 @@ impl Committer {
         self.request(operation, change, None).await
     }
 
-    /// Takes an entry out, as long as it may leave.
+    /// Removes an entry if `may_remove` allows it.
     pub(super) async fn remove(
         &self,
         operation: &Operation,
@@ -156,7 +155,8 @@ impl Committer {
     async fn apply(&self, vm_name: &str, mut batch: Vec<Request>) {
         let retry_singly = match self.write(vm_name, &mut batch).await {
             Ok(outcomes) => return answer(batch, outcomes),
-            // One refused change must not take the others with it.
+            // If the API server refuses a batch, each change is sent alone, so that one invalid change does not fail
+            // the others.
             Err(CommitError::Api { source: ApiError::Invalid(_) | ApiError::Forbidden(_), .. })
                 if batch.len() > 1 =>
             {
@@ -174,7 +174,7 @@ impl Committer {
         }
     }
 
-    /// One PATCH for all changes whose callers still wait; one outcome for each of these, or one failure for all.
+    /// Sends one PATCH for all changes whose callers still wait. Returns one outcome per change, or one error for all.
     async fn write(
         &self,
         vm_name: &str,
@@ -195,13 +195,13 @@ impl Committer {
                     Arc::new(self.api.get(vm_name).await.map_err(|error| fail(error.into()))?)
                 }
             };
-            // Who left may have been answered elsewhere, and what was wished then may be wrong now.
+            // A cancelled caller may have retried elsewhere, so its change may be outdated.
             batch.retain(|request| !request.done.is_closed());
             reject_kept_entries(&vm, batch).await;
             let changes: Vec<Change> = batch.iter().map(|request| request.change.clone()).collect();
             let plan = plan(vm_name, &vm, &changes);
-            // The copy may be older than a PATCH whose answer was lost: that there is nothing to do is for the API
-            // server to say.
+            // The cached VM may be older than a PATCH whose response was lost, so "nothing to do" is verified at the
+            // API server.
             if plan.operations.is_empty() && !is_live && !batch.is_empty() {
                 base = None;
                 continue;
@@ -212,19 +212,19 @@ impl Committer {
             let patch = Patch::Json::<()>(json_patch::Patch(plan.operations.clone()));
             match self.api.patch(vm_name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
                 Ok(vm) => return Ok(outcomes_of(plan, &self.remember(vm_name, Arc::new(vm)))),
-                // The list was not as it was seen: read the truth and plan again.
+                // The list changed in between: read the VM and plan again.
                 Err(ApiError::Conflict(_) | ApiError::Invalid(_)) if conflicts < MAX_CONFLICTS => {
                     conflicts += 1;
                     let longest = Duration::from_millis(5 << conflicts);
                     tokio::time::sleep(longest.mul_f64(fastrand::f64())).await;
                     let live = self.api.get(vm_name).await.map_err(|error| fail(error.into()))?;
-                    // Refused although nothing was different: it is the change itself that is refused.
+                    // The VM did not change, so the API server refuses the change itself.
                     if live.metadata.resource_version == vm.metadata.resource_version {
                         (conflicts, is_refused) = (MAX_CONFLICTS, true);
                     }
                     (base, is_live) = (Some(Arc::new(live)), true);
                 }
-                // Somebody was faster every time: the next try may go better.
+                // Every attempt conflicted with a change of another client; a retry may succeed.
                 Err(ApiError::Invalid(message)) if !is_refused => {
                     return Err(fail(ApiError::Conflict(message)));
                 }
@@ -233,14 +233,14 @@ impl Committer {
         }
     }
 
-    /// The newest that is known of a VM: a plan made from less would be refused.
+    /// The newest known version of a VM: a PATCH computed from an older one would be refused.
     fn newest_vm(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
         let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
         own.or_else(|| self.cached(vm_name))
     }
 
-    /// Keeps an answer until the informer shows it too.
+    /// Keeps a response until the informer's cache is as new.
     fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Committed {
         let committed = committed(&vm);
         let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -249,7 +249,7 @@ impl Committer {
         committed
     }
 
-    /// Whether an own answer is newer than what the informer shows.
+    /// Whether our own response is newer than the informer's cache.
     fn is_newer_than_cache(&self, vm_name: &str, own: &VirtualMachine) -> bool {
         let cached = self.cached(vm_name);
         cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
@@ -260,7 +260,7 @@ impl Committer {
     }
 }
 
-/// Answers the removals of entries that must stay, and forgets them. `vm` was seen before.
+/// Removes the requests whose entry must stay from the batch, and answers them.
 async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
     let is_there = |name: &String| vm.spec.volumes.iter().any(|entry| &entry.name == name);
     let check = |request: &Request| match (&request.change, &request.may_remove) {
@@ -270,8 +270,11 @@ async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
     let checking = batch.iter().map(|request| {
         let answer = check(request);
         async move {
-            let unknown =
-                || KeepReason::Unknown("the guest did not say in time whether it wants the disk".to_owned());
+            let unknown = || {
+                KeepReason::Unknown(
+                    "the guest's API server did not answer in time whether the disk is requested".to_owned(),
+                )
+            };
             match answer {
                 Some(answer) => {
                     tokio::time::timeout(GUEST_CHECK_TIMEOUT, answer).await.unwrap_or_else(|_| Err(unknown()))
@@ -292,12 +295,12 @@ async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
 
 fn answer(batch: Vec<Request>, outcomes: Vec<Result<Committed, CommitError>>) {
     for (request, outcome) in batch.into_iter().zip(outcomes) {
-        // A caller that left has nobody to tell.
+        // The receiver is gone if the caller was cancelled.
         let _ = request.done.send(outcome);
     }
 }
 
-/// What each change came to.
+/// The outcome of each change.
 fn outcomes_of(plan: Plan, committed: &Committed) -> Vec<Result<Committed, CommitError>> {
     let outcome =
         |refused: Option<Refusal>| refused.map_or_else(|| Ok(committed.clone()), |why| Err(why.into()));
@@ -317,7 +320,7 @@ mod tests {
 
     use super::*;
 
-    /// An API server of one VM, which carries out JSON Patches. The informer beside it never shows what they did.
+    /// A fake API server of one VM that applies JSON Patches. The informer never shows the changes.
     struct Server {
         vm: Mutex<Value>,
         patches: AtomicUsize,
@@ -326,7 +329,7 @@ mod tests {
 
     impl Server {
         async fn answer(&self, request: HttpRequest<Body>) -> Response<Body> {
-            assert_eq!(request.method(), Method::PATCH, "nothing is read");
+            assert_eq!(request.method(), Method::PATCH, "no reads");
             let body = request.into_body().collect().await.unwrap().to_bytes();
             let patch: json_patch::Patch = serde_json::from_slice(&body).unwrap();
             tokio::time::sleep(Duration::from_millis(8)).await;
@@ -352,7 +355,7 @@ mod tests {
         }
     }
 
-    /// A server of a VM with these entries, and a committer that writes to it.
+    /// A fake API server of a VM with these entries, and a committer that writes to it.
     fn serve(entries: &Value) -> (Arc<Server>, Committer) {
         let vm = json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
@@ -372,7 +375,7 @@ mod tests {
         (server, Committer::new(api, Informer::fixed([cached]), "n"))
     }
 
-    /// Thirty operations, some milliseconds apart, each of which lasts a while after its change.
+    /// Runs thirty operations, started `apart`; each lasts for a while after its change.
     async fn run_thirty(committer: &Committer, apart: Duration, change: impl Fn(String) -> Change) {
         let mut operations = Vec::new();
         for number in 0..30 {
@@ -390,7 +393,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_entry_that_the_guest_wants_stays_and_the_others_of_its_batch_go() {
+    async fn only_entries_that_the_guest_does_not_request_are_removed_from_a_batch() {
         let entries = ["kept", "gone", "unknown"].map(|name| json!({"name": name}));
         let (server, committer) = serve(&json!(entries));
         let checks = Arc::new(AtomicUsize::new(0));
@@ -418,7 +421,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn thirty_attaches_and_detaches_take_five_patches_each_and_none_is_refused() {
+    async fn thirty_attaches_and_detaches_take_at_most_five_patches_each_without_conflicts() {
         let (server, committer) = serve(&json!([]));
         for apart in [1, 5, 10].map(Duration::from_millis) {
             let add = |name: String| Change::Add {

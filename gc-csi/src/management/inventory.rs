@@ -1,26 +1,26 @@
-//! The volumes that this guest has or may use, as they are now.
+//! Inventory of the volumes that this guest owns or may use, from the cache.
 
 use crds::names;
 use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
 
-/// One volume.
+/// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
-    /// The management claim, which is the volume's handle.
+    /// Name of the management claim, which is the volume handle.
     pub(crate) claim: String,
-    /// What it really has, in bytes.
+    /// Capacity in bytes.
     pub(crate) capacity: u64,
-    /// The VMs that it is plugged into, by name.
+    /// Names of the VMs that the volume is attached to.
     pub(crate) vms: Vec<String>,
-    /// What is wrong with it; None while it is well.
+    /// Why the volume is abnormal; None while it is healthy.
     pub(crate) abnormal: Option<String>,
 }
 
 impl Management {
-    /// All volumes: those that are bound, and those that are plugged though their claims are not bound any more. A
-    /// caller that compares this with what it thinks is plugged must not miss one that this guest may still use.
+    /// All volumes that are bound, or still attached although their claim is no longer bound: csi-attacher compares
+    /// this list with its VolumeAttachments, so no attached volume may be missing.
     pub(crate) fn volumes(&self) -> Vec<Volume> {
         let attached = self.attached_vms_by_entry();
         let claims = self.claims.list();
@@ -32,7 +32,7 @@ impl Management {
         usable.filter_map(|claim| volume(claim, vms(claim))).collect()
     }
 
-    /// The volume of this handle.
+    /// The volume with this handle.
     pub(crate) fn volume(&self, handle: &str) -> Option<Volume> {
         let (claim, _) = self.usable_claim(handle)?;
         volume(&claim, self.attached_vms(handle))
@@ -57,7 +57,9 @@ fn abnormal(claim: &PersistentVolumeClaim) -> Option<String> {
     let reported = conditions
         .find(|reported| reported.type_ == names::CONDITION_HEALTHY && reported.status == "False")?;
     let message = reported.message.clone().filter(|message| !message.is_empty());
-    Some(message.or_else(|| reported.reason.clone()).unwrap_or_else(|| "the volume is not well".to_owned()))
+    Some(
+        message.or_else(|| reported.reason.clone()).unwrap_or_else(|| "the volume is not healthy".to_owned()),
+    )
 }
 
 #[cfg(test)]
@@ -75,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_listed_when_it_is_bound_or_plugged() {
+    fn volumes_that_are_bound_or_attached_are_listed() {
         let bound = claim(json!({"phase": "Bound", "capacity": {"storage": "1Mi"}}));
         let listed = volume(&bound, names(&["b", "a"])).unwrap();
         assert_eq!((listed.capacity, listed.vms), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
@@ -84,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_is_ill_when_the_claim_says_that_it_is_not_healthy() {
+    fn a_volume_is_abnormal_if_its_claim_is_not_healthy() {
         let reported = |status: &str, message: &str| {
             let condition = json!({"type": "nestor.dev/Healthy", "status": status, "reason": "PoolGone", "message": message});
             abnormal(&claim(json!({"phase": "Bound", "conditions": [condition]})))

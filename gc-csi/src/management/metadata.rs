@@ -1,4 +1,4 @@
-//! Labels and annotations on the guest's own claims by which people in the management cluster see whom they serve.
+//! Labels and annotations on the guest's own claims that name the guest objects they serve.
 
 use std::collections::BTreeMap;
 
@@ -8,24 +8,24 @@ use serde_json::{Value, json};
 
 use super::{ApiError, Management};
 
-/// Labels and annotations as they should be; None for one that should not be there.
+/// Desired labels and annotations; None means absent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct DesiredMetadata {
     pub(crate) labels: BTreeMap<String, Option<String>>,
     pub(crate) annotations: BTreeMap<String, Option<String>>,
 }
 
-/// Why a claim does not say what it should.
+/// The labels and annotations of a claim could not be updated.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot describe management PersistentVolumeClaim {claim}: {source}")]
+#[error("failed to update labels and annotations of management PersistentVolumeClaim {claim}: {source}")]
 pub(crate) struct MetadataError {
     claim: String,
     source: ApiError,
 }
 
 impl Management {
-    /// Brings the description of the guest's own claim up to date, in one request if any is needed, and says whether
-    /// it was. A claim that is gone needs none.
+    /// Updates labels and annotations of the guest's own claim, with at most one request. Returns whether it wrote.
+    /// Does nothing if the claim does not exist.
     pub(crate) async fn patch_claim_metadata(
         &self,
         name: &str,
@@ -33,7 +33,7 @@ impl Management {
     ) -> Result<bool, MetadataError> {
         let Some(claim) = self.claim(name) else { return Ok(false) };
         let Some(mut metadata) = metadata_patch(&claim.metadata, desired) else { return Ok(false) };
-        // The UID makes the API server refuse a claim that took the name of the one that is meant.
+        // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
         metadata["uid"] = json!(claim.metadata.uid);
         let patch = Patch::Merge(json!({"metadata": metadata}));
         match self.claims_api.patch(name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
@@ -44,7 +44,7 @@ impl Management {
     }
 }
 
-/// What a merge patch must say, or None when all is as it should be.
+/// The merge patch, or None if nothing changes.
 fn metadata_patch(current: &ObjectMeta, desired: &DesiredMetadata) -> Option<Value> {
     let changes = |current: &Option<BTreeMap<String, String>>, desired: &BTreeMap<String, Option<String>>| {
         let value_of = |key: &String| current.as_ref().and_then(|current| current.get(key));
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_patch_names_only_what_changes() {
+    fn a_patch_contains_only_changes() {
         let text = |pairs: &[(&str, &str)]| {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };

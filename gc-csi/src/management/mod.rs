@@ -1,6 +1,6 @@
-//! The only room that talks to the management cluster. Everything is read from shared informers; the
-//! writes are claims made, changed and deleted ([`claims`]), snapshots taken and deleted ([`snapshots`]), and disks put
-//! into and taken out of `VirtualMachine.spec.volumes` ([`disks`]).
+//! Management cluster client: the only module that talks to the management cluster. Reads come from shared informers.
+//! Writes create, change and delete claims ([`claims`]) and snapshots ([`snapshots`]), and add and remove volume
+//! entries of VirtualMachines ([`volume_entries`]).
 
 mod batcher;
 pub mod capacity;
@@ -46,40 +46,40 @@ use warnings::Warnings;
 
 use crate::vm_operator::VmOperator;
 
-/// Where this guest lives in the management cluster, and how its objects are named.
+/// Identity of this guest in the management cluster.
 #[derive(Debug, Clone)]
 pub struct GuestIdentity {
-    /// The guest's namespace.
+    /// Namespace of the guest.
     pub namespace: String,
-    /// The guest's identity, on the label of everything it owns.
+    /// ID of the guest, in the label of everything it owns.
     pub cluster: ClusterId,
-    /// First part of the names of its claims.
+    /// Name prefix of its claims.
     pub prefix: String,
 }
 
-/// What the management cluster serves of what not every cluster does.
+/// APIs that differ between management clusters.
 pub(crate) struct ServedApis<'a> {
-    /// The version of `VirtualMachine`.
+    /// Version of `VirtualMachine`.
     pub(crate) vm_version: &'a str,
-    /// Who carries out what is asked of VMs.
+    /// The VM Operator.
     pub(crate) vm_operator: VmOperator,
-    /// What may not be served at all.
+    /// APIs that may be missing.
     pub(crate) optional: &'a OptionalApis,
 }
 
-/// Who is told of every change that a watch shows, on the watch's own task.
+/// Handlers of changes, called on the informer's task.
 pub(crate) struct ChangeHandlers {
-    /// Of a VM.
+    /// A VM changed.
     pub(crate) vm_changed: ChangeHandler<VirtualMachine>,
-    /// Of a claim.
+    /// A claim changed.
     pub(crate) claim_changed: ChangeHandler<PersistentVolumeClaim>,
-    /// Of a snapshot.
+    /// A snapshot changed.
     pub(crate) snapshot_changed: ChangeHandler<VolumeSnapshot>,
 }
 
 type ChangeHandler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
 
-/// The management cluster, as one guest sees it.
+/// Client of the management cluster, limited to one guest.
 #[derive(Clone, Debug)]
 pub struct Management {
     identity: GuestIdentity,
@@ -92,11 +92,11 @@ pub struct Management {
     warnings: Warnings,
     committer: Committer,
     vm_operator: VmOperator,
-    /// Claims that are gone.
+    /// Claims whose deletion was observed recently.
     deleted_claims: RecentOutcomes,
-    /// Disks that left a VM.
+    /// Disks whose detach was observed recently.
     detached_disks: RecentOutcomes,
-    /// Disks that came into a VM.
+    /// Disks whose attach was observed recently.
     attached_disks: RecentOutcomes,
     cluster_owner: ClusterOwner,
     snapshots: Option<Snapshots>,
@@ -104,28 +104,28 @@ pub struct Management {
     capacities: Option<Capacities>,
 }
 
-/// Why a request to the management API failed, as far as a caller must know.
+/// Error of a management API request, as far as callers distinguish it.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum ApiError {
-    /// A quota of the namespace is used up.
+    /// A quota of the namespace is exceeded.
     #[error("{0}")]
     Quota(String),
-    /// The guest may not do this: RBAC, admission, or credentials.
+    /// Forbidden by RBAC or admission, or invalid credentials.
     #[error("the management cluster refused: {0}")]
     Forbidden(String),
-    /// The object is not valid to the API server or an admission check.
+    /// Invalid for the API server or an admission check.
     #[error("the management cluster refused the object as invalid: {0}")]
     Invalid(String),
-    /// Somebody changed the object in between.
-    #[error("the object was changed by somebody else: {0}")]
+    /// The object was changed concurrently.
+    #[error("the object was changed concurrently: {0}")]
     Conflict(String),
-    /// There is no such object.
+    /// The object does not exist.
     #[error("not found in the management cluster: {0}")]
     NotFound(String),
-    /// There is such an object already.
-    #[error("exists in the management cluster: {0}")]
+    /// The object already exists.
+    #[error("already exists in the management cluster: {0}")]
     Exists(String),
-    /// No answer, or an answer that says to come back: the request may or may not have been carried out.
+    /// No answer, or a retryable one: the request may or may not have been carried out.
     #[error("the management API did not answer: {0}")]
     Unavailable(String),
 }
@@ -237,34 +237,34 @@ impl Management {
         }
     }
 
-    /// Why what is known of this guest's claims and VMs may be behind: the link is down. None while it is up.
+    /// The watch error while claims or VMs can't be watched, so that caches may be stale; None while connected.
     pub(crate) fn watch_error(&self) -> Option<String> {
         self.vms.trouble().or_else(|| self.claims.trouble())
     }
 
-    /// The VM of this name.
+    /// The VM of this name, from the cache.
     pub(crate) fn vm(&self, name: &str) -> Option<Arc<VirtualMachine>> {
         self.vms.get(&self.key(name))
     }
 
-    /// Who carries out what is asked of VMs.
+    /// The VM Operator of the management cluster.
     pub(crate) fn vm_operator(&self) -> VmOperator {
         self.vm_operator
     }
 
-    /// The name of an object of this guest's namespace, for people.
+    /// Namespaced name of an object of this guest, for messages.
     pub(crate) fn full_name(&self, name: &str) -> String {
         self.key(name).to_string()
     }
 
-    /// Waits until everything was read once.
+    /// Waits for the first list of claims, VMs and classes.
     pub(crate) async fn synced(&self) {
         self.claims.synced().await;
         self.vms.synced().await;
         self.classes.synced().await;
     }
 
-    /// Whether everything was read once; no call is answered before.
+    /// Whether all informers are synced; no call is answered before.
     pub fn is_synced(&self) -> bool {
         self.claims.is_synced()
             && self.vms.is_synced()
@@ -279,7 +279,7 @@ impl Management {
     }
 }
 
-/// Whether an object can have this name: a DNS subdomain (RFC 1123), as the API server demands.
+/// Whether this is a valid object name: a DNS subdomain (RFC 1123).
 pub(crate) fn is_object_name(name: &str) -> bool {
     let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     name.len() <= 253
@@ -288,14 +288,14 @@ pub(crate) fn is_object_name(name: &str) -> bool {
         })
 }
 
-/// What holds an object that is on its way out, with words before it; nothing where that can't be seen.
+/// Text about the finalizers of an object that is being deleted; empty if unknown.
 fn blocking_finalizers(metadata: Option<&ObjectMeta>) -> String {
     let finalizers = metadata.and_then(|metadata| metadata.finalizers.as_ref());
     let held = finalizers.filter(|finalizers| !finalizers.is_empty());
     held.map(|finalizers| format!(": held by finalizers {}", finalizers.join(", "))).unwrap_or_default()
 }
 
-/// Keeps of labels or annotations what is read. A map that has become empty would still take up half a KiB.
+/// Removes all other labels or annotations. An empty map would still take half a KiB.
 pub(crate) fn retain_keys(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
     if let Some(map) = map {
         map.retain(|key, _| is_read(key));
@@ -303,7 +303,7 @@ pub(crate) fn retain_keys(map: &mut Option<BTreeMap<String, String>>, is_read: i
     map.take_if(|map| map.is_empty());
 }
 
-/// Keeps identity, owners, sizes, classes and phase, and the conditions that somebody here reads.
+/// Keeps identity, owners, sizes, classes, phase and the conditions that gc-csi reads.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
     retain_keys(&mut claim.metadata.annotations, |key| {
         key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
@@ -313,10 +313,10 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.status.conditions.shrink_to_fit();
 }
 
-/// Keeps identity, its guest, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
-/// in the list.
+/// Keeps identity, the guest's label, the out-of-service annotation and all volumes, since a PATCH names an entry by
+/// its index.
 fn trim_vm(vm: &mut VirtualMachine) {
-    // That there are others stays known: a JSON Patch that adds the first one is another.
+    // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
     let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
     let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
     retain_keys(&mut vm.metadata.annotations, |key| read.contains(&key));
@@ -339,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_keeps_what_is_read_of_it_and_no_empty_maps() {
+    fn trimming_a_claim_keeps_only_what_is_read() {
         let trimmed = |annotations: Value| {
             let mut claim: PersistentVolumeClaim = serde_json::from_value(json!({
                 "metadata": {"name": "c", "annotations": annotations, "finalizers": ["f"], "labels": {"team": "a"}},
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_could_lead_elsewhere_in_a_url_is_no_object() {
+    fn names_that_could_change_a_url_are_no_object_names() {
         for good in ["vm-1", "a", "a.b-c.9"] {
             assert!(is_object_name(good), "{good}");
         }

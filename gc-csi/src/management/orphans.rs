@@ -1,4 +1,4 @@
-//! Claims that this guest was given a volume by, as far as it matters whether the guest still knows of them.
+//! Claims with a volume, and the guest objects that they were provisioned for: input of the search for orphans.
 
 use crds::names;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -8,34 +8,34 @@ use kube_kit::informer::Key;
 
 use super::{Management, claims};
 
-/// A bound claim of this guest that was made, or described, for one of its PersistentVolumes.
+/// A bound claim of this guest that names a guest PersistentVolume.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ProvisionedClaim {
-    /// The guest's PersistentVolume.
+    /// Name of the guest PersistentVolume.
     pub(crate) volume: String,
-    /// The guest's claim, where it is known.
+    /// The guest claim, if known.
     pub(crate) guest_claim: Option<Key>,
-    /// Whether gc-csi made it for that volume, as its name proves.
+    /// Whether gc-csi created the claim for that volume; its name proves it.
     pub(crate) is_dynamic: bool,
-    /// Whether the guest's PersistentVolume said Retain when it was last seen.
+    /// Whether the guest PersistentVolume last had the reclaim policy Retain.
     pub(crate) retain: bool,
-    /// Since when it is marked as an orphan, and why.
+    /// Time of the orphan mark, and its reason.
     pub(crate) orphaned: Option<(String, String)>,
-    /// Since when it is marked as retained.
+    /// Time of the retained mark.
     pub(crate) retained: Option<String>,
-    /// What it has, in bytes.
+    /// Capacity in bytes.
     pub(crate) bytes: u64,
-    /// What an event about it refers to.
+    /// Reference for events.
     pub(crate) reference: ObjectReference,
 }
 
 impl Management {
-    /// The claims of this guest's namespace, whosesoever they are.
+    /// Names of all claims in this guest's namespace.
     pub(crate) fn claim_names(&self) -> Vec<String> {
         self.claims.list().iter().filter_map(|claim| claim.metadata.name.clone()).collect()
     }
 
-    /// The guest's own claim of this name, where it is there to stay, bound, and says for which PersistentVolume it is.
+    /// The guest's own claim of this name, if it is bound, not being deleted, and names its guest PersistentVolume.
     pub(crate) fn provisioned_claim(&self, name: &str) -> Option<ProvisionedClaim> {
         let claim = self.claim(name)?;
         if !claims::is_bound(&claim) || claim.metadata.deletion_timestamp.is_some() {
@@ -61,7 +61,7 @@ impl Management {
         })
     }
 
-    /// Writes events in the management cluster.
+    /// Recorder of events in the management cluster.
     pub(crate) fn events(&self) -> Events {
         Events::new(self.claims_api.clone().into_client(), names::GUEST_DRIVER)
     }

@@ -1,9 +1,10 @@
-//! What becomes of a guest's claims and snapshots when the guest itself is deleted. They go with the guest's Cluster
-//! object (Cluster API) where the platform team chose so: an ownerReference to it lets Kubernetes' garbage collection
-//! remove them, also when no gc-csi runs any more. Everything else stays.
+//! ownerReferences from a guest's claims and snapshots to its Cluster object (Cluster API). With `--on-guest-deletion
+//! Delete`, Kubernetes' garbage collection deletes them together with that object, even if gc-csi no longer runs.
+//! Everything else stays.
 //!
-//! What keeps data: only what this guest made is owned; never what another guest is recorded to use; and an owner is
-//! named only by a UID that was read just before, since an owner that does not exist counts as deleted.
+//! Safeguards against data loss: gc-csi sets the reference only on objects that this guest created and that no other
+//! guest is recorded to use. It reads the Cluster object immediately before each write, because the garbage collector
+//! treats a missing owner as deleted.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -24,26 +25,26 @@ use tokio_util::sync::CancellationToken;
 use super::snapshots::VolumeSnapshot;
 use super::{ApiError, GuestIdentity, Management};
 
-/// Flags that say what a guest leaves behind.
+/// Flags for the deletion of the guest cluster.
 #[derive(Debug, Clone, clap::Args)]
 pub struct GuestDeletion {
-    /// What becomes of the claims and snapshots that this guest made, when its Cluster object (cluster.x-k8s.io) in the
-    /// management namespace is deleted.
+    /// What happens to the claims and snapshots that this guest created when its Cluster object (cluster.x-k8s.io) in
+    /// the management namespace is deleted.
     #[arg(long, value_enum, default_value_t = Policy::Retain)]
     on_guest_deletion: Policy,
-    /// Name of this guest's Cluster object; without it, the one that is labelled nestor.dev/cluster-id=<ID>, or whose UID
-    /// is the cluster ID.
+    /// Name of this guest's Cluster object. Default: the one with the label nestor.dev/cluster-id=<ID>, or whose UID is
+    /// the cluster ID.
     #[arg(long, value_name = "NAME", value_parser = object_name)]
     cluster_object: Option<String>,
 }
 
-/// What becomes of what a guest leaves behind.
+/// What happens to the guest's objects when the guest is deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Policy {
-    /// It stays, labelled with the guest's ID.
+    /// They stay, labelled with the guest's ID.
     #[value(name = "Retain")]
     Retain,
-    /// It is deleted with the guest's Cluster object.
+    /// They are deleted with the guest's Cluster object.
     #[value(name = "Delete")]
     Delete,
 }
@@ -51,18 +52,18 @@ enum Policy {
 fn object_name(text: &str) -> Result<String, String> {
     match super::is_object_name(text) {
         true => Ok(text.to_owned()),
-        false => Err("not the name of an object: lower-case letters, digits, '-' and '.'".to_owned()),
+        false => Err("not an object name: use lower-case letters, digits, '-' and '.'".to_owned()),
     }
 }
 
-/// Something that this guest made, or all of it.
+/// An object that this guest created, or all of them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum OwnedObject {
     /// A claim, by name.
     Claim(String),
     /// A VolumeSnapshot, by name.
     Snapshot(String),
-    /// All there is.
+    /// All claims and snapshots.
     All,
 }
 
@@ -71,29 +72,29 @@ impl Display for OwnedObject {
         match self {
             Self::Claim(name) => write!(f, "PersistentVolumeClaim {name}"),
             Self::Snapshot(name) => write!(f, "VolumeSnapshot {name}"),
-            Self::All => f.write_str("all that this guest made"),
+            Self::All => f.write_str("objects of this guest"),
         }
     }
 }
 
-/// What will become of an object when the guest is deleted.
+/// What happens to an object when the guest is deleted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum DeletionOutcome {
-    /// What the policy says, or it is nothing of this guest's.
+    /// As the policy says; also for objects that are not this guest's.
     AsConfigured,
-    /// It stays, though it should go: there is no Cluster object, or another guest uses it.
+    /// It stays although the policy is Delete: the Cluster object is missing, or another guest uses the object.
     OutlivesGuest,
 }
 
-/// Why an object does not have the owner that it should.
+/// An ownerReference could not be updated.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write on management {object} with which Cluster object it is deleted: {source}")]
+#[error("failed to set the ownerReference on management {object}: {source}")]
 pub(crate) struct OwnerRefError {
     object: OwnedObject,
     source: ApiError,
 }
 
-/// The guest's Cluster object, watched where the policy needs it.
+/// The guest's Cluster object, watched if the policy is Delete.
 #[derive(Debug, Clone)]
 pub(crate) struct ClusterOwner {
     policy: Policy,
@@ -110,8 +111,8 @@ struct Clusters {
 }
 
 impl ClusterOwner {
-    /// Watches the guest's Cluster object where it is needed; `changed` is called when it comes, changes or goes. None
-    /// when `stop` came first. Whether the management cluster has Cluster objects at all is asked once.
+    /// Watches the guest's Cluster object if the policy is Delete; calls `changed` when it is created, changed or
+    /// deleted. Checks once whether the management cluster serves Cluster objects. Returns None when stopped.
     pub(crate) async fn start(
         client: &Client,
         identity: &GuestIdentity,
@@ -124,13 +125,13 @@ impl ClusterOwner {
         if policy == Policy::Retain {
             return Some(Self { policy, clusters: None });
         }
-        // The API server names the newest version first.
+        // The API server lists the newest version first.
         let newest = |served: &[String]| Some(served.first().cloned());
-        let check = ready.check("cluster-objects", "not asked yet");
+        let check = ready.check("cluster-objects", "not checked yet");
         let version = versions::served(client, names::CLUSTER_GROUP, newest, &check, stop).await?;
         let Some(version) = version else {
             tracing::warn!(
-                "--on-guest-deletion Delete keeps everything: the management cluster serves no {}. Install Cluster API, \
+                "--on-guest-deletion Delete has no effect: the management cluster serves no {}. Install Cluster API, \
                  and start gc-csi's controller again",
                 names::CLUSTER_GROUP
             );
@@ -148,26 +149,26 @@ impl ClusterOwner {
                 cluster.data = Value::Null;
             })
             .on_change(move |_| changed())
-            // No volume waits for it: while it can't be watched, nobody is held up, and nothing is owned anew.
+            // No CSI call depends on this watch, so it does not count for readiness.
             .start(Health::default().check("cluster-objects", ""), stop.clone());
         let api = Api::namespaced_with(client.clone(), &identity.namespace, &resource);
         let clusters = Clusters { api, resource, watched, name, guest: identity.cluster.clone() };
         Some(Self { policy, clusters: Some(clusters) })
     }
 
-    /// Waits until the Cluster object was looked for once.
+    /// Waits for the first list of Cluster objects.
     async fn synced(&self) {
         if let Some(clusters) = &self.clusters {
             clusters.watched.synced().await;
         }
     }
 
-    /// The reference that objects should have, as far as the watch shows.
+    /// The desired ownerReference, from the informer's cache.
     fn cached(&self) -> Option<OwnerReference> {
         self.clusters.as_ref()?.cached()
     }
 
-    /// The reference that objects should have, read anew: an object that names an owner which is gone is deleted.
+    /// The desired ownerReference, read from the API server: an object whose owner does not exist would be deleted.
     pub(super) async fn read(&self) -> Result<Option<OwnerReference>, ApiError> {
         let Some(clusters) = &self.clusters else { return Ok(None) };
         let Some(cached) = clusters.cached() else { return Ok(None) };
@@ -182,7 +183,7 @@ impl Clusters {
         let labelled = all.iter().filter(|cluster| self.is_labelled(cluster)).count();
         let mut matching = all.iter().filter(|cluster| self.matches_guest(cluster));
         let found = match labelled {
-            // Labels are given by people, to the wrong one at times.
+            // Two labelled Cluster objects are ambiguous.
             2.. => None,
             1 => matching.find(|cluster| self.is_labelled(cluster)),
             0 => matching.next(),
@@ -190,7 +191,7 @@ impl Clusters {
         found.map(|cluster| self.reference(cluster))
     }
 
-    /// Whether a Cluster object can be this guest's.
+    /// Whether a Cluster object can belong to this guest.
     fn matches_guest(&self, cluster: &DynamicObject) -> bool {
         match &self.name {
             Some(name) => cluster.metadata.name.as_ref() == Some(name),
@@ -209,7 +210,7 @@ impl Clusters {
             kind: self.resource.kind.clone(),
             name: cluster.name_any(),
             uid: cluster.uid().unwrap_or_default(),
-            // The Cluster object never waits for volumes: they wait for its VMs.
+            // The Cluster object's deletion does not wait for volumes; volumes wait for the VMs.
             block_owner_deletion: Some(false),
             controller: None,
         }
@@ -217,13 +218,13 @@ impl Clusters {
 }
 
 impl Management {
-    /// Looks for the guest's Cluster object once, and says so where there is none that should be.
+    /// Logs a warning once if the policy is Delete and the guest has no Cluster object.
     pub(crate) async fn warn_missing_owner(&self) {
         self.cluster_owner.synced().await;
         if self.cluster_owner.policy == Policy::Delete && self.cluster_owner.cached().is_none() {
             tracing::warn!(
                 namespace = self.identity.namespace,
-                "--on-guest-deletion Delete keeps everything while this guest has no Cluster object: name it with \
+                "--on-guest-deletion Delete has no effect while this guest has no Cluster object: name it with \
                  --cluster-object, or label it {}={}",
                 names::LABEL_CLUSTER_ID,
                 self.identity.cluster
@@ -231,14 +232,14 @@ impl Management {
         }
     }
 
-    /// Names of everything that may have to be owned.
+    /// All claims and snapshots that may need an ownerReference.
     pub(crate) fn owned_objects(&self) -> Vec<OwnedObject> {
         let claims = self.claims.list().into_iter().map(|claim| OwnedObject::Claim(claim.name_any()));
         let snapshots = self.snapshots.iter().flat_map(|snapshots| snapshots.informer.list());
         claims.chain(snapshots.map(|snapshot| OwnedObject::Snapshot(snapshot.name_any()))).collect()
     }
 
-    /// The metadata of an object that this guest is about to make: whose it is, and with what it is deleted.
+    /// Metadata of an object that this guest creates: label, annotations and ownerReference.
     pub(super) async fn new_metadata(
         &self,
         name: &str,
@@ -246,7 +247,7 @@ impl Management {
     ) -> ObjectMeta {
         let guest = self.identity.cluster.to_string();
         annotations.insert(names::ANNOTATION_MADE_BY.to_owned(), guest.clone());
-        // Without an answer it is made without, and owned as soon as there is one.
+        // Without an answer, the object is created without the reference, and the reconciler adds it later.
         let owner = self.cluster_owner.read().await.ok().flatten();
         if let Some(owner) = &owner {
             annotations.insert(names::ANNOTATION_DELETED_WITH.to_owned(), owner.uid.clone());
@@ -260,7 +261,7 @@ impl Management {
         }
     }
 
-    /// Gives an object the owner that it should have, in one request if any is needed; only as it was seen.
+    /// Updates the ownerReference of an object, with at most one request, guarded by its resourceVersion.
     pub(crate) async fn reconcile_owner_ref(
         &self,
         object: &OwnedObject,
@@ -271,7 +272,7 @@ impl Management {
         let cached = if needs_owner { self.cluster_owner.cached() } else { None };
         let desired = match (self.cluster_owner.policy, needs_owner, &cached) {
             (Policy::Delete, true, Some(owner)) => DesiredOwner::Cluster(owner),
-            // It is deleted with the Cluster object that was there, or is not found for a while.
+            // Keeps the present reference: the Cluster object may be missing only temporarily.
             (Policy::Delete, true, None) => DesiredOwner::Unchanged,
             _ => DesiredOwner::None,
         };
@@ -284,16 +285,16 @@ impl Management {
         if let DesiredOwner::Cluster(owner) = desired
             && self.cluster_owner.read().await.map_err(failed)?.as_ref() != Some(owner)
         {
-            // The watch will tell.
+            // The watch triggers another reconcile.
             return Ok(DeletionOutcome::OutlivesGuest);
         }
         self.patch_metadata(object, patch).await.map_err(failed)?;
-        tracing::info!(object = %object, owner = cached.map(|owner| owner.name), "changed with what it is deleted");
+        tracing::info!(object = %object, owner = cached.map(|owner| owner.name), "updated the ownerReference");
         Ok(outcome)
     }
 
-    /// Keeps a claim from being deleted with the guest that owns it, since this guest uses it: that guest's gc-csi may not
-    /// run any more.
+    /// Removes the owning guest's reference from a claim that this guest uses, so that the claim outlives that guest.
+    /// This does not depend on the owning guest's gc-csi.
     pub(super) async fn remove_owner_ref(&self, name: &str, metadata: &ObjectMeta) -> Result<(), ApiError> {
         match metadata_patch(metadata, &DesiredOwner::None) {
             Some(patch) => self.patch_metadata(&OwnedObject::Claim(name.to_owned()), patch).await,
@@ -301,8 +302,8 @@ impl Management {
         }
     }
 
-    /// What is known of an object of this guest's that stays, and whether it should have an owner: this guest made it, and
-    /// no other uses it.
+    /// Metadata of an object of this guest that is not being deleted, and whether it should have an ownerReference:
+    /// this guest created it and no other guest uses it.
     fn owner_candidate(&self, object: &OwnedObject) -> Option<(ObjectMeta, bool)> {
         let (metadata, is_used) = match object {
             OwnedObject::Claim(name) => {
@@ -338,7 +339,7 @@ impl Management {
     }
 }
 
-/// Which Cluster object an object should be deleted with.
+/// The owner that an object should have.
 #[derive(Debug)]
 enum DesiredOwner<'a> {
     None,
@@ -346,8 +347,8 @@ enum DesiredOwner<'a> {
     Unchanged,
 }
 
-/// What a merge patch must say of an object's metadata, or None when all is as it should be. Only the reference that is
-/// ours is touched, and only while nobody changed the object.
+/// The merge patch for an object's metadata, or None if nothing changes. It touches only the reference that gc-csi set,
+/// and is guarded by UID and resourceVersion.
 fn metadata_patch(metadata: &ObjectMeta, desired: &DesiredOwner<'_>) -> Option<Value> {
     let ours = annotation(metadata, names::ANNOTATION_DELETED_WITH);
     let there = metadata.owner_references.as_deref().unwrap_or_default();
@@ -356,7 +357,7 @@ fn metadata_patch(metadata: &ObjectMeta, desired: &DesiredOwner<'_>) -> Option<V
     let uid_annotation = match desired {
         DesiredOwner::Unchanged => return None,
         DesiredOwner::None => None,
-        // Somebody else's reference does the same.
+        // Another controller set the same reference.
         DesiredOwner::Cluster(owner) if owners.iter().any(|other| other.uid == owner.uid) => None,
         DesiredOwner::Cluster(owner) => {
             owners.push(owner);
@@ -396,17 +397,17 @@ mod tests {
         }
     }
 
-    /// The owners that a patch leaves, and which of them is ours.
+    /// The owners after a patch, and which of them gc-csi set.
     fn after(patch: Option<Value>) -> Option<(Vec<String>, Value)> {
         let patch = patch?;
-        assert_eq!(patch["resourceVersion"], "7", "it is only for the object as it was seen");
+        assert_eq!(patch["resourceVersion"], "7", "guarded by the resourceVersion");
         let owners = patch["ownerReferences"].as_array().unwrap();
         let uids = owners.iter().map(|owner| owner["uid"].as_str().unwrap().to_owned()).collect();
         Some((uids, patch["annotations"][names::ANNOTATION_DELETED_WITH].clone()))
     }
 
     #[test]
-    fn only_our_own_reference_comes_and_goes() {
+    fn only_the_reference_set_by_gc_csi_is_added_and_removed() {
         let (cluster, list) =
             (owner("c"), |uids: &[&str]| uids.iter().map(|uid| (*uid).to_owned()).collect());
         let own = DesiredOwner::Cluster(&cluster);
@@ -422,12 +423,12 @@ mod tests {
         assert_eq!(
             after(metadata_patch(&metadata_with(None, &["x", "c"]), &DesiredOwner::None)),
             None,
-            "it is somebody else's"
+            "set by another controller"
         );
         assert_eq!(
             after(metadata_patch(&metadata_with(None, &["x", "c"]), &own)),
             None,
-            "it is somebody else's"
+            "set by another controller"
         );
         assert_eq!(
             after(metadata_patch(&metadata_with(Some("c"), &["x", "c"]), &DesiredOwner::Unchanged)),
@@ -436,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_object_that_was_made_anew_takes_the_place_of_the_old_one() {
+    fn the_reference_to_a_recreated_cluster_object_replaces_the_old_one() {
         let cluster = owner("new");
         assert_eq!(
             after(metadata_patch(&metadata_with(Some("old"), &["old"]), &DesiredOwner::Cluster(&cluster))),
@@ -447,9 +448,12 @@ mod tests {
             Some(vec![OwnerReference { api_version: "v1".to_owned(), ..owner("new") }]);
         assert!(
             metadata_patch(&renamed, &DesiredOwner::Cluster(&cluster)).is_some(),
-            "another version is served by now"
+            "another version is served now"
         );
         let lost = metadata_with(Some("new"), &[]);
-        assert!(metadata_patch(&lost, &DesiredOwner::Cluster(&cluster)).is_some(), "somebody took it off");
+        assert!(
+            metadata_patch(&lost, &DesiredOwner::Cluster(&cluster)).is_some(),
+            "the reference was removed"
+        );
     }
 }

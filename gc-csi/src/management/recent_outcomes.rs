@@ -1,19 +1,20 @@
-//! What this process itself saw come about just now: a claim that is gone, a disk that left a VM or came into one.
+//! Cache of outcomes that this process observed within the last seconds: a claim was deleted, a disk was detached or
+//! attached.
 //!
-//! Sidecars ask a second time when their own copy of an object is behind, most often within a second. Where the watch shows
-//! that there is nothing to do, it may be behind, too, so such a call reads the API; but of what this process saw end a
-//! moment ago, it knows that without a read.
+//! Sidecars often repeat a call within a second because their own cache lags. If the informer shows that there is
+//! nothing to do, it may lag too, so such a call has to read the API server; this cache makes that read unnecessary.
 //!
-//! Why an answer from here is right:
-//! - An end is written down only when the watch, or a read, showed it: after the request that brought it about, and of the
-//!   very object that was meant, by its UID.
-//! - Whoever does the opposite (makes the claim, puts the disk in, takes it out) [begins](Recent::begin) with that: it
-//!   drops what is written down, and until it is through nothing is written down or answered, whatever ends meanwhile.
-//! - It is asked only where the watch is up and shows the same, and of the same VM by its UID; so what another
-//!   replica did in these seconds counts as soon as the watch shows it. A call to undo that comes here only after two
-//!   changes of the sidecar's leader, each of which takes as long as this remembers. Were it answered from here all the
-//!   same, nothing would be lost: what stays is an entry or a claim that nobody asks for, which is found and told, and no
-//!   other VM gets a disk that the management cluster says is plugged.
+//! Why an answer from this cache is correct:
+//! - An outcome is recorded only after the informer or a read showed it, after the request that caused it, and with the
+//!   object's UID.
+//! - A call that does the opposite (creates the claim, attaches or detaches the disk) first
+//!   [suppresses](RecentOutcomes::suppress) the key: this removes the recorded outcome, and until that call ends none
+//!   is recorded or returned.
+//! - It is used only while the watch is connected and shows the same state of an object with the same UID. A change by
+//!   another replica counts as soon as the watch shows it. An opposite call can reach this replica unnoticed only after
+//!   two leader changes of the sidecar, and each takes at least as long as [`TTL`]. Even then no data is lost: the
+//!   result is an entry or a claim without a request, which the reconcilers detect and report, and no other VM gets a
+//!   disk that the management cluster reports as attached.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,40 +23,40 @@ use std::time::Duration;
 use kube_kit::informer::Key;
 use tokio::time::Instant;
 
-/// How long it is remembered.
+/// How long an outcome is kept.
 const TTL: Duration = Duration::from_secs(5);
 
-/// What was seen, shared by all calls of this process.
+/// The cache, shared by all calls of this process.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RecentOutcomes(Arc<Mutex<Table>>);
 
 #[derive(Debug, Default)]
 struct Table {
-    /// When each was seen to have come about, and the UID of the object in which that was seen.
+    /// When each outcome was observed, and the UID of the object that showed it.
     observed: HashMap<Key, (Instant, String)>,
-    /// How many calls are at the opposite of each.
+    /// Number of calls that suppress each key.
     suppressed: HashMap<Key, usize>,
 }
 
-/// Holds for as long as a call is at the opposite of something; that is not known to have come about meanwhile.
+/// Guard of [`RecentOutcomes::suppress`]: no outcome of its key is recorded while it exists.
 #[derive(Debug)]
 pub(super) struct Suppression {
     outcomes: RecentOutcomes,
     key: Key,
 }
 
-/// The disk of a claim in a VM.
+/// Key of a claim's disk in a VM.
 pub(super) fn disk_key(claim: &str, vm_name: &str) -> Key {
     Key::new(vm_name, claim)
 }
 
-/// A claim itself.
+/// Key of a claim.
 pub(super) fn claim_key(name: &str) -> Key {
     Key::cluster(name)
 }
 
 impl RecentOutcomes {
-    /// Says that a call is about to do the opposite of this, until what it gives is dropped.
+    /// Removes the outcome of a key and records none until the returned guard is dropped.
     pub(super) fn suppress(&self, key: Key) -> Suppression {
         let mut table = self.table();
         table.observed.remove(&key);
@@ -63,7 +64,7 @@ impl RecentOutcomes {
         Suppression { outcomes: self.clone(), key }
     }
 
-    /// Says that this was seen to have come about, in an object of this UID.
+    /// Records an observed outcome, with the UID of the object that showed it.
     pub(super) fn record(&self, key: Key, uid: &str) {
         let mut table = self.table();
         table.observed.retain(|_, (at, _)| at.elapsed() < TTL);
@@ -72,7 +73,7 @@ impl RecentOutcomes {
         }
     }
 
-    /// Whether this was seen to have come about just now, in the object of this UID.
+    /// Whether an outcome of this key, shown by the object with this UID, was recorded within [`TTL`].
     pub(super) fn contains(&self, key: &Key, uid: &str) -> bool {
         let table = self.table();
         table.observed.get(key).is_some_and(|(at, of)| at.elapsed() < TTL && of == uid)
@@ -100,31 +101,31 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn an_end_is_known_for_a_moment_and_only_of_the_same_object() {
+    async fn an_outcome_is_known_until_the_ttl_and_only_for_the_same_object() {
         let outcomes = RecentOutcomes::default();
         outcomes.record(disk_key("a", "vm"), "uid-1");
         assert!(outcomes.contains(&disk_key("a", "vm"), "uid-1"));
-        assert!(!outcomes.contains(&disk_key("a", "vm"), "uid-2"), "the machine was made anew");
+        assert!(!outcomes.contains(&disk_key("a", "vm"), "uid-2"), "the VM was recreated");
         assert!(!outcomes.contains(&disk_key("a", "other"), "uid-1"));
         assert!(!outcomes.contains(&claim_key("a"), "uid-1"));
         tokio::time::sleep(TTL).await;
         assert!(!outcomes.contains(&disk_key("a", "vm"), "uid-1"));
         outcomes.record(claim_key("b"), "");
-        assert_eq!(outcomes.table().observed.len(), 1, "what is old is cleared away");
+        assert_eq!(outcomes.table().observed.len(), 1, "expired outcomes are removed");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_made_anew_has_not_ended_whatever_ends_meanwhile() {
+    async fn suppressed_outcomes_are_not_recorded() {
         let outcomes = RecentOutcomes::default();
         outcomes.record(claim_key("a"), "");
         let (first, second) = (outcomes.suppress(claim_key("a")), outcomes.suppress(claim_key("a")));
         assert!(!outcomes.contains(&claim_key("a"), ""));
-        // The answer to a deletion that began before.
+        // Result of a deletion that started earlier.
         outcomes.record(claim_key("a"), "");
         drop(first);
         outcomes.record(claim_key("a"), "");
         drop(second);
-        assert!(!outcomes.contains(&claim_key("a"), ""), "it may be there by now");
+        assert!(!outcomes.contains(&claim_key("a"), ""), "the claim may exist again");
         outcomes.record(claim_key("a"), "");
         assert!(outcomes.contains(&claim_key("a"), ""));
         assert!(outcomes.table().suppressed.is_empty());

@@ -1,5 +1,5 @@
-//! What the watches of this replica don't show yet. Calls come to any replica, and one follows another that was answered
-//! by another replica just now; what that has made, or taken away, must not be called missing, or in the way.
+//! Handling of informer caches that lag. Sidecars call any replica, and a call may follow one that another replica has
+//! just answered; objects that were created or deleted by it must not be reported as missing or in the way.
 
 use kube_kit::latest::catch_up;
 use tokio::time::Instant;
@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{ApiError, Management, is_object_name};
 
 impl Management {
-    /// Waits until the watches show a claim and VMs as the API server has them now, or later.
+    /// Waits until the informers show a claim and VMs at least as new as the API server returns them now.
     pub(crate) async fn refresh_cache(
         &self,
         claim: &str,
@@ -15,7 +15,8 @@ impl Management {
         deadline: Instant,
     ) -> Result<(), ApiError> {
         let mut is_current = true;
-        // The names are the guest's words and become parts of URLs: one that no object can have, has none.
+        // The guest chooses these names, and they become part of URLs: invalid names are skipped, no object can have
+        // them.
         if is_object_name(claim) {
             let live = self.claims_api.get_opt(claim).await?;
             is_current &= catch_up(&self.claims, &self.key(claim), live.as_ref(), deadline).await;
@@ -24,7 +25,7 @@ impl Management {
             let live = self.vms_api.get_opt(name).await?;
             is_current &= catch_up(&self.vms, &self.key(name), live.as_ref(), deadline).await;
         }
-        let lagging = || ApiError::Unavailable("the watch of the management cluster is behind".to_owned());
+        let lagging = || ApiError::Unavailable("the watch of the management cluster lags behind".to_owned());
         is_current.then_some(()).ok_or_else(lagging)
     }
 }

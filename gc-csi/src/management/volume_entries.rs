@@ -1,9 +1,9 @@
-//! Disks of VMs: put in, taken out, and waited for.
+//! Volume entries of VirtualMachines: attach, detach, and wait for the result.
 //!
-//! An answer is given only on what was seen after the change went in: the VM's generation tells
-//! which of its states are older. What the informer shows may be behind, so where the entry is gone already, the VM
-//! is read once from the API, and where it is there already, that is confirmed by a write; not where this process saw
-//! the disk leave, or come, a moment ago ([`recent`](super::recent)).
+//! A call is answered only from a state observed after its change: the VM's generation shows which states are older.
+//! The informer may lag, so if the entry is already absent, the VM is read once from the API server, and if it is
+//! already present, a write confirms it; neither is needed if this process observed the detach or attach within the
+//! last seconds ([`recent_outcomes`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,178 +23,180 @@ use crate::compatibility::{Incompatible, PvRequirements};
 use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed};
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 
-/// How long a failure that was known before the call is given to heal before the call repeats it.
+/// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
 
-/// What people can do about a disk that does not leave.
+/// Advice in errors of a detach.
 const DETACH_HELP: &str = "it goes as soon as the machine lets go of it or is off; if the machine is lost, taint its Node with \
     node.kubernetes.io/out-of-service:NoExecute";
 
-/// The VMs that each entry's disk is plugged into.
+/// Names of the VMs that each entry's disk is attached to.
 pub(super) type AttachedVms = HashMap<String, Vec<String>>;
 
-/// A disk to plug.
+/// A request to attach a disk.
 #[derive(Debug, Clone)]
 pub(crate) struct Attach {
-    /// The management claim.
+    /// Name of the management claim.
     pub claim: String,
-    /// The VM.
+    /// Name of the VM.
     pub vm_name: String,
-    /// Whether the VM may only read.
+    /// Whether the disk is attached read-only.
     pub read_only: bool,
-    /// Whether only one VM may have it.
+    /// Whether the disk may be attached to one VM only.
     pub exclusive: bool,
-    /// What the call asks of the claim.
+    /// Requirements of the call on the claim.
     pub requirements: PvRequirements,
-    /// What the guest's volumes of this handle ask of it: one, unless a person made another.
+    /// Requirements of the guest's PersistentVolumes with this handle; usually one.
     pub volumes: Vec<PvRequirements>,
 }
 
-/// A disk that is plugged.
+/// A disk that is attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Attached {
-    /// How the VM finds it.
+    /// Identity of the disk in the VM.
     pub disk: AttachedDisk,
-    /// The management PersistentVolume that it is.
+    /// Name of the management PersistentVolume.
     pub volume: String,
 }
 
-/// Why a disk is not plugged.
+/// Why a disk is not attached.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AttachError {
-    /// There is no such VM.
+    /// The VirtualMachine does not exist.
     #[error(
-        "there is no VirtualMachine {0} in this guest's namespace of the management cluster: the node's name must be its machine's"
+        "there is no VirtualMachine {0} in this guest's namespace of the management cluster: the Node and its VirtualMachine must have the same name"
     )]
     VmNotFound(String),
-    /// There is no such claim to this guest, or it can't be had in this way.
+    /// The claim does not exist for this guest, or is not compatible.
     #[error(transparent)]
     Incompatible(#[from] Incompatible),
-    /// It could not be written down that this guest uses the claim.
+    /// The guest could not be recorded as a consumer of the claim.
     #[error(transparent)]
     Consumer(#[from] ConsumerError),
-    /// The VM Operator can't.
+    /// The VM Operator does not support read-only disks.
     #[error("volume {0} can't be attached read-only: {READ_ONLY_UNSUPPORTED}")]
     ReadOnly(String),
-    /// The volume is not bound.
+    /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
     NotBound(String),
-    /// Another VM has it.
+    /// The disk is attached to another VM.
     #[error(
-        "volume {claim} is attached to VirtualMachine {vm_name}, and its access mode allows one node: it must be detached there first{detail}"
+        "volume {claim} is attached to VirtualMachine {vm_name}, and its access mode allows one node: detach it there first{detail}"
     )]
     InUse {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM that has it.
+        /// Name of the VM that has the disk.
         vm_name: String,
-        /// Why it is still there, or nothing.
+        /// Error of the detach there, or empty.
         detail: String,
     },
-    /// It is plugged in another way.
-    #[error("volume {claim} is attached to VirtualMachine {vm_name} {how} already: detach it first")]
+    /// The disk is attached with another access (read-only or writable).
+    #[error("volume {claim} is already attached {how} to VirtualMachine {vm_name}: detach it first")]
     Differs {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// How it is plugged.
+        /// The present access.
         how: &'static str,
     },
-    /// The management tier says that it failed; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("volume {claim} could not be attached to VirtualMachine {vm_name}: {error}")]
     Failed {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The tier's own words.
+        /// The reported error.
         error: String,
     },
-    /// The disk is still being unplugged from an earlier use.
+    /// The disk is still being detached after an earlier use.
     #[error("volume {claim} is still being detached from VirtualMachine {vm_name}{detail}")]
     Leaving {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The last failure, or nothing.
+        /// The last error, or empty.
         detail: String,
     },
-    /// Time ran out; the work goes on.
-    #[error("volume {claim} was not attached to VirtualMachine {vm_name} in time{detail}")]
+    /// The deadline passed; the attach continues.
+    #[error("timed out waiting until volume {claim} is attached to VirtualMachine {vm_name}{detail}")]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The last failure, or nothing.
+        /// The last error, or empty.
         detail: String,
     },
-    /// The change did not go in.
+    /// The change of the VM was not committed.
     #[error(transparent)]
     Commit(CommitError),
 }
 
-/// Why a disk may still be plugged.
+/// Why a disk may still be attached.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DetachError {
-    /// The management tier says that it failed; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("volume {claim} could not be detached from VirtualMachine {vm_name}: {error}; {DETACH_HELP}")]
     Failed {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The tier's own words.
+        /// The reported error.
         error: String,
     },
-    /// It is another guest's.
+    /// Neither the VM nor the claim is known to belong to this guest.
     #[error(
         "VirtualMachine {vm_name} has volume {claim}, and neither is known to be this guest's: it was left as it is; if \
          it is this guest's machine, ask the platform team to label it {}=<cluster ID>",
         names::LABEL_CLUSTER_ID
     )]
     NotOwned {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
     },
-    /// Somebody else put it in, too.
+    /// Another entry, not created by gc-csi, attaches the same claim.
     #[error(
         "volume {claim} stays attached to VirtualMachine {vm_name} by entry {entry} of its spec.volumes, which gc-csi did \
          not make: take that entry out"
     )]
     ForeignEntry {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The entry.
+        /// Name of the entry.
         entry: String,
     },
-    /// The guest wants it, or may want it.
+    /// A guest VolumeAttachment requests the disk, or that could not be checked.
     #[error("volume {claim} stays attached to VirtualMachine {vm_name}: {reason}")]
     Kept {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// Why.
+        /// Why the entry stays.
         reason: KeepReason,
     },
-    /// Time ran out; the work goes on.
-    #[error("volume {claim} was not detached from VirtualMachine {vm_name} in time{detail}; {DETACH_HELP}")]
+    /// The deadline passed; the detach continues.
+    #[error(
+        "timed out waiting until volume {claim} is detached from VirtualMachine {vm_name}{detail}; {DETACH_HELP}"
+    )]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The VM.
+        /// Name of the VM.
         vm_name: String,
-        /// The last failure, or nothing.
+        /// The last error, or empty.
         detail: String,
     },
-    /// The change did not go in.
+    /// The change of the VM was not committed.
     #[error(transparent)]
     Commit(CommitError),
 }
@@ -209,7 +211,7 @@ impl From<CommitError> for AttachError {
 }
 
 impl Management {
-    /// The VMs that each entry's disk is plugged into.
+    /// Names of the VMs that each entry's disk is attached to.
     pub(super) fn attached_vms_by_entry(&self) -> AttachedVms {
         let mut attached = AttachedVms::new();
         for vm in self.vms.list() {
@@ -222,7 +224,7 @@ impl Management {
         attached
     }
 
-    /// The VMs that the claim's disk is plugged into.
+    /// Names of the VMs that the claim's disk is attached to.
     pub(super) fn attached_vms(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
         let around = self.vms_referencing(claim);
@@ -230,7 +232,7 @@ impl Management {
         attached.filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
-    /// VMs that say anything of the claim's disk, by name.
+    /// VMs whose spec or status names the claim or its entry, ordered by name.
     pub(crate) fn vms_referencing(&self, claim: &str) -> Vec<Arc<VirtualMachine>> {
         let keys = [claim.to_owned(), names::volume_entry(claim)].map(Key::cluster);
         let mut vms: Vec<Key> = keys.iter().flat_map(|key| self.vms_by_disk.members(key)).collect();
@@ -239,7 +241,7 @@ impl Management {
         vms.iter().filter_map(|key| self.vms.get(key)).collect()
     }
 
-    /// VMs that have the claim in their spec, or still plugged.
+    /// Names of the VMs that have the claim in their spec, or its disk attached.
     pub fn vms_using(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
         let mut found: Vec<String> = self
@@ -252,7 +254,7 @@ impl Management {
         found
     }
 
-    /// Plugs the disk and answers with what it is.
+    /// Attaches the disk and returns its identity.
     pub(crate) async fn attach(&self, request: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let Attach { claim, vm_name, read_only, exclusive, requirements, volumes } = request;
         if *read_only && !self.vm_operator.supports_read_only() {
@@ -293,7 +295,7 @@ impl Management {
             }
         };
         let disk = self.wait_attached(request, &entry, &since, deadline).await?;
-        // The claim may have been made anew meanwhile, and its other disk have been plugged.
+        // The claim may have been recreated meanwhile, so that another disk was attached.
         if requirements.pin.to().is_some() {
             self.check_compatible(claim, requirements)?;
         }
@@ -304,7 +306,7 @@ impl Management {
         Ok(Attached { disk, volume })
     }
 
-    /// Puts the entry in, or confirms it; not before an earlier use of it is over, whose end would unplug the disk again.
+    /// Adds or confirms the entry, after a previous detach has completed: its end would detach the disk again.
     async fn add(
         &self,
         request: &Attach,
@@ -330,7 +332,7 @@ impl Management {
             multi_writer: self.needs_multi_writer(&request.claim),
         };
         self.committer.commit(operation, change).await.map_err(|error| match error {
-            // The informer was behind.
+            // The informer lagged.
             CommitError::Refused(Refusal::Leaving { .. }) => leaving(),
             error => error.into(),
         })
@@ -367,9 +369,8 @@ impl Management {
         })
     }
 
-    /// Unplugs the disk. The claim need not exist any more, nor be this guest's still: what counts is that the VM
-    /// has its disk, and it is done when the VM says that it has not. A VM that is gone has no disks. The entry is
-    /// taken out only while it may leave.
+    /// Detaches the disk by removing its entry, if `may_remove` allows it, and waits until the VM no longer reports the
+    /// disk. The claim may be deleted or no longer belong to this guest. A VM that does not exist has no disks.
     pub(crate) async fn detach(
         &self,
         claim: &str,
@@ -421,7 +422,7 @@ impl Management {
         })
     }
 
-    /// The VM, if it has to do with the claim's disk still: as the watch shows it, or else as the API says now.
+    /// The VM if it still references the claim's disk: from the cache, or else from the API server.
     async fn find_involved(
         &self,
         claim: &str,
@@ -448,14 +449,16 @@ impl Management {
         Ok(None)
     }
 
-    /// Whether this process saw the disk leave this very VM just now, and nothing that says otherwise.
+    /// Whether this process observed within the last seconds that the disk was detached from this VM, with the watch
+    /// connected.
     fn recently_detached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.trouble().is_none()
             && self.detached_disks.contains(&recent_outcomes::disk_key(claim, vm_name), uid)
     }
 
-    /// Whether this process saw the disk come into this very VM just now, and nothing that says otherwise.
+    /// Whether this process observed within the last seconds that the disk was attached to this VM, with the watch
+    /// connected.
     fn recently_attached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.trouble().is_none()
@@ -467,9 +470,9 @@ impl Management {
         claim.is_some_and(|claim| self.vm_operator.needs_multi_writer(&claim.spec.access_modes))
     }
 
-    /// The VM as it is now; None when there is none.
+    /// The VM as the API server returns it now; None if it does not exist.
     pub(super) async fn read_vm(&self, vm_name: &str) -> Result<Option<VirtualMachine>, CommitError> {
-        // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
+        // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !super::is_object_name(vm_name) {
             return Ok(None);
         }
@@ -484,7 +487,7 @@ impl Management {
     }
 }
 
-/// What the disks of a VM go by: the claims in its spec, and the entries in its status.
+/// Index keys of a VM: the claims in its spec and the entries in its status.
 pub(super) fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
     let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     let entries = vm.status.iter().flat_map(|status| &status.volumes);

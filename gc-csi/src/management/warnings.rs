@@ -1,5 +1,5 @@
-//! Warnings that the management cluster raised about claims, so that a call can tell its caller at once
-//! what stands in the way below, in the words of the tier that failed.
+//! Warning events about management claims, so that a call can report the cause of a failure in the management cluster
+//! at once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +14,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
 
-/// What is read of an event.
+/// The fields of an event that are read.
 #[derive(Debug, Clone, Deserialize, Resource)]
 #[resource(inherit = "Event")]
 #[serde(rename_all = "camelCase")]
@@ -26,7 +26,7 @@ struct Warning {
     message: Option<String>,
 }
 
-/// A claim in the event's own namespace.
+/// A claim in the event's namespace.
 #[derive(Debug, Clone, Default, Deserialize)]
 struct InvolvedObject {
     name: Option<String>,
@@ -38,12 +38,12 @@ struct Table {
     latest: HashMap<String, (u64, Arc<Warning>)>,
 }
 
-/// The latest warning about each claim, numbered in the order in which they came.
+/// The latest warning about each claim, numbered in the order of arrival.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Warnings(Arc<Mutex<Table>>);
 
 impl Warnings {
-    /// Watches the events of a namespace; whoever waits on a claim is woken by a warning about it.
+    /// Watches the events of a namespace. A warning wakes the calls that wait for its claim.
     pub(super) fn start(
         client: &Client,
         namespace: &str,
@@ -76,12 +76,12 @@ impl Warnings {
         warnings
     }
 
-    /// How many warnings were seen so far: what comes later is newer.
+    /// Number of the latest warning; later warnings have higher numbers.
     pub(super) fn mark(&self) -> u64 {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).count
     }
 
-    /// The latest warning about a claim, if it came after `mark`.
+    /// The latest warning about a claim that arrived after `mark`.
     pub(super) fn since(&self, mark: u64, claim: &str) -> Option<String> {
         let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, event) = table.latest.get(claim).filter(|(number, _)| *number > mark)?;
@@ -89,7 +89,7 @@ impl Warnings {
         Some(format!("{}: {}", reason.unwrap_or("Warning"), message.unwrap_or("no message")))
     }
 
-    /// The latest warning about a claim, however old.
+    /// The latest warning about a claim.
     pub(super) fn latest(&self, claim: &str) -> Option<String> {
         self.since(0, claim)
     }
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_latest_warning_about_a_claim_is_told_in_its_own_words() {
+    fn the_latest_warning_about_a_claim_is_returned() {
         let event = |words: serde_json::Value| {
             let mut event = json!({
                 "metadata": {"name": "e", "namespace": "n"}, "type": "Warning",

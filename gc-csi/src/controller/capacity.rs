@@ -15,10 +15,10 @@ impl Controller {
         let (request, _) = self.begin(request)?;
         if !self.management.has_capacity_data() {
             return Err(Status::unimplemented(
-                "it is not known how much room there is: start gc-csi's controller with --capacity-namespace",
+                "capacity is not known: start gc-csi's controller with --capacity-namespace",
             ));
         }
-        // Nothing has room for what can't be.
+        // Unsupported capabilities have no capacity.
         if !request.volume_capabilities.is_empty()
             && self.supports(&capability::required_all(&request.volume_capabilities)?).is_err()
         {

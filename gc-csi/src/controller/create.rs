@@ -17,7 +17,7 @@ use super::service::{CACHE_LAG, Controller};
 use crate::guest::reference;
 use crate::management::claims::{Abandoned, NewClaim, Source};
 
-/// Size of a volume for which none was asked: 1 GiB, as most drivers give.
+/// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;
 
 impl Controller {
@@ -26,7 +26,7 @@ impl Controller {
         request: Request<proto::CreateVolumeRequest>,
     ) -> Result<proto::CreateVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        // Any name is taken: it is hashed into the management claim's.
+        // Every name is valid: the management claim's name contains its hash.
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
@@ -39,7 +39,7 @@ impl Controller {
         let zones = requested_zones(request.accessibility_requirements.as_ref());
         let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
         let _guard = self.locks.acquire(&request.name)?;
-        // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
+        // csi-provisioner treats a missing class as final, so a new class must not be reported as missing.
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
         let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
         let source_volumes = match &source {
@@ -71,7 +71,7 @@ impl Controller {
         })
     }
 
-    /// Annotations that tell people in the management cluster whom a claim is for.
+    /// Annotations for the management cluster that name the guest objects of a claim.
     async fn annotations(
         &self,
         csi_name: &str,
@@ -102,9 +102,9 @@ impl Controller {
         Ok(annotations)
     }
 
-    /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
-    /// final code, and nothing of it may stay below. One that has a volume already is given out all the same,
-    /// since csi-provisioner then deletes it.
+    /// Aborts the creation of a volume whose guest claim was deleted: csi-provisioner repeats the call until it gets a
+    /// final error, and nothing may then be left in the management cluster. A volume that exists already is returned,
+    /// because csi-provisioner then deletes it.
     async fn abandon_unclaimed(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
         let uncertainty = match self.guest.has_claim_for(claim, csi_name).await {
             Ok(false) => None,
@@ -124,7 +124,7 @@ impl Controller {
         }
     }
 
-    /// Both tiers must agree on what becomes of a volume when its claim goes.
+    /// The reclaim policies of both StorageClasses must match.
     async fn check_policies(
         &self,
         claim: &Key,
@@ -153,7 +153,7 @@ impl Controller {
     }
 }
 
-/// The access modes that cover everything that is wanted, as Kubernetes writes them.
+/// All access modes of the capabilities, as Kubernetes names them.
 fn access_modes(capabilities: &[Capability]) -> Vec<&'static str> {
     let mut modes: Vec<&str> = capabilities.iter().map(|one| one.mode.kubernetes_name()).collect();
     modes.sort_unstable();
@@ -161,7 +161,7 @@ fn access_modes(capabilities: &[Capability]) -> Vec<&'static str> {
     modes
 }
 
-/// The management VolumeAttributesClass that mutable parameters name, where there are any.
+/// The management VolumeAttributesClass in the mutable parameters, if any.
 fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<String>, Status> {
     if parameters.is_empty() {
         return Ok(None);
@@ -170,7 +170,7 @@ fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<Strin
     management_class("VolumeAttributesClass", known, parameters).map(|class| Some(class.to_owned()))
 }
 
-/// What a volume is to be made from. Handles of volumes and snapshots are names in the management cluster.
+/// The source of the volume. Handles of volumes and snapshots are names in the management cluster.
 fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
     use proto::volume_content_source::Type;
     match &source.r#type {
@@ -186,7 +186,7 @@ fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
     }
 }
 
-/// The zones from which a volume is to be reached, best first.
+/// The requested zones in the order of preference.
 fn requested_zones(requirement: Option<&proto::TopologyRequirement>) -> Vec<String> {
     let mut zones: Vec<String> = Vec::new();
     let Some(requirement) = requirement else { return zones };
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn preferred_zones_come_first_and_each_once() {
+    fn preferred_zones_come_first_without_duplicates() {
         let list = |zones: &[&str]| zones.iter().map(|zone| segment((*zone).to_owned())).collect();
         let mut requirement =
             proto::TopologyRequirement { requisite: list(&["a", "b", "c"]), preferred: list(&["b", "a"]) };

@@ -34,7 +34,7 @@ impl Controller {
         Ok(proto::DeleteVolumeResponse {})
     }
 
-    /// Refuses only on what is so now: another replica may have detached the volume just now.
+    /// Before it refuses, waits for a current cache: another replica may have just detached the volume.
     async fn delete_claim(
         &self,
         volume: &str,
@@ -53,8 +53,8 @@ impl Controller {
     }
 }
 
-/// The one of several PersistentVolumes of one handle that is not done with. The call doesn't say for which of them it
-/// is; where there is one only, it is that one, whatever this process has seen of its claim.
+/// Another PersistentVolume of the same handle that is still in use. The call does not name its PersistentVolume; a
+/// single one is the one that the call is for, whatever the state of its claim.
 fn other_user(
     volumes: &[Arc<PersistentVolume>],
     is_released: impl Fn(&PersistentVolume) -> bool,
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_stays_while_another_persistent_volume_is_it() {
+    fn a_volume_is_not_deleted_while_another_persistent_volume_uses_it() {
         let volume = |name: &str| {
             let mut volume = PersistentVolume::default();
             volume.metadata.name = Some(name.to_owned());
@@ -78,7 +78,7 @@ mod tests {
         let is_released = |volume: &PersistentVolume| volume.metadata.name.as_deref() == Some("gone");
         assert_eq!(other_user(&[gone.clone(), used.clone()], is_released).as_deref(), Some("used"));
         assert_eq!(other_user(&[gone.clone(), gone.clone()], is_released), None);
-        // The watch may not show yet that its claim went.
+        // The informer may not show the deletion of its claim yet.
         assert_eq!(other_user(std::slice::from_ref(&used), is_released), None);
         assert_eq!(other_user(&[], is_released), None);
     }

@@ -1,5 +1,5 @@
-//! What the driver says of volumes that are there: ListVolumes, ControllerGetVolume and ValidateVolumeCapabilities. All
-//! of it is from what the informers show: csi-attacher asks for the whole list every minute.
+//! ListVolumes, ControllerGetVolume and ValidateVolumeCapabilities. Answered from the cache: csi-attacher lists all
+//! volumes every minute.
 
 use csi::page::page;
 use csi::{Status, capability, proto, request};
@@ -85,6 +85,6 @@ fn about(volume: Volume) -> proto::Volume {
 fn condition(volume: &Volume) -> proto::VolumeCondition {
     proto::VolumeCondition {
         abnormal: volume.abnormal.is_some(),
-        message: volume.abnormal.clone().unwrap_or_else(|| "the volume is well".to_owned()),
+        message: volume.abnormal.clone().unwrap_or_else(|| "the volume is healthy".to_owned()),
     }
 }

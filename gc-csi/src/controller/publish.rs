@@ -42,7 +42,7 @@ impl Controller {
         Ok(proto::ControllerPublishVolumeResponse { publish_context })
     }
 
-    /// Refuses only on what is so now: another replica may have answered the call before this one.
+    /// Before it refuses, waits for a current cache: another replica may have answered the previous call.
     async fn attach(&self, attach: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
         let refusal = match self.management.attach(attach, deadline).await {
             Ok(disk) => return Ok(disk),
@@ -67,7 +67,7 @@ impl Controller {
     ) -> Result<proto::ControllerUnpublishVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
         let volume = request::required("volume_id", &request.volume_id)?;
-        // Without a node, the volume leaves every node (CSI specification, ControllerUnpublishVolume).
+        // Without a node, the volume is detached from all nodes (CSI specification, ControllerUnpublishVolume).
         let nodes = match request.node_id.is_empty() {
             true => self.management.vms_using(volume),
             false => vec![request::required("node_id", &request.node_id)?.to_owned()],
@@ -81,7 +81,7 @@ impl Controller {
                     volume,
                     node,
                     driver,
-                    "attached under another name of the driver: the disk stays"
+                    "attached under another driver name: the disk stays attached"
                 );
                 continue;
             }
@@ -93,8 +93,8 @@ impl Controller {
     }
 }
 
-/// What the node plugin is told: the disk, by which it sees that the disk is the volume's, and whether it may be formatted.
-/// It is kept in the guest's VolumeAttachment, which pods cannot read.
+/// Publish context for the node plugin: the identity of the disk, and whether it may be formatted. It is stored in the
+/// guest's VolumeAttachment, which pods cannot read.
 fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, String> {
     let AttachedDisk { uuid, blank_attestation, format_token } = disk;
     let entries = [
@@ -107,9 +107,9 @@ fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, St
     entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
-/// What a call asks of a volume's management claim.
+/// Requirements of a call on the management claim.
 pub(super) fn requirements(capability: &Capability, read_only: bool) -> PvRequirements {
-    // One node that only reads can do so in any mode that the claim may have.
+    // A single reader is compatible with every access mode.
     let modes = match capability.mode {
         Mode::SingleNodeReaderOnly => Vec::new(),
         mode => vec![mode.kubernetes_name().to_owned()],

@@ -1,5 +1,5 @@
-//! The Controller service: one room for each kind of call. They translate to and from the management room and hold
-//! no logic beyond what the protocol asks for.
+//! CSI Controller service: one module per kind of call. They translate between CSI and the management client and
+//! contain only logic of the protocol.
 
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ use crate::guest::Guest;
 use crate::management::Management;
 use crate::reconcile::K8sAttachments;
 
-/// How long an object is waited for that a sidecar, or whoever made it, saw before this process did.
+/// How long to wait for an object that the caller has seen, but the cache does not show yet.
 pub(super) const CACHE_LAG: Duration = Duration::from_secs(2);
 
-/// How long after its waits a call is ended that still waits for an API server's answer.
+/// Time after the deadline of its waits at which a call that still waits for an API server is ended.
 const ANSWER_GRACE: Duration = Duration::from_millis(20);
 
-/// Serves the Controller service. Copies share everything, so that two drivers of one process keep each other's locks.
+/// The Controller service. Clones share all state, so both driver endpoints use the same locks.
 #[derive(Clone)]
 pub(super) struct Controller {
     pub(super) management: Management,
@@ -29,7 +29,7 @@ pub(super) struct Controller {
     pub(super) refuse_mismatch: bool,
     pub(super) default_timeout: Duration,
     pub(super) locks: VolumeLocks,
-    /// The earlier driver that this one serves as, if any: it keeps volumes going, and makes none.
+    /// The legacy driver name that this instance serves, if any; it creates no volumes.
     pub(super) legacy: Option<String>,
 }
 
@@ -45,24 +45,24 @@ impl Controller {
         Self { management, guest, k8s_attachments, refuse_mismatch, default_timeout, locks, legacy: None }
     }
 
-    /// Refuses what no volume of this driver can do, or none beside this VM Operator.
+    /// Refuses capabilities that this driver or the VM Operator does not support.
     pub(super) fn supports(&self, capabilities: &[Capability]) -> Result<(), Status> {
         self.management.vm_operator().supports(capabilities)
     }
 
-    /// Starts a call: nothing is answered before both clusters were read once.
+    /// Starts a call; refuses it until both clusters are synced.
     pub(super) fn begin<T>(&self, request: Request<T>) -> Result<(T, Instant), Status> {
         let deadline = self.deadline(&request);
         if !self.management.is_synced() || !self.guest.is_synced() {
             return Err(Status::unavailable(
-                "the driver is still reading the clusters' state: try again in a moment",
+                "the driver is still reading the state of the clusters: try again in a moment",
             ));
         }
         Ok((request.into_inner(), deadline))
     }
 
-    /// Answers in time in any case. A request to an API server that nobody answers is left behind: what it asks for may
-    /// come about, and the same call finds it. Says what is known of a link that is down.
+    /// Answers before the deadline in any case. A pending API request is abandoned; it may still take effect, and a
+    /// repeated call finds the result. Adds the watch error while the management cluster is disconnected.
     async fn answer<R>(
         &self,
         deadline: Instant,
@@ -212,9 +212,9 @@ impl proto::controller_server::Controller for Controller {
         if self.management.vm_operator().supports_read_only() {
             announced.push(Rpc::PublishReadonly);
         }
-        // What the management cluster can't do, and what it does not say, is not promised.
+        // Capabilities depend on what the management cluster serves.
         if self.management.has_snapshots() {
-            // GET_SNAPSHOT is served, but no sidecar asks for it yet, and csi-sanity takes it for a mistake.
+            // GET_SNAPSHOT is served, but not announced: no sidecar uses it, and csi-sanity reports it as an error.
             announced.extend([Rpc::CreateDeleteSnapshot, Rpc::ListSnapshots]);
         }
         if self.management.has_attributes_classes() {

@@ -22,7 +22,7 @@ impl Controller {
         request: Request<proto::CreateSnapshotRequest>,
     ) -> Result<proto::CreateSnapshotResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        // Any name is taken: it is hashed into the management snapshot's.
+        // Every name is valid: the management snapshot's name contains its hash.
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
@@ -43,7 +43,7 @@ impl Controller {
             class,
         };
         if !self.management.snapshot_exists(&new_snapshot.csi_name) {
-            // One that is begun was begun of the right bytes.
+            // The pin of an existing snapshot was checked when it was created.
             self.check_pin(&new_snapshot.claim, deadline).await.map_err(|error| errors::copy(&error))?;
             self.abandon_without_content(&new_snapshot.csi_name, content.as_deref(), deadline).await?;
         }
@@ -58,9 +58,9 @@ impl Controller {
         Ok(proto::CreateSnapshotResponse { snapshot: Some(about(&snapshot)) })
     }
 
-    /// Ends the taking of a snapshot whose content is being deleted in the guest: csi-snapshotter asks for it until it
-    /// hears a final code, then deletes nothing that it has no handle of, so nothing may stay below. One that is cut is
-    /// left to be given out, since csi-snapshotter then deletes it.
+    /// Aborts the creation of a snapshot whose content is being deleted in the guest: csi-snapshotter repeats the call
+    /// until it gets a final error, and then deletes nothing without a handle, so nothing may be left in the management
+    /// cluster. A snapshot that is already cut is returned, because csi-snapshotter then deletes it.
     async fn abandon_without_content(
         &self,
         csi_name: &str,
@@ -137,7 +137,7 @@ impl Controller {
     }
 }
 
-/// Annotations that tell people in the management cluster whom a snapshot is for.
+/// Annotations for the management cluster that name the guest objects of a snapshot.
 fn annotations(parameters: &HashMap<String, String>) -> BTreeMap<String, String> {
     let known = [
         ("volumesnapshot/name", names::ANNOTATION_GUEST_SNAPSHOT),
@@ -151,7 +151,7 @@ fn annotations(parameters: &HashMap<String, String>) -> BTreeMap<String, String>
 
 fn about(snapshot: &VolumeSnapshot) -> proto::Snapshot {
     let cut = snapshot.status.as_ref().and_then(|status| status.creation_time.as_ref());
-    // There must be a time, and the first that is told is kept: none would be taken for 1970.
+    // A time is required and the first one is kept; a missing one would be read as 1970.
     let time = cut.or(snapshot.metadata.creation_timestamp.as_ref());
     proto::Snapshot {
         size_bytes: i64::try_from(restore_size(snapshot).unwrap_or(0)).unwrap_or(i64::MAX),

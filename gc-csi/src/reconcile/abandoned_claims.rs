@@ -1,8 +1,8 @@
-//! Management claims that have no volume yet, and that nobody in the guest waits for any more.
+//! Abandoned claims: management claims without a volume whose guest claim was deleted.
 //!
-//! csi-provisioner usually asks for a volume until it hears a final code, also when the guest's claim is gone, and then
-//! nothing is left. But it never asks again for a clone whose source is being deleted, and forgets all that it was asking
-//! for when it starts anew. What was made by then would stay, and keep a source from being deleted.
+//! csi-provisioner usually repeats CreateVolume until it gets a final error, also after the guest's claim was deleted,
+//! and then nothing is left. But it never repeats the clone of a source that is being deleted, and it forgets its
+//! pending calls when it restarts. The management claim would then stay, and could block the deletion of a source.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use crate::guest::Guest;
 use crate::management::Management;
 use crate::management::claims::Abandoned;
 
-/// How soon it is looked again where the guest's watch is behind, which otherwise tells when a claim goes.
+/// Retry interval while the guest's informer lags; otherwise the deletion of the guest claim triggers the reconcile.
 const CACHE_LAG_RETRY: Duration = Duration::from_secs(5);
-/// How long a claim may take to be gone.
+/// How long to wait until a claim is deleted.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Removes what is not wanted any more.
+/// Deletes abandoned claims.
 pub(super) struct AbandonedClaims {
     guest: Guest,
     management: Management,
@@ -29,10 +29,10 @@ impl AbandonedClaims {
         Self { guest, management }
     }
 
-    /// Looks whether the management claim of this name is still wanted, unless it has a volume.
+    /// Deletes the management claim of this name if it has no volume and its guest claim no longer exists.
     pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
         let Some(pending) = self.management.pending_claim(name) else { return Ok(Next::Wait) };
-        // What was given out once is not deleted without being asked for, whatever became of it below.
+        // A volume that has a guest PersistentVolume is deleted only by DeleteVolume.
         if !self.guest.volumes_of(name).is_empty() {
             return Ok(Next::Wait);
         }
@@ -45,7 +45,7 @@ impl AbandonedClaims {
             tracing::info!(
                 claim = name,
                 guest_claim = %pending.guest_claim,
-                "deleted a claim that had no volume yet: the guest's claim is gone"
+                "deleted a management claim without a volume: the guest's claim no longer exists"
             );
         }
         Ok(Next::Wait)

@@ -1,4 +1,4 @@
-//! Where a volume is attached, or why it is not, from `VirtualMachine.status.volumes`.
+//! Condition `nestor.dev/Attached` of guest claims, from `VirtualMachine.status.volumes`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::machine;
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
 
-/// The management claims whose disks changed on a VM.
+/// The management claims whose disk status changed on a VM.
 pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String> {
     let (old, new) = (disks(change.old), disks(change.new));
     let mut changed: Vec<&str> =
@@ -28,7 +28,7 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
             claims.entry(entry.name.as_str()).or_insert(source.claim_name.as_str());
         }
     }
-    // An entry that left the spec in an earlier change is named like its claim, or else unknown here.
+    // An entry that left the spec in an earlier change has the name of its claim, or else its claim is unknown here.
     let entries = changed.into_iter().flat_map(names::entries_shown);
     let mut changed: Vec<String> =
         entries.map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect();
@@ -37,13 +37,13 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
     changed
 }
 
-/// The disks of a VM by entry.
+/// The disk statuses of a VM by entry.
 fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
     let disks = vm.into_iter().flat_map(|vm| &vm.status).flat_map(|status| &status.volumes);
     disks.map(|disk| (disk.name.as_str(), disk)).collect()
 }
 
-/// What the VMs around the volume say of it; None while there is nothing to say, or nothing new.
+/// The condition, from the VMs that reference the volume; None if there is nothing to report.
 pub(super) fn condition(
     vms: &[Arc<VirtualMachine>],
     handle: &str,
@@ -58,12 +58,15 @@ pub(super) fn condition(
         let name = vm.metadata.name.clone().unwrap_or_default();
         for disk in machine::disks(vm, &entry) {
             match &disk.error {
-                // A disk that is there and fails is one that was told to leave.
+                // An attached disk with an error is one whose detach failed.
                 error if disk.attached => {
-                    detach_errors.extend(error.iter().map(|error| format!("VirtualMachine {name}: {error}")));
+                    let failed = |error| format!("VirtualMachine {name}: detach failed: {error}");
+                    detach_errors.extend(error.iter().map(failed));
                     attached.push(name.clone());
                 }
-                Some(error) => attach_errors.push(format!("VirtualMachine {name}: {error}")),
+                Some(error) => {
+ attach_errors.push(format!("VirtualMachine {name}: attach failed: {error}"));
+ },
                 None => in_progress = true,
             }
         }
@@ -75,11 +78,12 @@ pub(super) fn condition(
     if !attach_errors.is_empty() {
         let event = Event { warning: true, action: "Attach", reason: "VolumeAttachFailed" };
         attach_errors.extend(detach_errors);
-        return Some(update(!attached.is_empty(), "AttachFailed", attach_errors.join("; "), event));
+        let reason = if attached.is_empty() { "AttachFailed" } else { "AttachedElsewhere" };
+        return Some(update(!attached.is_empty(), reason, attach_errors.join("; "), event));
     }
     if !detach_errors.is_empty() {
         let event = Event { warning: true, action: "Detach", reason: "VolumeDetachFailed" };
-        return Some(update(true, "DetachFailed", detach_errors.join("; "), event));
+        return Some(update(true, "DetachPending", detach_errors.join("; "), event));
     }
     if !attached.is_empty() {
         let message = format!("attached to VirtualMachine {}", attached.join(", "));
@@ -88,12 +92,12 @@ pub(super) fn condition(
     }
     let event = Event { warning: false, action: "Detach", reason: "VolumeDetached" };
     (had_condition && !in_progress)
-        .then(|| update(false, "Detached", "attached to no VirtualMachine".to_owned(), event))
+        .then(|| update(false, "Detached", "not attached to any VirtualMachine".to_owned(), event))
 }
 
 fn update(is_true: bool, reason: &str, message: String, event: Event) -> ConditionUpdate {
     let state = State { is_true, reason: reason.to_owned(), message, event };
-    // kubelet and kube-controller-manager report attaching on the pods.
+    // kubelet and kube-controller-manager report attach errors on the pods.
     ConditionUpdate { condition: CONDITION, state: Some(state), notify_pods: false }
 }
 
@@ -112,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_of_a_machine_is_told_to_the_claims_whose_disks_changed() {
+    fn only_claims_whose_disk_status_changed_are_updated() {
         let vm =
             |disks: serde_json::Value| -> Arc<VirtualMachine> {
                 let entries = json!([{"name": "e", "persistentVolumeClaim": {"claimName": "long-name"}}]);
@@ -136,26 +140,26 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_told_where_its_volume_is_and_why_it_is_not() {
+    fn the_condition_names_the_vms_and_the_errors() {
         let reported = |vms: &[Arc<VirtualMachine>], had_condition| {
             condition(vms, "c", had_condition)
                 .and_then(|update| update.state)
                 .map(|state| (state.is_true, state.message))
         };
         let attached = |name| vm(name, json!({"name": "c", "attached": true}));
-        let attach_errors = vm("vm-3", json!({"name": "c", "attached": false, "error": "no room"}));
+        let attach_errors = vm("vm-3", json!({"name": "c", "attached": false, "error": "no space"}));
         let both = [attached("vm-2"), attached("vm-1")];
         assert_eq!(reported(&both, false), Some((true, "attached to VirtualMachine vm-1, vm-2".to_owned())));
         assert_eq!(
             reported(std::slice::from_ref(&attach_errors), false),
-            Some((false, "VirtualMachine vm-3: no room".to_owned()))
+            Some((false, "VirtualMachine vm-3: attach failed: no space".to_owned()))
         );
         let detach_errors = vm("vm-4", json!({"name": "c", "attached": true, "error": "it is paused"}));
         assert_eq!(
             reported(std::slice::from_ref(&detach_errors), false),
-            Some((true, "VirtualMachine vm-4: it is paused".to_owned()))
+            Some((true, "VirtualMachine vm-4: detach failed: it is paused".to_owned()))
         );
-        let why = "VirtualMachine vm-3: no room; VirtualMachine vm-4: it is paused".to_owned();
+        let why = "VirtualMachine vm-3: attach failed: no space; VirtualMachine vm-4: detach failed: it is paused".to_owned();
         assert_eq!(reported(&[detach_errors, attach_errors], false), Some((true, why)));
         let leaving = vm("vm-5", json!({"name": "c:detaching", "attached": true}));
         assert_eq!(
@@ -164,7 +168,7 @@ mod tests {
         );
         let in_progress = vm("vm-1", json!({"name": "c", "attached": false}));
         assert_eq!(reported(&[in_progress], true), None);
-        assert_eq!(reported(&[], true), Some((false, "attached to no VirtualMachine".to_owned())));
+        assert_eq!(reported(&[], true), Some((false, "not attached to any VirtualMachine".to_owned())));
         assert_eq!(reported(&[], false), None);
     }
 }

@@ -1,5 +1,4 @@
-//! What a guest's claim shows of its volume: conditions, and an event whenever one of them changes. The one place that
-//! writes either.
+//! Writer of conditions and events on guest claims. Each change of a condition is also reported as an event.
 
 use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaimCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -15,28 +14,28 @@ use serde_json::{Value, json};
 use super::pods::PodLister;
 use crate::guest::{Guest, reference};
 
-/// What one condition of a claim should be.
+/// Desired value of one condition of a claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ConditionUpdate {
     /// Type of the condition.
     pub(super) condition: &'static str,
-    /// Its state; None when the claim should not have it.
+    /// The desired state; None removes the condition.
     pub(super) state: Option<State>,
-    /// Whether the pods that use the claim get the event, too.
+    /// Whether the pods that use the claim also get the event.
     pub(super) notify_pods: bool,
 }
 
-/// The state of a condition, in its own words.
+/// State of a condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct State {
     pub(super) is_true: bool,
     pub(super) reason: String,
     pub(super) message: String,
-    /// How a change to this state is told.
+    /// The event that reports a change to this state.
     pub(super) event: Event,
 }
 
-/// An event, whose note is the condition's message.
+/// An event; its note is the condition's message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Event {
     pub(super) warning: bool,
@@ -44,7 +43,7 @@ pub(super) struct Event {
     pub(super) reason: &'static str,
 }
 
-/// The condition of this type as the claim has it.
+/// The present condition of this type.
 pub(super) fn current<'a>(
     claim: &'a PersistentVolumeClaim,
     condition: &str,
@@ -52,13 +51,13 @@ pub(super) fn current<'a>(
     claim.status.conditions.iter().find(|current| current.type_ == condition)
 }
 
-/// Whether a condition says that it holds.
+/// Whether a condition has the status True.
 pub(super) fn is_true(condition: &PersistentVolumeClaimCondition) -> bool {
     condition.status == "True"
 }
 
-/// Updates the conditions of a claim to the findings, in one request if any is needed, and reports what changed: on the
-/// claim, and on the pods that use it where their data is concerned.
+/// Updates the conditions of a claim, with at most one request, and reports each change as an event on the claim and,
+/// if `notify_pods` is set, on the pods that use it.
 pub(super) async fn apply(
     guest: &Guest,
     pods: &PodLister,
@@ -71,10 +70,10 @@ pub(super) async fn apply(
         return Ok(());
     }
     let conditions: Vec<Value> = changed.iter().map(|update| condition_patch(update, claim)).collect();
-    // The UID makes the API server refuse a claim that took the name of the one that is meant.
+    // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
     let patch = json!({"metadata": {"uid": claim.metadata.uid}, "status": {"conditions": conditions}});
     let key = Key::of(claim);
-    // Before anything is written: what is shown already is not reported again.
+    // Listed before the write: once the condition is written, the change is not reported again.
     let using_pods = match changed.iter().any(|update| update.notify_pods) {
         true => pods.pods_using(&key).await?,
         false => Vec::new(),
@@ -82,11 +81,11 @@ pub(super) async fn apply(
     let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
     match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
         Ok(written) => guest.claim_cache.changed(written),
-        // It is gone: there is nobody left to be told.
+        // The claim was deleted.
         Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => return Ok(()),
         Err(error) => {
             return Err(format!(
-                "cannot show the state of its volume on guest PersistentVolumeClaim {key}: {}",
+                "failed to update the conditions of guest PersistentVolumeClaim {key}: {}",
                 chain(&error)
             ));
         }
@@ -110,7 +109,7 @@ fn report(guest: &Guest, about: ObjectReference, event: Event, message: String) 
     }
 }
 
-/// The message may be in the words of others.
+/// Messages can come from other components.
 fn in_one_line(mut update: ConditionUpdate) -> ConditionUpdate {
     if let Some(state) = &mut update.state {
         state.message = one_line(&state.message).into_owned();
@@ -130,7 +129,7 @@ fn is_change(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> bool {
     }
 }
 
-/// The finding as a strategic merge patch of the list of conditions.
+/// The update as an element of a strategic merge patch of the conditions.
 fn condition_patch(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> Value {
     let Some(state) = &update.state else {
         return json!({"$patch": "delete", "type": update.condition});
@@ -142,7 +141,7 @@ fn condition_patch(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> V
         status: if state.is_true { "True" } else { "False" }.to_owned(),
         reason: Some(state.reason.clone()),
         message: Some(state.message.clone()),
-        // Without it, the time that is there stays.
+        // None keeps the present time.
         last_transition_time: transitioned.then(|| Time(Timestamp::now())),
         last_probe_time: None,
     })
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_already_is_no_news() {
+    fn an_unchanged_condition_is_not_written() {
         assert!(!is_change(&update(true, "m"), &claim(true, "m")));
         assert!(is_change(&update(true, "m"), &claim(true, "other")));
         assert!(is_change(&update(true, "m"), &claim(false, "m")));
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_a_condition_is_that_of_its_last_turn() {
+    fn the_transition_time_changes_only_with_the_status() {
         assert!(
             condition_patch(&update(true, "m"), &claim(true, "other")).get("lastTransitionTime").is_none()
         );

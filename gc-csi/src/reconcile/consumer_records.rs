@@ -1,5 +1,5 @@
-//! One volume's round in the management cluster: its claim says which guest objects it serves, and a claim that is
-//! shared with this guest says whether this guest uses it.
+//! Consumer records: annotations and labels on a management claim that name the guest objects it serves and, if the
+//! claim is shared with this guest, that this guest uses it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,12 +18,12 @@ use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::metadata::DesiredMetadata;
 use crate::management::sharing::Relation;
 
-/// The least time between two writes about a volume's pods: those of a rollout come and go together.
+/// Minimum interval between two writes of a volume's pods, so that a rollout needs few writes.
 const PODS_MIN_INTERVAL: Duration = Duration::from_secs(2);
-/// The most pods that are named; of more, only the number is told.
+/// Maximum number of pods that are named; of more, only the number is given.
 const MAX_PODS: usize = 16;
 
-/// Writes down on management claims what the guest does with them.
+/// Writes consumer records on management claims.
 pub(super) struct ConsumerRecords {
     guest: Guest,
     management: Management,
@@ -33,12 +33,12 @@ pub(super) struct ConsumerRecords {
 }
 
 impl ConsumerRecords {
-    /// `labels` are copied; the users of a claim are written down where `pods` are watched.
+    /// `labels` are copied from guest claims; pods are recorded if `pods` are watched.
     pub(super) fn new(guest: Guest, management: Management, labels: Vec<String>, pods: Option<Pods>) -> Self {
         Self { guest, management, labels, pods, paused: Mutex::default() }
     }
 
-    /// Brings all that is written of the volume of this handle up to date.
+    /// Updates the records of the volume with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
         let volumes = self.guest.volumes_of(handle);
         let relation = self.management.usable_claim(handle).map(|(_, relation)| relation);
@@ -48,7 +48,7 @@ impl ConsumerRecords {
             None => self.management.drop_consumer(handle).await,
         };
         match recorded {
-            // Its end is told by the watch.
+            // The watch reports the deletion.
             Ok(()) | Err(ConsumerError::Deleting(_)) => {}
             Err(error) => return Err(error.to_string()),
         }
@@ -59,7 +59,8 @@ impl ConsumerRecords {
         match bound {
             Some((volume, claim)) => self.update_metadata(handle, volume, &claim).await,
             None if volumes.is_empty() => Ok(Next::Wait),
-            // What becomes of it when it goes is decided by what it says last, often after its claim is gone.
+            // The recorded reclaim policy decides what happens after the PersistentVolume is deleted, often after its
+            // claim.
             None => {
                 let policy = DesiredMetadata {
                     annotations: [reclaim_policy(&volumes)].into(),
@@ -98,7 +99,7 @@ impl ConsumerRecords {
         Ok(pause.map_or(Next::Wait, Next::After))
     }
 
-    /// How long the pods of a volume must not be written again.
+    /// Time until the pods of a volume may be written again.
     fn pause_left(&self, handle: &str) -> Option<Duration> {
         let mut paused = self.paused();
         let left = paused.get(handle)?.saturating_duration_since(Instant::now());
@@ -114,7 +115,7 @@ impl ConsumerRecords {
     }
 }
 
-/// What the management claim of a bound volume should say.
+/// Desired labels and annotations on the management claim of a bound volume.
 fn desired_metadata(
     volume: &PersistentVolume,
     claim: &PersistentVolumeClaim,
@@ -133,14 +134,14 @@ fn desired_metadata(
     }
 }
 
-/// That the guest keeps a volume when one of its PersistentVolumes goes. Delete, the usual, costs no write.
+/// The annotation with the guest's reclaim policy: set for Retain; absent for Delete, the usual policy.
 fn reclaim_policy(volumes: &[Arc<PersistentVolume>]) -> (String, Option<String>) {
     let policy = |volume: &Arc<PersistentVolume>| volume.spec.persistent_volume_reclaim_policy.clone();
     let retain = volumes.iter().filter_map(policy).find(|policy| policy == "Retain");
     (names::ANNOTATION_GUEST_RECLAIM_POLICY.to_owned(), retain)
 }
 
-/// The pods that use a claim, as JSON; None when there are none.
+/// The pods that use a claim, as JSON; None without any.
 fn pods_annotation(pods: &[Key]) -> Option<String> {
     let mut pods_annotation: Vec<String> = pods.iter().take(MAX_PODS).map(Key::to_string).collect();
     if let Some(more) = pods.len().checked_sub(MAX_PODS).filter(|more| *more > 0) {
@@ -154,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_names_the_guests_objects_and_the_chosen_labels() {
+    fn the_records_name_the_guest_objects_and_the_selected_labels() {
         let mut claim = PersistentVolumeClaim::default();
         claim.metadata.name = Some("data".to_owned());
         claim.metadata.namespace = Some("default".to_owned());
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn many_pods_are_counted_and_not_named() {
+    fn at_most_sixteen_pods_are_named() {
         let pods = |count: usize| (0..count).map(|i| Key::new("ns", format!("p{i}"))).collect::<Vec<_>>();
         assert_eq!(pods_annotation(&[]), None);
         assert_eq!(pods_annotation(&pods(2)).as_deref(), Some(r#"["ns/p0","ns/p1"]"#));

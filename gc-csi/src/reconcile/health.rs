@@ -1,4 +1,4 @@
-//! Whether a volume is well, as the management claim's condition says.
+//! Condition `nestor.dev/Healthy` of guest claims, copied from the management claim.
 
 use crds::names::CONDITION_HEALTHY;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
@@ -6,8 +6,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 
 use super::conditions::{ConditionUpdate, Event, State, current, is_true};
 
-/// What the management claim says of its volume's health; None where there is nothing new, as with a volume that was
-/// never ill.
+/// The condition; None if there is nothing to report, as for a volume that was never abnormal.
 pub(super) fn condition(
     management: &PersistentVolumeClaim,
     guest_condition: Option<&PersistentVolumeClaimCondition>,
@@ -22,7 +21,7 @@ pub(super) fn condition(
             reason: or_default(unhealthy.reason.as_ref(), "VolumeConditionAbnormal"),
             message: or_default(
                 unhealthy.message.as_ref(),
-                "the storage infra says that the volume is not well",
+                "the storage infra reports the volume as abnormal",
             ),
             event: Event { warning: true, action: "Watch", reason: "VolumeConditionAbnormal" },
         },
@@ -34,7 +33,7 @@ pub(super) fn condition(
             ),
             message: or_default(
                 management.and_then(|healthy| healthy.message.as_ref()),
-                "the volume is well again",
+                "the volume is healthy again",
             ),
             event: Event { warning: false, action: "Watch", reason: "VolumeConditionNormal" },
         },
@@ -43,7 +42,7 @@ pub(super) fn condition(
     Some(ConditionUpdate { condition: CONDITION_HEALTHY, state: Some(state), notify_pods: true })
 }
 
-/// Whether the management claim says that its volume is not well.
+/// Whether the management claim reports its volume as abnormal.
 pub(super) fn is_abnormal(management: &PersistentVolumeClaim) -> bool {
     current(management, CONDITION_HEALTHY).is_some_and(|condition| condition.status == "False")
 }
@@ -69,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn an_illness_is_told_in_the_words_of_the_tier_below() {
+    fn the_reason_and_message_of_the_management_claim_are_copied() {
         let state =
             condition(&management(Some(healthy("False", "pool p1 is gone"))), None).unwrap().state.unwrap();
         assert_eq!(
@@ -80,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn recovery_is_told_once_and_only_after_an_illness() {
+    fn recovery_is_reported_once_and_only_after_a_failure() {
         let (unhealthy, healthy_condition) = (healthy("False", "m"), healthy("True", "m"));
         for now in [None, Some(healthy_condition.clone())] {
             assert_eq!(condition(&management(now.clone()), None), None);

@@ -1,5 +1,5 @@
-//! What the guest orders to be attached: its built-in `VolumeAttachment`s by node. Those of drivers that this process does
-//! not serve count, too: an earlier driver's may be for a disk of ours.
+//! Guest VolumeAttachments (`storage.k8s.io`) by node. Those of drivers that this process does not serve count too: an
+//! earlier driver's may be for one of our disks.
 
 use std::sync::Arc;
 
@@ -17,21 +17,21 @@ use tokio_util::sync::CancellationToken;
 use crate::guest::{self, Guest, attachment_name};
 use crate::management::commit::{KeepReason, MayRemove};
 
-/// One order.
+/// A guest VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct K8sAttachment {
     pub(super) name: String,
-    /// The handle of the volume; None when that is gone, not seen yet, or another driver's, so that the order may be for
-    /// any.
+    /// Handle of the volume; None if the PersistentVolume is missing, not cached yet, or another driver's. It may then
+    /// be for any volume.
     pub(super) handle: Option<String>,
-    /// The guest's PersistentVolume; empty where the order brings its own.
+    /// Name of the guest PersistentVolume; empty for inline volumes.
     pub(super) volume: String,
-    /// Whether csi-attacher was told that the disk is there.
+    /// Whether csi-attacher reported the disk as attached.
     pub(super) attached: bool,
     pub(super) deleting: bool,
 }
 
-/// The orders, watched.
+/// Informer of guest VolumeAttachments.
 #[derive(Clone)]
 pub(crate) struct K8sAttachments {
     api: Api<VolumeAttachment>,
@@ -41,7 +41,7 @@ pub(crate) struct K8sAttachments {
 }
 
 impl K8sAttachments {
-    /// Starts the watch, which pushes the node of each order that changes.
+    /// Starts the informer, which pushes the node of each VolumeAttachment that changes to `changed`.
     pub(super) fn start(
         client: &Client,
         guest: Guest,
@@ -64,12 +64,12 @@ impl K8sAttachments {
         Self { api: Api::all(client.clone()), informer, by_node, guest }
     }
 
-    /// Waits until all were read once.
+    /// Waits for the first list.
     pub(super) async fn synced(&self) {
         self.informer.synced().await;
     }
 
-    /// The orders for a node.
+    /// The VolumeAttachments of a node, from the cache.
     pub(super) fn on_node(&self, node: &str) -> Vec<K8sAttachment> {
         let keys = self.by_node.members(&Key::cluster(node));
         keys.iter()
@@ -78,7 +78,7 @@ impl K8sAttachments {
             .collect()
     }
 
-    /// The same as the guest's API says now: what is done about disks is not done on what was.
+    /// The VolumeAttachments of a node, read from the API server, for decisions about disks.
     pub(super) async fn list_live(&self, node: &str) -> Result<Vec<K8sAttachment>, String> {
         let list = self.api.list(&ListParams::default()).await;
         let list =
@@ -87,7 +87,7 @@ impl K8sAttachments {
         Ok(here.map(|k8s_attachment| self.convert(k8s_attachment)).collect())
     }
 
-    /// Whether an order is there to stay, as the guest's API says now.
+    /// Whether a VolumeAttachment exists and is not being deleted, read from the API server.
     pub(super) async fn is_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_opt(name).await;
         let k8s_attachment =
@@ -95,7 +95,7 @@ impl K8sAttachments {
         Ok(k8s_attachment.is_some_and(|k8s_attachment| k8s_attachment.metadata.deletion_timestamp.is_none()))
     }
 
-    /// Whether a volume may leave a node: no order for it is there to stay, as the guest's API says now.
+    /// Check that no VolumeAttachment requests a volume on a node, read from the API server.
     pub(crate) fn may_remove(&self, handle: &str, node: &str) -> MayRemove {
         let (k8s_attachments, handle, node) = (self.clone(), handle.to_owned(), node.to_owned());
         Arc::new(move || {
@@ -108,8 +108,8 @@ impl K8sAttachments {
         })
     }
 
-    /// The order for a volume on a node that is there to stay, as the guest's API says now. It has the name that Kubernetes
-    /// gives it; one that a person made has another, by which the watch shows it.
+    /// Name of the VolumeAttachment that requests a volume on a node, read from the API server. Kubernetes derives the
+    /// name; one that was created manually has another name, which is taken from the cache.
     async fn live_attachment(&self, handle: &str, node: &str) -> Result<Option<String>, String> {
         let drivers = &self.guest.drivers;
         let mut names: Vec<String> =
@@ -143,7 +143,7 @@ impl K8sAttachments {
     }
 }
 
-/// Keeps of the metadata who it is.
+/// Keeps only the identity of the metadata.
 fn trim(k8s_attachment: &mut VolumeAttachment) {
     k8s_attachment.metadata.annotations = None;
     k8s_attachment.metadata.labels = None;

@@ -1,15 +1,15 @@
-//! What gc-csi keeps in step by itself, outside any call. Every change that a watch shows pushes a key; a key's round
-//! looks at what is there now and writes what is missing, which usually is nothing and then costs no request.
+//! Reconcilers: what gc-csi keeps in sync outside of CSI calls. Informers push the keys of changed objects to queues.
+//! Reconciling a key compares the current state with the desired one; usually nothing differs, and no request is made.
 //!
-//! - [`volume_conditions`]: what a guest's claim shows of its volume, as conditions and events: attachment ([`attach_state`]),
-//!   health ([`health`]), growth ([`growth`]), and whether it can be used at all ([`usable`]).
-//! - [`consumer_records`]: what the management claim says of the guest's objects that use it.
-//! - [`abandoned_claims`]: management claims without a volume that nobody waits for any more.
-//! - [`owner_refs_queue`]: with what claims and snapshots are deleted.
-//! - [`entries`]: entries of VMs that nothing orders, and orders whose entry is lost.
-//! - [`orphans`]: management claims that nothing in the guest names any more.
-//! - [`zones`]: zones of VMs as labels of guest nodes.
-//! - [`out_of_service`]: nodes that people say are lost, as annotations of VMs.
+//! - [`volume_conditions`]: conditions and events of guest claims: attachment ([`attach_state`]), health ([`health`]),
+//!   available capacity ([`resizable`]), and compatibility with the management claim ([`pv_usable`]).
+//! - [`consumer_records`]: labels and annotations of management claims that name the guest objects that use them.
+//! - [`abandoned_claims`]: management claims without a volume whose guest claim was deleted.
+//! - [`owner_refs`]: ownerReferences of claims and snapshots.
+//! - [`volume_entries`]: volume entries without a guest VolumeAttachment, and guest VolumeAttachments without an entry.
+//! - [`orphans`]: management claims without a guest PersistentVolume.
+//! - [`zones`]: zone labels of guest Nodes.
+//! - [`out_of_service`]: out-of-service taints of guest Nodes, as annotations of VMs.
 
 mod abandoned_claims;
 mod attach_state;
@@ -51,30 +51,30 @@ pub(crate) use k8s_attachments::K8sAttachments;
 pub(crate) use options::Options;
 use repair::RepairQueues;
 
-/// How many keys of a kind are worked on at once.
+/// Concurrent reconciles per queue.
 const WORKERS: usize = 16;
 
-/// Nobody waits for what claims show. Calls go first: it is written when they are over, and few at once.
+/// Conditions are updated with a delay and with few workers, so that CSI calls go first.
 const CONDITIONS_DELAY: Duration = Duration::from_secs(1);
 const CONDITIONS_WORKERS: usize = 4;
 
-/// What the management cluster refuses because of a policy, it refuses for every volume: those come back slowly.
+/// Slow backoff: a policy of the management cluster that refuses a write refuses it for every volume.
 const SLOW_RETRY: Retry = Retry { first: Duration::from_millis(250), longest: Duration::from_secs(300) };
 
-/// Where changes are pushed from the watches of both clusters.
+/// Work queues, filled by the informers of both clusters.
 #[derive(Debug, Clone)]
 pub(crate) struct Queues {
     conditions: Queue<String>,
     records: Queue<String>,
     pending_claims: Queue<String>,
-    /// Management claims that have no volume yet, by the guest's claim that waits.
+    /// Management claims without a volume, by guest claim.
     pending_by_guest_claim: Arc<Index>,
     owner_refs_queue: Queue<OwnedObject>,
     zone_labels: Queue<String>,
     repair: RepairQueues,
 }
 
-/// The reconcilers, before both clusters are there.
+/// The reconcilers, before both clusters are connected.
 #[derive(Debug)]
 pub(crate) struct Reconcilers {
     queues: Queues,
@@ -83,7 +83,7 @@ pub(crate) struct Reconcilers {
     outliving: Gauge,
 }
 
-/// The reconcilers, with all that they watch.
+/// The reconcilers and their informers.
 pub(crate) struct Started {
     queues: Queues,
     guest: Guest,
@@ -97,7 +97,7 @@ pub(crate) struct Started {
     stop: CancellationToken,
 }
 
-/// What only the replica counts that runs the reconcilers; of what another does, it would tell yesterday's numbers.
+/// Resets gauges when this replica stops to lead, so that it does not report outdated numbers.
 struct ResetOnDrop<'a>([&'a Gauge; 2]);
 
 impl Drop for ResetOnDrop<'_> {
@@ -109,26 +109,26 @@ impl Drop for ResetOnDrop<'_> {
 }
 
 impl Queues {
-    /// Asks for a look at the volume of this handle.
+    /// Queues the volume with this handle.
     pub(crate) fn push_volume(&self, handle: &str) {
         self.conditions.push_after(handle.to_owned(), CONDITIONS_DELAY);
         self.records.push(handle.to_owned());
         self.repair.volumes.push(handle.to_owned());
     }
 
-    /// Asks for a look at what was being made for a claim of the guest that is gone.
+    /// Queues the management claims without a volume of a guest claim that was deleted.
     pub(crate) fn push_deleted_guest_claim(&self, guest_claim: &Key) {
         for claim in self.pending_by_guest_claim.members(guest_claim) {
             self.pending_claims.push(claim.name);
         }
     }
 
-    /// Asks for a look at everything that is deleted with the guest's Cluster object.
+    /// Queues all objects that may need an ownerReference.
     pub(crate) fn push_all_owner_refs(&self) {
         self.owner_refs_queue.push(OwnedObject::All);
     }
 
-    /// What is to be called when the management cluster changes.
+    /// Change handlers for the informers of the management cluster.
     pub(crate) fn handlers(&self) -> ChangeHandlers {
         let (vms, claims, snapshots) = (self.clone(), self.clone(), self.owner_refs_queue.clone());
         ChangeHandlers {
@@ -166,18 +166,18 @@ impl Queues {
 }
 
 impl Reconcilers {
-    /// Nothing runs before [`Started::run`], which looks at everything: changes before it are dropped.
+    /// Registers metrics and creates the queues. Changes are dropped until [`Started::run`], which queues everything.
     pub(crate) fn new(registry: &mut Registry) -> Self {
         let abnormal = Gauge::default();
         registry.register(
             "volumes_abnormal",
-            "Volumes of this guest that the management cluster says are not well",
+            "Volumes of this guest that the management cluster reports as abnormal",
             abnormal.clone(),
         );
         let outliving = Gauge::default();
         registry.register(
             "objects_outliving_guest",
-            "Claims and snapshots of this guest that stay when its Cluster object is deleted, though the policy is Delete",
+            "Claims and snapshots of this guest that stay after the deletion of its Cluster object although the policy is Delete",
             outliving.clone(),
         );
         let repair = repair::Registered::new(registry);
@@ -193,12 +193,12 @@ impl Reconcilers {
         Self { queues, repair, abnormal, outliving }
     }
 
-    /// Where changes are pushed.
+    /// The work queues.
     pub(crate) fn queues(&self) -> &Queues {
         &self.queues
     }
 
-    /// Starts the watches that only reconcilers need, until `stop`.
+    /// Starts the informers that only the reconcilers need.
     pub(crate) fn start(
         self,
         guest: Guest,
@@ -241,13 +241,13 @@ impl Reconcilers {
 }
 
 impl Started {
-    /// What the guest orders to be attached.
+    /// The guest's VolumeAttachments.
     pub(crate) fn k8s_attachments(&self) -> K8sAttachments {
         self.repair.k8s_attachments()
     }
 
-    /// Keeps everything in step until the process is stopped; begins once both clusters were read, since what is not
-    /// read yet must not be taken for gone.
+    /// Runs the reconcilers until `stop`. They start when both clusters are synced, so that no object counts as missing
+    /// because it was not read yet.
     pub(crate) async fn run(&self) {
         let Self { queues, guest, management, zones, pods, stop, .. } = self;
         let both = async {
@@ -338,8 +338,7 @@ impl Started {
         );
     }
 
-    /// Asks for a look at everything: what changed before was another replica's business, and nobody knows how far it
-    /// came.
+    /// Queues everything: it is unknown how far the previous leader came.
     fn push_all(&self) {
         let Self { queues, guest, management, .. } = self;
         for claim in management.claim_names() {

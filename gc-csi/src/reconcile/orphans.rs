@@ -1,7 +1,7 @@
-//! Management claims whose PersistentVolume in the guest is gone though nobody deleted them: marked, told and counted,
-//! and deleted only where the guest's policy says so.
+//! Orphaned claims: management claims whose guest PersistentVolume is gone although no DeleteVolume deleted them. They
+//! are marked, reported and counted, and deleted only with `--remove-orphans-after`.
 //!
-//! One that the guest let go of with reclaim policy Retain is no orphan: it is marked as retained, and stays.
+//! A claim whose guest PersistentVolume had the reclaim policy Retain is no orphan: it is marked as retained and stays.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,20 +24,19 @@ use crate::management::claims::DeleteError;
 use crate::management::metadata::DesiredMetadata;
 use crate::management::orphans::ProvisionedClaim;
 
-/// How long one reading of the guest's volumes serves to mark claims, so that many orphans don't cost many readings.
+/// How long a list of the guest's PersistentVolumes is reused, so that many orphans need few lists.
 const LIST_TTL: Duration = Duration::from_secs(5);
-/// How long a claim may take to be gone.
+/// How long to wait until a claim is deleted.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(60);
-/// How soon a claim is looked at again that may not be deleted: the cause need not be something that is watched.
+/// Retry interval for an orphan that must not be deleted: the cause may be something that is not watched.
 const REFUSED_RETRY: Duration = Duration::from_secs(3600);
-/// For how long the replica that deletes an orphan has seen it so itself, by a clock that nobody sets, unless
-/// `--remove-orphans-after` is less: the time that stands in a mark is of a clock that may have been wrong, and so may be the
-/// one that it is compared with.
+/// How long the replica that deletes an orphan must have observed it, by its monotonic clock, unless
+/// `--remove-orphans-after` is shorter: the wall clock of the mark, or the present one, may be wrong.
 const MIN_OBSERVED: Duration = Duration::from_secs(86_400);
-/// The longest sleep: what is to be deleted in a year is looked at every day.
+/// Maximum requeue delay.
 const MAX_REQUEUE: Duration = Duration::from_secs(86_400);
 
-/// How many there are.
+/// Gauges of orphans.
 #[derive(Debug, Clone)]
 pub(super) struct Gauges {
     orphaned: Gauge,
@@ -45,18 +44,18 @@ pub(super) struct Gauges {
     retained: Gauge,
 }
 
-/// What a claim without a PersistentVolume is.
+/// Why a claim has no PersistentVolume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// The guest's PersistentVolume said Retain.
+    /// The guest PersistentVolume had the reclaim policy Retain.
     Retained,
-    /// The volume is gone, and so is the guest's claim.
+    /// The guest PersistentVolume and the guest claim are gone.
     VolumeGone,
-    /// The guest's claim is there and has lost its volume.
+    /// The guest claim exists and lost its volume.
     ClaimLost,
 }
 
-/// Marks and counts orphans.
+/// Marks, counts and deletes orphans.
 pub(super) struct Orphans {
     guest: Guest,
     management: Management,
@@ -73,12 +72,12 @@ pub(super) struct Orphans {
     listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
 }
 
-/// A mark, as it was first seen in this term.
+/// A mark, as first observed in this lease term.
 #[derive(Debug, Clone)]
 struct Mark {
-    /// The time that it says.
+    /// The time in the annotation.
     since: String,
-    /// How old it was by the wall clock then.
+    /// Age by the wall clock when first observed.
     age: Duration,
     seen: Instant,
 }
@@ -89,12 +88,12 @@ impl Mark {
         Self { since: since.to_owned(), age: age.unwrap_or_default(), seen: Instant::now() }
     }
 
-    /// How old it is: from when it was first seen on, by a clock that nobody sets.
+    /// Age: the initial age plus the time since, by the monotonic clock.
     fn age(&self) -> Duration {
         self.age + self.seen.elapsed()
     }
 
-    /// How long the claim is kept yet that is to go after so long.
+    /// Time until the claim may be deleted, for a retention of `after`.
     fn left(&self, after: Duration) -> Duration {
         let unseen = after.min(MIN_OBSERVED).saturating_sub(self.seen.elapsed());
         after.saturating_sub(self.age()).max(unseen)
@@ -112,13 +111,13 @@ impl Gauges {
             orphaned: gauge(
                 registry,
                 "orphaned_claims",
-                "Management claims of this guest that nothing in it names",
+                "Management claims of this guest without a guest PersistentVolume",
             ),
-            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "What orphaned claims have"),
+            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "Capacity of orphaned claims in bytes"),
             retained: gauge(
                 registry,
                 "retained_claims",
-                "Management claims whose PersistentVolume in the guest said Retain and is gone",
+                "Management claims whose guest PersistentVolume was deleted with the reclaim policy Retain",
             ),
         }
     }
@@ -134,7 +133,7 @@ impl State {
     }
 }
 
-/// What a claim is whose volume nothing names; None while one is being made or bound.
+/// The state of a claim without a PersistentVolume; None while the volume is being created or bound.
 fn state(claim: &ProvisionedClaim, claim_state: ClaimState) -> Option<State> {
     match claim_state {
         ClaimState::Pending => None,
@@ -144,7 +143,7 @@ fn state(claim: &ProvisionedClaim, claim_state: ClaimState) -> Option<State> {
     }
 }
 
-/// What the claim's annotations should be; `now` where it was not marked before.
+/// The claim's desired annotations; `now` is the time of a new mark.
 fn desired_marks(claim: &ProvisionedClaim, state: Option<State>, now: &str) -> DesiredMetadata {
     let (mut since, mut reason, mut retained) = (None, None, None);
     match state {
@@ -192,13 +191,13 @@ impl Orphans {
         }
     }
 
-    /// Lets the grace of each that is not marked yet begin anew, and that of each before it is deleted.
+    /// Restarts all grace periods and observation times.
     pub(super) fn forget_observations(&self) {
         lock(&self.unnamed_since).clear();
         lock(&self.marked).clear();
     }
 
-    /// Looks whether the guest still has a volume of this handle.
+    /// Marks, unmarks or deletes the claim with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
         let Some(claim) = self.management.provisioned_claim(handle) else {
             self.forget(handle);
@@ -225,7 +224,7 @@ impl Orphans {
             return Ok(Next::After(self.grace.max(LIST_TTL)));
         };
         if self.is_named(handle, LIST_TTL).await? {
-            // The watch is behind, and pushes when it is not.
+            // The informer lags and pushes the handle when it catches up.
             return Ok(Next::After(LIST_TTL));
         }
         self.mark(handle, &claim, Some(state)).await?;
@@ -234,7 +233,7 @@ impl Orphans {
         self.delete_if_due(handle, &claim, state).await
     }
 
-    /// Brings the marks up to date, and tells of a change.
+    /// Updates the marks and reports changes.
     async fn mark(&self, handle: &str, claim: &ProvisionedClaim, state: Option<State>) -> Result<(), String> {
         let description =
             desired_marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
@@ -245,27 +244,27 @@ impl Orphans {
         let name = self.management.full_name(handle);
         match state {
             None if claim.orphaned.is_some() => {
-                let note = "a PersistentVolume of the guest names this claim again: it is no orphan any more";
+                let note = "a PersistentVolume of the guest names this claim again: it is no longer orphaned";
                 tracing::info!(claim = name, "{note}");
                 self.events.normal(claim.reference.clone(), "Check", "NotOrphaned", note.to_owned());
             }
             Some(State::Retained) => {
                 tracing::info!(
                     claim = name,
-                    "the guest let go of the claim's volume with reclaim policy Retain: kept"
+                    "the guest deleted the PersistentVolume with reclaim policy Retain: the claim stays"
                 );
             }
             Some(state) if claim.orphaned.is_none() => {
                 let note = format!(
-                    "no PersistentVolume of the guest names this claim any more; it was PersistentVolume {}{}; {}",
+                    "no PersistentVolume of the guest names this claim; it belonged to PersistentVolume {}{}; {}",
                     claim.volume,
                     match state {
-                        State::ClaimLost => ", which the guest's claim still says it has",
+                        State::ClaimLost => ", to which the guest's claim is still bound",
                         _ => "",
                     },
                     match self.remove_after {
-                        Some(after) => format!("it is deleted {} from now", duration::show(after)),
-                        None => "it is kept until somebody deletes it".to_owned(),
+                        Some(after) => format!("it will be deleted in {}", duration::show(after)),
+                        None => "it is kept until it is deleted manually".to_owned(),
                     },
                 );
                 tracing::warn!(claim = name, "{note}");
@@ -276,32 +275,32 @@ impl Orphans {
         Ok(())
     }
 
-    /// Deletes an orphan whose time is over, where that is wanted at all.
+    /// Deletes an orphan whose retention has passed, if configured.
     async fn delete_if_due(
         &self,
         handle: &str,
         claim: &ProvisionedClaim,
         state: State,
     ) -> Result<Next, String> {
-        // A claim that lost its volume still stands for somebody's data, and one that a person made is a person's.
+        // A claim whose guest claim exists still holds data, and claims that were created manually are never deleted.
         let Some(after) = self.remove_after.filter(|_| claim.is_dynamic && state == State::VolumeGone) else {
             return Ok(Next::Wait);
         };
-        // Marked just now: the mark itself pushes the claim again.
+        // The mark was written just now; that change pushes the claim again.
         let Some((since, _)) = &claim.orphaned else { return Ok(Next::Wait) };
         let marked = self.marked(handle, since);
         let (age, left) = (marked.age(), marked.left(after));
         if !left.is_zero() {
             return Ok(Next::After(left.min(MAX_REQUEUE)));
         }
-        // So that nobody is given it meanwhile.
+        // Held so that no CreateVolume returns the claim meanwhile.
         let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(LIST_TTL)) };
         if self.is_named(handle, Duration::ZERO).await? || !self.is_guest_claim_gone(claim).await? {
             return Ok(Next::After(LIST_TTL));
         }
         let note = match self.management.delete_claim(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
             Ok(()) => {
-                let note = format!("deleted, since it was an orphan for {}", duration::show(age));
+                let note = format!("deleted after it was orphaned for {}", duration::show(age));
                 tracing::warn!(claim = handle, "{note}");
                 self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
                 self.metrics.count(ORPHAN_REMOVED);
@@ -310,7 +309,7 @@ impl Orphans {
             Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
                 return Err(error.to_string());
             }
-            Err(error) => format!("an orphan for {}, but not deleted: {error}", duration::show(age)),
+            Err(error) => format!("orphaned for {}, but not deleted: {error}", duration::show(age)),
         };
         let before = lock(&self.reported_errors).insert(handle.to_owned(), note.clone());
         if before.is_none() {
@@ -320,20 +319,20 @@ impl Orphans {
         Ok(Next::After(REFUSED_RETRY))
     }
 
-    /// The mark of a claim, which counts from when it was first seen with this time.
+    /// The mark of a claim; a changed time counts as a new mark.
     fn marked(&self, handle: &str, since: &str) -> Mark {
         let mut marked = lock(&self.marked);
         let known = marked.get(handle).filter(|known| known.since == since).cloned();
         known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Mark::new(since)).get().clone())
     }
 
-    /// Whether the guest's claim is gone, as its API says now.
+    /// Whether the guest's claim is gone, read from the API server.
     async fn is_guest_claim_gone(&self, claim: &ProvisionedClaim) -> Result<bool, String> {
         let Some(guest_claim) = &claim.guest_claim else { return Ok(true) };
         Ok(self.guest.claim_state_live(guest_claim, &claim.volume).await? == ClaimState::Gone)
     }
 
-    /// Whether one of the guest's volumes names the handle, as its API said within `age`.
+    /// Whether a guest PersistentVolume names the handle, from a list that is at most `age` old.
     async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
         let mut listed = self.listed.lock().await;
         if let Some((at, handles)) = &*listed
@@ -390,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_is_being_made_is_no_orphan_and_one_that_was_let_go_is_retained() {
+    fn pending_volumes_are_not_orphaned_and_retained_ones_are_marked_as_such() {
         assert_eq!(state(&claim(false, None), ClaimState::Pending), None);
         assert_eq!(state(&claim(true, None), ClaimState::Pending), None);
         assert_eq!(state(&claim(true, None), ClaimState::Gone), Some(State::Retained));
@@ -399,7 +398,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_orphan_goes_when_its_mark_is_old_and_was_seen_for_long_by_a_clock_that_nobody_sets() {
+    async fn an_orphan_is_deleted_when_its_mark_is_old_and_was_observed_long_enough() {
         let day = MIN_OBSERVED;
         let mark = |age| Mark { since: String::new(), age, seen: Instant::now() };
         let (fresh, old) = (mark(Duration::ZERO), mark(100 * day));
@@ -408,13 +407,13 @@ mod tests {
         tokio::time::sleep(day).await;
         assert_eq!((fresh.left(30 * day), old.left(30 * day)), (29 * day, Duration::ZERO));
         assert_eq!(old.age(), 101 * day);
-        // A mark from the future, and one that is no time, are of now.
+        // A mark in the future or with an invalid time counts from now.
         assert_eq!(Mark::new("2200-01-01T00:00:00Z").age(), Duration::ZERO);
         assert_eq!(Mark::new("soon").age(), Duration::ZERO);
     }
 
     #[test]
-    fn the_time_of_a_mark_is_that_of_the_first_and_all_marks_go_together() {
+    fn the_first_time_of_a_mark_is_kept_and_all_marks_are_removed_together() {
         let annotations = |claim: &ProvisionedClaim, state| {
             let all = desired_marks(claim, state, "now").annotations;
             let keys = [

@@ -1,4 +1,4 @@
-//! One object's round: it has the owner with which it is to be deleted, or none.
+//! Reconciler of ownerReferences from the guest's objects to its Cluster object.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -8,7 +8,7 @@ use prometheus_client::metrics::gauge::Gauge;
 
 use crate::management::{DeletionOutcome, Management, OwnedObject};
 
-/// Keeps owners as the policy of guest deletion wants them.
+/// Keeps ownerReferences as the policy requires.
 pub(super) struct OwnerRefs {
     management: Management,
     queue: Queue<OwnedObject>,
@@ -17,12 +17,12 @@ pub(super) struct OwnerRefs {
 }
 
 impl OwnerRefs {
-    /// `outliving_count` is kept at the number of objects that stay, though the policy is to delete them.
+    /// `outliving_count` is set to the number of objects that stay although the policy is Delete.
     pub(super) fn new(management: Management, queue: Queue<OwnedObject>, outliving_count: Gauge) -> Self {
         Self { management, queue, outliving: Mutex::default(), outliving_count }
     }
 
-    /// Gives one object its owner; or asks for a look at each.
+    /// Updates the ownerReference of one object, or queues all objects.
     pub(super) async fn reconcile(&self, object: &OwnedObject) -> Result<Next, String> {
         if *object == OwnedObject::All {
             for one in self.management.owned_objects() {

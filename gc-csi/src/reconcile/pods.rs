@@ -1,4 +1,4 @@
-//! Which of the guest's pods use a claim.
+//! Guest pods by the claims that they use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use tokio_util::sync::CancellationToken;
 
 use crate::guest::reference;
 
-/// How many pods are read at once.
+/// Page size of lists.
 const PAGE: u32 = 500;
 
-/// How long a list of pods is good for: a pool that fails concerns many claims of a namespace at once.
+/// How long a list of pods is reused: a failed pool affects many claims of a namespace at once.
 const LISTED_FOR: Duration = Duration::from_secs(10);
 
-/// How many pods of one claim are reported to.
+/// Maximum number of pods per claim that get an event.
 const MAX_REPORTED: usize = 16;
 
-/// The pods of the guest, trimmed to their claims.
+/// Informer of guest pods, trimmed to their claims.
 #[derive(Debug, Clone)]
 pub(super) struct Pods {
     informer: Informer<Pod>,
@@ -35,7 +35,7 @@ pub(super) struct Pods {
 }
 
 impl Pods {
-    /// Starts the watch; `changed` is told of each claim whose users change.
+    /// Starts the informer; calls `changed` for each claim whose pods change.
     pub(super) fn start(
         client: &Client,
         check: Check,
@@ -62,7 +62,7 @@ impl Pods {
         Self { informer, by_claim }
     }
 
-    /// Waits until all were read once.
+    /// Waits for the first list.
     pub(super) async fn synced(&self) {
         self.informer.synced().await;
     }
@@ -73,14 +73,13 @@ impl Pods {
     }
 }
 
-/// The pods of a namespace, listed when a volume's trouble is to be reported to them. No watch is kept for it: most
-/// volumes never have any.
+/// Lists the pods of a namespace to report an abnormal volume. There is no watch, because most volumes never need it.
 pub(super) struct PodLister {
     client: Client,
     listed: Mutex<HashMap<String, Listed>>,
 }
 
-/// The pods of a namespace by claim, and when they were listed.
+/// The pods of a namespace by claim, and the time of the list.
 #[derive(Debug)]
 struct Listed {
     at: Instant,
@@ -92,7 +91,7 @@ impl PodLister {
         Self { client, listed: Mutex::default() }
     }
 
-    /// The pods that use a claim, as of the last ten seconds; of very many, the first ones.
+    /// The pods that use a claim, at most ten seconds old and at most [`MAX_REPORTED`].
     pub(super) async fn pods_using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
         let mut listed = self.listed.lock().await;
         listed.retain(|_, listed| listed.at.elapsed() < LISTED_FOR);
@@ -126,14 +125,14 @@ impl PodLister {
     }
 }
 
-/// The claims of a pod; one that has ended uses none any more.
+/// The claims of a pod; none after the pod has terminated.
 fn claims(pod: &Pod) -> Vec<Key> {
     if matches!(pod.phase.as_deref(), Some("Succeeded" | "Failed")) {
         return Vec::new();
     }
     let name = |volume: &PodVolume| match volume {
         PodVolume::Claim(name) => name.clone(),
-        // Kubernetes, "Generic ephemeral volumes": the claim's name is the pod's and the volume's.
+        // The claim of a generic ephemeral volume is named after the pod and the volume.
         PodVolume::Ephemeral(volume) => {
             format!("{}-{volume}", pod.metadata.name.as_deref().unwrap_or_default())
         }
@@ -142,7 +141,7 @@ fn claims(pod: &Pod) -> Vec<Key> {
     pod.volumes.iter().map(|volume| Key::new(namespace, name(volume))).collect()
 }
 
-/// Keeps of the metadata who it is.
+/// Keeps only the identity of the metadata.
 fn trim(pod: &mut Pod) {
     pod.metadata.annotations = None;
     pod.metadata.labels = None;
@@ -173,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_running_pod_uses_its_claims() {
+    fn only_pods_that_have_not_terminated_use_their_claims() {
         let running = pod("Running");
         assert_eq!(claims(&running), [Key::new("shop", "data"), Key::new("shop", "web-scratch")]);
         assert!(running.metadata.labels.is_none());

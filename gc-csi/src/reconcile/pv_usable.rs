@@ -1,5 +1,5 @@
-//! Whether a volume fits the management claim that it names: told on the guest's claim, or on the volume while it has
-//! none.
+//! Condition `nestor.dev/Usable`: whether a guest PersistentVolume is compatible with its management claim. Without a
+//! guest claim, an event on the PersistentVolume reports it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
@@ -14,7 +14,7 @@ use crate::guest::{Guest, reference};
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Usable";
 
-/// What the guest's claim should say; None where there is nothing new, as with a volume that always fitted.
+/// The condition; None if there is nothing to report, as for a volume that was always compatible.
 pub(super) fn condition(
     incompatible: Option<&Incompatible>,
     current: Option<&PersistentVolumeClaimCondition>,
@@ -28,9 +28,9 @@ pub(super) fn condition(
         },
         None if current.is_some_and(|current| !is_true(current)) => State {
             is_true: true,
-            reason: "Fits".to_owned(),
-            message: "the volume fits its management PersistentVolumeClaim now".to_owned(),
-            event: Event { warning: false, action: "Check", reason: "VolumeFits" },
+            reason: "Compatible".to_owned(),
+            message: "the volume is now compatible with its management PersistentVolumeClaim".to_owned(),
+            event: Event { warning: false, action: "Check", reason: "VolumeCompatible" },
         },
         None => return None,
     };
@@ -40,20 +40,20 @@ pub(super) fn condition(
 fn reason(incompatible: &Incompatible) -> &'static str {
     match incompatible {
         Incompatible::ClaimNotFound(..) => "ManagementClaimNotFound",
-        Incompatible::Differs(..) => "ManagementClaimDiffers",
+        Incompatible::Differs(..) => "ManagementClaimMismatch",
         Incompatible::Replaced { .. } => "ManagementVolumeReplaced",
     }
 }
 
-/// What was told of volumes that have no claim, by handle and name: they have no conditions that would remember it.
+/// Incompatibilities reported on PersistentVolumes without a claim, by handle and name: they have no conditions.
 #[derive(Debug, Default)]
 pub(super) struct ReportedIncompatibilities(Mutex<HashMap<String, Incompatibilities>>);
 
-/// What does not fit, by the volume's name.
+/// Incompatibilities by name of the PersistentVolume.
 pub(super) type Incompatibilities = BTreeMap<String, Incompatible>;
 
 impl ReportedIncompatibilities {
-    /// Takes all that there is to tell of volumes of this handle, and answers with what is new.
+    /// Stores the incompatibilities of a handle and returns those that changed.
     pub(super) fn take_changed(
         &self,
         handle: &str,
@@ -75,7 +75,7 @@ impl ReportedIncompatibilities {
     }
 }
 
-/// Tells on a volume what does not fit.
+/// Reports an incompatibility as an event on a PersistentVolume.
 pub(super) fn report(guest: &Guest, volume: &PersistentVolume, incompatible: &Incompatible) {
     guest.events.warning(reference(volume), "Check", reason(incompatible), incompatible.to_string());
 }
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_finding_about_a_volume_without_a_claim_is_told_when_it_changes() {
+    fn an_incompatibility_without_a_claim_is_reported_when_it_changes() {
         let reported = ReportedIncompatibilities::default();
         let one = |what| Incompatibilities::from([("pv-1".to_owned(), incompatible(what))]);
         assert_eq!(reported.take_changed("h", &one("a")), one("a"));
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_learns_that_its_volume_fits_only_after_it_did_not() {
+    fn compatibility_is_reported_only_after_an_incompatibility() {
         let before = |status: &str| PersistentVolumeClaimCondition {
             type_: CONDITION.to_owned(),
             status: status.to_owned(),

@@ -1,5 +1,5 @@
-//! What is looked at because it may have been edited, lost or restored behind our back: [`volume_entries`](super::entries) of
-//! VMs, and [`orphans`](super::orphans).
+//! Repair of drift, caused by edits, losses or restores: of [`volume_entries`](super::volume_entries) of VMs, and
+//! [`orphans`](super::orphans).
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use super::{SLOW_RETRY, WORKERS};
 use crate::guest::Guest;
 use crate::management::Management;
 
-/// Where changes are pushed.
+/// Work queues.
 #[derive(Debug, Clone)]
 pub(super) struct RepairQueues {
     /// Names of VMs.
@@ -28,7 +28,7 @@ pub(super) struct RepairQueues {
     pub(super) volumes: Queue<String>,
 }
 
-/// Both, registered but not started.
+/// Queues and metrics, before the clusters are connected.
 #[derive(Debug)]
 pub(super) struct Registered {
     queues: RepairQueues,
@@ -36,7 +36,7 @@ pub(super) struct Registered {
     metrics: RepairMetrics,
 }
 
-/// Both, with all that they watch.
+/// Both reconcilers and their informers.
 pub(super) struct Repair {
     queues: RepairQueues,
     management: Management,
@@ -57,7 +57,7 @@ impl Registered {
         &self.queues
     }
 
-    /// Starts the watch of what the guest orders to be attached.
+    /// Starts the informer of guest VolumeAttachments.
     pub(super) fn start(
         self,
         (guest, management): (Guest, Management),
@@ -94,15 +94,15 @@ impl Repair {
         self.volume_entries.k8s_attachments.clone()
     }
 
-    /// Looks at everything, and then at what changes, until `stop`; both clusters were read by now.
+    /// Reconciles everything once, then each change, until `stop`. Both clusters are synced.
     pub(super) async fn run(&self, stop: CancellationToken) {
         let VolumeEntries { k8s_attachments, zones, .. } = &self.volume_entries;
-        // An entry must not be called stale because its order was not read yet.
+        // Wait for all VolumeAttachments, so that no entry counts as stale too early.
         tokio::select! {
             () = stop.cancelled() => return,
             _ = async { tokio::join!(k8s_attachments.synced(), zones.synced()) } => {}
         }
-        // Whoever leads again has not seen what went on meanwhile: the grace of each begins anew.
+        // A new leader has not observed the time before: all grace periods start again.
         self.volume_entries.drift.forget();
         self.orphans.forget_observations();
         let (vms, volumes) = (self.queues.vms.worker(), self.queues.volumes.worker());

@@ -1,4 +1,5 @@
-//! Whether a management claim has more than the guest uses: the platform team expanded it.
+//! Condition `nestor.dev/Resizable`: the management claim has more capacity than the guest uses, because the platform
+//! team expanded it.
 
 use kube_kit::quantity;
 
@@ -7,21 +8,21 @@ use super::conditions::{ConditionUpdate, Event, State};
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Resizable";
 
-/// The sizes of a volume, in bytes.
+/// Sizes of a volume in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
-    /// What the management claim has.
+    /// Capacity of the management claim.
     pub(super) management_capacity: u64,
-    /// What the guest's volume says it has.
+    /// Capacity of the guest PersistentVolume.
     pub(super) pv_capacity: u64,
-    /// What the guest's claim asks for.
+    /// Request of the guest claim.
     pub(super) requested: u64,
-    /// What the guest's claim has got so far.
+    /// Capacity of the guest claim.
     pub(super) capacity: u64,
 }
 
-/// What there is to say of the sizes; None while the guest expands the volume by itself: what it gets can be more than
-/// it asked for, and csi-resizer and kubelet, which write the same claim meanwhile, are not to be disturbed.
+/// The condition; None while the guest expands the volume: the result can be larger than the request, and csi-resizer
+/// and kubelet write the same claim meanwhile.
 pub(super) fn condition(sizes: Sizes, management_claim: &str) -> Option<ConditionUpdate> {
     let Sizes { management_capacity, pv_capacity, requested, capacity } = sizes;
     if requested > pv_capacity.min(capacity) {
@@ -32,12 +33,12 @@ pub(super) fn condition(sizes: Sizes, management_claim: &str) -> Option<Conditio
         let (management_capacity, pv_capacity) = (quantity::of(management_capacity).0, quantity::of(pv_capacity).0);
         State {
             is_true: true,
-            reason: "GrownBelow".to_owned(),
+            reason: "CapacityAvailable".to_owned(),
             message: format!(
-                "management PersistentVolumeClaim {management_claim} has {management_capacity}, of which {pv_capacity} are used here: \
+                "management PersistentVolumeClaim {management_claim} has {management_capacity}, of which this cluster uses {pv_capacity}: \
                  request {management_capacity} in spec.resources.requests.storage to use all of it"
             ),
-            event: Event { warning: false, action: "Watch", reason: "VolumeGrownBelow" },
+            event: Event { warning: false, action: "Watch", reason: "VolumeCapacityAvailable" },
         }
     });
     Some(ConditionUpdate { condition: CONDITION, state, notify_pods: false })
@@ -60,14 +61,14 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_only_the_tier_below_knows_is_told() {
+    fn capacity_that_the_guest_does_not_use_is_reported() {
         let message = condition(3, 1, 1, 1).flatten().unwrap().message;
         assert!(message.contains("ns/c has 3Gi") && message.contains("request 3Gi"), "{message}");
         assert_ne!(condition(3, 1, 1, 1), condition(4, 1, 1, 1));
     }
 
     #[test]
-    fn the_guests_own_expansion_is_not_told_and_ends_what_was_told() {
+    fn nothing_is_reported_during_an_expansion_and_the_condition_is_removed_after_it() {
         for (management_capacity, pv_capacity, capacity) in [(1, 1, 1), (3, 1, 1), (3, 3, 1)] {
             assert_eq!(condition(management_capacity, pv_capacity, 3, capacity), None);
         }

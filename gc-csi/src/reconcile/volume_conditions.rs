@@ -1,4 +1,4 @@
-//! One volume's round in the guest: all that its claim should show, found and written together.
+//! Reconciler of the conditions of guest claims.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,7 @@ use crate::guest::{self, Guest};
 use crate::management::Management;
 use crate::management::sharing::Relation;
 
-/// Shows volumes on guest claims.
+/// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {
     guest: Guest,
     management: Management,
@@ -26,7 +26,7 @@ pub(super) struct VolumeConditions {
 }
 
 impl VolumeConditions {
-    /// `abnormal_count` is kept at the number of volumes that are not well.
+    /// `abnormal_count` is set to the number of abnormal volumes.
     pub(super) fn new(guest: Guest, management: Management, abnormal_count: Gauge) -> Self {
         let pods = PodLister::new(guest.client.clone());
         Self {
@@ -39,7 +39,7 @@ impl VolumeConditions {
         }
     }
 
-    /// Brings all that is shown of the volume of this handle up to date.
+    /// Updates the conditions of all claims of the volume with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
         let volumes = self.guest.volumes_of(handle);
         let management_claim = self.management.usable_claim(handle);
@@ -59,7 +59,7 @@ impl VolumeConditions {
                     updates.extend(pv_usable::condition(incompatible.as_ref(), before));
                     claimed.push((claim, updates));
                 }
-                // The claim is gone: so may be all below, and nobody minds.
+                // The claim was deleted, and the management claim may be deleted too: nothing to report.
                 None if self.guest.is_released(volume) => {}
                 None => unclaimed.extend(volume.metadata.name.clone().zip(incompatible)),
             }
@@ -75,7 +75,7 @@ impl VolumeConditions {
         Ok(Next::Wait)
     }
 
-    /// What the management cluster says of a volume that a claim has.
+    /// Condition updates from the management cluster for a claimed volume.
     fn volume_updates(
         &self,
         handle: &str,
@@ -93,7 +93,7 @@ impl VolumeConditions {
         let Some((management_claim, relation)) = management_claim else { return updates };
         updates.extend(health::condition(management_claim, current(claim, crds::names::CONDITION_HEALTHY)));
         let sizes = claim.spec.requested.zip(claim.status.capacity);
-        // Only its owner can expand a volume.
+        // Only the owner can expand a volume.
         if let (Relation::Own, Some(management_claim), Some(volume), Some((requested, capacity))) =
             (relation, management_claim.status.capacity, volume.spec.capacity, sizes)
         {

@@ -1,9 +1,9 @@
-//! The entries in `spec.volumes` of the guest's nodes, held against the guest's orders, both ways: one that nothing
-//! orders any more is taken out, and one that an order counts on is put back.
+//! Volume entries of the guest's VMs, compared with the guest's VolumeAttachments: an entry without a VolumeAttachment
+//! is removed, and a missing entry of an attached VolumeAttachment is restored.
 //!
-//! Taking out unplugs a disk, so it is done only of what gc-csi put in for this guest, from a VM that is a node of
-//! this guest, after nothing ordered it for a while, and when both clusters say so at that moment. Everything else in a
-//! VM is somebody else's decision.
+//! Removing an entry detaches a disk. It is therefore limited to entries that gc-csi created for this guest, on VMs
+//! that are Nodes of this guest, after the grace period, and after a read from both API servers. All other entries are
+//! left alone.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,17 +23,17 @@ use crate::management::Management;
 use crate::management::commit::{KeepReason, MayRemove};
 use crate::management::volume_entries::{Attach, AttachError, DetachError};
 
-/// How long a disk may take to come or to go before the round ends; the work goes on.
+/// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How soon a call that is under way for the same disk is over, as a rule.
+/// Retry interval while a CSI call for the same disk is in progress.
 const LOCK_RETRY: Duration = Duration::from_secs(1);
-/// How soon a repair that was refused is tried again, at most: its cause need not be something that is watched.
+/// Retry interval after a refused repair: the cause may be something that is not watched.
 const REFUSED_RETRY: Duration = Duration::from_secs(30);
 
-/// A disk of a VM.
+/// A disk: name of the VM and name of the claim.
 type Disk = (String, String);
 
-/// Keeps entries and orders together.
+/// Reconciler of volume entries and guest VolumeAttachments.
 pub(super) struct VolumeEntries {
     pub(super) guest: Guest,
     pub(super) management: Management,
@@ -45,7 +45,7 @@ pub(super) struct VolumeEntries {
     pub(super) drift: DriftTracker,
 }
 
-/// What was seen of disks earlier: since when nothing orders them, and what was told of them.
+/// Drift observed so far: since when entries are stale, and the last error reported for lost ones.
 #[derive(Debug, Default)]
 pub(super) struct DriftTracker {
     stale: Mutex<HashMap<Disk, Instant>>,
@@ -53,7 +53,7 @@ pub(super) struct DriftTracker {
 }
 
 impl VolumeEntries {
-    /// Looks at the entries of one VM.
+    /// Repairs the entries of one VM.
     pub(super) async fn reconcile(&self, vm_name: &str) -> Result<Next, String> {
         let vm = self.management.vm(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
         let k8s_attachments = self.k8s_attachments.on_node(vm_name);
@@ -63,7 +63,7 @@ impl VolumeEntries {
         };
         let lost = vm.as_deref().map_or(Vec::new(), |vm| lost(vm, &k8s_attachments));
 
-        // One that can't be repaired doesn't keep the others from it.
+        // A failed repair does not prevent the others.
         let mut outcomes = Vec::new();
         for (claim, since) in self.drift.since(vm_name, stale) {
             let left = self.grace.saturating_sub(since.elapsed());
@@ -79,7 +79,7 @@ impl VolumeEntries {
         combine(outcomes)
     }
 
-    /// The claims of entries that gc-csi made for this guest and no order is for.
+    /// The claims of entries that gc-csi created for this guest and that no VolumeAttachment requests.
     fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<String> {
         let requested: HashSet<&str> =
             k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_deref()).collect();
@@ -95,14 +95,14 @@ impl VolumeEntries {
     }
 
     async fn detach(&self, claim: &str, vm_name: &str) -> Result<Next, String> {
-        // Held while the clusters are asked and the entry goes, so that no call puts it in meanwhile.
+        // Held during the checks and the removal, so that no CSI call adds the entry meanwhile.
         let Ok(_guard) = self.locks.acquire(&format!("{claim} on {vm_name}")) else {
             return Ok(Next::After(LOCK_RETRY));
         };
         if !self.zones.is_node_live(vm_name).await?
             || !self.management.has_entry_live(claim, vm_name).await.map_err(|error| error.to_string())?
         {
-            // What the watches show is behind; when they have caught up, they push.
+            // The caches lag; the informers push the VM when they catch up.
             self.drift.forget_stale(claim, vm_name);
             return Ok(Next::After(LOCK_RETRY));
         }
@@ -111,7 +111,7 @@ impl VolumeEntries {
             self.management.detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
-                tracing::info!(vm_name, claim, k8s_attachment, "ordered again: its entry stays");
+                tracing::info!(vm_name, claim, k8s_attachment, "a VolumeAttachment requests the disk again: its entry stays");
                 self.drift.forget_stale(claim, vm_name);
                 return Ok(Next::After(LOCK_RETRY));
             }
@@ -121,8 +121,8 @@ impl VolumeEntries {
             _ => {}
         }
         let note = format!(
-            "VirtualMachine {} had volume {claim}, for which no VolumeAttachment of this cluster asked for {}: its entry \
-             in spec.volumes was taken out",
+            "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it for \
+             {}: its entry was removed from spec.volumes",
             self.management.full_name(vm_name),
             kube_kit::duration::show(self.grace),
         );
@@ -130,14 +130,14 @@ impl VolumeEntries {
         self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
         self.metrics.count(STALE_ENTRY);
         self.drift.forget_stale(claim, vm_name);
-        // The entry is out; that the disk is still leaving is told as any detach is.
+        // The entry is removed. Errors of the detach are reported as for any detach.
         if let Err(error) = gone {
             tracing::warn!(vm_name, claim, "{error}");
         }
         Ok(Next::Wait)
     }
 
-    /// Whether the entry of a claim may leave a VM: no order is for it, or may be, as the guest's API says now.
+    /// Check that no guest VolumeAttachment requests the claim on a VM, or may request it, read from the API server.
     fn may_remove(&self, claim: &str, vm_name: &str) -> MayRemove {
         let (k8s_attachments, management) = (self.k8s_attachments.clone(), self.management.clone());
         let (vm_name, claim) = (vm_name.to_owned(), claim.to_owned());
@@ -174,15 +174,16 @@ impl VolumeEntries {
             claim: handle.clone(),
             vm_name: vm_name.to_owned(),
             read_only: requirements.reads_only(),
-            // The entry of another VM may be what is wrong, as after a restore from a backup. A second writer is
-            // refused by the infra, and what has the disk there already takes it over.
+            // The entry on another VM may be the wrong one, as after a restore from a backup. The storage infra refuses
+            // a second writer; if it has this attachment already, it keeps it.
             exclusive: false,
             requirements,
             volumes: volumes.iter().map(|volume| guest::requirements(volume)).collect(),
         };
         let full_name = self.management.full_name(vm_name);
         let outcome = self.management.attach(&attach, Instant::now() + OPERATION_TIMEOUT).await;
-        // Whoever took it back meanwhile may have been told that there is nothing to detach.
+        // If the VolumeAttachment was deleted meanwhile, its ControllerUnpublishVolume may have found nothing to
+        // detach.
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await? {
             let may_remove = self.k8s_attachments.may_remove(handle, vm_name);
             let gone =
@@ -191,11 +192,11 @@ impl VolumeEntries {
         }
         let about = self.about(handle, vm_name);
         match outcome {
-            // The entry is in: how its disk fares is told as of any attach.
+            // The entry is restored. Errors of the attach are reported as for any attach.
             Ok(_) | Err(AttachError::Failed { .. } | AttachError::Deadline { .. }) => {
                 let note = format!(
-                    "VirtualMachine {full_name} had lost its entry for volume {handle}, which VolumeAttachment {} has \
-                     attached: it was put back; pods that used the volume meanwhile may have to be restarted",
+                    "VirtualMachine {full_name} had no entry for volume {handle}, which VolumeAttachment {} reports as \
+                     attached: the entry was restored; pods that used the volume meanwhile may need a restart",
                     k8s_attachment.name
                 );
                 tracing::warn!(vm_name, claim = handle, "{note}");
@@ -206,8 +207,8 @@ impl VolumeEntries {
             Err(error @ (AttachError::Leaving { .. } | AttachError::Commit(_))) => Err(error.to_string()),
             Err(error) => {
                 let note = format!(
-                    "VirtualMachine {full_name} has lost its entry for volume {handle}, which VolumeAttachment {} has \
-                     attached, and it can't be put back: {error}",
+                    "VirtualMachine {full_name} has no entry for volume {handle}, which VolumeAttachment {} reports as \
+                     attached, and the entry can't be restored: {error}",
                     k8s_attachment.name
                 );
                 if self.drift.is_new_error(handle, vm_name, &note) {
@@ -219,7 +220,7 @@ impl VolumeEntries {
         }
     }
 
-    /// Where people of the guest look: the claim, or else the node.
+    /// The object for events: the guest's claim, or else the Node.
     fn about(&self, handle: &str, vm_name: &str) -> ObjectReference {
         let claim = self.guest.volumes_of(handle).iter().find_map(|volume| self.guest.claim_of(volume));
         claim.map_or_else(|| self.zones.reference_to(vm_name), |claim| reference(&*claim))
@@ -227,7 +228,7 @@ impl VolumeEntries {
 }
 
 impl DriftTracker {
-    /// Since when each of the VM's stale claims was seen so; others of that VM are forgotten.
+    /// Since when each of the VM's stale claims is stale; forgets all others of the VM.
     fn since(&self, vm_name: &str, stale: Vec<String>) -> Vec<(String, Instant)> {
         let mut drift = lock(&self.stale);
         drift.retain(|(of, claim), _| of != vm_name || stale.contains(claim));
@@ -263,8 +264,8 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
     of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether an order is for the volume of this handle, or may be. Of a PersistentVolume that is gone, the management claim
-/// still tells the name.
+/// Whether a VolumeAttachment is or may be for the volume with this handle. If its PersistentVolume is gone, the
+/// management claim names it.
 fn may_be_for(management: &Management, k8s_attachment: &K8sAttachment, handle: &str) -> bool {
     match &k8s_attachment.handle {
         Some(requested) => requested == handle,
@@ -272,7 +273,7 @@ fn may_be_for(management: &Management, k8s_attachment: &K8sAttachment, handle: &
     }
 }
 
-/// The orders that say their disk is there though the VM has no entry for it.
+/// The attached VolumeAttachments whose entry is missing on the VM.
 fn lost<'a>(vm: &VirtualMachine, k8s_attachments: &'a [K8sAttachment]) -> Vec<&'a K8sAttachment> {
     let sources = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
     let there: HashSet<&str> = sources.map(|source| source.claim_name.as_str()).collect();
@@ -283,7 +284,7 @@ fn lost<'a>(vm: &VirtualMachine, k8s_attachments: &'a [K8sAttachment]) -> Vec<&'
     k8s_attachments.iter().filter(is_lost).collect()
 }
 
-/// When to look again at a VM of which all this came: as its last failure says, where there was one.
+/// The result for a VM: the last error, or else the earliest requeue.
 fn combine(outcomes: Vec<Result<Next, String>>) -> Result<Next, String> {
     let mut next = Next::Wait;
     let mut failed = None;
@@ -320,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_guest_was_told_is_there_can_be_lost() {
+    fn only_entries_of_attached_volume_attachments_count_as_lost() {
         let vm: VirtualMachine = serde_json::from_value(json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "metadata": {"name": "vm"},
             "spec": {"volumes": [{"name": "a", "persistentVolumeClaim": {"claimName": "a"}}]},
@@ -340,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_is_looked_at_again_at_the_soonest_and_after_any_failure() {
+    fn a_vm_is_requeued_at_the_earliest_time_and_after_any_error() {
         let after = |seconds| Ok(Next::After(Duration::from_secs(seconds)));
         assert_eq!(combine(Vec::new()), Ok(Next::Wait));
         assert_eq!(combine(vec![after(5), Ok(Next::Wait), after(3)]), after(3));
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn the_time_of_a_stale_entry_begins_anew_when_it_was_wanted_in_between() {
+    fn the_grace_period_restarts_when_an_entry_was_requested_in_between() {
         let drift = DriftTracker::default();
         let first = drift.since("vm", vec!["a".to_owned()])[0].1;
         drift.since("other", Vec::new());
@@ -359,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_is_told_once_until_it_is_another() {
+    fn a_repeated_error_is_reported_once() {
         let drift = DriftTracker::default();
         assert!(drift.is_new_error("a", "vm", "in use"));
         assert!(!drift.is_new_error("a", "vm", "in use"));

@@ -1,25 +1,25 @@
-//! Whether a guest's PersistentVolume fits the management claim that it names. A person who writes one by hand can be
-//! wrong about every part of it, so the same check tells them at once and keeps the disk out of the VM.
+//! Compatibility check between a guest PersistentVolume and the management claim that it names. It reports mistakes of
+//! manually created PersistentVolumes and prevents the attach.
 
 use crds::names::MANAGEMENT_VOLUME;
 use kube_kit::quantity;
 
 use crate::pin::Pin;
 
-/// Which management claim, for what, and how a guest wants it.
+/// Requirements of a guest PersistentVolume on its management claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct PvRequirements {
-    /// The guest's PersistentVolume, where it is known.
+    /// Name of the guest PersistentVolume, if known.
     pub(crate) volume: Option<String>,
-    /// What it says its capacity is, in bytes.
+    /// Its capacity in bytes.
     pub(crate) capacity: Option<u64>,
-    /// Whether it is for a raw block device.
+    /// Whether it is a raw block volume.
     pub(crate) block: bool,
-    /// Its access modes, as Kubernetes writes them.
+    /// Its access modes, as Kubernetes names them.
     pub(crate) modes: Vec<String>,
-    /// Whether it is attached for reading only, whatever its modes are.
+    /// Whether it is attached read-only, whatever its access modes.
     pub(crate) read_only: bool,
-    /// Which bytes it stands for.
+    /// The management PersistentVolume that it is pinned to.
     pub(crate) pin: Pin,
 }
 
@@ -29,7 +29,7 @@ impl PvRequirements {
         self.read_only || self.modes.iter().all(|mode| mode == "ReadOnlyMany")
     }
 
-    /// What it is, for people.
+    /// Its name for messages.
     fn name(&self) -> String {
         match &self.volume {
             Some(name) => format!("guest PersistentVolume {name}"),
@@ -38,54 +38,53 @@ impl PvRequirements {
     }
 }
 
-/// The management claim.
+/// Properties of a management claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct ClaimProperties {
-    /// What it really has, in bytes; None before it is bound.
+    /// Capacity in bytes; None before it is bound.
     pub(crate) capacity: Option<u64>,
-    /// Whether it is a raw block device.
+    /// Whether it is a raw block volume.
     pub(crate) block: bool,
-    /// Its access modes, as Kubernetes writes them.
+    /// Access modes, as Kubernetes names them.
     pub(crate) modes: Vec<String>,
-    /// Whether it is shared with this guest for reading only.
+    /// Whether it is shared read-only with this guest.
     pub(crate) read_only: bool,
-    /// The management PersistentVolume that it is bound to, or is to be.
+    /// The management PersistentVolume that it is or will be bound to.
     pub(crate) volume: Option<String>,
 }
 
-/// What does not fit, in a sentence that names both tiers' objects and says what to do.
+/// An incompatibility. The message names the objects of both clusters and the remedy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Incompatible {
-    /// There is no such claim to this guest.
+    /// The claim does not exist for this guest.
     #[error(
         "{0}: management PersistentVolumeClaim {1} does not exist, or is neither this guest's nor shared with it; \
          correct volumeHandle, or ask the platform team to label the claim {2}: rw or ro"
     )]
     ClaimNotFound(String, String, String),
-    /// It differs from the claim.
+    /// A property of the volume differs from the claim.
     #[error("{0}, but management PersistentVolumeClaim {1} {2}; {3}")]
     Differs(String, String, String, &'static str),
-    /// The claim has other bytes than those that the volume stands for.
+    /// The claim is bound to another PersistentVolume than the volume is pinned to.
     #[error(
         "{volume} is pinned to management PersistentVolume {pinned}, but management PersistentVolumeClaim {claim} is \
-         bound to {bound}: a claim that was deleted and made anew under the same name has other bytes; have the claim \
-         bound to {pinned} again, or, if the other volume is meant, set annotation {MANAGEMENT_VOLUME} on {volume} to \
-         its name"
+         bound to {bound}: a claim that was deleted and recreated under the same name has other data; bind the claim \
+         to {pinned} again or, to use the other volume, set annotation {MANAGEMENT_VOLUME} on {volume} to its name"
     )]
     Replaced {
-        /// The guest's volume.
+        /// The guest PersistentVolume.
         volume: String,
-        /// What it is pinned to.
+        /// The PersistentVolume that it is pinned to.
         pinned: String,
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What that is bound to.
+        /// The PersistentVolume that the claim is bound to.
         bound: String,
     },
 }
 
-/// Compares what is asked with the management claim `claim`, which is None where this guest has none of that name;
-/// `share_label` is the label by which it could be given one.
+/// Checks the requirements against the management claim `claim`; `claim_properties` is None if it does not exist for
+/// this guest. `share_label` is the label that would share it.
 pub(crate) fn check(
     requirements: &PvRequirements,
     claim: &str,
@@ -105,36 +104,36 @@ pub(crate) fn check(
         return differs(
             format!("has volumeMode {}", mode(requirements.block)),
             format!("has {}", mode(claim_properties.block)),
-            "make the volume anew with the claim's volumeMode",
+            "recreate the volume with the claim's volumeMode",
         );
     }
     if let (Some(stated), Some(has)) = (requirements.capacity, claim_properties.capacity)
         && stated > has
     {
         return differs(
-            format!("says its capacity is {}", quantity::of(stated).0),
+            format!("has capacity {}", quantity::of(stated).0),
             format!("has {}", quantity::of(has).0),
-            "make the volume anew with no more than that, or have the claim expanded",
+            "recreate the volume with at most that capacity, or have the claim expanded",
         );
     }
     if let Some(mode) = requirements.modes.iter().find(|mode| !allows(&claim_properties.modes, mode)) {
         return differs(
             format!("has access mode {mode}"),
             format!("has {} only", claim_properties.modes.join(", ")),
-            "make the volume anew with an access mode that the claim has",
+            "recreate the volume with an access mode of the claim",
         );
     }
     if claim_properties.read_only && !requirements.reads_only() {
         return differs(
             format!("has access mode {} and is not read-only", requirements.modes.join(", ")),
-            "is shared with this guest for reading only".to_owned(),
-            "make the volume anew with csi.readOnly: true, or with access mode ReadOnlyMany",
+            "is shared read-only with this guest".to_owned(),
+            "recreate the volume with csi.readOnly: true, or with access mode ReadOnlyMany",
         );
     }
     Ok(())
 }
 
-/// Whether the claim, which is bound to `bound`, has the bytes that the volume stands for.
+/// Checks the pin of a volume against the PersistentVolume `bound` that the claim is bound to.
 pub(crate) fn check_pin(
     requirements: &PvRequirements,
     claim: &str,
@@ -146,8 +145,8 @@ pub(crate) fn check_pin(
     Err(Incompatible::Replaced { volume: requirements.name(), pinned, claim, bound })
 }
 
-/// Whether a claim of these modes can be used in this one. ReadWriteOncePod keeps pods apart, not nodes, so to a
-/// VM it is ReadWriteOnce; and what many may write, many may read, and one alone may have.
+/// Whether a claim with these access modes allows this one. ReadWriteOncePod restricts pods, not nodes, so it equals
+/// ReadWriteOnce for a VM. ReadWriteMany allows all modes.
 fn allows(modes: &[String], wanted: &str) -> bool {
     let node_wise =
         |mode: &str| if mode == "ReadWriteOncePod" { "ReadWriteOnce".to_owned() } else { mode.to_owned() };
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_is_as_large_or_larger_and_of_the_same_mode_fits() {
+    fn a_claim_of_the_same_mode_that_is_large_enough_is_compatible() {
         for (wanted, has) in [
             ("ReadWriteOnce", "ReadWriteOnce"),
             ("ReadWriteOncePod", "ReadWriteOnce"),
@@ -202,12 +201,12 @@ mod tests {
     }
 
     #[test]
-    fn each_difference_is_told_with_both_names_and_a_remedy() {
+    fn each_difference_names_both_objects_and_a_remedy() {
         let one = claim_properties(1, &["ReadWriteOnce"]);
         assert_eq!(
             finding(&requirements(2, &["ReadWriteOnce"]), Some(&one)),
-            "guest PersistentVolume data says its capacity is 2Gi, but management PersistentVolumeClaim claim-1 has \
-             1Gi; make the volume anew with no more than that, or have the claim expanded"
+            "guest PersistentVolume data has capacity 2Gi, but management PersistentVolumeClaim claim-1 has 1Gi; \
+             recreate the volume with at most that capacity, or have the claim expanded"
         );
         let block = PvRequirements { block: true, ..requirements(1, &["ReadWriteOnce"]) };
         assert!(finding(&block, Some(&one)).contains("volumeMode Block"));
@@ -218,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_with_other_bytes_does_not_fit_whatever_else_does() {
+    fn a_claim_that_is_bound_to_another_volume_is_incompatible() {
         let pin = Pin { attribute: Some("pvc-old".to_owned()), annotation: None };
         let pinned = PvRequirements { pin, ..requirements(1, &["ReadWriteOnce"]) };
         let claim = |to: Option<&str>| ClaimProperties {
@@ -235,10 +234,10 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_shared_for_reading_takes_readers_only() {
+    fn a_claim_that_is_shared_read_only_is_compatible_only_with_readers() {
         let shared =
             ClaimProperties { read_only: true, ..claim_properties(1, &["ReadWriteOnce", "ReadOnlyMany"]) };
-        assert!(finding(&requirements(1, &["ReadWriteOnce"]), Some(&shared)).contains("for reading only"));
+        assert!(finding(&requirements(1, &["ReadWriteOnce"]), Some(&shared)).contains("read-only"));
         assert_eq!(finding(&requirements(1, &["ReadOnlyMany"]), Some(&shared)), "");
         let reader = PvRequirements { read_only: true, ..requirements(1, &["ReadWriteOnce"]) };
         assert_eq!(finding(&reader, Some(&shared)), "");

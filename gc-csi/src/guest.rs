@@ -65,7 +65,7 @@ impl Guest {
         volume_changed: impl Fn(&str) + Clone + Send + Sync + 'static,
         claim_gone: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
-        let not_synced = "not read yet";
+        let not_synced = "not synced yet";
         let Scope { drivers, claim_labels } = scope;
         let known = drivers.clone();
         let claims = Informer::builder("guest PersistentVolumeClaims", Api::all(client.clone()))

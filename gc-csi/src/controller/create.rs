@@ -117,8 +117,8 @@ impl Controller {
         match self.management.abandon_claim(csi_name, deadline).await {
             Ok(Abandoned::HasVolume) => Ok(()),
             Ok(Abandoned::Gone) => Err(Status::not_found(format!(
-                "there is no PersistentVolumeClaim {claim} in the guest any more for which volume {csi_name} was to \
-                 be made: nothing of it is left in the management cluster"
+                "guest PersistentVolumeClaim {claim}, for which volume {csi_name} was requested, no longer exists: \
+                 nothing is left in the management cluster"
             ))),
             Err(error) => Err(errors::delete(&error)),
         }
@@ -139,8 +139,8 @@ impl Controller {
             return Ok(());
         }
         let text = format!(
-            "StorageClass {guest_class} of the guest says reclaimPolicy {guest}, but its management StorageClass \
-             {management_class} says {management}: use classes with the same policy"
+            "guest StorageClass {guest_class} has reclaimPolicy {guest}, but its management StorageClass \
+             {management_class} has {management}: use classes with the same policy"
         );
         if self.refuse_mismatch {
             return Err(Status::failed_precondition(text));

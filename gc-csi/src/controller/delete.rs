@@ -24,8 +24,8 @@ impl Controller {
         let named = self.guest.volumes_of(volume);
         if let Some(other) = other_user(&named, |volume| self.guest.is_released(volume)) {
             return Err(Status::failed_precondition(format!(
-                "volume {volume} is that of PersistentVolume {other}, too, so it was left alone: set \
-                 persistentVolumeReclaimPolicy Retain on the one that goes, or delete {other} first"
+                "volume {volume} is also used by PersistentVolume {other} and was not deleted: set \
+                 persistentVolumeReclaimPolicy Retain on the PersistentVolume to be deleted, or delete {other} first"
             )));
         }
         let requirements: Vec<PvRequirements> =

@@ -57,7 +57,7 @@ impl Controller {
         let classes = self.guest.classes.list();
         let parameter_values: Vec<&str> = request.parameters.values().map(String::as_str).collect();
         Err(Status::invalid_argument(format!(
-            "driver {legacy} creates no new volumes, {GUEST_DRIVER} only serves its existing ones: {}",
+            "driver {legacy} creates no new volumes, {GUEST_DRIVER} only serves its existing ones; {}",
             class_advice(classes.iter().map(|class| &**class), &parameter_values)
         )))
     }

@@ -70,8 +70,8 @@ impl Controller {
     ) -> Result<Response<R>, Status> {
         let answer = tokio::time::timeout_at(deadline + ANSWER_GRACE, call).await.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(
-                "no answer from the API of the management cluster in time; what was asked for may come about there, \
-                 and the same call finds it",
+                "the API server of the management cluster did not answer in time; the request may still take effect, \
+                 and a retry finds the result",
             ))
         });
         answer.map(Response::new).map_err(|status| match (status.code(), self.management.watch_error()) {

@@ -74,8 +74,8 @@ impl Controller {
         match self.management.abandon_snapshot(csi_name, deadline).await {
             Ok(AbandonedSnapshot::Cut) => Ok(()),
             Ok(AbandonedSnapshot::Gone) => Err(Status::not_found(format!(
-                "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was to be taken, is gone or \
-                 being deleted: nothing of it is left in the management cluster"
+                "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was requested, is gone or \
+                 being deleted: nothing is left in the management cluster"
             ))),
             Err(error) => Err(errors::delete_snapshot(&error)),
         }

@@ -55,8 +55,9 @@ impl Guest {
         let mut handles = HashSet::new();
         loop {
             let page = api.list(&parameters).await;
-            let page = page
-                .map_err(|error| format!("failed to list the guest's PersistentVolumes: {}", chain(&error)))?;
+            let page = page.map_err(|error| {
+                format!("failed to list the guest's PersistentVolumes: {}", chain(&error))
+            })?;
             let csi = page.items.into_iter().filter_map(|volume| volume.spec.csi);
             handles.extend(csi.filter(|csi| self.drivers.contains(&csi.driver)).map(|csi| csi.volume_handle));
             // All pages are from one snapshot.

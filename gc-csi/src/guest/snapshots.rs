@@ -17,7 +17,11 @@ impl Guest {
         match api.get_metadata_opt(content).await {
             Ok(found) => found.is_some_and(|found| found.metadata.deletion_timestamp.is_none()),
             Err(error) => {
-                tracing::warn!(content, "failed to read the guest's VolumeSnapshotContent: {}", chain(&error));
+                tracing::warn!(
+                    content,
+                    "failed to read the guest's VolumeSnapshotContent: {}",
+                    chain(&error)
+                );
                 true
             }
         }

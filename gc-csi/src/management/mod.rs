@@ -160,7 +160,7 @@ impl Management {
         handlers: ChangeHandlers,
     ) -> Self {
         let namespace = identity.namespace.as_str();
-        let not_synced = "not read yet";
+        let not_synced = "not synced yet";
         let resource = crds::virtual_machine_resource(version);
 
         let claims = Informer::builder(

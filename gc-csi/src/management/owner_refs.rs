@@ -131,8 +131,8 @@ impl ClusterOwner {
         let version = versions::served(client, names::CLUSTER_GROUP, newest, &check, stop).await?;
         let Some(version) = version else {
             tracing::warn!(
-                "--on-guest-deletion Delete has no effect: the management cluster serves no {}. Install Cluster API, \
-                 and start gc-csi's controller again",
+                "--on-guest-deletion Delete has no effect: the management cluster serves no {}. Install Cluster API \
+                 and restart gc-csi's controller",
                 names::CLUSTER_GROUP
             );
             return Some(Self { policy, clusters: None });

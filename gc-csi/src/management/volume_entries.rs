@@ -27,7 +27,7 @@ use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
 
 /// Advice in errors of a detach.
-const DETACH_HELP: &str = "it goes as soon as the machine lets go of it or is off; if the machine is lost, taint its Node with \
+const DETACH_HELP: &str = "the detach completes when the guest OS releases the disk or the VM is off; if the VM is lost, taint its Node with \
     node.kubernetes.io/out-of-service:NoExecute";
 
 /// Names of the VMs that each entry's disk is attached to.
@@ -151,8 +151,8 @@ pub(crate) enum DetachError {
     },
     /// Neither the VM nor the claim is known to belong to this guest.
     #[error(
-        "VirtualMachine {vm_name} has volume {claim}, and neither is known to be this guest's: it was left as it is; if \
-         it is this guest's machine, ask the platform team to label it {}=<cluster ID>",
+        "VirtualMachine {vm_name} has volume {claim}, but neither is known to belong to this guest: it was not \
+         detached; if the VM is this guest's, ask the platform team to label it {}=<cluster ID>",
         names::LABEL_CLUSTER_ID
     )]
     NotOwned {
@@ -164,7 +164,7 @@ pub(crate) enum DetachError {
     /// Another entry, not created by gc-csi, attaches the same claim.
     #[error(
         "volume {claim} stays attached to VirtualMachine {vm_name} by entry {entry} of its spec.volumes, which gc-csi did \
-         not make: take that entry out"
+         not create: remove that entry"
     )]
     ForeignEntry {
         /// Name of the management claim.

@@ -65,8 +65,8 @@ pub(super) fn condition(
                     attached.push(name.clone());
                 }
                 Some(error) => {
- attach_errors.push(format!("VirtualMachine {name}: attach failed: {error}"));
- },
+                    attach_errors.push(format!("VirtualMachine {name}: attach failed: {error}"));
+                }
                 None => in_progress = true,
             }
         }
@@ -159,7 +159,9 @@ mod tests {
             reported(std::slice::from_ref(&detach_errors), false),
             Some((true, "VirtualMachine vm-4: detach failed: it is paused".to_owned()))
         );
-        let why = "VirtualMachine vm-3: attach failed: no space; VirtualMachine vm-4: detach failed: it is paused".to_owned();
+        let why =
+            "VirtualMachine vm-3: attach failed: no space; VirtualMachine vm-4: detach failed: it is paused"
+                .to_owned();
         assert_eq!(reported(&[detach_errors, attach_errors], false), Some((true, why)));
         let leaving = vm("vm-5", json!({"name": "c:detaching", "attached": true}));
         assert_eq!(

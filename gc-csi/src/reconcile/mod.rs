@@ -210,7 +210,7 @@ impl Reconcilers {
     ) -> Started {
         let Self { queues, repair, abnormal, outliving } = self;
         let client = &guest.client;
-        let nodes = ready.check("guest-nodes", "not read yet");
+        let nodes = ready.check("guest-nodes", "not synced yet");
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
         let zones = zones::Zones::start(
             client,
@@ -226,7 +226,7 @@ impl Reconcilers {
         let zones = Arc::new(zones);
         let records = queues.records.clone();
         let pods = options.sync_pods.then(|| {
-            let (check, claims) = (ready.check("guest-pods", "not read yet"), guest.clone());
+            let (check, claims) = (ready.check("guest-pods", "not synced yet"), guest.clone());
             pods::Pods::start(client, check, &stop, move |claim| {
                 if let Some(handle) = claims.handle_of(claim) {
                     records.push(handle);

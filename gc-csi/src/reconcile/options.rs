@@ -40,7 +40,7 @@ fn label_key(text: &str) -> Result<String, String> {
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
     if !is_name || prefix.is_some_and(|prefix| !crate::management::is_object_name(prefix)) {
         return Err("not a label key: use a name of 1 to 63 letters, digits, '-', '_' or '.', \
-                    and maybe a DNS name and '/' before it"
+                    optionally after a DNS name and '/'"
             .to_owned());
     }
     let within = |domain: &str| {

@@ -67,7 +67,7 @@ impl Registered {
         ready: &Health,
         stop: &CancellationToken,
     ) -> Repair {
-        let check = ready.check("guest-attachments", "not read yet");
+        let check = ready.check("guest-attachments", "not synced yet");
         let client = guest.client.clone();
         let k8s_attachments =
             K8sAttachments::start(&client, guest.clone(), check, stop, self.queues.vms.clone());

@@ -17,7 +17,11 @@ pub(super) struct RepairMetrics(Family<Labels, Counter>);
 impl RepairMetrics {
     pub(super) fn register(registry: &mut Registry) -> Self {
         let metrics = Family::<Labels, Counter>::default();
-        registry.register("repairs", "Repairs of drift between the guest and the management cluster", metrics.clone());
+        registry.register(
+            "repairs",
+            "Repairs of drift between the guest and the management cluster",
+            metrics.clone(),
+        );
         // Created at start, so that an alert sees the first increment.
         for kind in [STALE_ENTRY, LOST_ENTRY, ORPHAN_REMOVED] {
             drop(metrics.get_or_create(&Labels { kind }));

@@ -111,7 +111,12 @@ impl VolumeEntries {
             self.management.detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
-                tracing::info!(vm_name, claim, k8s_attachment, "a VolumeAttachment requests the disk again: its entry stays");
+                tracing::info!(
+                    vm_name,
+                    claim,
+                    k8s_attachment,
+                    "a VolumeAttachment requests the disk again: its entry stays"
+                );
                 self.drift.forget_stale(claim, vm_name);
                 return Ok(Next::After(LOCK_RETRY));
             }

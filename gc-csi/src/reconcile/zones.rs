@@ -152,7 +152,9 @@ impl Zones {
                 Ok(())
             }
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-            Err(error) => Err(format!("failed to label guest Node {name} with zone {zone}: {}", chain(&error))),
+            Err(error) => {
+                Err(format!("failed to label guest Node {name} with zone {zone}: {}", chain(&error)))
+            }
         }
     }
 

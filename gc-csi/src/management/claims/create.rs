@@ -1,4 +1,4 @@
-//! Claims made, and waited for until they are bound.
+//! Creation of management claims, and the wait until they are bound.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,32 +18,32 @@ use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::bound_to;
 use crate::management::{ApiError, Management, recent_outcomes, snapshots};
 
-/// A claim to make.
+/// A management claim to create.
 #[derive(Debug, Clone)]
 pub(crate) struct NewClaim {
-    /// The name that the caller gave the volume.
+    /// CSI name of the volume.
     pub csi_name: String,
-    /// How large it must and may be.
+    /// Required and maximum size.
     pub size: Size,
     /// Management StorageClass.
     pub class: String,
-    /// Whether it is used as a raw block device.
+    /// Whether it is a raw block volume.
     pub block: bool,
-    /// Its access modes, as Kubernetes writes them.
+    /// Access modes, as Kubernetes names them.
     pub access_modes: Vec<&'static str>,
-    /// What it is made from; without it, it is empty.
+    /// Source of the data; None for an empty volume.
     pub source: Option<Source>,
-    /// What the guest's volumes are that the source is, where it is a volume.
+    /// Requirements of the guest PersistentVolumes of the source, if that is a volume.
     pub source_volumes: Vec<PvRequirements>,
     /// Management VolumeAttributesClass.
     pub attributes_class: Option<String>,
-    /// The zones from which it must be reachable, best first; none where any will do.
+    /// Zones from which the volume must be reachable, in the order of preference; empty for any.
     pub zones: Vec<String>,
-    /// Whom it is for, as annotations.
+    /// Annotations that name the guest objects.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// What a claim is made from.
+/// Source of a volume's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A management VolumeSnapshot.
@@ -74,131 +74,131 @@ impl std::fmt::Display for Source {
     }
 }
 
-/// A claim that is bound.
+/// A bound claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundClaim {
-    /// The claim's name, which is the volume's handle.
+    /// Name of the claim, which is the volume handle.
     pub name: String,
-    /// The PersistentVolume that it is bound to.
+    /// Name of its PersistentVolume.
     pub volume: String,
-    /// What it really has, in bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// The zones from which it can be reached; none where it can be from everywhere.
+    /// Zones from which it is reachable; empty for all.
     pub zones: Vec<String>,
 }
 
-/// Why no claim was made or bound.
+/// Why a claim was not created or bound.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CreateError {
-    /// The management StorageClass is unknown.
+    /// The management StorageClass does not exist.
     #[error(
         "StorageClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's StorageClass, or ask the platform team for that class",
         names::PARAMETER_MANAGEMENT_CLASS
     )]
     NoClass {
-        /// The name that was asked for.
+        /// The requested class.
         class: String,
     },
-    /// The management VolumeAttributesClass is unknown.
+    /// The management VolumeAttributesClass does not exist.
     #[error(
         "VolumeAttributesClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's VolumeAttributesClass, or ask the platform team for that class",
         names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS
     )]
     NoAttributesClass {
-        /// The name that was asked for.
+        /// The requested class.
         class: String,
     },
-    /// Several VMs may not write to volumes of this class.
+    /// The class does not allow several VMs to write to a volume.
     #[error(
-        "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not let several machines write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
+        "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not allow several VMs to write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
         names::PARAMETER_SHAREABLE
     )]
     NotShareable {
         /// The management class.
         class: String,
     },
-    /// There is nothing of this name that this guest may copy.
+    /// The source does not exist for this guest.
     #[error(
-        "{origin} does not exist, or is neither this guest's nor shared with it: nothing can be made from it"
+        "{origin} does not exist, or is neither this guest's nor shared with it: it can't be used as a source"
     )]
     NoSource {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
     },
-    /// What is to be copied is not complete.
-    #[error("{origin} is not {state} yet: nothing can be made from it")]
+    /// The source is not complete.
+    #[error("{origin} is not {state} yet: it can't be used as a source")]
     SourceNotReady {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
-        /// What it must be.
+        /// The required state.
         state: &'static str,
     },
-    /// What is to be copied has other bytes than those that are meant.
-    #[error("nothing can be copied: {0}")]
+    /// The source has other data than the guest's PersistentVolume is pinned to.
+    #[error("the source was replaced: {0}")]
     SourceReplaced(Incompatible),
-    /// What is to be copied is used in another way.
-    #[error("{origin} has volumeMode {has}, so no volume with volumeMode {request} can be made from it")]
+    /// The source has another volumeMode.
+    #[error("{origin} has volumeMode {has}: it can't be the source of a volume with volumeMode {request}")]
     SourceMode {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
-        /// Its mode.
+        /// Its volumeMode.
         has: &'static str,
-        /// The mode that was asked for.
+        /// The requested volumeMode.
         request: &'static str,
     },
-    /// What is to be copied does not fit.
-    #[error("{origin} has {has}, more than the {request} that were requested: request at least as much")]
+    /// The source is larger than the requested volume.
+    #[error("{origin} has {has}, more than the requested {request}: request at least {has}")]
     SourceTooLarge {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
         /// Its size.
         has: String,
-        /// The size that was asked for.
+        /// The requested size.
         request: String,
     },
-    /// No whole number of mebibytes lies in the range.
+    /// The range contains no whole number of MiB.
     #[error(transparent)]
     NoSuchSize(NoSize),
-    /// More zones than a management claim may name.
+    /// More zones than a management claim can request.
     #[error(
-        "the volume was asked for in {zones} zones, and at most {} can be requested: allow fewer in allowedTopologies of \
+        "the volume was requested in {zones} zones, but at most {} are possible: allow fewer in allowedTopologies of \
          the guest's StorageClass",
         names::MAX_REQUESTED_ZONES
     )]
     TooManyZones {
-        /// How many.
+        /// Number of requested zones.
         zones: usize,
     },
-    /// The name is taken by a volume that differs.
+    /// A volume of this name exists with other properties.
     #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
     Differs {
-        /// The caller's name.
+        /// CSI name of the volume.
         csi_name: String,
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What differs.
+        /// The difference.
         difference: String,
     },
-    /// The claim came out larger than the caller allows.
+    /// The claim is larger than the limit.
     #[error(
         "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {outcome}"
     )]
     TooLarge {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// Its capacity.
         capacity: u64,
         /// The limit.
         limit: u64,
-        /// What became of the claim.
+        /// What happened to the claim.
         outcome: &'static str,
     },
-    /// The management tier reports a failure; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
     Failing {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The tier's own words.
+        /// The reported warning.
         warning: String,
     },
     /// The claim lost its volume.
@@ -206,36 +206,36 @@ pub(crate) enum CreateError {
         "management PersistentVolumeClaim {claim} lost its PersistentVolume: the platform team must restore it"
     )]
     Lost {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
     },
     /// The claim is being deleted.
-    #[error("management PersistentVolumeClaim {claim} of this name is being deleted: wait until it is gone")]
+    #[error("management PersistentVolumeClaim {claim} is being deleted: wait until it is gone")]
     Deleting {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
     },
-    /// Time ran out; the work goes on.
-    #[error("management PersistentVolumeClaim {claim} was not bound in time{detail}")]
+    /// The deadline passed; provisioning continues.
+    #[error("timed out waiting until management PersistentVolumeClaim {claim} is bound{detail}")]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The latest warning, or nothing.
+        /// The latest warning, or empty.
         detail: String,
     },
-    /// The request failed.
-    #[error("cannot create management PersistentVolumeClaim {claim}: {source}")]
+    /// The API request failed.
+    #[error("failed to create management PersistentVolumeClaim {claim}: {source}")]
     Api {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Makes the claim unless it is there, and waits until it is bound. What it is made from, or of, that is not seen
-    /// by `cache_deadline` is called missing.
+    /// Creates the claim unless it exists, and waits until it is bound. Classes and sources that the cache does not
+    /// show by `cache_deadline` count as missing.
     pub(crate) async fn create_claim(
         &self,
         request: &NewClaim,
@@ -257,7 +257,7 @@ impl Management {
             let api: Api<v1::PersistentVolumeClaim> =
                 Api::namespaced(self.claims_api.clone().into_client(), &self.identity.namespace);
             match api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
-                // An earlier call made it; the informer will show it, and it is compared then.
+                // If an earlier call created it, it is compared with the request when the informer shows it.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(CreateError::Api { claim: name, source }),
             }
@@ -265,12 +265,12 @@ impl Management {
         let bound = self.wait_bound(&name, request, bytes, mark, deadline).await?;
         if let Some(limit) = request.size.limit.filter(|limit| bound.capacity > *limit) {
             let outcome = match self.delete_claim(&name, &[], deadline).await {
-                Ok(()) => "it was deleted again",
+                Ok(()) => "the claim was deleted",
                 Err(DeleteError::Retained { .. }) => {
-                    "it stays, by its class's reclaim policy: have it removed"
+                    "the claim stays because of its class's reclaim policy Retain: delete it manually"
                 }
                 Err(error) => {
-                    let warning = format!("it is larger than the limit and could not be deleted: {error}");
+                    let warning = format!("it is larger than the limit, but could not be deleted: {error}");
                     return Err(CreateError::Failing { claim: name, warning });
                 }
             };
@@ -279,7 +279,7 @@ impl Management {
         Ok(bound)
     }
 
-    /// The classes that a claim names must be there, and be able to do what it asks for.
+    /// Checks that the requested classes exist and support the request.
     async fn check_classes(&self, request: &NewClaim, cache_deadline: Instant) -> Result<(), CreateError> {
         let shareable = self
             .classes
@@ -301,7 +301,7 @@ impl Management {
         Ok(())
     }
 
-    /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
+    /// Whether mgmt-csi will report the reclaim policy Retain for volumes of this class.
     fn is_retained(&self, class: &str) -> bool {
         let class = self.classes.get(&Key::cluster(class));
         class.is_some_and(|class| {
@@ -309,7 +309,7 @@ impl Management {
         })
     }
 
-    /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
+    /// Checks that the guest may read the source, and that it is complete and not larger than the claim.
     async fn check_source(
         &self,
         source: &Source,
@@ -345,7 +345,7 @@ impl Management {
                     let (has, request) = (volume_mode(!request.block), volume_mode(request.block));
                     return Err(CreateError::SourceMode { origin: origin(), has, request });
                 }
-                // The management cluster's csi-provisioner compares what was requested, whatever came of it.
+                // The management cluster's csi-provisioner compares the requested size.
                 claim.status.capacity.max(claim.spec.requested).unwrap_or(0)
             }
         };
@@ -402,7 +402,7 @@ impl Management {
             annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), request.zones.join(","));
         }
         if self.is_retained(&request.class) {
-            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+            // mgmt-csi updates the annotation once the volume exists.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
         v1::PersistentVolumeClaim {
@@ -420,7 +420,7 @@ impl Management {
         }
     }
 
-    /// Whether a claim that is there is the one that is wanted; if not, what differs.
+    /// Compares an existing claim with the request; the error names the difference.
     fn check_same_claim(
         &self,
         claim: &PersistentVolumeClaim,
@@ -428,16 +428,16 @@ impl Management {
         bytes: u64,
     ) -> Result<(), String> {
         if !self.owns(claim) {
-            return Err("it is not labelled as this guest's".to_owned());
+            return Err("it does not have this guest's label".to_owned());
         }
         let spec = &claim.spec;
         let requested = spec.requested.unwrap_or_default();
         if requested != bytes {
-            return Err(format!("it was made with {requested} bytes, not {bytes}"));
+            return Err(format!("it was created with {requested} bytes, not {bytes}"));
         }
         let class = spec.storage_class_name.as_deref().unwrap_or_default();
         if class != request.class {
-            return Err(format!("it is of StorageClass {class:?}, not {:?}", request.class));
+            return Err(format!("its StorageClass is {class:?}, not {:?}", request.class));
         }
         let mode = spec.volume_mode.as_deref().unwrap_or("Filesystem");
         if mode != volume_mode(request.block) {
@@ -458,13 +458,13 @@ impl Management {
                 None => "empty".to_owned(),
             };
             let (was, request) = (made_from(has), made_from(source.as_ref()));
-            return Err(format!("it was made {was}, not {request}"));
+            return Err(format!("it was created {was}, not {request}"));
         }
         Ok(())
     }
 }
 
-/// The smallest whole number of mebibytes in the range.
+/// The smallest whole number of MiB in the range, in bytes.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
     super::whole_mebibytes(size).map_err(CreateError::NoSuchSize)
 }
@@ -474,7 +474,7 @@ fn check_zones(zones: &[String]) -> Result<(), CreateError> {
     if zones > names::MAX_REQUESTED_ZONES { Err(CreateError::TooManyZones { zones }) } else { Ok(()) }
 }
 
-/// The zones that mgmt-csi wrote onto a claim before it was bound.
+/// The zones that mgmt-csi wrote to the claim before it was bound.
 fn accessible_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
     let written =
         claim.metadata.annotations.as_ref().and_then(|all| all.get(names::ANNOTATION_ACCESSIBLE_ZONES));

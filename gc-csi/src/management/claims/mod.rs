@@ -1,4 +1,4 @@
-//! Guest volumes as claims in the management cluster.
+//! Management claims: guest volumes in the management cluster.
 
 mod create;
 mod delete;
@@ -19,12 +19,11 @@ pub(crate) use delete::{DeleteError, pending_for};
 pub use expand::{CONDITION_RESIZE_FAILED, ExpandError};
 pub use modify::{CONDITION_MODIFY_FAILED, ModifyError};
 
-/// Volumes are made in whole mebibytes, since that is what every tier below can give exactly.
+/// Volumes have whole MiB, which every layer can provide exactly.
 const GRANULARITY: u64 = 1 << 20;
 
 impl Management {
-    /// The reclaim policy of a management StorageClass. One that was made just now is waited for until
-    /// `deadline`; None when it does not come.
+    /// Reclaim policy of a management StorageClass. Waits until `deadline` for a new class; None if it does not appear.
     pub async fn reclaim_policy(&self, class: &str, deadline: Instant) -> Option<String> {
         self.classes
             .wait_for(&Key::cluster(class), deadline, |class| {
@@ -33,26 +32,25 @@ impl Management {
             .await
     }
 
-    /// Whether there is such a management VolumeAttributesClass. One that was made just now is waited for until
-    /// `deadline`.
+    /// Whether a management VolumeAttributesClass exists. Waits until `deadline` for a new class.
     async fn has_attributes_class(&self, class: &str, deadline: Instant) -> bool {
         let Some(classes) = &self.attributes_classes else { return false };
         classes.wait_for(&Key::cluster(class), deadline, |class| class.map(|_| ())).await.is_some()
     }
 
-    /// Whether the management cluster has classes by which volumes are modified.
+    /// Whether the management cluster serves VolumeAttributesClasses.
     pub fn has_attributes_classes(&self) -> bool {
         self.attributes_classes.is_some()
     }
 }
 
-/// The largest volume that can be requested: what Kubernetes writes for more is another number.
+/// The largest size that can be requested: Kubernetes can't represent a larger one.
 const MAX_BYTES: u64 = i64::MAX.cast_unsigned() / GRANULARITY * GRANULARITY;
 
-/// Why no whole number of mebibytes is in a range.
+/// Why a range has no valid size.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoSize {
-    /// None lies below its limit.
+    /// The limit is too small.
     #[error(
         "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
     )]
@@ -62,7 +60,7 @@ pub enum NoSize {
         /// Bytes allowed.
         limit: u64,
     },
-    /// Its least is more than any volume has.
+    /// The required size is too large.
     #[error("no volume can have {required} bytes: the largest that can be requested has {MAX_BYTES} bytes")]
     TooLarge {
         /// Bytes required.
@@ -70,7 +68,7 @@ pub enum NoSize {
     },
 }
 
-/// The smallest whole number of mebibytes in the range.
+/// The smallest whole number of MiB in the range, in bytes.
 fn whole_mebibytes(size: Size) -> Result<u64, NoSize> {
     if size.required > MAX_BYTES {
         return Err(NoSize::TooLarge { required: size.required });
@@ -82,11 +80,11 @@ fn whole_mebibytes(size: Size) -> Result<u64, NoSize> {
     }
 }
 
-/// The message of a claim's condition while it holds.
+/// The message of a claim's condition that is True.
 fn condition<'a>(claim: &'a PersistentVolumeClaim, type_: &str) -> Option<&'a str> {
     let found = claim.status.conditions.iter().find(|one| one.type_ == type_ && one.status == "True")?;
     let message = found.message.as_deref().unwrap_or("no message");
-    // csi-resizer writes what it was doing and the code before the driver's own words.
+    // csi-resizer puts the operation and the status code before the driver's message.
     Some(message.split_once(" desc = ").map_or(message, |(_, words)| words))
 }
 
@@ -95,12 +93,12 @@ pub fn is_bound(claim: &PersistentVolumeClaim) -> bool {
     phase(claim) == "Bound"
 }
 
-/// Whether a claim has a volume, or is about to have the one that it names, as after a restore from a backup.
+/// Whether a claim has a volume, or names one that it will be bound to, as after a restore from a backup.
 fn has_volume(claim: &PersistentVolumeClaim) -> bool {
     phase(claim) != "Pending" || claim.spec.volume_name.as_ref().is_some_and(|name| !name.is_empty())
 }
 
-/// Whether a claim is for a raw block device.
+/// Whether a claim is for a raw block volume.
 pub fn is_block(claim: &PersistentVolumeClaim) -> bool {
     claim.spec.volume_mode.as_deref() == Some("Block")
 }

@@ -1,4 +1,4 @@
-//! Snapshots taken, and waited for until a volume can be made from them.
+//! Creation of management snapshots, and the wait until they are ready to use.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,87 +15,87 @@ use super::{
 use crate::management::claims::is_bound;
 use crate::management::{ApiError, Management};
 
-/// How long a failure may take to heal before it is reported: the cluster's snapshot-controller writes one for each race
-/// for an object that it lost, and tries again a second later.
+/// How long an error may last before it is reported: the snapshot-controller writes one after each conflict and retries
+/// a second later.
 const TRANSIENT_ERROR_WINDOW: Duration = Duration::from_secs(3);
 
-/// A snapshot to take.
+/// A snapshot to create.
 #[derive(Debug, Clone)]
 pub struct NewSnapshot {
-    /// The name that the caller gave it.
+    /// CSI name of the snapshot.
     pub csi_name: String,
-    /// The management claim to take it of.
+    /// Name of the management claim.
     pub claim: String,
     /// Management VolumeSnapshotClass.
     pub class: String,
-    /// Whom it is for, as annotations.
+    /// Annotations that name the guest objects.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Why there is no snapshot, or none that is cut.
+/// Why a snapshot was not created or is not cut.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    /// The management cluster has no snapshots at all.
+    /// The management cluster does not serve snapshots.
     #[error(
-        "the management cluster does not serve {GROUP_VERSION}: its platform team must install the CustomResourceDefinitions and the controller of external-snapshotter, and start gc-csi's controller again"
+        "the management cluster does not serve {GROUP_VERSION}: ask the platform team to install the CustomResourceDefinitions and the snapshot-controller of external-snapshotter, and then restart gc-csi's controller"
     )]
     NotServed,
-    /// There is no such volume.
+    /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest to take a snapshot of")]
     NoClaim(String),
-    /// The volume is not there yet.
+    /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet: no snapshot can be taken of it")]
     NotBound(String),
-    /// The management class is unknown.
+    /// The management class does not exist.
     #[error(
         "VolumeSnapshotClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeSnapshotClass, or ask the platform team for that class",
         parameter = names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS
     )]
     NoClass(String),
-    /// The name is taken by a snapshot that differs.
+    /// A snapshot of this name exists with other properties.
     #[error("snapshot {csi_name:?} exists as management VolumeSnapshot {snapshot}, but {difference}")]
     Differs {
-        /// The caller's name.
+        /// CSI name of the snapshot.
         csi_name: String,
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// What differs.
+        /// The difference.
         difference: String,
     },
-    /// The management tier reports a failure; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("management VolumeSnapshot {snapshot} is not ready yet: {message}")]
     Failing {
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// The tier's own words.
+        /// The reported error.
         message: String,
     },
     /// The snapshot is being deleted.
-    #[error("management VolumeSnapshot {0} of this name is being deleted: wait until it is gone")]
+    #[error("management VolumeSnapshot {0} is being deleted: wait until it is gone")]
     Deleting(String),
-    /// Time ran out; the work goes on.
-    #[error("management VolumeSnapshot {0} was not ready in time: it is still being taken")]
+    /// The deadline passed; the snapshot is still being created.
+    #[error("timed out waiting until management VolumeSnapshot {0} is ready: its creation continues")]
     Deadline(String),
-    /// The request failed.
-    #[error("cannot create management VolumeSnapshot {snapshot}: {source}")]
+    /// The API request failed.
+    #[error("failed to create management VolumeSnapshot {snapshot}: {source}")]
     Api {
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Whether the snapshot of this CSI name was begun, as far as is seen.
+    /// Whether the cache shows the snapshot with this CSI name.
     pub fn snapshot_exists(&self, csi_name: &str) -> bool {
         let key = self.key(&names::management_snapshot(self.identity.cluster.as_str(), csi_name));
         self.snapshots.as_ref().is_some_and(|snapshots| snapshots.informer.get(&key).is_some())
     }
 
-    /// Takes the snapshot unless it is there, and waits until a volume can be made from it; one that is cut by
-    /// the deadline but still being worked on is answered as it is. A class that is not seen by `cache_deadline` is
-    /// called missing.
+    /// Creates the snapshot unless it exists, and waits until it is ready to use. At the deadline, a snapshot that is
+    /// cut is returned although it is not ready. A class that the cache does not show by `cache_deadline` counts as
+    /// missing.
     pub async fn create_snapshot(
         &self,
         request: &NewSnapshot,
@@ -118,7 +118,7 @@ impl Management {
             }
             let snapshot = self.new_snapshot(&snapshots.resource, &name, request).await;
             match snapshots.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
-                // An earlier call made it; the informer will show it, and it is compared then.
+                // If an earlier call created it, it is compared with the request when the informer shows it.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
             }
@@ -195,24 +195,24 @@ impl Management {
         snapshot
     }
 
-    /// Whether a snapshot that is there is the one that is wanted; if not, what differs.
+    /// Compares an existing snapshot with the request; the error names the difference.
     fn check_same_snapshot(&self, found: &VolumeSnapshot, request: &NewSnapshot) -> Result<(), String> {
         if !self.owns_snapshot(found) {
-            return Err("it is not labelled as this guest's".to_owned());
+            return Err("it does not have this guest's label".to_owned());
         }
         let claim = source_claim(found);
         if claim != request.claim {
-            return Err(format!("it is of volume {claim:?}, not {:?}", request.claim));
+            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim));
         }
         let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
         if class != request.class {
-            return Err(format!("it is of VolumeSnapshotClass {class:?}, not {:?}", request.class));
+            return Err(format!("its VolumeSnapshotClass is {class:?}, not {:?}", request.class));
         }
         Ok(())
     }
 }
 
-/// The failure that its cluster reports of a snapshot, in that cluster's words.
+/// The error in the snapshot's status.
 fn failure(snapshot: &VolumeSnapshot) -> Option<&str> {
     let failure = snapshot.status.as_ref()?.error.as_ref()?;
     Some(failure.message.as_deref().unwrap_or("no message"))

@@ -147,10 +147,10 @@ pub(crate) fn check_pin(
 
 /// Whether a claim with these access modes allows this one. ReadWriteOncePod restricts pods, not nodes, so it equals
 /// ReadWriteOnce for a VM. ReadWriteMany allows all modes.
-fn allows(modes: &[String], wanted: &str) -> bool {
+fn allows(modes: &[String], mode: &str) -> bool {
     let node_wise =
         |mode: &str| if mode == "ReadWriteOncePod" { "ReadWriteOnce".to_owned() } else { mode.to_owned() };
-    modes.iter().any(|mode| mode == "ReadWriteMany" || node_wise(mode) == node_wise(wanted))
+    modes.iter().any(|one| one == "ReadWriteMany" || node_wise(one) == node_wise(mode))
 }
 
 #[cfg(test)]
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_claim_of_the_same_mode_that_is_large_enough_is_compatible() {
-        for (wanted, has) in [
+        for (requested, has) in [
             ("ReadWriteOnce", "ReadWriteOnce"),
             ("ReadWriteOncePod", "ReadWriteOnce"),
             ("ReadWriteOnce", "ReadWriteOncePod"),
@@ -191,9 +191,9 @@ mod tests {
             ("ReadWriteOnce", "ReadWriteMany"),
         ] {
             assert_eq!(
-                finding(&requirements(1, &[wanted]), Some(&claim_properties(2, &[has]))),
+                finding(&requirements(1, &[requested]), Some(&claim_properties(2, &[has]))),
                 "",
-                "{wanted} of {has}"
+                "{requested} of {has}"
             );
         }
         let unbound = ClaimProperties { capacity: None, ..claim_properties(1, &["ReadWriteOnce"]) };

@@ -315,7 +315,7 @@ mod tests {
         let (uid, other) = ("6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "00000000-0d3e-4f5a-8b7c-1234567890ab");
         assert!(is_volume_for(&format!("pvc-{uid}"), Some(uid)));
         assert!(!is_volume_for(&format!("pvc-{other}"), Some(uid)));
-        for unknown in ["pvc-6f9c1b2a", "a-name-that-somebody-chose-in-another-way", ""] {
+        for unknown in ["pvc-6f9c1b2a", "a-name-without-a-uid", ""] {
             assert!(is_volume_for(unknown, Some(uid)), "{unknown}");
         }
     }

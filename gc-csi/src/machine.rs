@@ -22,7 +22,7 @@ pub enum Change {
         claim: String,
         /// Whether the disk is attached read-only.
         read_only: bool,
-        /// Whether the VM Operator must be asked for multi-writer sharing.
+        /// Whether the VM Operator has to attach the disk as multi-writer.
         multi_writer: bool,
     },
     /// Remove the entry.
@@ -105,7 +105,7 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
             Change::Add { name, claim, read_only, multi_writer } => {
-                let wanted = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
+                let source = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
                 let kept = volumes
                     .iter()
                     .enumerate()
@@ -118,11 +118,11 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                     }
                     None => added.push(VirtualMachineVolume {
                         name: name.clone(),
-                        persistent_volume_claim: Some(wanted),
+                        persistent_volume_claim: Some(source),
                         sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
                         disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
                     }),
-                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&wanted) => {
+                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&source) => {
                         confirms |= added.iter().all(|one| &one.name != name);
                     }
                     Some(entry) => {
@@ -288,8 +288,8 @@ pub fn may_be_added(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bo
 /// Whether a state is older than a change. A VM with another UID counts as older too: either it is, or the VM was
 /// replaced, which the next call detects.
 fn is_older(vm: &VirtualMachine, since: &Committed) -> bool {
-    let seen = committed(vm);
-    seen.uid != since.uid || seen.generation < since.generation
+    let observed = committed(vm);
+    observed.uid != since.uid || observed.generation < since.generation
 }
 
 /// A disk that is attached.
@@ -341,13 +341,13 @@ pub struct Leaving<'a> {
 pub fn detached(
     vm: Option<&VirtualMachine>,
     since: &Committed,
-    leaving: Leaving<'_>,
+    pending: Leaving<'_>,
 ) -> Option<Result<(), String>> {
     let Some(vm) = vm else { return Some(Ok(())) };
     if is_older(vm, since) {
         return None;
     }
-    let Leaving { entry, disk, known } = leaving;
+    let Leaving { entry, disk, known } = pending;
     let is_disk = |status: &&VirtualMachineVolumeStatus| {
         disk.is_some() && status.disk_uuid.as_deref() == disk
             || entries_shown(&status.name).any(|shown| shown == entry)
@@ -531,12 +531,12 @@ mod tests {
     #[test]
     fn a_disk_that_is_listed_under_another_name_is_still_attached() {
         let since = committed(&vm_with(&[]));
-        let leaving = Leaving { entry: "a", disk: Some("d"), known: None };
+        let pending = Leaving { entry: "a", disk: Some("d"), known: None };
         for name in ["a", "a:detaching", "a-1:detaching", "renamed"] {
-            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, leaving), None, "{name}");
+            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, pending), None, "{name}");
         }
-        assert_eq!(detached(Some(&vm_reporting(&[])), &since, leaving), Some(Ok(())));
-        let unknown = Leaving { disk: None, ..leaving };
+        assert_eq!(detached(Some(&vm_reporting(&[])), &since, pending), Some(Ok(())));
+        let unknown = Leaving { disk: None, ..pending };
         assert_eq!(detached(Some(&vm_reporting(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
         for name in ["a:detaching", "a-1:detaching"] {
             assert!(
@@ -553,9 +553,9 @@ mod tests {
         vm.status.as_mut().unwrap().volumes[0].error = Some("busy".to_owned());
         let since = committed(&vm);
         let known = failure(&vm, "a");
-        let leaving = Leaving { entry: "a", disk: None, known: None };
-        assert_eq!(detached(Some(&vm), &since, leaving), Some(Err("busy".to_owned())));
-        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..leaving }), None);
+        let pending = Leaving { entry: "a", disk: None, known: None };
+        assert_eq!(detached(Some(&vm), &since, pending), Some(Err("busy".to_owned())));
+        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..pending }), None);
     }
 
     #[test]

@@ -158,7 +158,7 @@ pub(super) fn attach(error: &AttachError) -> Status {
         AttachError::Differs { .. } => Status::already_exists(text),
         // The entry is in the VM's spec, and the management cluster keeps retrying.
         AttachError::Failed { .. } => Status::unavailable(text),
-        AttachError::Leaving { .. } => Status::aborted(text),
+        AttachError::Detaching { .. } => Status::aborted(text),
         AttachError::Deadline { .. } => Status::deadline_exceeded(text),
         AttachError::Commit(error) => commit(error, text),
     }
@@ -170,7 +170,7 @@ pub(super) fn detach(error: &DetachError) -> Status {
         DetachError::Failed { .. } => Status::unavailable(text),
         // The disk stays attached until an operator intervenes.
         DetachError::NotOwned { .. } | DetachError::ForeignEntry { .. } => Status::failed_precondition(text),
-        DetachError::Kept { reason, .. } => kept(reason, text),
+        DetachError::Kept { reason, .. } => entry_kept(reason, text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }
@@ -181,13 +181,13 @@ fn commit(error: &CommitError, text: String) -> Status {
         CommitError::VmNotFound(_) => Status::not_found(text),
         CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
         CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
-        CommitError::Kept(reason) => kept(reason, text),
+        CommitError::Kept(reason) => entry_kept(reason, text),
         CommitError::Api { source, .. } => api(source, text),
     }
 }
 
 /// Status for an entry that was not removed.
-fn kept(error: &KeepReason, text: String) -> Status {
+fn entry_kept(error: &KeepReason, text: String) -> Status {
     match error {
         // csi-attacher detaches only while the guest's VolumeAttachment is being deleted: this call is outdated.
         KeepReason::Requested(_) => Status::failed_precondition(text),

@@ -93,6 +93,6 @@ mod tests {
         };
         assert_eq!(reported("False", "pool a is gone").as_deref(), Some("pool a is gone"));
         assert_eq!(reported("False", "").as_deref(), Some("PoolGone"));
-        assert_eq!(reported("True", "well again"), None);
+        assert_eq!(reported("True", "healthy again"), None);
     }
 }

@@ -113,7 +113,7 @@ pub(crate) enum AttachError {
     },
     /// The disk is still being detached after an earlier use.
     #[error("volume {claim} is still being detached from VirtualMachine {vm_name}{detail}")]
-    Leaving {
+    Detaching {
         /// Name of the management claim.
         claim: String,
         /// Name of the VM.
@@ -227,8 +227,8 @@ impl Management {
     /// Names of the VMs that the claim's disk is attached to.
     pub(super) fn attached_vms(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
-        let around = self.vms_referencing(claim);
-        let attached = around.iter().filter(|vm| machine::is_plugged(vm, &entry));
+        let vms = self.vms_referencing(claim);
+        let attached = vms.iter().filter(|vm| machine::is_plugged(vm, &entry));
         attached.filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
@@ -274,8 +274,8 @@ impl Management {
         let entry = names::volume_entry(claim);
         let mut others = if *exclusive { self.vms_using(claim) } else { Vec::new() };
         others.retain(|other| other != vm_name);
-        let begin = machine::begin(&vm, claim, *read_only, !others.is_empty());
-        if begin == Begin::Elsewhere
+        let step = machine::begin(&vm, claim, *read_only, !others.is_empty());
+        if step == Begin::Elsewhere
             && let Some(other) = others.into_iter().next()
         {
             let detail = self.last_error(&other, &entry);
@@ -284,7 +284,7 @@ impl Management {
         let consumer = Consumer::of(volumes).unwrap_or_else(|| Consumer::new("", *read_only));
         self.record_consumer(claim, &consumer).await?;
 
-        let since = match begin {
+        let since = match step {
             Begin::Differs(read_only_now) => {
                 let how = if read_only_now { "read-only" } else { "writable" };
                 return Err(AttachError::Differs { claim: claim.clone(), vm_name: vm_name.clone(), how });
@@ -320,11 +320,11 @@ impl Management {
                 machine::may_be_added(vm.map(|vm| &**vm), &request.claim, entry).then_some(())
             })
             .await;
-        let leaving = || {
+        let detaching = || {
             let (claim, vm_name) = (request.claim.clone(), request.vm_name.clone());
-            AttachError::Leaving { detail: self.last_error(&vm_name, entry), claim, vm_name }
+            AttachError::Detaching { detail: self.last_error(&vm_name, entry), claim, vm_name }
         };
-        left.ok_or_else(leaving)?;
+        left.ok_or_else(detaching)?;
         let change = Change::Add {
             name: entry.to_owned(),
             claim: request.claim.clone(),
@@ -333,7 +333,7 @@ impl Management {
         };
         self.committer.commit(operation, change).await.map_err(|error| match error {
             // The informer lagged.
-            CommitError::Refused(Refusal::Leaving { .. }) => leaving(),
+            CommitError::Refused(Refusal::Leaving { .. }) => detaching(),
             error => error.into(),
         })
     }
@@ -396,7 +396,7 @@ impl Management {
             Err(error) => return Err(DetachError::Commit(error)),
         };
         let known = self.vms.get(&self.key(vm_name)).and_then(|vm| machine::failure(&vm, &entry));
-        let leaving = Leaving { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
+        let pending = Leaving { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
         let outcome = self
             .vms
             .wait_for(&self.key(vm_name), deadline, |vm| {
@@ -404,7 +404,7 @@ impl Management {
                 if let Some(entry) = vm.and_then(|vm| machine::other_entry(vm, &since, &claim, &entry)) {
                     return Some(Err(DetachError::ForeignEntry { claim, vm_name, entry: entry.to_owned() }));
                 }
-                let outcome = machine::detached(vm.map(|vm| &**vm), &since, leaving)?;
+                let outcome = machine::detached(vm.map(|vm| &**vm), &since, pending)?;
                 let left = vm.filter(|vm| !machine::is_involved(vm, &claim, &entry));
                 let left = left.and_then(|vm| vm.metadata.uid.clone());
                 Some(outcome.map(|()| left).map_err(|error| {

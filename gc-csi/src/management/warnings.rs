@@ -123,10 +123,10 @@ mod tests {
             Arc::new(serde_json::from_value::<Warning>(event).unwrap())
         };
         let warnings = Warnings::default();
-        let first = event(json!({"reason": "ProvisioningFailed", "message": "no room"}));
+        let first = event(json!({"reason": "ProvisioningFailed", "message": "no space"}));
         assert_eq!(first.involved_object.name.as_deref(), Some("c"));
         warnings.record("c", first);
-        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no room"));
+        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no space"));
         let mark = warnings.mark();
         assert_eq!(warnings.since(mark, "c"), None);
         warnings.record("c", event(json!({})));

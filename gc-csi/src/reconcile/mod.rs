@@ -69,7 +69,7 @@ pub(crate) struct Queues {
     pending_claims: Queue<String>,
     /// Management claims without a volume, by guest claim.
     pending_by_guest_claim: Arc<Index>,
-    owner_refs_queue: Queue<OwnedObject>,
+    owner_refs: Queue<OwnedObject>,
     zone_labels: Queue<String>,
     repair: RepairQueues,
 }
@@ -125,17 +125,17 @@ impl Queues {
 
     /// Queues all objects that may need an ownerReference.
     pub(crate) fn push_all_owner_refs(&self) {
-        self.owner_refs_queue.push(OwnedObject::All);
+        self.owner_refs.push(OwnedObject::All);
     }
 
     /// Change handlers for the informers of the management cluster.
     pub(crate) fn handlers(&self) -> ChangeHandlers {
-        let (vms, claims, snapshots) = (self.clone(), self.clone(), self.owner_refs_queue.clone());
+        let (vms, claims, snapshots) = (self.clone(), self.clone(), self.owner_refs.clone());
         ChangeHandlers {
             vm_changed: Box::new(move |change| vms.push_vm(change)),
             claim_changed: Box::new(move |change| {
                 claims.push_volume(&change.key.name);
-                claims.owner_refs_queue.push(OwnedObject::Claim(change.key.name.clone()));
+                claims.owner_refs.push(OwnedObject::Claim(change.key.name.clone()));
                 let guest_claim = change.new.and_then(|claim| pending_for(claim));
                 let is_pending = guest_claim.is_some();
                 claims.pending_by_guest_claim.put(change.key, guest_claim);
@@ -186,7 +186,7 @@ impl Reconcilers {
             records: Queue::default(),
             pending_claims: Queue::default(),
             pending_by_guest_claim: Arc::default(),
-            owner_refs_queue: Queue::default(),
+            owner_refs: Queue::default(),
             zone_labels: Queue::default(),
             repair: repair.queues().clone(),
         };
@@ -262,7 +262,7 @@ impl Started {
         let _reset = ResetOnDrop([&self.abnormal, &self.outliving]);
         let (conditions, records) = (queues.conditions.worker(), queues.records.worker());
         let (pending_claims, owner_refs_queue, zone_labels) =
-            (queues.pending_claims.worker(), queues.owner_refs_queue.worker(), queues.zone_labels.worker());
+            (queues.pending_claims.worker(), queues.owner_refs.worker(), queues.zone_labels.worker());
         self.push_all();
         let volume_conditions = volume_conditions::VolumeConditions::new(
             guest.clone(),
@@ -279,11 +279,8 @@ impl Started {
             let abandoned_claims = &abandoned_claims;
             async move { abandoned_claims.reconcile(&claim).await }
         });
-        let owner_refs = owner_refs::OwnerRefs::new(
-            management.clone(),
-            queues.owner_refs_queue.clone(),
-            self.outliving.clone(),
-        );
+        let owner_refs =
+            owner_refs::OwnerRefs::new(management.clone(), queues.owner_refs.clone(), self.outliving.clone());
         let updating_owner_refs = async {
             let work = |object: OwnedObject| {
                 let owner_refs = &owner_refs;

@@ -79,24 +79,24 @@ struct Mark {
     since: String,
     /// Age by the wall clock when first observed.
     age: Duration,
-    seen: Instant,
+    first_observed: Instant,
 }
 
 impl Mark {
     fn new(since: &str) -> Self {
         let age = since.parse().ok().and_then(|since| Timestamp::now().duration_since(since).try_into().ok());
-        Self { since: since.to_owned(), age: age.unwrap_or_default(), seen: Instant::now() }
+        Self { since: since.to_owned(), age: age.unwrap_or_default(), first_observed: Instant::now() }
     }
 
     /// Age: the initial age plus the time since, by the monotonic clock.
     fn age(&self) -> Duration {
-        self.age + self.seen.elapsed()
+        self.age + self.first_observed.elapsed()
     }
 
     /// Time until the claim may be deleted, for a retention of `after`.
     fn left(&self, after: Duration) -> Duration {
-        let unseen = after.min(MIN_OBSERVED).saturating_sub(self.seen.elapsed());
-        after.saturating_sub(self.age()).max(unseen)
+        let unobserved = after.min(MIN_OBSERVED).saturating_sub(self.first_observed.elapsed());
+        after.saturating_sub(self.age()).max(unobserved)
     }
 }
 
@@ -400,7 +400,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_orphan_is_deleted_when_its_mark_is_old_and_was_observed_long_enough() {
         let day = MIN_OBSERVED;
-        let mark = |age| Mark { since: String::new(), age, seen: Instant::now() };
+        let mark = |age| Mark { since: String::new(), age, first_observed: Instant::now() };
         let (fresh, old) = (mark(Duration::ZERO), mark(100 * day));
         assert_eq!((fresh.left(30 * day), old.left(30 * day)), (30 * day, day));
         assert_eq!(old.left(day / 2), day / 2);

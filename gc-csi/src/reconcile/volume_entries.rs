@@ -209,7 +209,7 @@ impl VolumeEntries {
                 self.metrics.count(LOST_ENTRY);
                 Ok(Next::Wait)
             }
-            Err(error @ (AttachError::Leaving { .. } | AttachError::Commit(_))) => Err(error.to_string()),
+            Err(error @ (AttachError::Detaching { .. } | AttachError::Commit(_))) => Err(error.to_string()),
             Err(error) => {
                 let note = format!(
                     "VirtualMachine {full_name} has no entry for volume {handle}, which VolumeAttachment {} reports as \
@@ -317,7 +317,7 @@ mod tests {
 
     fn k8s_attachment(handle: &str, attached: bool, deleting: bool) -> K8sAttachment {
         K8sAttachment {
-            name: format!("order-{handle}"),
+            name: format!("attachment-{handle}"),
             handle: Some(handle.to_owned()),
             volume: format!("pv-{handle}"),
             attached,
@@ -342,7 +342,7 @@ mod tests {
             .into_iter()
             .map(|k8s_attachment| k8s_attachment.name.as_str())
             .collect();
-        assert_eq!(lost, ["order-b"]);
+        assert_eq!(lost, ["attachment-b"]);
     }
 
     #[test]

@@ -118,9 +118,9 @@ impl Management {
         let guest_claim = pending_for(&claim)?;
         let csi_name = annotation(&claim, names::ANNOTATION_GUEST_PV)?;
         // The name proves that the claim was created for this volume.
-        let made =
+        let is_own =
             names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &csi_name) == name;
-        made.then_some(PendingClaim { guest_claim, csi_name })
+        is_own.then_some(PendingClaim { guest_claim, csi_name })
     }
 
     /// Deletes the claim of a volume that was never returned to the caller, unless it has a volume, and waits until it
@@ -137,8 +137,8 @@ impl Management {
             Some(claim) if has_volume(&claim) => Ok(Abandoned::HasVolume),
             // With the resourceVersion: a claim that got a volume in between is not deleted.
             Some(claim) => {
-                let seen = claim.metadata.resource_version.clone();
-                self.delete_observed(&name, &claim, seen, deadline).await.map(|()| Abandoned::Gone)
+                let version = claim.metadata.resource_version.clone();
+                self.delete_observed(&name, &claim, version, deadline).await.map(|()| Abandoned::Gone)
             }
             None => Ok(Abandoned::Gone),
         }
@@ -152,12 +152,12 @@ impl Management {
         volumes: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
-        let mut seen = match self.claims.get(&self.key(name)) {
-            Some(seen) => Some(seen),
+        let mut cached = match self.claims.get(&self.key(name)) {
+            Some(cached) => Some(cached),
             None => self.find_uncached_claim(name, deadline).await?,
         };
         for _ in 0..MAX_CONFLICTS {
-            let Some(claim) = seen else { return Ok(()) };
+            let Some(claim) = cached else { return Ok(()) };
             if !self.check_deletable(name, &claim, volumes)? {
                 return Ok(());
             }
@@ -167,7 +167,7 @@ impl Management {
                 Err(DeleteError::Api { source: ApiError::Conflict(_), .. }) => {}
                 outcome => return outcome,
             }
-            seen = self.read_claim(name).await?.map(Arc::new);
+            cached = self.read_claim(name).await?.map(Arc::new);
         }
         Err(api_error(name, ApiError::Conflict(format!("{MAX_CONFLICTS} attempts failed"))))
     }
@@ -193,8 +193,8 @@ impl Management {
                 return Ok(None);
             }
         }
-        let seen = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
-        seen.map(Some).ok_or_else(|| DeleteError::Deadline {
+        let cached = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
+        cached.map(Some).ok_or_else(|| DeleteError::Deadline {
             claim: name.to_owned(),
             detail: ": the watch of the management cluster does not show it yet".to_owned(),
         })

@@ -135,15 +135,15 @@ impl Management {
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
         loop {
-            let seen = match self.usable_claim(name) {
-                Some((seen, Relation::Own)) => seen,
+            let cached = match self.usable_claim(name) {
+                Some((cached, Relation::Own)) => cached,
                 Some((_, Relation::Shared { .. })) => return Err(ExpandError::Shared(claim())),
                 None => return Err(ExpandError::NoClaim(claim())),
             };
-            if !is_bound(&seen) {
+            if !is_bound(&cached) {
                 return Err(ExpandError::NotBound(claim()));
             }
-            match step(&seen, size.required, bytes) {
+            match step(&cached, size.required, bytes) {
                 Step::Done(capacity) => return check_limit(claim(), capacity, size.limit),
                 Step::Infeasible(reason) => {
                     return Err(ExpandError::Infeasible { claim: claim(), size: text, reason });
@@ -156,10 +156,10 @@ impl Management {
                         return Err(ExpandError::Failing { claim: claim(), warning });
                     }
                 }
-                Step::Request => self.request(name, &seen, bytes).await?,
+                Step::Request => self.request(name, &cached, bytes).await?,
             }
             // Wait until the claim changes or a new warning arrives.
-            let version = &seen.metadata.resource_version;
+            let version = &cached.metadata.resource_version;
             let changed = self
                 .claims
                 .wait_for(&self.key(name), deadline, |now| {
@@ -176,17 +176,22 @@ impl Management {
     }
 
     /// Requests this size, guarded by the resourceVersion: a concurrent change may have requested more.
-    async fn request(&self, name: &str, seen: &PersistentVolumeClaim, bytes: u64) -> Result<(), ExpandError> {
+    async fn request(
+        &self,
+        name: &str,
+        cached: &PersistentVolumeClaim,
+        bytes: u64,
+    ) -> Result<(), ExpandError> {
         let size = quantity::of(bytes);
         let patch = json!({
-            "metadata": {"uid": seen.metadata.uid, "resourceVersion": seen.metadata.resource_version},
+            "metadata": {"uid": cached.metadata.uid, "resourceVersion": cached.metadata.resource_version},
             "spec": {"resources": {"requests": {"storage": size}}},
         });
         let answer = self.claims_api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
         match answer.map_err(ApiError::from) {
             Ok(_) | Err(ApiError::Conflict(_)) => Ok(()),
             Err(source) => {
-                let class = seen.spec.storage_class_name.clone().unwrap_or_default();
+                let class = cached.spec.storage_class_name.clone().unwrap_or_default();
                 Err(ExpandError::Api { claim: name.to_owned(), class, size: size.0, source })
             }
         }
@@ -247,7 +252,7 @@ mod tests {
     }
 
     fn failing(allocated: &str, state: &str) -> serde_json::Value {
-        let condition = json!({"type": CONDITION_RESIZE_FAILED, "status": "True", "message": "no room"});
+        let condition = json!({"type": CONDITION_RESIZE_FAILED, "status": "True", "message": "no space"});
         json!({
             "allocatedResources": {"storage": allocated}, "allocatedResourceStatuses": {"storage": state},
             "conditions": [condition],
@@ -273,10 +278,10 @@ mod tests {
     #[test]
     fn after_a_failure_less_can_be_requested() {
         let infeasible = claim("9Mi", "1Mi", failing("9Mi", INFEASIBLE));
-        assert_eq!(step(&infeasible, 9 * MIB, 9 * MIB), Step::Infeasible("no room".to_owned()));
+        assert_eq!(step(&infeasible, 9 * MIB, 9 * MIB), Step::Infeasible("no space".to_owned()));
         assert_eq!(step(&infeasible, 2 * MIB, 2 * MIB), Step::Request);
         let failed = claim("9Mi", "1Mi", failing("9Mi", "ControllerResizeInProgress"));
-        assert_eq!(step(&failed, 9 * MIB, 9 * MIB), Step::Failed("no room".to_owned()));
+        assert_eq!(step(&failed, 9 * MIB, 9 * MIB), Step::Failed("no space".to_owned()));
     }
 
     #[test]

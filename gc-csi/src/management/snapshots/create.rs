@@ -145,11 +145,11 @@ impl Management {
             is_ready(found).then(|| Ok(found.clone()))
         };
         loop {
-            let seen = snapshots.informer.wait_for(&key, deadline, |found| {
+            let cached = snapshots.informer.wait_for(&key, deadline, |found| {
                 let found = found?;
                 final_outcome(found).map(Some).or_else(|| failure(found).map(|_| None))
             });
-            match seen.await {
+            match cached.await {
                 Some(Some(outcome)) => return outcome,
                 Some(None) => {}
                 None => break,

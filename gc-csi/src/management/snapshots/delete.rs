@@ -59,8 +59,8 @@ impl Management {
             }
             Some(found) => {
                 // With the resourceVersion: a snapshot that was cut in between is not deleted.
-                let seen = found.metadata.resource_version.clone();
-                self.delete_observed_snapshot(&name, &found, seen, deadline).await?;
+                let version = found.metadata.resource_version.clone();
+                self.delete_observed_snapshot(&name, &found, version, deadline).await?;
                 Ok(AbandonedSnapshot::Gone)
             }
             None => Ok(AbandonedSnapshot::Gone),
@@ -119,8 +119,8 @@ impl Management {
             })
             .await;
         gone.ok_or_else(|| {
-            let seen = snapshots.informer.get(&self.key(name));
-            let detail = blocking_finalizers(seen.as_deref().map(|seen| &seen.metadata));
+            let cached = snapshots.informer.get(&self.key(name));
+            let detail = blocking_finalizers(cached.as_deref().map(|cached| &cached.metadata));
             DeleteSnapshotError::Deadline { snapshot: name.to_owned(), detail }
         })
     }

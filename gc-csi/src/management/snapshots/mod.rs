@@ -213,7 +213,7 @@ mod tests {
             "spec": {"source": {"persistentVolumeClaimName": "pvc-1"}, "volumeSnapshotClassName": "nestor"},
             "status": {
                 "boundVolumeSnapshotContentName": "snapcontent-1", "creationTime": "2026-11-21T12:00:00Z",
-                "readyToUse": false, "restoreSize": "1Gi", "error": {"message": "no room", "time": null},
+                "readyToUse": false, "restoreSize": "1Gi", "error": {"message": "no space", "time": null},
             },
         }))
         .unwrap();

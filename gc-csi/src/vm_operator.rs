@@ -80,20 +80,21 @@ impl VmOperator {
 fn unsupported(requested: &Capability) -> Option<&'static str> {
     match (requested.mode, &requested.access) {
         (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
-            "access mode ReadWriteMany is not supported for a filesystem, because several nodes that write to it at once \
-             would corrupt it; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
+            "access mode ReadWriteMany is not supported for a filesystem, because several nodes that write to it at \
+             once would corrupt it; use ReadWriteOnce, ReadWriteOncePod or ReadOnlyMany, or volumeMode Block",
         ),
         (Mode::MultiNodeSingleWriter, _) => Some(
-            "access mode MULTI_NODE_SINGLE_WRITER is not supported: other nodes can't read a disk while one writes to it; use \
-             ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block",
+            "access mode MULTI_NODE_SINGLE_WRITER is not supported: other nodes can't read a disk while one writes \
+             to it; use ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block",
         ),
         _ => None,
     }
 }
 
 /// Why the upstream VM Operator does not attach a disk read-only.
-pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster does not attach disks read-only: its \
-    admission refuses readOnly for a claim; use ReadWriteOnce, and set readOnly in the pods that must not write";
+pub(crate) const READ_ONLY_UNSUPPORTED: &str = "the VM Operator of the management cluster does not attach disks \
+    read-only: its admission refuses readOnly for a claim; use ReadWriteOnce, and set readOnly in the pods that must \
+    not write";
 
 /// Why the upstream VM Operator would refuse these capabilities.
 fn refused_upstream(requested: &[Capability], has_sharing: bool) -> Option<&'static str> {

@@ -107,7 +107,8 @@ fn dns_label(text: &str) -> Result<String, String> {
         || text.starts_with('-')
         || text.ends_with('-')
     {
-        return Err("not a DNS label: use 1 to 63 lower-case letters, digits or '-', and start and end with a letter or digit".to_owned());
+        return Err("not a DNS label: use 1 to 63 lower-case letters, digits or '-', and start and end with a letter \
+            or digit".to_owned());
     }
     Ok(text.to_owned())
 }

@@ -31,7 +31,8 @@ impl OptionalApis {
             let served = versions::serves(client, group_version, resource, &check, stop).await;
             if served == Some(false) {
                 tracing::info!(
-                    "the management cluster serves no {resource} of {group_version}: the capabilities that need them are not announced"
+                    "the management cluster serves no {resource} of {group_version}: the capabilities that need them \
+                     are not announced"
                 );
             }
             served

@@ -27,8 +27,8 @@ use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
 
 /// Advice in errors of a detach.
-const DETACH_HELP: &str = "the detach completes when the guest OS releases the disk or the VM is off; if the VM is lost, taint its Node with \
-    node.kubernetes.io/out-of-service:NoExecute";
+const DETACH_HELP: &str = "the detach completes when the guest OS releases the disk or the VM is off; if the VM is \
+    lost, taint its Node with node.kubernetes.io/out-of-service:NoExecute";
 
 /// Names of the VMs that each entry's disk is attached to.
 pub(super) type AttachedVms = HashMap<String, Vec<String>>;
@@ -163,8 +163,8 @@ pub(crate) enum DetachError {
     },
     /// Another entry, not created by gc-csi, attaches the same claim.
     #[error(
-        "volume {claim} stays attached to VirtualMachine {vm_name} by entry {entry} of its spec.volumes, which gc-csi did \
-         not create: remove that entry"
+        "volume {claim} stays attached to VirtualMachine {vm_name} by entry {entry} of its spec.volumes, which \
+         gc-csi did not create: remove that entry"
     )]
     ForeignEntry {
         /// Name of the management claim.

@@ -30,13 +30,13 @@ pub(super) fn condition(sizes: Sizes, management_claim: &str) -> Option<Conditio
     }
     let is_larger = management_capacity > pv_capacity;
     let state = is_larger.then(|| {
-        let (management_capacity, pv_capacity) = (quantity::of(management_capacity).0, quantity::of(pv_capacity).0);
+        let [available, used] = [management_capacity, pv_capacity].map(|bytes| quantity::of(bytes).0);
         State {
             is_true: true,
             reason: "CapacityAvailable".to_owned(),
             message: format!(
-                "management PersistentVolumeClaim {management_claim} has {management_capacity}, of which this cluster uses {pv_capacity}: \
-                 request {management_capacity} in spec.resources.requests.storage to use all of it"
+                "management PersistentVolumeClaim {management_claim} has {available}, of which this cluster uses \
+                 {used}: request {available} in spec.resources.requests.storage to use all of it"
             ),
             event: Event { warning: false, action: "Watch", reason: "VolumeCapacityAvailable" },
         }

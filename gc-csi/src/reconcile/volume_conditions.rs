@@ -94,15 +94,10 @@ impl VolumeConditions {
         updates.extend(health::condition(management_claim, current(claim, crds::names::CONDITION_HEALTHY)));
         let sizes = claim.spec.requested.zip(claim.status.capacity);
         // Only the owner can expand a volume.
-        if let (Relation::Own, Some(management_claim), Some(volume), Some((requested, capacity))) =
+        if let (Relation::Own, Some(management_capacity), Some(pv_capacity), Some((requested, capacity))) =
             (relation, management_claim.status.capacity, volume.spec.capacity, sizes)
         {
-            let sizes = resizable::Sizes {
-                management_capacity: management_claim,
-                pv_capacity: volume,
-                requested,
-                capacity: capacity,
-            };
+            let sizes = resizable::Sizes { management_capacity, pv_capacity, requested, capacity };
             updates.extend(resizable::condition(sizes, &self.management.full_name(handle)));
         }
         updates

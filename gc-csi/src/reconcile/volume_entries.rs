@@ -126,8 +126,8 @@ impl VolumeEntries {
             _ => {}
         }
         let note = format!(
-            "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it for \
-             {}: its entry was removed from spec.volumes",
+            "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it \
+             for {}: its entry was removed from spec.volumes",
             self.management.full_name(vm_name),
             kube_kit::duration::show(self.grace),
         );

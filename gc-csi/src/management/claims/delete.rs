@@ -59,9 +59,9 @@ pub(crate) enum DeleteError {
     },
     /// The management PersistentVolume has the reclaim policy Retain.
     #[error(
-        "management PersistentVolume {volume} of PersistentVolumeClaim {claim} has reclaim policy Retain, so neither was \
-         deleted: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume too and delete that, or \
-         ask the platform team to set Delete on {volume}"
+        "management PersistentVolume {volume} of PersistentVolumeClaim {claim} has reclaim policy Retain, so neither \
+         was deleted: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume too and delete that, \
+         or ask the platform team to set Delete on {volume}"
     )]
     Retained {
         /// Name of the management claim.
@@ -72,8 +72,8 @@ pub(crate) enum DeleteError {
     /// Other guests use the claim.
     #[error(
         "management PersistentVolumeClaim {claim} is used by other guests and was not deleted: {guests}; delete \
-         their PersistentVolumes first; if such a guest no longer exists, ask the platform team to remove its annotation \
-         {prefix}<cluster ID>",
+         their PersistentVolumes first; if such a guest no longer exists, ask the platform team to remove its \
+         annotation {prefix}<cluster ID>",
         prefix = names::ANNOTATION_CONSUMER_PREFIX
     )]
     Consumed {

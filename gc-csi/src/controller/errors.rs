@@ -28,7 +28,7 @@ pub(super) fn create(error: &CreateError) -> Status {
         CreateError::SourceNotReady { .. } | CreateError::SourceReplaced(_) => {
             Status::failed_precondition(text)
         }
-        CreateError::NoSuchSize(_) | CreateError::TooLarge { .. } | CreateError::SourceTooLarge { .. } => {
+        CreateError::InvalidSize(_) | CreateError::TooLarge { .. } | CreateError::SourceTooLarge { .. } => {
             Status::out_of_range(text)
         }
         CreateError::Differs { .. } => Status::already_exists(text),
@@ -64,7 +64,7 @@ pub(super) fn expand(error: &ExpandError) -> Status {
         ExpandError::Unknown { source, .. } => api(source, text),
         ExpandError::Shared(_) => Status::invalid_argument(text),
         ExpandError::NotBound(_) => Status::internal(text),
-        ExpandError::NoSuchSize(_) | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
+        ExpandError::InvalidSize(_) | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
             Status::out_of_range(text)
         }
         // The management cluster retries, but a smaller request is possible meanwhile.

@@ -23,16 +23,16 @@ pub(super) fn is_tainted(node: &Node) -> bool {
 pub(super) async fn reconcile(management: &Management, node: &Node) -> Result<(), String> {
     let name = node.metadata.name.as_deref().unwrap_or_default();
     let Some(vm) = management.vm(name) else { return Ok(()) };
-    let is_tainted_now = is_tainted(node);
-    if is_tainted_now == is_annotated(&vm) {
+    let tainted = is_tainted(node);
+    if tainted == is_annotated(&vm) {
         return Ok(());
     }
-    let of = node.metadata.uid.as_deref().filter(|_| is_tainted_now);
+    let of = node.metadata.uid.as_deref().filter(|_| tainted);
     let full_name = management.full_name(name);
     management.set_out_of_service(&vm, of).await.map_err(|error| {
         format!("failed to update the out-of-service annotation of VirtualMachine {full_name}: {error}")
     })?;
-    match is_tainted_now {
+    match tainted {
         true => tracing::warn!(
             vm = %full_name,
             "Node {name} has the out-of-service taint: the disks of its VirtualMachine may be detached by force"

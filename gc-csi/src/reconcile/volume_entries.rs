@@ -112,9 +112,9 @@ impl VolumeEntries {
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
                 tracing::info!(
-                    vm_name,
+                    vm = vm_name,
                     claim,
-                    k8s_attachment,
+                    attachment = k8s_attachment,
                     "a VolumeAttachment requests the disk again: its entry stays"
                 );
                 self.drift.forget_stale(claim, vm_name);
@@ -131,13 +131,13 @@ impl VolumeEntries {
             self.management.full_name(vm_name),
             kube_kit::duration::show(self.grace),
         );
-        tracing::warn!(vm_name, claim, "{note}");
+        tracing::warn!(vm = vm_name, claim, "{note}");
         self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
         self.metrics.count(STALE_ENTRY);
         self.drift.forget_stale(claim, vm_name);
         // The entry is removed. Errors of the detach are reported as for any detach.
         if let Err(error) = gone {
-            tracing::warn!(vm_name, claim, "{error}");
+            tracing::warn!(vm = vm_name, claim, "{error}");
         }
         Ok(Next::Wait)
     }
@@ -204,7 +204,7 @@ impl VolumeEntries {
                      attached: the entry was restored; pods that used the volume meanwhile may need a restart",
                     k8s_attachment.name
                 );
-                tracing::warn!(vm_name, claim = handle, "{note}");
+                tracing::warn!(vm = vm_name, claim = handle, "{note}");
                 self.guest.events.warning(about, "Attach", "LostEntryRestored", note);
                 self.metrics.count(LOST_ENTRY);
                 Ok(Next::Wait)
@@ -217,7 +217,7 @@ impl VolumeEntries {
                     k8s_attachment.name
                 );
                 if self.drift.is_new_error(handle, vm_name, &note) {
-                    tracing::warn!(vm_name, claim = handle, "{note}");
+                    tracing::warn!(vm = vm_name, claim = handle, "{note}");
                     self.guest.events.warning(about, "Attach", "LostEntryNotRestored", note);
                 }
                 Ok(Next::After(REFUSED_RETRY))

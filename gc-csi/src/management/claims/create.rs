@@ -13,7 +13,7 @@ use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{DeleteError, NoSize, is_block, is_bound, phase, volume_mode};
+use super::{DeleteError, SizeError, is_block, is_bound, phase, volume_mode};
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::bound_to;
 use crate::management::{ApiError, Management, recent_outcomes, snapshots};
@@ -158,7 +158,7 @@ pub(crate) enum CreateError {
     },
     /// The range contains no whole number of MiB.
     #[error(transparent)]
-    NoSuchSize(NoSize),
+    InvalidSize(SizeError),
     /// More zones than a management claim can request.
     #[error(
         "the volume was requested in {zones} zones, but at most {} are possible: allow fewer in allowedTopologies of \
@@ -453,11 +453,11 @@ impl Management {
         }
         let (has, source) = (spec.data_source.as_deref(), request.source.as_ref().map(Source::reference));
         if has != source.as_ref() {
-            let made_from = |source: Option<&TypedLocalObjectReference>| match source {
+            let created_from = |source: Option<&TypedLocalObjectReference>| match source {
                 Some(source) => format!("from {} {}", source.kind, source.name),
                 None => "empty".to_owned(),
             };
-            let (was, request) = (made_from(has), made_from(source.as_ref()));
+            let (was, request) = (created_from(has), created_from(source.as_ref()));
             return Err(format!("it was created {was}, not {request}"));
         }
         Ok(())
@@ -466,7 +466,7 @@ impl Management {
 
 /// The smallest whole number of MiB in the range, in bytes.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
-    super::whole_mebibytes(size).map_err(CreateError::NoSuchSize)
+    super::whole_mebibytes(size).map_err(CreateError::InvalidSize)
 }
 
 fn check_zones(zones: &[String]) -> Result<(), CreateError> {

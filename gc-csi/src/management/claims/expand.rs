@@ -11,7 +11,7 @@ use kube_kit::quantity;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{NoSize, condition, is_bound};
+use super::{SizeError, condition, is_bound};
 use crate::management::sharing::Relation;
 use crate::management::{ApiError, Management};
 
@@ -45,7 +45,7 @@ pub enum ExpandError {
     NotBound(String),
     /// The range contains no whole number of MiB.
     #[error(transparent)]
-    NoSuchSize(NoSize),
+    InvalidSize(SizeError),
     /// The claim is larger than the limit.
     #[error(
         "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}: volumes can't shrink"
@@ -131,7 +131,7 @@ impl Management {
     /// Expands the claim to at least the required size and returns its capacity.
     pub async fn expand_claim(&self, name: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
         let claim = || name.to_owned();
-        let bytes = super::whole_mebibytes(size).map_err(ExpandError::NoSuchSize)?;
+        let bytes = super::whole_mebibytes(size).map_err(ExpandError::InvalidSize)?;
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
         loop {

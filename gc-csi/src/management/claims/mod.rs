@@ -49,7 +49,7 @@ const MAX_BYTES: u64 = i64::MAX.cast_unsigned() / GRANULARITY * GRANULARITY;
 
 /// Why a range has no valid size.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoSize {
+pub enum SizeError {
     /// The limit is too small.
     #[error(
         "no volume of whole MiB has between {required} and {limit} bytes: leave at least 1 MiB between request and limit"
@@ -69,13 +69,13 @@ pub enum NoSize {
 }
 
 /// The smallest whole number of MiB in the range, in bytes.
-fn whole_mebibytes(size: Size) -> Result<u64, NoSize> {
+fn whole_mebibytes(size: Size) -> Result<u64, SizeError> {
     if size.required > MAX_BYTES {
-        return Err(NoSize::TooLarge { required: size.required });
+        return Err(SizeError::TooLarge { required: size.required });
     }
     let bytes = size.required.max(1).next_multiple_of(GRANULARITY);
     match size.limit {
-        Some(limit) if limit < bytes => Err(NoSize::Between { required: size.required, limit }),
+        Some(limit) if limit < bytes => Err(SizeError::Between { required: size.required, limit }),
         _ => Ok(bytes),
     }
 }
@@ -120,10 +120,10 @@ mod tests {
         let size = |required, limit| whole_mebibytes(Size { required, limit });
         assert_eq!(size(1, None), Ok(GRANULARITY));
         assert_eq!(size(GRANULARITY, Some(GRANULARITY)), Ok(GRANULARITY));
-        assert_eq!(size(1, Some(1000)), Err(NoSize::Between { required: 1, limit: 1000 }));
+        assert_eq!(size(1, Some(1000)), Err(SizeError::Between { required: 1, limit: 1000 }));
         assert_eq!(size(MAX_BYTES, None), Ok(9_223_372_036_853_727_232));
         for more in [MAX_BYTES + 1, i64::MAX.cast_unsigned()] {
-            assert_eq!(size(more, Some(more)), Err(NoSize::TooLarge { required: more }));
+            assert_eq!(size(more, Some(more)), Err(SizeError::TooLarge { required: more }));
         }
     }
 }

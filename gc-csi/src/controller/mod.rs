@@ -142,7 +142,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let failed = stop.clone();
         tokio::spawn(async move {
             if let Err(error) = serving.await {
-                tracing::error!(%address, "cannot serve health and metrics: {error}");
+                tracing::error!(%address, "failed to serve health and metrics: {error}");
                 failed.cancel();
             }
         });

@@ -19,7 +19,7 @@ pub(super) enum PinError {
     #[error(transparent)]
     Replaced(Incompatible),
     /// The management claim could not be read.
-    #[error("failed to read to which management PersistentVolume volume {volume} is bound: {source}")]
+    #[error("failed to read which management PersistentVolume volume {volume} is bound to: {source}")]
     Unknown {
         /// The volume.
         volume: String,

@@ -82,7 +82,7 @@ impl K8sAttachments {
     pub(super) async fn list_live(&self, node: &str) -> Result<Vec<K8sAttachment>, String> {
         let list = self.api.list(&ListParams::default()).await;
         let list =
-            list.map_err(|error| format!("cannot read the guest's VolumeAttachments: {}", chain(&error)))?;
+            list.map_err(|error| format!("failed to list the guest's VolumeAttachments: {}", chain(&error)))?;
         let here = list.items.iter().filter(|k8s_attachment| k8s_attachment.node_name == node);
         Ok(here.map(|k8s_attachment| self.convert(k8s_attachment)).collect())
     }
@@ -91,7 +91,7 @@ impl K8sAttachments {
     pub(super) async fn is_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_opt(name).await;
         let k8s_attachment =
-            read.map_err(|error| format!("cannot read guest VolumeAttachment {name}: {}", chain(&error)))?;
+            read.map_err(|error| format!("failed to read guest VolumeAttachment {name}: {}", chain(&error)))?;
         Ok(k8s_attachment.is_some_and(|k8s_attachment| k8s_attachment.metadata.deletion_timestamp.is_none()))
     }
 

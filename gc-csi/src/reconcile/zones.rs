@@ -88,7 +88,7 @@ impl Zones {
     /// Whether the guest has a Node of this name, read from the API server.
     pub(super) async fn is_node_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_metadata_opt(name).await;
-        let node = read.map_err(|error| format!("cannot read guest Node {name}: {}", chain(&error)))?;
+        let node = read.map_err(|error| format!("failed to read guest Node {name}: {}", chain(&error)))?;
         Ok(node.is_some())
     }
 

@@ -1,4 +1,4 @@
-//! The guest cluster, as the controller sees it: whose claim a volume is, and which class it came from.
+//! Guest cluster client: shared informers of claims, PersistentVolumes and StorageClasses, and lookups between them.
 
 mod attachments;
 mod claims;
@@ -24,39 +24,39 @@ use tokio_util::sync::CancellationToken;
 use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
 pub(crate) use attachments::attachment_name;
-pub(crate) use claims::Wish;
+pub(crate) use claims::ClaimState;
 
-use crate::fit::Asked;
-use crate::management::keep;
+use crate::compatibility::PvRequirements;
+use crate::management::retain_keys;
 use crate::pin::Pin;
 
-/// What of the guest is ours, and what is kept of it.
+/// Which guest objects belong to this driver, and which labels are kept.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Scope {
-    /// The driver names by which volumes are ours.
+    /// Driver names of our volumes.
     pub(crate) drivers: Vec<String>,
-    /// The labels of claims that are read.
+    /// Keys of the claim labels that are read.
     pub(crate) claim_labels: Vec<String>,
 }
 
-/// Claims, volumes and classes of the guest, shared and trimmed.
+/// Informers of the guest's claims, volumes and classes, trimmed to what is read.
 #[derive(Clone)]
 pub(crate) struct Guest {
     pub(crate) client: Client,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
-    /// The claims with the conditions that were written just now.
-    pub(crate) latest_claims: Arc<Latest<PersistentVolumeClaim>>,
+    /// Mutation cache: the claims with the conditions that were written last.
+    pub(crate) claim_cache: Arc<Latest<PersistentVolumeClaim>>,
     pub(crate) volumes: Informer<PersistentVolume>,
     pub(crate) classes: Informer<StorageClass>,
     pub(crate) events: Events,
-    /// The driver names by which volumes are ours.
+    /// Driver names of our volumes.
     pub(crate) drivers: Vec<String>,
     by_handle: Arc<Index>,
 }
 
 impl Guest {
-    /// Starts the informers; `volume_changed` is told the handle of each volume of ours that changes, or
-    /// whose claim does, and `claim_gone` each claim that is not there any more.
+    /// Starts the informers. Calls `volume_changed` with the handle when one of our volumes or its claim changes, and
+    /// `claim_gone` when a claim is deleted.
     pub(crate) fn start(
         client: &Client,
         scope: Scope,
@@ -65,7 +65,7 @@ impl Guest {
         volume_changed: impl Fn(&str) + Clone + Send + Sync + 'static,
         claim_gone: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
-        let unread = "not read yet";
+        let not_synced = "not synced yet";
         let Scope { drivers, claim_labels } = scope;
         let known = drivers.clone();
         let claims = Informer::builder("guest PersistentVolumeClaims", Api::all(client.clone()))
@@ -73,10 +73,11 @@ impl Guest {
         let volumes = Informer::builder("guest PersistentVolumes", Api::all(client.clone()))
             .trim(move |volume| trim_volume(volume, &drivers));
 
-        let latest_claims = Arc::new(Latest::new(claims.informer()));
-        let (latest, bound_to, told) = (latest_claims.clone(), volumes.informer(), volume_changed.clone());
+        let claim_cache = Arc::new(Latest::new(claims.informer()));
+        let (cache, bound_to, handle_changed) =
+            (claim_cache.clone(), volumes.informer(), volume_changed.clone());
         let claims = claims.on_change(move |change| {
-            latest.seen(change);
+            cache.seen(change);
             let uid = |claim: &Arc<PersistentVolumeClaim>| claim.metadata.uid.clone();
             if change.old.is_some_and(|old| change.new.is_none_or(|new| uid(new) != uid(old))) {
                 claim_gone(change.key);
@@ -85,7 +86,7 @@ impl Guest {
                 let volume = claim.spec.volume_name.as_deref();
                 let volume = volume.and_then(|name| bound_to.get(&Key::cluster(name)));
                 if let Some(handle) = volume.as_deref().and_then(handle) {
-                    told(handle);
+                    handle_changed(handle);
                 }
             }
         });
@@ -101,12 +102,12 @@ impl Guest {
 
         let classes = Informer::builder("guest StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| class.metadata.annotations = None)
-            .start(ready.check("guest-classes", unread), stop.clone());
+            .start(ready.check("guest-classes", not_synced), stop.clone());
         Self {
             client: client.clone(),
-            claims: claims.start(ready.check("guest-claims", unread), stop.clone()),
-            latest_claims,
-            volumes: volumes.start(ready.check("guest-volumes", unread), stop.clone()),
+            claims: claims.start(ready.check("guest-claims", not_synced), stop.clone()),
+            claim_cache,
+            volumes: volumes.start(ready.check("guest-volumes", not_synced), stop.clone()),
             classes,
             events: Events::new(client.clone(), GUEST_DRIVER),
             drivers: known,
@@ -114,32 +115,30 @@ impl Guest {
         }
     }
 
-    /// Waits until everything was read once.
+    /// Waits for the first list of all informers.
     pub(crate) async fn synced(&self) {
         self.claims.synced().await;
         self.volumes.synced().await;
         self.classes.synced().await;
     }
 
-    /// Whether everything was read once.
+    /// Whether all informers are synced.
     pub(crate) fn is_synced(&self) -> bool {
         self.claims.is_synced() && self.volumes.is_synced() && self.classes.is_synced()
     }
 
-    /// StorageClass (or nothing) of the guest claim for which csi-provisioner asks for the volume
-    /// `csi_name`. It can be ahead of this watch, so the claim is waited for until `deadline`; None when it
-    /// does not come.
+    /// StorageClass (may be empty) of the guest claim for which csi-provisioner creates the volume `csi_name`. Waits
+    /// until `deadline` for the claim, because the informer may lag; None if it does not appear.
     pub(crate) async fn class_of(&self, claim: &Key, csi_name: &str, deadline: Instant) -> Option<String> {
         self.claims
             .wait_for(claim, deadline, |claim| {
-                let claim = claim.filter(|claim| is_for(csi_name, claim.metadata.uid.as_deref()))?;
+                let claim = claim.filter(|claim| is_volume_for(csi_name, claim.metadata.uid.as_deref()))?;
                 Some(claim.spec.storage_class_name.clone().unwrap_or_default())
             })
             .await
     }
 
-    /// Reclaim policy of a guest class. One that was made just now is waited for until `deadline`; None when
-    /// it does not come.
+    /// Reclaim policy of a guest StorageClass. Waits until `deadline` for a new class; None if it does not appear.
     pub(crate) async fn reclaim_policy(&self, class: &str, deadline: Instant) -> Option<String> {
         self.classes
             .wait_for(&Key::cluster(class), deadline, |class| {
@@ -148,33 +147,33 @@ impl Guest {
             .await
     }
 
-    /// The volumes of this handle: one, unless a person made another.
+    /// The PersistentVolumes with this handle; more than one only if one was created manually.
     pub(crate) fn volumes_of(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
         let keys = self.by_handle.members(&Key::cluster(handle));
         keys.iter().filter_map(|key| self.volumes.get(key)).collect()
     }
 
-    /// What the volumes of this handle ask of their management claim.
-    pub(crate) fn asked_of(&self, handle: &str) -> Vec<Asked> {
-        self.volumes_of(handle).iter().map(|volume| asked(volume)).collect()
+    /// Requirements of the PersistentVolumes with this handle on their management claim.
+    pub(crate) fn requirements_of(&self, handle: &str) -> Vec<PvRequirements> {
+        self.volumes_of(handle).iter().map(|volume| requirements(volume)).collect()
     }
 
-    /// The claim that a volume is bound to.
+    /// The claim that a PersistentVolume is bound to.
     pub(crate) fn claim_of(&self, volume: &PersistentVolume) -> Option<Arc<PersistentVolumeClaim>> {
         let claim_ref = volume.spec.claim_ref.as_ref()?;
         let key = Key::new(claim_ref.namespace.clone()?, claim_ref.name.clone()?);
-        self.latest_claims.get(&key).filter(|claim| {
+        self.claim_cache.get(&key).filter(|claim| {
             claim.metadata.uid == claim_ref.uid && claim.spec.volume_name == volume.metadata.name
         })
     }
 
-    /// Whether a volume had a claim once and has none any more, or is on its way out.
+    /// Whether a PersistentVolume no longer has a claim, or is being deleted.
     pub(crate) fn is_released(&self, volume: &PersistentVolume) -> bool {
         let was_claimed = volume.spec.claim_ref.as_ref().is_some_and(|claim| claim.uid.is_some());
         self.claim_of(volume).is_none() && (was_claimed || volume.metadata.deletion_timestamp.is_some())
     }
 
-    /// The handle of the volume that a claim of ours is bound to.
+    /// Handle of the volume that a claim is bound to.
     pub(crate) fn handle_of(&self, claim: &Key) -> Option<String> {
         let claim = self.claims.get(claim)?;
         let volume = self.volumes.get(&Key::cluster(claim.spec.volume_name.as_deref()?))?;
@@ -182,10 +181,10 @@ impl Guest {
     }
 }
 
-/// What a volume wants of its management claim.
-pub(crate) fn asked(volume: &PersistentVolume) -> Asked {
+/// Requirements of a PersistentVolume on its management claim.
+pub(crate) fn requirements(volume: &PersistentVolume) -> PvRequirements {
     let spec = &volume.spec;
-    Asked {
+    PvRequirements {
         volume: volume.metadata.name.clone(),
         capacity: spec.capacity,
         block: spec.volume_mode.as_deref() == Some("Block"),
@@ -195,20 +194,20 @@ pub(crate) fn asked(volume: &PersistentVolume) -> Asked {
     }
 }
 
-/// What an event is about.
+/// Reference to an object, for events.
 pub(crate) fn reference<K: Resource<DynamicType = ()>>(object: &K) -> ObjectReference {
     object.object_ref(&())
 }
 
-/// Whether a volume of this name is for the claim of this UID. csi-provisioner ends the name with the UID
-/// unless it is told to cut it off; a name that ends with another UID is for an earlier claim of that name.
-fn is_for(csi_name: &str, uid: Option<&str>) -> bool {
+/// Whether a volume of this name was created for the claim with this UID. By default, csi-provisioner appends the
+/// claim's UID to the name; another UID belongs to an earlier claim of the same name.
+fn is_volume_for(csi_name: &str, uid: Option<&str>) -> bool {
     let tail = csi_name.len().checked_sub(36).and_then(|start| csi_name.get(start..));
     let is_uid = |tail: &str| tail.chars().all(|c| c.is_ascii_hexdigit() || c == '-');
     tail.filter(|tail| is_uid(tail)).is_none_or(|tail| Some(tail) == uid)
 }
 
-/// Handle of a volume of ours; others have none by the time they are kept.
+/// Handle of one of our volumes; volumes of other drivers are trimmed and have none.
 pub(crate) fn handle(volume: &PersistentVolume) -> Option<&str> {
     volume.spec.csi.as_ref().map(|csi| csi.volume_handle.as_str())
 }
@@ -218,8 +217,8 @@ fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
     claim.metadata.annotations = None;
     claim.metadata.finalizers = None;
     claim.metadata.owner_references = None;
-    if let Some(there) = &mut claim.metadata.labels {
-        there.retain(|key, _| labels.contains(key));
+    if let Some(present) = &mut claim.metadata.labels {
+        present.retain(|key, _| labels.contains(key));
     }
     claim.metadata.labels = claim.metadata.labels.take().filter(|labels| !labels.is_empty());
     let PersistentVolumeClaimSpec { requested, storage_class_name, volume_name, .. } =
@@ -232,14 +231,14 @@ fn trim_claim(claim: &mut PersistentVolumeClaim, labels: &[String]) {
     claim.status = PersistentVolumeClaimStatus { capacity, conditions, ..Default::default() };
 }
 
-/// Keeps identity and what must fit the management claim; volumes of other drivers lose everything but their name.
+/// Keeps identity and requirements; of other drivers' volumes only the identity.
 fn trim_volume(volume: &mut PersistentVolume, drivers: &[String]) {
     volume.metadata.labels = None;
     volume.metadata.finalizers = None;
     volume.metadata.owner_references = None;
     match volume.spec.csi.as_mut().filter(|csi| drivers.contains(&csi.driver)) {
         Some(csi) => {
-            keep(&mut volume.metadata.annotations, |key| key == MANAGEMENT_VOLUME);
+            retain_keys(&mut volume.metadata.annotations, |key| key == MANAGEMENT_VOLUME);
             csi.volume_attributes.retain(|(key, _)| key == MANAGEMENT_VOLUME);
             csi.volume_attributes.shrink_to_fit();
         }
@@ -257,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_keeps_what_is_read_of_it() {
+    fn trimming_a_claim_keeps_only_what_is_read() {
         let mut claim: PersistentVolumeClaim = serde_json::from_value(json!({
             "metadata": {"name": "c", "labels": {"team": "a", "app": "b"}, "annotations": {"a": "b"}},
             "spec": {
@@ -289,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_keeps_its_pin_and_no_more_of_what_it_is_told() {
+    fn trimming_a_volume_keeps_its_pin_and_no_other_attributes() {
         let volume = |driver: &str| {
             let mut volume: PersistentVolume = serde_json::from_value(json!({
                 "metadata": {"name": "pv-1", "annotations": {MANAGEMENT_VOLUME: "b", "other": "c"}},
@@ -312,12 +311,12 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_named_after_another_uid_is_not_for_this_claim() {
+    fn a_volume_named_after_another_uid_does_not_belong_to_the_claim() {
         let (uid, other) = ("6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "00000000-0d3e-4f5a-8b7c-1234567890ab");
-        assert!(is_for(&format!("pvc-{uid}"), Some(uid)));
-        assert!(!is_for(&format!("pvc-{other}"), Some(uid)));
-        for unknown in ["pvc-6f9c1b2a", "a-name-that-somebody-chose-in-another-way", ""] {
-            assert!(is_for(unknown, Some(uid)), "{unknown}");
+        assert!(is_volume_for(&format!("pvc-{uid}"), Some(uid)));
+        assert!(!is_volume_for(&format!("pvc-{other}"), Some(uid)));
+        for unknown in ["pvc-6f9c1b2a", "a-name-without-a-uid", ""] {
+            assert!(is_volume_for(unknown, Some(uid)), "{unknown}");
         }
     }
 }

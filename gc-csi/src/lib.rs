@@ -1,8 +1,8 @@
-//! Controller plugin of the guest driver: it maps volumes of the guest cluster to claims and volume entries of
-//! VirtualMachines in the management cluster. The node plugin is the crate `gc-csi-node`.
+//! Controller plugin of the guest driver. It maps guest volumes to claims and to volume entries of VirtualMachines in
+//! the management cluster. The node plugin is the crate `gc-csi-node`.
 
+mod compatibility;
 pub mod controller;
-mod fit;
 mod guest;
 pub mod machine;
 mod management;

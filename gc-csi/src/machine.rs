@@ -1,5 +1,5 @@
-//! What a `VirtualMachine` says of a disk, and what to change in it so that it has the disk or lets go of it. Pure: the
-//! model of the attach protocol (crate `model`) runs the same rules.
+//! Volume entries of a VirtualMachine: pure rules that plan changes of `spec.volumes` and interpret `status.volumes`.
+//! The model of the attach protocol (crate `model`) runs the same code.
 
 use crds::names::{ANNOTATION_VOLUMES_CONFIRMED, entries_shown};
 use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
@@ -8,40 +8,40 @@ use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// Where the API server has [`ANNOTATION_VOLUMES_CONFIRMED`] (RFC 6901: a slash within a name is `~1`).
+/// JSON pointer to [`ANNOTATION_VOLUMES_CONFIRMED`] (RFC 6901: a slash within a name is `~1`).
 const CONFIRMED: &str = "/metadata/annotations/nestor.dev~1volumes-confirmed";
 
-/// A change of one entry.
+/// Change of one volume entry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Change {
-    /// The entry should be there.
+    /// Add the entry.
     Add {
-        /// Key of the entry.
+        /// Name of the entry.
         name: String,
-        /// The claim.
+        /// Name of the claim.
         claim: String,
-        /// Whether the machine may only read.
+        /// Whether the disk is attached read-only.
         read_only: bool,
-        /// Whether the VM Operator must be told that several machines write to the disk.
+        /// Whether the VM Operator has to attach the disk as multi-writer.
         multi_writer: bool,
     },
-    /// The entry should not be there.
+    /// Remove the entry.
     Remove {
-        /// Key of the entry.
+        /// Name of the entry.
         name: String,
     },
 }
 
-/// A machine as it was after a change went in: what is read of it must not be older.
+/// UID and generation of a VM after a change was committed. Older states do not reflect the change.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Committed {
-    /// UID of the machine.
+    /// UID of the VM.
     pub uid: String,
     /// Generation of its spec.
     pub generation: i64,
 }
 
-/// Identity and generation of a machine at hand.
+/// UID and generation of a VM.
 pub fn committed(vm: &VirtualMachine) -> Committed {
     Committed {
         uid: vm.metadata.uid.clone().unwrap_or_default(),
@@ -49,49 +49,49 @@ pub fn committed(vm: &VirtualMachine) -> Committed {
     }
 }
 
-/// Why a change can't go in.
+/// Why a change is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The entry's name is taken.
-    #[error("entry {name} of VirtualMachine {machine} is for {found}, not for claim {claim}")]
+    /// An entry of this name exists for something else.
+    #[error("entry {name} of VirtualMachine {vm_name} is for {found}, not for claim {claim}")]
     Taken {
-        /// The machine.
-        machine: String,
-        /// The entry.
+        /// Name of the VM.
+        vm_name: String,
+        /// Name of the entry.
         name: String,
-        /// What it is for.
+        /// What the present entry is for.
         found: String,
-        /// What it should be for.
+        /// What the requested entry is for.
         claim: String,
     },
-    /// The disk of an earlier use is still there, and its end would unplug the disk again.
+    /// The disk of a removed entry is still being detached; the end of that would detach the disk again.
     #[error(
-        "entry {name} of VirtualMachine {machine} can be put in only when the disk of its earlier use is unplugged"
+        "entry {name} of VirtualMachine {vm_name} can't be added until the disk of its earlier use is detached"
     )]
     Leaving {
-        /// The machine.
-        machine: String,
-        /// The entry.
+        /// Name of the VM.
+        vm_name: String,
+        /// Name of the entry.
         name: String,
     },
 }
 
-/// What to send for a batch of changes.
+/// Plan of a batch of changes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
-    /// The JSON Patch; nothing where all is so already.
+    /// The JSON Patch; empty if nothing changes.
     pub operations: Vec<PatchOperation>,
-    /// For each change, why it is not among them.
+    /// For each change, why it was refused.
     pub refused: Vec<Option<Refusal>>,
 }
 
-/// The plan that brings changes into a machine as it was seen. It goes only into the spec that was seen: what arrives late
-/// must not take out an entry that was put in again since, nor put one in whose earlier use has not ended yet.
+/// Plans changes of a VM. The JSON Patch applies only to the observed spec: a late patch must neither remove an entry
+/// that was added again since, nor add one whose earlier use is still being detached.
 ///
-/// An attach that finds its entry there changes nothing in the spec, and still must end every removal that was decided on
-/// before: so it changes an annotation, and a removal goes in only while that is as it was seen. Where there is none yet,
-/// the whole object must be.
-pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
+/// An attach that finds its entry present changes nothing in the spec, but must invalidate all removals that were
+/// planned before. It therefore updates an annotation, which every removal tests. If the annotation is missing, the
+/// removal tests the resourceVersion instead.
+pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     let volumes = &vm.spec.volumes;
     let mut refused = vec![None; changes.len()];
     let mut removed: Vec<usize> = Vec::new();
@@ -105,7 +105,7 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
             Change::Add { name, claim, read_only, multi_writer } => {
-                let wanted = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
+                let source = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
                 let kept = volumes
                     .iter()
                     .enumerate()
@@ -113,21 +113,21 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                     .map(|(_, entry)| entry);
                 match kept.chain(&added).find(|entry| &entry.name == name) {
                     None if disks(vm, name).next().is_some() => {
-                        let (machine, name) = (machine.to_owned(), name.clone());
-                        refused[index] = Some(Refusal::Leaving { machine, name });
+                        let (vm_name, name) = (vm_name.to_owned(), name.clone());
+                        refused[index] = Some(Refusal::Leaving { vm_name, name });
                     }
                     None => added.push(VirtualMachineVolume {
                         name: name.clone(),
-                        persistent_volume_claim: Some(wanted),
+                        persistent_volume_claim: Some(source),
                         sharing_mode: multi_writer.then(|| "MultiWriter".to_owned()),
                         disk_mode: multi_writer.then(|| "IndependentPersistent".to_owned()),
                     }),
-                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&wanted) => {
+                    Some(entry) if entry.persistent_volume_claim.as_ref() == Some(&source) => {
                         confirms |= added.iter().all(|one| &one.name != name);
                     }
                     Some(entry) => {
                         refused[index] = Some(Refusal::Taken {
-                            machine: machine.to_owned(),
+                            vm_name: vm_name.to_owned(),
                             name: name.clone(),
                             found: describe(entry),
                             claim: format!("{claim}{}", if *read_only { " (read-only)" } else { "" }),
@@ -137,11 +137,11 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
             }
         }
     }
-    // From the end, so that no removal moves a place that is still to be tested.
+    // In descending order, so that no removal shifts the index of the next one.
     removed.sort_unstable_by(|a, b| b.cmp(a));
     let mut operations = Vec::new();
     if !removed.is_empty() || !added.is_empty() || confirms {
-        // Another VM of the name may have the same generation.
+        // Another VM of the same name can have the same generation.
         operations.push(test("/metadata/uid", &json!(vm.metadata.uid)));
         operations.push(test("/metadata/generation", &json!(vm.metadata.generation)));
     }
@@ -159,7 +159,7 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
             .push(PatchOperation::Remove(RemoveOperation { path: pointer(&format!("/spec/volumes/{at}")) }));
     }
     if !added.is_empty() && volumes.is_empty() {
-        // There may be no list to append to.
+        // The list may be missing.
         operations.push(add("/spec/volumes", &added));
     } else {
         operations.extend(added.iter().map(|entry| add("/spec/volumes/-", entry)));
@@ -170,13 +170,13 @@ pub fn plan(machine: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     Plan { operations, refused }
 }
 
-/// Onto which version of a machine an attach last wrote that it found its entry.
+/// The resourceVersion at which an attach last confirmed its entry.
 pub fn confirmed(vm: &VirtualMachine) -> Option<&str> {
     let annotations = vm.metadata.annotations.as_ref()?;
     annotations.get(ANNOTATION_VOLUMES_CONFIRMED).map(String::as_str)
 }
 
-/// The version that is written onto is another each time, since the one before it is tested.
+/// The new value always differs, because the resourceVersion changes with each write.
 fn confirm(vm: &VirtualMachine) -> PatchOperation {
     let onto = vm.metadata.resource_version.as_deref().unwrap_or_default();
     match vm.metadata.annotations {
@@ -197,7 +197,7 @@ fn describe(entry: &VirtualMachineVolume) -> String {
     match &entry.persistent_volume_claim {
         Some(claim) if claim.read_only => format!("claim {} (read-only)", claim.claim_name),
         Some(claim) => format!("claim {}", claim.claim_name),
-        None => "a volume that is not a claim".to_owned(),
+        None => "a volume without a claim".to_owned(),
     }
 }
 
@@ -205,104 +205,105 @@ fn pointer(path: &str) -> PointerBuf {
     PointerBuf::parse(path).unwrap_or_default()
 }
 
-/// Whether the machine should have the claim, and if so whether only to read.
+/// Whether the VM's spec has the claim; if so, whether read-only.
 pub fn wants(vm: &VirtualMachine, claim: &str) -> Option<bool> {
     let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
 }
 
-/// What the machine says of an entry that is in its spec.
+/// Status of an entry that is in the spec.
 fn disk<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
-    told(vm).find(|disk| disk.name == entry)
+    statuses(vm).find(|disk| disk.name == entry)
 }
 
-/// What the machine says of the disks of an entry: of the one that is in its spec, and of those that are leaving, which
-/// the VM Operator shows under another name.
+/// All statuses of an entry: of the entry in the spec, and of disks that are being detached, which the VM Operator
+/// lists under another name.
 pub fn disks<'a>(
     vm: &'a VirtualMachine,
     entry: &str,
 ) -> impl Iterator<Item = &'a VirtualMachineVolumeStatus> {
-    told(vm).filter(move |disk| entries_shown(&disk.name).any(|shown| shown == entry))
+    statuses(vm).filter(move |disk| entries_shown(&disk.name).any(|shown| shown == entry))
 }
 
-fn told(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
+fn statuses(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
     vm.status.iter().flat_map(|status| &status.volumes)
 }
 
-/// The last failure that the machine tells of an entry's disks.
+/// The error that the VM reports for an entry.
 pub fn failure(vm: &VirtualMachine, entry: &str) -> Option<String> {
     disks(vm, entry).find_map(|disk| disk.error.clone())
 }
 
-/// Whether a disk of the entry is plugged.
+/// Whether a disk of the entry is attached.
 pub fn is_plugged(vm: &VirtualMachine, entry: &str) -> bool {
     disks(vm, entry).any(|disk| disk.attached)
 }
 
-/// The UUID by which the machine knows the entry's disk.
+/// UUID of the entry's disk.
 pub fn disk_uuid(vm: &VirtualMachine, entry: &str) -> Option<String> {
     disks(vm, entry).find_map(|disk| disk.disk_uuid.clone())
 }
 
-/// Whether the machine has the claim in its spec, or its disk still plugged: who needs it alone must wait.
+/// Whether the VM's spec has the claim, or its disk is still attached: an exclusive attach elsewhere must wait.
 pub fn holds(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
     wants(vm, claim).is_some() || is_plugged(vm, entry)
 }
 
-/// Whether the machine says anything at all of the claim's disk, so that a detach has something to do.
+/// Whether the VM's spec or status references the claim, so that a detach has something to do.
 pub fn is_involved(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
     wants(vm, claim).is_some() || disks(vm, entry).next().is_some()
 }
 
-/// How an attach begins.
+/// First step of an attach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Begin {
-    /// Not at all: it is for one machine, and another has it.
+    /// Refuse: the disk may be attached to one VM only, and another one has it.
     Elsewhere,
-    /// Not at all: the machine has it in the other way, read-only or not as said.
+    /// Refuse: the entry exists with another access (read-only or writable, as given).
     Differs(bool),
-    /// With a confirmation of the entry, which should be there already.
+    /// Confirm the entry, which exists.
     Confirm,
-    /// With an entry.
+    /// Add the entry.
     Add,
 }
 
-/// How an attach begins, by what was seen of the machine, and of the others where it may be in one only.
+/// Decides the first step of an attach from the observed VM; `is_elsewhere` is set if the disk is exclusive and another
+/// VM has it.
 pub fn begin(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bool) -> Begin {
     match wants(vm, claim) {
         Some(now) if now != read_only => Begin::Differs(now),
-        // Two that got in at the same moment must not wait for each other: the infra decides between them.
+        // Two VMs that got the entry at the same time must not wait for each other: the storage infra decides.
         Some(_) => Begin::Confirm,
         None if is_elsewhere => Begin::Elsewhere,
         None => Begin::Add,
     }
 }
 
-/// Whether an entry may be put in: not before an earlier use of it is over, whose end would unplug the disk again. None
-/// is a machine that is gone, which is found out in the trying.
+/// Whether an entry can be added: not while the disk of its earlier use is being detached, because the end of that
+/// would detach the disk again. For a missing VM (None), the write fails.
 pub fn may_be_added(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bool {
     vm.is_none_or(|vm| wants(vm, claim).is_some() || disks(vm, entry).next().is_none())
 }
 
-/// Whether a state that was seen is from before a change went in. A machine of another UID counts as
-/// older too: it is, or else the machine was replaced since, which the next call finds out.
+/// Whether a state is older than a change. A VM with another UID counts as older too: either it is, or the VM was
+/// replaced, which the next call detects.
 fn is_older(vm: &VirtualMachine, since: &Committed) -> bool {
-    let seen = committed(vm);
-    seen.uid != since.uid || seen.generation < since.generation
+    let observed = committed(vm);
+    observed.uid != since.uid || observed.generation < since.generation
 }
 
-/// A disk that is plugged.
+/// A disk that is attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AttachedDisk {
-    /// The UUID by which the machine finds it.
+    /// UUID of the disk.
     pub uuid: String,
-    /// The proof that it held no data before it was plugged, if there is one.
+    /// Attestation that the disk was blank before the attach, if any.
     pub blank_attestation: Option<String>,
-    /// The volume's secret for whoever formats it, if that may be done.
+    /// Token that allows formatting the volume, if that is allowed.
     pub format_token: Option<String>,
 }
 
-/// How an attach ended, if it did: the disk, or a failure that was not known before.
+/// Result of an attach, if it is known: the disk, or an error that was not known before.
 pub fn attached(
     vm: &VirtualMachine,
     since: &Committed,
@@ -324,41 +325,41 @@ pub fn attached(
     }
 }
 
-/// A detach that is waited for.
+/// A detach in progress.
 #[derive(Debug, Clone, Copy)]
 pub struct Leaving<'a> {
-    /// The entry that was taken out.
+    /// Name of the removed entry.
     pub entry: &'a str,
-    /// The disk's UUID, where it was known: whatever the VM Operator calls the disk by now, it is there while that is.
+    /// UUID of the disk, if known: the disk is attached as long as any status has it.
     pub disk: Option<&'a str>,
-    /// The failure that was known before.
+    /// The error that was reported before.
     pub known: Option<&'a String>,
 }
 
-/// How a detach ended, if it did: a failure that was not known before, or that no name and no UUID of the disk is left. A
-/// machine that is gone has no disks.
+/// Result of a detach, if it is known: success when no status has the entry's name or the disk's UUID, or an error that
+/// was not known before. A VM that does not exist has no disks.
 pub fn detached(
     vm: Option<&VirtualMachine>,
     since: &Committed,
-    leaving: Leaving<'_>,
+    pending: Leaving<'_>,
 ) -> Option<Result<(), String>> {
     let Some(vm) = vm else { return Some(Ok(())) };
     if is_older(vm, since) {
         return None;
     }
-    let Leaving { entry, disk, known } = leaving;
-    let is_disk = |told: &&VirtualMachineVolumeStatus| {
-        disk.is_some() && told.disk_uuid.as_deref() == disk
-            || entries_shown(&told.name).any(|shown| shown == entry)
+    let Leaving { entry, disk, known } = pending;
+    let is_disk = |status: &&VirtualMachineVolumeStatus| {
+        disk.is_some() && status.disk_uuid.as_deref() == disk
+            || entries_shown(&status.name).any(|shown| shown == entry)
     };
-    let mut left = told(vm).filter(is_disk).peekable();
+    let mut left = statuses(vm).filter(is_disk).peekable();
     if left.peek().is_none() {
         return Some(Ok(()));
     }
-    left.find_map(|told| told.error.clone().filter(|error| known != Some(error))).map(Err)
+    left.find_map(|status| status.error.clone().filter(|error| known != Some(error))).map(Err)
 }
 
-/// The entry by another name that has the claim, too, after a change went in: it is not gc-csi's, and keeps the disk plugged.
+/// Another entry for the claim, observed after a change: it was not created by gc-csi and keeps the disk attached.
 pub fn other_entry<'a>(
     vm: &'a VirtualMachine,
     since: &Committed,
@@ -388,7 +389,7 @@ mod tests {
         }
     }
 
-    fn machine(names: &[&str]) -> VirtualMachine {
+    fn vm_with(names: &[&str]) -> VirtualMachine {
         let mut vm =
             VirtualMachine::new("vm", &crds::virtual_machine_resource("v1alpha5"), Default::default());
         vm.metadata.uid = Some("u1".to_owned());
@@ -403,8 +404,8 @@ mod tests {
         Change::Add { name, claim, read_only: false, multi_writer: false }
     }
 
-    /// The entries that are left when the API server carries the plan out on `vm`.
-    fn carried_out(vm: &VirtualMachine, changes: &[Change]) -> Vec<String> {
+    /// Names of the entries after the API server applied the plan to `vm`.
+    fn entries_after(vm: &VirtualMachine, changes: &[Change]) -> Vec<String> {
         let mut document = serde_json::to_value(vm).unwrap();
         json_patch::patch(&mut document, &plan("vm", vm, changes).operations).unwrap();
         let vm: VirtualMachine = serde_json::from_value(document).unwrap();
@@ -412,26 +413,26 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_of_additions_and_removals_becomes_one_patch() {
-        let vm = machine(&["a", "b", "c", "d"]);
+    fn a_batch_of_changes_becomes_one_patch() {
+        let vm = vm_with(&["a", "b", "c", "d"]);
         let remove = |name: &str| Change::Remove { name: name.to_owned() };
         assert_eq!(
-            carried_out(&vm, &[remove("b"), add_change("e"), remove("d"), add_change("f")]),
+            entries_after(&vm, &[remove("b"), add_change("e"), remove("d"), add_change("f")]),
             ["a", "c", "e", "f"]
         );
-        assert_eq!(carried_out(&machine(&[]), &[add_change("a"), add_change("b")]), ["a", "b"]);
-        assert_eq!(carried_out(&vm, &[remove("a"), add_change("a")]), ["b", "c", "d", "a"]);
-        assert_eq!(carried_out(&machine(&["x"]), &[add_change("a"), remove("a")]), ["x"]);
+        assert_eq!(entries_after(&vm_with(&[]), &[add_change("a"), add_change("b")]), ["a", "b"]);
+        assert_eq!(entries_after(&vm, &[remove("a"), add_change("a")]), ["b", "c", "d", "a"]);
+        assert_eq!(entries_after(&vm_with(&["x"]), &[add_change("a"), remove("a")]), ["x"]);
     }
 
     #[test]
-    fn what_is_so_already_needs_no_request() {
-        let vm = machine(&["a"]);
+    fn changes_without_effect_need_no_request() {
+        let vm = vm_with(&["a"]);
         let changes = [Change::Remove { name: "gone".to_owned() }, Change::Remove { name: "b".to_owned() }];
         assert!(plan("vm", &vm, &changes).operations.is_empty());
     }
 
-    /// The machine as it is after a plan was carried out on it.
+    /// The VM after the API server applied the plan.
     fn changed(vm: &VirtualMachine, change: Change) -> VirtualMachine {
         let mut document = serde_json::to_value(vm).unwrap();
         json_patch::patch(&mut document, &plan("vm", vm, &[change]).operations).unwrap();
@@ -439,9 +440,9 @@ mod tests {
     }
 
     #[test]
-    fn a_removal_that_was_decided_on_before_an_attach_found_the_entry_does_not_go_in() {
+    fn a_removal_that_was_planned_before_an_attach_confirmed_the_entry_is_refused() {
         let annotated = |annotations: Value| {
-            let mut vm = machine(&["a", "b"]);
+            let mut vm = vm_with(&["a", "b"]);
             vm.metadata.annotations = serde_json::from_value(annotations).unwrap();
             vm
         };
@@ -453,18 +454,18 @@ mod tests {
             let remove = Change::Remove { name: "b".to_owned() };
             let late = plan("vm", &before, std::slice::from_ref(&remove)).operations;
             let mut after = changed(&before, add_change("a"));
-            assert_eq!(after.spec.volumes, before.spec.volumes, "the spec stays, and so does its generation");
+            assert_eq!(after.spec.volumes, before.spec.volumes, "the spec and its generation stay");
             after.metadata.resource_version = Some("8".to_owned());
             assert!(json_patch::patch(&mut serde_json::to_value(&after).unwrap(), &late).is_err());
-            assert_eq!(carried_out(&after, &[remove]), ["a"], "decided on anew, it does");
+            assert_eq!(entries_after(&after, &[remove]), ["a"], "a new plan applies");
             let again = changed(&after, add_change("b"));
             assert_ne!(confirmed(&again), confirmed(&after));
         }
     }
 
     #[test]
-    fn with_the_first_entry_comes_what_lets_later_removals_pass_by_a_status() {
-        let mut vm = changed(&machine(&["a"]), add_change("b"));
+    fn a_later_status_does_not_conflict_with_a_removal() {
+        let mut vm = changed(&vm_with(&["a"]), add_change("b"));
         assert_eq!(confirmed(&vm), Some("7"));
         let late = plan("vm", &vm, &[Change::Remove { name: "a".to_owned() }]).operations;
         vm.metadata.resource_version = Some("9".to_owned());
@@ -472,13 +473,13 @@ mod tests {
         assert_eq!(
             confirmed(&changed(&vm, add_change("c"))),
             Some("7"),
-            "an entry that is put in moves the generation"
+            "a new entry changes the generation"
         );
     }
 
     #[test]
-    fn a_name_that_is_taken_refuses_that_change_alone() {
-        let vm = machine(&["a"]);
+    fn only_the_change_with_a_conflicting_name_is_refused() {
+        let vm = vm_with(&["a"]);
         let (name, claim) = ("a".to_owned(), "a".to_owned());
         let taken = Change::Add { name, claim, read_only: true, multi_writer: false };
         let plan = plan("vm", &vm, &[taken, add_change("b")]);
@@ -488,29 +489,29 @@ mod tests {
     }
 
     #[test]
-    fn a_change_goes_only_into_the_spec_that_was_seen() {
-        let mut vm = machine(&["a", "b"]);
+    fn a_change_applies_only_to_the_observed_spec() {
+        let mut vm = vm_with(&["a", "b"]);
         vm.metadata.annotations = Some([(ANNOTATION_VOLUMES_CONFIRMED.to_owned(), "5".to_owned())].into());
         for change in [Change::Remove { name: "a".to_owned() }, add_change("c")] {
             let patch = plan("vm", &vm, &[change]).operations;
-            let goes_into = |vm: &VirtualMachine| {
+            let applies_to = |vm: &VirtualMachine| {
                 json_patch::patch(&mut serde_json::to_value(vm).unwrap(), &patch).is_ok()
             };
             let mut changed_and_back = vm.clone();
             changed_and_back.metadata.generation = Some(5);
-            assert!(!goes_into(&changed_and_back));
-            let mut told = vm.clone();
-            told.metadata.resource_version = Some("8".to_owned());
-            assert!(goes_into(&told), "a status that was written since is no conflict");
+            assert!(!applies_to(&changed_and_back));
+            let mut updated = vm.clone();
+            updated.metadata.resource_version = Some("8".to_owned());
+            assert!(applies_to(&updated), "a later status is no conflict");
             let mut replaced = vm.clone();
             replaced.metadata.uid = Some("u2".to_owned());
-            assert!(!goes_into(&replaced), "a VM of the same name that was made since");
+            assert!(!applies_to(&replaced), "a recreated VM of the same name");
         }
     }
 
-    /// A machine that tells of disks under these names, all of one UUID.
-    fn telling(names: &[&str]) -> VirtualMachine {
-        let mut vm = machine(&["b"]);
+    /// A VM that reports disks with these names and the same UUID.
+    fn vm_reporting(names: &[&str]) -> VirtualMachine {
+        let mut vm = vm_with(&["b"]);
         let disks: Vec<Value> =
             names.iter().map(|name| json!({"name": name, "attached": true, "diskUUID": "d"})).collect();
         vm.status = serde_json::from_value(json!({"volumes": disks})).unwrap();
@@ -518,66 +519,69 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_whose_disk_is_still_there_from_an_earlier_use_is_not_put_in() {
-        for told in ["a", "a:detaching", "a-1:detaching"] {
-            let vm = telling(&[told]);
-            assert!(!may_be_added(Some(&vm), "a", "a") && may_be_added(Some(&vm), "c", "c"), "{told}");
+    fn an_entry_whose_disk_is_still_being_detached_is_not_added() {
+        for name in ["a", "a:detaching", "a-1:detaching"] {
+            let vm = vm_reporting(&[name]);
+            assert!(!may_be_added(Some(&vm), "a", "a") && may_be_added(Some(&vm), "c", "c"), "{name}");
             let plan = plan("vm", &vm, &[add_change("a"), add_change("c")]);
-            assert!(matches!(plan.refused[..], [Some(Refusal::Leaving { .. }), None]), "{told}");
+            assert!(matches!(plan.refused[..], [Some(Refusal::Leaving { .. }), None]), "{name}");
         }
     }
 
     #[test]
-    fn a_disk_that_leaves_under_another_name_is_not_gone() {
-        let since = committed(&machine(&[]));
-        let leaving = Leaving { entry: "a", disk: Some("d"), known: None };
-        for told in ["a", "a:detaching", "a-1:detaching", "renamed"] {
-            assert_eq!(detached(Some(&telling(&[told])), &since, leaving), None, "{told}");
+    fn a_disk_that_is_listed_under_another_name_is_still_attached() {
+        let since = committed(&vm_with(&[]));
+        let pending = Leaving { entry: "a", disk: Some("d"), known: None };
+        for name in ["a", "a:detaching", "a-1:detaching", "renamed"] {
+            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, pending), None, "{name}");
         }
-        assert_eq!(detached(Some(&telling(&[])), &since, leaving), Some(Ok(())));
-        let unknown = Leaving { disk: None, ..leaving };
-        assert_eq!(detached(Some(&telling(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
-        for told in ["a:detaching", "a-1:detaching"] {
-            assert!(holds(&telling(&[told]), "a", "a") && is_involved(&telling(&[told]), "a", "a"), "{told}");
-            assert_eq!(detached(Some(&telling(&[told])), &since, unknown), None, "{told}");
+        assert_eq!(detached(Some(&vm_reporting(&[])), &since, pending), Some(Ok(())));
+        let unknown = Leaving { disk: None, ..pending };
+        assert_eq!(detached(Some(&vm_reporting(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
+        for name in ["a:detaching", "a-1:detaching"] {
+            assert!(
+                holds(&vm_reporting(&[name]), "a", "a") && is_involved(&vm_reporting(&[name]), "a", "a"),
+                "{name}"
+            );
+            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, unknown), None, "{name}");
         }
     }
 
     #[test]
-    fn a_failure_to_leave_is_told_once_under_whatever_name() {
-        let mut vm = telling(&["a:detaching"]);
+    fn a_detach_error_is_reported_once() {
+        let mut vm = vm_reporting(&["a:detaching"]);
         vm.status.as_mut().unwrap().volumes[0].error = Some("busy".to_owned());
         let since = committed(&vm);
         let known = failure(&vm, "a");
-        let leaving = Leaving { entry: "a", disk: None, known: None };
-        assert_eq!(detached(Some(&vm), &since, leaving), Some(Err("busy".to_owned())));
-        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..leaving }), None);
+        let pending = Leaving { entry: "a", disk: None, known: None };
+        assert_eq!(detached(Some(&vm), &since, pending), Some(Err("busy".to_owned())));
+        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..pending }), None);
     }
 
     #[test]
-    fn a_disk_that_leaves_is_no_answer_to_an_attach() {
-        let vm = telling(&["a:detaching"]);
+    fn a_disk_that_is_being_detached_is_no_result_of_an_attach() {
+        let vm = vm_reporting(&["a:detaching"]);
         assert_eq!(attached(&vm, &committed(&vm), "a", None), None);
     }
 
     #[test]
-    fn an_entry_of_somebody_else_for_the_same_claim_is_found() {
-        let mut vm = machine(&["a", "b"]);
+    fn another_entry_for_the_same_claim_is_found() {
+        let mut vm = vm_with(&["a", "b"]);
         vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".to_owned();
         let since = committed(&vm);
         assert_eq!(other_entry(&vm, &since, "a", "a"), Some("b"));
-        assert_eq!(other_entry(&machine(&["a", "b"]), &since, "a", "a"), None);
+        assert_eq!(other_entry(&vm_with(&["a", "b"]), &since, "a", "a"), None);
         let later = Committed { generation: since.generation + 1, ..since };
-        assert_eq!(other_entry(&vm, &later, "a", "a"), None, "it may be out by then");
+        assert_eq!(other_entry(&vm, &later, "a", "a"), None, "it may be removed by then");
     }
 
     #[test]
-    fn the_operator_is_told_of_several_writers_only_where_it_must_be() {
+    fn multi_writer_sharing_is_requested_only_if_needed() {
         let put_in = |multi_writer| {
             let (name, claim) = ("a".to_owned(), "a".to_owned());
             let change = Change::Add { name, claim, read_only: false, multi_writer };
-            let mut document = serde_json::to_value(machine(&[])).unwrap();
-            json_patch::patch(&mut document, &plan("vm", &machine(&[]), &[change]).operations).unwrap();
+            let mut document = serde_json::to_value(vm_with(&[])).unwrap();
+            json_patch::patch(&mut document, &plan("vm", &vm_with(&[]), &[change]).operations).unwrap();
             document["spec"]["volumes"][0].take()
         };
         let claim = json!({"claimName": "a"});

@@ -1,4 +1,4 @@
-//! `gc-csi`: the controller plugin of the guest driver.
+//! `gc-csi`: controller plugin of the guest driver.
 
 use std::process::ExitCode;
 
@@ -9,7 +9,7 @@ use process_kit::telemetry::LogArgs;
 /// Nestor's CSI driver for guest clusters: the controller plugin.
 ///
 /// Serves the CSI Controller service to csi-provisioner, csi-attacher, csi-resizer and csi-snapshotter, and reconciles
-/// volumes of the guest cluster with claims and VirtualMachines of the management cluster.
+/// guest volumes with PersistentVolumeClaims and VirtualMachines of the management cluster.
 #[derive(Debug, Parser)]
 #[command(name = "gc-csi", version)]
 struct Cli {

@@ -105,7 +105,7 @@ async fn what_the_platform_team_grew_is_told_and_given_when_the_guest_asks_for_i
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
         s.claims().patch(&below, &PatchParams::default(), &Patch::Merge(more)).await?;
         let (reason, _) = s.told("data", &[&below, "8Mi", "4Mi", "spec.resources.requests.storage"]).await?;
-        assert_eq!(reason, "VolumeGrownBelow");
+        assert_eq!(reason, "VolumeCapacityAvailable");
         eventually("condition nestor.dev/Resizable on the guest claim", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
             let all = status.conditions.unwrap_or_default();

@@ -199,7 +199,7 @@ async fn what_is_told_is_told_by_one_replica() -> Result<()> {
         attach(&drivers, 0, &handle, &node.name).await?;
         s.told("data", &["attached to VirtualMachine", &node.name]).await?;
         detach(&drivers, 1, &handle, std::slice::from_ref(&node)).await?;
-        s.told("data", &["attached to no VirtualMachine"]).await?;
+        s.told("data", &["not attached to any VirtualMachine"]).await?;
         let told = s.events_of("PersistentVolumeClaim", "data").await?;
         for what in ["VolumeAttached", "VolumeDetached"] {
             assert_eq!(told.iter().filter(|(reason, _)| reason == what).count(), 1, "{told:?}");

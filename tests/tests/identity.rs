@@ -122,7 +122,7 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
 
         // The right one is found again as it was.
         assert_eq!(recreate(&s, &handle, Some(&first)).await?, first);
-        says(&s, "True", "Fits").await?;
+        says(&s, "True", "Compatible").await?;
         has_text(&s, &volume, &node).await?;
 
         // A person may mean another: here the same bytes under another name, as restored from a backup.
@@ -131,7 +131,7 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
         write(&s.file_of(&s.infra_volume(&handle).await?).await?, TEXT)?;
         let pinned = Patch::Merge(json!({"metadata": {"annotations": {names::MANAGEMENT_VOLUME: third}}}));
         s.guest_volumes().patch(&volume, &PatchParams::default(), &pinned).await?;
-        says(&s, "True", "Fits").await?;
+        says(&s, "True", "Compatible").await?;
         has_text(&s, &volume, &node).await?;
 
         // It may go now, and takes the bytes that it stands for with it, and no others.

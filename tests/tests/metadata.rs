@@ -149,7 +149,7 @@ async fn labels_that_mean_something_to_the_management_cluster_cannot_be_chosen()
             let ended = run_to_end(&binary(&s.lab, "gc-csi"), &words).await?;
             assert_eq!(ended.code, Some(2), "{key}: {}", ended.stderr);
             let why = if key.contains('/') {
-                "mean something to the management cluster"
+                "the management cluster interprets labels"
             } else {
                 "not a label key"
             };

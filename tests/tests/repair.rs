@@ -74,7 +74,7 @@ async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         // A second controller of another test sees this guest too, and says that it can't put it back.
-        let (reason, _) = s.told("data", &["lost its entry", &handle, &order, "it was put back"]).await?;
+        let (reason, _) = s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
@@ -104,7 +104,7 @@ async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_th
         .await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         assert_eq!(
-            s.told("data", &["lost its entry", &handle, "it was put back"]).await?.0,
+            s.told("data", &["had no entry", &handle, "the entry was restored"]).await?.0,
             "LostEntryRestored"
         );
         // Nobody wanted it for a moment, so the other machine has it; a second writer is refused.
@@ -285,7 +285,7 @@ async fn a_claim_that_lost_its_label_is_told_and_left_alone_until_it_has_it_agai
         assert_eq!(s.told("data", &["neither this guest's", &handle]).await?.0, "ManagementClaimNotFound");
         ensure!(s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none());
         label(json!(s.cluster_id)).await?;
-        assert_eq!(s.told("data", &["fits", "now"]).await?.0, "VolumeFits");
+        assert_eq!(s.told("data", &["now compatible"]).await?.0, "VolumeCompatible");
         Ok(())
     })
     .await

@@ -400,7 +400,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 below: json!({}),
                 above: json!({}),
                 wanted: mount(Mode::SingleNodeWriter),
-                texts: words(&["for reading only"]),
+                texts: words(&["shared read-only"]),
             },
         ] {
             refused_everywhere(&s, &node, misfit).await?;
@@ -478,8 +478,8 @@ async fn a_volume_that_was_refused_is_attached_once_its_claim_below_is_there() -
         let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));
         s.claims().patch(&handle, &PatchParams::default(), &shared).await?;
         s.orders().attached(&order).await?;
-        let (reason, _) = s.told("data", &["fits", "now"]).await?;
-        assert_eq!(reason, "VolumeFits");
+        let (reason, _) = s.told("data", &["now compatible"]).await?;
+        assert_eq!(reason, "VolumeCompatible");
         consumers(&s, &handle, &[(&s.cluster_id, &volume, "rw")]).await?;
         s.orders().detach(&order).await
     })

@@ -106,7 +106,7 @@ async fn a_zone_that_somebody_wrote_on_a_node_is_kept_and_told() -> Result<()> {
         };
         label(Some("elsewhere")).await?;
         let (reason, _) = s.told_of("Node", &node.name, &["elsewhere", A, &node.name]).await?;
-        assert_eq!(reason, "ZoneDiffers");
+        assert_eq!(reason, "ZoneMismatch");
         let there = nodes.get(&node.name).await?;
         assert_eq!(there.labels().get(names::LABEL_ZONE).map(String::as_str), Some("elsewhere"));
         label(None).await?;

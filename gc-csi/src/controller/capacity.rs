@@ -13,12 +13,12 @@ impl Controller {
         request: Request<proto::GetCapacityRequest>,
     ) -> Result<proto::GetCapacityResponse, Status> {
         let (request, _) = self.begin(request)?;
-        if !self.management.knows_room() {
+        if !self.management.has_capacity_data() {
             return Err(Status::unimplemented(
-                "it is not known how much room there is: start gc-csi's controller with --capacity-namespace",
+                "capacity is not known: start gc-csi's controller with --capacity-namespace",
             ));
         }
-        // Nothing has room for what can't be.
+        // Unsupported capabilities have no capacity.
         if !request.volume_capabilities.is_empty()
             && self.supports(&capability::required_all(&request.volume_capabilities)?).is_err()
         {
@@ -33,11 +33,11 @@ impl Controller {
         };
         let segments = request.accessible_topology.as_ref().map(|topology| &topology.segments);
         let zone = segments.and_then(|segments| segments.get(names::LABEL_ZONE));
-        let room = self.management.room(class, zone.map(String::as_str));
+        let free = self.management.free_capacity(class, zone.map(String::as_str));
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         Ok(proto::GetCapacityResponse {
-            available_capacity: bytes(room.available),
-            maximum_volume_size: room.largest.map(bytes),
+            available_capacity: bytes(free.available),
+            maximum_volume_size: free.largest.map(bytes),
             minimum_volume_size: None,
         })
     }

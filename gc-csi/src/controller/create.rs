@@ -13,11 +13,11 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::{extra, management_class};
-use super::service::{BEHIND, Controller};
+use super::service::{CACHE_LAG, Controller};
 use crate::guest::reference;
 use crate::management::claims::{Abandoned, NewClaim, Source};
 
-/// Size of a volume for which none was asked: 1 GiB, as most drivers give.
+/// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;
 
 impl Controller {
@@ -26,12 +26,12 @@ impl Controller {
         request: Request<proto::CreateVolumeRequest>,
     ) -> Result<proto::CreateVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        // Any name is taken: it is hashed into the management claim's.
+        // Every name is valid: the management claim's name contains its hash.
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
-        let wanted = capability::required_all(&request.volume_capabilities)?;
-        self.supports(&wanted)?;
+        let capabilities = capability::required_all(&request.volume_capabilities)?;
+        self.supports(&capabilities)?;
         let class = management_class("StorageClass", names::PARAMETER_MANAGEMENT_CLASS, &request.parameters)?;
         let class = class.to_owned();
         let attributes_class = attributes_class(&request.mutable_parameters)?;
@@ -39,26 +39,26 @@ impl Controller {
         let zones = requested_zones(request.accessibility_requirements.as_ref());
         let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
         let _guard = self.locks.acquire(&request.name)?;
-        // A class that was made just now must not be called missing: csi-provisioner takes that for hopeless.
-        let behind = deadline.min(Instant::now() + BEHIND);
+        // csi-provisioner treats a missing class as final, so a new class must not be reported as missing.
+        let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
         let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
         let source_volumes = match &source {
-            Some(Source::Volume(handle)) => self.guest.asked_of(handle),
+            Some(Source::Volume(handle)) => self.guest.requirements_of(handle),
             Some(Source::Snapshot(_)) | None => Vec::new(),
         };
         let claim = NewClaim {
             csi_name: request.name,
             size,
             class,
-            block: wanted.iter().any(|one| one.access == Access::Block),
-            access_modes: access_modes(&wanted),
+            block: capabilities.iter().any(|one| one.access == Access::Block),
+            access_modes: access_modes(&capabilities),
             source,
             source_volumes,
             attributes_class,
             zones,
             annotations,
         };
-        let bound = self.management.create_claim(&claim, behind, deadline).await;
+        let bound = self.management.create_claim(&claim, cache_deadline, deadline).await;
         let bound = bound.map_err(|error| errors::create(&error))?;
         Ok(proto::CreateVolumeResponse {
             volume: Some(proto::Volume {
@@ -71,7 +71,7 @@ impl Controller {
         })
     }
 
-    /// Annotations that tell people in the management cluster whom a claim is for.
+    /// Annotations for the management cluster that name the guest objects of a claim.
     async fn annotations(
         &self,
         csi_name: &str,
@@ -84,14 +84,14 @@ impl Controller {
             (extra(parameters, "pvc/name"), extra(parameters, "pvc/namespace"))
         {
             let claim = Key::new(namespace.clone(), name.clone());
-            let behind = deadline.min(Instant::now() + BEHIND);
-            match self.guest.class_of(&claim, csi_name, behind).await {
+            let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
+            match self.guest.class_of(&claim, csi_name, cache_deadline).await {
                 Some(class) if class.is_empty() => {}
                 Some(class) => {
-                    self.check_policies(&claim, &class, management_class, behind).await?;
+                    self.check_policies(&claim, &class, management_class, cache_deadline).await?;
                     annotations.insert(names::ANNOTATION_GUEST_STORAGE_CLASS.to_owned(), class);
                 }
-                None => self.give_up(csi_name, &claim, deadline).await?,
+                None => self.abandon_unclaimed(csi_name, &claim, deadline).await?,
             }
             annotations.insert(names::ANNOTATION_GUEST_PVC.to_owned(), name);
             annotations.insert(names::ANNOTATION_GUEST_NAMESPACE.to_owned(), namespace);
@@ -102,45 +102,45 @@ impl Controller {
         Ok(annotations)
     }
 
-    /// Ends the making of a volume whose guest claim is gone: csi-provisioner asks for it until it hears a
-    /// final code, and nothing of it may stay below. One that has a volume already is given out all the same,
-    /// since csi-provisioner then deletes it.
-    async fn give_up(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
-        let unsure = match self.guest.wants_volume(claim, csi_name).await {
+    /// Aborts the creation of a volume whose guest claim was deleted: csi-provisioner repeats the call until it gets a
+    /// final error, and nothing may then be left in the management cluster. A volume that exists already is returned,
+    /// because csi-provisioner then deletes it.
+    async fn abandon_unclaimed(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
+        let uncertainty = match self.guest.has_claim_for(claim, csi_name).await {
             Ok(false) => None,
             Ok(true) => Some(format!("the watch of the guest cluster does not show claim {claim} yet")),
             Err(why) => Some(why),
         };
-        if let Some(why) = unsure {
+        if let Some(why) = uncertainty {
             return Err(Status::unavailable(why));
         }
         match self.management.abandon_claim(csi_name, deadline).await {
             Ok(Abandoned::HasVolume) => Ok(()),
             Ok(Abandoned::Gone) => Err(Status::not_found(format!(
-                "there is no PersistentVolumeClaim {claim} in the guest any more for which volume {csi_name} was to \
-                 be made: nothing of it is left in the management cluster"
+                "guest PersistentVolumeClaim {claim}, for which volume {csi_name} was requested, no longer exists: \
+                 nothing is left in the management cluster"
             ))),
             Err(error) => Err(errors::delete(&error)),
         }
     }
 
-    /// Both tiers must agree on what becomes of a volume when its claim goes.
+    /// The reclaim policies of both StorageClasses must match.
     async fn check_policies(
         &self,
         claim: &Key,
         guest_class: &str,
         management_class: &str,
-        behind: Instant,
+        cache_deadline: Instant,
     ) -> Result<(), Status> {
-        let guest = self.guest.reclaim_policy(guest_class, behind).await;
-        let management = self.management.reclaim_policy(management_class, behind).await;
+        let guest = self.guest.reclaim_policy(guest_class, cache_deadline).await;
+        let management = self.management.reclaim_policy(management_class, cache_deadline).await;
         let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
         if guest == management {
             return Ok(());
         }
         let text = format!(
-            "StorageClass {guest_class} of the guest says reclaimPolicy {guest}, but its management StorageClass \
-             {management_class} says {management}: use classes with the same policy"
+            "guest StorageClass {guest_class} has reclaimPolicy {guest}, but its management StorageClass \
+             {management_class} has {management}: use classes with the same policy"
         );
         if self.refuse_mismatch {
             return Err(Status::failed_precondition(text));
@@ -153,15 +153,15 @@ impl Controller {
     }
 }
 
-/// The access modes that cover everything that is wanted, as Kubernetes writes them.
-fn access_modes(wanted: &[Capability]) -> Vec<&'static str> {
-    let mut modes: Vec<&str> = wanted.iter().map(|one| one.mode.kubernetes_name()).collect();
+/// All access modes of the capabilities, as Kubernetes names them.
+fn access_modes(capabilities: &[Capability]) -> Vec<&'static str> {
+    let mut modes: Vec<&str> = capabilities.iter().map(|one| one.mode.kubernetes_name()).collect();
     modes.sort_unstable();
     modes.dedup();
     modes
 }
 
-/// The management VolumeAttributesClass that mutable parameters name, where there are any.
+/// The management VolumeAttributesClass in the mutable parameters, if any.
 fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<String>, Status> {
     if parameters.is_empty() {
         return Ok(None);
@@ -170,7 +170,7 @@ fn attributes_class(parameters: &HashMap<String, String>) -> Result<Option<Strin
     management_class("VolumeAttributesClass", known, parameters).map(|class| Some(class.to_owned()))
 }
 
-/// What a volume is to be made from. Handles of volumes and snapshots are names in the management cluster.
+/// The source of the volume. Handles of volumes and snapshots are names in the management cluster.
 fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
     use proto::volume_content_source::Type;
     match &source.r#type {
@@ -186,7 +186,7 @@ fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
     }
 }
 
-/// The zones from which a volume is to be reached, best first.
+/// The requested zones in the order of preference.
 fn requested_zones(requirement: Option<&proto::TopologyRequirement>) -> Vec<String> {
     let mut zones: Vec<String> = Vec::new();
     let Some(requirement) = requirement else { return zones };
@@ -208,7 +208,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn preferred_zones_come_first_and_each_once() {
+    fn preferred_zones_come_first_without_duplicates() {
         let list = |zones: &[&str]| zones.iter().map(|zone| segment((*zone).to_owned())).collect();
         let mut requirement =
             proto::TopologyRequirement { requisite: list(&["a", "b", "c"]), preferred: list(&["b", "a"]) };

@@ -9,7 +9,7 @@ use tonic::Request;
 
 use super::errors;
 use super::service::Controller;
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 use crate::guest;
 use crate::management::claims::DeleteError;
 
@@ -24,36 +24,37 @@ impl Controller {
         let named = self.guest.volumes_of(volume);
         if let Some(other) = other_user(&named, |volume| self.guest.is_released(volume)) {
             return Err(Status::failed_precondition(format!(
-                "volume {volume} is that of PersistentVolume {other}, too, so it was left alone: set \
-                 persistentVolumeReclaimPolicy Retain on the one that goes, or delete {other} first"
+                "volume {volume} is also used by PersistentVolume {other} and was not deleted: set \
+                 persistentVolumeReclaimPolicy Retain on the PersistentVolume to be deleted, or delete {other} first"
             )));
         }
-        let asked: Vec<Asked> = named.iter().map(|volume| guest::asked(volume)).collect();
-        self.delete_claim(volume, &asked, deadline).await.map_err(|error| errors::delete(&error))?;
+        let requirements: Vec<PvRequirements> =
+            named.iter().map(|volume| guest::requirements(volume)).collect();
+        self.delete_claim(volume, &requirements, deadline).await.map_err(|error| errors::delete(&error))?;
         Ok(proto::DeleteVolumeResponse {})
     }
 
-    /// Refuses only on what is so now: another replica may have detached the volume just now.
+    /// Before it refuses, waits for a current cache: another replica may have just detached the volume.
     async fn delete_claim(
         &self,
         volume: &str,
-        named: &[Asked],
+        named: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
         let outcome = self.management.delete_claim(volume, named, deadline).await;
-        let machines = match &outcome {
-            Err(DeleteError::Attached { machine, .. }) => vec![machine.as_str()],
+        let vms = match &outcome {
+            Err(DeleteError::Attached { vm_name, .. }) => vec![vm_name.as_str()],
             Err(DeleteError::Replaced(_)) => Vec::new(),
             _ => return outcome,
         };
         let failed = |source| DeleteError::Api { claim: volume.to_owned(), source };
-        self.management.catch_up(volume, &machines, deadline).await.map_err(failed)?;
+        self.management.refresh_cache(volume, &vms, deadline).await.map_err(failed)?;
         self.management.delete_claim(volume, named, deadline).await
     }
 }
 
-/// The one of several PersistentVolumes of one handle that is not done with. The call doesn't say for which of them it
-/// is; where there is one only, it is that one, whatever this process has seen of its claim.
+/// Another PersistentVolume of the same handle that is still in use. The call does not name its PersistentVolume; a
+/// single one is the one that the call is for, whatever the state of its claim.
 fn other_user(
     volumes: &[Arc<PersistentVolume>],
     is_released: impl Fn(&PersistentVolume) -> bool,
@@ -67,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_stays_while_another_persistent_volume_is_it() {
+    fn a_volume_is_not_deleted_while_another_persistent_volume_uses_it() {
         let volume = |name: &str| {
             let mut volume = PersistentVolume::default();
             volume.metadata.name = Some(name.to_owned());
@@ -77,7 +78,7 @@ mod tests {
         let is_released = |volume: &PersistentVolume| volume.metadata.name.as_deref() == Some("gone");
         assert_eq!(other_user(&[gone.clone(), used.clone()], is_released).as_deref(), Some("used"));
         assert_eq!(other_user(&[gone.clone(), gone.clone()], is_released), None);
-        // The watch may not show yet that its claim went.
+        // The informer may not show the deletion of its claim yet.
         assert_eq!(other_user(std::slice::from_ref(&used), is_released), None);
         assert_eq!(other_user(&[], is_released), None);
     }

@@ -1,25 +1,24 @@
-//! Errors of the management room as CSI status codes.
+//! CSI status codes of the management client's errors.
 //!
-//! The sidecars take UNAVAILABLE, ABORTED, CANCELLED and DEADLINE_EXCEEDED as "may still be under way":
-//! those are used only where something was left to be finished; every other code is final and says that
-//! nothing was left behind.
+//! The sidecars treat UNAVAILABLE, ABORTED, CANCELLED and DEADLINE_EXCEEDED as "may still be in progress". These codes
+//! are used only if an operation is left unfinished. All other codes are final: nothing was left behind.
 
 use csi::Status;
 
 use super::pinned::PinError;
-use crate::fit::Misfit;
+use crate::compatibility::Incompatible;
 use crate::machine::Refusal;
 use crate::management::ApiError;
 use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
-use crate::management::commit::{CommitError, Wanted};
+use crate::management::commit::{CommitError, KeepReason};
 use crate::management::consumers::ConsumerError;
-use crate::management::disks::{AttachError, DetachError};
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
+use crate::management::volume_entries::{AttachError, DetachError};
 
 pub(super) fn create(error: &CreateError) -> Status {
     let text = error.to_string();
     match error {
-        // The class names something that isn't there: the request can't succeed as it is.
+        // The request names a missing class or an unsupported combination, so a retry cannot succeed.
         CreateError::NoClass { .. }
         | CreateError::NoAttributesClass { .. }
         | CreateError::NotShareable { .. }
@@ -29,11 +28,11 @@ pub(super) fn create(error: &CreateError) -> Status {
         CreateError::SourceNotReady { .. } | CreateError::SourceReplaced(_) => {
             Status::failed_precondition(text)
         }
-        CreateError::NoSuchSize(_) | CreateError::TooLarge { .. } | CreateError::SourceTooLarge { .. } => {
+        CreateError::InvalidSize(_) | CreateError::TooLarge { .. } | CreateError::SourceTooLarge { .. } => {
             Status::out_of_range(text)
         }
         CreateError::Differs { .. } => Status::already_exists(text),
-        // The claim is there and the management tier goes on trying.
+        // The claim exists, and the management cluster keeps retrying.
         CreateError::Failing { .. } => Status::unavailable(text),
         CreateError::Lost { .. } => Status::aborted(text),
         CreateError::Deleting { .. } => Status::aborted(text),
@@ -55,9 +54,9 @@ pub(super) fn delete(error: &DeleteError) -> Status {
     }
 }
 
-/// csi-resizer tries again rarely, and lets the guest settle for less, after INVALID_ARGUMENT, OUT_OF_RANGE and NOT_FOUND
-/// alone. It takes FAILED_PRECONDITION for a volume that must be detached first, and RESOURCE_EXHAUSTED for one that may
-/// still be growing, after which the guest could not settle for less: neither is ever meant here.
+/// csi-resizer retries slowly and allows a smaller request only after INVALID_ARGUMENT, OUT_OF_RANGE and NOT_FOUND. It
+/// treats FAILED_PRECONDITION as "detach the volume first", and RESOURCE_EXHAUSTED as "may still be expanding", which
+/// excludes a smaller request; so neither is used.
 pub(super) fn expand(error: &ExpandError) -> Status {
     let text = error.to_string();
     match error {
@@ -65,21 +64,21 @@ pub(super) fn expand(error: &ExpandError) -> Status {
         ExpandError::Unknown { source, .. } => api(source, text),
         ExpandError::Shared(_) => Status::invalid_argument(text),
         ExpandError::NotBound(_) => Status::internal(text),
-        ExpandError::NoSuchSize(_) | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
+        ExpandError::InvalidSize(_) | ExpandError::TooLarge { .. } | ExpandError::Infeasible { .. } => {
             Status::out_of_range(text)
         }
-        // It is tried again below, but less may be asked for meanwhile.
+        // The management cluster retries, but a smaller request is possible meanwhile.
         ExpandError::Failed { .. } => Status::internal(text),
         ExpandError::Failing { .. } => Status::unavailable(text),
         ExpandError::Deadline { .. } => Status::deadline_exceeded(text),
         ExpandError::Api { source: ApiError::Quota(_), .. } => Status::out_of_range(text),
-        // The admission check that says so, of classes whose volumes can't grow, refuses as if rights were missing.
+        // The admission check of classes without volume expansion refuses with Forbidden.
         ExpandError::Api { source: ApiError::Forbidden(_), .. } => Status::invalid_argument(text),
         ExpandError::Api { source, .. } => api(source, text),
     }
 }
 
-/// csi-resizer tries again rarely, and lets the guest settle for another class, after INVALID_ARGUMENT alone.
+/// csi-resizer retries slowly and allows another class only after INVALID_ARGUMENT.
 pub(super) fn modify(error: &ModifyError) -> Status {
     let text = error.to_string();
     match error {
@@ -88,8 +87,8 @@ pub(super) fn modify(error: &ModifyError) -> Status {
             Status::invalid_argument(text)
         }
         ModifyError::NotBound(_) => Status::failed_precondition(text),
-        // It is tried again below, but another class may be asked for meanwhile: after a code that leaves the outcome open,
-        // csi-resizer would go on with the class that fails.
+        // The management cluster retries, but another class may be requested meanwhile: after a code that leaves the
+        // outcome open, csi-resizer would continue with the failing class.
         ModifyError::Failing { .. } => Status::internal(text),
         ModifyError::Deadline { .. } => Status::deadline_exceeded(text),
         ModifyError::Api { source: ApiError::Quota(_), .. } => Status::invalid_argument(text),
@@ -97,7 +96,7 @@ pub(super) fn modify(error: &ModifyError) -> Status {
     }
 }
 
-/// Of a change to a volume: as with [`expand`], FAILED_PRECONDITION means something else to csi-resizer.
+/// Status of a modification of a volume: as in [`expand`], without FAILED_PRECONDITION.
 pub(super) fn change(error: &PinError) -> Status {
     let text = error.to_string();
     match error {
@@ -106,7 +105,7 @@ pub(super) fn change(error: &PinError) -> Status {
     }
 }
 
-/// Of a copy of a volume.
+/// Status of a copy of a volume.
 pub(super) fn copy(error: &PinError) -> Status {
     let text = error.to_string();
     match error {
@@ -118,16 +117,16 @@ pub(super) fn copy(error: &PinError) -> Status {
 pub(super) fn snapshot(error: &SnapshotError) -> Status {
     let text = error.to_string();
     match error {
-        SnapshotError::Unserved => Status::unimplemented(text),
+        SnapshotError::NotServed => Status::unimplemented(text),
         SnapshotError::NoClaim(_) => Status::not_found(text),
         SnapshotError::NotBound(_) => Status::failed_precondition(text),
         SnapshotError::NoClass(_) => Status::invalid_argument(text),
         SnapshotError::Differs { .. } => Status::already_exists(text),
-        // The snapshot is there and the management tier goes on trying.
+        // The snapshot exists, and the management cluster keeps retrying.
         SnapshotError::Failing { .. } => Status::unavailable(text),
         SnapshotError::Deleting(_) => Status::aborted(text),
         SnapshotError::Deadline(_) => Status::deadline_exceeded(text),
-        // csi-snapshotter takes RESOURCE_EXHAUSTED for a snapshot that may still be under way; this one is not.
+        // csi-snapshotter treats RESOURCE_EXHAUSTED as "may still be in progress"; after an exceeded quota nothing is.
         SnapshotError::Api { source: ApiError::Quota(_), .. } => Status::failed_precondition(text),
         SnapshotError::Api { source, .. } => api(source, text),
     }
@@ -145,8 +144,10 @@ pub(super) fn delete_snapshot(error: &DeleteSnapshotError) -> Status {
 pub(super) fn attach(error: &AttachError) -> Status {
     let text = error.to_string();
     match error {
-        AttachError::NoMachine(_) | AttachError::Unfit(Misfit::Unknown(..)) => Status::not_found(text),
-        AttachError::Unfit(Misfit::Differs(..) | Misfit::Replaced { .. }) => {
+        AttachError::VmNotFound(_) | AttachError::Incompatible(Incompatible::ClaimNotFound(..)) => {
+            Status::not_found(text)
+        }
+        AttachError::Incompatible(Incompatible::Differs(..) | Incompatible::Replaced { .. }) => {
             Status::failed_precondition(text)
         }
         AttachError::Consumer(ConsumerError::Deleting(_)) => Status::failed_precondition(text),
@@ -155,9 +156,9 @@ pub(super) fn attach(error: &AttachError) -> Status {
         AttachError::NotBound(_) => Status::unavailable(text),
         AttachError::InUse { .. } => Status::failed_precondition(text),
         AttachError::Differs { .. } => Status::already_exists(text),
-        // The entry is in the machine's spec and the management tier goes on trying.
+        // The entry is in the VM's spec, and the management cluster keeps retrying.
         AttachError::Failed { .. } => Status::unavailable(text),
-        AttachError::Leaving { .. } => Status::aborted(text),
+        AttachError::Detaching { .. } => Status::aborted(text),
         AttachError::Deadline { .. } => Status::deadline_exceeded(text),
         AttachError::Commit(error) => commit(error, text),
     }
@@ -167,9 +168,9 @@ pub(super) fn detach(error: &DetachError) -> Status {
     let text = error.to_string();
     match error {
         DetachError::Failed { .. } => Status::unavailable(text),
-        // The disk stays where it is until a person has changed something.
-        DetachError::NotOurs { .. } | DetachError::Held { .. } => Status::failed_precondition(text),
-        DetachError::Wanted { wanted, .. } => kept(wanted, text),
+        // The disk stays attached until an operator intervenes.
+        DetachError::NotOwned { .. } | DetachError::ForeignEntry { .. } => Status::failed_precondition(text),
+        DetachError::Kept { reason, .. } => entry_kept(reason, text),
         DetachError::Deadline { .. } => Status::deadline_exceeded(text),
         DetachError::Commit(error) => commit(error, text),
     }
@@ -177,20 +178,20 @@ pub(super) fn detach(error: &DetachError) -> Status {
 
 fn commit(error: &CommitError, text: String) -> Status {
     match error {
-        CommitError::NoMachine(_) => Status::not_found(text),
+        CommitError::VmNotFound(_) => Status::not_found(text),
         CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
         CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
-        CommitError::Wanted(wanted) => kept(wanted, text),
+        CommitError::Kept(reason) => entry_kept(reason, text),
         CommitError::Api { source, .. } => api(source, text),
     }
 }
 
-/// Of an entry that was not taken out.
-fn kept(error: &Wanted, text: String) -> Status {
+/// Status for an entry that was not removed.
+fn entry_kept(error: &KeepReason, text: String) -> Status {
     match error {
-        // csi-attacher asks for a detach only when the guest's VolumeAttachment is on its way out: this call is late.
-        Wanted::By(_) => Status::failed_precondition(text),
-        Wanted::Unknown(_) => Status::unavailable(text),
+        // csi-attacher detaches only while the guest's VolumeAttachment is being deleted: this call is outdated.
+        KeepReason::Requested(_) => Status::failed_precondition(text),
+        KeepReason::Unknown(_) => Status::unavailable(text),
     }
 }
 
@@ -200,7 +201,7 @@ fn api(error: &ApiError, text: String) -> Status {
         ApiError::Forbidden(_) => Status::permission_denied(text),
         ApiError::Invalid(_) => Status::invalid_argument(text),
         ApiError::NotFound(_) => Status::not_found(text),
-        // Somebody else is at the same object: the next try sees what came of it.
+        // Another client changes the same object; a retry sees the result.
         ApiError::Conflict(_) | ApiError::Exists(_) => Status::aborted(text),
         // The request may have been carried out.
         ApiError::Unavailable(_) => Status::unavailable(text),
@@ -214,14 +215,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_quota_is_final_and_a_silent_api_is_not() {
+    fn an_exceeded_quota_is_final_and_an_unavailable_api_is_not() {
         let error = |source| CreateError::Api { claim: "c".to_owned(), source };
         assert_eq!(create(&error(ApiError::Quota("q".to_owned()))).code(), Code::ResourceExhausted);
         assert_eq!(create(&error(ApiError::Unavailable("u".to_owned()))).code(), Code::Unavailable);
     }
 
     #[test]
-    fn what_a_guest_may_settle_for_less_after_is_said_in_codes_that_its_csi_resizer_takes_so() {
+    fn expand_errors_that_allow_a_smaller_request_have_codes_that_csi_resizer_accepts() {
         let refused = |source| {
             let (claim, class, size) = ("c".to_owned(), "k".to_owned(), "9Gi".to_owned());
             expand(&ExpandError::Api { claim, class, size, source }).code()
@@ -232,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_can_take_back_a_class_that_fails_below() {
+    fn a_failing_attributes_class_can_be_replaced() {
         let (claim, class, warning) = ("c".to_owned(), "gold".to_owned(), "w".to_owned());
         assert_eq!(modify(&ModifyError::Failing { claim, class, warning }).code(), Code::Internal);
     }

@@ -21,26 +21,27 @@ impl Controller {
         let range = range
             .filter(|range| range.required_bytes != 0 || range.limit_bytes != 0)
             .ok_or_else(|| Status::invalid_argument("capacity_range is missing in the request"))?;
-        // Where there is a limit only, every volume within it is large enough.
+        // With only a limit, any size within it is sufficient.
         let size = Size::from_range(Some(range), 1)?;
         let _guard = self.locks.acquire(volume)?;
-        self.is_pinned(volume, deadline).await.map_err(|error| errors::change(&error))?;
-        let capacity = self.grow(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
+        self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
+        let capacity =
+            self.expand_claim(volume, size, deadline).await.map_err(|error| errors::expand(&error))?;
         Ok(proto::ControllerExpandVolumeResponse {
             capacity_bytes: i64::try_from(capacity).unwrap_or(i64::MAX),
-            // The machine must be told of a larger disk, whatever is on it.
+            // The VM has to rescan the disk, also for raw block volumes.
             node_expansion_required: true,
         })
     }
 
-    /// Refuses only on what is so now: another replica may have made the claim just before.
-    async fn grow(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
+    /// Before it refuses, waits for a current cache: another replica may have just created the claim.
+    async fn expand_claim(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
         match self.management.expand_claim(volume, size, deadline).await {
             Err(ExpandError::NoClaim(_) | ExpandError::NotBound(_)) => {}
             other => return other,
         }
         let failed = |source: ApiError| ExpandError::Unknown { claim: volume.to_owned(), source };
-        self.management.catch_up(volume, &[], deadline).await.map_err(failed)?;
+        self.management.refresh_cache(volume, &[], deadline).await.map_err(failed)?;
         self.management.expand_claim(volume, size, deadline).await
     }
 }

@@ -1,5 +1,5 @@
-//! The driver under the name of an earlier one, whose volumes it took over: they live on, and new ones are made by our
-//! own name alone.
+//! Legacy driver name: serves existing volumes of an earlier driver under its name. New volumes are created under our
+//! own name only.
 
 use clap::builder::NonEmptyStringValueParser;
 use crds::names::{GUEST_DRIVER, PARAMETER_MANAGEMENT_CLASS};
@@ -15,24 +15,24 @@ use tonic::service::Routes;
 
 use super::service::Controller;
 
-/// Flags of an earlier driver's name.
+/// Flags of the legacy driver name.
 #[derive(Debug, clap::Args)]
 pub(super) struct LegacyArgs {
-    /// Serve as this driver too, for the volumes that it made.
+    /// Name of an earlier driver whose existing volumes this driver also serves.
     #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
     pub(super) legacy_driver_name: Option<String>,
-    /// Unix socket to serve the earlier driver on, as in unix:///csi/legacy.sock.
+    /// Unix socket to serve the earlier driver's name on, for example unix:///csi/legacy.sock.
     #[arg(long, value_name = "ENDPOINT", requires = "legacy_driver_name")]
     pub(super) legacy_endpoint: Option<Endpoint>,
 }
 
 impl LegacyArgs {
-    /// The names by which volumes are ours.
+    /// All driver names of our volumes.
     pub(super) fn drivers(&self) -> Vec<String> {
         [GUEST_DRIVER.to_owned()].into_iter().chain(self.legacy_driver_name.clone()).collect()
     }
 
-    /// Serves until `stop`; without an earlier driver's name, there is nothing to serve.
+    /// Serves the legacy name until `stop`; returns at once if none is configured.
     pub(super) async fn serve(
         &self,
         identity: impl FnOnce(&str) -> Identity,
@@ -51,21 +51,21 @@ impl LegacyArgs {
 }
 
 impl Controller {
-    /// Refuses to make a volume under an earlier driver's name.
+    /// Refuses CreateVolume under the legacy name.
     pub(super) fn refuse_as_legacy(&self, request: &proto::CreateVolumeRequest) -> Result<(), Status> {
         let Some(legacy) = &self.legacy else { return Ok(()) };
         let classes = self.guest.classes.list();
-        let asked: Vec<&str> = request.parameters.values().map(String::as_str).collect();
+        let parameter_values: Vec<&str> = request.parameters.values().map(String::as_str).collect();
         Err(Status::invalid_argument(format!(
-            "driver {legacy} makes no new volumes: its volumes are kept going by {GUEST_DRIVER}; {}",
-            remedy(classes.iter().map(|class| &**class), &asked)
+            "driver {legacy} creates no new volumes, {GUEST_DRIVER} only serves its existing ones; {}",
+            class_advice(classes.iter().map(|class| &**class), &parameter_values)
         )))
     }
 }
 
-/// Which class to use instead: where one leads to a management class that the parameters name, under whatever key the
-/// earlier driver had for it, that one.
-fn remedy<'a>(classes: impl Iterator<Item = &'a StorageClass>, asked: &[&str]) -> String {
+/// The StorageClass to use instead: one that names the same management class as any of the request's parameters, or
+/// else all of ours.
+fn class_advice<'a>(classes: impl Iterator<Item = &'a StorageClass>, parameter_values: &[&str]) -> String {
     let management_class = |class: &'a StorageClass| {
         class.parameters.as_ref()?.get(PARAMETER_MANAGEMENT_CLASS).map(String::as_str)
     };
@@ -74,13 +74,13 @@ fn remedy<'a>(classes: impl Iterator<Item = &'a StorageClass>, asked: &[&str]) -
         .filter_map(|class| Some((class.metadata.name.as_deref()?, management_class(class))))
         .collect();
     ours.sort_unstable();
-    let same = ours.iter().filter(|(_, leads_to)| leads_to.is_some_and(|to| asked.contains(&to)));
+    let same = ours.iter().filter(|(_, leads_to)| leads_to.is_some_and(|to| parameter_values.contains(&to)));
     let mut names: Vec<&str> = same.map(|(name, _)| *name).collect();
     if names.is_empty() {
         names = ours.iter().map(|(name, _)| *name).collect();
     }
     match names.as_slice() {
-        [] => format!("make a StorageClass with provisioner {GUEST_DRIVER} and use it instead"),
+        [] => format!("create a StorageClass with provisioner {GUEST_DRIVER} and use it instead"),
         names => format!("use StorageClass {} instead", names.join(" or ")),
     }
 }
@@ -101,17 +101,17 @@ mod tests {
     }
 
     #[test]
-    fn the_class_that_leads_to_the_same_management_class_is_named_or_else_all_of_ours() {
+    fn the_advice_names_the_class_with_the_same_management_class_or_all_of_ours() {
         let classes = [
             class("slow", GUEST_DRIVER, "hdd"),
             class("fast", GUEST_DRIVER, "ssd"),
             class("old-fast", "legacy.example", "ssd"),
         ];
-        assert_eq!(remedy(classes.iter(), &["ssd", "ext4"]), "use StorageClass fast instead");
-        assert_eq!(remedy(classes.iter(), &["nvme"]), "use StorageClass fast or slow instead");
+        assert_eq!(class_advice(classes.iter(), &["ssd", "ext4"]), "use StorageClass fast instead");
+        assert_eq!(class_advice(classes.iter(), &["nvme"]), "use StorageClass fast or slow instead");
         assert_eq!(
-            remedy(classes[2..].iter(), &["ssd"]),
-            "make a StorageClass with provisioner guest.csi.nestor.dev and use it instead"
+            class_advice(classes[2..].iter(), &["ssd"]),
+            "create a StorageClass with provisioner guest.csi.nestor.dev and use it instead"
         );
     }
 }

@@ -1,5 +1,5 @@
-//! What the driver says of volumes that are there: ListVolumes, ControllerGetVolume and ValidateVolumeCapabilities. All
-//! of it is from what the informers show: csi-attacher asks for the whole list every minute.
+//! ListVolumes, ControllerGetVolume and ValidateVolumeCapabilities. Answered from the cache: csi-attacher lists all
+//! volumes every minute.
 
 use csi::page::page;
 use csi::{Status, capability, proto, request};
@@ -7,7 +7,7 @@ use tonic::Request;
 
 use super::publish;
 use super::service::Controller;
-use crate::fit::{Asked, Misfit};
+use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::inventory::Volume;
 
 impl Controller {
@@ -22,7 +22,7 @@ impl Controller {
         let entries = page.entries.into_iter().map(|volume| {
             let status = proto::list_volumes_response::VolumeStatus {
                 volume_condition: Some(condition(&volume)),
-                published_node_ids: volume.machines.clone(),
+                published_node_ids: volume.vms.clone(),
             };
             proto::list_volumes_response::Entry { volume: Some(about(volume)), status: Some(status) }
         });
@@ -40,7 +40,7 @@ impl Controller {
             found.ok_or_else(|| Status::not_found(format!("there is no volume {handle} of this guest")))?;
         let status = proto::controller_get_volume_response::VolumeStatus {
             volume_condition: Some(condition(&volume)),
-            published_node_ids: volume.machines.clone(),
+            published_node_ids: volume.vms.clone(),
         };
         Ok(proto::ControllerGetVolumeResponse { volume: Some(about(volume)), status: Some(status) })
     }
@@ -51,22 +51,24 @@ impl Controller {
     ) -> Result<proto::ValidateVolumeCapabilitiesResponse, Status> {
         let (request, _) = self.begin(request)?;
         let handle = request::required("volume_id", &request.volume_id)?;
-        let wanted = capability::required_all(&request.volume_capabilities)?;
-        let pin = self.pin(&request.volume_context, &self.guest.asked_of(handle));
+        let capabilities = capability::required_all(&request.volume_capabilities)?;
+        let pin = self.pin(&request.volume_context, &self.guest.requirements_of(handle));
         let pin = match pin {
             Ok(pin) => pin,
             Err(ambiguous) => {
                 return Ok(capability::validated(request, Some(ambiguous.message().to_owned())));
             }
         };
-        let asked = |one| Asked { pin: pin.clone(), ..publish::asked(one, false) };
-        let misfit = wanted.iter().find_map(|one| self.management.fits(handle, &asked(one)).err());
-        let refused = match misfit {
-            Some(Misfit::Unknown(..)) => {
+        let requirements = |one| PvRequirements { pin: pin.clone(), ..publish::requirements(one, false) };
+        let incompatible = capabilities
+            .iter()
+            .find_map(|one| self.management.check_compatible(handle, &requirements(one)).err());
+        let refused = match incompatible {
+            Some(Incompatible::ClaimNotFound(..)) => {
                 return Err(Status::not_found(format!("there is no volume {handle} of this guest")));
             }
             Some(differs) => Some(differs.to_string()),
-            None => self.supports(&wanted).err().map(|status| status.message().to_owned()),
+            None => self.supports(&capabilities).err().map(|status| status.message().to_owned()),
         };
         Ok(capability::validated(request, refused))
     }
@@ -82,7 +84,7 @@ fn about(volume: Volume) -> proto::Volume {
 
 fn condition(volume: &Volume) -> proto::VolumeCondition {
     proto::VolumeCondition {
-        abnormal: volume.illness.is_some(),
-        message: volume.illness.clone().unwrap_or_else(|| "the volume is well".to_owned()),
+        abnormal: volume.abnormal.is_some(),
+        message: volume.abnormal.clone().unwrap_or_else(|| "the volume is healthy".to_owned()),
     }
 }

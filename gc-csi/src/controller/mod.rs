@@ -1,4 +1,4 @@
-//! The Controller service of the guest driver: flags, wiring, and the protocol in `service`, one file for each kind of call.
+//! CSI Controller service of the guest driver: flags, wiring, and one file per kind of call.
 
 mod capacity;
 mod create;
@@ -36,50 +36,50 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{Guest, Scope};
-use crate::management::{GuestDeletion, Home, Management, Optional, Owner, Served};
+use crate::management::{ClusterOwner, GuestDeletion, GuestIdentity, Management, OptionalApis, ServedApis};
 use crate::reconcile::{self, Reconcilers};
-use crate::vm_operator::{Named, VmOperator};
+use crate::vm_operator::{VmOperator, VmOperatorArg};
 
-/// Flags of `gc-csi`.
+/// Flags of the `gc-csi` program.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Unix socket to serve on, as in unix:///csi/csi.sock.
+    /// Unix socket to serve CSI on, for example unix:///csi/csi.sock.
     #[arg(long)]
     endpoint: Endpoint,
-    /// Kubeconfig of the guest cluster; without it, the pod's service account.
+    /// Kubeconfig of the guest cluster. Default: the pod's service account.
     #[arg(long, value_name = "FILE")]
     guest_kubeconfig: Option<PathBuf>,
-    /// Kubeconfig of the management cluster, with this guest's own credentials.
+    /// Kubeconfig of the management cluster, with this guest's credentials.
     #[arg(long, value_name = "FILE")]
     management_kubeconfig: PathBuf,
     /// Namespace of this guest in the management cluster.
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     management_namespace: String,
-    /// Identity of this guest cluster: its UID, or another legal label value that no other guest has.
+    /// ID of this guest cluster: its UID, or another label value that is unique among the guests.
     #[arg(long, value_name = "ID")]
     cluster_id: ClusterId,
-    /// First part of the names of management claims.
+    /// Name prefix of the PersistentVolumeClaims that gc-csi creates in the management cluster.
     #[arg(long, value_name = "PREFIX", default_value = "pvc", value_parser = prefix)]
     volume_prefix: String,
-    /// What to do when the guest's and the management StorageClass differ in reclaimPolicy.
+    /// Action when the guest StorageClass and the management StorageClass have different reclaim policies.
     #[arg(long, value_enum, default_value_t = OnMismatch::Refuse)]
     reclaim_policy_mismatch: OnMismatch,
-    /// Namespace of the management cluster in which mgmt-csi publishes how much room there is; without it, the guest
-    /// is not told.
+    /// Namespace of the management cluster in which mgmt-csi publishes CSIStorageCapacity objects. Without it,
+    /// GetCapacity is not served.
     #[arg(long, value_name = "NAMESPACE", value_parser = dns_label)]
     capacity_namespace: Option<String>,
-    /// Which VM Operator the management cluster has: `auto` finds it out by whether volumeattachments.nestor.dev is served.
-    #[arg(long, value_enum, default_value_t = Named::Auto)]
-    vm_operator: Named,
-    /// Take part in topology: volumes go where their pods can reach them. Needs `gc-csi-node` with --topology or --zone
-    /// on every node, since csi-provisioner makes no volume for a node without a zone then.
+    /// VM Operator of the management cluster. `auto` selects the shim if volumeattachments.nestor.dev is served.
+    #[arg(long, value_enum, default_value_t = VmOperatorArg::Auto)]
+    vm_operator: VmOperatorArg,
+    /// Announce topology support, so that volumes are placed in zones that their pods can reach. Requires `gc-csi-node`
+    /// with --topology or --zone on every node: csi-provisioner then creates no volume for a node without a zone.
     #[arg(long)]
     topology: bool,
     #[command(flatten)]
     guest_deletion: GuestDeletion,
     #[command(flatten)]
     legacy: legacy::LegacyArgs,
-    /// Time for a call whose caller sets none, in seconds.
+    /// Timeout in seconds for a call that has no deadline.
     #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u64).range(1..=3600))]
     default_timeout: u64,
     /// Address for /healthz, /readyz and /metrics.
@@ -91,12 +91,12 @@ pub struct Args {
     lease: LeaseArgs,
 }
 
-/// What to do about classes whose policies differ.
+/// Action when reclaim policies differ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum OnMismatch {
     /// Refuse to create the volume.
     Refuse,
-    /// Create it, with a warning in the log and on the guest's claim.
+    /// Create the volume, and log and report a warning Event on the guest's PersistentVolumeClaim.
     Warn,
 }
 
@@ -108,17 +108,18 @@ fn dns_label(text: &str) -> Result<String, String> {
         || text.starts_with('-')
         || text.ends_with('-')
     {
-        return Err("not a DNS label: 1 to 63 lower-case letters, digits or '-', not at the ends".to_owned());
+        return Err("not a DNS label: use 1 to 63 lower-case letters, digits or '-', and start and end with a letter \
+            or digit".to_owned());
     }
     Ok(text.to_owned())
 }
 
-/// A prefix that leaves room for the hash after it.
+/// Parses a name prefix that is short enough for the hash that follows it.
 fn prefix(text: &str) -> Result<String, String> {
     if text.len() > 30 { Err("longer than 30 characters".to_owned()) } else { dns_label(text) }
 }
 
-/// Serves until `stop`.
+/// Runs the controller plugin until `stop`.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (alive, ready) = (Health::default(), Health::default());
     let mut registry = Registry::with_prefix("nestor_gc_csi");
@@ -133,10 +134,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let kubeconfig = args.guest_kubeconfig.as_deref();
     let election = args.lease.election("gc-csi-controller", &guest_client, kubeconfig, &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
-    // Stands until every other check is there: between two of them, all that there are may pass.
-    let wired = ready.check("controller", "not started yet");
-    let reaching =
-        ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not asked yet"));
+    // Fails until all other checks are registered: a set of checks that is not complete yet may pass.
+    let startup = ready.check("controller", "not started yet");
+    let api_checks =
+        ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not checked yet"));
     if let Some(address) = args.http_listen {
         let serving = http::serve(address, alive, ready.clone(), registry, stop.clone());
         supervise::worker("health and metrics", async move {
@@ -156,26 +157,26 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         }
     };
     for (client, cluster, check) in
-        [(&guest_client, "guest", &reaching[0]), (&management_client, "management", &reaching[1])]
+        [(&guest_client, "guest", &api_checks[0]), (&management_client, "management", &api_checks[1])]
     {
         if !client::wait_until_reachable(client, cluster, check, &stop).await {
             return Ok(());
         }
     }
-    let asked = ready.check("virtual-machine-version", "not asked yet");
+    let version_check = ready.check("virtual-machine-version", "not checked yet");
     let version = versions::served(
         &management_client,
         crds::VIRTUAL_MACHINE_GROUP,
         crds::newest_virtual_machine_version,
-        &asked,
+        &version_check,
         &stop,
     );
     let Some(version) = version.await else { return Ok(()) };
-    let optional = Optional::ask(&management_client, args.capacity_namespace, &ready, &stop).await;
+    let optional = OptionalApis::discover(&management_client, args.capacity_namespace, &ready, &stop).await;
     let Some(optional) = optional else { return Ok(()) };
-    let finding = VmOperator::find(args.vm_operator, version, &management_client, &ready, &stop);
-    let Some(vm_operator) = finding.await else { return Ok(()) };
-    tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "management cluster found");
+    let detecting = VmOperator::detect(args.vm_operator, version, &management_client, &ready, &stop);
+    let Some(vm_operator) = detecting.await else { return Ok(()) };
+    tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "connected to the management cluster");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
     let scope = Scope { drivers: args.legacy.drivers(), claim_labels: args.sync.labels.clone() };
@@ -185,22 +186,33 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         &ready,
         &stop,
         move |handle| volumes.push_volume(handle),
-        move |claim| claims.push_gone(claim),
+        move |claim| claims.push_deleted_guest_claim(claim),
     );
-    let home =
-        Home { namespace: args.management_namespace, cluster: args.cluster_id, prefix: args.volume_prefix };
-    let owned = reconcilers.queues().clone();
-    let owner = Owner::start(&management_client, &home, args.guest_deletion, &ready, &stop, move || {
-        owned.push_owned();
-    });
-    let Some(owner) = owner.await else { return Ok(()) };
-    let listeners = reconcilers.queues().listeners();
-    let served = Served { machines: version, vm_operator, optional: &optional };
-    let management = Management::start(&management_client, home, served, owner, &ready, &stop, listeners);
+    let guest_identity = GuestIdentity {
+        namespace: args.management_namespace,
+        cluster: args.cluster_id,
+        prefix: args.volume_prefix,
+    };
+    let queues = reconcilers.queues().clone();
+    let cluster_owner = ClusterOwner::start(
+        &management_client,
+        &guest_identity,
+        args.guest_deletion,
+        &ready,
+        &stop,
+        move || {
+            queues.push_all_owner_refs();
+        },
+    );
+    let Some(cluster_owner) = cluster_owner.await else { return Ok(()) };
+    let handlers = reconcilers.queues().handlers();
+    let served = ServedApis { vm_version: version, vm_operator, optional: &optional };
+    let management =
+        Management::start(&management_client, guest_identity, served, cluster_owner, &ready, &stop, handlers);
     let locks = VolumeLocks::default();
     let reconcilers =
         reconcilers.start(guest.clone(), management.clone(), args.sync, locks.clone(), &ready, stop.clone());
-    let orders = reconcilers.orders();
+    let k8s_attachments = reconcilers.k8s_attachments();
     let (electing, stopping) = (ready.clone(), stop.clone());
     let reconciling = supervise::background("reconcilers", stop.clone(), async move {
         election.lead(&electing, &stopping, || reconcilers.run()).await;
@@ -209,12 +221,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let service = service::Controller::new(
         management,
         guest,
-        orders,
+        k8s_attachments,
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
         Duration::from_secs(args.default_timeout),
         locks,
     );
-    wired.pass();
+    startup.pass();
     let routes = tonic::service::Routes::new(IdentityServer::new(identity(names::GUEST_DRIVER)))
         .add_service(ControllerServer::new(service.clone()));
     let own = csi::server::serve(&args.endpoint, routes, calls.clone(), stop.clone());

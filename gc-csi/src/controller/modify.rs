@@ -7,7 +7,7 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::management_class;
-use super::service::{BEHIND, Controller};
+use super::service::{CACHE_LAG, Controller};
 
 impl Controller {
     pub(super) async fn modify(
@@ -22,9 +22,9 @@ impl Controller {
             &request.mutable_parameters,
         )?;
         let _guard = self.locks.acquire(volume)?;
-        self.is_pinned(volume, deadline).await.map_err(|error| errors::change(&error))?;
-        let behind = deadline.min(Instant::now() + BEHIND);
-        let modified = self.management.modify_claim(volume, class, behind, deadline).await;
+        self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
+        let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
+        let modified = self.management.modify_claim(volume, class, cache_deadline, deadline).await;
         modified.map_err(|error| errors::modify(&error))?;
         Ok(proto::ControllerModifyVolumeResponse {})
     }

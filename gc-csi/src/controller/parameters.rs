@@ -1,14 +1,14 @@
-//! What a class in the guest says: the class of the management cluster that it stands for, and nothing else.
+//! Parameters of guest classes: only the name of the management class.
 
 use std::collections::HashMap;
 
 use csi::Status;
 
-/// Keys that the sidecars add to the parameters of a class.
+/// Prefix of the keys that the sidecars add to the parameters.
 pub(super) const EXTRA_PREFIX: &str = "csi.storage.k8s.io/";
 
-/// The management class that a guest's class of this kind names under `known`. Anything that is not understood is
-/// refused, since it would be silently without effect.
+/// The management class that a guest class of this kind names in the parameter `known`. Unknown parameters are refused,
+/// because they would have no effect.
 pub(super) fn management_class<'a>(
     kind: &str,
     known: &str,
@@ -22,18 +22,18 @@ pub(super) fn management_class<'a>(
     unknown.sort_unstable();
     if !unknown.is_empty() {
         return Err(Status::invalid_argument(format!(
-            "{kind} parameter {} is not known: the guest's class takes {known} only",
+            "unknown {kind} parameter {}: the guest's class accepts only {known}",
             unknown.join(", ")
         )));
     }
     parameters.get(known).map(String::as_str).filter(|class| !class.is_empty()).ok_or_else(|| {
         Status::invalid_argument(format!(
-            "{kind} parameter {known} is missing: name the management cluster's {kind} in it"
+            "{kind} parameter {known} is missing: set it to the name of a {kind} of the management cluster"
         ))
     })
 }
 
-/// What a sidecar added to the parameters under this key.
+/// The value that a sidecar added under this key.
 pub(super) fn extra(parameters: &HashMap<String, String>, key: &str) -> Option<String> {
     parameters.get(&format!("{EXTRA_PREFIX}{key}")).cloned()
 }

@@ -10,10 +10,10 @@ use tonic::Request;
 
 use super::errors;
 use super::service::Controller;
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 use crate::machine::AttachedDisk;
 use crate::management::commit::CommitError;
-use crate::management::disks::{Attach, AttachError, Attached};
+use crate::management::volume_entries::{Attach, AttachError, Attached};
 use crate::pin::Pin;
 
 impl Controller {
@@ -24,39 +24,41 @@ impl Controller {
         let (request, deadline) = self.begin(request)?;
         let volume = request::required("volume_id", &request.volume_id)?;
         let node = request::required("node_id", &request.node_id)?;
-        let wanted = capability::required(request.volume_capability.as_ref())?;
-        self.supports(std::slice::from_ref(&wanted))?;
+        let capability = capability::required(request.volume_capability.as_ref())?;
+        self.supports(std::slice::from_ref(&capability))?;
         let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
-        let volumes = self.guest.asked_of(volume);
+        let volumes = self.guest.requirements_of(volume);
         let pin = self.pin(&request.volume_context, &volumes)?;
         let attach = Attach {
             claim: volume.to_owned(),
-            machine: node.to_owned(),
-            read_only: request.readonly || wanted.mode.is_read_only(),
-            exclusive: !wanted.mode.is_multi_node(),
-            asked: Asked { pin, ..asked(&wanted, request.readonly) },
+            vm_name: node.to_owned(),
+            read_only: request.readonly || capability.mode.is_read_only(),
+            exclusive: !capability.mode.is_multi_node(),
+            requirements: PvRequirements { pin, ..requirements(&capability, request.readonly) },
             volumes,
         };
         let attached = self.attach(&attach, deadline).await.map_err(|error| errors::attach(&error))?;
-        let publish_context = context(attached, &attach.asked.pin);
+        let publish_context = context(attached, &attach.requirements.pin);
         Ok(proto::ControllerPublishVolumeResponse { publish_context })
     }
 
-    /// Refuses only on what is so now: another replica may have answered the call before this one.
-    async fn attach(&self, wanted: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
-        let refusal = match self.management.attach(wanted, deadline).await {
+    /// Before it refuses, waits for a current cache: another replica may have answered the previous call.
+    async fn attach(&self, attach: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
+        let refusal = match self.management.attach(attach, deadline).await {
             Ok(disk) => return Ok(disk),
             Err(refusal) => refusal,
         };
-        let Attach { claim, machine, .. } = wanted;
-        let machines = match &refusal {
-            AttachError::NoMachine(_) | AttachError::Unfit(_) | AttachError::NotBound(_) => vec![&**machine],
-            AttachError::InUse { machine: other, .. } => vec![&**machine, &**other],
+        let Attach { claim, vm_name, .. } = attach;
+        let vms = match &refusal {
+            AttachError::VmNotFound(_) | AttachError::Incompatible(_) | AttachError::NotBound(_) => {
+                vec![&**vm_name]
+            }
+            AttachError::InUse { vm_name: other, .. } => vec![&**vm_name, &**other],
             _ => return Err(refusal),
         };
-        let failed = |source| AttachError::Commit(CommitError::Api { machine: machine.clone(), source });
-        self.management.catch_up(claim, &machines, deadline).await.map_err(failed)?;
-        self.management.attach(wanted, deadline).await
+        let failed = |source| AttachError::Commit(CommitError::Api { vm_name: vm_name.clone(), source });
+        self.management.refresh_cache(claim, &vms, deadline).await.map_err(failed)?;
+        self.management.attach(attach, deadline).await
     }
 
     pub(super) async fn unpublish(
@@ -65,9 +67,9 @@ impl Controller {
     ) -> Result<proto::ControllerUnpublishVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
         let volume = request::required("volume_id", &request.volume_id)?;
-        // Without a node, the volume leaves every node (CSI specification, ControllerUnpublishVolume).
+        // Without a node, the volume is detached from all nodes (CSI specification, ControllerUnpublishVolume).
         let nodes = match request.node_id.is_empty() {
-            true => self.management.machines_with(volume),
+            true => self.management.vms_using(volume),
             false => vec![request::required("node_id", &request.node_id)?.to_owned()],
         };
         for node in nodes {
@@ -79,39 +81,44 @@ impl Controller {
                     volume,
                     node,
                     driver,
-                    "attached under another name of the driver: the disk stays"
+                    "attached under another driver name: the disk stays attached"
                 );
                 continue;
             }
-            let may_leave = self.orders.may_leave(volume, &node);
-            let detached = self.management.detach(volume, &node, may_leave, deadline).await;
+            let may_remove = self.k8s_attachments.may_remove(volume, &node);
+            let detached = self.management.detach(volume, &node, may_remove, deadline).await;
             detached.map_err(|error| errors::detach(&error))?;
         }
         Ok(proto::ControllerUnpublishVolumeResponse {})
     }
 }
 
-/// What the node plugin is told: the disk, by which it sees that the disk is the volume's, and whether it may be formatted.
-/// It is kept in the guest's VolumeAttachment, which pods cannot read.
+/// Publish context for the node plugin: the identity of the disk, and whether it may be formatted. It is stored in the
+/// guest's VolumeAttachment, which pods cannot read.
 fn context(Attached { disk, volume }: Attached, pin: &Pin) -> HashMap<String, String> {
     let AttachedDisk { uuid, blank_attestation, format_token } = disk;
-    let told = [
+    let entries = [
         (names::CONTEXT_DISK_UUID, Some(uuid)),
         (names::CONTEXT_MANAGEMENT_VOLUME, Some(volume)),
         (names::CONTEXT_OVERRIDDEN_PIN, pin.overridden().map(str::to_owned)),
         (names::CONTEXT_BLANK_ATTESTATION, blank_attestation),
         (names::CONTEXT_FORMAT_TOKEN, format_token),
     ];
-    told.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
+    entries.into_iter().filter_map(|(key, value)| Some((key.to_owned(), value?))).collect()
 }
 
-/// What a call asks of a volume's management claim.
-pub(super) fn asked(wanted: &Capability, read_only: bool) -> Asked {
-    // One node that only reads can do so in any mode that the claim may have.
-    let modes = match wanted.mode {
+/// Requirements of a call on the management claim.
+pub(super) fn requirements(capability: &Capability, read_only: bool) -> PvRequirements {
+    // A single reader is compatible with every access mode.
+    let modes = match capability.mode {
         Mode::SingleNodeReaderOnly => Vec::new(),
         mode => vec![mode.kubernetes_name().to_owned()],
     };
-    let read_only = read_only || wanted.mode.is_read_only();
-    Asked { block: wanted.access == Access::Block, modes, read_only, ..Asked::default() }
+    let read_only = read_only || capability.mode.is_read_only();
+    PvRequirements {
+        block: capability.access == Access::Block,
+        modes,
+        read_only,
+        ..PvRequirements::default()
+    }
 }

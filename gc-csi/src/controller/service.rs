@@ -1,5 +1,5 @@
-//! The Controller service: one room for each kind of call. They translate to and from the management room and hold
-//! no logic beyond what the protocol asks for.
+//! CSI Controller service: one module per kind of call. They translate between CSI and the management client and
+//! contain only logic of the protocol.
 
 use std::time::Duration;
 
@@ -12,24 +12,24 @@ use tonic::{Code, Request, Response};
 
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::reconcile::Orders;
+use crate::reconcile::K8sAttachments;
 
-/// How long an object is waited for that a sidecar, or whoever made it, saw before this process did.
-pub(super) const BEHIND: Duration = Duration::from_secs(2);
+/// How long to wait for an object that the caller has seen, but the cache does not show yet.
+pub(super) const CACHE_LAG: Duration = Duration::from_secs(2);
 
-/// How long after its waits a call is ended that still waits for an API server's answer.
-const LAST_WORD: Duration = Duration::from_millis(20);
+/// Time after the deadline of its waits at which a call that still waits for an API server is ended.
+const ANSWER_GRACE: Duration = Duration::from_millis(20);
 
-/// Serves the Controller service. Copies share everything, so that two drivers of one process keep each other's locks.
+/// The Controller service. Clones share all state, so both driver endpoints use the same locks.
 #[derive(Clone)]
 pub(super) struct Controller {
     pub(super) management: Management,
     pub(super) guest: Guest,
-    pub(super) orders: Orders,
+    pub(super) k8s_attachments: K8sAttachments,
     pub(super) refuse_mismatch: bool,
     pub(super) default_timeout: Duration,
     pub(super) locks: VolumeLocks,
-    /// The earlier driver that this one serves as, if any: it keeps volumes going, and makes none.
+    /// The legacy driver name that this instance serves, if any; it creates no volumes.
     pub(super) legacy: Option<String>,
 }
 
@@ -37,48 +37,51 @@ impl Controller {
     pub(super) fn new(
         management: Management,
         guest: Guest,
-        orders: Orders,
+        k8s_attachments: K8sAttachments,
         refuse_mismatch: bool,
         default_timeout: Duration,
         locks: VolumeLocks,
     ) -> Self {
-        Self { management, guest, orders, refuse_mismatch, default_timeout, locks, legacy: None }
+        Self { management, guest, k8s_attachments, refuse_mismatch, default_timeout, locks, legacy: None }
     }
 
-    /// Refuses what no volume of this driver can do, or none beside this VM Operator.
-    pub(super) fn supports(&self, wanted: &[Capability]) -> Result<(), Status> {
-        self.management.vm_operator().supports(wanted)
+    /// Refuses capabilities that this driver or the VM Operator does not support.
+    pub(super) fn supports(&self, capabilities: &[Capability]) -> Result<(), Status> {
+        self.management.vm_operator().supports(capabilities)
     }
 
-    /// Starts a call: nothing is answered before both clusters were read once.
+    /// Starts a call; refuses it until both clusters are synced.
     pub(super) fn begin<T>(&self, request: Request<T>) -> Result<(T, Instant), Status> {
         let deadline = self.deadline(&request);
         if !self.management.is_synced() || !self.guest.is_synced() {
             return Err(Status::unavailable(
-                "the driver is still reading the clusters' state: try again in a moment",
+                "the driver is still reading the state of the clusters: try again in a moment",
             ));
         }
         Ok((request.into_inner(), deadline))
     }
 
-    /// Answers in time in any case. A request to an API server that nobody answers is left behind: what it asks for may
-    /// come about, and the same call finds it. Says what is known of a link that is down.
+    /// Answers before the deadline in any case. A pending API request is abandoned; it may still take effect, and a
+    /// repeated call finds the result. Adds the watch error while the management cluster is disconnected.
     async fn answer<R>(
         &self,
         deadline: Instant,
         call: impl Future<Output = Result<R, Status>>,
     ) -> Result<Response<R>, Status> {
-        let answer = tokio::time::timeout_at(deadline + LAST_WORD, call).await.unwrap_or_else(|_| {
+        let answer = tokio::time::timeout_at(deadline + ANSWER_GRACE, call).await.unwrap_or_else(|_| {
             Err(Status::deadline_exceeded(
-                "no answer from the API of the management cluster in time; what was asked for may come about there, \
-                 and the same call finds it",
+                "the API server of the management cluster did not answer in time; the request may still take effect, \
+                 and a retry finds the result",
             ))
         });
-        answer.map(Response::new).map_err(|status| match (status.code(), self.management.trouble()) {
-            (Code::DeadlineExceeded | Code::Unavailable, Some(trouble))
-                if !status.message().contains(&trouble) =>
+        answer.map(Response::new).map_err(|status| match (status.code(), self.management.watch_error()) {
+            (Code::DeadlineExceeded | Code::Unavailable, Some(watch_error))
+                if !status.message().contains(&watch_error) =>
             {
-                Status::new(status.code(), format!("{} (management cluster: {trouble})", status.message()))
+                Status::new(
+                    status.code(),
+                    format!("{} (management cluster: {watch_error})", status.message()),
+                )
             }
             _ => status,
         })
@@ -206,18 +209,18 @@ impl proto::controller_server::Controller for Controller {
             Rpc::CloneVolume,
             Rpc::ExpandVolume,
         ];
-        if self.management.vm_operator().plugs_read_only() {
+        if self.management.vm_operator().supports_read_only() {
             announced.push(Rpc::PublishReadonly);
         }
-        // What the management cluster can't do, and what it does not say, is not promised.
+        // Capabilities depend on what the management cluster serves.
         if self.management.has_snapshots() {
-            // GET_SNAPSHOT is served, but no sidecar asks for it yet, and csi-sanity takes it for a mistake.
+            // GET_SNAPSHOT is served, but not announced: no sidecar uses it, and csi-sanity reports it as an error.
             announced.extend([Rpc::CreateDeleteSnapshot, Rpc::ListSnapshots]);
         }
         if self.management.has_attributes_classes() {
             announced.push(Rpc::ModifyVolume);
         }
-        if self.management.knows_room() {
+        if self.management.has_capacity_data() {
             announced.push(Rpc::GetCapacity);
         }
         let capabilities = announced

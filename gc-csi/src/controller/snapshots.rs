@@ -11,7 +11,7 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::{extra, management_class};
-use super::service::{BEHIND, Controller};
+use super::service::{CACHE_LAG, Controller};
 use crate::management::snapshots::{
     AbandonedSnapshot, NewSnapshot, SnapshotError, VolumeSnapshot, is_ready, restore_size, source_claim,
 };
@@ -22,12 +22,12 @@ impl Controller {
         request: Request<proto::CreateSnapshotRequest>,
     ) -> Result<proto::CreateSnapshotResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        // Any name is taken: it is hashed into the management snapshot's.
+        // Every name is valid: the management snapshot's name contains its hash.
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
         let claim = request::required("source_volume_id", &request.source_volume_id)?.to_owned();
-        self.served()?;
+        self.check_served()?;
         let class = management_class(
             "VolumeSnapshotClass",
             names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS,
@@ -36,46 +36,46 @@ impl Controller {
         .to_owned();
         let _guard = self.locks.acquire(&format!("snapshot {}", request.name))?;
         let content = extra(&request.parameters, "volumesnapshotcontent/name");
-        let wanted = NewSnapshot {
+        let new_snapshot = NewSnapshot {
             annotations: annotations(&request.parameters),
             csi_name: request.name,
             claim,
             class,
         };
-        if !self.management.snapshot_is_begun(&wanted.csi_name) {
-            // One that is begun was begun of the right bytes.
-            self.is_pinned(&wanted.claim, deadline).await.map_err(|error| errors::copy(&error))?;
-            self.unless_unwanted(&wanted.csi_name, content.as_deref(), deadline).await?;
+        if !self.management.snapshot_exists(&new_snapshot.csi_name) {
+            // The pin of an existing snapshot was checked when it was created.
+            self.check_pin(&new_snapshot.claim, deadline).await.map_err(|error| errors::copy(&error))?;
+            self.abandon_without_content(&new_snapshot.csi_name, content.as_deref(), deadline).await?;
         }
-        let behind = deadline.min(Instant::now() + BEHIND);
-        let outcome = self.management.create_snapshot(&wanted, behind, deadline).await;
+        let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
+        let outcome = self.management.create_snapshot(&new_snapshot, cache_deadline, deadline).await;
         if let Err(SnapshotError::Failing { .. } | SnapshotError::Deleting(_) | SnapshotError::Deadline(_)) =
             &outcome
         {
-            self.unless_unwanted(&wanted.csi_name, content.as_deref(), deadline).await?;
+            self.abandon_without_content(&new_snapshot.csi_name, content.as_deref(), deadline).await?;
         }
-        let taken = outcome.map_err(|error| errors::snapshot(&error))?;
-        Ok(proto::CreateSnapshotResponse { snapshot: Some(about(&taken)) })
+        let snapshot = outcome.map_err(|error| errors::snapshot(&error))?;
+        Ok(proto::CreateSnapshotResponse { snapshot: Some(about(&snapshot)) })
     }
 
-    /// Ends the taking of a snapshot whose content is being deleted in the guest: csi-snapshotter asks for it until it
-    /// hears a final code, then deletes nothing that it has no handle of, so nothing may stay below. One that is cut is
-    /// left to be given out, since csi-snapshotter then deletes it.
-    async fn unless_unwanted(
+    /// Aborts the creation of a snapshot whose content is being deleted in the guest: csi-snapshotter repeats the call
+    /// until it gets a final error, and then deletes nothing without a handle, so nothing may be left in the management
+    /// cluster. A snapshot that is already cut is returned, because csi-snapshotter then deletes it.
+    async fn abandon_without_content(
         &self,
         csi_name: &str,
         content: Option<&str>,
         deadline: Instant,
     ) -> Result<(), Status> {
         let Some(content) = content else { return Ok(()) };
-        if self.guest.wants_snapshot(content).await {
+        if self.guest.has_live_content(content).await {
             return Ok(());
         }
         match self.management.abandon_snapshot(csi_name, deadline).await {
             Ok(AbandonedSnapshot::Cut) => Ok(()),
             Ok(AbandonedSnapshot::Gone) => Err(Status::not_found(format!(
-                "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was to be taken, is gone or \
-                 being deleted: nothing of it is left in the management cluster"
+                "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was requested, is gone or \
+                 being deleted: nothing is left in the management cluster"
             ))),
             Err(error) => Err(errors::delete_snapshot(&error)),
         }
@@ -87,7 +87,7 @@ impl Controller {
     ) -> Result<proto::DeleteSnapshotResponse, Status> {
         let (request, deadline) = self.begin(request)?;
         let snapshot = request::required("snapshot_id", &request.snapshot_id)?;
-        self.served()?;
+        self.check_served()?;
         let _guard = self.locks.acquire(&format!("snapshot {snapshot}"))?;
         let deleted = self.management.delete_snapshot(snapshot, deadline).await;
         deleted.map_err(|error| errors::delete_snapshot(&error))?;
@@ -99,7 +99,7 @@ impl Controller {
         request: Request<proto::ListSnapshotsRequest>,
     ) -> Result<proto::ListSnapshotsResponse, Status> {
         let (request, _) = self.begin(request)?;
-        self.served()?;
+        self.check_served()?;
         let mut found = match request.snapshot_id.as_str() {
             "" => self.management.usable_snapshots(),
             name => self.management.usable_snapshot(name).into_iter().collect(),
@@ -122,22 +122,22 @@ impl Controller {
     ) -> Result<proto::GetSnapshotResponse, Status> {
         let (request, _) = self.begin(request)?;
         let name = request::required("snapshot_id", &request.snapshot_id)?;
-        self.served()?;
+        self.check_served()?;
         let found = self.management.usable_snapshot(name);
         let found =
             found.ok_or_else(|| Status::not_found(format!("there is no snapshot {name} of this guest")))?;
         Ok(proto::GetSnapshotResponse { snapshot: Some(about(&found)) })
     }
 
-    fn served(&self) -> Result<(), Status> {
+    fn check_served(&self) -> Result<(), Status> {
         match self.management.has_snapshots() {
             true => Ok(()),
-            false => Err(errors::snapshot(&SnapshotError::Unserved)),
+            false => Err(errors::snapshot(&SnapshotError::NotServed)),
         }
     }
 }
 
-/// Annotations that tell people in the management cluster whom a snapshot is for.
+/// Annotations for the management cluster that name the guest objects of a snapshot.
 fn annotations(parameters: &HashMap<String, String>) -> BTreeMap<String, String> {
     let known = [
         ("volumesnapshot/name", names::ANNOTATION_GUEST_SNAPSHOT),
@@ -151,7 +151,7 @@ fn annotations(parameters: &HashMap<String, String>) -> BTreeMap<String, String>
 
 fn about(snapshot: &VolumeSnapshot) -> proto::Snapshot {
     let cut = snapshot.status.as_ref().and_then(|status| status.creation_time.as_ref());
-    // There must be a time, and the first that is told is kept: none would be taken for 1970.
+    // A time is required and the first one is kept; a missing one would be read as 1970.
     let time = cut.or(snapshot.metadata.creation_timestamp.as_ref());
     proto::Snapshot {
         size_bytes: i64::try_from(restore_size(snapshot).unwrap_or(0)).unwrap_or(i64::MAX),

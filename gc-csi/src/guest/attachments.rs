@@ -1,4 +1,4 @@
-//! VolumeAttachment of `storage.k8s.io`.
+//! Guest VolumeAttachments (`storage.k8s.io`): names, and attachments under another driver name.
 
 use kube::Api;
 use kube::api::ListParams;
@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::Guest;
 
-/// The name that Kubernetes gives the VolumeAttachment for a volume on a node (`getAttachmentName` in
+/// The name that Kubernetes gives the VolumeAttachment of a volume on a node (`getAttachmentName` in
 /// `pkg/volume/csi/csi_attacher.go`).
 pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String {
     let mut hasher = Sha256::new();
@@ -20,8 +20,8 @@ pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String 
 }
 
 impl Guest {
-    /// Whether a VolumeAttachment asks for the volume of this handle on this node by another of the driver's names than
-    /// `driver`, and is there to stay. As the API says now: a disk is taken out on the word of it.
+    /// Whether a VolumeAttachment requests this volume on this node under another of our driver names than `driver`.
+    /// Read from the API server, because the disk is detached otherwise.
     pub(crate) async fn is_attached_under_another_name(
         &self,
         handle: &str,
@@ -34,16 +34,20 @@ impl Guest {
         let api: Api<VolumeAttachment> = Api::all(self.client.clone());
         let list = api.list(&ListParams::default()).await;
         let list =
-            list.map_err(|error| format!("cannot read the guest's VolumeAttachments: {}", chain(&error)))?;
-        let stays =
+            list.map_err(|error| format!("failed to list the guest's VolumeAttachments: {}", chain(&error)))?;
+        let is_live =
             |one: &&VolumeAttachment| one.node_name == node && one.metadata.deletion_timestamp.is_none();
-        let is_for = |csi: &CsiSource| {
+        let is_volume = |csi: &CsiSource| {
             csi.volume_handle == handle && csi.driver != driver && self.drivers.contains(&csi.driver)
         };
-        Ok(list.items.iter().filter(stays).any(|one| self.source_of(one).is_some_and(|csi| is_for(&csi))))
+        Ok(list
+            .items
+            .iter()
+            .filter(is_live)
+            .any(|one| self.source_of(one).is_some_and(|csi| is_volume(&csi))))
     }
 
-    /// Which volume of ours is wanted.
+    /// The CSI source of a VolumeAttachment of our drivers.
     fn source_of(&self, attachment: &VolumeAttachment) -> Option<CsiSource> {
         let source = &attachment.source;
         let named = || self.volumes.get(&Key::cluster(source.persistent_volume_name.clone()?));
@@ -56,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_attachment_is_called_as_kubernetes_calls_it() {
+    fn the_attachment_name_is_that_of_kubernetes() {
         // printf %s%s%s volume driver node | sha256sum
         assert_eq!(
             attachment_name("volume", "driver", "node"),

@@ -1,5 +1,5 @@
-//! How much room there is for this guest's volumes: what mgmt-csi publishes of each class and zone, and what the
-//! namespace's quotas leave of it.
+//! Free capacity for this guest's volumes: the CSIStorageCapacity objects that mgmt-csi publishes, limited by the
+//! namespace's resource quotas.
 
 use crds::names;
 use k8s_openapi::api::core::v1::ResourceQuota;
@@ -12,24 +12,24 @@ use tokio_util::sync::CancellationToken;
 
 use super::Management;
 
-/// Published capacities and quotas, watched.
+/// Informers of published capacities and quotas.
 #[derive(Clone, Debug)]
 pub(super) struct Capacities {
     published: Informer<CSIStorageCapacity>,
     quotas: Informer<ResourceQuota>,
 }
 
-/// Room for volumes, in bytes.
+/// Free capacity in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Room {
-    /// All that is left.
+pub struct FreeCapacity {
+    /// Total.
     pub available: u64,
-    /// The largest volume that fits, where it is known.
+    /// Size of the largest possible volume, if known.
     pub largest: Option<u64>,
 }
 
 impl Capacities {
-    /// Watches what is published in `capacity_namespace`, and the quotas of the guest's own.
+    /// Watches CSIStorageCapacities in `capacity_namespace` and the quotas of the guest's namespace.
     pub(super) fn start(
         client: &Client,
         namespace: &str,
@@ -44,13 +44,13 @@ impl Capacities {
                     capacity.metadata.labels = None;
                     capacity.metadata.owner_references = None;
                 })
-                .start(ready.check("storage-capacities", "not read yet"), stop.clone());
+                .start(ready.check("storage-capacities", "not synced yet"), stop.clone());
         let quotas = Informer::builder("ResourceQuotas", Api::namespaced(client.clone(), namespace))
             .trim(|quota: &mut ResourceQuota| {
                 quota.metadata.annotations = None;
                 quota.metadata.labels = None;
             })
-            .start(ready.check("resource-quotas", "not read yet"), stop.clone());
+            .start(ready.check("resource-quotas", "not synced yet"), stop.clone());
         Self { published, quotas }
     }
 
@@ -60,35 +60,35 @@ impl Capacities {
 }
 
 impl Management {
-    /// Whether it is known how much room there is.
-    pub fn knows_room(&self) -> bool {
+    /// Whether published capacities are watched.
+    pub fn has_capacity_data(&self) -> bool {
         self.capacities.is_some()
     }
 
-    /// Room for volumes of a management class, or of whichever has most, that are to be reached from a zone, or from
-    /// anywhere.
-    pub fn room(&self, class: Option<&str>, zone: Option<&str>) -> Room {
-        let Some(capacities) = &self.capacities else { return Room { available: 0, largest: None } };
+    /// Free capacity for volumes of a management class (or the class with the most) that are reachable from a zone (or
+    /// from anywhere).
+    pub fn free_capacity(&self, class: Option<&str>, zone: Option<&str>) -> FreeCapacity {
+        let Some(capacities) = &self.capacities else { return FreeCapacity { available: 0, largest: None } };
         let published: Vec<_> = capacities.published.list();
-        let room = published_room(published.iter().map(|one| &**one), class, zone);
+        let free = published_capacity(published.iter().map(|one| &**one), class, zone);
         let left = capacities.quotas.list().iter().filter_map(|quota| quota_left(quota, class)).min();
         match left {
-            None => room,
-            Some(left) => Room {
-                available: room.available.min(left),
-                largest: Some(room.largest.map_or(left, |largest| largest.min(left))),
+            None => free,
+            Some(left) => FreeCapacity {
+                available: free.available.min(left),
+                largest: Some(free.largest.map_or(left, |largest| largest.min(left))),
             },
         }
     }
 }
 
-/// What is published for a class and a zone. Where nothing is published for the zone itself, what can be reached from
-/// everywhere counts; without a zone, the best segment does, since a volume lies in one.
-fn published_room<'a>(
+/// Published capacity for a class and a zone. A zone without its own entry uses the entry that is reachable from
+/// everywhere. Without a zone, the best segment counts, because a volume is in one segment.
+fn published_capacity<'a>(
     published: impl Iterator<Item = &'a CSIStorageCapacity>,
     class: Option<&str>,
     zone: Option<&str>,
-) -> Room {
+) -> FreeCapacity {
     let segment = |one: &CSIStorageCapacity| {
         one.node_topology.as_ref()?.match_labels.as_ref()?.get(names::LABEL_ZONE).cloned()
     };
@@ -105,14 +105,14 @@ fn published_room<'a>(
         Some(_) => segment.is_none(),
     });
     let bytes = |quantity: &Option<_>| quantity.as_ref().and_then(quantity::value);
-    counted.fold(Room { available: 0, largest: None }, |room, (_, one)| Room {
-        available: room.available.max(bytes(&one.capacity).unwrap_or(0)),
-        largest: room.largest.max(bytes(&one.maximum_volume_size)),
+    counted.fold(FreeCapacity { available: 0, largest: None }, |free, (_, one)| FreeCapacity {
+        available: free.available.max(bytes(&one.capacity).unwrap_or(0)),
+        largest: free.largest.max(bytes(&one.maximum_volume_size)),
     })
 }
 
-/// What a quota leaves for volumes of a class, in bytes; None when it does not limit them. A quota with scopes counts
-/// some claims only, and which is not known before there is one.
+/// Bytes that a quota leaves for volumes of a class; None if it does not limit them. Scoped quotas are ignored, since
+/// it is unknown before creation which claims they count.
 fn quota_left(quota: &ResourceQuota, class: Option<&str>) -> Option<u64> {
     let spec = quota.spec.as_ref()?;
     if spec.scope_selector.is_some() || spec.scopes.as_ref().is_some_and(|scopes| !scopes.is_empty()) {
@@ -124,7 +124,7 @@ fn quota_left(quota: &ResourceQuota, class: Option<&str>) -> Option<u64> {
         let used = status.used.as_ref().and_then(|used| quantity::value(used.get(resource)?)).unwrap_or(0);
         Some(hard.saturating_sub(used))
     };
-    // Each may be limited for all claims, and for those of the class.
+    // A quota can limit all claims and the claims of a class.
     let of_class = class.map(|class| format!("{class}.storageclass.storage.k8s.io/"));
     let both = |resource: &str| {
         let of_class = of_class.as_ref().and_then(|prefix| left(&format!("{prefix}{resource}")));
@@ -150,21 +150,21 @@ mod tests {
     }
 
     #[test]
-    fn a_zone_has_what_is_published_for_it_or_else_for_everywhere() {
+    fn a_zone_uses_its_own_capacity_or_else_that_of_everywhere() {
         let all = [
             published("fast", Some("a"), "10"),
             published("fast", Some("b"), "20"),
             published("fast", None, "5"),
             published("slow", Some("a"), "99"),
         ];
-        let room = |zone| published_room(all.iter(), Some("fast"), zone).available;
-        assert_eq!((room(Some("a")), room(Some("c")), room(None)), (10, 5, 20));
-        let nothing = Room { available: 0, largest: None };
-        assert_eq!(published_room(all.iter(), Some("none"), Some("a")), nothing);
+        let free = |zone| published_capacity(all.iter(), Some("fast"), zone).available;
+        assert_eq!((free(Some("a")), free(Some("c")), free(None)), (10, 5, 20));
+        let nothing = FreeCapacity { available: 0, largest: None };
+        assert_eq!(published_capacity(all.iter(), Some("none"), Some("a")), nothing);
     }
 
     #[test]
-    fn a_quota_leaves_the_least_of_what_it_limits() {
+    fn the_strictest_limit_of_a_quota_counts() {
         let quota = |spec: serde_json::Value, hard: serde_json::Value, used: serde_json::Value| {
             let status = json!({"hard": hard, "used": used});
             serde_json::from_value(json!({"metadata": {}, "spec": spec, "status": status})).unwrap()

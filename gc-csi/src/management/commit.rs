@@ -1,17 +1,16 @@
-//! Changes to `VirtualMachine.spec.volumes`, merged: the first change of a machine is sent at once; those that come while
-//! it, or what came of it, is under way [gather](super::gather) and go together in the next PATCH.
+//! Group commit of changes to `VirtualMachine.spec.volumes`. The first change of a VM is sent at once; changes that
+//! arrive while it is in flight are [batched](super::batcher) into the next PATCH.
 //!
-//! A PATCH names exactly the entries that change (JSON Patch): an entry is appended, or removed from the
-//! place where it was seen. It goes in only while the spec's generation is the one that was seen, so that
-//! one that arrives late can't undo what came after it. So nobody else's entries and no other field can be
-//! lost, a status written in between is no conflict, and the size of a request doesn't grow with the
-//! machine. Two entries of one name can't come about: the list is keyed by name, and the API server refuses
-//! them. Each is planned from the answer to the one before it, which the watch may not show yet, so that our own
-//! PATCHes never refuse each other.
+//! A PATCH (JSON Patch) names only the entries that change: it appends an entry, or removes one at the index where it
+//! was observed. It tests the spec's generation, so a late PATCH cannot undo newer changes. Entries and fields of
+//! others are never overwritten, a concurrent status update is no conflict, and the request size does not depend on the
+//! number of entries. The list is keyed by name, so the API server refuses duplicate entries. Each PATCH is computed
+//! from the response to the previous one (a mutation cache over the informer), so our own PATCHes do not conflict with
+//! each other.
 //!
-//! Before each PATCH that takes an entry out, and after the look at the machine onto which it goes, whoever asked for the
-//! removal is asked whether its reason still stands. An attach that comes after that answer changes the machine, also
-//! where it finds its entry there, so that the PATCH is refused.
+//! Before each PATCH that removes an entry, and after reading the VM that it applies to, the committer calls the
+//! request's [`MayRemove`] check. A later attach changes the VM even if its entry is already present, so the API server
+//! then refuses the PATCH.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,71 +26,71 @@ use process_kit::supervise;
 use tokio::sync::oneshot;
 
 use super::ApiError;
-use super::gather::{Gathering, Operation as Begun};
+use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::machine::{Change, Committed, Plan, Refusal, committed, plan};
 
-/// How often a PATCH is made anew after somebody else changed the machine's disks in between.
-const MOST_CONFLICTS: u32 = 6;
+/// Retries of a PATCH after conflicts with changes of others.
+const MAX_CONFLICTS: u32 = 6;
 
-/// How long the guest may take to say whether it wants a disk, while other changes of the machine wait.
-const ASKED: Duration = Duration::from_secs(5);
+/// Timeout of the check in the guest cluster before an entry is removed; other changes of the VM wait meanwhile.
+const GUEST_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a change did not go in.
+/// Why a change was not committed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CommitError {
-    /// There is no such machine.
+    /// The VirtualMachine does not exist.
     #[error("there is no VirtualMachine {0} in the management cluster")]
-    NoMachine(String),
-    /// The machine doesn't allow it.
+    VmNotFound(String),
+    /// The change is not possible in the VM's present state.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The entry stays: there is no reason to take it out any more, or none that is known.
+    /// The entry must not be removed, or the check failed.
     #[error(transparent)]
-    Wanted(#[from] Wanted),
-    /// The request failed.
-    #[error("cannot change the disks of VirtualMachine {machine}: {source}")]
+    Kept(#[from] KeepReason),
+    /// The API request failed.
+    #[error("failed to change spec.volumes of VirtualMachine {vm_name}: {source}")]
     Api {
-        /// The machine.
-        machine: String,
-        /// What the API said.
+        /// Name of the VM.
+        vm_name: String,
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
-/// Why an entry is not taken out.
+/// Why an entry is not removed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Wanted {
-    /// The guest wants the disk.
-    #[error("VolumeAttachment {0} of the guest asks for it again")]
-    By(String),
-    /// It is not known.
+pub enum KeepReason {
+    /// A guest VolumeAttachment requests the disk.
+    #[error("guest VolumeAttachment {0} requests it again")]
+    Requested(String),
+    /// The check failed.
     #[error("{0}")]
     Unknown(String),
 }
 
-/// Asks whether an entry may be taken out, as things are now.
-pub(crate) type MayLeave = Arc<dyn Fn() -> BoxFuture<'static, Result<(), Wanted>> + Send + Sync>;
+/// Checks at the guest's API server whether an entry may be removed.
+pub(crate) type MayRemove = Arc<dyn Fn() -> BoxFuture<'static, Result<(), KeepReason>> + Send + Sync>;
 
-/// A change, and who waits for it.
+/// A change and the channel for its outcome.
 pub(super) struct Request {
     change: Change,
-    /// For a removal.
-    may_leave: Option<MayLeave>,
+    /// Set for removals.
+    may_remove: Option<MayRemove>,
     done: oneshot::Sender<Result<Committed, CommitError>>,
 }
 
-/// An operation on a machine that may come to a change.
-pub(super) type Operation = Begun<Request>;
+/// An operation on a VM that may lead to a change.
+pub(super) type Operation = BatchedOperation<Request>;
 
-/// Merges changes per machine.
+/// Batches and commits changes per VM.
 #[derive(Clone)]
 pub struct Committer {
     api: Api<VirtualMachine>,
-    machines: Informer<VirtualMachine>,
+    vms: Informer<VirtualMachine>,
     namespace: String,
-    gathering: Gathering<Request>,
-    /// What our own PATCHes and reads answered, by machine, while the informer shows what is older.
-    newest: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
+    batcher: Batcher<Request>,
+    /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
+    own_writes: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
 }
 
 impl std::fmt::Debug for Committer {
@@ -101,20 +100,20 @@ impl std::fmt::Debug for Committer {
 }
 
 impl Committer {
-    /// Writes through `api`, and plans from what `machines` shows.
-    pub fn new(api: Api<VirtualMachine>, machines: Informer<VirtualMachine>, namespace: &str) -> Self {
-        let (gathering, newest) = (Gathering::default(), Arc::default());
-        Self { api, machines, namespace: namespace.to_owned(), gathering, newest }
+    /// Writes through `api`, and plans from the informer `vms`.
+    pub fn new(api: Api<VirtualMachine>, vms: Informer<VirtualMachine>, namespace: &str) -> Self {
+        let (batcher, own_writes) = (Batcher::default(), Arc::default());
+        Self { api, vms, namespace: namespace.to_owned(), batcher, own_writes }
     }
 
-    /// Begins an operation on a machine, which may come to a change. It lasts until what this gives is dropped: changes of
-    /// others that come meanwhile are likely not to be the last.
-    pub(super) fn begin(&self, machine: &str) -> Operation {
-        self.gathering.begin(machine)
+    /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
+    /// likely.
+    pub(super) fn begin(&self, vm_name: &str) -> Operation {
+        self.batcher.begin(vm_name)
     }
 
-    /// Brings a change in, with others of the same machine. If the caller leaves, a PATCH that is on its way goes on,
-    /// but none is made for the change any more: what is wished may be another by then.
+    /// Commits a change, batched with others of the same VM. If the caller is cancelled, a PATCH in flight completes,
+    /// but no new one is sent for its change.
     pub(super) async fn commit(
         &self,
         operation: &Operation,
@@ -123,41 +122,42 @@ impl Committer {
         self.request(operation, change, None).await
     }
 
-    /// Takes an entry out, as long as it may leave.
+    /// Removes an entry if `may_remove` allows it.
     pub(super) async fn remove(
         &self,
         operation: &Operation,
         entry: &str,
-        may_leave: MayLeave,
+        may_remove: MayRemove,
     ) -> Result<Committed, CommitError> {
-        self.request(operation, Change::Remove { name: entry.to_owned() }, Some(may_leave)).await
+        self.request(operation, Change::Remove { name: entry.to_owned() }, Some(may_remove)).await
     }
 
     async fn request(
         &self,
         operation: &Operation,
         change: Change,
-        may_leave: Option<MayLeave>,
+        may_remove: Option<MayRemove>,
     ) -> Result<Committed, CommitError> {
         let (done, outcome) = oneshot::channel();
-        if let Some(mut batches) = self.gathering.push(operation, Request { change, may_leave, done }) {
+        if let Some(mut batches) = self.batcher.push(operation, Request { change, may_remove, done }) {
             let committer = self.clone();
             supervise::worker(format!("batcher of VM {}", operation.machine()), async move {
                 while let Some(batch) = batches.next().await {
-                    committer.apply(batches.machine(), batch).await;
+                    committer.apply(batches.vm_name(), batch).await;
                 }
             });
         }
         outcome.await.unwrap_or_else(|_| {
             let source = ApiError::Unavailable("the process is stopping".to_owned());
-            Err(CommitError::Api { machine: operation.machine().to_owned(), source })
+            Err(CommitError::Api { vm_name: operation.vm_name().to_owned(), source })
         })
     }
 
-    async fn apply(&self, machine: &str, mut batch: Vec<Request>) {
-        let alone = match self.write(machine, &mut batch).await {
+    async fn apply(&self, vm_name: &str, mut batch: Vec<Request>) {
+        let retry_singly = match self.write(vm_name, &mut batch).await {
             Ok(outcomes) => return answer(batch, outcomes),
-            // One refused change must not take the others with it.
+            // If the API server refuses a batch, each change is sent alone, so that one invalid change does not fail
+            // the others.
             Err(CommitError::Api { source: ApiError::Invalid(_) | ApiError::Forbidden(_), .. })
                 if batch.len() > 1 =>
             {
@@ -168,24 +168,24 @@ impl Committer {
                 return answer(batch, outcomes);
             }
         };
-        for request in alone {
+        for request in retry_singly {
             let mut one = vec![request];
-            let outcomes = self.write(machine, &mut one).await;
+            let outcomes = self.write(vm_name, &mut one).await;
             answer(one, outcomes.unwrap_or_else(|error| vec![Err(error)]));
         }
     }
 
-    /// One PATCH for all changes whose callers still wait; one outcome for each of these, or one failure for all.
+    /// Sends one PATCH for all changes whose callers still wait. Returns one outcome per change, or one error for all.
     async fn write(
         &self,
-        machine: &str,
+        vm_name: &str,
         batch: &mut Vec<Request>,
     ) -> Result<Vec<Result<Committed, CommitError>>, CommitError> {
         let fail = |source| match source {
-            ApiError::NotFound(_) => CommitError::NoMachine(machine.to_owned()),
-            source => CommitError::Api { machine: machine.to_owned(), source },
+            ApiError::NotFound(_) => CommitError::VmNotFound(vm_name.to_owned()),
+            source => CommitError::Api { vm_name: vm_name.to_owned(), source },
         };
-        let mut base = self.newest_of(machine);
+        let mut base = self.newest_vm(vm_name);
         let mut is_live = false;
         let (mut conflicts, mut is_refused) = (0, false);
         loop {
@@ -193,39 +193,39 @@ impl Committer {
                 Some(vm) => vm,
                 None => {
                     is_live = true;
-                    Arc::new(self.api.get(machine).await.map_err(|error| fail(error.into()))?)
+                    Arc::new(self.api.get(vm_name).await.map_err(|error| fail(error.into()))?)
                 }
             };
-            // Who left may have been answered elsewhere, and what was wished then may be wrong now.
+            // A cancelled caller may have retried elsewhere, so its change may be outdated.
             batch.retain(|request| !request.done.is_closed());
-            keep_what_may_leave(&vm, batch).await;
+            reject_kept_entries(&vm, batch).await;
             let changes: Vec<Change> = batch.iter().map(|request| request.change.clone()).collect();
-            let plan = plan(machine, &vm, &changes);
-            // The copy may be older than a PATCH whose answer was lost: that there is nothing to do is for the API
-            // server to say.
+            let plan = plan(vm_name, &vm, &changes);
+            // The cached VM may be older than a PATCH whose response was lost, so "nothing to do" is verified at the
+            // API server.
             if plan.operations.is_empty() && !is_live && !batch.is_empty() {
                 base = None;
                 continue;
             }
             if plan.operations.is_empty() {
-                return Ok(settle(plan, &self.keep(machine, vm)));
+                return Ok(outcomes_of(plan, &self.remember(vm_name, vm)));
             }
             let patch = Patch::Json::<()>(json_patch::Patch(plan.operations.clone()));
-            match self.api.patch(machine, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
-                Ok(vm) => return Ok(settle(plan, &self.keep(machine, Arc::new(vm)))),
-                // The list was not as it was seen: read the truth and plan again.
-                Err(ApiError::Conflict(_) | ApiError::Invalid(_)) if conflicts < MOST_CONFLICTS => {
+            match self.api.patch(vm_name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
+                Ok(vm) => return Ok(outcomes_of(plan, &self.remember(vm_name, Arc::new(vm)))),
+                // The list changed in between: read the VM and plan again.
+                Err(ApiError::Conflict(_) | ApiError::Invalid(_)) if conflicts < MAX_CONFLICTS => {
                     conflicts += 1;
                     let longest = Duration::from_millis(5 << conflicts);
                     tokio::time::sleep(longest.mul_f64(fastrand::f64())).await;
-                    let live = self.api.get(machine).await.map_err(|error| fail(error.into()))?;
-                    // Refused although nothing was different: it is the change itself that is refused.
+                    let live = self.api.get(vm_name).await.map_err(|error| fail(error.into()))?;
+                    // The VM did not change, so the API server refuses the change itself.
                     if live.metadata.resource_version == vm.metadata.resource_version {
-                        (conflicts, is_refused) = (MOST_CONFLICTS, true);
+                        (conflicts, is_refused) = (MAX_CONFLICTS, true);
                     }
                     (base, is_live) = (Some(Arc::new(live)), true);
                 }
-                // Somebody was faster every time: the next try may go better.
+                // Every attempt conflicted with a change of another client; a retry may succeed.
                 Err(ApiError::Invalid(message)) if !is_refused => {
                     return Err(fail(ApiError::Conflict(message)));
                 }
@@ -234,70 +234,75 @@ impl Committer {
         }
     }
 
-    /// The newest that is known of a machine: a plan made from less would be refused.
-    fn newest_of(&self, machine: &str) -> Option<Arc<VirtualMachine>> {
-        let newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = newest.get(machine).filter(|own| self.is_ahead(machine, own)).cloned();
-        own.or_else(|| self.seen(machine))
+    /// The newest known version of a VM: a PATCH computed from an older one would be refused.
+    fn newest_vm(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
+        let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
+        own.or_else(|| self.cached(vm_name))
     }
 
-    /// Keeps an answer until the informer shows it too.
-    fn keep(&self, machine: &str, vm: Arc<VirtualMachine>) -> Committed {
+    /// Keeps a response until the informer's cache is as new.
+    fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Committed {
         let committed = committed(&vm);
-        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        newest.insert(machine.to_owned(), vm);
-        newest.retain(|machine, own| self.is_ahead(machine, own));
+        let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
+        own_writes.insert(vm_name.to_owned(), vm);
+        own_writes.retain(|vm_name, own| self.is_newer_than_cache(vm_name, own));
         committed
     }
 
-    /// Whether an own answer is newer than what the informer shows.
-    fn is_ahead(&self, machine: &str, own: &VirtualMachine) -> bool {
-        let seen = self.seen(machine);
-        seen.is_some_and(|seen| seen.metadata.uid == own.metadata.uid && is_newer(own, Some(&*seen)))
+    /// Whether our own response is newer than the informer's cache.
+    fn is_newer_than_cache(&self, vm_name: &str, own: &VirtualMachine) -> bool {
+        let cached = self.cached(vm_name);
+        cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
     }
 
-    fn seen(&self, machine: &str) -> Option<Arc<VirtualMachine>> {
-        self.machines.get(&Key::new(self.namespace.clone(), machine))
+    fn cached(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
+        self.vms.get(&Key::new(self.namespace.clone(), vm_name))
     }
 }
 
-/// Answers the removals of entries that must stay, and forgets them. `vm` was seen before.
-async fn keep_what_may_leave(vm: &VirtualMachine, batch: &mut Vec<Request>) {
+/// Removes the requests whose entry must stay from the batch, and answers them.
+async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
     let is_there = |name: &String| vm.spec.volumes.iter().any(|entry| &entry.name == name);
-    let ask = |request: &Request| match (&request.change, &request.may_leave) {
-        (Change::Remove { name }, Some(may_leave)) if is_there(name) => Some(may_leave()),
+    let check = |request: &Request| match (&request.change, &request.may_remove) {
+        (Change::Remove { name }, Some(may_remove)) if is_there(name) => Some(may_remove()),
         _ => None,
     };
-    let asking = batch.iter().map(|request| {
-        let answer = ask(request);
+    let checking = batch.iter().map(|request| {
+        let answer = check(request);
         async move {
-            let unknown =
-                || Wanted::Unknown("the guest did not say in time whether it wants the disk".to_owned());
+            let unknown = || {
+                KeepReason::Unknown(
+                    "the guest's API server did not answer in time whether the disk is requested".to_owned(),
+                )
+            };
             match answer {
-                Some(answer) => tokio::time::timeout(ASKED, answer).await.unwrap_or_else(|_| Err(unknown())),
+                Some(answer) => {
+                    tokio::time::timeout(GUEST_CHECK_TIMEOUT, answer).await.unwrap_or_else(|_| Err(unknown()))
+                }
                 None => Ok(()),
             }
         }
     });
-    let answers = join_all(asking).await;
+    let answers = join_all(checking).await;
     let all = std::mem::take(batch);
     for (request, answered) in all.into_iter().zip(answers) {
         match answered {
             Ok(()) => batch.push(request),
-            Err(wanted) => answer(vec![request], vec![Err(wanted.into())]),
+            Err(reason) => answer(vec![request], vec![Err(reason.into())]),
         }
     }
 }
 
 fn answer(batch: Vec<Request>, outcomes: Vec<Result<Committed, CommitError>>) {
     for (request, outcome) in batch.into_iter().zip(outcomes) {
-        // A caller that left has nobody to tell.
+        // The receiver is gone if the caller was cancelled.
         let _ = request.done.send(outcome);
     }
 }
 
-/// What each change came to.
-fn settle(plan: Plan, committed: &Committed) -> Vec<Result<Committed, CommitError>> {
+/// The outcome of each change.
+fn outcomes_of(plan: Plan, committed: &Committed) -> Vec<Result<Committed, CommitError>> {
     let outcome =
         |refused: Option<Refusal>| refused.map_or_else(|| Ok(committed.clone()), |why| Err(why.into()));
     plan.refused.into_iter().map(outcome).collect()
@@ -316,27 +321,27 @@ mod tests {
 
     use super::*;
 
-    /// An API server of one machine, which carries out JSON Patches. The informer beside it never shows what they did.
+    /// A fake API server of one VM that applies JSON Patches. The informer never shows the changes.
     struct Server {
-        machine: Mutex<Value>,
+        vm: Mutex<Value>,
         patches: AtomicUsize,
         refused: AtomicUsize,
     }
 
     impl Server {
         async fn answer(&self, request: HttpRequest<Body>) -> Response<Body> {
-            assert_eq!(request.method(), Method::PATCH, "nothing is read");
+            assert_eq!(request.method(), Method::PATCH, "no reads");
             let body = request.into_body().collect().await.unwrap().to_bytes();
             let patch: json_patch::Patch = serde_json::from_slice(&body).unwrap();
             tokio::time::sleep(Duration::from_millis(8)).await;
             self.patches.fetch_add(1, Ordering::SeqCst);
-            let mut machine = self.machine.lock().unwrap();
-            let (code, answer) = match json_patch::patch(&mut machine, &patch) {
+            let mut vm = self.vm.lock().unwrap();
+            let (code, answer) = match json_patch::patch(&mut vm, &patch) {
                 Ok(()) => {
-                    let generation = machine["metadata"]["generation"].as_i64().unwrap() + 1;
-                    machine["metadata"]["generation"] = json!(generation);
-                    machine["metadata"]["resourceVersion"] = json!(generation.to_string());
-                    (200, machine.to_string())
+                    let generation = vm["metadata"]["generation"].as_i64().unwrap() + 1;
+                    vm["metadata"]["generation"] = json!(generation);
+                    vm["metadata"]["resourceVersion"] = json!(generation.to_string());
+                    (200, vm.to_string())
                 }
                 Err(error) => {
                     self.refused.fetch_add(1, Ordering::SeqCst);
@@ -347,20 +352,20 @@ mod tests {
         }
 
         fn entries(&self) -> usize {
-            self.machine.lock().unwrap()["spec"]["volumes"].as_array().map_or(0, Vec::len)
+            self.vm.lock().unwrap()["spec"]["volumes"].as_array().map_or(0, Vec::len)
         }
     }
 
-    /// A server of a machine with these entries, and a committer that writes to it.
+    /// A fake API server of a VM with these entries, and a committer that writes to it.
     fn serve(entries: &Value) -> (Arc<Server>, Committer) {
-        let machine = json!({
+        let vm = json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
             "metadata": {"name": "vm", "namespace": "n", "uid": "u", "generation": 1, "resourceVersion": "1"},
             "spec": {"volumes": entries},
         });
-        let seen: VirtualMachine = serde_json::from_value(machine.clone()).unwrap();
+        let cached: VirtualMachine = serde_json::from_value(vm.clone()).unwrap();
         let (patches, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let server = Arc::new(Server { machine: Mutex::new(machine), patches, refused });
+        let server = Arc::new(Server { vm: Mutex::new(vm), patches, refused });
         let answering = server.clone();
         let service = tower::service_fn(move |request: HttpRequest<Body>| {
             let server = answering.clone();
@@ -368,11 +373,11 @@ mod tests {
         });
         let resource = crds::virtual_machine_resource("v1alpha5");
         let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
-        (server, Committer::new(api, Informer::fixed([seen]), "n"))
+        (server, Committer::new(api, Informer::fixed([cached]), "n"))
     }
 
-    /// Thirty operations, some milliseconds apart, each of which lasts a while after its change.
-    async fn thirty(committer: &Committer, apart: Duration, change: impl Fn(String) -> Change) {
+    /// Runs thirty operations, started `apart`; each lasts for a while after its change.
+    async fn run_thirty(committer: &Committer, apart: Duration, change: impl Fn(String) -> Change) {
         let mut operations = Vec::new();
         for number in 0..30 {
             let (committer, change) = (committer.clone(), change(format!("disk-{number}")));
@@ -389,14 +394,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_entry_that_the_guest_wants_stays_and_the_others_of_its_batch_go() {
+    async fn only_entries_that_the_guest_does_not_request_are_removed_from_a_batch() {
         let entries = ["kept", "gone", "unknown"].map(|name| json!({"name": name}));
         let (server, committer) = serve(&json!(entries));
-        let asked = Arc::new(AtomicUsize::new(0));
-        let answering = |answer: Option<Result<(), Wanted>>| -> MayLeave {
-            let asked = asked.clone();
+        let checks = Arc::new(AtomicUsize::new(0));
+        let answering = |answer: Option<Result<(), KeepReason>>| -> MayRemove {
+            let checks = checks.clone();
             Arc::new(move || {
-                asked.fetch_add(1, Ordering::SeqCst);
+                checks.fetch_add(1, Ordering::SeqCst);
                 match answer.clone() {
                     Some(answer) => Box::pin(async move { answer }),
                     None => Box::pin(std::future::pending()),
@@ -404,20 +409,20 @@ mod tests {
             })
         };
         let operation = committer.begin("vm");
-        let wanted = Wanted::By("csi-1".to_owned());
+        let reason = KeepReason::Requested("csi-1".to_owned());
         let (kept, gone, unknown) = tokio::join!(
-            committer.remove(&operation, "kept", answering(Some(Err(wanted.clone())))),
+            committer.remove(&operation, "kept", answering(Some(Err(reason.clone())))),
             committer.remove(&operation, "gone", answering(Some(Ok(())))),
             committer.remove(&operation, "unknown", answering(None)),
         );
-        assert!(matches!(kept, Err(CommitError::Wanted(why)) if why == wanted));
-        assert!(matches!(unknown, Err(CommitError::Wanted(Wanted::Unknown(_)))));
+        assert!(matches!(kept, Err(CommitError::Kept(why)) if why == reason));
+        assert!(matches!(unknown, Err(CommitError::Kept(KeepReason::Unknown(_)))));
         assert!(gone.is_ok());
-        assert_eq!((asked.load(Ordering::SeqCst), server.entries()), (3, 2));
+        assert_eq!((checks.load(Ordering::SeqCst), server.entries()), (3, 2));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn thirty_attaches_and_detaches_take_five_patches_each_and_none_is_refused() {
+    async fn thirty_attaches_and_detaches_take_at_most_five_patches_each_without_conflicts() {
         let (server, committer) = serve(&json!([]));
         for apart in [1, 5, 10].map(Duration::from_millis) {
             let add = |name: String| Change::Add {
@@ -426,11 +431,11 @@ mod tests {
                 read_only: false,
                 multi_writer: false,
             };
-            thirty(&committer, apart, add).await;
+            run_thirty(&committer, apart, add).await;
             assert_eq!(server.entries(), 30);
             let patches = server.patches.swap(0, Ordering::SeqCst);
             assert!(patches <= 5, "{patches} to attach, {apart:?} apart");
-            thirty(&committer, apart, |name| Change::Remove { name }).await;
+            run_thirty(&committer, apart, |name| Change::Remove { name }).await;
             assert_eq!(server.entries(), 0);
             let patches = server.patches.swap(0, Ordering::SeqCst);
             assert!(patches <= 5, "{patches} to detach, {apart:?} apart");

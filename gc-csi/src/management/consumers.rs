@@ -1,5 +1,5 @@
-//! Which guests use a claim that is shared with them, written on the claim itself: the platform team sees it, and the
-//! guest that owns the claim can't delete it meanwhile. The owner needs no record, since its label says it.
+//! Consumer records: annotations on a shared claim that name the guests that use it. The platform team sees them, and
+//! the owning guest cannot delete the claim while there are any. The owner needs no record; its label identifies it.
 
 use crds::names;
 use kube::api::{Patch, PatchParams};
@@ -9,52 +9,50 @@ use serde_json::{Value, json};
 
 use super::sharing::Relation;
 use super::{ApiError, Management};
-use crate::fit::Asked;
+use crate::compatibility::PvRequirements;
 
-/// How a guest uses a claim that is not its own.
+/// Use of a claim by a guest that does not own it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Consumer {
-    /// The guest's PersistentVolume; empty when it is not known yet.
+    /// The guest's PersistentVolume; empty if not known yet.
     pub pv: String,
     /// `rw` or `ro`.
     pub mode: String,
 }
 
 impl Consumer {
-    /// The use by a guest's volume of this name, for reading only or for writing too.
+    /// Use by a guest PersistentVolume, read-only or writable.
     pub fn new(pv: impl Into<String>, read_only: bool) -> Self {
         Self { pv: pv.into(), mode: if read_only { "ro" } else { "rw" }.to_owned() }
     }
 
-    /// The use by the guest's volumes that name one claim; None when there are none.
-    pub(crate) fn of(volumes: &[Asked]) -> Option<Self> {
+    /// Combined use by all guest PersistentVolumes of one claim; None without any.
+    pub(crate) fn of(volumes: &[PvRequirements]) -> Option<Self> {
         let first = volumes.first()?;
-        let read_only = volumes.iter().all(Asked::reads_only);
+        let read_only = volumes.iter().all(PvRequirements::reads_only);
         Some(Self::new(first.volume.clone().unwrap_or_default(), read_only))
     }
 }
 
-/// Why a use was not written down, or not taken back.
+/// A consumer record could not be updated.
 #[derive(Debug, thiserror::Error)]
 pub enum ConsumerError {
-    /// The claim is on its way out.
+    /// The claim is being deleted.
     #[error("management PersistentVolumeClaim {0} is being deleted: use another claim")]
     Deleting(String),
-    /// The request failed.
-    #[error(
-        "cannot write down on management PersistentVolumeClaim {claim} whether this guest uses it: {source}"
-    )]
+    /// The API request failed.
+    #[error("failed to update the consumer record on management PersistentVolumeClaim {claim}: {source}")]
     Api {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Writes down that this guest uses the claim, unless that is there already, and keeps it from being deleted with the
-    /// guest that owns it. Nothing is written on a claim that is its own, or nothing to it.
+    /// Records that this guest uses a shared claim, and removes the owning guest's ownerReference from it. Does nothing
+    /// for claims that are the guest's own or not usable by it.
     pub async fn record_consumer(&self, name: &str, consumer: &Consumer) -> Result<(), ConsumerError> {
         let Some((claim, Relation::Shared { .. })) = self.usable_claim(name) else { return Ok(()) };
         if claim.metadata.deletion_timestamp.is_some() {
@@ -64,16 +62,15 @@ impl Management {
             claim.metadata.clone()
         } else {
             let written = self.write_consumer(name, &claim, &json!(json!(consumer).to_string())).await?;
-            // The owner may have deleted it after it was looked at, and before it could see this record.
+            // The owner may have deleted the claim before it could see this record.
             let written = written.filter(|claim| claim.metadata.deletion_timestamp.is_none());
             written.ok_or_else(|| ConsumerError::Deleting(name.to_owned()))?.metadata
         };
         let failed = |source: ApiError| ConsumerError::Api { claim: name.to_owned(), source };
-        self.disown(name, &metadata).await.map_err(failed)
+        self.remove_owner_ref(name, &metadata).await.map_err(failed)
     }
 
-    /// Takes the record back, even when the claim is not shared with this guest any more: what it does not use must
-    /// not stand in its owner's way.
+    /// Removes the record, also from a claim that is no longer shared with this guest, so that the owner can delete it.
     pub async fn drop_consumer(&self, name: &str) -> Result<(), ConsumerError> {
         let Some(claim) = self.claims.get(&self.key(name)) else { return Ok(()) };
         if !self.is_consumer(&claim) {
@@ -82,25 +79,25 @@ impl Management {
         self.write_consumer(name, &claim, &Value::Null).await.map(|_| ())
     }
 
-    /// Whether this guest is written down on a claim.
+    /// Whether this guest is recorded on a claim.
     pub(super) fn is_consumer(&self, claim: &PersistentVolumeClaim) -> bool {
         let key = self.consumer_key();
         annotations(claim).any(|(found, _)| *found == key)
     }
 
-    /// The other guests that are written down on a claim, each with its volume.
+    /// The other guests that are recorded on a claim, with their PersistentVolumes.
     pub(super) fn other_consumers(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
-        others(claim, self.home.cluster.as_str())
+        others(claim, self.identity.cluster.as_str())
     }
 
-    /// The claim as it is after the write; None when it is gone.
+    /// Writes the annotation. Returns the claim after the write, or None if it does not exist.
     async fn write_consumer(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
         value: &Value,
     ) -> Result<Option<PersistentVolumeClaim>, ConsumerError> {
-        // The UID makes the API server refuse a claim that took the name of the one that is meant.
+        // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
         let patch = json!({
             "metadata": {"uid": claim.metadata.uid, "annotations": {self.consumer_key(): value}},
         });
@@ -113,7 +110,7 @@ impl Management {
     }
 
     fn consumer_key(&self) -> String {
-        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.home.cluster)
+        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.identity.cluster)
     }
 }
 
@@ -126,7 +123,7 @@ fn consumer_on(claim: &PersistentVolumeClaim, key: &str) -> Option<Consumer> {
     serde_json::from_str(text).ok()
 }
 
-/// A record that can't be read counts all the same: its guest is named by the key.
+/// A record that cannot be parsed counts too: its key names the guest.
 fn others(claim: &PersistentVolumeClaim, own: &str) -> Vec<String> {
     annotations(claim)
         .filter_map(|(key, text)| Some((key.strip_prefix(names::ANNOTATION_CONSUMER_PREFIX)?, text)))
@@ -150,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_reads_as_it_was_written() {
+    fn a_record_can_be_read_back() {
         let consumer = Consumer::new("pv-1", true);
         let text = json!(consumer).to_string();
         assert_eq!(text, r#"{"mode":"ro","pv":"pv-1"}"#);
@@ -160,20 +157,20 @@ mod tests {
     }
 
     #[test]
-    fn one_writer_among_the_volumes_of_a_claim_makes_the_guest_a_writer() {
-        let asked = |name: &str, mode: &str| Asked {
+    fn a_guest_is_a_writer_if_one_of_its_volumes_is() {
+        let requirements = |name: &str, mode: &str| PvRequirements {
             volume: Some(name.to_owned()),
             modes: vec![mode.to_owned()],
-            ..Asked::default()
+            ..PvRequirements::default()
         };
-        let (reader, writer) = (asked("a", "ReadOnlyMany"), asked("b", "ReadWriteOnce"));
+        let (reader, writer) = (requirements("a", "ReadOnlyMany"), requirements("b", "ReadWriteOnce"));
         assert_eq!(Consumer::of(&[reader.clone(), writer]), Some(Consumer::new("a", false)));
         assert_eq!(Consumer::of(&[reader]), Some(Consumer::new("a", true)));
         assert_eq!(Consumer::of(&[]), None);
     }
 
     #[test]
-    fn other_guests_are_named_even_where_their_record_is_damaged() {
+    fn other_guests_are_listed_even_if_their_record_is_damaged() {
         let claim = claim(&[
             ("consumer.nestor.dev/own", r#"{"pv":"a","mode":"rw"}"#),
             ("consumer.nestor.dev/guest-1", r#"{"pv":"b","mode":"ro"}"#),

@@ -1,62 +1,65 @@
-//! The volumes that this guest has or may use, as they are now.
+//! Inventory of the volumes that this guest owns or may use, from the cache.
 
 use crds::names;
 use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
 
-/// One volume.
+/// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
-    /// The management claim, which is the volume's handle.
+    /// Name of the management claim, which is the volume handle.
     pub(crate) claim: String,
-    /// What it really has, in bytes.
+    /// Capacity in bytes.
     pub(crate) capacity: u64,
-    /// The machines that it is plugged into, by name.
-    pub(crate) machines: Vec<String>,
-    /// What is wrong with it; None while it is well.
-    pub(crate) illness: Option<String>,
+    /// Names of the VMs that the volume is attached to.
+    pub(crate) vms: Vec<String>,
+    /// Why the volume is abnormal; None while it is healthy.
+    pub(crate) abnormal: Option<String>,
 }
 
 impl Management {
-    /// All volumes: those that are bound, and those that are plugged though their claims are not bound any more. A
-    /// caller that compares this with what it thinks is plugged must not miss one that this guest may still use.
+    /// All volumes that are bound, or still attached although their claim is no longer bound: csi-attacher compares
+    /// this list with its VolumeAttachments, so no attached volume may be missing.
     pub(crate) fn volumes(&self) -> Vec<Volume> {
-        let plugged = self.plugged();
+        let attached = self.attached_vms_by_entry();
         let claims = self.claims.list();
         let usable = claims.iter().filter(|claim| self.relation(claim).is_some());
-        let machines = |claim: &PersistentVolumeClaim| {
+        let vms = |claim: &PersistentVolumeClaim| {
             let entry = names::volume_entry(claim.metadata.name.as_deref().unwrap_or_default());
-            plugged.get(&entry).cloned().unwrap_or_default()
+            attached.get(&entry).cloned().unwrap_or_default()
         };
-        usable.filter_map(|claim| volume(claim, machines(claim))).collect()
+        usable.filter_map(|claim| volume(claim, vms(claim))).collect()
     }
 
-    /// The volume of this handle.
+    /// The volume with this handle.
     pub(crate) fn volume(&self, handle: &str) -> Option<Volume> {
         let (claim, _) = self.usable_claim(handle)?;
-        volume(&claim, self.plugged_into(handle))
+        volume(&claim, self.attached_vms(handle))
     }
 }
 
-fn volume(claim: &PersistentVolumeClaim, mut machines: Vec<String>) -> Option<Volume> {
+fn volume(claim: &PersistentVolumeClaim, mut vms: Vec<String>) -> Option<Volume> {
     let name = claim.metadata.name.clone()?;
-    machines.sort_unstable();
-    machines.dedup();
-    let is_there = claims::is_bound(claim) || !machines.is_empty();
+    vms.sort_unstable();
+    vms.dedup();
+    let is_there = claims::is_bound(claim) || !vms.is_empty();
     is_there.then(|| Volume {
         capacity: claim.status.capacity.unwrap_or_default(),
-        illness: illness(claim),
+        abnormal: abnormal(claim),
         claim: name,
-        machines,
+        vms,
     })
 }
 
-fn illness(claim: &PersistentVolumeClaim) -> Option<String> {
+fn abnormal(claim: &PersistentVolumeClaim) -> Option<String> {
     let mut conditions = claim.status.conditions.iter();
-    let told = conditions.find(|told| told.type_ == names::CONDITION_HEALTHY && told.status == "False")?;
-    let message = told.message.clone().filter(|message| !message.is_empty());
-    Some(message.or_else(|| told.reason.clone()).unwrap_or_else(|| "the volume is not well".to_owned()))
+    let reported = conditions
+        .find(|reported| reported.type_ == names::CONDITION_HEALTHY && reported.status == "False")?;
+    let message = reported.message.clone().filter(|message| !message.is_empty());
+    Some(
+        message.or_else(|| reported.reason.clone()).unwrap_or_else(|| "the volume is not healthy".to_owned()),
+    )
 }
 
 #[cfg(test)]
@@ -69,27 +72,27 @@ mod tests {
         serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).unwrap()
     }
 
-    fn plugged(machines: &[&str]) -> Vec<String> {
-        machines.iter().map(|name| (*name).to_owned()).collect()
+    fn names(vms: &[&str]) -> Vec<String> {
+        vms.iter().map(|name| (*name).to_owned()).collect()
     }
 
     #[test]
-    fn a_volume_is_listed_when_it_is_bound_or_plugged() {
+    fn volumes_that_are_bound_or_attached_are_listed() {
         let bound = claim(json!({"phase": "Bound", "capacity": {"storage": "1Mi"}}));
-        let listed = volume(&bound, plugged(&["b", "a"])).unwrap();
-        assert_eq!((listed.capacity, listed.machines), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
+        let listed = volume(&bound, names(&["b", "a"])).unwrap();
+        assert_eq!((listed.capacity, listed.vms), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
         assert_eq!(volume(&claim(json!({"phase": "Pending"})), Vec::new()), None);
-        assert!(volume(&claim(json!({"phase": "Lost"})), plugged(&["a"])).is_some());
+        assert!(volume(&claim(json!({"phase": "Lost"})), names(&["a"])).is_some());
     }
 
     #[test]
-    fn a_volume_is_ill_when_the_claim_says_that_it_is_not_healthy() {
-        let told = |status: &str, message: &str| {
+    fn a_volume_is_abnormal_if_its_claim_is_not_healthy() {
+        let reported = |status: &str, message: &str| {
             let condition = json!({"type": "nestor.dev/Healthy", "status": status, "reason": "PoolGone", "message": message});
-            illness(&claim(json!({"phase": "Bound", "conditions": [condition]})))
+            abnormal(&claim(json!({"phase": "Bound", "conditions": [condition]})))
         };
-        assert_eq!(told("False", "pool a is gone").as_deref(), Some("pool a is gone"));
-        assert_eq!(told("False", "").as_deref(), Some("PoolGone"));
-        assert_eq!(told("True", "well again"), None);
+        assert_eq!(reported("False", "pool a is gone").as_deref(), Some("pool a is gone"));
+        assert_eq!(reported("False", "").as_deref(), Some("PoolGone"));
+        assert_eq!(reported("True", "healthy again"), None);
     }
 }

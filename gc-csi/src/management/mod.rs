@@ -1,24 +1,24 @@
-//! The only room that talks to the management cluster. Everything is read from shared informers; the
-//! writes are claims made, changed and deleted ([`claims`]), snapshots taken and deleted ([`snapshots`]), and disks put
-//! into and taken out of `VirtualMachine.spec.volumes` ([`disks`]).
+//! Management cluster client: the only module that talks to the management cluster. Reads come from shared informers.
+//! Writes create, change and delete claims ([`claims`]) and snapshots ([`snapshots`]), and add and remove volume
+//! entries of VirtualMachines ([`volume_entries`]).
 
-mod behind;
+mod batcher;
 pub mod capacity;
 pub mod claims;
 pub mod commit;
 pub mod consumers;
-pub mod disks;
-mod entries;
-mod gather;
 pub(crate) mod inventory;
-mod lost;
 pub(crate) mod metadata;
-mod optional;
+mod optional_apis;
 pub(crate) mod orphans;
-mod owner;
-mod recent;
+mod out_of_service;
+mod own_entries;
+mod owner_refs;
+mod recent_outcomes;
 pub mod sharing;
 pub mod snapshots;
+mod stale_cache;
+pub mod volume_entries;
 mod warnings;
 
 use std::collections::BTreeMap;
@@ -38,94 +38,94 @@ use tokio_util::sync::CancellationToken;
 
 use capacity::Capacities;
 use commit::Committer;
-pub use optional::Optional;
-pub(crate) use owner::{Fate, GuestDeletion, Made, Owner};
-use recent::Recent;
+pub use optional_apis::OptionalApis;
+pub(crate) use owner_refs::{ClusterOwner, DeletionOutcome, GuestDeletion, OwnedObject};
+use recent_outcomes::RecentOutcomes;
 use snapshots::{Snapshots, VolumeSnapshot};
 use warnings::Warnings;
 
 use crate::vm_operator::VmOperator;
 
-/// Where this guest lives in the management cluster, and how its objects are named.
+/// Identity of this guest in the management cluster.
 #[derive(Debug, Clone)]
-pub struct Home {
-    /// The guest's namespace.
+pub struct GuestIdentity {
+    /// Namespace of the guest.
     pub namespace: String,
-    /// The guest's identity, on the label of everything it owns.
+    /// ID of the guest, in the label of everything it owns.
     pub cluster: ClusterId,
-    /// First part of the names of its claims.
+    /// Name prefix of its claims.
     pub prefix: String,
 }
 
-/// What the management cluster serves of what not every cluster does.
-pub(crate) struct Served<'a> {
-    /// The version of `VirtualMachine`.
-    pub(crate) machines: &'a str,
-    /// Who carries out what is asked of machines.
+/// APIs that differ between management clusters.
+pub(crate) struct ServedApis<'a> {
+    /// Version of `VirtualMachine`.
+    pub(crate) vm_version: &'a str,
+    /// The VM Operator.
     pub(crate) vm_operator: VmOperator,
-    /// What may not be served at all.
-    pub(crate) optional: &'a Optional,
+    /// APIs that may be missing.
+    pub(crate) optional: &'a OptionalApis,
 }
 
-/// Who is told of every change that a watch shows, on the watch's own task.
-pub(crate) struct Listeners {
-    /// Of a machine.
-    pub(crate) machine_changed: Listener<VirtualMachine>,
-    /// Of a claim.
-    pub(crate) claim_changed: Listener<PersistentVolumeClaim>,
-    /// Of a snapshot.
-    pub(crate) snapshot_changed: Listener<VolumeSnapshot>,
+/// Handlers of changes, called on the informer's task.
+pub(crate) struct ChangeHandlers {
+    /// A VM changed.
+    pub(crate) vm_changed: ChangeHandler<VirtualMachine>,
+    /// A claim changed.
+    pub(crate) claim_changed: ChangeHandler<PersistentVolumeClaim>,
+    /// A snapshot changed.
+    pub(crate) snapshot_changed: ChangeHandler<VolumeSnapshot>,
 }
 
-type Listener<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
+type ChangeHandler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
 
-/// The management cluster, as one guest sees it.
+/// Client of the management cluster, limited to one guest.
 #[derive(Clone, Debug)]
 pub struct Management {
-    home: Home,
+    identity: GuestIdentity,
     claims_api: Api<PersistentVolumeClaim>,
     claims: Informer<PersistentVolumeClaim>,
     classes: Informer<StorageClass>,
-    machines_api: Api<VirtualMachine>,
-    machines: Informer<VirtualMachine>,
-    machines_by_disk: Arc<Index>,
+    vms_api: Api<VirtualMachine>,
+    vms: Informer<VirtualMachine>,
+    vms_by_disk: Arc<Index>,
     warnings: Warnings,
     committer: Committer,
     vm_operator: VmOperator,
-    /// Claims that are gone.
-    recent: Recent,
-    /// Disks that left a machine.
-    left: Recent,
-    /// Disks that came into a machine.
-    arrived: Recent,
-    owner: Owner,
+    /// Claims whose deletion was observed recently.
+    deleted_claims: RecentOutcomes,
+    /// Disks whose detach was observed recently.
+    detached_disks: RecentOutcomes,
+    /// Disks whose attach was observed recently.
+    attached_disks: RecentOutcomes,
+    cluster_owner: ClusterOwner,
     snapshots: Option<Snapshots>,
     attributes_classes: Option<Informer<VolumeAttributesClass>>,
     capacities: Option<Capacities>,
 }
 
-/// Why a request to the management API failed, as far as a caller must know.
+/// Error of a management API request, as far as callers distinguish it.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum ApiError {
-    /// A quota of the namespace is used up.
+    /// A quota of the namespace is exceeded.
     #[error("{0}")]
     Quota(String),
-    /// The guest may not do this: RBAC, admission, or credentials.
+    /// Forbidden by RBAC or admission, or invalid credentials.
     #[error("the management cluster refused: {0}")]
     Forbidden(String),
-    /// The object is not valid to the API server or an admission check.
+    /// Invalid for the API server or an admission check.
     #[error("the management cluster refused the object as invalid: {0}")]
     Invalid(String),
-    /// Somebody changed the object in between.
-    #[error("the object was changed by somebody else: {0}")]
+    /// The object was changed concurrently.
+    #[error("the object was changed concurrently: {0}")]
     Conflict(String),
-    /// There is no such object.
+    /// The object does not exist.
     #[error("not found in the management cluster: {0}")]
     NotFound(String),
-    /// There is such an object already.
-    #[error("exists in the management cluster: {0}")]
+    /// The object already exists.
+    #[error("already exists in the management cluster: {0}")]
     Exists(String),
-    /// No answer, or an answer that says to come back: the request may or may not have been carried out.
+    /// No answer, or a retryable one: the request may or may not have been carried out.
     #[error("the management API did not answer: {0}")]
     Unavailable(String),
 }
@@ -152,15 +152,15 @@ impl Management {
     /// Starts the informers.
     pub(crate) fn start(
         client: &Client,
-        home: Home,
-        Served { machines: version, vm_operator, optional }: Served<'_>,
-        owner: Owner,
+        identity: GuestIdentity,
+        ServedApis { vm_version: version, vm_operator, optional }: ServedApis<'_>,
+        cluster_owner: ClusterOwner,
         ready: &Health,
         stop: &CancellationToken,
-        listeners: Listeners,
+        handlers: ChangeHandlers,
     ) -> Self {
-        let namespace = home.namespace.as_str();
-        let unread = "not read yet";
+        let namespace = identity.namespace.as_str();
+        let not_synced = "not synced yet";
         let resource = crds::virtual_machine_resource(version);
 
         let claims = Informer::builder(
@@ -168,8 +168,8 @@ impl Management {
             Api::namespaced(client.clone(), namespace),
         )
         .trim(trim_claim)
-        .on_change(listeners.claim_changed)
-        .start(ready.check("management-claims", unread), stop.clone());
+        .on_change(handlers.claim_changed)
+        .start(ready.check("management-claims", not_synced), stop.clone());
         let classes = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
                 class.metadata.annotations = None;
@@ -177,95 +177,97 @@ impl Management {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
             })
-            .start(ready.check("management-classes", unread), stop.clone());
-        let machines_by_disk = Arc::new(Index::default());
-        let index = machines_by_disk.clone();
-        let machines =
+            .start(ready.check("management-classes", not_synced), stop.clone());
+        let vms_by_disk = Arc::new(Index::default());
+        let index = vms_by_disk.clone();
+        let vms =
             Informer::builder("VirtualMachines", Api::namespaced_with(client.clone(), namespace, &resource))
-                .trim(trim_machine)
+                .trim(trim_vm)
                 .on_change(move |change| {
-                    index
-                        .put(change.key, change.new.into_iter().flat_map(|machine| disks::names_in(machine)));
+                    index.put(
+                        change.key,
+                        change.new.into_iter().flat_map(|vm| volume_entries::index_keys(vm)),
+                    );
                 })
-                .on_change(listeners.machine_changed)
-                .start(ready.check("virtual-machines", unread), stop.clone());
+                .on_change(handlers.vm_changed)
+                .start(ready.check("virtual-machines", not_synced), stop.clone());
         let warnings = Warnings::start(
             client,
             namespace,
             claims.clone(),
-            ready.check("management-events", unread),
+            ready.check("management-events", not_synced),
             stop,
         );
 
         let snapshots = optional
             .snapshots
-            .then(|| Snapshots::start(client, namespace, ready, stop, listeners.snapshot_changed));
+            .then(|| Snapshots::start(client, namespace, ready, stop, handlers.snapshot_changed));
         let attributes_classes = optional.attributes_classes.then(|| {
             Informer::builder("management VolumeAttributesClasses", Api::all(client.clone()))
                 .trim(|class: &mut VolumeAttributesClass| {
                     class.metadata.annotations = None;
                     class.parameters = None;
                 })
-                .start(ready.check("management-attributes-classes", unread), stop.clone())
+                .start(ready.check("management-attributes-classes", not_synced), stop.clone())
         });
         let capacities = optional
             .capacity_namespace
             .as_ref()
             .map(|published| Capacities::start(client, namespace, published, ready, stop));
 
-        let machines_api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
+        let vms_api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
         Self {
             claims_api: Api::namespaced(client.clone(), namespace),
-            committer: Committer::new(machines_api.clone(), machines.clone(), namespace),
+            committer: Committer::new(vms_api.clone(), vms.clone(), namespace),
             vm_operator,
-            recent: Recent::default(),
-            left: Recent::default(),
-            arrived: Recent::default(),
-            home,
+            deleted_claims: RecentOutcomes::default(),
+            detached_disks: RecentOutcomes::default(),
+            attached_disks: RecentOutcomes::default(),
+            identity,
             claims,
             classes,
-            machines_api,
-            machines,
-            machines_by_disk,
+            vms_api,
+            vms,
+            vms_by_disk,
             warnings,
-            owner,
+            cluster_owner,
             snapshots,
             attributes_classes,
             capacities,
         }
     }
 
-    /// Why what is known of this guest's claims and machines may be behind: the link is down. None while it is up.
-    pub(crate) fn trouble(&self) -> Option<String> {
-        self.machines.trouble().or_else(|| self.claims.trouble())
+    /// The watch error while claims or VMs can't be watched, so that caches may be stale; None while connected.
+    pub(crate) fn watch_error(&self) -> Option<String> {
+        self.vms.trouble().or_else(|| self.claims.trouble())
     }
 
-    /// The machine of this name.
-    pub(crate) fn machine(&self, name: &str) -> Option<Arc<VirtualMachine>> {
-        self.machines.get(&self.key(name))
+    /// The VM of this name, from the cache.
+    pub(crate) fn vm(&self, name: &str) -> Option<Arc<VirtualMachine>> {
+        self.vms.get(&self.key(name))
     }
 
-    /// Who carries out what is asked of machines.
+    /// The VM Operator of the management cluster.
     pub(crate) fn vm_operator(&self) -> VmOperator {
         self.vm_operator
     }
 
-    /// The name of an object of this guest's namespace, for people.
+    /// Namespaced name of an object of this guest, for messages.
     pub(crate) fn full_name(&self, name: &str) -> String {
         self.key(name).to_string()
     }
 
-    /// Waits until everything was read once.
+    /// Waits for the first list of claims, VMs and classes.
     pub(crate) async fn synced(&self) {
         self.claims.synced().await;
-        self.machines.synced().await;
+        self.vms.synced().await;
         self.classes.synced().await;
     }
 
-    /// Whether everything was read once; no call is answered before.
+    /// Whether all informers are synced; no call is answered before.
     pub fn is_synced(&self) -> bool {
         self.claims.is_synced()
-            && self.machines.is_synced()
+            && self.vms.is_synced()
             && self.classes.is_synced()
             && self.snapshots.as_ref().is_none_or(Snapshots::is_synced)
             && self.attributes_classes.as_ref().is_none_or(Informer::is_synced)
@@ -273,11 +275,11 @@ impl Management {
     }
 
     fn key(&self, name: &str) -> Key {
-        Key::new(self.home.namespace.clone(), name)
+        Key::new(self.identity.namespace.clone(), name)
     }
 }
 
-/// Whether an object can have this name: a DNS subdomain (RFC 1123), as the API server demands.
+/// Whether this is a valid object name: a DNS subdomain (RFC 1123).
 pub(crate) fn is_object_name(name: &str) -> bool {
     let legal = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     name.len() <= 253
@@ -286,24 +288,24 @@ pub(crate) fn is_object_name(name: &str) -> bool {
         })
 }
 
-/// What holds an object that is on its way out, with words before it; nothing where that can't be seen.
-fn held_by(metadata: Option<&ObjectMeta>) -> String {
+/// Text about the finalizers of an object that is being deleted; empty if unknown.
+fn blocking_finalizers(metadata: Option<&ObjectMeta>) -> String {
     let finalizers = metadata.and_then(|metadata| metadata.finalizers.as_ref());
     let held = finalizers.filter(|finalizers| !finalizers.is_empty());
     held.map(|finalizers| format!(": held by finalizers {}", finalizers.join(", "))).unwrap_or_default()
 }
 
-/// Keeps of labels or annotations what is read. A map that has become empty would still take up half a KiB.
-pub(crate) fn keep(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
+/// Removes all other labels or annotations. An empty map would still take half a KiB.
+pub(crate) fn retain_keys(map: &mut Option<BTreeMap<String, String>>, is_read: impl Fn(&str) -> bool) {
     if let Some(map) = map {
         map.retain(|key, _| is_read(key));
     }
     map.take_if(|map| map.is_empty());
 }
 
-/// Keeps identity, owners, sizes, classes and phase, and the conditions that somebody here reads.
+/// Keeps identity, owners, sizes, classes, phase and the conditions that gc-csi reads.
 fn trim_claim(claim: &mut PersistentVolumeClaim) {
-    keep(&mut claim.metadata.annotations, |key| {
+    retain_keys(&mut claim.metadata.annotations, |key| {
         key.starts_with("nestor.dev/") || key.starts_with(names::ANNOTATION_CONSUMER_PREFIX)
     });
     let read = [names::CONDITION_HEALTHY, claims::CONDITION_RESIZE_FAILED, claims::CONDITION_MODIFY_FAILED];
@@ -311,21 +313,21 @@ fn trim_claim(claim: &mut PersistentVolumeClaim) {
     claim.status.conditions.shrink_to_fit();
 }
 
-/// Keeps identity, its guest, whether its node is said to be lost, and disks: all of them, since a change names an entry by its place
-/// in the list.
-fn trim_machine(machine: &mut VirtualMachine) {
-    // That there are others stays known: a JSON Patch that adds the first one is another.
-    let has_annotations = machine.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
+/// Keeps identity, the guest's label, the out-of-service annotation and all volumes, since a PATCH names an entry by
+/// its index.
+fn trim_vm(vm: &mut VirtualMachine) {
+    // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
+    let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
     let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
-    keep(&mut machine.metadata.annotations, |key| read.contains(&key));
+    retain_keys(&mut vm.metadata.annotations, |key| read.contains(&key));
     if has_annotations {
-        machine.metadata.annotations.get_or_insert_default();
+        vm.metadata.annotations.get_or_insert_default();
     }
-    keep(&mut machine.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
-    machine.metadata.finalizers = None;
-    machine.metadata.owner_references = None;
-    machine.spec.volumes.shrink_to_fit();
-    if let Some(status) = &mut machine.status {
+    retain_keys(&mut vm.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
+    vm.metadata.finalizers = None;
+    vm.metadata.owner_references = None;
+    vm.spec.volumes.shrink_to_fit();
+    if let Some(status) = &mut vm.status {
         status.volumes.shrink_to_fit();
     }
 }
@@ -337,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_keeps_what_is_read_of_it_and_no_empty_maps() {
+    fn trimming_a_claim_keeps_only_what_is_read() {
         let trimmed = |annotations: Value| {
             let mut claim: PersistentVolumeClaim = serde_json::from_value(json!({
                 "metadata": {"name": "c", "annotations": annotations, "finalizers": ["f"], "labels": {"team": "a"}},
@@ -364,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_could_lead_elsewhere_in_a_url_is_no_object() {
+    fn names_that_could_change_a_url_are_no_object_names() {
         for good in ["vm-1", "a", "a.b-c.9"] {
             assert!(is_object_name(good), "{good}");
         }

@@ -1,4 +1,4 @@
-//! Claims that this guest was given a volume by, as far as it matters whether the guest still knows of them.
+//! Claims with a volume, and the guest objects that they were provisioned for: input of the search for orphans.
 
 use crds::names;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -8,57 +8,60 @@ use kube_kit::informer::Key;
 
 use super::{Management, claims};
 
-/// A bound claim of this guest that was made, or described, for one of its PersistentVolumes.
+/// A bound claim of this guest that names a guest PersistentVolume.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct GivenClaim {
-    /// The guest's PersistentVolume.
+pub(crate) struct ProvisionedClaim {
+    /// Name of the guest PersistentVolume.
     pub(crate) volume: String,
-    /// The guest's claim, where it is known.
+    /// The guest claim, if known.
     pub(crate) guest_claim: Option<Key>,
-    /// Whether gc-csi made it for that volume, as its name proves.
-    pub(crate) made: bool,
-    /// Whether the guest's PersistentVolume said Retain when it was last seen.
+    /// Whether gc-csi created the claim for that volume; its name proves it.
+    pub(crate) is_dynamic: bool,
+    /// Whether the guest PersistentVolume last had the reclaim policy Retain.
     pub(crate) retain: bool,
-    /// Since when it is marked as an orphan, and why.
+    /// Time of the orphan mark, and its reason.
     pub(crate) orphaned: Option<(String, String)>,
-    /// Since when it is marked as retained.
+    /// Time of the retained mark.
     pub(crate) retained: Option<String>,
-    /// What it has, in bytes.
+    /// Capacity in bytes.
     pub(crate) bytes: u64,
-    /// What an event about it refers to.
+    /// Reference for events.
     pub(crate) reference: ObjectReference,
 }
 
 impl Management {
-    /// The claims of this guest's namespace, whosesoever they are.
+    /// Names of all claims in this guest's namespace.
     pub(crate) fn claim_names(&self) -> Vec<String> {
         self.claims.list().iter().filter_map(|claim| claim.metadata.name.clone()).collect()
     }
 
-    /// The guest's own claim of this name, where it is there to stay, bound, and says for which PersistentVolume it is.
-    pub(crate) fn given_claim(&self, name: &str) -> Option<GivenClaim> {
+    /// The guest's own claim of this name, if it is bound, not being deleted, and names its guest PersistentVolume.
+    pub(crate) fn provisioned_claim(&self, name: &str) -> Option<ProvisionedClaim> {
         let claim = self.claim(name)?;
         if !claims::is_bound(&claim) || claim.metadata.deletion_timestamp.is_some() {
             return None;
         }
-        let says = |key: &str| claim.metadata.annotations.as_ref()?.get(key).cloned();
-        let volume = says(names::ANNOTATION_GUEST_PV)?;
-        let guest_claim = says(names::ANNOTATION_GUEST_NAMESPACE).zip(says(names::ANNOTATION_GUEST_PVC));
-        let made = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &volume) == name;
-        Some(GivenClaim {
+        let annotation = |key: &str| claim.metadata.annotations.as_ref()?.get(key).cloned();
+        let volume = annotation(names::ANNOTATION_GUEST_PV)?;
+        let guest_claim =
+            annotation(names::ANNOTATION_GUEST_NAMESPACE).zip(annotation(names::ANNOTATION_GUEST_PVC));
+        let is_dynamic =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &volume) == name;
+        Some(ProvisionedClaim {
             guest_claim: guest_claim.map(|(namespace, name)| Key::new(namespace, name)),
-            made,
-            retain: says(names::ANNOTATION_GUEST_RECLAIM_POLICY).is_some_and(|policy| policy == "Retain"),
-            orphaned: says(names::ANNOTATION_ORPHANED_SINCE)
-                .map(|since| (since, says(names::ANNOTATION_ORPHANED_REASON).unwrap_or_default())),
-            retained: says(names::ANNOTATION_RETAINED_SINCE),
+            is_dynamic,
+            retain: annotation(names::ANNOTATION_GUEST_RECLAIM_POLICY)
+                .is_some_and(|policy| policy == "Retain"),
+            orphaned: annotation(names::ANNOTATION_ORPHANED_SINCE)
+                .map(|since| (since, annotation(names::ANNOTATION_ORPHANED_REASON).unwrap_or_default())),
+            retained: annotation(names::ANNOTATION_RETAINED_SINCE),
             bytes: claim.status.capacity.unwrap_or_default(),
             reference: claim.object_ref(&()),
             volume,
         })
     }
 
-    /// Writes events in the management cluster.
+    /// Recorder of events in the management cluster.
     pub(crate) fn events(&self) -> Events {
         Events::new(self.claims_api.clone().into_client(), names::GUEST_DRIVER)
     }

@@ -1,5 +1,5 @@
-//! Whose a claim is. A guest has the claims that carry its own label, and may use those that the platform team shares
-//! with it; to this guest no other claim exists.
+//! Ownership and sharing of claims. A guest owns the claims with its own label and may use claims that the platform
+//! team shares with it. Other claims do not exist for it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,30 +8,30 @@ use crds::{VirtualMachine, names};
 use kube_kit::lean::PersistentVolumeClaim;
 
 use super::{Management, claims};
-use crate::fit::{self, Asked, Misfit, Offered};
+use crate::compatibility::{self, ClaimProperties, Incompatible, PvRequirements};
 
-/// What a claim is to this guest.
+/// Relation of a claim to this guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relation {
-    /// It carries this guest's label.
+    /// The claim has this guest's label.
     Own,
-    /// It is shared with this guest, for reading only or for writing too.
+    /// The claim is shared with this guest.
     Shared {
-        /// Whether this guest may only read.
+        /// Whether it is shared read-only.
         read_only: bool,
     },
 }
 
 impl Management {
-    /// What a claim is to this guest; None when it is nothing to it.
+    /// Relation of a claim to this guest; None if the guest may not use it.
     pub fn relation(&self, claim: &PersistentVolumeClaim) -> Option<Relation> {
         self.relation_of(claim.metadata.labels.as_ref())
     }
 
-    /// What an object with these labels is to this guest.
+    /// Relation of an object with these labels to this guest.
     pub(super) fn relation_of(&self, labels: Option<&BTreeMap<String, String>>) -> Option<Relation> {
         let labels = labels?;
-        let cluster = self.home.cluster.as_str();
+        let cluster = self.identity.cluster.as_str();
         if labels.get(names::LABEL_CLUSTER_ID).map(String::as_str) == Some(cluster) {
             return Some(Relation::Own);
         }
@@ -42,80 +42,89 @@ impl Management {
         }
     }
 
-    /// The claim of this name that this guest may use, and what it is to it.
+    /// The claim of this name, if this guest may use it, and its relation.
     pub fn usable_claim(&self, name: &str) -> Option<(Arc<PersistentVolumeClaim>, Relation)> {
         let claim = self.claims.get(&self.key(name))?;
         let relation = self.relation(&claim)?;
         Some((claim, relation))
     }
 
-    /// The guest's own claim of this name.
+    /// The claim of this name, if this guest owns it.
     pub fn claim(&self, name: &str) -> Option<Arc<PersistentVolumeClaim>> {
         self.usable_claim(name).filter(|(_, relation)| *relation == Relation::Own).map(|(claim, _)| claim)
     }
 
-    /// Whether what a guest's volume wants of the claim of this name can be had of it.
-    pub(crate) fn fits(&self, name: &str, asked: &Asked) -> Result<(), Misfit> {
-        let offered = self.usable_claim(name).map(|(claim, relation)| Offered {
+    /// Checks whether the claim of this name meets the requirements of a guest PersistentVolume.
+    pub(crate) fn check_compatible(
+        &self,
+        name: &str,
+        requirements: &PvRequirements,
+    ) -> Result<(), Incompatible> {
+        let claim_properties = self.usable_claim(name).map(|(claim, relation)| ClaimProperties {
             capacity: claim.status.capacity,
             block: claims::is_block(&claim),
             modes: claim.spec.access_modes.clone(),
             read_only: relation == Relation::Shared { read_only: true },
             volume: bound_to(&claim),
         });
-        let share_label = format!("{}{}", names::LABEL_SHARE_PREFIX, self.home.cluster);
-        fit::check(asked, &self.full_name(name), &share_label, offered.as_ref())
+        let share_label = format!("{}{}", names::LABEL_SHARE_PREFIX, self.identity.cluster);
+        compatibility::check(requirements, &self.full_name(name), &share_label, claim_properties.as_ref())
     }
 
-    /// Whether one of the guest's volumes that name this claim can be had of it. A call doesn't say for which of them it
-    /// is, and one that a person got wrong must not stand in the way of another.
-    pub(crate) fn fits_one(&self, name: &str, volumes: &[Asked]) -> Result<(), Misfit> {
-        let mut misfit = None;
-        for asked in volumes {
-            match self.fits(name, asked) {
+    /// Checks whether the claim meets the requirements of at least one of these PersistentVolumes: a call does not name
+    /// its PersistentVolume, and a misconfigured one must not block the others.
+    pub(crate) fn check_any_compatible(
+        &self,
+        name: &str,
+        volumes: &[PvRequirements],
+    ) -> Result<(), Incompatible> {
+        let mut incompatible = None;
+        for requirements in volumes {
+            match self.check_compatible(name, requirements) {
                 Ok(()) => return Ok(()),
-                Err(found) => misfit = misfit.or(Some(found)),
+                Err(found) => incompatible = incompatible.or(Some(found)),
             }
         }
-        misfit.map_or(Ok(()), Err)
+        incompatible.map_or(Ok(()), Err)
     }
 
-    /// Whether the claim of this name has the bytes that the guest's volumes which name it stand for: all of them, since a
-    /// call doesn't say for which it is. Of a claim that is nothing to this guest, others tell.
-    pub(crate) fn has_bytes_of(&self, name: &str, volumes: &[Asked]) -> Result<(), Misfit> {
+    /// Checks whether the claim is bound to the management PersistentVolume that all of these PersistentVolumes are
+    /// pinned to. Succeeds if the guest may not use the claim; other checks report that.
+    pub(crate) fn check_pins_of(&self, name: &str, volumes: &[PvRequirements]) -> Result<(), Incompatible> {
         let Some((claim, _)) = self.usable_claim(name) else { return Ok(()) };
-        self.same_bytes(name, &claim, volumes)
+        self.check_pins(name, &claim, volumes)
     }
 
-    /// Whether this very claim has the bytes that all of these volumes stand for.
-    pub(super) fn same_bytes(
+    /// Checks the pins of all of these PersistentVolumes against this claim.
+    pub(super) fn check_pins(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
-        volumes: &[Asked],
-    ) -> Result<(), Misfit> {
-        let (name, there) = (self.full_name(name), bound_to(claim));
-        volumes.iter().try_for_each(|asked| fit::same_bytes(asked, &name, there.as_deref()))
+        volumes: &[PvRequirements],
+    ) -> Result<(), Incompatible> {
+        let (name, bound) = (self.full_name(name), bound_to(claim));
+        volumes
+            .iter()
+            .try_for_each(|requirements| compatibility::check_pin(requirements, &name, bound.as_deref()))
     }
 
-    /// Whether the disk that a machine has of a claim is another guest's: the machine's label says so, or, where it has
-    /// none, the claim.
-    pub(super) fn is_anothers_disk(&self, machine: &VirtualMachine, claim: &str) -> bool {
-        let labels = machine.metadata.labels.as_ref();
+    /// Whether a VM's disk belongs to another guest, by the VM's label or, without one, by the claim's.
+    pub(super) fn is_other_guests_disk(&self, vm: &VirtualMachine, claim: &str) -> bool {
+        let labels = vm.metadata.labels.as_ref();
         match labels.and_then(|labels| labels.get(names::LABEL_CLUSTER_ID)) {
-            Some(guest) => guest != self.home.cluster.as_str(),
-            None => self.claims.get(&self.key(claim)).is_some_and(|claim| self.is_anothers(&claim)),
+            Some(guest) => guest != self.identity.cluster.as_str(),
+            None => self.claims.get(&self.key(claim)).is_some_and(|claim| self.is_other_guests(&claim)),
         }
     }
 
-    /// Whether a claim is another guest's, and this one neither made it nor may use it, nor still does since it could. One
-    /// that is gone, or that lost its label, is not known to be: it can still be taken out of machines.
-    fn is_anothers(&self, claim: &PersistentVolumeClaim) -> bool {
+    /// Whether a claim belongs to another guest, and this guest neither created it nor uses or may use it. A claim that
+    /// is missing or has no label does not count: its disk can still be detached.
+    fn is_other_guests(&self, claim: &PersistentVolumeClaim) -> bool {
         let of = |map: Option<&BTreeMap<String, String>>, key| map.and_then(|map| map.get(key).cloned());
-        let is_somebodys = of(claim.metadata.labels.as_ref(), names::LABEL_CLUSTER_ID).is_some();
+        let has_owner = of(claim.metadata.labels.as_ref(), names::LABEL_CLUSTER_ID).is_some();
         let made_by = of(claim.metadata.annotations.as_ref(), names::ANNOTATION_MADE_BY);
-        let is_made_here = made_by.as_deref() == Some(self.home.cluster.as_str());
-        is_somebodys && !is_made_here && self.relation(claim).is_none() && !self.is_consumer(claim)
+        let is_created_here = made_by.as_deref() == Some(self.identity.cluster.as_str());
+        has_owner && !is_created_here && self.relation(claim).is_none() && !self.is_consumer(claim)
     }
 
     pub(super) fn owns(&self, claim: &PersistentVolumeClaim) -> bool {
@@ -123,7 +132,7 @@ impl Management {
     }
 }
 
-/// The PersistentVolume that a claim is bound to, or is to be.
+/// The PersistentVolume that a claim is or will be bound to.
 pub(super) fn bound_to(claim: &PersistentVolumeClaim) -> Option<String> {
     claim.spec.volume_name.clone().filter(|name| !name.is_empty())
 }

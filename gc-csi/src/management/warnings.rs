@@ -1,5 +1,5 @@
-//! Warnings that the management cluster raised about claims, so that a call can tell its caller at once
-//! what stands in the way below, in the words of the tier that failed.
+//! Warning events about management claims, so that a call can report the cause of a failure in the management cluster
+//! at once.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,36 +14,36 @@ use kube_kit::lean::PersistentVolumeClaim;
 use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
 
-/// What is read of an event.
+/// The fields of an event that are read.
 #[derive(Debug, Clone, Deserialize, Resource)]
 #[resource(inherit = "Event")]
 #[serde(rename_all = "camelCase")]
 struct Warning {
     metadata: ObjectMeta,
     #[serde(default)]
-    involved_object: Involved,
+    involved_object: InvolvedObject,
     reason: Option<String>,
     message: Option<String>,
 }
 
-/// A claim in the event's own namespace.
+/// A claim in the event's namespace.
 #[derive(Debug, Clone, Default, Deserialize)]
-struct Involved {
+struct InvolvedObject {
     name: Option<String>,
 }
 
 #[derive(Debug, Default)]
-struct Seen {
+struct Table {
     count: u64,
     latest: HashMap<String, (u64, Arc<Warning>)>,
 }
 
-/// The latest warning about each claim, numbered in the order in which they came.
+/// The latest warning about each claim, numbered in the order of arrival.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Warnings(Arc<Mutex<Seen>>);
+pub(super) struct Warnings(Arc<Mutex<Table>>);
 
 impl Warnings {
-    /// Watches the events of a namespace; whoever waits on a claim is woken by a warning about it.
+    /// Watches the events of a namespace. A warning wakes the calls that wait for its claim.
     pub(super) fn start(
         client: &Client,
         namespace: &str,
@@ -52,7 +52,7 @@ impl Warnings {
         stop: &CancellationToken,
     ) -> Self {
         let warnings = Self::default();
-        let seen = warnings.clone();
+        let table = warnings.clone();
         Informer::builder("warnings about management claims", Api::namespaced(client.clone(), namespace))
             .config(
                 watcher::Config::default().fields("involvedObject.kind=PersistentVolumeClaim,type=Warning"),
@@ -66,42 +66,42 @@ impl Warnings {
                 let Some(claim) = name else { return };
                 match change.new {
                     Some(event) => {
-                        seen.note(&claim, event.clone());
+                        table.record(&claim, event.clone());
                         claims.wake(&Key::new(change.key.namespace.clone(), claim));
                     }
-                    None => seen.forget(&claim),
+                    None => table.remove(&claim),
                 }
             })
             .start(check, stop.clone());
         warnings
     }
 
-    /// How many warnings were seen so far: what comes later is newer.
+    /// Number of the latest warning; later warnings have higher numbers.
     pub(super) fn mark(&self) -> u64 {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).count
     }
 
-    /// The latest warning about a claim, if it came after `mark`.
+    /// The latest warning about a claim that arrived after `mark`.
     pub(super) fn since(&self, mark: u64, claim: &str) -> Option<String> {
-        let seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_, event) = seen.latest.get(claim).filter(|(number, _)| *number > mark)?;
+        let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, event) = table.latest.get(claim).filter(|(number, _)| *number > mark)?;
         let [reason, message] = [&event.reason, &event.message].map(Option::as_deref);
         Some(format!("{}: {}", reason.unwrap_or("Warning"), message.unwrap_or("no message")))
     }
 
-    /// The latest warning about a claim, however old.
+    /// The latest warning about a claim.
     pub(super) fn latest(&self, claim: &str) -> Option<String> {
         self.since(0, claim)
     }
 
-    fn note(&self, claim: &str, event: Arc<Warning>) {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.count += 1;
-        let number = seen.count;
-        seen.latest.insert(claim.to_owned(), (number, event));
+    fn record(&self, claim: &str, event: Arc<Warning>) {
+        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        table.count += 1;
+        let number = table.count;
+        table.latest.insert(claim.to_owned(), (number, event));
     }
 
-    fn forget(&self, claim: &str) {
+    fn remove(&self, claim: &str) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).latest.remove(claim);
     }
 }
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_latest_warning_about_a_claim_is_told_in_its_own_words() {
+    fn the_latest_warning_about_a_claim_is_returned() {
         let event = |words: serde_json::Value| {
             let mut event = json!({
                 "metadata": {"name": "e", "namespace": "n"}, "type": "Warning",
@@ -123,15 +123,15 @@ mod tests {
             Arc::new(serde_json::from_value::<Warning>(event).unwrap())
         };
         let warnings = Warnings::default();
-        let first = event(json!({"reason": "ProvisioningFailed", "message": "no room"}));
+        let first = event(json!({"reason": "ProvisioningFailed", "message": "no space"}));
         assert_eq!(first.involved_object.name.as_deref(), Some("c"));
-        warnings.note("c", first);
-        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no room"));
+        warnings.record("c", first);
+        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no space"));
         let mark = warnings.mark();
         assert_eq!(warnings.since(mark, "c"), None);
-        warnings.note("c", event(json!({})));
+        warnings.record("c", event(json!({})));
         assert_eq!(warnings.since(mark, "c").as_deref(), Some("Warning: no message"));
-        warnings.forget("c");
+        warnings.remove("c");
         assert_eq!(warnings.latest("c"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Where a volume is attached, or why it is not, from `VirtualMachine.status.volumes`.
+//! Condition `nestor.dev/Attached` of guest claims, from `VirtualMachine.status.volumes`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use crds::names;
 use crds::{VirtualMachine, VirtualMachineVolumeStatus};
 use kube_kit::informer::Change;
 
-use super::conditions::{Event, Finding, State};
+use super::conditions::{ConditionUpdate, Event, State};
 use crate::machine;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
 
-/// The management claims whose disks changed on a machine.
+/// The management claims whose disk status changed on a VM.
 pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String> {
     let (old, new) = (disks(change.old), disks(change.new));
     let mut changed: Vec<&str> =
@@ -28,7 +28,7 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
             claims.entry(entry.name.as_str()).or_insert(source.claim_name.as_str());
         }
     }
-    // An entry that left the spec in an earlier change is named like its claim, or else unknown here.
+    // An entry that left the spec in an earlier change has the name of its claim, or else its claim is unknown here.
     let entries = changed.into_iter().flat_map(names::entries_shown);
     let mut changed: Vec<String> =
         entries.map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect();
@@ -37,60 +37,68 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
     changed
 }
 
-/// The disks of a machine by entry.
+/// The disk statuses of a VM by entry.
 fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolumeStatus> {
     let disks = vm.into_iter().flat_map(|vm| &vm.status).flat_map(|status| &status.volumes);
     disks.map(|disk| (disk.name.as_str(), disk)).collect()
 }
 
-/// What the machines around the volume say of it; None while there is nothing to say, or nothing new.
-pub(super) fn find(machines: &[Arc<VirtualMachine>], handle: &str, was_shown: bool) -> Option<Finding> {
+/// The condition, from the VMs that reference the volume; None if there is nothing to report.
+pub(super) fn condition(
+    vms: &[Arc<VirtualMachine>],
+    handle: &str,
+    had_condition: bool,
+) -> Option<ConditionUpdate> {
     let entry = names::volume_entry(handle);
     let mut attached: Vec<String> = Vec::new();
-    let mut failed: Vec<String> = Vec::new();
-    let mut stuck: Vec<String> = Vec::new();
-    let mut under_way = false;
-    for vm in machines {
+    let mut attach_errors: Vec<String> = Vec::new();
+    let mut detach_errors: Vec<String> = Vec::new();
+    let mut in_progress = false;
+    for vm in vms {
         let name = vm.metadata.name.clone().unwrap_or_default();
         for disk in machine::disks(vm, &entry) {
             match &disk.error {
-                // A disk that is there and fails is one that was told to leave.
+                // An attached disk with an error is one whose detach failed.
                 error if disk.attached => {
-                    stuck.extend(error.iter().map(|error| format!("VirtualMachine {name}: {error}")));
+                    let failed = |error| format!("VirtualMachine {name}: detach failed: {error}");
+                    detach_errors.extend(error.iter().map(failed));
                     attached.push(name.clone());
                 }
-                Some(error) => failed.push(format!("VirtualMachine {name}: {error}")),
-                None => under_way = true,
+                Some(error) => {
+                    attach_errors.push(format!("VirtualMachine {name}: attach failed: {error}"));
+                }
+                None => in_progress = true,
             }
         }
     }
     attached.sort_unstable();
     attached.dedup();
-    failed.sort_unstable();
-    stuck.sort_unstable();
-    if !failed.is_empty() {
+    attach_errors.sort_unstable();
+    detach_errors.sort_unstable();
+    if !attach_errors.is_empty() {
         let event = Event { warning: true, action: "Attach", reason: "VolumeAttachFailed" };
-        failed.extend(stuck);
-        return Some(finding(!attached.is_empty(), "AttachFailed", failed.join("; "), event));
+        attach_errors.extend(detach_errors);
+        let reason = if attached.is_empty() { "AttachFailed" } else { "AttachedElsewhere" };
+        return Some(update(!attached.is_empty(), reason, attach_errors.join("; "), event));
     }
-    if !stuck.is_empty() {
+    if !detach_errors.is_empty() {
         let event = Event { warning: true, action: "Detach", reason: "VolumeDetachFailed" };
-        return Some(finding(true, "DetachFailed", stuck.join("; "), event));
+        return Some(update(true, "DetachPending", detach_errors.join("; "), event));
     }
     if !attached.is_empty() {
         let message = format!("attached to VirtualMachine {}", attached.join(", "));
         let event = Event { warning: false, action: "Attach", reason: "VolumeAttached" };
-        return Some(finding(true, "Attached", message, event));
+        return Some(update(true, "Attached", message, event));
     }
     let event = Event { warning: false, action: "Detach", reason: "VolumeDetached" };
-    (was_shown && !under_way)
-        .then(|| finding(false, "Detached", "attached to no VirtualMachine".to_owned(), event))
+    (had_condition && !in_progress)
+        .then(|| update(false, "Detached", "not attached to any VirtualMachine".to_owned(), event))
 }
 
-fn finding(holds: bool, reason: &str, message: String, event: Event) -> Finding {
-    let state = State { holds, reason: reason.to_owned(), message, event };
-    // kubelet and kube-controller-manager report attaching on the pods.
-    Finding { condition: CONDITION, state: Some(state), concerns_pods: false }
+fn update(is_true: bool, reason: &str, message: String, event: Event) -> ConditionUpdate {
+    let state = State { is_true, reason: reason.to_owned(), message, event };
+    // kubelet and kube-controller-manager report attach errors on the pods.
+    ConditionUpdate { condition: CONDITION, state: Some(state), notify_pods: false }
 }
 
 #[cfg(test)]
@@ -99,17 +107,17 @@ mod tests {
 
     use super::*;
 
-    fn machine(name: &str, disk: serde_json::Value) -> Arc<VirtualMachine> {
-        let machine = json!({
+    fn vm(name: &str, disk: serde_json::Value) -> Arc<VirtualMachine> {
+        let vm = json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine",
             "metadata": {"name": name}, "spec": {}, "status": {"volumes": [disk]},
         });
-        Arc::new(serde_json::from_value(machine).unwrap())
+        Arc::new(serde_json::from_value(vm).unwrap())
     }
 
     #[test]
-    fn a_change_of_a_machine_is_told_to_the_claims_whose_disks_changed() {
-        let machine =
+    fn only_claims_whose_disk_status_changed_are_updated() {
+        let vm =
             |disks: serde_json::Value| -> Arc<VirtualMachine> {
                 let entries = json!([{"name": "e", "persistentVolumeClaim": {"claimName": "long-name"}}]);
                 Arc::new(serde_json::from_value(json!({
@@ -118,49 +126,51 @@ mod tests {
             })).unwrap())
             };
         let disk = |name: &str, attached: bool| json!({"name": name, "attached": attached});
-        let old = machine(json!([disk("same", true), disk("e", false), disk("gone", true)]));
-        let new = machine(json!([
+        let old = vm(json!([disk("same", true), disk("e", false), disk("gone", true)]));
+        let new = vm(json!([
             disk("e", true),
             disk("same", true),
             disk("new", false),
             disk("gone:detaching", true)
         ]));
         let key = kube_kit::informer::Key::cluster("vm");
-        let told = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
-        assert_eq!(told, ["gone", "long-name", "new"]);
+        let changed = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
+        assert_eq!(changed, ["gone", "long-name", "new"]);
         assert!(changed_claims(&Change { key: &key, old: Some(&new), new: Some(&new) }).is_empty());
     }
 
     #[test]
-    fn a_claim_is_told_where_its_volume_is_and_why_it_is_not() {
-        let said = |machines: &[Arc<VirtualMachine>], was_shown| {
-            find(machines, "c", was_shown)
-                .and_then(|finding| finding.state)
-                .map(|state| (state.holds, state.message))
+    fn the_condition_names_the_vms_and_the_errors() {
+        let reported = |vms: &[Arc<VirtualMachine>], had_condition| {
+            condition(vms, "c", had_condition)
+                .and_then(|update| update.state)
+                .map(|state| (state.is_true, state.message))
         };
-        let attached = |name| machine(name, json!({"name": "c", "attached": true}));
-        let failed = machine("vm-3", json!({"name": "c", "attached": false, "error": "no room"}));
+        let attached = |name| vm(name, json!({"name": "c", "attached": true}));
+        let attach_errors = vm("vm-3", json!({"name": "c", "attached": false, "error": "no space"}));
         let both = [attached("vm-2"), attached("vm-1")];
-        assert_eq!(said(&both, false), Some((true, "attached to VirtualMachine vm-1, vm-2".to_owned())));
+        assert_eq!(reported(&both, false), Some((true, "attached to VirtualMachine vm-1, vm-2".to_owned())));
         assert_eq!(
-            said(std::slice::from_ref(&failed), false),
-            Some((false, "VirtualMachine vm-3: no room".to_owned()))
+            reported(std::slice::from_ref(&attach_errors), false),
+            Some((false, "VirtualMachine vm-3: attach failed: no space".to_owned()))
         );
-        let stuck = machine("vm-4", json!({"name": "c", "attached": true, "error": "it is paused"}));
+        let detach_errors = vm("vm-4", json!({"name": "c", "attached": true, "error": "it is paused"}));
         assert_eq!(
-            said(std::slice::from_ref(&stuck), false),
-            Some((true, "VirtualMachine vm-4: it is paused".to_owned()))
+            reported(std::slice::from_ref(&detach_errors), false),
+            Some((true, "VirtualMachine vm-4: detach failed: it is paused".to_owned()))
         );
-        let why = "VirtualMachine vm-3: no room; VirtualMachine vm-4: it is paused".to_owned();
-        assert_eq!(said(&[stuck, failed], false), Some((true, why)));
-        let leaving = machine("vm-5", json!({"name": "c:detaching", "attached": true}));
+        let why =
+            "VirtualMachine vm-3: attach failed: no space; VirtualMachine vm-4: detach failed: it is paused"
+                .to_owned();
+        assert_eq!(reported(&[detach_errors, attach_errors], false), Some((true, why)));
+        let leaving = vm("vm-5", json!({"name": "c:detaching", "attached": true}));
         assert_eq!(
-            said(std::slice::from_ref(&leaving), true),
+            reported(std::slice::from_ref(&leaving), true),
             Some((true, "attached to VirtualMachine vm-5".to_owned()))
         );
-        let under_way = machine("vm-1", json!({"name": "c", "attached": false}));
-        assert_eq!(said(&[under_way], true), None);
-        assert_eq!(said(&[], true), Some((false, "attached to no VirtualMachine".to_owned())));
-        assert_eq!(said(&[], false), None);
+        let in_progress = vm("vm-1", json!({"name": "c", "attached": false}));
+        assert_eq!(reported(&[in_progress], true), None);
+        assert_eq!(reported(&[], true), Some((false, "not attached to any VirtualMachine".to_owned())));
+        assert_eq!(reported(&[], false), None);
     }
 }

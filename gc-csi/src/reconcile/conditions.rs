@@ -1,5 +1,4 @@
-//! What a guest's claim shows of its volume: conditions, and an event whenever one of them changes. The one place that
-//! writes either.
+//! Writer of conditions and events on guest claims. Each change of a condition is also reported as an event.
 
 use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaimCondition};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
@@ -12,31 +11,31 @@ use kube_kit::lean::PersistentVolumeClaim;
 use process_kit::text::one_line;
 use serde_json::{Value, json};
 
-use super::pods::Lister;
+use super::pods::PodLister;
 use crate::guest::{Guest, reference};
 
-/// What one condition of a claim should be.
+/// Desired value of one condition of a claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Finding {
+pub(super) struct ConditionUpdate {
     /// Type of the condition.
     pub(super) condition: &'static str,
-    /// Its state; None when the claim should not have it.
+    /// The desired state; None removes the condition.
     pub(super) state: Option<State>,
-    /// Whether the pods that use the claim get the event, too.
-    pub(super) concerns_pods: bool,
+    /// Whether the pods that use the claim also get the event.
+    pub(super) notify_pods: bool,
 }
 
-/// The state of a condition, in its own words.
+/// State of a condition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct State {
-    pub(super) holds: bool,
+    pub(super) is_true: bool,
     pub(super) reason: String,
     pub(super) message: String,
-    /// How a change to this state is told.
+    /// The event that reports a change to this state.
     pub(super) event: Event,
 }
 
-/// An event, whose note is the condition's message.
+/// An event; its note is the condition's message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Event {
     pub(super) warning: bool,
@@ -44,58 +43,58 @@ pub(super) struct Event {
     pub(super) reason: &'static str,
 }
 
-/// The condition of this type as the claim has it.
-pub(super) fn shown<'a>(
+/// The present condition of this type.
+pub(super) fn current<'a>(
     claim: &'a PersistentVolumeClaim,
     condition: &str,
 ) -> Option<&'a PersistentVolumeClaimCondition> {
-    claim.status.conditions.iter().find(|shown| shown.type_ == condition)
+    claim.status.conditions.iter().find(|current| current.type_ == condition)
 }
 
-/// Whether a condition says that it holds.
-pub(super) fn holds(condition: &PersistentVolumeClaimCondition) -> bool {
+/// Whether a condition has the status True.
+pub(super) fn is_true(condition: &PersistentVolumeClaimCondition) -> bool {
     condition.status == "True"
 }
 
-/// Updates the conditions of a claim to the findings, in one request if any is needed, and reports what changed: on the
-/// claim, and on the pods that use it where their data is concerned.
-pub(super) async fn show(
+/// Updates the conditions of a claim, with at most one request, and reports each change as an event on the claim and,
+/// if `notify_pods` is set, on the pods that use it.
+pub(super) async fn apply(
     guest: &Guest,
-    pods: &Lister,
+    pods: &PodLister,
     claim: &PersistentVolumeClaim,
-    findings: Vec<Finding>,
+    updates: Vec<ConditionUpdate>,
 ) -> Result<(), String> {
-    let findings = findings.into_iter().map(in_one_line);
-    let news: Vec<Finding> = findings.filter(|finding| is_new(finding, claim)).collect();
-    if news.is_empty() {
+    let updates = updates.into_iter().map(in_one_line);
+    let changed: Vec<ConditionUpdate> = updates.filter(|update| is_change(update, claim)).collect();
+    if changed.is_empty() {
         return Ok(());
     }
-    let conditions: Vec<Value> = news.iter().map(|finding| change(finding, claim)).collect();
-    // The UID makes the API server refuse a claim that took the name of the one that is meant.
+    let conditions: Vec<Value> = changed.iter().map(|update| condition_patch(update, claim)).collect();
+    // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
     let patch = json!({"metadata": {"uid": claim.metadata.uid}, "status": {"conditions": conditions}});
     let key = Key::of(claim);
-    // Before anything is written: what is shown already is not reported again.
-    let users = match news.iter().any(|finding| finding.concerns_pods) {
-        true => pods.using(&key).await?,
+    // Listed before the write: once the condition is written, the change is not reported again.
+    let using_pods = match changed.iter().any(|update| update.notify_pods) {
+        true => pods.pods_using(&key).await?,
         false => Vec::new(),
     };
     let api: Api<PersistentVolumeClaim> = Api::namespaced(guest.client.clone(), &key.namespace);
     match api.patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await {
-        Ok(written) => guest.latest_claims.changed(written),
-        // It is gone: there is nobody left to be told.
+        Ok(written) => guest.claim_cache.changed(written),
+        // The claim was deleted.
         Err(kube::Error::Api(status)) if status.code == 404 || status.code == 409 => return Ok(()),
         Err(error) => {
             return Err(format!(
-                "cannot show the state of its volume on guest PersistentVolumeClaim {key}: {}",
+                "failed to update the conditions of guest PersistentVolumeClaim {key}: {}",
                 chain(&error)
             ));
         }
     }
-    for Finding { state, concerns_pods, .. } in news {
+    for ConditionUpdate { state, notify_pods, .. } in changed {
         let Some(state) = state else { continue };
-        for user in users.iter().filter(|_| concerns_pods) {
+        for pod in using_pods.iter().filter(|_| notify_pods) {
             let message = format!("PersistentVolumeClaim {}: {}", key.name, state.message);
-            report(guest, user.clone(), state.event, message);
+            report(guest, pod.clone(), state.event, message);
         }
         report(guest, reference(claim), state.event, state.message);
     }
@@ -110,39 +109,40 @@ fn report(guest: &Guest, about: ObjectReference, event: Event, message: String) 
     }
 }
 
-/// The message may be in the words of others.
-fn in_one_line(mut finding: Finding) -> Finding {
-    if let Some(state) = &mut finding.state {
+/// Messages can come from other components.
+fn in_one_line(mut update: ConditionUpdate) -> ConditionUpdate {
+    if let Some(state) = &mut update.state {
         state.message = one_line(&state.message).into_owned();
     }
-    finding
+    update
 }
 
-fn is_new(finding: &Finding, claim: &PersistentVolumeClaim) -> bool {
-    match (&finding.state, shown(claim, finding.condition)) {
-        (None, shown) => shown.is_some(),
+fn is_change(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> bool {
+    match (&update.state, current(claim, update.condition)) {
+        (None, current) => current.is_some(),
         (Some(_), None) => true,
-        (Some(state), Some(shown)) => {
-            holds(shown) != state.holds
-                || shown.reason.as_deref() != Some(&state.reason)
-                || shown.message.as_deref() != Some(&state.message)
+        (Some(state), Some(current)) => {
+            is_true(current) != state.is_true
+                || current.reason.as_deref() != Some(&state.reason)
+                || current.message.as_deref() != Some(&state.message)
         }
     }
 }
 
-/// The finding as a strategic merge patch of the list of conditions.
-fn change(finding: &Finding, claim: &PersistentVolumeClaim) -> Value {
-    let Some(state) = &finding.state else {
-        return json!({"$patch": "delete", "type": finding.condition});
+/// The update as an element of a strategic merge patch of the conditions.
+fn condition_patch(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> Value {
+    let Some(state) = &update.state else {
+        return json!({"$patch": "delete", "type": update.condition});
     };
-    let turned = shown(claim, finding.condition).is_none_or(|shown| holds(shown) != state.holds);
+    let transitioned =
+        current(claim, update.condition).is_none_or(|current| is_true(current) != state.is_true);
     json!(PersistentVolumeClaimCondition {
-        type_: finding.condition.to_owned(),
-        status: if state.holds { "True" } else { "False" }.to_owned(),
+        type_: update.condition.to_owned(),
+        status: if state.is_true { "True" } else { "False" }.to_owned(),
         reason: Some(state.reason.clone()),
         message: Some(state.message.clone()),
-        // Without it, the time that is there stays.
-        last_transition_time: turned.then(|| Time(Timestamp::now())),
+        // None keeps the present time.
+        last_transition_time: transitioned.then(|| Time(Timestamp::now())),
         last_probe_time: None,
     })
 }
@@ -151,10 +151,10 @@ fn change(finding: &Finding, claim: &PersistentVolumeClaim) -> Value {
 mod tests {
     use super::*;
 
-    fn claim(holds: bool, message: &str) -> PersistentVolumeClaim {
+    fn claim(is_true: bool, message: &str) -> PersistentVolumeClaim {
         let condition = PersistentVolumeClaimCondition {
             type_: "a".to_owned(),
-            status: if holds { "True" } else { "False" }.to_owned(),
+            status: if is_true { "True" } else { "False" }.to_owned(),
             reason: Some("Because".to_owned()),
             message: Some(message.to_owned()),
             ..Default::default()
@@ -164,27 +164,29 @@ mod tests {
         claim
     }
 
-    fn finding(holds: bool, message: &str) -> Finding {
+    fn update(is_true: bool, message: &str) -> ConditionUpdate {
         let event = Event { warning: false, action: "Look", reason: "Seen" };
-        let state = State { holds, reason: "Because".to_owned(), message: message.to_owned(), event };
-        Finding { condition: "a", state: Some(state), concerns_pods: false }
+        let state = State { is_true, reason: "Because".to_owned(), message: message.to_owned(), event };
+        ConditionUpdate { condition: "a", state: Some(state), notify_pods: false }
     }
 
     #[test]
-    fn what_is_shown_already_is_no_news() {
-        assert!(!is_new(&finding(true, "m"), &claim(true, "m")));
-        assert!(is_new(&finding(true, "m"), &claim(true, "other")));
-        assert!(is_new(&finding(true, "m"), &claim(false, "m")));
-        assert!(is_new(&finding(true, "m"), &PersistentVolumeClaim::default()));
-        let gone = Finding { condition: "a", state: None, concerns_pods: false };
-        assert!(is_new(&gone, &claim(true, "m")) && !is_new(&gone, &PersistentVolumeClaim::default()));
+    fn an_unchanged_condition_is_not_written() {
+        assert!(!is_change(&update(true, "m"), &claim(true, "m")));
+        assert!(is_change(&update(true, "m"), &claim(true, "other")));
+        assert!(is_change(&update(true, "m"), &claim(false, "m")));
+        assert!(is_change(&update(true, "m"), &PersistentVolumeClaim::default()));
+        let gone = ConditionUpdate { condition: "a", state: None, notify_pods: false };
+        assert!(is_change(&gone, &claim(true, "m")) && !is_change(&gone, &PersistentVolumeClaim::default()));
     }
 
     #[test]
-    fn the_time_of_a_condition_is_that_of_its_last_turn() {
-        assert!(change(&finding(true, "m"), &claim(true, "other")).get("lastTransitionTime").is_none());
-        assert!(change(&finding(true, "m"), &claim(false, "m")).get("lastTransitionTime").is_some());
-        let gone = Finding { condition: "a", state: None, concerns_pods: false };
-        assert_eq!(change(&gone, &claim(true, "m")), json!({"$patch": "delete", "type": "a"}));
+    fn the_transition_time_changes_only_with_the_status() {
+        assert!(
+            condition_patch(&update(true, "m"), &claim(true, "other")).get("lastTransitionTime").is_none()
+        );
+        assert!(condition_patch(&update(true, "m"), &claim(false, "m")).get("lastTransitionTime").is_some());
+        let gone = ConditionUpdate { condition: "a", state: None, notify_pods: false };
+        assert_eq!(condition_patch(&gone, &claim(true, "m")), json!({"$patch": "delete", "type": "a"}));
     }
 }

@@ -1,33 +1,33 @@
-//! What gc-csi keeps in step by itself, outside any call. Every change that a watch shows pushes a key; a key's round
-//! looks at what is there now and writes what is missing, which usually is nothing and then costs no request.
+//! Reconcilers: what gc-csi keeps in sync outside of CSI calls. Informers push the keys of changed objects to queues.
+//! Reconciling a key compares the current state with the desired one; usually nothing differs, and no request is made.
 //!
-//! - [`show`]: what a guest's claim shows of its volume, as conditions and events: attachment ([`attach_state`]),
-//!   health ([`health`]), growth ([`growth`]), and whether it can be used at all ([`usable`]).
-//! - [`record`]: what the management claim says of the guest's objects that use it.
-//! - [`unwanted`]: management claims without a volume that nobody waits for any more.
-//! - [`owned`]: with what claims and snapshots are deleted.
-//! - [`entries`]: entries of machines that nothing orders, and orders whose entry is lost.
-//! - [`orphans`]: management claims that nothing in the guest names any more.
-//! - [`zones`]: zones of machines as labels of guest nodes.
-//! - [`out_of_service`]: nodes that people say are lost, as annotations of machines.
+//! - [`volume_conditions`]: conditions and events of guest claims: attachment ([`attach_state`]), health ([`health`]),
+//!   available capacity ([`resizable`]), and compatibility with the management claim ([`pv_usable`]).
+//! - [`consumer_records`]: labels and annotations of management claims that name the guest objects that use them.
+//! - [`abandoned_claims`]: management claims without a volume whose guest claim was deleted.
+//! - [`owner_refs`]: ownerReferences of claims and snapshots.
+//! - [`volume_entries`]: volume entries without a guest VolumeAttachment, and guest VolumeAttachments without an entry.
+//! - [`orphans`]: management claims without a guest PersistentVolume.
+//! - [`zones`]: zone labels of guest Nodes.
+//! - [`out_of_service`]: out-of-service taints of guest Nodes, as annotations of VMs.
 
+mod abandoned_claims;
 mod attach_state;
 mod conditions;
-mod entries;
-mod growth;
+mod consumer_records;
 mod health;
+mod k8s_attachments;
 mod options;
-mod orders;
 mod orphans;
 mod out_of_service;
-mod owned;
+mod owner_refs;
 mod pods;
-mod record;
-mod repairing;
-mod repairs;
-mod show;
-mod unwanted;
-mod usable;
+mod pv_usable;
+mod repair;
+mod repair_metrics;
+mod resizable;
+mod volume_conditions;
+mod volume_entries;
 mod zones;
 
 use std::sync::Arc;
@@ -44,46 +44,46 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest};
-use crate::management::claims::waits_for;
-use crate::management::{Listeners, Made, Management};
+use crate::management::claims::pending_for;
+use crate::management::{ChangeHandlers, Management, OwnedObject};
 
+pub(crate) use k8s_attachments::K8sAttachments;
 pub(crate) use options::Options;
-pub(crate) use orders::Orders;
-use repairing::Pushes;
+use repair::RepairQueues;
 
-/// How many keys of a kind are worked on at once.
-const AT_ONCE: usize = 16;
+/// Concurrent reconciles per queue.
+const WORKERS: usize = 16;
 
-/// Nobody waits for what claims show. Calls go first: it is written when they are over, and few at once.
-const SHOWN_AFTER: Duration = Duration::from_secs(1);
-const SHOWN_AT_ONCE: usize = 4;
+/// Conditions are updated with a delay and with few workers, so that CSI calls go first.
+const CONDITIONS_DELAY: Duration = Duration::from_secs(1);
+const CONDITIONS_WORKERS: usize = 4;
 
-/// What the management cluster refuses because of a policy, it refuses for every volume: those come back slowly.
-const RECORD_RETRY: Retry = Retry { first: Duration::from_millis(250), longest: Duration::from_secs(300) };
+/// Slow backoff: a policy of the management cluster that refuses a write refuses it for every volume.
+const SLOW_RETRY: Retry = Retry { first: Duration::from_millis(250), longest: Duration::from_secs(300) };
 
-/// Where changes are pushed from the watches of both clusters.
+/// Work queues, filled by the informers of both clusters.
 #[derive(Debug, Clone)]
 pub(crate) struct Queues {
-    shown: Queue<String>,
-    recorded: Queue<String>,
-    waiting: Queue<String>,
-    /// Management claims that have no volume yet, by the guest's claim that waits.
-    waiting_for: Arc<Index>,
-    owned: Queue<Made>,
-    zoned: Queue<String>,
-    repairing: Pushes,
+    conditions: Queue<String>,
+    records: Queue<String>,
+    pending_claims: Queue<String>,
+    /// Management claims without a volume, by guest claim.
+    pending_by_guest_claim: Arc<Index>,
+    owner_refs: Queue<OwnedObject>,
+    zone_labels: Queue<String>,
+    repair: RepairQueues,
 }
 
-/// The reconcilers, before both clusters are there.
+/// The reconcilers, before both clusters are connected.
 #[derive(Debug)]
 pub(crate) struct Reconcilers {
     queues: Queues,
-    repairing: repairing::Registered,
+    repair: repair::Registered,
     abnormal: Gauge,
     outliving: Gauge,
 }
 
-/// The reconcilers, with all that they watch.
+/// The reconcilers and their informers.
 pub(crate) struct Started {
     queues: Queues,
     guest: Guest,
@@ -91,16 +91,16 @@ pub(crate) struct Started {
     zones: Arc<zones::Zones>,
     pods: Option<pods::Pods>,
     labels: Vec<String>,
-    repairing: repairing::Repairing,
+    repair: repair::Repair,
     abnormal: Gauge,
     outliving: Gauge,
     stop: CancellationToken,
 }
 
-/// What only the replica counts that runs the reconcilers; of what another does, it would tell yesterday's numbers.
-struct Counted<'a>([&'a Gauge; 2]);
+/// Resets gauges when this replica stops to lead, so that it does not report outdated numbers.
+struct ResetOnDrop<'a>([&'a Gauge; 2]);
 
-impl Drop for Counted<'_> {
+impl Drop for ResetOnDrop<'_> {
     fn drop(&mut self) {
         for count in self.0 {
             count.set(0);
@@ -109,97 +109,96 @@ impl Drop for Counted<'_> {
 }
 
 impl Queues {
-    /// Asks for a look at the volume of this handle.
+    /// Queues the volume with this handle.
     pub(crate) fn push_volume(&self, handle: &str) {
-        self.shown.push_after(handle.to_owned(), SHOWN_AFTER);
-        self.recorded.push(handle.to_owned());
-        self.repairing.volumes.push(handle.to_owned());
+        self.conditions.push_after(handle.to_owned(), CONDITIONS_DELAY);
+        self.records.push(handle.to_owned());
+        self.repair.volumes.push(handle.to_owned());
     }
 
-    /// Asks for a look at what was being made for a claim of the guest that is gone.
-    pub(crate) fn push_gone(&self, guest_claim: &Key) {
-        for claim in self.waiting_for.members(guest_claim) {
-            self.waiting.push(claim.name);
+    /// Queues the management claims without a volume of a guest claim that was deleted.
+    pub(crate) fn push_deleted_guest_claim(&self, guest_claim: &Key) {
+        for claim in self.pending_by_guest_claim.members(guest_claim) {
+            self.pending_claims.push(claim.name);
         }
     }
 
-    /// Asks for a look at everything that is deleted with the guest's Cluster object.
-    pub(crate) fn push_owned(&self) {
-        self.owned.push(Made::All);
+    /// Queues all objects that may need an ownerReference.
+    pub(crate) fn push_all_owner_refs(&self) {
+        self.owner_refs.push(OwnedObject::All);
     }
 
-    /// What is to be called when the management cluster changes.
-    pub(crate) fn listeners(&self) -> Listeners {
-        let (machines, claims, snapshots) = (self.clone(), self.clone(), self.owned.clone());
-        Listeners {
-            machine_changed: Box::new(move |change| machines.push_machine(change)),
+    /// Change handlers for the informers of the management cluster.
+    pub(crate) fn handlers(&self) -> ChangeHandlers {
+        let (vms, claims, snapshots) = (self.clone(), self.clone(), self.owner_refs.clone());
+        ChangeHandlers {
+            vm_changed: Box::new(move |change| vms.push_vm(change)),
             claim_changed: Box::new(move |change| {
                 claims.push_volume(&change.key.name);
-                claims.owned.push(Made::Claim(change.key.name.clone()));
-                let guest_claim = change.new.and_then(|claim| waits_for(claim));
-                let waits = guest_claim.is_some();
-                claims.waiting_for.put(change.key, guest_claim);
-                if waits {
-                    claims.waiting.push(change.key.name.clone());
+                claims.owner_refs.push(OwnedObject::Claim(change.key.name.clone()));
+                let guest_claim = change.new.and_then(|claim| pending_for(claim));
+                let is_pending = guest_claim.is_some();
+                claims.pending_by_guest_claim.put(change.key, guest_claim);
+                if is_pending {
+                    claims.pending_claims.push(change.key.name.clone());
                 }
             }),
             snapshot_changed: Box::new(move |change| {
-                snapshots.push(Made::Snapshot(change.key.name.clone()));
+                snapshots.push(OwnedObject::Snapshot(change.key.name.clone()));
             }),
         }
     }
 
-    fn push_machine(&self, change: &Change<'_, VirtualMachine>) {
-        let [old, new] =
-            [change.old, change.new].map(|machine| machine.map(|vm| (&vm.metadata.uid, &vm.spec.volumes)));
+    fn push_vm(&self, change: &Change<'_, VirtualMachine>) {
+        let [old, new] = [change.old, change.new].map(|vm| vm.map(|vm| (&vm.metadata.uid, &vm.spec.volumes)));
         if old != new {
-            self.repairing.machines.push(change.key.name.clone());
+            self.repair.vms.push(change.key.name.clone());
         }
         for claim in attach_state::changed_claims(change) {
-            self.shown.push_after(claim, SHOWN_AFTER);
+            self.conditions.push_after(claim, CONDITIONS_DELAY);
         }
         let [old, new] = [change.old, change.new]
-            .map(|machine| machine.map(|vm| (zones::zone_of(vm), out_of_service::is_said(vm))));
+            .map(|vm| vm.map(|vm| (zones::zone_of(vm), out_of_service::is_annotated(vm))));
         if old != new {
-            self.zoned.push(change.key.name.clone());
+            self.zone_labels.push(change.key.name.clone());
         }
     }
 }
 
 impl Reconcilers {
-    /// Nothing runs before [`Started::run`], which looks at everything: changes before it are dropped.
+    /// Registers metrics and creates the queues. Changes are dropped until [`Started::run`], which queues everything.
     pub(crate) fn new(registry: &mut Registry) -> Self {
         let abnormal = Gauge::default();
         registry.register(
             "volumes_abnormal",
-            "Volumes of this guest that the management cluster says are not well",
+            "Volumes of this guest that the management cluster reports as abnormal",
             abnormal.clone(),
         );
         let outliving = Gauge::default();
         registry.register(
             "objects_outliving_guest",
-            "Claims and snapshots of this guest that stay when its Cluster object is deleted, though the policy is Delete",
+            "Claims and snapshots of this guest that stay after the deletion of its Cluster object although the policy is Delete",
             outliving.clone(),
         );
-        let repairing = repairing::Registered::new(registry);
+        let repair = repair::Registered::new(registry);
         let queues = Queues {
-            shown: Queue::default(),
-            recorded: Queue::default(),
-            waiting: Queue::default(),
-            waiting_for: Arc::default(),
-            owned: Queue::default(),
-            zoned: Queue::default(),
-            repairing: repairing.pushes().clone(),
+            conditions: Queue::default(),
+            records: Queue::default(),
+            pending_claims: Queue::default(),
+            pending_by_guest_claim: Arc::default(),
+            owner_refs: Queue::default(),
+            zone_labels: Queue::default(),
+            repair: repair.queues().clone(),
         };
-        Self { queues, repairing, abnormal, outliving }
+        Self { queues, repair, abnormal, outliving }
     }
 
-    /// Where changes are pushed.
+    /// The work queues.
     pub(crate) fn queues(&self) -> &Queues {
         &self.queues
     }
 
-    /// Starts the watches that only reconcilers need, until `stop`.
+    /// Starts the informers that only the reconcilers need.
     pub(crate) fn start(
         self,
         guest: Guest,
@@ -209,10 +208,10 @@ impl Reconcilers {
         ready: &Health,
         stop: CancellationToken,
     ) -> Started {
-        let Self { queues, repairing, abnormal, outliving } = self;
+        let Self { queues, repair, abnormal, outliving } = self;
         let client = &guest.client;
-        let nodes = ready.check("guest-nodes", "not read yet");
-        let (zoned_nodes, repaired_nodes) = (queues.zoned.clone(), queues.repairing.machines.clone());
+        let nodes = ready.check("guest-nodes", "not synced yet");
+        let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
         let zones = zones::Zones::start(
             client,
             management.clone(),
@@ -220,35 +219,35 @@ impl Reconcilers {
             nodes,
             &stop,
             move |node| {
-                zoned_nodes.push(node.to_owned());
-                repaired_nodes.push(node.to_owned());
+                zone_queue.push(node.to_owned());
+                vm_queue.push(node.to_owned());
             },
         );
         let zones = Arc::new(zones);
-        let recorded = queues.recorded.clone();
+        let records = queues.records.clone();
         let pods = options.sync_pods.then(|| {
-            let (check, claims) = (ready.check("guest-pods", "not read yet"), guest.clone());
+            let (check, claims) = (ready.check("guest-pods", "not synced yet"), guest.clone());
             pods::Pods::start(client, check, &stop, move |claim| {
                 if let Some(handle) = claims.handle_of(claim) {
-                    recorded.push(handle);
+                    records.push(handle);
                 }
             })
         });
         let clusters = (guest.clone(), management.clone());
-        let repairing = repairing.start(clusters, zones.clone(), &options, locks, ready, &stop);
+        let repair = repair.start(clusters, zones.clone(), &options, locks, ready, &stop);
         let labels = options.labels;
-        Started { queues, guest, management, zones, pods, labels, repairing, abnormal, outliving, stop }
+        Started { queues, guest, management, zones, pods, labels, repair, abnormal, outliving, stop }
     }
 }
 
 impl Started {
-    /// What the guest orders to be attached.
-    pub(crate) fn orders(&self) -> Orders {
-        self.repairing.orders()
+    /// The guest's VolumeAttachments.
+    pub(crate) fn k8s_attachments(&self) -> K8sAttachments {
+        self.repair.k8s_attachments()
     }
 
-    /// Keeps everything in step until the process is stopped; begins once both clusters were read, since what is not
-    /// read yet must not be taken for gone.
+    /// Runs the reconcilers until `stop`. They start when both clusters are synced, so that no object counts as missing
+    /// because it was not read yet.
     pub(crate) async fn run(&self) {
         let Self { queues, guest, management, zones, pods, stop, .. } = self;
         let both = async {
@@ -260,38 +259,49 @@ impl Started {
             () = stop.cancelled() => return,
         }
 
-        let _counted = Counted([&self.abnormal, &self.outliving]);
-        let (shown, recorded) = (queues.shown.worker(), queues.recorded.worker());
-        let (waiting, owned, zoned) = (queues.waiting.worker(), queues.owned.worker(), queues.zoned.worker());
+        let _reset = ResetOnDrop([&self.abnormal, &self.outliving]);
+        let (conditions, records) = (queues.conditions.worker(), queues.records.worker());
+        let (pending_claims, owner_refs_queue, zone_labels) =
+            (queues.pending_claims.worker(), queues.owner_refs.worker(), queues.zone_labels.worker());
         self.push_all();
-        let show = show::Show::new(guest.clone(), management.clone(), self.abnormal.clone());
-        let showing = shown.run(SHOWN_AT_ONCE, Retry::default(), stop.clone(), |handle| {
-            let show = &show;
-            async move { show.reconcile(&handle).await }
+        let volume_conditions = volume_conditions::VolumeConditions::new(
+            guest.clone(),
+            management.clone(),
+            self.abnormal.clone(),
+        );
+        let updating_conditions =
+            conditions.run(CONDITIONS_WORKERS, Retry::default(), stop.clone(), |handle| {
+                let volume_conditions = &volume_conditions;
+                async move { volume_conditions.reconcile(&handle).await }
+            });
+        let abandoned_claims = abandoned_claims::AbandonedClaims::new(guest.clone(), management.clone());
+        let deleting_abandoned = pending_claims.run(WORKERS, Retry::default(), stop.clone(), |claim| {
+            let abandoned_claims = &abandoned_claims;
+            async move { abandoned_claims.reconcile(&claim).await }
         });
-        let unwanted = unwanted::Unwanted::new(guest.clone(), management.clone());
-        let tidying = waiting.run(AT_ONCE, Retry::default(), stop.clone(), |claim| {
-            let unwanted = &unwanted;
-            async move { unwanted.reconcile(&claim).await }
-        });
-        let owners = owned::Owned::new(management.clone(), queues.owned.clone(), self.outliving.clone());
-        let owning = async {
-            let work = |made: Made| {
-                let owners = &owners;
-                async move { owners.reconcile(&made).await }
+        let owner_refs =
+            owner_refs::OwnerRefs::new(management.clone(), queues.owner_refs.clone(), self.outliving.clone());
+        let updating_owner_refs = async {
+            let work = |object: OwnedObject| {
+                let owner_refs = &owner_refs;
+                async move { owner_refs.reconcile(&object).await }
             };
-            let telling = async {
+            let warning_once = async {
                 tokio::select! {
-                    () = management.tell_missing_owner() => {}
+                    () = management.warn_missing_owner() => {}
                     () = stop.cancelled() => {}
                 }
             };
-            tokio::join!(owned.run(AT_ONCE, RECORD_RETRY, stop.clone(), work), telling);
+            tokio::join!(owner_refs_queue.run(WORKERS, SLOW_RETRY, stop.clone(), work), warning_once);
         };
-        let repairing = self.repairing.run(stop.clone());
-        let record =
-            record::Record::new(guest.clone(), management.clone(), self.labels.clone(), pods.clone());
-        let recording = async {
+        let repair = self.repair.run(stop.clone());
+        let consumer_records = consumer_records::ConsumerRecords::new(
+            guest.clone(),
+            management.clone(),
+            self.labels.clone(),
+            pods.clone(),
+        );
+        let updating_records = async {
             if let Some(pods) = pods {
                 tokio::select! {
                     () = pods.synced() => {}
@@ -299,31 +309,37 @@ impl Started {
                 }
             }
             let work = |handle: String| {
-                let record = &record;
-                async move { record.reconcile(&handle).await }
+                let consumer_records = &consumer_records;
+                async move { consumer_records.reconcile(&handle).await }
             };
-            recorded.run(AT_ONCE, RECORD_RETRY, stop.clone(), work).await;
+            records.run(WORKERS, SLOW_RETRY, stop.clone(), work).await;
         };
-        let zoning = async {
+        let updating_zones = async {
             tokio::select! {
                 () = zones.synced() => {}
                 () = stop.cancelled() => return,
             }
             for node in zones.names() {
-                queues.zoned.push(node);
+                queues.zone_labels.push(node);
             }
             let work = |node: String| async move { zones.reconcile(&node).await };
-            zoned.run(AT_ONCE, Retry::default(), stop.clone(), work).await;
+            zone_labels.run(WORKERS, Retry::default(), stop.clone(), work).await;
         };
-        tokio::join!(showing, tidying, owning, repairing, recording, zoning);
+        tokio::join!(
+            updating_conditions,
+            deleting_abandoned,
+            updating_owner_refs,
+            repair,
+            updating_records,
+            updating_zones
+        );
     }
 
-    /// Asks for a look at everything: what changed before was another replica's business, and nobody knows how far it
-    /// came.
+    /// Queues everything: it is unknown how far the previous leader came.
     fn push_all(&self) {
         let Self { queues, guest, management, .. } = self;
         for claim in management.claim_names() {
-            queues.waiting.push(claim.clone());
+            queues.pending_claims.push(claim.clone());
             queues.push_volume(&claim);
         }
         for volume in guest.volumes.list() {
@@ -331,6 +347,6 @@ impl Started {
                 queues.push_volume(handle);
             }
         }
-        queues.push_owned();
+        queues.push_all_owner_refs();
     }
 }

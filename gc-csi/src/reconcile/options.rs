@@ -1,4 +1,4 @@
-//! What the controller keeps in step beyond what it must, chosen by flags.
+//! Flags of the reconcilers.
 
 use std::time::Duration;
 
@@ -8,26 +8,26 @@ use process_kit::duration;
 /// Flags of the reconcilers.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Options {
-    /// Key of a label that is copied from guest PersistentVolumeClaims to their management claims, and kept current
-    /// there (repeatable).
+    /// Key of a label to copy from guest PersistentVolumeClaims to their management claims and to keep in sync
+    /// (repeatable).
     #[arg(long = "sync-label", value_name = "KEY", value_parser = label_key)]
     pub(crate) labels: Vec<String>,
-    /// Write on each management claim which of the guest's pods use it: one more write whenever that changes.
+    /// Record on each management claim which guest pods use it. Costs one write per change.
     #[arg(long)]
     pub(crate) sync_pods: bool,
-    /// How long something must be wrong before a disk that nothing in the guest asks for is taken out of a machine, or a
-    /// management claim is called an orphan.
+    /// Grace period before a disk without a guest VolumeAttachment is detached, and before a management claim without a
+    /// guest PersistentVolume is marked as orphaned.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     pub(crate) repair_grace: Duration,
-    /// Delete a management claim that was an orphan for so long, with its data. Without it, none is ever deleted.
+    /// Delete a management claim, with its data, when it has been orphaned for this long. Default: never.
     #[arg(long, value_name = "DURATION", value_parser = duration::parse)]
     pub(crate) remove_orphans_after: Option<Duration>,
 }
 
-/// Domains of labels that mean something to the management cluster: a guest may not choose their values.
+/// Label domains that the management cluster interprets. A guest must not set them.
 const RESERVED: [&str; 3] = ["nestor.dev", "kubernetes.io", "k8s.io"];
 
-/// A label key that guests may have a say in.
+/// Parses the key of a label that guests may set.
 fn label_key(text: &str) -> Result<String, String> {
     let (prefix, name) = match text.split_once('/') {
         Some((prefix, name)) => (Some(prefix), name),
@@ -39,8 +39,8 @@ fn label_key(text: &str) -> Result<String, String> {
         && edge(name.chars().last())
         && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
     if !is_name || prefix.is_some_and(|prefix| !crate::management::is_object_name(prefix)) {
-        return Err("not a label key: a name of 1 to 63 letters, digits, '-', '_' or '.', \
-                    and maybe a DNS name and '/' before it"
+        return Err("not a label key: use a name of 1 to 63 letters, digits, '-', '_' or '.', \
+                    optionally after a DNS name and '/'"
             .to_owned());
     }
     let within = |domain: &str| {
@@ -50,7 +50,7 @@ fn label_key(text: &str) -> Result<String, String> {
     };
     match RESERVED.into_iter().find(|domain| within(domain)) {
         Some(domain) => Err(format!(
-            "labels of {domain} mean something to the management cluster: guests may not set them there"
+            "the management cluster interprets labels of {domain}: guests must not set them there"
         )),
         None => Ok(text.to_owned()),
     }
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_that_the_management_cluster_reads_are_refused() {
+    fn label_keys_of_reserved_domains_are_refused() {
         for good in ["team", "example.com/team", "my-k8s.io/x", "nestor.dev.example.com/x"] {
             assert!(label_key(good).is_ok(), "{good}");
         }

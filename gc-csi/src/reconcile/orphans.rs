@@ -1,7 +1,7 @@
-//! Management claims whose PersistentVolume in the guest is gone though nobody deleted them: marked, told and counted,
-//! and deleted only where the guest's policy says so.
+//! Orphaned claims: management claims whose guest PersistentVolume is gone although no DeleteVolume deleted them. They
+//! are marked, reported and counted, and deleted only with `--remove-orphans-after`.
 //!
-//! One that the guest let go of with reclaim policy Retain is no orphan: it is marked as retained, and stays.
+//! A claim whose guest PersistentVolume had the reclaim policy Retain is no orphan: it is marked as retained and stays.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -17,46 +17,45 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use super::repairs::{ORPHAN_REMOVED, Repairs};
-use crate::guest::{Guest, Wish};
+use super::repair_metrics::{ORPHAN_REMOVED, RepairMetrics};
+use crate::guest::{ClaimState, Guest};
 use crate::management::Management;
 use crate::management::claims::DeleteError;
-use crate::management::metadata::Description;
-use crate::management::orphans::GivenClaim;
+use crate::management::metadata::DesiredMetadata;
+use crate::management::orphans::ProvisionedClaim;
 
-/// How long one reading of the guest's volumes serves to mark claims, so that many orphans don't cost many readings.
-const FRESH: Duration = Duration::from_secs(5);
-/// How long a claim may take to be gone.
-const GONE: Duration = Duration::from_secs(60);
-/// How soon a claim is looked at again that may not be deleted: the cause need not be something that is watched.
-const REFUSED: Duration = Duration::from_secs(3600);
-/// For how long the replica that deletes an orphan has seen it so itself, by a clock that nobody sets, unless
-/// `--remove-orphans-after` is less: the time that stands in a mark is of a clock that may have been wrong, and so may be the
-/// one that it is compared with.
-const WITNESSED: Duration = Duration::from_secs(86_400);
-/// The longest sleep: what is to be deleted in a year is looked at every day.
-const LONGEST: Duration = Duration::from_secs(86_400);
+/// How long a list of the guest's PersistentVolumes is reused, so that many orphans need few lists.
+const LIST_TTL: Duration = Duration::from_secs(5);
+/// How long to wait until a claim is deleted.
+const DELETE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Retry interval for an orphan that must not be deleted: the cause may be something that is not watched.
+const REFUSED_RETRY: Duration = Duration::from_secs(3600);
+/// How long the replica that deletes an orphan must have observed it, by its monotonic clock, unless
+/// `--remove-orphans-after` is shorter: the wall clock of the mark, or the present one, may be wrong.
+const MIN_OBSERVED: Duration = Duration::from_secs(86_400);
+/// Maximum requeue delay.
+const MAX_REQUEUE: Duration = Duration::from_secs(86_400);
 
-/// How many there are.
+/// Gauges of orphans.
 #[derive(Debug, Clone)]
-pub(super) struct Counts {
+pub(super) struct Gauges {
     orphaned: Gauge,
     orphaned_bytes: Gauge,
     retained: Gauge,
 }
 
-/// What a claim without a PersistentVolume is.
+/// Why a claim has no PersistentVolume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// The guest's PersistentVolume said Retain.
+    /// The guest PersistentVolume had the reclaim policy Retain.
     Retained,
-    /// The volume is gone, and so is the guest's claim.
+    /// The guest PersistentVolume and the guest claim are gone.
     VolumeGone,
-    /// The guest's claim is there and has lost its volume.
+    /// The guest claim exists and lost its volume.
     ClaimLost,
 }
 
-/// Marks and counts orphans.
+/// Marks, counts and deletes orphans.
 pub(super) struct Orphans {
     guest: Guest,
     management: Management,
@@ -64,44 +63,44 @@ pub(super) struct Orphans {
     events: Events,
     grace: Duration,
     remove_after: Option<Duration>,
-    counts: Counts,
-    repairs: Repairs,
-    seen: Mutex<HashMap<String, Instant>>,
-    found: Mutex<HashMap<String, (State, u64)>>,
-    refused: Mutex<HashMap<String, String>>,
-    marked: Mutex<HashMap<String, Marked>>,
+    gauges: Gauges,
+    metrics: RepairMetrics,
+    unnamed_since: Mutex<HashMap<String, Instant>>,
+    classified: Mutex<HashMap<String, (State, u64)>>,
+    reported_errors: Mutex<HashMap<String, String>>,
+    marked: Mutex<HashMap<String, Mark>>,
     listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
 }
 
-/// A mark, as it was first seen in this term.
+/// A mark, as first observed in this lease term.
 #[derive(Debug, Clone)]
-struct Marked {
-    /// The time that it says.
+struct Mark {
+    /// The time in the annotation.
     since: String,
-    /// How old it was by the wall clock then.
+    /// Age by the wall clock when first observed.
     age: Duration,
-    seen: Instant,
+    first_observed: Instant,
 }
 
-impl Marked {
+impl Mark {
     fn new(since: &str) -> Self {
         let age = since.parse().ok().and_then(|since| Timestamp::now().duration_since(since).try_into().ok());
-        Self { since: since.to_owned(), age: age.unwrap_or_default(), seen: Instant::now() }
+        Self { since: since.to_owned(), age: age.unwrap_or_default(), first_observed: Instant::now() }
     }
 
-    /// How old it is: from when it was first seen on, by a clock that nobody sets.
+    /// Age: the initial age plus the time since, by the monotonic clock.
     fn age(&self) -> Duration {
-        self.age + self.seen.elapsed()
+        self.age + self.first_observed.elapsed()
     }
 
-    /// How long the claim is kept yet that is to go after so long.
+    /// Time until the claim may be deleted, for a retention of `after`.
     fn left(&self, after: Duration) -> Duration {
-        let unseen = after.min(WITNESSED).saturating_sub(self.seen.elapsed());
-        after.saturating_sub(self.age()).max(unseen)
+        let unobserved = after.min(MIN_OBSERVED).saturating_sub(self.first_observed.elapsed());
+        after.saturating_sub(self.age()).max(unobserved)
     }
 }
 
-impl Counts {
+impl Gauges {
     pub(super) fn register(registry: &mut Registry) -> Self {
         let gauge = |registry: &mut Registry, name: &str, help: &str| {
             let gauge = Gauge::default();
@@ -112,13 +111,13 @@ impl Counts {
             orphaned: gauge(
                 registry,
                 "orphaned_claims",
-                "Management claims of this guest that nothing in it names",
+                "Management claims of this guest without a guest PersistentVolume",
             ),
-            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "What orphaned claims have"),
+            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "Capacity of orphaned claims in bytes"),
             retained: gauge(
                 registry,
                 "retained_claims",
-                "Management claims whose PersistentVolume in the guest said Retain and is gone",
+                "Management claims whose guest PersistentVolume was deleted with the reclaim policy Retain",
             ),
         }
     }
@@ -134,18 +133,18 @@ impl State {
     }
 }
 
-/// What a claim is whose volume nothing names; None while one is being made or bound.
-fn state(claim: &GivenClaim, wish: Wish) -> Option<State> {
-    match wish {
-        Wish::Open => None,
+/// The state of a claim without a PersistentVolume; None while the volume is being created or bound.
+fn state(claim: &ProvisionedClaim, claim_state: ClaimState) -> Option<State> {
+    match claim_state {
+        ClaimState::Pending => None,
         _ if claim.retain => Some(State::Retained),
-        Wish::Gone => Some(State::VolumeGone),
-        Wish::Fulfilled => Some(State::ClaimLost),
+        ClaimState::Gone => Some(State::VolumeGone),
+        ClaimState::Bound => Some(State::ClaimLost),
     }
 }
 
-/// What the claim's annotations should be; `now` where it was not marked before.
-fn marks(claim: &GivenClaim, state: Option<State>, now: &str) -> Description {
+/// The claim's desired annotations; `now` is the time of a new mark.
+fn desired_marks(claim: &ProvisionedClaim, state: Option<State>, now: &str) -> DesiredMetadata {
     let (mut since, mut reason, mut retained) = (None, None, None);
     match state {
         None => {}
@@ -160,9 +159,9 @@ fn marks(claim: &GivenClaim, state: Option<State>, now: &str) -> Description {
         (names::ANNOTATION_ORPHANED_REASON, reason),
         (names::ANNOTATION_RETAINED_SINCE, retained),
     ];
-    Description {
+    DesiredMetadata {
         annotations: annotations.map(|(key, value)| (key.to_owned(), value)).into(),
-        ..Description::default()
+        ..DesiredMetadata::default()
     }
 }
 
@@ -172,8 +171,8 @@ impl Orphans {
         management: Management,
         locks: VolumeLocks,
         (grace, remove_after): (Duration, Option<Duration>),
-        counts: Counts,
-        repairs: Repairs,
+        gauges: Gauges,
+        metrics: RepairMetrics,
     ) -> Self {
         Self {
             events: management.events(),
@@ -182,25 +181,25 @@ impl Orphans {
             locks,
             grace,
             remove_after,
-            counts,
-            repairs,
-            seen: Mutex::default(),
-            found: Mutex::default(),
-            refused: Mutex::default(),
+            gauges,
+            metrics,
+            unnamed_since: Mutex::default(),
+            classified: Mutex::default(),
+            reported_errors: Mutex::default(),
             marked: Mutex::default(),
             listed: tokio::sync::Mutex::default(),
         }
     }
 
-    /// Lets the grace of each that is not marked yet begin anew, and that of each before it is deleted.
-    pub(super) fn forget_seen(&self) {
-        lock(&self.seen).clear();
+    /// Restarts all grace periods and observation times.
+    pub(super) fn forget_observations(&self) {
+        lock(&self.unnamed_since).clear();
         lock(&self.marked).clear();
     }
 
-    /// Looks whether the guest still has a volume of this handle.
+    /// Marks, unmarks or deletes the claim with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
-        let Some(claim) = self.management.given_claim(handle) else {
+        let Some(claim) = self.management.provisioned_claim(handle) else {
             self.forget(handle);
             return Ok(Next::Wait);
         };
@@ -211,58 +210,61 @@ impl Orphans {
         }
         let is_marked = claim.orphaned.is_some() || claim.retained.is_some();
         if !is_marked {
-            let since = *lock(&self.seen).entry(handle.to_owned()).or_insert_with(Instant::now);
+            let since = *lock(&self.unnamed_since).entry(handle.to_owned()).or_insert_with(Instant::now);
             let left = self.grace.saturating_sub(since.elapsed());
             if !left.is_zero() {
                 return Ok(Next::After(left));
             }
         }
-        let wish = match &claim.guest_claim {
-            Some(guest_claim) => self.guest.wish(guest_claim, &claim.volume).await?,
-            None => Wish::Gone,
+        let claim_state = match &claim.guest_claim {
+            Some(guest_claim) => self.guest.claim_state(guest_claim, &claim.volume).await?,
+            None => ClaimState::Gone,
         };
-        let Some(state) = state(&claim, wish) else { return Ok(Next::After(self.grace.max(FRESH))) };
-        if self.is_named(handle, FRESH).await? {
-            // The watch is behind, and pushes when it is not.
-            return Ok(Next::After(FRESH));
+        let Some(state) = state(&claim, claim_state) else {
+            return Ok(Next::After(self.grace.max(LIST_TTL)));
+        };
+        if self.is_named(handle, LIST_TTL).await? {
+            // The informer lags and pushes the handle when it catches up.
+            return Ok(Next::After(LIST_TTL));
         }
         self.mark(handle, &claim, Some(state)).await?;
-        lock(&self.found).insert(handle.to_owned(), (state, claim.bytes));
-        self.count();
-        self.consider_removal(handle, &claim, state).await
+        lock(&self.classified).insert(handle.to_owned(), (state, claim.bytes));
+        self.update_gauges();
+        self.delete_if_due(handle, &claim, state).await
     }
 
-    /// Brings the marks up to date, and tells of a change.
-    async fn mark(&self, handle: &str, claim: &GivenClaim, state: Option<State>) -> Result<(), String> {
-        let description = marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
-        let written = self.management.describe_claim(handle, &description).await;
+    /// Updates the marks and reports changes.
+    async fn mark(&self, handle: &str, claim: &ProvisionedClaim, state: Option<State>) -> Result<(), String> {
+        let description =
+            desired_marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
+        let written = self.management.patch_claim_metadata(handle, &description).await;
         if !written.map_err(|error| error.to_string())? {
             return Ok(());
         }
         let name = self.management.full_name(handle);
         match state {
             None if claim.orphaned.is_some() => {
-                let note = "a PersistentVolume of the guest names this claim again: it is no orphan any more";
+                let note = "a PersistentVolume of the guest names this claim again: it is no longer orphaned";
                 tracing::info!(claim = name, "{note}");
                 self.events.normal(claim.reference.clone(), "Check", "NotOrphaned", note.to_owned());
             }
             Some(State::Retained) => {
                 tracing::info!(
                     claim = name,
-                    "the guest let go of the claim's volume with reclaim policy Retain: kept"
+                    "the guest deleted the PersistentVolume with reclaim policy Retain: the claim stays"
                 );
             }
             Some(state) if claim.orphaned.is_none() => {
                 let note = format!(
-                    "no PersistentVolume of the guest names this claim any more; it was PersistentVolume {}{}; {}",
+                    "no PersistentVolume of the guest names this claim; it belonged to PersistentVolume {}{}; {}",
                     claim.volume,
                     match state {
-                        State::ClaimLost => ", which the guest's claim still says it has",
+                        State::ClaimLost => ", to which the guest's claim is still bound",
                         _ => "",
                     },
                     match self.remove_after {
-                        Some(after) => format!("it is deleted {} from now", duration::show(after)),
-                        None => "it is kept until somebody deletes it".to_owned(),
+                        Some(after) => format!("it will be deleted in {}", duration::show(after)),
+                        None => "it is kept until it is deleted manually".to_owned(),
                     },
                 );
                 tracing::warn!(claim = name, "{note}");
@@ -273,60 +275,64 @@ impl Orphans {
         Ok(())
     }
 
-    /// Deletes an orphan whose time is over, where that is wanted at all.
-    async fn consider_removal(&self, handle: &str, claim: &GivenClaim, state: State) -> Result<Next, String> {
-        // A claim that lost its volume still stands for somebody's data, and one that a person made is a person's.
-        let Some(after) = self.remove_after.filter(|_| claim.made && state == State::VolumeGone) else {
+    /// Deletes an orphan whose retention has passed, if configured.
+    async fn delete_if_due(
+        &self,
+        handle: &str,
+        claim: &ProvisionedClaim,
+        state: State,
+    ) -> Result<Next, String> {
+        // A claim whose guest claim exists still holds data, and claims that were created manually are never deleted.
+        let Some(after) = self.remove_after.filter(|_| claim.is_dynamic && state == State::VolumeGone) else {
             return Ok(Next::Wait);
         };
-        // Marked just now: the mark itself pushes the claim again.
+        // The mark was written just now; that change pushes the claim again.
         let Some((since, _)) = &claim.orphaned else { return Ok(Next::Wait) };
         let marked = self.marked(handle, since);
         let (age, left) = (marked.age(), marked.left(after));
         if !left.is_zero() {
-            return Ok(Next::After(left.min(LONGEST)));
+            return Ok(Next::After(left.min(MAX_REQUEUE)));
         }
-        // So that nobody is given it meanwhile.
-        let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(FRESH)) };
-        if self.is_named(handle, Duration::ZERO).await? || !self.is_given_up(claim).await? {
-            return Ok(Next::After(FRESH));
+        // Held so that no CreateVolume returns the claim meanwhile.
+        let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(LIST_TTL)) };
+        if self.is_named(handle, Duration::ZERO).await? || !self.is_guest_claim_gone(claim).await? {
+            return Ok(Next::After(LIST_TTL));
         }
-        let note = match self.management.delete_claim(handle, &[], Instant::now() + GONE).await {
+        let note = match self.management.delete_claim(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
             Ok(()) => {
-                let note = format!("deleted, since it was an orphan for {}", duration::show(age));
+                let note = format!("deleted after it was orphaned for {}", duration::show(age));
                 tracing::warn!(claim = handle, "{note}");
                 self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
-                self.repairs.count(ORPHAN_REMOVED);
+                self.metrics.count(ORPHAN_REMOVED);
                 return Ok(Next::Wait);
             }
             Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
                 return Err(error.to_string());
             }
-            Err(error) => format!("an orphan for {}, but not deleted: {error}", duration::show(age)),
+            Err(error) => format!("orphaned for {}, but not deleted: {error}", duration::show(age)),
         };
-        let before = lock(&self.refused).insert(handle.to_owned(), note.clone());
+        let before = lock(&self.reported_errors).insert(handle.to_owned(), note.clone());
         if before.is_none() {
             tracing::warn!(claim = handle, "{note}");
             self.events.warning(claim.reference.clone(), "Delete", "OrphanNotRemoved", note);
         }
-        Ok(Next::After(REFUSED))
+        Ok(Next::After(REFUSED_RETRY))
     }
 
-    /// The mark of a claim, which counts from when it was first seen with this time.
-    fn marked(&self, handle: &str, since: &str) -> Marked {
+    /// The mark of a claim; a changed time counts as a new mark.
+    fn marked(&self, handle: &str, since: &str) -> Mark {
         let mut marked = lock(&self.marked);
         let known = marked.get(handle).filter(|known| known.since == since).cloned();
-        known
-            .unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Marked::new(since)).get().clone())
+        known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Mark::new(since)).get().clone())
     }
 
-    /// Whether the guest's claim is gone, as its API says now.
-    async fn is_given_up(&self, claim: &GivenClaim) -> Result<bool, String> {
+    /// Whether the guest's claim is gone, read from the API server.
+    async fn is_guest_claim_gone(&self, claim: &ProvisionedClaim) -> Result<bool, String> {
         let Some(guest_claim) = &claim.guest_claim else { return Ok(true) };
-        Ok(self.guest.wish_now(guest_claim, &claim.volume).await? == Wish::Gone)
+        Ok(self.guest.claim_state_live(guest_claim, &claim.volume).await? == ClaimState::Gone)
     }
 
-    /// Whether one of the guest's volumes names the handle, as its API said within `age`.
+    /// Whether a guest PersistentVolume names the handle, from a list that is at most `age` old.
     async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
         let mut listed = self.listed.lock().await;
         if let Some((at, handles)) = &*listed
@@ -335,29 +341,29 @@ impl Orphans {
             return Ok(handles.contains(handle));
         }
         let at = Instant::now();
-        let handles = self.guest.handles_now().await?;
+        let handles = self.guest.live_handles().await?;
         let is_named = handles.contains(handle);
         *listed = Some((at, handles));
         Ok(is_named)
     }
 
     fn forget(&self, handle: &str) {
-        lock(&self.seen).remove(handle);
-        lock(&self.refused).remove(handle);
+        lock(&self.unnamed_since).remove(handle);
+        lock(&self.reported_errors).remove(handle);
         lock(&self.marked).remove(handle);
-        if lock(&self.found).remove(handle).is_some() {
-            self.count();
+        if lock(&self.classified).remove(handle).is_some() {
+            self.update_gauges();
         }
     }
 
-    fn count(&self) {
-        let found = lock(&self.found);
+    fn update_gauges(&self) {
+        let found = lock(&self.classified);
         let (retained, orphaned): (Vec<_>, Vec<_>) =
             found.values().partition(|(state, _)| *state == State::Retained);
         let bytes: u64 = orphaned.iter().map(|(_, bytes)| bytes).sum();
-        self.counts.retained.set(i64::try_from(retained.len()).unwrap_or(i64::MAX));
-        self.counts.orphaned.set(i64::try_from(orphaned.len()).unwrap_or(i64::MAX));
-        self.counts.orphaned_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
+        self.gauges.retained.set(i64::try_from(retained.len()).unwrap_or(i64::MAX));
+        self.gauges.orphaned.set(i64::try_from(orphaned.len()).unwrap_or(i64::MAX));
+        self.gauges.orphaned_bytes.set(i64::try_from(bytes).unwrap_or(i64::MAX));
     }
 }
 
@@ -369,11 +375,11 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn claim(retain: bool, orphaned: Option<&str>) -> GivenClaim {
-        GivenClaim {
+    fn claim(retain: bool, orphaned: Option<&str>) -> ProvisionedClaim {
+        ProvisionedClaim {
             volume: "pvc-1".to_owned(),
             guest_claim: None,
-            made: true,
+            is_dynamic: true,
             retain,
             orphaned: orphaned.map(|since| (since.to_owned(), "VolumeGone".to_owned())),
             retained: None,
@@ -383,33 +389,33 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_is_being_made_is_no_orphan_and_one_that_was_let_go_is_retained() {
-        assert_eq!(state(&claim(false, None), Wish::Open), None);
-        assert_eq!(state(&claim(true, None), Wish::Open), None);
-        assert_eq!(state(&claim(true, None), Wish::Gone), Some(State::Retained));
-        assert_eq!(state(&claim(false, None), Wish::Gone), Some(State::VolumeGone));
-        assert_eq!(state(&claim(false, None), Wish::Fulfilled), Some(State::ClaimLost));
+    fn pending_volumes_are_not_orphaned_and_retained_ones_are_marked_as_such() {
+        assert_eq!(state(&claim(false, None), ClaimState::Pending), None);
+        assert_eq!(state(&claim(true, None), ClaimState::Pending), None);
+        assert_eq!(state(&claim(true, None), ClaimState::Gone), Some(State::Retained));
+        assert_eq!(state(&claim(false, None), ClaimState::Gone), Some(State::VolumeGone));
+        assert_eq!(state(&claim(false, None), ClaimState::Bound), Some(State::ClaimLost));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_orphan_goes_when_its_mark_is_old_and_was_seen_for_long_by_a_clock_that_nobody_sets() {
-        let day = WITNESSED;
-        let mark = |age| Marked { since: String::new(), age, seen: Instant::now() };
+    async fn an_orphan_is_deleted_when_its_mark_is_old_and_was_observed_long_enough() {
+        let day = MIN_OBSERVED;
+        let mark = |age| Mark { since: String::new(), age, first_observed: Instant::now() };
         let (fresh, old) = (mark(Duration::ZERO), mark(100 * day));
         assert_eq!((fresh.left(30 * day), old.left(30 * day)), (30 * day, day));
         assert_eq!(old.left(day / 2), day / 2);
         tokio::time::sleep(day).await;
         assert_eq!((fresh.left(30 * day), old.left(30 * day)), (29 * day, Duration::ZERO));
         assert_eq!(old.age(), 101 * day);
-        // A mark from the future, and one that is no time, are of now.
-        assert_eq!(Marked::new("2200-01-01T00:00:00Z").age(), Duration::ZERO);
-        assert_eq!(Marked::new("soon").age(), Duration::ZERO);
+        // A mark in the future or with an invalid time counts from now.
+        assert_eq!(Mark::new("2200-01-01T00:00:00Z").age(), Duration::ZERO);
+        assert_eq!(Mark::new("soon").age(), Duration::ZERO);
     }
 
     #[test]
-    fn the_time_of_a_mark_is_that_of_the_first_and_all_marks_go_together() {
-        let annotations = |claim: &GivenClaim, state| {
-            let all = marks(claim, state, "now").annotations;
+    fn the_first_time_of_a_mark_is_kept_and_all_marks_are_removed_together() {
+        let annotations = |claim: &ProvisionedClaim, state| {
+            let all = desired_marks(claim, state, "now").annotations;
             let keys = [
                 names::ANNOTATION_ORPHANED_SINCE,
                 names::ANNOTATION_ORPHANED_REASON,

@@ -1,6 +1,6 @@
-//! Nodes that people say are lost: the taint `node.kubernetes.io/out-of-service` as an annotation of the node's machine, by
-//! which the management cluster knows that the machine's disks may be taken from it by force. Nobody but the people who
-//! taint a node can know that; so nothing else makes gc-csi write it, and it goes with the taint.
+//! Out-of-service Nodes: copies the taint `node.kubernetes.io/out-of-service` of a guest Node to an annotation of its
+//! VM. It allows the management cluster to force-detach the VM's disks. gc-csi sets the annotation only because of the
+//! taint, which an operator sets, and removes it with the taint.
 
 use crds::VirtualMachine;
 use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
@@ -8,36 +8,36 @@ use kube_kit::lean::Node;
 
 use crate::management::Management;
 
-/// Whether a machine's annotation says that its node is lost.
-pub(super) fn is_said(machine: &VirtualMachine) -> bool {
-    let annotations = machine.metadata.annotations.as_ref();
+/// Whether a VM has the annotation.
+pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
+    let annotations = vm.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
-/// Whether people say of a node that it is lost. The taint counts whatever its value and effect, as it does to Kubernetes.
+/// Whether a Node has the taint, with any value and effect, as in Kubernetes.
 pub(super) fn is_tainted(node: &Node) -> bool {
     node.taints.iter().any(|taint| taint.key == TAINT_OUT_OF_SERVICE)
 }
 
-/// Brings the annotation of one machine up to date. Where its Node is deleted, what was said of that last stands.
+/// Updates the annotation of one VM. If its Node was deleted, the annotation stays as it is.
 pub(super) async fn reconcile(management: &Management, node: &Node) -> Result<(), String> {
     let name = node.metadata.name.as_deref().unwrap_or_default();
-    let Some(machine) = management.machine(name) else { return Ok(()) };
-    let lost = is_tainted(node);
-    if lost == is_said(&machine) {
+    let Some(vm) = management.vm(name) else { return Ok(()) };
+    let tainted = is_tainted(node);
+    if tainted == is_annotated(&vm) {
         return Ok(());
     }
-    let of = node.metadata.uid.as_deref().filter(|_| lost);
+    let of = node.metadata.uid.as_deref().filter(|_| tainted);
     let full_name = management.full_name(name);
-    management.set_out_of_service(&machine, of).await.map_err(|error| {
-        format!("cannot say of VirtualMachine {full_name} whether its node is out of service: {error}")
+    management.set_out_of_service(&vm, of).await.map_err(|error| {
+        format!("failed to update the out-of-service annotation of VirtualMachine {full_name}: {error}")
     })?;
-    match lost {
+    match tainted {
         true => tracing::warn!(
-            machine = %full_name,
-            "Node {name} is tainted as out of service: disks may be taken from its machine by force"
+            vm = %full_name,
+            "Node {name} has the out-of-service taint: the disks of its VirtualMachine may be detached by force"
         ),
-        false => tracing::info!(machine = %full_name, "Node {name} is in service again"),
+        false => tracing::info!(vm = %full_name, "Node {name} no longer has the out-of-service taint"),
     }
     Ok(())
 }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_is_lost_by_that_taint_alone() {
+    fn only_the_out_of_service_taint_counts() {
         let node = |taint: &str| -> Node {
             let taints = json!([{"key": taint, "value": "nodeshutdown", "effect": "NoExecute"}]);
             serde_json::from_value(json!({"metadata": {"name": "n"}, "spec": {"taints": taints}})).unwrap()

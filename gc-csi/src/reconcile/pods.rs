@@ -1,4 +1,4 @@
-//! Which of the guest's pods use a claim.
+//! Guest pods by the claims that they use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use tokio_util::sync::CancellationToken;
 
 use crate::guest::reference;
 
-/// How many pods are read at once.
+/// Page size of lists.
 const PAGE: u32 = 500;
 
-/// How long a list of pods is good for: a pool that fails concerns many claims of a namespace at once.
+/// How long a list of pods is reused: a failed pool affects many claims of a namespace at once.
 const LISTED_FOR: Duration = Duration::from_secs(10);
 
-/// How many pods of one claim are reported to.
+/// Maximum number of pods per claim that get an event.
 const MAX_REPORTED: usize = 16;
 
-/// The pods of the guest, trimmed to their claims.
+/// Informer of guest pods, trimmed to their claims.
 #[derive(Debug, Clone)]
 pub(super) struct Pods {
     informer: Informer<Pod>,
@@ -35,7 +35,7 @@ pub(super) struct Pods {
 }
 
 impl Pods {
-    /// Starts the watch; `changed` is told of each claim whose users change.
+    /// Starts the informer; calls `changed` for each claim whose pods change.
     pub(super) fn start(
         client: &Client,
         check: Check,
@@ -62,38 +62,37 @@ impl Pods {
         Self { informer, by_claim }
     }
 
-    /// Waits until all were read once.
+    /// Waits for the first list.
     pub(super) async fn synced(&self) {
         self.informer.synced().await;
     }
 
     /// The pods that use a claim, in order.
-    pub(super) fn using(&self, claim: &Key) -> Vec<Key> {
+    pub(super) fn pods_using(&self, claim: &Key) -> Vec<Key> {
         self.by_claim.members(claim)
     }
 }
 
-/// The pods of a namespace, listed when a volume's trouble is to be reported to them. No watch is kept for it: most
-/// volumes never have any.
-pub(super) struct Lister {
+/// Lists the pods of a namespace to report an abnormal volume. There is no watch, because most volumes never need it.
+pub(super) struct PodLister {
     client: Client,
     listed: Mutex<HashMap<String, Listed>>,
 }
 
-/// The pods of a namespace by claim, and when they were listed.
+/// The pods of a namespace by claim, and the time of the list.
 #[derive(Debug)]
 struct Listed {
     at: Instant,
     by_claim: HashMap<Key, Vec<ObjectReference>>,
 }
 
-impl Lister {
+impl PodLister {
     pub(super) fn new(client: Client) -> Self {
         Self { client, listed: Mutex::default() }
     }
 
-    /// The pods that use a claim, as of the last ten seconds; of very many, the first ones.
-    pub(super) async fn using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
+    /// The pods that use a claim, at most ten seconds old and at most [`MAX_REPORTED`].
+    pub(super) async fn pods_using(&self, claim: &Key) -> Result<Vec<ObjectReference>, String> {
         let mut listed = self.listed.lock().await;
         listed.retain(|_, listed| listed.at.elapsed() < LISTED_FOR);
         if !listed.contains_key(&claim.namespace) {
@@ -101,8 +100,8 @@ impl Lister {
             listed.insert(claim.namespace.clone(), Listed { at: Instant::now(), by_claim });
         }
         let listed = listed.get(&claim.namespace);
-        let using = listed.and_then(|listed| listed.by_claim.get(claim)).map(Vec::as_slice);
-        Ok(using.unwrap_or_default().iter().take(MAX_REPORTED).cloned().collect())
+        let pods_using = listed.and_then(|listed| listed.by_claim.get(claim)).map(Vec::as_slice);
+        Ok(pods_using.unwrap_or_default().iter().take(MAX_REPORTED).cloned().collect())
     }
 
     async fn list(&self, namespace: &str) -> Result<HashMap<Key, Vec<ObjectReference>>, String> {
@@ -126,14 +125,14 @@ impl Lister {
     }
 }
 
-/// The claims of a pod; one that has ended uses none any more.
+/// The claims of a pod; none after the pod has terminated.
 fn claims(pod: &Pod) -> Vec<Key> {
     if matches!(pod.phase.as_deref(), Some("Succeeded" | "Failed")) {
         return Vec::new();
     }
     let name = |volume: &PodVolume| match volume {
         PodVolume::Claim(name) => name.clone(),
-        // Kubernetes, "Generic ephemeral volumes": the claim's name is the pod's and the volume's.
+        // The claim of a generic ephemeral volume is named after the pod and the volume.
         PodVolume::Ephemeral(volume) => {
             format!("{}-{volume}", pod.metadata.name.as_deref().unwrap_or_default())
         }
@@ -142,7 +141,7 @@ fn claims(pod: &Pod) -> Vec<Key> {
     pod.volumes.iter().map(|volume| Key::new(namespace, name(volume))).collect()
 }
 
-/// Keeps of the metadata who it is.
+/// Keeps only the identity of the metadata.
 fn trim(pod: &mut Pod) {
     pod.metadata.annotations = None;
     pod.metadata.labels = None;
@@ -173,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_running_pod_uses_its_claims() {
+    fn only_pods_that_have_not_terminated_use_their_claims() {
         let running = pod("Running");
         assert_eq!(claims(&running), [Key::new("shop", "data"), Key::new("shop", "web-scratch")]);
         assert!(running.metadata.labels.is_none());

@@ -1,5 +1,5 @@
-//! The zone of each machine as the label of its guest node, by which Kubernetes schedules and volumes are placed. A
-//! label that is there is never overwritten: whoever set it may have had a reason.
+//! Zone labels of guest Nodes, from their VMs. The scheduler and volume placement use them. An existing label is never
+//! overwritten.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -22,32 +22,32 @@ use super::out_of_service;
 use crate::guest::reference;
 use crate::management::Management;
 
-/// Labels guest nodes.
+/// Labels guest Nodes with their zones.
 pub(super) struct Zones {
     api: Api<Node>,
     nodes: Informer<Node>,
     management: Management,
     events: Events,
-    told: Mutex<HashMap<String, String>>,
+    reported: Mutex<HashMap<String, String>>,
 }
 
-/// What is to be done about a node.
+/// Action for a Node.
 #[derive(Debug, PartialEq, Eq)]
 enum Action {
-    Nothing,
+    None,
     Label,
-    /// The label says another zone.
-    Tell,
+    /// The label names another zone.
+    Report,
 }
 
-/// The zone of a machine.
-pub(super) fn zone_of(machine: &VirtualMachine) -> Option<&str> {
-    machine.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
+/// The zone of a VM.
+pub(super) fn zone_of(vm: &VirtualMachine) -> Option<&str> {
+    vm.status.as_ref()?.zone.as_deref().filter(|zone| !zone.is_empty())
 }
 
 impl Zones {
-    /// Starts the watch of nodes; `changed` is told the name of each that comes, goes, has another zone, or is lost or
-    /// found.
+    /// Starts the informer of Nodes; calls `changed` for each Node that is created or deleted, or whose zone or
+    /// out-of-service taint changes.
     pub(super) fn start(
         client: &Client,
         management: Management,
@@ -67,32 +67,32 @@ impl Zones {
                 }
             })
             .start(check, stop.clone());
-        Self { api: Api::all(client.clone()), nodes, management, events, told: Mutex::default() }
+        Self { api: Api::all(client.clone()), nodes, management, events, reported: Mutex::default() }
     }
 
-    /// Waits until all nodes were read once.
+    /// Waits for the first list.
     pub(super) async fn synced(&self) {
         self.nodes.synced().await;
     }
 
-    /// The names of all nodes.
+    /// Names of all Nodes.
     pub(super) fn names(&self) -> Vec<String> {
         self.nodes.list().iter().filter_map(|node| node.metadata.name.clone()).collect()
     }
 
-    /// Whether a machine of this name is a node of the guest.
+    /// Whether the guest has a Node of this name.
     pub(super) fn is_node(&self, name: &str) -> bool {
         self.nodes.get(&Key::cluster(name)).is_some()
     }
 
-    /// The same as the guest's API says now.
-    pub(super) async fn is_node_now(&self, name: &str) -> Result<bool, String> {
+    /// Whether the guest has a Node of this name, read from the API server.
+    pub(super) async fn is_node_live(&self, name: &str) -> Result<bool, String> {
         let read = self.api.get_metadata_opt(name).await;
-        let node = read.map_err(|error| format!("cannot read guest Node {name}: {}", chain(&error)))?;
+        let node = read.map_err(|error| format!("failed to read guest Node {name}: {}", chain(&error)))?;
         Ok(node.is_some())
     }
 
-    /// What an event about a node refers to.
+    /// Reference for events about a Node.
     pub(super) fn reference_to(&self, name: &str) -> ObjectReference {
         let node = self.nodes.get(&Key::cluster(name));
         node.map_or_else(
@@ -106,34 +106,33 @@ impl Zones {
         )
     }
 
-    /// Brings the label of one node up to date, and what is said of its machine.
+    /// Updates the zone label of one Node, and the out-of-service annotation of its VM.
     pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
         if let Some(node) = self.nodes.get(&Key::cluster(name)) {
             out_of_service::reconcile(&self.management, &node).await?;
         }
-        let machine = self.management.machine(name);
-        let (Some(node), Some(zone)) =
-            (self.nodes.get(&Key::cluster(name)), machine.as_deref().and_then(zone_of))
+        let vm = self.management.vm(name);
+        let (Some(node), Some(zone)) = (self.nodes.get(&Key::cluster(name)), vm.as_deref().and_then(zone_of))
         else {
             self.forget(name);
             return Ok(Next::Wait);
         };
         match decide(zone_label(&node), zone) {
-            Action::Nothing => self.forget(name),
+            Action::None => self.forget(name),
             Action::Label => {
                 self.forget(name);
                 self.label(&node, zone).await?;
             }
-            Action::Tell => {
+            Action::Report => {
                 let note = format!(
                     "label {LABEL_ZONE} of Node {name} is {:?}, but VirtualMachine {} runs in zone {zone:?}: volumes \
-                     are placed by the label; correct it, or remove it to have it set",
+                     are placed by the label; correct it, or remove it so that gc-csi sets it",
                     zone_label(&node).unwrap_or_default(),
                     self.management.full_name(name),
                 );
-                if self.is_news(name, &note) {
+                if self.is_new_note(name, &note) {
                     tracing::warn!("{note}");
-                    self.events.warning(reference(&*node), "Label", "ZoneDiffers", note);
+                    self.events.warning(reference(&*node), "Label", "ZoneMismatch", note);
                 }
             }
         }
@@ -142,36 +141,38 @@ impl Zones {
 
     async fn label(&self, node: &Node, zone: &str) -> Result<(), String> {
         let name = node.metadata.name.as_deref().unwrap_or_default();
-        // The resource version makes the API server refuse this if the node has a label by now.
+        // With the resourceVersion, the API server refuses the patch if the Node has a label by now.
         let guard = json!({"uid": node.metadata.uid, "resourceVersion": node.metadata.resource_version});
         let mut metadata = guard;
         metadata["labels"] = json!({LABEL_ZONE: zone});
         let patch = Patch::Merge(json!({"metadata": metadata}));
         match self.api.patch_metadata(name, &PatchParams::default(), &patch).await {
             Ok(_) => {
-                tracing::info!(node = name, zone, "labelled a node with the zone of its machine");
+                tracing::info!(node = name, zone, "labelled the Node with the zone of its VirtualMachine");
                 Ok(())
             }
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-            Err(error) => Err(format!("cannot label guest Node {name} with zone {zone}: {}", chain(&error))),
+            Err(error) => {
+                Err(format!("failed to label guest Node {name} with zone {zone}: {}", chain(&error)))
+            }
         }
     }
 
-    fn is_news(&self, node: &str, note: &str) -> bool {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
+    fn is_new_note(&self, node: &str, note: &str) -> bool {
+        let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
+        reported.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
     }
 
     fn forget(&self, node: &str) {
-        self.told.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
+        self.reported.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
     }
 }
 
 fn decide(label: Option<&str>, zone: &str) -> Action {
     match label {
         None => Action::Label,
-        Some(label) if label == zone => Action::Nothing,
-        Some(_) => Action::Tell,
+        Some(label) if label == zone => Action::None,
+        Some(_) => Action::Report,
     }
 }
 
@@ -179,7 +180,7 @@ fn zone_label(node: &Node) -> Option<&str> {
     node.metadata.labels.as_ref()?.get(LABEL_ZONE).map(String::as_str)
 }
 
-/// Keeps identity, the zone and the taint of a lost node.
+/// Keeps identity, zone label and out-of-service taint.
 fn trim(node: &mut Node) {
     node.metadata.annotations = None;
     node.metadata.finalizers = None;
@@ -195,10 +196,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_label_that_is_there_is_never_overwritten() {
+    fn an_existing_label_is_never_overwritten() {
         assert_eq!(decide(None, "a"), Action::Label);
-        assert_eq!(decide(Some("a"), "a"), Action::Nothing);
-        assert_eq!(decide(Some("b"), "a"), Action::Tell);
-        assert_eq!(decide(Some(""), "a"), Action::Tell);
+        assert_eq!(decide(Some("a"), "a"), Action::None);
+        assert_eq!(decide(Some("b"), "a"), Action::Report);
+        assert_eq!(decide(Some(""), "a"), Action::Report);
     }
 }

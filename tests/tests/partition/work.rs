@@ -109,7 +109,7 @@ where
 {
     match waiting.await? {
         Err(lost)
-            if lost.code() == Code::Unavailable && lost.message().contains("cannot change the disks") =>
+            if lost.code() == Code::Unavailable && lost.message().contains("failed to change spec.volumes") =>
         {
             healed("the same call", Instant::now(), again).await
         }

@@ -1,4 +1,4 @@
-//! Claims made, and waited for until they are bound.
+//! Creation of management claims, and the wait until they are bound.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,37 +13,37 @@ use kube_kit::lean::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{DeleteError, NoSize, is_block, is_bound, phase, volume_mode};
-use crate::fit::{Asked, Misfit};
+use super::{DeleteError, SizeError, is_block, is_bound, phase, volume_mode};
+use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::bound_to;
-use crate::management::{ApiError, Management, recent, snapshots};
+use crate::management::{ApiError, Management, recent_outcomes, snapshots};
 
-/// A claim to make.
+/// A management claim to create.
 #[derive(Debug, Clone)]
 pub(crate) struct NewClaim {
-    /// The name that the caller gave the volume.
+    /// CSI name of the volume.
     pub csi_name: String,
-    /// How large it must and may be.
+    /// Required and maximum size.
     pub size: Size,
     /// Management StorageClass.
     pub class: String,
-    /// Whether it is used as a raw block device.
+    /// Whether it is a raw block volume.
     pub block: bool,
-    /// Its access modes, as Kubernetes writes them.
+    /// Access modes, as Kubernetes names them.
     pub access_modes: Vec<&'static str>,
-    /// What it is made from; without it, it is empty.
+    /// Source of the data; None for an empty volume.
     pub source: Option<Source>,
-    /// What the guest's volumes are that the source is, where it is a volume.
-    pub source_volumes: Vec<Asked>,
+    /// Requirements of the guest PersistentVolumes of the source, if that is a volume.
+    pub source_volumes: Vec<PvRequirements>,
     /// Management VolumeAttributesClass.
     pub attributes_class: Option<String>,
-    /// The zones from which it must be reachable, best first; none where any will do.
+    /// Zones from which the volume must be reachable, in the order of preference; empty for any.
     pub zones: Vec<String>,
-    /// Whom it is for, as annotations.
+    /// Annotations that name the guest objects.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// What a claim is made from.
+/// Source of a volume's data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Source {
     /// A management VolumeSnapshot.
@@ -74,131 +74,131 @@ impl std::fmt::Display for Source {
     }
 }
 
-/// A claim that is bound.
+/// A bound claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundClaim {
-    /// The claim's name, which is the volume's handle.
+    /// Name of the claim, which is the volume handle.
     pub name: String,
-    /// The PersistentVolume that it is bound to.
+    /// Name of its PersistentVolume.
     pub volume: String,
-    /// What it really has, in bytes.
+    /// Capacity in bytes.
     pub capacity: u64,
-    /// The zones from which it can be reached; none where it can be from everywhere.
+    /// Zones from which it is reachable; empty for all.
     pub zones: Vec<String>,
 }
 
-/// Why no claim was made or bound.
+/// Why a claim was not created or bound.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CreateError {
-    /// The management StorageClass is unknown.
+    /// The management StorageClass does not exist.
     #[error(
         "StorageClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's StorageClass, or ask the platform team for that class",
         names::PARAMETER_MANAGEMENT_CLASS
     )]
     NoClass {
-        /// The name that was asked for.
+        /// The requested class.
         class: String,
     },
-    /// The management VolumeAttributesClass is unknown.
+    /// The management VolumeAttributesClass does not exist.
     #[error(
         "VolumeAttributesClass {class:?} does not exist in the management cluster: correct the parameter {} of the guest's VolumeAttributesClass, or ask the platform team for that class",
         names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS
     )]
     NoAttributesClass {
-        /// The name that was asked for.
+        /// The requested class.
         class: String,
     },
-    /// Several machines may not write to volumes of this class.
+    /// The class does not allow several VMs to write to a volume.
     #[error(
-        "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not let several machines write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
+        "access mode ReadWriteMany is not possible: StorageClass {class} of the management cluster does not allow several VMs to write to a volume; use a class with parameter {}: \"true\", or ReadWriteOnce",
         names::PARAMETER_SHAREABLE
     )]
     NotShareable {
         /// The management class.
         class: String,
     },
-    /// There is nothing of this name that this guest may copy.
+    /// The source does not exist for this guest.
     #[error(
-        "{origin} does not exist, or is neither this guest's nor shared with it: nothing can be made from it"
+        "{origin} does not exist, or is neither this guest's nor shared with it: it can't be used as a source"
     )]
     NoSource {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
     },
-    /// What is to be copied is not complete.
-    #[error("{origin} is not {state} yet: nothing can be made from it")]
+    /// The source is not complete.
+    #[error("{origin} is not {state} yet: it can't be used as a source")]
     SourceNotReady {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
-        /// What it must be.
+        /// The required state.
         state: &'static str,
     },
-    /// What is to be copied has other bytes than those that are meant.
-    #[error("nothing can be copied: {0}")]
-    SourceReplaced(Misfit),
-    /// What is to be copied is used in another way.
-    #[error("{origin} has volumeMode {has}, so no volume with volumeMode {wanted} can be made from it")]
+    /// The source has other data than the guest's PersistentVolume is pinned to.
+    #[error("the source was replaced: {0}")]
+    SourceReplaced(Incompatible),
+    /// The source has another volumeMode.
+    #[error("{origin} has volumeMode {has}: it can't be the source of a volume with volumeMode {request}")]
     SourceMode {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
-        /// Its mode.
+        /// Its volumeMode.
         has: &'static str,
-        /// The mode that was asked for.
-        wanted: &'static str,
+        /// The requested volumeMode.
+        request: &'static str,
     },
-    /// What is to be copied does not fit.
-    #[error("{origin} has {has}, more than the {wanted} that were requested: request at least as much")]
+    /// The source is larger than the requested volume.
+    #[error("{origin} has {has}, more than the requested {request}: request at least {has}")]
     SourceTooLarge {
-        /// What was to be copied.
+        /// The source.
         origin: Source,
         /// Its size.
         has: String,
-        /// The size that was asked for.
-        wanted: String,
+        /// The requested size.
+        request: String,
     },
-    /// No whole number of mebibytes lies in the range.
+    /// The range contains no whole number of MiB.
     #[error(transparent)]
-    NoSuchSize(NoSize),
-    /// More zones than a management claim may name.
+    InvalidSize(SizeError),
+    /// More zones than a management claim can request.
     #[error(
-        "the volume was asked for in {zones} zones, and at most {} can be requested: allow fewer in allowedTopologies of \
+        "the volume was requested in {zones} zones, but at most {} are possible: allow fewer in allowedTopologies of \
          the guest's StorageClass",
         names::MAX_REQUESTED_ZONES
     )]
     TooManyZones {
-        /// How many.
+        /// Number of requested zones.
         zones: usize,
     },
-    /// The name is taken by a volume that differs.
+    /// A volume of this name exists with other properties.
     #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
     Differs {
-        /// The caller's name.
+        /// CSI name of the volume.
         csi_name: String,
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What differs.
+        /// The difference.
         difference: String,
     },
-    /// The claim came out larger than the caller allows.
+    /// The claim is larger than the limit.
     #[error(
-        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {fate}"
+        "management PersistentVolumeClaim {claim} has {capacity} bytes, more than the limit of {limit}; {outcome}"
     )]
     TooLarge {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// Its capacity.
         capacity: u64,
         /// The limit.
         limit: u64,
-        /// What became of the claim.
-        fate: &'static str,
+        /// What happened to the claim.
+        outcome: &'static str,
     },
-    /// The management tier reports a failure; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
     Failing {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The tier's own words.
+        /// The reported warning.
         warning: String,
     },
     /// The claim lost its volume.
@@ -206,121 +206,122 @@ pub(crate) enum CreateError {
         "management PersistentVolumeClaim {claim} lost its PersistentVolume: the platform team must restore it"
     )]
     Lost {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
     },
     /// The claim is being deleted.
-    #[error("management PersistentVolumeClaim {claim} of this name is being deleted: wait until it is gone")]
+    #[error("management PersistentVolumeClaim {claim} is being deleted: wait until it is gone")]
     Deleting {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
     },
-    /// Time ran out; the work goes on.
-    #[error("management PersistentVolumeClaim {claim} was not bound in time{because}")]
+    /// The deadline passed; provisioning continues.
+    #[error("timed out waiting until management PersistentVolumeClaim {claim} is bound{detail}")]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The latest warning, or nothing.
-        because: String,
+        /// The latest warning, or empty.
+        detail: String,
     },
-    /// The request failed.
-    #[error("cannot create management PersistentVolumeClaim {claim}: {source}")]
+    /// The API request failed.
+    #[error("failed to create management PersistentVolumeClaim {claim}: {source}")]
     Api {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Makes the claim unless it is there, and waits until it is bound. What it is made from, or of, that is not seen
-    /// by `behind` is called missing.
+    /// Creates the claim unless it exists, and waits until it is bound. Classes and sources that the cache does not
+    /// show by `cache_deadline` count as missing.
     pub(crate) async fn create_claim(
         &self,
-        wanted: &NewClaim,
-        behind: Instant,
+        request: &NewClaim,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<BoundClaim, CreateError> {
-        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &wanted.csi_name);
-        let _begun = self.recent.begin(recent::claim(&name));
+        let name =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &request.csi_name);
+        let _suppressed = self.deleted_claims.suppress(recent_outcomes::claim_key(&name));
         let mark = self.warnings.mark();
-        let bytes = whole_mebibytes(wanted.size)?;
+        let bytes = whole_mebibytes(request.size)?;
         if self.claims.get(&self.key(&name)).is_none() {
-            check_zones(&wanted.zones)?;
-            self.check_classes(wanted, behind).await?;
-            if let Some(source) = &wanted.source {
-                self.check_source(source, wanted, bytes, behind).await?;
+            check_zones(&request.zones)?;
+            self.check_classes(request, cache_deadline).await?;
+            if let Some(source) = &request.source {
+                self.check_source(source, request, bytes, cache_deadline).await?;
             }
-            let claim = self.new_claim(&name, wanted, bytes).await;
+            let claim = self.new_claim(&name, request, bytes).await;
             let api: Api<v1::PersistentVolumeClaim> =
-                Api::namespaced(self.claims_api.clone().into_client(), &self.home.namespace);
+                Api::namespaced(self.claims_api.clone().into_client(), &self.identity.namespace);
             match api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
-                // An earlier call made it; the informer will show it, and it is compared then.
+                // If an earlier call created it, it is compared with the request when the informer shows it.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(CreateError::Api { claim: name, source }),
             }
         }
-        let bound = self.wait_bound(&name, wanted, bytes, mark, deadline).await?;
-        if let Some(limit) = wanted.size.limit.filter(|limit| bound.capacity > *limit) {
-            let fate = match self.delete_claim(&name, &[], deadline).await {
-                Ok(()) => "it was deleted again",
+        let bound = self.wait_bound(&name, request, bytes, mark, deadline).await?;
+        if let Some(limit) = request.size.limit.filter(|limit| bound.capacity > *limit) {
+            let outcome = match self.delete_claim(&name, &[], deadline).await {
+                Ok(()) => "the claim was deleted",
                 Err(DeleteError::Retained { .. }) => {
-                    "it stays, by its class's reclaim policy: have it removed"
+                    "the claim stays because of its class's reclaim policy Retain: delete it manually"
                 }
                 Err(error) => {
-                    let warning = format!("it is larger than the limit and could not be deleted: {error}");
+                    let warning = format!("it is larger than the limit, but could not be deleted: {error}");
                     return Err(CreateError::Failing { claim: name, warning });
                 }
             };
-            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit, fate });
+            return Err(CreateError::TooLarge { claim: name, capacity: bound.capacity, limit, outcome });
         }
         Ok(bound)
     }
 
-    /// The classes that a claim names must be there, and be able to do what it asks for.
-    async fn check_classes(&self, wanted: &NewClaim, behind: Instant) -> Result<(), CreateError> {
+    /// Checks that the requested classes exist and support the request.
+    async fn check_classes(&self, request: &NewClaim, cache_deadline: Instant) -> Result<(), CreateError> {
         let shareable = self
             .classes
-            .wait_for(&Key::cluster(&wanted.class), behind, |class| {
+            .wait_for(&Key::cluster(&request.class), cache_deadline, |class| {
                 let parameter =
                     class?.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
                 Some(parameter.map(String::as_str) == Some("true"))
             })
             .await
-            .ok_or_else(|| CreateError::NoClass { class: wanted.class.clone() })?;
-        if wanted.access_modes.contains(&"ReadWriteMany") && !shareable {
-            return Err(CreateError::NotShareable { class: wanted.class.clone() });
+            .ok_or_else(|| CreateError::NoClass { class: request.class.clone() })?;
+        if request.access_modes.contains(&"ReadWriteMany") && !shareable {
+            return Err(CreateError::NotShareable { class: request.class.clone() });
         }
-        if let Some(class) = &wanted.attributes_class
-            && !self.has_attributes_class(class, behind).await
+        if let Some(class) = &request.attributes_class
+            && !self.has_attributes_class(class, cache_deadline).await
         {
             return Err(CreateError::NoAttributesClass { class: class.clone() });
         }
         Ok(())
     }
 
-    /// Whether mgmt-csi will say of volumes of this class that they stay when their claims go.
-    fn is_kept(&self, class: &str) -> bool {
+    /// Whether mgmt-csi will report the reclaim policy Retain for volumes of this class.
+    fn is_retained(&self, class: &str) -> bool {
         let class = self.classes.get(&Key::cluster(class));
         class.is_some_and(|class| {
             class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
         })
     }
 
-    /// What a claim is made from must be this guest's to read, complete, and no larger than the claim.
+    /// Checks that the guest may read the source, and that it is complete and not larger than the claim.
     async fn check_source(
         &self,
         source: &Source,
-        wanted: &NewClaim,
+        request: &NewClaim,
         bytes: u64,
-        behind: Instant,
+        cache_deadline: Instant,
     ) -> Result<(), CreateError> {
         let origin = || source.clone();
         let missing = || CreateError::NoSource { origin: origin() };
         let has = match source {
             Source::Snapshot(name) => {
-                let snapshot = self.snapshot_by(name, behind).await.ok_or_else(missing)?;
+                let snapshot = self.wait_for_snapshot(name, cache_deadline).await.ok_or_else(missing)?;
                 if !snapshots::is_ready(&snapshot) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "ready to use" });
                 }
@@ -330,23 +331,27 @@ impl Management {
                 let usable = |claim: Option<&Arc<PersistentVolumeClaim>>| {
                     claim.filter(|claim| self.relation(claim).is_some()).cloned()
                 };
-                let claim =
-                    self.claims.wait_for(&self.key(name), behind, usable).await.ok_or_else(missing)?;
+                let claim = self
+                    .claims
+                    .wait_for(&self.key(name), cache_deadline, usable)
+                    .await
+                    .ok_or_else(missing)?;
                 if !is_bound(&claim) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "bound" });
                 }
-                self.same_bytes(name, &claim, &wanted.source_volumes).map_err(CreateError::SourceReplaced)?;
-                if is_block(&claim) != wanted.block {
-                    let (has, wanted) = (volume_mode(!wanted.block), volume_mode(wanted.block));
-                    return Err(CreateError::SourceMode { origin: origin(), has, wanted });
+                self.check_pins(name, &claim, &request.source_volumes)
+                    .map_err(CreateError::SourceReplaced)?;
+                if is_block(&claim) != request.block {
+                    let (has, request) = (volume_mode(!request.block), volume_mode(request.block));
+                    return Err(CreateError::SourceMode { origin: origin(), has, request });
                 }
-                // The management cluster's csi-provisioner compares what was requested, whatever came of it.
+                // The management cluster's csi-provisioner compares the requested size.
                 claim.status.capacity.max(claim.spec.requested).unwrap_or(0)
             }
         };
         if has > bytes {
-            let (has, wanted) = (quantity::of(has).0, quantity::of(bytes).0);
-            return Err(CreateError::SourceTooLarge { origin: origin(), has, wanted });
+            let (has, request) = (quantity::of(has).0, quantity::of(bytes).0);
+            return Err(CreateError::SourceTooLarge { origin: origin(), has, request });
         }
         Ok(())
     }
@@ -354,7 +359,7 @@ impl Management {
     async fn wait_bound(
         &self,
         name: &str,
-        wanted: &NewClaim,
+        request: &NewClaim,
         bytes: u64,
         mark: u64,
         deadline: Instant,
@@ -363,8 +368,8 @@ impl Management {
             .claims
             .wait_for(&self.key(name), deadline, |claim| {
                 let claim = claim?;
-                if let Err(difference) = self.same(claim, wanted, bytes) {
-                    let (csi_name, claim) = (wanted.csi_name.clone(), name.to_owned());
+                if let Err(difference) = self.check_same_claim(claim, request, bytes) {
+                    let (csi_name, claim) = (request.csi_name.clone(), name.to_owned());
                     return Some(Err(CreateError::Differs { csi_name, claim, difference }));
                 }
                 if claim.metadata.deletion_timestamp.is_some() {
@@ -385,30 +390,29 @@ impl Management {
             })
             .await;
         outcome.unwrap_or_else(|| {
-            let because =
-                self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
-            Err(CreateError::Deadline { claim: name.to_owned(), because })
+            let detail = self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
+            Err(CreateError::Deadline { claim: name.to_owned(), detail })
         })
     }
 
-    async fn new_claim(&self, name: &str, wanted: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
+    async fn new_claim(&self, name: &str, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
-        let mut annotations = wanted.annotations.clone();
-        if !wanted.zones.is_empty() {
-            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), wanted.zones.join(","));
+        let mut annotations = request.annotations.clone();
+        if !request.zones.is_empty() {
+            annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), request.zones.join(","));
         }
-        if self.is_kept(&wanted.class) {
-            // mgmt-csi keeps it current from the first moment of the volume on, but not before.
+        if self.is_retained(&request.class) {
+            // mgmt-csi updates the annotation once the volume exists.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
         v1::PersistentVolumeClaim {
             metadata: self.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {
-                access_modes: Some(wanted.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
-                storage_class_name: Some(wanted.class.clone()),
-                volume_mode: Some(volume_mode(wanted.block).to_owned()),
-                data_source: wanted.source.as_ref().map(Source::reference),
-                volume_attributes_class_name: wanted.attributes_class.clone(),
+                access_modes: Some(request.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
+                storage_class_name: Some(request.class.clone()),
+                volume_mode: Some(volume_mode(request.block).to_owned()),
+                data_source: request.source.as_ref().map(Source::reference),
+                volume_attributes_class_name: request.attributes_class.clone(),
                 resources: Some(VolumeResourceRequirements { requests: Some(requests.into()), limits: None }),
                 ..Default::default()
             }),
@@ -416,48 +420,53 @@ impl Management {
         }
     }
 
-    /// Whether a claim that is there is the one that is wanted; if not, what differs.
-    fn same(&self, claim: &PersistentVolumeClaim, wanted: &NewClaim, bytes: u64) -> Result<(), String> {
+    /// Compares an existing claim with the request; the error names the difference.
+    fn check_same_claim(
+        &self,
+        claim: &PersistentVolumeClaim,
+        request: &NewClaim,
+        bytes: u64,
+    ) -> Result<(), String> {
         if !self.owns(claim) {
-            return Err("it is not labelled as this guest's".to_owned());
+            return Err("it does not have this guest's label".to_owned());
         }
         let spec = &claim.spec;
         let requested = spec.requested.unwrap_or_default();
         if requested != bytes {
-            return Err(format!("it was made with {requested} bytes, not {bytes}"));
+            return Err(format!("it was created with {requested} bytes, not {bytes}"));
         }
         let class = spec.storage_class_name.as_deref().unwrap_or_default();
-        if class != wanted.class {
-            return Err(format!("it is of StorageClass {class:?}, not {:?}", wanted.class));
+        if class != request.class {
+            return Err(format!("its StorageClass is {class:?}, not {:?}", request.class));
         }
         let mode = spec.volume_mode.as_deref().unwrap_or("Filesystem");
-        if mode != volume_mode(wanted.block) {
-            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(wanted.block)));
+        if mode != volume_mode(request.block) {
+            return Err(format!("its volumeMode is {mode}, not {}", volume_mode(request.block)));
         }
         let mut modes: Vec<&str> = spec.access_modes.iter().map(String::as_str).collect();
-        let mut wanted_modes = wanted.access_modes.clone();
+        let mut wanted_modes = request.access_modes.clone();
         modes.sort_unstable();
         wanted_modes.sort_unstable();
         if modes != wanted_modes {
-            let (modes, wanted) = (modes.join(", "), wanted_modes.join(", "));
-            return Err(format!("its access modes are {modes}, not {wanted}"));
+            let (modes, request) = (modes.join(", "), wanted_modes.join(", "));
+            return Err(format!("its access modes are {modes}, not {request}"));
         }
-        let (has, source) = (spec.data_source.as_deref(), wanted.source.as_ref().map(Source::reference));
+        let (has, source) = (spec.data_source.as_deref(), request.source.as_ref().map(Source::reference));
         if has != source.as_ref() {
-            let made_from = |source: Option<&TypedLocalObjectReference>| match source {
+            let created_from = |source: Option<&TypedLocalObjectReference>| match source {
                 Some(source) => format!("from {} {}", source.kind, source.name),
                 None => "empty".to_owned(),
             };
-            let (was, wanted) = (made_from(has), made_from(source.as_ref()));
-            return Err(format!("it was made {was}, not {wanted}"));
+            let (was, request) = (created_from(has), created_from(source.as_ref()));
+            return Err(format!("it was created {was}, not {request}"));
         }
         Ok(())
     }
 }
 
-/// The smallest whole number of mebibytes in the range.
+/// The smallest whole number of MiB in the range, in bytes.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
-    super::whole_mebibytes(size).map_err(CreateError::NoSuchSize)
+    super::whole_mebibytes(size).map_err(CreateError::InvalidSize)
 }
 
 fn check_zones(zones: &[String]) -> Result<(), CreateError> {
@@ -465,7 +474,7 @@ fn check_zones(zones: &[String]) -> Result<(), CreateError> {
     if zones > names::MAX_REQUESTED_ZONES { Err(CreateError::TooManyZones { zones }) } else { Ok(()) }
 }
 
-/// The zones that mgmt-csi wrote onto a claim before it was bound.
+/// The zones that mgmt-csi wrote to the claim before it was bound.
 fn accessible_zones(claim: &PersistentVolumeClaim) -> Vec<String> {
     let written =
         claim.metadata.annotations.as_ref().and_then(|all| all.get(names::ANNOTATION_ACCESSIBLE_ZONES));

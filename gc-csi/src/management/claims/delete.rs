@@ -1,4 +1,4 @@
-//! Claims deleted, and waited for until they are gone.
+//! Deletion of management claims, and the wait until they are gone.
 
 use std::sync::Arc;
 
@@ -9,216 +9,219 @@ use kube_kit::lean::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::has_volume;
-use crate::fit::{Asked, Misfit};
+use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management, held_by, is_object_name, recent};
+use crate::management::{ApiError, Management, blocking_finalizers, is_object_name, recent_outcomes};
 
-/// What became of a claim that nobody waits for any more.
+/// Result of deleting an abandoned claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Abandoned {
-    /// It is not there.
+    /// The claim does not exist.
     Gone,
-    /// It has a volume, so it may be in use; it was left alone.
+    /// The claim has a volume, which may be in use; it was not deleted.
     HasVolume,
 }
 
-/// A claim that has no volume yet, and whom it is for.
+/// A claim without a volume, and the guest claim that it was created for.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct WaitingClaim {
-    /// The guest's claim.
+pub(crate) struct PendingClaim {
+    /// The guest claim.
     pub(crate) guest_claim: Key,
-    /// The name that the caller gave the volume.
+    /// CSI name of the volume.
     pub(crate) csi_name: String,
 }
 
-/// How a claim is seen to be gone.
+/// How the deletion of a claim was observed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gone {
-    /// There is none of its name.
-    Alone,
-    /// There is another of its name.
+    /// No claim of this name exists.
+    Absent,
+    /// Another claim of this name exists.
     Replaced,
 }
 
-/// How often it is decided anew whether a claim may go, after somebody changed it in between.
-const MOST_CONFLICTS: u32 = 5;
+/// Retries of a deletion after concurrent changes of the claim.
+const MAX_CONFLICTS: u32 = 5;
 
 /// Why a claim was not deleted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeleteError {
-    /// It is another's, and only shared with this guest.
+    /// The claim belongs to another guest or the platform team.
     #[error(
-        "management PersistentVolumeClaim {claim} belongs to {owner} and is only shared with this guest, so it was left \
-         alone: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume and delete that"
+        "management PersistentVolumeClaim {claim} belongs to {owner} and is only shared with this guest; it was not \
+         deleted: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume and delete that"
     )]
     Shared {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// Whose it is.
+        /// The owner.
         owner: String,
     },
-    /// Its volume is to be kept.
+    /// The management PersistentVolume has the reclaim policy Retain.
     #[error(
-        "management PersistentVolume {volume} of PersistentVolumeClaim {claim} has reclaim policy Retain, so both were \
-         left alone: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume too and delete that, or \
-         have the platform team set Delete on {volume}"
+        "management PersistentVolume {volume} of PersistentVolumeClaim {claim} has reclaim policy Retain, so neither \
+         was deleted: set persistentVolumeReclaimPolicy Retain on the guest's PersistentVolume too and delete that, \
+         or ask the platform team to set Delete on {volume}"
     )]
     Retained {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The management volume.
+        /// Name of the management PersistentVolume.
         volume: String,
     },
-    /// Other guests use it.
+    /// Other guests use the claim.
     #[error(
-        "management PersistentVolumeClaim {claim} is used by other guests, so it was left alone: {guests}; their \
-         PersistentVolumes must be deleted first, and of a guest that is no more, the platform team removes its \
+        "management PersistentVolumeClaim {claim} is used by other guests and was not deleted: {guests}; delete \
+         their PersistentVolumes first; if such a guest no longer exists, ask the platform team to remove its \
          annotation {prefix}<cluster ID>",
         prefix = names::ANNOTATION_CONSUMER_PREFIX
     )]
     Consumed {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// Who uses it.
+        /// The other guests.
         guests: String,
     },
-    /// It has other bytes than those that are meant.
+    /// The claim has other data than the guest's PersistentVolume is pinned to.
     #[error("nothing was deleted: {0}")]
-    Replaced(Misfit),
-    /// It is plugged into a machine.
-    #[error("volume {claim} is attached to VirtualMachine {machine}: detach it first")]
+    Replaced(Incompatible),
+    /// The disk is attached.
+    #[error("volume {claim} is attached to VirtualMachine {vm_name}: detach it first")]
     Attached {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// The machine.
-        machine: String,
+        /// Name of the VM.
+        vm_name: String,
     },
-    /// Time ran out; the deletion goes on.
-    #[error("management PersistentVolumeClaim {claim} was not gone in time{because}")]
+    /// The deadline passed; the deletion continues.
+    #[error("timed out waiting until management PersistentVolumeClaim {claim} is deleted{detail}")]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What holds it, as far as is known.
-        because: String,
+        /// The finalizers that block the deletion, if known.
+        detail: String,
     },
-    /// The request failed.
-    #[error("cannot delete management PersistentVolumeClaim {claim}: {source}")]
+    /// The API request failed.
+    #[error("failed to delete management PersistentVolumeClaim {claim}: {source}")]
     Api {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// The guest's own claim of this name, where this driver made it and it has no volume yet.
-    pub(crate) fn waiting_claim(&self, name: &str) -> Option<WaitingClaim> {
+    /// The guest's own claim of this name, if this driver created it and it has no volume yet.
+    pub(crate) fn pending_claim(&self, name: &str) -> Option<PendingClaim> {
         let claim = self.claim(name)?;
-        let guest_claim = waits_for(&claim)?;
+        let guest_claim = pending_for(&claim)?;
         let csi_name = annotation(&claim, names::ANNOTATION_GUEST_PV)?;
-        // The name proves that it was made for that volume.
-        let made = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), &csi_name) == name;
-        made.then_some(WaitingClaim { guest_claim, csi_name })
+        // The name proves that the claim was created for this volume.
+        let is_own =
+            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &csi_name) == name;
+        is_own.then_some(PendingClaim { guest_claim, csi_name })
     }
 
-    /// Deletes the claim of a volume that was never given out, and waits until it is gone; unless it has a
-    /// volume.
+    /// Deletes the claim of a volume that was never returned to the caller, unless it has a volume, and waits until it
+    /// is gone.
     pub(crate) async fn abandon_claim(
         &self,
         csi_name: &str,
         deadline: Instant,
     ) -> Result<Abandoned, DeleteError> {
-        let name = names::management_pvc(&self.home.prefix, self.home.cluster.as_str(), csi_name);
-        // Nobody asks again, so what the informer has not seen yet would stay: the API is read.
+        let name = names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), csi_name);
+        // The call is not repeated, so a claim that the cache does not show yet would stay: read it from the API
+        // server.
         match self.read_claim(&name).await?.filter(|claim| self.owns(claim)) {
             Some(claim) if has_volume(&claim) => Ok(Abandoned::HasVolume),
-            // Only as it was seen: one that was given a volume in between is not deleted.
+            // With the resourceVersion: a claim that got a volume in between is not deleted.
             Some(claim) => {
-                let seen = claim.metadata.resource_version.clone();
-                self.delete_seen(&name, &claim, seen, deadline).await.map(|()| Abandoned::Gone)
+                let version = claim.metadata.resource_version.clone();
+                self.delete_observed(&name, &claim, version, deadline).await.map(|()| Abandoned::Gone)
             }
             None => Ok(Abandoned::Gone),
         }
     }
 
-    /// Deletes the guest's claim and waits until it is gone. A claim that is not there, or nothing to this
-    /// guest, is left as it is: to this guest it does not exist. So is one with other bytes than those that the guest's
-    /// `volumes` of this name stand for.
+    /// Deletes the guest's claim and waits until it is gone. Does nothing if the claim does not exist for this guest.
+    /// Fails if the claim is not the one that the guest's `volumes` are pinned to.
     pub(crate) async fn delete_claim(
         &self,
         name: &str,
-        volumes: &[Asked],
+        volumes: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
-        let mut seen = match self.claims.get(&self.key(name)) {
-            Some(seen) => Some(seen),
-            None => self.unseen_claim(name, deadline).await?,
+        let mut cached = match self.claims.get(&self.key(name)) {
+            Some(cached) => Some(cached),
+            None => self.find_uncached_claim(name, deadline).await?,
         };
-        for _ in 0..MOST_CONFLICTS {
-            let Some(claim) = seen else { return Ok(()) };
-            if !self.may_go(name, &claim, volumes)? {
+        for _ in 0..MAX_CONFLICTS {
+            let Some(claim) = cached else { return Ok(()) };
+            if !self.check_deletable(name, &claim, volumes)? {
                 return Ok(());
             }
-            // Only as it was seen: a consumer or a policy that came in between would have been overlooked.
+            // With the resourceVersion: a consumer or a reclaim policy that was added in between is not overlooked.
             let version = claim.metadata.resource_version.clone();
-            match self.delete_seen(name, &claim, version, deadline).await {
+            match self.delete_observed(name, &claim, version, deadline).await {
                 Err(DeleteError::Api { source: ApiError::Conflict(_), .. }) => {}
                 outcome => return outcome,
             }
-            seen = self.read_claim(name).await?.map(Arc::new);
+            cached = self.read_claim(name).await?.map(Arc::new);
         }
-        Err(api_error(name, ApiError::Conflict(format!("{MOST_CONFLICTS} times in a row"))))
+        Err(api_error(name, ApiError::Conflict(format!("{MAX_CONFLICTS} attempts failed"))))
     }
 
-    /// A claim of this guest that is there, though the informer does not show it: another replica may just have made it,
-    /// and what is called gone now is not asked for again. It is waited for, so that its end is seen, too. One that this
-    /// process saw go just now is not looked for.
-    async fn unseen_claim(
+    /// The guest's claim if it exists but the cache does not show it yet: another replica may have just created it, and
+    /// the deletion is not repeated after success. Skips the read if this process observed the deletion within the last
+    /// seconds.
+    async fn find_uncached_claim(
         &self,
         name: &str,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, DeleteError> {
-        if self.claims.trouble().is_none() && self.recent.has_seen(&recent::claim(name), "") {
+        if self.claims.trouble().is_none()
+            && self.deleted_claims.contains(&recent_outcomes::claim_key(name), "")
+        {
             return Ok(None);
         }
         match self.read_claim(name).await? {
             Some(claim) if self.relation(&claim).is_some() => {}
             Some(_) => return Ok(None),
             None => {
-                self.recent.saw(recent::claim(name), "");
+                self.deleted_claims.record(recent_outcomes::claim_key(name), "");
                 return Ok(None);
             }
         }
-        let seen = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
-        seen.map(Some).ok_or_else(|| DeleteError::Deadline {
+        let cached = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
+        cached.map(Some).ok_or_else(|| DeleteError::Deadline {
             claim: name.to_owned(),
-            because: ": the watch of the management cluster does not show it yet".to_owned(),
+            detail: ": the watch of the management cluster does not show it yet".to_owned(),
         })
     }
 
-    /// The claim as it is now; None when there is none.
+    /// The claim as the API server returns it now; None if it does not exist.
     async fn read_claim(&self, name: &str) -> Result<Option<PersistentVolumeClaim>, DeleteError> {
-        // The name is the guest's word and becomes part of a URL: one that no object can have, has none.
+        // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(None);
         }
         self.claims_api.get_opt(name).await.map_err(|error| api_error(name, error.into()))
     }
 
-    /// Whether the claim may be deleted; false when there is none to this guest.
-    fn may_go(
+    /// Whether the claim may be deleted; false if it does not exist for this guest.
+    fn check_deletable(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
-        volumes: &[Asked],
+        volumes: &[PvRequirements],
     ) -> Result<bool, DeleteError> {
         let claim_name = || name.to_owned();
         match self.relation(claim) {
             None => {
                 tracing::warn!(
                     claim = name,
-                    "asked to delete a claim that is nothing to this guest: left alone"
+                    "refused to delete a claim that this guest neither owns nor uses"
                 );
                 return Ok(false);
             }
@@ -230,15 +233,15 @@ impl Management {
             }
             Some(Relation::Own) => {}
         }
-        self.same_bytes(name, claim, volumes).map_err(DeleteError::Replaced)?;
+        self.check_pins(name, claim, volumes).map_err(DeleteError::Replaced)?;
         let annotations = claim.metadata.annotations.as_ref();
         let policy = annotations.and_then(|annotations| annotations.get(names::ANNOTATION_RECLAIM_POLICY));
         if policy.is_some_and(|policy| policy == "Retain") {
             let volume = claim.spec.volume_name.clone().unwrap_or_default();
             return Err(DeleteError::Retained { claim: claim_name(), volume });
         }
-        if let Some(machine) = self.machines_with(name).first() {
-            return Err(DeleteError::Attached { claim: claim_name(), machine: machine.clone() });
+        if let Some(vm_name) = self.vms_using(name).first() {
+            return Err(DeleteError::Attached { claim: claim_name(), vm_name: vm_name.clone() });
         }
         let guests = self.other_consumers(claim);
         if !guests.is_empty() {
@@ -247,8 +250,8 @@ impl Management {
         Ok(true)
     }
 
-    /// Deletes this very claim, if it is still in the version that is given, and waits until it is gone.
-    async fn delete_seen(
+    /// Deletes the claim with its UID and this resourceVersion, and waits until it is gone.
+    async fn delete_observed(
         &self,
         name: &str,
         claim: &PersistentVolumeClaim,
@@ -269,27 +272,27 @@ impl Management {
         let gone = self
             .claims
             .wait_for(&self.key(name), deadline, |now| match now {
-                None => Some(Gone::Alone),
+                None => Some(Gone::Absent),
                 Some(now) => (now.metadata.uid != uid).then_some(Gone::Replaced),
             })
             .await;
         match gone {
             Some(gone) => {
-                if gone == Gone::Alone {
-                    self.recent.saw(recent::claim(name), "");
+                if gone == Gone::Absent {
+                    self.deleted_claims.record(recent_outcomes::claim_key(name), "");
                 }
                 Ok(())
             }
             None => {
-                let because = held_by(self.claim(name).as_deref().map(|claim| &claim.metadata));
-                Err(DeleteError::Deadline { claim: name.to_owned(), because })
+                let detail = blocking_finalizers(self.claim(name).as_deref().map(|claim| &claim.metadata));
+                Err(DeleteError::Deadline { claim: name.to_owned(), detail })
             }
         }
     }
 }
 
-/// The guest's claim for which a claim waits that has no volume yet.
-pub(crate) fn waits_for(claim: &PersistentVolumeClaim) -> Option<Key> {
+/// The guest claim of a management claim without a volume.
+pub(crate) fn pending_for(claim: &PersistentVolumeClaim) -> Option<Key> {
     if has_volume(claim) || claim.metadata.deletion_timestamp.is_some() {
         return None;
     }
@@ -312,18 +315,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_claim_that_has_no_volume_and_names_none_waits_for_one() {
+    fn only_a_claim_without_a_volume_is_pending() {
         let claim = |spec: serde_json::Value, status: serde_json::Value| {
             let annotations =
                 json!({names::ANNOTATION_GUEST_NAMESPACE: "shop", names::ANNOTATION_GUEST_PVC: "data"});
             let metadata = json!({"name": "c", "annotations": annotations});
             let claim = json!({"metadata": metadata, "spec": spec, "status": status});
-            waits_for(&serde_json::from_value(claim).unwrap())
+            pending_for(&serde_json::from_value(claim).unwrap())
         };
         let data = Some(Key::new("shop", "data"));
         assert_eq!(claim(json!({}), json!({"phase": "Pending"})), data);
         assert_eq!(claim(json!({}), json!({})), data);
-        // As a backup of it is restored, which is bound again a moment later.
+        // As after a restore from a backup: it is bound again soon.
         assert_eq!(claim(json!({"volumeName": "pv-1"}), json!({"phase": "Pending"})), None);
         for phase in ["Bound", "Lost"] {
             assert_eq!(claim(json!({}), json!({"phase": phase})), None, "{phase}");

@@ -1,7 +1,7 @@
-//! Claims given other attributes, and waited for until their volumes have them.
+//! Modification of management claims by VolumeAttributesClasses, and the wait until their volumes are modified.
 //!
-//! A class that can't be had stays requested: the management cluster's csi-resizer tries it again now and then, and the
-//! guest takes its wish back by naming another.
+//! A class that fails stays requested, and the management cluster's csi-resizer retries it slowly, until the guest
+//! requests another class.
 
 use kube::api::{Patch, PatchParams};
 use kube_kit::lean::PersistentVolumeClaim;
@@ -12,85 +12,85 @@ use super::{condition, is_bound};
 use crate::management::sharing::Relation;
 use crate::management::{ApiError, Management};
 
-/// Type of the condition by which csi-resizer says that a claim could not be modified.
+/// Condition of claims whose modification failed, set by csi-resizer.
 pub const CONDITION_MODIFY_FAILED: &str = "ModifyVolumeError";
 
 /// Why a claim was not modified.
 #[derive(Debug, thiserror::Error)]
 pub enum ModifyError {
-    /// There is no such volume.
+    /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest")]
     NoClaim(String),
-    /// It belongs to somebody else.
+    /// The claim is only shared with this guest.
     #[error(
         "management PersistentVolumeClaim {0} is shared with this guest, not its own: only its owner can modify it"
     )]
     Shared(String),
-    /// It is not there yet.
+    /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
     NotBound(String),
-    /// The management class is unknown.
+    /// The management class does not exist.
     #[error(
         "VolumeAttributesClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeAttributesClass, or ask the platform team for that class",
         parameter = crds::names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS
     )]
     NoClass(String),
-    /// The management tier can't give the volume these attributes.
+    /// The management cluster can't apply the class.
     #[error("management PersistentVolumeClaim {claim} can't have VolumeAttributesClass {class}: {reason}")]
     Infeasible {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// The class.
         class: String,
-        /// The tier's own words.
+        /// The reported reason.
         reason: String,
     },
-    /// The management tier reports a failure; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error(
         "management PersistentVolumeClaim {claim} does not have VolumeAttributesClass {class} yet: {warning}"
     )]
     Failing {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// The class.
         class: String,
-        /// The tier's own words.
+        /// The reported warning.
         warning: String,
     },
-    /// Time ran out; the work goes on.
+    /// The deadline passed; the modification continues.
     #[error(
-        "management PersistentVolumeClaim {claim} did not get VolumeAttributesClass {class} in time{because}"
+        "timed out waiting until management PersistentVolumeClaim {claim} has VolumeAttributesClass {class}{detail}"
     )]
     Deadline {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// The class.
         class: String,
-        /// The latest warning, or nothing.
-        because: String,
+        /// The latest warning, or empty.
+        detail: String,
     },
-    /// The request failed.
+    /// The API request failed.
     #[error(
-        "cannot give management PersistentVolumeClaim {claim} the VolumeAttributesClass {class}: {source}"
+        "failed to set VolumeAttributesClass {class} on management PersistentVolumeClaim {claim}: {source}"
     )]
     Api {
-        /// The management claim.
+        /// Name of the management claim.
         claim: String,
         /// The class.
         class: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Gives the claim a management VolumeAttributesClass, and waits until its volume has what that says. A class that
-    /// is not seen by `behind` is called missing.
+    /// Sets a management VolumeAttributesClass on the claim and waits until it is applied. A class that the cache does
+    /// not show by `cache_deadline` counts as missing.
     pub async fn modify_claim(
         &self,
         name: &str,
         class: &str,
-        behind: Instant,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<(), ModifyError> {
         let claim = || name.to_owned();
@@ -103,11 +103,11 @@ impl Management {
             return Err(ModifyError::NotBound(claim()));
         }
         let mark = self.warnings.mark();
-        if wanted_class(&found) != Some(class) {
-            if !self.has_attributes_class(class, behind).await {
+        if requested_class(&found) != Some(class) {
+            if !self.has_attributes_class(class, cache_deadline).await {
                 return Err(ModifyError::NoClass(class.to_owned()));
             }
-            // The UID makes the API server refuse a claim that took the name of the one that is meant.
+            // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
             let patch = json!({
                 "metadata": {"uid": found.metadata.uid},
                 "spec": {"volumeAttributesClassName": class},
@@ -124,7 +124,7 @@ impl Management {
                 let Some(now) = now.filter(|now| now.metadata.uid == *uid) else {
                     return Some(Err(ModifyError::NoClaim(claim())));
                 };
-                if wanted_class(now) != Some(class) {
+                if requested_class(now) != Some(class) {
                     return None;
                 }
                 if has_class(now, class) {
@@ -140,24 +140,24 @@ impl Management {
             .await;
         outcome.unwrap_or_else(|| {
             let warning = self.warnings.latest(name);
-            let because = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
-            Err(ModifyError::Deadline { claim: claim(), class: class.to_owned(), because })
+            let detail = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
+            Err(ModifyError::Deadline { claim: claim(), class: class.to_owned(), detail })
         })
     }
 }
 
-fn wanted_class(claim: &PersistentVolumeClaim) -> Option<&str> {
+fn requested_class(claim: &PersistentVolumeClaim) -> Option<&str> {
     claim.spec.volume_attributes_class_name.as_deref()
 }
 
-/// Whether the volume has what the class says, and nothing else is being done to it.
+/// Whether the class is applied and no other modification is in progress.
 fn has_class(claim: &PersistentVolumeClaim, class: &str) -> bool {
     let status = &claim.status;
     status.current_volume_attributes_class_name.as_deref() == Some(class)
         && status.modify_volume_status.is_none()
 }
 
-/// Why the volume can't have what the class says, where csi-resizer said so of this class.
+/// Why the class is infeasible, if csi-resizer reported it for this class.
 fn infeasible(claim: &PersistentVolumeClaim, class: &str) -> Option<String> {
     let state = claim.status.modify_volume_status.as_ref()?;
     let of_class = state.target_volume_attributes_class_name.as_deref() == Some(class);
@@ -180,15 +180,15 @@ mod tests {
     }
 
     #[test]
-    fn a_class_counts_when_nothing_else_is_under_way() {
+    fn a_class_is_applied_only_if_no_modification_is_in_progress() {
         assert!(has_class(&claim("gold", None), "gold"));
         assert!(!has_class(&claim("silver", None), "gold"));
-        // On the way back from a class that failed.
+        // While it is rolled back from a failed class.
         assert!(!has_class(&claim("gold", Some(("iron", "InProgress"))), "gold"));
     }
 
     #[test]
-    fn only_the_class_that_failed_is_called_infeasible() {
+    fn only_the_failed_class_is_infeasible() {
         let failed = claim("silver", Some(("gold", "Infeasible")));
         assert_eq!(infeasible(&failed, "gold").as_deref(), Some("too fast"));
         assert_eq!(infeasible(&failed, "iron"), None);

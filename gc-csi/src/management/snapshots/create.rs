@@ -1,4 +1,4 @@
-//! Snapshots taken, and waited for until a volume can be made from them.
+//! Creation of management snapshots, and the wait until they are ready to use.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,128 +15,128 @@ use super::{
 use crate::management::claims::is_bound;
 use crate::management::{ApiError, Management};
 
-/// How long a failure may take to heal before it is reported: the cluster's snapshot-controller writes one for each race
-/// for an object that it lost, and tries again a second later.
-const HEALS: Duration = Duration::from_secs(3);
+/// How long an error may last before it is reported: the snapshot-controller writes one after each conflict and retries
+/// a second later.
+const TRANSIENT_ERROR_WINDOW: Duration = Duration::from_secs(3);
 
-/// A snapshot to take.
+/// A snapshot to create.
 #[derive(Debug, Clone)]
 pub struct NewSnapshot {
-    /// The name that the caller gave it.
+    /// CSI name of the snapshot.
     pub csi_name: String,
-    /// The management claim to take it of.
+    /// Name of the management claim.
     pub claim: String,
     /// Management VolumeSnapshotClass.
     pub class: String,
-    /// Whom it is for, as annotations.
+    /// Annotations that name the guest objects.
     pub annotations: BTreeMap<String, String>,
 }
 
-/// Why there is no snapshot, or none that is cut.
+/// Why a snapshot was not created or is not cut.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotError {
-    /// The management cluster has no snapshots at all.
+    /// The management cluster does not serve snapshots.
     #[error(
-        "the management cluster does not serve {GROUP_VERSION}: its platform team must install the CustomResourceDefinitions and the controller of external-snapshotter, and start gc-csi's controller again"
+        "the management cluster does not serve {GROUP_VERSION}: ask the platform team to install the CustomResourceDefinitions and the snapshot-controller of external-snapshotter, and then restart gc-csi's controller"
     )]
-    Unserved,
-    /// There is no such volume.
+    NotServed,
+    /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest to take a snapshot of")]
     NoClaim(String),
-    /// The volume is not there yet.
+    /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet: no snapshot can be taken of it")]
     NotBound(String),
-    /// The management class is unknown.
+    /// The management class does not exist.
     #[error(
         "VolumeSnapshotClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeSnapshotClass, or ask the platform team for that class",
         parameter = names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS
     )]
     NoClass(String),
-    /// The name is taken by a snapshot that differs.
+    /// A snapshot of this name exists with other properties.
     #[error("snapshot {csi_name:?} exists as management VolumeSnapshot {snapshot}, but {difference}")]
     Differs {
-        /// The caller's name.
+        /// CSI name of the snapshot.
         csi_name: String,
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// What differs.
+        /// The difference.
         difference: String,
     },
-    /// The management tier reports a failure; it goes on trying.
+    /// The management cluster reports an error and retries.
     #[error("management VolumeSnapshot {snapshot} is not ready yet: {message}")]
     Failing {
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// The tier's own words.
+        /// The reported error.
         message: String,
     },
     /// The snapshot is being deleted.
-    #[error("management VolumeSnapshot {0} of this name is being deleted: wait until it is gone")]
+    #[error("management VolumeSnapshot {0} is being deleted: wait until it is gone")]
     Deleting(String),
-    /// Time ran out; the work goes on.
-    #[error("management VolumeSnapshot {0} was not ready in time: it is still being taken")]
+    /// The deadline passed; the snapshot is still being created.
+    #[error("timed out waiting until management VolumeSnapshot {0} is ready: its creation continues")]
     Deadline(String),
-    /// The request failed.
-    #[error("cannot create management VolumeSnapshot {snapshot}: {source}")]
+    /// The API request failed.
+    #[error("failed to create management VolumeSnapshot {snapshot}: {source}")]
     Api {
-        /// The management snapshot.
+        /// Name of the management snapshot.
         snapshot: String,
-        /// What the API said.
+        /// Error of the API request.
         source: ApiError,
     },
 }
 
 impl Management {
-    /// Whether the snapshot of this CSI name was begun, as far as is seen.
-    pub fn snapshot_is_begun(&self, csi_name: &str) -> bool {
-        let key = self.key(&names::management_snapshot(self.home.cluster.as_str(), csi_name));
-        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.watched.get(&key).is_some())
+    /// Whether the cache shows the snapshot with this CSI name.
+    pub fn snapshot_exists(&self, csi_name: &str) -> bool {
+        let key = self.key(&names::management_snapshot(self.identity.cluster.as_str(), csi_name));
+        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.informer.get(&key).is_some())
     }
 
-    /// Takes the snapshot unless it is there, and waits until a volume can be made from it; one that is cut by
-    /// the deadline but still being worked on is answered as it is. A class that is not seen by `behind` is
-    /// called missing.
+    /// Creates the snapshot unless it exists, and waits until it is ready to use. At the deadline, a snapshot that is
+    /// cut is returned although it is not ready. A class that the cache does not show by `cache_deadline` counts as
+    /// missing.
     pub async fn create_snapshot(
         &self,
-        wanted: &NewSnapshot,
-        behind: Instant,
+        request: &NewSnapshot,
+        cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
-        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::Unserved)?;
-        let name = names::management_snapshot(self.home.cluster.as_str(), &wanted.csi_name);
+        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::NotServed)?;
+        let name = names::management_snapshot(self.identity.cluster.as_str(), &request.csi_name);
         let key = self.key(&name);
-        if snapshots.watched.get(&key).is_none() {
+        if snapshots.informer.get(&key).is_none() {
             let (claim, _) = self
-                .usable_claim(&wanted.claim)
-                .ok_or_else(|| SnapshotError::NoClaim(wanted.claim.clone()))?;
+                .usable_claim(&request.claim)
+                .ok_or_else(|| SnapshotError::NoClaim(request.claim.clone()))?;
             if !is_bound(&claim) {
-                return Err(SnapshotError::NotBound(wanted.claim.clone()));
+                return Err(SnapshotError::NotBound(request.claim.clone()));
             }
-            let class = Key::cluster(&wanted.class);
-            if snapshots.classes.wait_for(&class, behind, |class| class.map(|_| ())).await.is_none() {
-                return Err(SnapshotError::NoClass(wanted.class.clone()));
+            let class = Key::cluster(&request.class);
+            if snapshots.classes.wait_for(&class, cache_deadline, |class| class.map(|_| ())).await.is_none() {
+                return Err(SnapshotError::NoClass(request.class.clone()));
             }
-            let snapshot = self.new_snapshot(&snapshots.resource, &name, wanted).await;
+            let snapshot = self.new_snapshot(&snapshots.resource, &name, request).await;
             match snapshots.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
-                // An earlier call made it; the informer will show it, and it is compared then.
+                // If an earlier call created it, it is compared with the request when the informer shows it.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
             }
         }
-        self.wait_ready(snapshots, &name, wanted, deadline).await
+        self.wait_ready(snapshots, &name, request, deadline).await
     }
 
     async fn wait_ready(
         &self,
         snapshots: &Snapshots,
         name: &str,
-        wanted: &NewSnapshot,
+        request: &NewSnapshot,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
         let key = self.key(name);
-        let settled = |found: &Arc<VolumeSnapshot>| {
-            if let Err(difference) = self.same_snapshot(found, wanted) {
-                let (csi_name, snapshot) = (wanted.csi_name.clone(), name.to_owned());
+        let final_outcome = |found: &Arc<VolumeSnapshot>| {
+            if let Err(difference) = self.check_same_snapshot(found, request) {
+                let (csi_name, snapshot) = (request.csi_name.clone(), name.to_owned());
                 return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
             }
             if found.metadata.deletion_timestamp.is_some() {
@@ -145,26 +145,30 @@ impl Management {
             is_ready(found).then(|| Ok(found.clone()))
         };
         loop {
-            let seen = snapshots.watched.wait_for(&key, deadline, |found| {
+            let cached = snapshots.informer.wait_for(&key, deadline, |found| {
                 let found = found?;
-                settled(found).map(Some).or_else(|| failure(found).map(|_| None))
+                final_outcome(found).map(Some).or_else(|| failure(found).map(|_| None))
             });
-            match seen.await {
+            match cached.await {
                 Some(Some(outcome)) => return outcome,
                 Some(None) => {}
                 None => break,
             }
-            let healed = snapshots.watched.wait_for(&key, deadline.min(Instant::now() + HEALS), |found| {
-                let found = found?;
-                settled(found).map(Some).or_else(|| failure(found).is_none().then_some(None))
-            });
-            match healed.await {
+            let recovered = snapshots.informer.wait_for(
+                &key,
+                deadline.min(Instant::now() + TRANSIENT_ERROR_WINDOW),
+                |found| {
+                    let found = found?;
+                    final_outcome(found).map(Some).or_else(|| failure(found).is_none().then_some(None))
+                },
+            );
+            match recovered.await {
                 Some(Some(outcome)) => return outcome,
                 Some(None) => {}
                 None => break,
             }
         }
-        let found = snapshots.watched.get(&key);
+        let found = snapshots.informer.get(&key);
         if let Some(found) = found.as_ref().filter(|found| is_cut(found)) {
             return Ok(found.clone());
         }
@@ -176,34 +180,39 @@ impl Management {
         }
     }
 
-    async fn new_snapshot(&self, resource: &ApiResource, name: &str, wanted: &NewSnapshot) -> VolumeSnapshot {
+    async fn new_snapshot(
+        &self,
+        resource: &ApiResource,
+        name: &str,
+        request: &NewSnapshot,
+    ) -> VolumeSnapshot {
         let spec = SnapshotSpec {
-            source: SnapshotSource { persistent_volume_claim_name: Some(wanted.claim.clone()) },
-            volume_snapshot_class_name: Some(wanted.class.clone()),
+            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.clone()) },
+            volume_snapshot_class_name: Some(request.class.clone()),
         };
         let mut snapshot = VolumeSnapshot::new(name, resource, spec);
-        snapshot.metadata = self.new_metadata(name, wanted.annotations.clone()).await;
+        snapshot.metadata = self.new_metadata(name, request.annotations.clone()).await;
         snapshot
     }
 
-    /// Whether a snapshot that is there is the one that is wanted; if not, what differs.
-    fn same_snapshot(&self, found: &VolumeSnapshot, wanted: &NewSnapshot) -> Result<(), String> {
+    /// Compares an existing snapshot with the request; the error names the difference.
+    fn check_same_snapshot(&self, found: &VolumeSnapshot, request: &NewSnapshot) -> Result<(), String> {
         if !self.owns_snapshot(found) {
-            return Err("it is not labelled as this guest's".to_owned());
+            return Err("it does not have this guest's label".to_owned());
         }
         let claim = source_claim(found);
-        if claim != wanted.claim {
-            return Err(format!("it is of volume {claim:?}, not {:?}", wanted.claim));
+        if claim != request.claim {
+            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim));
         }
         let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
-        if class != wanted.class {
-            return Err(format!("it is of VolumeSnapshotClass {class:?}, not {:?}", wanted.class));
+        if class != request.class {
+            return Err(format!("its VolumeSnapshotClass is {class:?}, not {:?}", request.class));
         }
         Ok(())
     }
 }
 
-/// The failure that its cluster reports of a snapshot, in that cluster's words.
+/// The error in the snapshot's status.
 fn failure(snapshot: &VolumeSnapshot) -> Option<&str> {
     let failure = snapshot.status.as_ref()?.error.as_ref()?;
     Some(failure.message.as_deref().unwrap_or("no message"))

@@ -1,4 +1,4 @@
-//! How often something was put right.
+//! Metrics of repairs.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -12,17 +12,21 @@ struct Labels {
 
 /// Repairs by kind.
 #[derive(Clone, Debug)]
-pub(super) struct Repairs(Family<Labels, Counter>);
+pub(super) struct RepairMetrics(Family<Labels, Counter>);
 
-impl Repairs {
+impl RepairMetrics {
     pub(super) fn register(registry: &mut Registry) -> Self {
-        let repairs = Family::<Labels, Counter>::default();
-        registry.register("repairs", "What was not as the guest has it, and was put right", repairs.clone());
-        // They are there from the beginning, so that an alert sees the first.
+        let metrics = Family::<Labels, Counter>::default();
+        registry.register(
+            "repairs",
+            "Repairs of drift between the guest and the management cluster",
+            metrics.clone(),
+        );
+        // Created at start, so that an alert sees the first increment.
         for kind in [STALE_ENTRY, LOST_ENTRY, ORPHAN_REMOVED] {
-            drop(repairs.get_or_create(&Labels { kind }));
+            drop(metrics.get_or_create(&Labels { kind }));
         }
-        Self(repairs)
+        Self(metrics)
     }
 
     pub(super) fn count(&self, kind: &'static str) {
@@ -30,9 +34,9 @@ impl Repairs {
     }
 }
 
-/// An entry in `spec.volumes` that nothing in the guest asks for was taken out.
+/// A volume entry without a guest VolumeAttachment was removed.
 pub(super) const STALE_ENTRY: &str = "stale_entry";
-/// An entry that the guest counts on was put back.
+/// The missing volume entry of a guest VolumeAttachment was restored.
 pub(super) const LOST_ENTRY: &str = "lost_entry";
-/// An orphaned management claim was deleted, as `--remove-orphans-after` says.
+/// An orphaned claim was deleted because of `--remove-orphans-after`.
 pub(super) const ORPHAN_REMOVED: &str = "orphan_removed";

@@ -1,4 +1,4 @@
-//! What this guest says of its own machines: that the node of one is lost.
+//! Out-of-service annotation of VMs whose guest Node has the out-of-service taint.
 
 use crds::VirtualMachine;
 use crds::names::ANNOTATION_OUT_OF_SERVICE;
@@ -9,16 +9,16 @@ use serde_json::json;
 use super::{ApiError, Management};
 
 impl Management {
-    /// Says of a machine that its node, of this UID, is out of service, or takes that back. Fine when the machine is gone.
+    /// Sets the annotation to the UID of the Node, or removes it. Succeeds if the VM does not exist.
     pub(crate) async fn set_out_of_service(
         &self,
-        machine: &VirtualMachine,
+        vm: &VirtualMachine,
         node: Option<&str>,
     ) -> Result<(), ApiError> {
-        // The UID makes the API server refuse this for another machine of the name.
-        let metadata = json!({"uid": machine.metadata.uid, "annotations": {ANNOTATION_OUT_OF_SERVICE: node}});
+        // With the UID, the API server refuses the patch if the VM was replaced by one of the same name.
+        let metadata = json!({"uid": vm.metadata.uid, "annotations": {ANNOTATION_OUT_OF_SERVICE: node}});
         let patch = Patch::Merge(json!({"metadata": metadata}));
-        let written = self.machines_api.patch(&machine.name_any(), &PatchParams::default(), &patch).await;
+        let written = self.vms_api.patch(&vm.name_any(), &PatchParams::default(), &patch).await;
         match written.map_err(ApiError::from) {
             Ok(_) | Err(ApiError::NotFound(_)) => Ok(()),
             Err(error) => Err(error),

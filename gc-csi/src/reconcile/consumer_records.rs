@@ -1,5 +1,5 @@
-//! One volume's round in the management cluster: its claim says which guest objects it serves, and a claim that is
-//! shared with this guest says whether this guest uses it.
+//! Consumer records: annotations and labels on a management claim that name the guest objects it serves and, if the
+//! claim is shared with this guest, that this guest uses it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,16 +15,16 @@ use super::pods::Pods;
 use crate::guest::{self, Guest};
 use crate::management::Management;
 use crate::management::consumers::{Consumer, ConsumerError};
-use crate::management::metadata::Description;
+use crate::management::metadata::DesiredMetadata;
 use crate::management::sharing::Relation;
 
-/// The least time between two writes about a volume's pods: those of a rollout come and go together.
-const PODS_PAUSE: Duration = Duration::from_secs(2);
-/// The most pods that are named; of more, only the number is told.
-const MOST_PODS: usize = 16;
+/// Minimum interval between two writes of a volume's pods, so that a rollout needs few writes.
+const PODS_MIN_INTERVAL: Duration = Duration::from_secs(2);
+/// Maximum number of pods that are named; of more, only the number is given.
+const MAX_PODS: usize = 16;
 
-/// Writes down on management claims what the guest does with them.
-pub(super) struct Record {
+/// Writes consumer records on management claims.
+pub(super) struct ConsumerRecords {
     guest: Guest,
     management: Management,
     labels: Vec<String>,
@@ -32,23 +32,23 @@ pub(super) struct Record {
     paused: Mutex<HashMap<String, Instant>>,
 }
 
-impl Record {
-    /// `labels` are copied; the users of a claim are written down where `pods` are watched.
+impl ConsumerRecords {
+    /// `labels` are copied from guest claims; pods are recorded if `pods` are watched.
     pub(super) fn new(guest: Guest, management: Management, labels: Vec<String>, pods: Option<Pods>) -> Self {
         Self { guest, management, labels, pods, paused: Mutex::default() }
     }
 
-    /// Brings all that is written of the volume of this handle up to date.
+    /// Updates the records of the volume with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
         let volumes = self.guest.volumes_of(handle);
         let relation = self.management.usable_claim(handle).map(|(_, relation)| relation);
-        let asked: Vec<_> = volumes.iter().map(|volume| guest::asked(volume)).collect();
-        let consumed = match Consumer::of(&asked).filter(|_| relation != Some(Relation::Own)) {
+        let requirements: Vec<_> = volumes.iter().map(|volume| guest::requirements(volume)).collect();
+        let recorded = match Consumer::of(&requirements).filter(|_| relation != Some(Relation::Own)) {
             Some(consumer) => self.management.record_consumer(handle, &consumer).await,
             None => self.management.drop_consumer(handle).await,
         };
-        match consumed {
-            // Its end is told by the watch.
+        match recorded {
+            // The watch reports the deletion.
             Ok(()) | Err(ConsumerError::Deleting(_)) => {}
             Err(error) => return Err(error.to_string()),
         }
@@ -57,42 +57,49 @@ impl Record {
         }
         let bound = volumes.iter().find_map(|volume| Some((volume, self.guest.claim_of(volume)?)));
         match bound {
-            Some((volume, claim)) => self.describe(handle, volume, &claim).await,
+            Some((volume, claim)) => self.update_metadata(handle, volume, &claim).await,
             None if volumes.is_empty() => Ok(Next::Wait),
-            // What becomes of it when it goes is decided by what it says last, often after its claim is gone.
+            // The recorded reclaim policy decides what happens after the PersistentVolume is deleted, often after its
+            // claim.
             None => {
-                let policy = Description { annotations: [kept(&volumes)].into(), ..Description::default() };
-                let written = self.management.describe_claim(handle, &policy).await;
+                let policy = DesiredMetadata {
+                    annotations: [reclaim_policy(&volumes)].into(),
+                    ..DesiredMetadata::default()
+                };
+                let written = self.management.patch_claim_metadata(handle, &policy).await;
                 written.map(|_| Next::Wait).map_err(|error| error.to_string())
             }
         }
     }
 
-    async fn describe(
+    async fn update_metadata(
         &self,
         handle: &str,
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
     ) -> Result<Next, String> {
-        let mut wanted = describe(volume, claim, &self.labels);
-        wanted.annotations.extend([kept(&self.guest.volumes_of(handle))]);
+        let mut desired = desired_metadata(volume, claim, &self.labels);
+        desired.annotations.extend([reclaim_policy(&self.guest.volumes_of(handle))]);
         let pause = self.pause_left(handle);
         if pause.is_none() {
-            let pods = self.pods.as_ref().map(|pods| pods.using(&Key::of(claim)));
-            wanted
+            let pods = self.pods.as_ref().map(|pods| pods.pods_using(&Key::of(claim)));
+            desired
                 .annotations
-                .insert(names::ANNOTATION_GUEST_PODS.to_owned(), users(&pods.unwrap_or_default()));
+                .insert(names::ANNOTATION_GUEST_PODS.to_owned(), pods_annotation(&pods.unwrap_or_default()));
         }
-        let written =
-            self.management.describe_claim(handle, &wanted).await.map_err(|error| error.to_string())?;
+        let written = self
+            .management
+            .patch_claim_metadata(handle, &desired)
+            .await
+            .map_err(|error| error.to_string())?;
         if written && self.pods.is_some() {
-            self.paused().insert(handle.to_owned(), Instant::now() + PODS_PAUSE);
-            return Ok(Next::After(PODS_PAUSE));
+            self.paused().insert(handle.to_owned(), Instant::now() + PODS_MIN_INTERVAL);
+            return Ok(Next::After(PODS_MIN_INTERVAL));
         }
         Ok(pause.map_or(Next::Wait, Next::After))
     }
 
-    /// How long the pods of a volume must not be written again.
+    /// Time until the pods of a volume may be written again.
     fn pause_left(&self, handle: &str) -> Option<Duration> {
         let mut paused = self.paused();
         let left = paused.get(handle)?.saturating_duration_since(Instant::now());
@@ -108,8 +115,12 @@ impl Record {
     }
 }
 
-/// What the management claim of a bound volume should say.
-fn describe(volume: &PersistentVolume, claim: &PersistentVolumeClaim, labels: &[String]) -> Description {
+/// Desired labels and annotations on the management claim of a bound volume.
+fn desired_metadata(
+    volume: &PersistentVolume,
+    claim: &PersistentVolumeClaim,
+    labels: &[String],
+) -> DesiredMetadata {
     let claim = &claim.metadata;
     let annotations = [
         (names::ANNOTATION_GUEST_PVC, &claim.name),
@@ -117,26 +128,26 @@ fn describe(volume: &PersistentVolume, claim: &PersistentVolumeClaim, labels: &[
         (names::ANNOTATION_GUEST_PV, &volume.metadata.name),
     ];
     let label = |key: &String| claim.labels.as_ref().and_then(|labels| labels.get(key)).cloned();
-    Description {
+    DesiredMetadata {
         labels: labels.iter().map(|key| (key.clone(), label(key))).collect::<BTreeMap<_, _>>(),
         annotations: annotations.map(|(key, value)| (key.to_owned(), value.clone())).into(),
     }
 }
 
-/// That the guest keeps a volume when one of its PersistentVolumes goes. Delete, the usual, costs no write.
-fn kept(volumes: &[Arc<PersistentVolume>]) -> (String, Option<String>) {
+/// The annotation with the guest's reclaim policy: set for Retain; absent for Delete, the usual policy.
+fn reclaim_policy(volumes: &[Arc<PersistentVolume>]) -> (String, Option<String>) {
     let policy = |volume: &Arc<PersistentVolume>| volume.spec.persistent_volume_reclaim_policy.clone();
     let retain = volumes.iter().filter_map(policy).find(|policy| policy == "Retain");
     (names::ANNOTATION_GUEST_RECLAIM_POLICY.to_owned(), retain)
 }
 
-/// The pods that use a claim, as JSON; None when there are none.
-fn users(pods: &[Key]) -> Option<String> {
-    let mut users: Vec<String> = pods.iter().take(MOST_PODS).map(Key::to_string).collect();
-    if let Some(more) = pods.len().checked_sub(MOST_PODS).filter(|more| *more > 0) {
-        users.push(format!("and {more} more"));
+/// The pods that use a claim, as JSON; None without any.
+fn pods_annotation(pods: &[Key]) -> Option<String> {
+    let mut pods_annotation: Vec<String> = pods.iter().take(MAX_PODS).map(Key::to_string).collect();
+    if let Some(more) = pods.len().checked_sub(MAX_PODS).filter(|more| *more > 0) {
+        pods_annotation.push(format!("and {more} more"));
     }
-    (!users.is_empty()).then(|| serde_json::json!(users).to_string())
+    (!pods_annotation.is_empty()).then(|| serde_json::json!(pods_annotation).to_string())
 }
 
 #[cfg(test)]
@@ -144,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_names_the_guests_objects_and_the_chosen_labels() {
+    fn the_records_name_the_guest_objects_and_the_selected_labels() {
         let mut claim = PersistentVolumeClaim::default();
         claim.metadata.name = Some("data".to_owned());
         claim.metadata.namespace = Some("default".to_owned());
@@ -152,23 +163,23 @@ mod tests {
             Some([("team".to_owned(), "a".to_owned()), ("other".to_owned(), "b".to_owned())].into());
         let mut volume = PersistentVolume::default();
         volume.metadata.name = Some("pv-1".to_owned());
-        let said = describe(&volume, &claim, &["team".to_owned(), "tier".to_owned()]);
+        let desired = desired_metadata(&volume, &claim, &["team".to_owned(), "tier".to_owned()]);
         assert_eq!(
-            said.labels,
+            desired.labels,
             [("team".to_owned(), Some("a".to_owned())), ("tier".to_owned(), None)].into()
         );
-        let annotation = |key: &str| said.annotations[key].as_deref();
+        let annotation = |key: &str| desired.annotations[key].as_deref();
         assert_eq!(annotation("nestor.dev/guest-pvc"), Some("data"));
         assert_eq!(annotation("nestor.dev/guest-namespace"), Some("default"));
         assert_eq!(annotation("nestor.dev/guest-pv"), Some("pv-1"));
     }
 
     #[test]
-    fn many_pods_are_counted_and_not_named() {
+    fn at_most_sixteen_pods_are_named() {
         let pods = |count: usize| (0..count).map(|i| Key::new("ns", format!("p{i}"))).collect::<Vec<_>>();
-        assert_eq!(users(&[]), None);
-        assert_eq!(users(&pods(2)).as_deref(), Some(r#"["ns/p0","ns/p1"]"#));
-        let many = users(&pods(MOST_PODS + 3)).unwrap();
+        assert_eq!(pods_annotation(&[]), None);
+        assert_eq!(pods_annotation(&pods(2)).as_deref(), Some(r#"["ns/p0","ns/p1"]"#));
+        let many = pods_annotation(&pods(MAX_PODS + 3)).unwrap();
         assert!(many.ends_with(r#""ns/p15","and 3 more"]"#), "{many}");
     }
 }

@@ -1,4 +1,4 @@
-//! Which entries of a machine are this guest's: those that gc-csi made for it, of claims that it has or uses.
+//! Volume entries that gc-csi created for this guest: entries of claims that the guest owns or uses.
 
 use crds::VirtualMachine;
 use crds::names;
@@ -9,14 +9,14 @@ use super::sharing::Relation;
 use crate::machine;
 
 impl Management {
-    /// The machines of this guest's namespace.
-    pub(crate) fn machine_names(&self) -> Vec<String> {
-        self.machines.list().iter().filter_map(|vm| vm.metadata.name.clone()).collect()
+    /// Names of the VMs in this guest's namespace.
+    pub(crate) fn vm_names(&self) -> Vec<String> {
+        self.vms.list().iter().filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
-    /// The claims of the entries of a machine that gc-csi made for this guest. One of a claim that is not there, or is
-    /// nothing to this guest, may be anybody's.
-    pub(crate) fn entries_made(&self, vm: &VirtualMachine) -> Vec<String> {
+    /// The claims of a VM's entries that gc-csi created for this guest. Entries of unknown claims and of other guests'
+    /// claims are left out.
+    pub(crate) fn own_entries(&self, vm: &VirtualMachine) -> Vec<String> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
             let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
             (entry.name == names::volume_entry(claim)).then_some(claim)
@@ -24,13 +24,13 @@ impl Management {
         entries.filter(|claim| self.uses(claim)).cloned().collect()
     }
 
-    /// Whether a machine has an entry for a claim that this guest has or uses, as the API says now.
-    pub(crate) async fn has_entry_now(&self, machine: &str, claim: &str) -> Result<bool, CommitError> {
-        let Some(vm) = self.read(machine).await? else { return Ok(false) };
+    /// Whether a VM has an entry for a claim that this guest owns or uses, read from the API server.
+    pub(crate) async fn has_entry_live(&self, claim: &str, vm_name: &str) -> Result<bool, CommitError> {
+        let Some(vm) = self.read_vm(vm_name).await? else { return Ok(false) };
         Ok(machine::wants(&vm, claim).is_some() && self.uses(claim))
     }
 
-    /// The guest's PersistentVolume that a claim is for, as the claim says.
+    /// Name of the guest PersistentVolume in the claim's annotation.
     pub(crate) fn guest_volume_of(&self, claim: &str) -> Option<String> {
         let (claim, _) = self.usable_claim(claim)?;
         claim.metadata.annotations.as_ref()?.get(names::ANNOTATION_GUEST_PV).cloned()

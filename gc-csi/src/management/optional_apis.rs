@@ -1,4 +1,4 @@
-//! What a management cluster may have or lack.
+//! Optional APIs of a management cluster.
 
 use kube::Client;
 use kube_kit::health::Health;
@@ -7,31 +7,32 @@ use tokio_util::sync::CancellationToken;
 
 use super::snapshots;
 
-/// What is there in a management cluster besides claims and machines.
+/// Optional APIs that a management cluster serves.
 #[derive(Debug, Clone, Default)]
-pub struct Optional {
+pub struct OptionalApis {
     /// Whether it serves snapshots.
     pub snapshots: bool,
     /// Whether it serves VolumeAttributesClasses.
     pub attributes_classes: bool,
-    /// The namespace in which mgmt-csi publishes how much room there is.
+    /// The namespace in which mgmt-csi publishes CSIStorageCapacities.
     pub capacity_namespace: Option<String>,
 }
 
-impl Optional {
-    /// Asks the cluster, once: what is installed later is found at the next start. None when `stop` came first.
-    pub async fn ask(
+impl OptionalApis {
+    /// Discovers the APIs once, at start-up. None when stopped.
+    pub async fn discover(
         client: &Client,
         capacity_namespace: Option<String>,
         ready: &Health,
         stop: &CancellationToken,
     ) -> Option<Self> {
         let serves = async |group_version: &str, resource: &str| {
-            let check = ready.check(resource, "not asked yet");
+            let check = ready.check(resource, "not checked yet");
             let served = versions::serves(client, group_version, resource, &check, stop).await;
             if served == Some(false) {
                 tracing::info!(
-                    "the management cluster serves no {resource} of {group_version}: what needs them is not announced"
+                    "the management cluster serves no {resource} of {group_version}: the capabilities that need them \
+                     are not announced"
                 );
             }
             served

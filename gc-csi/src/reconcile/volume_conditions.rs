@@ -1,0 +1,114 @@
+//! Reconciler of the conditions of guest claims.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::queue::Next;
+use prometheus_client::metrics::gauge::Gauge;
+
+use super::conditions::{self, ConditionUpdate, current};
+use super::pods::PodLister;
+use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
+use super::{attach_state, health, pv_usable, resizable};
+use crate::guest::{self, Guest};
+use crate::management::Management;
+use crate::management::sharing::Relation;
+
+/// Updates the conditions of guest claims.
+pub(super) struct VolumeConditions {
+    guest: Guest,
+    management: Management,
+    abnormal: Mutex<HashSet<String>>,
+    abnormal_count: Gauge,
+    reported: ReportedIncompatibilities,
+    pods: PodLister,
+}
+
+impl VolumeConditions {
+    /// `abnormal_count` is set to the number of abnormal volumes.
+    pub(super) fn new(guest: Guest, management: Management, abnormal_count: Gauge) -> Self {
+        let pods = PodLister::new(guest.client.clone());
+        Self {
+            guest,
+            management,
+            abnormal: Mutex::default(),
+            abnormal_count,
+            reported: ReportedIncompatibilities::default(),
+            pods,
+        }
+    }
+
+    /// Updates the conditions of all claims of the volume with this handle.
+    pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
+        let volumes = self.guest.volumes_of(handle);
+        let management_claim = self.management.usable_claim(handle);
+        let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
+        self.count(handle, is_abnormal && !volumes.is_empty());
+
+        let mut unclaimed = Incompatibilities::new();
+        let mut claimed = Vec::new();
+        for volume in &volumes {
+            let incompatible = self.management.check_compatible(handle, &guest::requirements(volume)).err();
+            match self.guest.claim_of(volume) {
+                Some(claim) => {
+                    let management_claim =
+                        management_claim.as_ref().map(|(claim, relation)| (&**claim, *relation));
+                    let mut updates = self.volume_updates(handle, volume, &claim, management_claim);
+                    let before = current(&claim, pv_usable::CONDITION);
+                    updates.extend(pv_usable::condition(incompatible.as_ref(), before));
+                    claimed.push((claim, updates));
+                }
+                // The claim was deleted, and the management claim may be deleted too: nothing to report.
+                None if self.guest.is_released(volume) => {}
+                None => unclaimed.extend(volume.metadata.name.clone().zip(incompatible)),
+            }
+        }
+        for (name, incompatible) in self.reported.take_changed(handle, &unclaimed) {
+            if let Some(volume) = volumes.iter().find(|volume| volume.metadata.name.as_ref() == Some(&name)) {
+                pv_usable::report(&self.guest, volume, &incompatible);
+            }
+        }
+        for (claim, updates) in claimed {
+            conditions::apply(&self.guest, &self.pods, &claim, updates).await?;
+        }
+        Ok(Next::Wait)
+    }
+
+    /// Condition updates from the management cluster for a claimed volume.
+    fn volume_updates(
+        &self,
+        handle: &str,
+        volume: &PersistentVolume,
+        claim: &PersistentVolumeClaim,
+        management_claim: Option<(&PersistentVolumeClaim, Relation)>,
+    ) -> Vec<ConditionUpdate> {
+        let was_attached = current(claim, attach_state::CONDITION).is_some();
+        let mut updates = Vec::new();
+        updates.extend(attach_state::condition(
+            &self.management.vms_referencing(handle),
+            handle,
+            was_attached,
+        ));
+        let Some((management_claim, relation)) = management_claim else { return updates };
+        updates.extend(health::condition(management_claim, current(claim, crds::names::CONDITION_HEALTHY)));
+        let sizes = claim.spec.requested.zip(claim.status.capacity);
+        // Only the owner can expand a volume.
+        if let (Relation::Own, Some(management_capacity), Some(pv_capacity), Some((requested, capacity))) =
+            (relation, management_claim.status.capacity, volume.spec.capacity, sizes)
+        {
+            let sizes = resizable::Sizes { management_capacity, pv_capacity, requested, capacity };
+            updates.extend(resizable::condition(sizes, &self.management.full_name(handle)));
+        }
+        updates
+    }
+
+    fn count(&self, handle: &str, is_abnormal: bool) {
+        let mut abnormal = self.abnormal.lock().unwrap_or_else(PoisonError::into_inner);
+        match is_abnormal {
+            true => abnormal.insert(handle.to_owned()),
+            false => abnormal.remove(handle),
+        };
+        self.abnormal_count.set(i64::try_from(abnormal.len()).unwrap_or(i64::MAX));
+    }
+}

@@ -1,4 +1,4 @@
-//! Domains that libvirt paused because a disk could not be written, and how they go on.
+//! Stalled domains: domains that libvirt paused after an I/O error, and resuming them.
 
 use uuid::Uuid;
 use virt::domain::{
@@ -12,7 +12,7 @@ use super::virsh::DiskError;
 use crate::hypervisor::{Result, Stalled};
 
 impl Listed {
-    /// The same, paused, with what failed.
+    /// The stalled virtual machine, with its failed disks.
     pub(super) fn stalled(self, errors: &[DiskError]) -> Stalled {
         let mut stalled =
             Stalled { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
@@ -27,19 +27,19 @@ impl Listed {
     }
 }
 
-/// Whether a domain is paused since a disk failed, and for nothing else.
+/// Whether a domain is paused because of an I/O error and for no other reason.
 fn is_paused_for_errors(domain: &Domain) -> bool {
     let failed = DomainStateReason::Paused(DomainPausedReasonEnum::Known(DomainPausedReason::IOError));
     matches!(domain.state(), Ok((_, DomainStateReasonEnum::Known(reason))) if reason == failed)
 }
 
 impl Session {
-    /// The domains that are paused since a disk failed; which one, their XML does not say.
+    /// Lists the domains that are paused after an I/O error. Their XML does not tell which disk failed.
     pub(super) fn paused_for_errors(&self) -> Result<Vec<Listed>> {
         self.listed(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED, is_paused_for_errors)
     }
 
-    /// Lets a domain go on that is paused since a disk failed: QEMU makes the same request again.
+    /// Resumes a domain that is paused after an I/O error: QEMU repeats the failed request.
     pub(super) fn resume(&self, node: Uuid) -> Result<()> {
         let Some(domain) = self.domain(node)?.filter(is_paused_for_errors) else { return Ok(()) };
         domain.resume().map_err(|e| self.error(&format!("resume the domain {node}"), &e)).map(drop)
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_found_no_space_is_told_from_what_failed_otherwise_and_from_disks_of_others() {
+    fn out_of_space_is_distinguished_from_other_errors_and_foreign_disks() {
         let ours = Uuid::from_u128(7);
         let xml = format!(
             "<domain type='qemu'><name>x</name><devices>\

@@ -59,7 +59,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     // An empty directory is not the pool, and says so: another message is another event.
     fs::create_dir(site.path("pool")).unwrap();
     told(&mut events, EventKind::Volume, "v").await;
-    sick(&server, &id, &["is its filesystem mounted?"]).await;
+    sick(&server, &id, &["mount the pool's filesystem"]).await;
     fs::remove_dir(site.path("pool")).unwrap();
     fs::rename(site.path("away"), site.path("pool")).unwrap();
     until("the volume is well", async || {

@@ -223,7 +223,7 @@ impl LoopDevices {
         Ok(devices.iter().find(|device| device.name == target && backing.backs(device)).cloned())
     }
 
-    async fn plugged(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
+    async fn attached_device(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
         self.linked_device(node, disk, &devices().await?)
     }
 
@@ -367,7 +367,7 @@ impl Hypervisor for LoopDevices {
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
         let link = self.link(node, disk.uuid);
         let start = Instant::now();
-        while self.power(node)? == Power::Paused && self.plugged(node, disk).await?.is_some() {
+        while self.power(node)? == Power::Paused && self.attached_device(node, disk).await?.is_some() {
             if start.elapsed() > DETACH_TIMEOUT {
                 let why = format!(
                     "the virtual machine {node} is paused and does not release the disk {}",
@@ -412,7 +412,7 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
-        match self.plugged(node, disk).await? {
+        match self.attached_device(node, disk).await? {
             Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
             None => Err(HypervisorError::Refused(format!("the disk {} is not attached", disk.uuid))),
         }

@@ -17,7 +17,7 @@ use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, whole};
 use crate::engine::file::scan_pool;
 use crate::hypervisor::Hypervisor;
 
-pub use plan::{AttachedDisk, Plan};
+pub use plan::{FoundDisk, Plan};
 
 /// Timeout of a hypervisor's list of attached disks.
 const HYPERVISOR_TIMEOUT: Duration = Duration::from_secs(60);
@@ -84,7 +84,7 @@ impl Recovery {
                 Ok(disks) => {
                                         attached_disks.extend(disks.into_iter().map(|mut disk| {
                                             disk.path = canonical(disk.path);
-                                            AttachedDisk { hypervisor: name.clone(), disk }
+                                            FoundDisk { hypervisor: name.clone(), disk }
                     }));
                 }
                 Err(why) => conflicts.push(format!(

@@ -21,7 +21,7 @@ use crate::hypervisor::Plugged;
 
 /// A disk that a virtual machine has attached, with its hypervisor.
 #[derive(Debug, Clone)]
-pub struct AttachedDisk {
+pub struct FoundDisk {
     /// Name of the hypervisor in the server's flags.
     pub hypervisor: String,
     /// The disk's file and its virtual machine.
@@ -51,12 +51,7 @@ pub struct Plan {
 
 impl Plan {
     /// Computes the plan.
-    pub fn new(
-        scans: &[PoolScan],
-        attached_disks: &[AttachedDisk],
-        nodes: Vec<KnownNode>,
-        now: &str,
-    ) -> Self {
+    pub fn new(scans: &[PoolScan], attached_disks: &[FoundDisk], nodes: Vec<KnownNode>, now: &str) -> Self {
         let mut plan = Self::default();
         let mut records = HashMap::new();
         for scan in scans {
@@ -137,7 +132,7 @@ impl Plan {
     fn attachments(
         &mut self,
         scans: &[PoolScan],
-        attached_disks: &[AttachedDisk],
+        attached_disks: &[FoundDisk],
         records: &mut HashMap<VolumeId, VolumeRecord>,
         nodes: Vec<KnownNode>,
         now: &str,
@@ -169,7 +164,7 @@ impl Plan {
                 dir.map(|scan| (scan.real.join(format!("{}.raw", row.id)), row))
             })
             .collect();
-        for AttachedDisk { hypervisor, disk } in attached_disks {
+        for FoundDisk { hypervisor, disk } in attached_disks {
             let vm = format!("the virtual machine {} ({}) on hypervisor {hypervisor}", disk.name, disk.node);
             let Some(row) = files.get(&disk.path) else {
                 if scans.iter().any(|scan| disk.path.starts_with(&scan.real)) {
@@ -355,7 +350,7 @@ mod tests {
         PoolScan { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), served_by: None, files }
     }
 
-    fn attached(node: u128, path: &str) -> AttachedDisk {
+    fn attached(node: u128, path: &str) -> FoundDisk {
         let disk = Plugged {
             node: Uuid::from_u128(node),
             name: "vm".into(),
@@ -363,7 +358,7 @@ mod tests {
             wwn: None,
             read_only: false,
         };
-        AttachedDisk { hypervisor: "h".into(), disk }
+        FoundDisk { hypervisor: "h".into(), disk }
     }
 
     #[test]
@@ -418,7 +413,7 @@ mod tests {
 
     #[test]
     fn contradictions_are_reported_as_conflicts() {
-        let conflicts = |scans: &[PoolScan], attached_disks: &[AttachedDisk]| {
+        let conflicts = |scans: &[PoolScan], attached_disks: &[FoundDisk]| {
             Plan::new(scans, attached_disks, Vec::new(), "now").conflicts.join("\n")
         };
         let one = || pool("p", vec![volume("v", 1, vec![holder("a", 7)])]);

@@ -6,7 +6,7 @@
 
 mod connections;
 mod listing;
-mod stalled;
+mod paused;
 mod virsh;
 mod xml;
 
@@ -79,15 +79,15 @@ impl Snapshot {
 
 /// Power state of an inactive domain, from whether libvirt has a managed save image and why the domain stopped. `None`
 /// if it migrated to another host. libvirt forgets the reason when the daemon restarts.
-fn inactive_power(kept: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
+fn inactive_power(managed: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
     let DomainStateReasonEnum::Known(DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(reason))) =
         reason
     else {
-        return Some(if kept { Power::Saved { kept } } else { Power::Off { ended: false } });
+        return Some(if managed { Power::Saved { kept: managed } } else { Power::Off { ended: false } });
     };
     match reason {
-        _ if kept => Some(Power::Saved { kept }),
-        DomainShutoffReason::Saved => Some(Power::Saved { kept }),
+        _ if managed => Some(Power::Saved { kept: managed }),
+        DomainShutoffReason::Saved => Some(Power::Saved { kept: managed }),
         DomainShutoffReason::Migrated => None,
         DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => Some(Power::Off { ended: true }),
         // "Failed" includes a failed restore from saved memory that still exists.
@@ -227,7 +227,7 @@ impl Session {
     /// in use.
     fn inactive_power(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
         match (domain.has_managed_save(0), domain.state()) {
-            (Ok(kept), Ok((_, reason))) => match inactive_power(kept, &reason) {
+            (Ok(managed), Ok((_, reason))) => match inactive_power(managed, &reason) {
                 Some(power) => Ok(Snapshot::inactive(power)),
                 None => Err(HypervisorError::Uncertain(format!(
                     "libvirt at {}: the domain {node} has migrated to another host with its disks; register the node with the \
@@ -466,12 +466,12 @@ impl Hypervisor for Libvirt {
 
     async fn stalled(&self) -> Result<Vec<Stalled>> {
         let paused = self.with(Session::paused_for_errors).await?;
-        let mut stalled = Vec::new();
+        let mut vms = Vec::new();
         for one in paused {
             let errors = virsh::disk_errors(&self.uri, one.node).await?;
-            stalled.push(one.stalled(&errors));
+            vms.push(one.into_paused_vm(&errors));
         }
-        Ok(stalled)
+        Ok(vms)
     }
 
     async fn resume(&self, node: Uuid) -> Result<()> {

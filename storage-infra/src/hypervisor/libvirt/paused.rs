@@ -1,4 +1,4 @@
-//! Stalled domains: domains that libvirt paused after an I/O error, and resuming them.
+//! Paused domains: domains that libvirt paused after an I/O error, and resuming them.
 
 use uuid::Uuid;
 use virt::domain::{
@@ -12,18 +12,18 @@ use super::virsh::DiskError;
 use crate::hypervisor::{Result, Stalled};
 
 impl Listed {
-    /// The stalled virtual machine, with its failed disks.
-    pub(super) fn stalled(self, errors: &[DiskError]) -> Stalled {
-        let mut stalled =
+    /// The paused virtual machine, with its failed disks.
+    pub(super) fn into_paused_vm(self, errors: &[DiskError]) -> Stalled {
+        let mut vm =
             Stalled { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
         for error in errors {
             let disk = self.live.disks.iter().find(|disk| disk.target == error.target);
             match disk.and_then(|disk| disk.uuid).filter(|_| error.is_out_of_space) {
-                Some(uuid) => stalled.out_of_space.push(uuid),
-                None => stalled.failed.push(error.target.clone()),
+                Some(uuid) => vm.out_of_space.push(uuid),
+                None => vm.failed.push(error.target.clone()),
             }
         }
-        stalled
+        vm
     }
 }
 
@@ -69,7 +69,7 @@ mod tests {
                     is_out_of_space: *is_out_of_space,
                 })
                 .collect();
-            let found = Listed { node: Uuid::nil(), name: "x".into(), live }.stalled(&errors);
+            let found = Listed { node: Uuid::nil(), name: "x".into(), live }.into_paused_vm(&errors);
             (found.out_of_space, found.failed)
         };
         assert_eq!(of(&[("sdb", true)]), (vec![ours], vec![]));

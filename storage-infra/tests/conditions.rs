@@ -59,7 +59,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     // An empty directory is not the pool, and says so: another message is another event.
     fs::create_dir(site.path("pool")).unwrap();
     told(&mut events, EventKind::Volume, "v").await;
-    sick(&server, &id, &["mount the pool's filesystem"]).await;
+    sick(&server, &id, &["is its filesystem mounted?"]).await;
     fs::remove_dir(site.path("pool")).unwrap();
     fs::rename(site.path("away"), site.path("pool")).unwrap();
     until("the volume is well", async || {
@@ -67,9 +67,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     })
     .await;
     told(&mut events, EventKind::Volume, "v").await;
-    assert!(
-        server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#)
-    );
+    assert!(server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#));
 }
 
 #[tokio::test]

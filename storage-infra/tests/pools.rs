@@ -196,9 +196,9 @@ async fn a_pool_that_is_not_mounted_at_the_start_is_not_written_to_and_back_once
     let health = server.client.health().await.unwrap();
     assert_eq!((health.healthy, health.pools_healthy, health.pools_total), (false, 0, 1));
     let pool = server.client.get_pool(&support::pool()).await.unwrap().unwrap();
-    assert!(pool.message.unwrap().contains("mount the pool's filesystem"));
+    assert!(pool.message.unwrap().contains("is its filesystem mounted?"));
     let sick = server.client.get_volume(&id).await.unwrap().unwrap().condition;
-    assert!(!sick.healthy && sick.message.unwrap().contains("mount the pool's filesystem"));
+    assert!(!sick.healthy && sick.message.unwrap().contains("is its filesystem mounted?"));
     let refused = server.client.put_volume(&volume("w"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&volume("gone")).await), ProblemCode::Unavailable);

@@ -178,7 +178,7 @@ impl fmt::Display for Rejection {
             Self::Cordoned => "cordoned",
             Self::TooSmall => "too little free space",
             Self::Labels => "labels do not match",
-            Self::Zone => "not reachable from the requested zones",
+            Self::Zone => "in another zone",
             Self::AntiAffinity => "holds a volume of the same anti-affinity group",
             Self::Other => "another reason",
         })

@@ -1,64 +1,70 @@
-//! How long what is asked for may be.
+//! Bounds of request fields.
 //!
-//! What a volume was asked for is noted with its bytes, in an extended attribute of its file, and so is who has it. The
-//! smallest limit of the filesystems that pools are on is ext4's: one block, 4 KiB, for all attributes of a file. These
-//! bounds keep every record within that, so that no request fails for its length after space was reserved for it.
+//! The server stores a volume's request and its attachments in an extended attribute of the volume's file. The smallest
+//! limit of the supported filesystems is that of ext4: one block of 4 KiB for all attributes of a file. These bounds
+//! keep every record below it, so no request fails because of its length after space was reserved for it.
 
 use crate::{Labels, NodeSpec, Placement, PoolSpec, Problem, ProblemCode, SnapshotSpec, VolumeSpec};
 
-/// The most zones that one request may name.
+/// Maximum number of zones in one request.
 pub const MAX_ZONES: usize = 64;
-/// The most bytes of a zone's name: those of a Kubernetes label's value.
+/// Maximum length of a zone name in bytes, that of a Kubernetes label value.
 pub const MAX_ZONE: usize = 63;
-/// The most bytes of an anti-affinity ID.
+/// Maximum length of an anti-affinity ID in bytes.
 pub const MAX_ANTI_AFFINITY_ID: usize = 63;
-/// The most bytes of all labels of one object together, written as JSON.
+/// Maximum size of all labels of one object in bytes, encoded as JSON.
 pub const MAX_LABELS: usize = 900;
-/// The most bytes of a node's name: those of a Kubernetes object's.
+/// Maximum length of a node's name in bytes, that of a Kubernetes object's name.
 pub const MAX_NODE_NAME: usize = 253;
 
-/// What is too long, with how much is taken.
+/// A request field exceeds its bound. The message names the field, its size and the bound.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct OutOfBounds(String);
 
 impl From<OutOfBounds> for Problem {
-    fn from(what: OutOfBounds) -> Self {
-        Self::new(ProblemCode::Invalid, what.0)
+    fn from(error: OutOfBounds) -> Self {
+        Self::new(ProblemCode::Invalid, error.0)
     }
 }
 
 type Checked = Result<(), OutOfBounds>;
 
-fn at_most(field: &str, has: usize, most: usize, unit: &str, instead: &str) -> Checked {
-    if has <= most {
+fn at_most(field: &str, actual: usize, max: usize, unit: &str, advice: &str) -> Checked {
+    if actual <= max {
         return Ok(());
     }
-    Err(OutOfBounds(format!("{field} has {has} {unit}, and at most {most} are taken; {instead}")))
+    Err(OutOfBounds(format!("{field} has {actual} {unit}, the maximum is {max}; {advice}")))
 }
 
 fn labels(field: &str, labels: &Labels) -> Checked {
     let bytes = serde_json::to_vec(labels).map_or(usize::MAX, |json| json.len());
-    at_most(field, bytes, MAX_LABELS, "bytes as JSON", "give fewer or shorter labels")
+    at_most(field, bytes, MAX_LABELS, "bytes as JSON", "use fewer or shorter labels")
 }
 
 fn zone(field: &str, zone: &str) -> Checked {
-    at_most(field, zone.len(), MAX_ZONE, "bytes", "give the zone's name as it is in the nodes' labels")
+    at_most(
+        field,
+        zone.len(),
+        MAX_ZONE,
+        "bytes",
+        "use the zone name from the label topology.kubernetes.io/zone of the nodes",
+    )
 }
 
 impl Placement {
     fn check(&self) -> Checked {
-        let instead = "name the zones that are best, or none where any will do";
-        at_most("placement.zones", self.zones.len(), MAX_ZONES, "zones", instead)?;
-        self.zones.iter().try_for_each(|one| zone("one of placement.zones", one))?;
+        let advice = "name only the preferred zones, or none if any zone will do";
+        at_most("placement.zones", self.zones.len(), MAX_ZONES, "zones", advice)?;
+        self.zones.iter().try_for_each(|one| zone("a zone in placement.zones", one))?;
         labels("placement.poolLabels", &self.pool_labels)?;
         let group = self.anti_affinity_id.as_ref().map_or(0, String::len);
-        at_most("placement.antiAffinityId", group, MAX_ANTI_AFFINITY_ID, "bytes", "give a shorter one")
+        at_most("placement.antiAffinityId", group, MAX_ANTI_AFFINITY_ID, "bytes", "use a shorter one")
     }
 }
 
 impl VolumeSpec {
-    /// Fails where something in it is too long to be kept.
+    /// Fails if a field exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
         self.placement.check()?;
         labels("labels", &self.labels)
@@ -66,23 +72,23 @@ impl VolumeSpec {
 }
 
 impl SnapshotSpec {
-    /// Fails where something in it is too long to be kept.
+    /// Fails if a field exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
         labels("labels", &self.labels)
     }
 }
 
 impl PoolSpec {
-    /// Fails where something in it is too long to be kept.
+    /// Fails if a field exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
         labels("labels", &self.labels)
     }
 }
 
 impl NodeSpec {
-    /// Fails where something in it is too long to be kept with the volumes that the node has.
+    /// Fails if a field that is recorded with the node's attached volumes exceeds its bound.
     pub fn check_bounds(&self) -> Checked {
-        at_most("name", self.name.len(), MAX_NODE_NAME, "bytes", "give a shorter one")?;
+        at_most("name", self.name.len(), MAX_NODE_NAME, "bytes", "use a shorter one")?;
         self.zone.as_deref().map_or(Ok(()), |one| zone("zone", one))
     }
 }
@@ -96,13 +102,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_long_is_named_with_what_it_has_and_what_it_may_have() {
+    fn the_error_names_the_field_its_size_and_the_bound() {
         let zones = |count, length| vec!["z".repeat(length); count];
         Placement { zones: zones(MAX_ZONES, MAX_ZONE), ..Placement::default() }.check().unwrap();
         let many = refused(Placement { zones: zones(17_000, 1), ..Placement::default() });
-        assert!(many.contains("placement.zones has 17000 zones, and at most 64 are taken"), "{many}");
+        assert!(many.contains("placement.zones has 17000 zones, the maximum is 64"), "{many}");
         let long = refused(Placement { zones: zones(1, 64), ..Placement::default() });
-        assert!(long.contains("placement.zones has 64 bytes, and at most 63 are taken"), "{long}");
+        assert!(long.contains("placement.zones has 64 bytes, the maximum is 63"), "{long}");
         let group = Some("g".repeat(64));
         assert!(
             refused(Placement { anti_affinity_id: group, ..Placement::default() }).contains("antiAffinityId")

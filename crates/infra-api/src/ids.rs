@@ -1,4 +1,4 @@
-//! Names chosen by callers. One rule for all of them, so that each is also a safe file name and a safe URL segment.
+//! IDs and names chosen by clients. One syntax for all of them, so that each is also a safe file name and URL segment.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -6,13 +6,13 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// The longest name, in bytes. A file name may have 255, and `.raw` or a suffix of ours must fit.
+/// Maximum length in bytes. A file name may have 255, and the server appends `.raw` or another suffix.
 const MAX: usize = 249;
 
-/// Why a string cannot be a name in this API.
+/// The string is not a valid ID or name in this API.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{kind} {value:?} is not valid: it must have 1 to {MAX} characters out of a-z, 0-9, '-' and '.', \
+    "{kind} {value:?} is not valid: it must have 1 to {MAX} characters of a-z, 0-9, '-' and '.', \
      and begin and end with a letter or digit"
 )]
 pub struct InvalidId {
@@ -20,7 +20,7 @@ pub struct InvalidId {
     value: String,
 }
 
-fn legal(value: &str) -> bool {
+fn is_valid(value: &str) -> bool {
     let edge = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit();
     let bytes = value.as_bytes();
     match (bytes.first(), bytes.last()) {
@@ -45,13 +45,13 @@ macro_rules! id {
         pub struct $name(String);
 
         impl $name {
-            /// Checks the rule and makes the name.
+            /// Validates the text.
             pub fn new(value: impl Into<String>) -> Result<Self, InvalidId> {
                 let value = value.into();
-                if legal(&value) { Ok(Self(value)) } else { Err(InvalidId { kind: $kind, value }) }
+                if is_valid(&value) { Ok(Self(value)) } else { Err(InvalidId { kind: $kind, value }) }
             }
 
-            /// The name as text.
+            /// The text.
             pub fn as_str(&self) -> &str {
                 &self.0
             }
@@ -97,21 +97,17 @@ macro_rules! id {
     };
 }
 
-id!(PoolName, "pool name", "The name of a pool.");
-id!(VolumeId, "volume id", "The id of a volume, chosen by whoever creates it; also its file's name.");
-id!(SnapshotId, "snapshot id", "The id of a snapshot, chosen by whoever creates it.");
-id!(
-    AttachmentId,
-    "attachment id",
-    "The id of one attachment of one volume to one node, chosen by whoever asks for it."
-);
+id!(PoolName, "pool name", "Name of a pool.");
+id!(VolumeId, "volume id", "ID of a volume, chosen by the client; also the name of its file.");
+id!(SnapshotId, "snapshot id", "ID of a snapshot, chosen by the client.");
+id!(AttachmentId, "attachment id", "ID of one attachment of one volume to one node, chosen by the client.");
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn names_are_safe_file_names() {
+    fn ids_are_safe_file_names() {
         for good in ["a", "pvc-1", "ns.name", "0", "a.b-c.9"] {
             assert!(VolumeId::new(good).is_ok(), "{good}");
         }
@@ -123,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_name_in_json_is_refused_with_the_rule() {
+    fn an_invalid_name_in_json_is_rejected_with_the_syntax() {
         let error = serde_json::from_str::<PoolName>("\"../etc\"").unwrap_err().to_string();
         assert!(error.contains("pool name") && error.contains("../etc"), "{error}");
     }

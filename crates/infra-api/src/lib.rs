@@ -1,9 +1,10 @@
-//! The storage infra's REST API: its messages, its errors and its client.
+//! Storage infra REST API: message types, problem types and the HTTP client.
 //!
-//! The server (`storage-infra`) and everyone who speaks to it (`mgmt-csi`, the command line) share these types, so
-//! that a field exists once. Everything is JSON in camelCase; sizes are bytes; times are RFC 3339 strings.
+//! The server (`storage-infra`) and its clients (`mgmt-csi`, the `storage-infra` command line) share these types, so
+//! every field is defined once. Bodies are JSON in camelCase; sizes are in bytes; times are RFC 3339 strings.
 //!
-//! All writes are `PUT` or `DELETE` on an id that the caller chose, so each can be repeated safely after any failure.
+//! Every write is a `PUT` or a `DELETE` on an ID that the client chose, so any write can be repeated safely after a
+//! failure.
 
 mod bounds;
 pub mod client;
@@ -17,11 +18,11 @@ pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{PoolRejection, Problem, ProblemCode, Rejection, What};
 
-/// The pool label that says in which zone a pool can be reached. A pool without it is reachable from every zone.
+/// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 
-/// How long the server waits for a plug or unplug when the request has no `Prefer: wait`, in seconds.
+/// Seconds that the server waits for an operation to complete when the request has no `Prefer: wait`.
 pub const DEFAULT_WAIT_SECONDS: u64 = 10;
 
-/// The longest `Prefer: wait` that the server honours, in seconds.
+/// Longest `Prefer: wait` that the server honours, in seconds.
 pub const MAX_WAIT_SECONDS: u64 = 60;

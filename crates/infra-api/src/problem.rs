@@ -1,4 +1,4 @@
-//! Errors on the wire: RFC 9457 problem details with a code from a closed list.
+//! API errors: RFC 9457 problem details with a machine-readable code.
 
 use std::fmt;
 
@@ -7,37 +7,38 @@ use utoipa::ToSchema;
 
 use crate::{NodeRef, PoolName};
 
-/// What went wrong, as a closed list that callers decide on. The text of a problem is for people.
+/// Error code: a closed list for programs to decide on. The text of a problem is for humans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum ProblemCode {
-    /// The request itself is wrong; repeating it cannot help. 400.
+    /// The request is invalid; do not retry it unchanged. 400.
     Invalid,
-    /// The pool, volume, node or attachment named by `what` and `id` is not there. 404.
+    /// The object named by `what` and `id` does not exist. 404.
     NotFound,
-    /// The id is taken by something that differs from the request. 409.
+    /// An object with this ID exists and differs from the request. 409.
     Exists,
-    /// The attachment of this id was ended, and an id is used once; take another. 410.
+    /// The attachment with this ID was deleted. Attachment IDs are never reused: choose another. 410.
     Ended,
-    /// The object is in use; `nodes` says where, if by nodes. 409.
+    /// The object is in use; `nodes` lists the nodes that use it, if any. 409.
     InUse,
-    /// No pool can take the volume; `rejections` says why, per pool. 507.
+    /// No pool can hold the volume; `rejections` gives the reason per pool. 507.
     OutOfSpace,
-    /// The virtual machine is off or gone, so no disk can be plugged. 409.
+    /// The virtual machine is shut off or does not exist, so no disk can be attached. 409.
     NodeNotRunning,
-    /// The virtual machine has as many disks as its hypervisor can plug. 409.
+    /// The virtual machine has no free slot for another disk. 409.
     TooManyDisks,
-    /// Something below cannot be reached or did not finish; the work may have happened. Repeat it. 503.
+    /// A pool or hypervisor cannot be reached or did not finish in time; the operation may have taken effect. Retry.
+    /// 503.
     Unavailable,
     /// The catalog or the pool is read-only. 503.
     ReadOnly,
-    /// A fault of the server; see its log. The work may have happened. 500.
+    /// Internal server error; see the server's log. The operation may have taken effect. 500.
     #[serde(other)]
     Internal,
 }
 
 impl ProblemCode {
-    /// The HTTP status that goes with the code.
+    /// The HTTP status of the code.
     pub fn status(self) -> u16 {
         match self {
             Self::Invalid => 400,
@@ -50,7 +51,8 @@ impl ProblemCode {
         }
     }
 
-    /// Whether the work may have happened or may still be under way. False only where the server says that it did nothing.
+    /// Whether the operation may have taken effect or may still be running. False only if the server reports that it
+    /// did nothing.
     pub fn may_have_happened(self) -> bool {
         match self {
             Self::Unavailable | Self::Internal => true,
@@ -66,7 +68,7 @@ impl ProblemCode {
         }
     }
 
-    /// The code as it stands on the wire.
+    /// The code in the JSON body.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Invalid => "invalid",
@@ -83,20 +85,20 @@ impl ProblemCode {
         }
     }
 
-    /// A title that does not change from one occurrence to the next.
+    /// The RFC 9457 title: constant for each code.
     pub fn title(self) -> &'static str {
         match self {
             Self::Invalid => "The request is not valid",
-            Self::NotFound => "The object is not there",
-            Self::Exists => "The id is taken by something else",
-            Self::Ended => "The attachment of this id is over",
+            Self::NotFound => "The object does not exist",
+            Self::Exists => "The ID belongs to an object that differs from the request",
+            Self::Ended => "The attachment with this ID was deleted",
             Self::InUse => "The object is in use",
-            Self::OutOfSpace => "No pool can take the volume",
+            Self::OutOfSpace => "No pool can hold the volume",
             Self::NodeNotRunning => "The virtual machine is not running",
-            Self::TooManyDisks => "The virtual machine has no place for another disk",
-            Self::Unavailable => "The infrastructure cannot be reached or is not done",
+            Self::TooManyDisks => "The virtual machine has no free slot for another disk",
+            Self::Unavailable => "The infrastructure cannot be reached or has not finished",
             Self::ReadOnly => "The storage is read-only",
-            Self::Internal => "The server failed",
+            Self::Internal => "Internal server error",
         }
     }
 }
@@ -107,7 +109,7 @@ impl fmt::Display for ProblemCode {
     }
 }
 
-/// The kind of object that a problem is about.
+/// Kind of the object that a problem is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum What {
@@ -117,15 +119,15 @@ pub enum What {
     Volume,
     /// A snapshot.
     Snapshot,
-    /// A node, that is a virtual machine.
+    /// A node: a virtual machine.
     Node,
     /// An attachment.
     Attachment,
-    /// A hypervisor, named in the server's flags.
+    /// A hypervisor, by its name in the server's `--hypervisor` flag.
     Hypervisor,
-    /// A path that this API does not have.
+    /// A path that the API does not serve.
     Route,
-    /// A kind that this client does not know yet.
+    /// A kind that this client version does not know.
     #[serde(other)]
     Other,
 }
@@ -145,25 +147,25 @@ impl fmt::Display for What {
     }
 }
 
-/// Why a pool could not take a volume.
+/// Why a pool cannot hold a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rejection {
     /// The request names another pool.
     NotNamed,
-    /// The pool is unhealthy: its directory is gone, foreign or not readable.
+    /// The pool is unhealthy: its directory is missing, not the registered one, or not readable.
     Unhealthy,
-    /// The pool is cordoned by its operators.
+    /// An operator cordoned the pool.
     Cordoned,
-    /// The pool's free space, with reservations counted, is too small.
+    /// The pool has too little free space after reservations.
     TooSmall,
-    /// The pool lacks a label that the request asks for.
+    /// The pool lacks a label that the request selects on.
     Labels,
-    /// The pool cannot be reached from the zone that the request asks for.
+    /// The pool is not reachable from the requested zones.
     Zone,
     /// The pool holds a volume of the same anti-affinity group.
     AntiAffinity,
-    /// A reason that this client does not know yet.
+    /// A reason that this client version does not know.
     #[serde(other)]
     Other,
 }
@@ -171,7 +173,7 @@ pub enum Rejection {
 impl fmt::Display for Rejection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NotNamed => "not the pool asked for",
+            Self::NotNamed => "not the requested pool",
             Self::Unhealthy => "unhealthy",
             Self::Cordoned => "cordoned",
             Self::TooSmall => "too little free space",
@@ -183,42 +185,42 @@ impl fmt::Display for Rejection {
     }
 }
 
-/// One pool and why it could not take the volume.
+/// A pool and why it cannot hold the volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolRejection {
     /// The pool.
     pub pool: PoolName,
-    /// The first reason, in the order of placement.
+    /// The first reason, in the order in which placement checks them.
     pub reason: Rejection,
-    /// What the pool could still take, in bytes.
+    /// Bytes available to a new volume in this pool.
     pub free_bytes: u64,
 }
 
-/// An RFC 9457 problem, media type `application/problem+json`.
+/// Error response: an RFC 9457 problem, media type `application/problem+json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Problem {
     /// `urn:nestor:infra:<code>`.
     #[serde(rename = "type", default)]
     pub type_: String,
-    /// The same for all problems of this code.
+    /// Short summary; constant for each code.
     #[serde(default)]
     pub title: String,
-    /// The HTTP status again.
+    /// The HTTP status.
     pub status: u16,
-    /// What happened, to which object, why, and what to do.
+    /// What failed, on which object, why, and what to do.
     #[serde(default)]
     pub detail: String,
-    /// What to decide on.
+    /// Machine-readable error code.
     pub code: ProblemCode,
-    /// The kind of object that the problem is about.
+    /// Kind of the object that the problem is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub what: Option<What>,
-    /// The id of the object that the problem is about.
+    /// ID of the object that the problem is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// With `in-use`: the nodes that use it.
+    /// With `in-use`: the nodes that use the object.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<NodeRef>,
     /// With `out-of-space`: each pool and why it was rejected.
@@ -227,7 +229,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// A problem of the given code, without members.
+    /// A problem with this code, without extension members.
     pub fn new(code: ProblemCode, detail: impl Into<String>) -> Self {
         Self {
             type_: format!("urn:nestor:infra:{code}"),
@@ -242,7 +244,7 @@ impl Problem {
         }
     }
 
-    /// Says which object the problem is about.
+    /// Sets the object that the problem is about.
     #[must_use]
     pub fn about(mut self, what: What, id: impl fmt::Display) -> Self {
         self.what = Some(what);
@@ -250,14 +252,14 @@ impl Problem {
         self
     }
 
-    /// Says which nodes use the object.
+    /// Sets the nodes that use the object.
     #[must_use]
     pub fn used_by(mut self, nodes: Vec<NodeRef>) -> Self {
         self.nodes = nodes;
         self
     }
 
-    /// Says why each pool was rejected.
+    /// Sets the reason of each rejected pool.
     #[must_use]
     pub fn rejected_by(mut self, rejections: Vec<PoolRejection>) -> Self {
         self.rejections = rejections;
@@ -279,15 +281,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_problem_has_the_members_of_rfc_9457_and_reads_back() {
-        let problem =
-            Problem::new(ProblemCode::OutOfSpace, "no room").about(What::Volume, "v1").rejected_by(vec![
-                PoolRejection {
-                    pool: PoolName::new("p").unwrap(),
-                    reason: Rejection::TooSmall,
-                    free_bytes: 5,
-                },
-            ]);
+    fn a_problem_has_the_members_of_rfc_9457_and_round_trips() {
+        let problem = Problem::new(ProblemCode::OutOfSpace, "no space")
+            .about(What::Volume, "v1")
+            .rejected_by(vec![PoolRejection {
+                pool: PoolName::new("p").unwrap(),
+                reason: Rejection::TooSmall,
+                free_bytes: 5,
+            }]);
         let json = serde_json::to_value(&problem).unwrap();
         assert_eq!(json["type"], "urn:nestor:infra:out-of-space");
         assert_eq!(json["status"], 507);
@@ -296,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_code_of_a_newer_server_is_taken_as_internal() {
+    fn an_unknown_code_of_a_newer_server_decodes_as_internal() {
         let problem: Problem = serde_json::from_str(r#"{"status":418,"code":"teapot"}"#).unwrap();
         assert_eq!(problem.code, ProblemCode::Internal);
         assert_eq!(problem.status, 418);

@@ -1,4 +1,4 @@
-//! Who a client is, by the certificate that it connected with.
+//! Client identity, taken from the subject of the TLS client certificate, for the audit log.
 
 use std::io;
 use std::sync::Arc;
@@ -16,11 +16,11 @@ use tower::Layer;
 
 use crate::audit;
 
-/// A client's name in the audit log.
+/// Name of a client in the audit log.
 #[derive(Debug, Clone)]
 pub struct ClientName(Arc<str>);
 
-/// Accepts connections, and says with each request who sent it.
+/// TLS acceptor that adds the client's name to each request of the connection.
 #[derive(Clone)]
 pub struct NamingAcceptor<A>(pub RustlsAcceptor<A>);
 
@@ -45,17 +45,17 @@ where
     }
 }
 
-/// The subject of the certificate that the client showed.
+/// Subject and serial number of the client's certificate.
 fn name_of<I>(stream: &TlsStream<I>) -> String {
-    let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
-    let name = shown.and_then(|shown| {
-        let (_, certificate) = x509_parser::parse_x509_certificate(shown).ok()?;
+    let presented = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+    let name = presented.and_then(|presented| {
+        let (_, certificate) = x509_parser::parse_x509_certificate(presented).ok()?;
         Some(format!("{} (serial {})", certificate.subject(), certificate.raw_serial_as_string()))
     });
-    name.unwrap_or_else(|| "a client whose certificate cannot be read".into())
+    name.unwrap_or_else(|| "a client with an unreadable certificate".into())
 }
 
-/// Serves a request in the name of its client.
+/// Middleware that attributes the request to its client in the audit log.
 pub(super) async fn name_client(request: Request, next: Next) -> Response {
     let name = request.extensions().get::<ClientName>().map(|ClientName(name)| name.clone());
     match name {

@@ -1,4 +1,4 @@
-//! The API's own description: `openapi.json` for machines, and a page for people made from it.
+//! API documentation: the OpenAPI document `openapi.json` and an HTML page generated from it.
 
 use std::fmt::Write;
 
@@ -13,9 +13,11 @@ use super::{events, handlers};
 #[openapi(
     info(
         title = "Nestor storage infra",
-        description = "Pools, volumes, snapshots, and the disks of virtual machines. Every write is a PUT or DELETE on an id that the \
-                       caller chose, and can be repeated. Sizes are bytes, times are RFC 3339, errors are RFC 9457 problems \
-                       whose `code` is what to decide on. Client certificates are required.",
+        description = "Manages pools, volumes, snapshots, nodes (virtual machines) and attachments (disks of virtual machines). \
+                       Every write is a PUT or a DELETE on an ID that the client chooses, so every call can be repeated safely. \
+                       Long-running operations return 202 and the object's state; repeat the call to wait for completion. \
+                       Sizes are in bytes, times are RFC 3339. Errors are RFC 9457 problems with a machine-readable `code`. \
+                       Clients must present a certificate signed by the server's client CA.",
     ),
     paths(
         handlers::put_pool,
@@ -26,7 +28,7 @@ use super::{events, handlers};
         handlers::list_volumes,
         handlers::get_volume,
         handlers::delete_volume,
-        handlers::grow_volume,
+        handlers::expand_volume,
         handlers::put_qos,
         handlers::put_snapshot,
         handlers::list_snapshots,
@@ -69,7 +71,7 @@ h3 code{font-size:1em}table{border-collapse:collapse;width:100%;margin:.5rem 0 1
 
 fn escape(text: &str) -> String {
     let text = text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
-    // What stands between backticks is code.
+    // Text between backticks becomes code.
     let mut out = String::new();
     for (index, part) in text.split('`').enumerate() {
         match index {
@@ -89,14 +91,15 @@ fn text<'a>(value: &'a Value, name: &str) -> &'a str {
     value[name].as_str().unwrap_or_default()
 }
 
-/// How a schema is named where it is used.
-fn kind(schema: &Value) -> String {
+/// HTML for the type of a schema, with a link to its definition.
+fn type_name(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|r| r.rsplit('/').next()) {
         return format!("<a href=\"#{name}\">{name}</a>");
     }
     for many in ["oneOf", "anyOf", "allOf"] {
         if let Some(parts) = schema[many].as_array() {
-            let names: Vec<String> = parts.iter().filter(|part| part["type"] != "null").map(kind).collect();
+            let names: Vec<String> =
+                parts.iter().filter(|part| part["type"] != "null").map(type_name).collect();
             return names.join(" or ");
         }
     }
@@ -111,9 +114,9 @@ fn kind(schema: &Value) -> String {
         _ => "any".into(),
     };
     match name.as_str() {
-        "array" => format!("list of {}", kind(&schema["items"])),
+        "array" => format!("list of {}", type_name(&schema["items"])),
         "object" if !schema["additionalProperties"].is_null() => {
-            format!("map of {}", kind(&schema["additionalProperties"]))
+            format!("map of {}", type_name(&schema["additionalProperties"]))
         }
         _ => match schema["format"].as_str() {
             Some(format) => format!("{name} ({format})"),
@@ -156,17 +159,17 @@ fn render(api: &Value) -> String {
                     "<tr><td>{}</td><td><code>{}</code> {}</td><td>{}</td></tr>",
                     escape(text(parameter, "in")),
                     escape(text(parameter, "name")),
-                    kind(&parameter["schema"]),
+                    type_name(&parameter["schema"]),
                     escape(text(parameter, "description"))
                 );
             }
             let body = &call["requestBody"]["content"]["application/json"]["schema"];
             if !body.is_null() {
-                let _ = write!(out, "<tr><td>body</td><td>{}</td><td></td></tr>", kind(body));
+                let _ = write!(out, "<tr><td>body</td><td>{}</td><td></td></tr>", type_name(body));
             }
             for (status, answer) in call["responses"].as_object().into_iter().flatten() {
                 let content = answer["content"].as_object().and_then(|content| content.values().next());
-                let schema = content.map(|content| kind(&content["schema"])).unwrap_or_default();
+                let schema = content.map(|content| type_name(&content["schema"])).unwrap_or_default();
                 let _ = write!(
                     out,
                     "<tr><td>{status}</td><td>{schema}</td><td>{}</td></tr>",
@@ -189,7 +192,7 @@ fn render(api: &Value) -> String {
                 let _ = write!(
                     out,
                     "<tr><td><code>{field}</code></td><td>{}</td><td>{}</td></tr>",
-                    kind(about),
+                    type_name(about),
                     escape(text(about, "description"))
                 );
             }
@@ -217,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reference_in_the_document_leads_somewhere() {
+    fn every_reference_in_the_document_resolves() {
         let api = serde_json::to_value(openapi()).unwrap();
         fn walk(value: &Value, api: &Value) {
             match value {
@@ -239,6 +242,9 @@ mod tests {
                 && page.contains("id=\"Volume\""),
             "{page}"
         );
-        assert!(!page.contains("http://") && !page.contains("https://"), "the page must stand by itself");
+        assert!(
+            !page.contains("http://") && !page.contains("https://"),
+            "the page must not load external resources"
+        );
     }
 }

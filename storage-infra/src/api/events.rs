@@ -1,4 +1,4 @@
-//! `GET /v1/events`: changes as server-sent events.
+//! Event stream: `GET /v1/events`, server-sent events.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -12,10 +12,12 @@ use tokio_stream::wrappers::BroadcastStream;
 
 use super::App;
 
-/// Changes as they happen. Each event is a hint to read the object again. When a reader is too slow, it gets one
-/// event of kind `resync`, and reads everything again.
-#[utoipa::path(get, path = "/v1/events", tag = "The whole", responses(
-    (status = 200, description = "A stream of events; a comment every 15 s keeps it alive", body = Event, content_type = "text/event-stream"),
+/// Streams change events.
+///
+/// An event does not contain the object's state; the client reads the object again. A client that reads too slowly gets
+/// one event of kind `resync` and must then list all objects again.
+#[utoipa::path(get, path = "/v1/events", tag = "Server", responses(
+    (status = 200, description = "Stream of events; the server sends a comment every 15 s when idle", body = Event, content_type = "text/event-stream"),
 ))]
 pub(super) async fn stream(State(app): State<App>) -> impl IntoResponse {
     let resync = Event { kind: EventKind::Resync, id: String::new(), change: Change::Updated };

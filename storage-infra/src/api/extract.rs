@@ -1,4 +1,4 @@
-//! What comes in, checked; what is wrong with it, as a problem.
+//! Request extractors that report invalid input as problems.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ fn invalid(detail: impl std::fmt::Display) -> Failure {
     Failure::new(ProblemCode::Invalid, detail.to_string())
 }
 
-/// The id in the path.
+/// The ID in the path.
 pub(super) struct Id<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Id<T> {
@@ -25,7 +25,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Id<T> {
     }
 }
 
-/// The parameters after the `?`.
+/// The query parameters.
 pub(super) struct Params<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
@@ -37,7 +37,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for Params<T> {
     }
 }
 
-/// A JSON body.
+/// The JSON body.
 pub(super) struct Body<T>(pub T);
 
 impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
@@ -49,16 +49,16 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     }
 }
 
-/// `Prefer: wait=SECONDS` (RFC 7240), if it is there.
+/// `Prefer: wait=SECONDS` (RFC 7240), if present.
 pub(super) struct Wait(Option<Duration>);
 
 impl Wait {
-    /// For calls that wait unless told otherwise.
+    /// The wait of operations that wait by default.
     pub(super) fn or_default(&self) -> Duration {
         self.0.unwrap_or(Duration::from_secs(DEFAULT_WAIT_SECONDS))
     }
 
-    /// For calls that answer at once unless told otherwise.
+    /// The wait of operations that respond at once by default.
     pub(super) fn or_none(&self) -> Duration {
         self.0.unwrap_or(Duration::ZERO)
     }
@@ -73,7 +73,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Wait {
     }
 }
 
-/// Preferences that make no sense are ignored, as RFC 7240 wants it.
+/// Parses one preference. Invalid preferences are ignored, as RFC 7240 requires.
 fn wait(preference: &str) -> Option<Duration> {
     let (name, value) = preference.split_once('=')?;
     if !name.trim().eq_ignore_ascii_case("wait") {
@@ -88,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_preference_to_wait_is_bounded_and_nonsense_is_ignored() {
+    fn the_wait_preference_is_capped_and_invalid_ones_are_ignored() {
         assert_eq!(wait("wait=3"), Some(Duration::from_secs(3)));
         assert_eq!(wait(" Wait = \"0\""), Some(Duration::ZERO));
         assert_eq!(wait("wait=9999"), Some(Duration::from_secs(60)));

@@ -1,4 +1,4 @@
-//! One function per verb.
+//! Request handlers, one per operation.
 
 use axum::Json;
 use axum::extract::State;
@@ -17,16 +17,16 @@ use super::App;
 use super::extract::{Body, Id, Params, Wait};
 use crate::service::{Failure, Progress, Result};
 
-fn made<T: serde::Serialize>((value, created): (T, bool)) -> Response {
+fn created_or_ok<T: serde::Serialize>((value, created): (T, bool)) -> Response {
     let status = if created { StatusCode::CREATED } else { StatusCode::OK };
     (status, Json(value)).into_response()
 }
 
-/// As [`made`], for what may take longer than its caller waits.
-fn made_or_begun<T: serde::Serialize>(state: VolumeState, (value, created): (T, bool)) -> Response {
+/// Like [`created_or_ok`], for operations that may outlast the request: 202 while the object is being created.
+fn created_or_accepted<T: serde::Serialize>(state: VolumeState, (value, created): (T, bool)) -> Response {
     match state {
         VolumeState::Creating => (StatusCode::ACCEPTED, Json(value)).into_response(),
-        VolumeState::Ready | VolumeState::Deleting => made((value, created)),
+        VolumeState::Ready | VolumeState::Deleting => created_or_ok((value, created)),
     }
 }
 
@@ -36,26 +36,26 @@ fn all<T>(items: Vec<T>) -> Json<List<T>> {
 
 // ---- pools ----
 
-/// Registers a pool, or changes its labels and whether it is cordoned.
+/// Registers a pool, or changes its labels, `cordoned` and `onFull`.
 #[utoipa::path(put, path = "/v1/pools/{name}", tag = "Pools", request_body = PoolSpec, params(("name" = PoolName, Path)), responses(
-    (status = 201, description = "Registered", body = Pool), (status = 200, description = "It was registered; changed", body = Pool),
-    (status = 400, description = "`invalid`: no such directory", body = Problem), (status = 409, description = "`exists`: other engine or path; `in-use`: the directory is another pool's", body = Problem),
+    (status = 201, description = "Registered", body = Pool), (status = 200, description = "Already registered; updated", body = Pool),
+    (status = 400, description = "`invalid`: the directory does not exist", body = Problem), (status = 409, description = "`exists`: the pool has another engine or path; `in-use`: the directory belongs to another pool", body = Problem),
 ))]
 pub(super) async fn put_pool(
     State(app): State<App>,
     Id(name): Id<PoolName>,
     Body(spec): Body<PoolSpec>,
 ) -> Result<Response> {
-    app.service.put_pool(name, spec).await.map(made)
+    app.service.put_pool(name, spec).await.map(created_or_ok)
 }
 
-/// All pools.
+/// Lists all pools.
 #[utoipa::path(get, path = "/v1/pools", tag = "Pools", responses((status = 200, body = List<Pool>)))]
 pub(super) async fn list_pools(State(app): State<App>) -> Result<Json<List<Pool>>> {
     app.service.pools().await.map(all)
 }
 
-/// One pool, measured now.
+/// Gets a pool, with its present usage.
 #[utoipa::path(get, path = "/v1/pools/{name}", tag = "Pools", params(("name" = PoolName, Path)), responses(
     (status = 200, body = Pool), (status = 404, description = "`not-found`", body = Problem),
 ))]
@@ -63,9 +63,9 @@ pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> 
     app.service.pool(&name).await.map(Json)
 }
 
-/// Forgets a pool without volumes and snapshots. Its directory stays, and may be registered again.
+/// Unregisters a pool that has no volumes and no snapshots. Its directory remains and can be registered again.
 #[utoipa::path(delete, path = "/v1/pools/{name}", tag = "Pools", params(("name" = PoolName, Path)), responses(
-    (status = 204, description = "Forgotten, or was not there"), (status = 409, description = "`in-use`: it has volumes or snapshots", body = Problem),
+    (status = 204, description = "Unregistered, or did not exist"), (status = 409, description = "`in-use`: the pool has volumes or snapshots", body = Problem),
 ))]
 pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<StatusCode> {
     app.service.delete_pool(name).await.map(|_| StatusCode::NO_CONTENT)
@@ -73,21 +73,21 @@ pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) 
 
 // ---- volumes ----
 
-/// Creates a volume: of zeros, or with the bytes of a snapshot or of another volume.
+/// Creates a volume: empty, or from a snapshot or another volume.
 ///
-/// Pools that can share blocks with the source's are preferred, and then it takes no time. Elsewhere the bytes are
-/// copied, and nobody may write to a source volume meanwhile. `Prefer: wait=SECONDS` (default 10, at most 60) bounds
-/// the wait.
+/// The server prefers pools that can share blocks with the source (reflink); then creation is immediate. In any other
+/// pool the server copies the data; the source volume must not be attached for writing meanwhile. `Prefer:
+/// wait=SECONDS` (default 10, at most 60) limits how long the server waits before it responds with 202.
 #[utoipa::path(put, path = "/v1/volumes/{id}", tag = "Volumes", request_body = VolumeSpec, params(
-    ("id" = VolumeId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = VolumeId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`: how long to wait for completion"),
 ), responses(
-    (status = 201, description = "Created", body = Volume), (status = 200, description = "The same was created before", body = Volume),
-    (status = 202, description = "Being copied; `copiedBytes` says how far; repeat to wait on", body = Volume),
-    (status = 400, description = "`invalid`: such as less than the source has", body = Problem),
-    (status = 404, description = "`not-found`: the source", body = Problem),
-    (status = 409, description = "`exists`: the id is taken by a volume that was asked for differently; `in-use`: the source can only be copied, and `nodes` may write to it", body = Problem),
-    (status = 507, description = "`out-of-space`: `rejections` says why each pool was rejected", body = Problem),
-    (status = 503, description = "`unavailable`: the pool failed meanwhile; repeat", body = Problem),
+    (status = 201, description = "Created", body = Volume), (status = 200, description = "The same request created it before", body = Volume),
+    (status = 202, description = "The data is being copied; `copiedBytes` is the progress; repeat the request to wait", body = Volume),
+    (status = 400, description = "`invalid`: for example, the volume would be smaller than its source", body = Problem),
+    (status = 404, description = "`not-found`: the source does not exist", body = Problem),
+    (status = 409, description = "`exists`: a volume with this ID was created by a different request; `in-use`: the source has to be copied and `nodes` may write to it", body = Problem),
+    (status = 507, description = "`out-of-space`: no pool can hold the volume; `rejections` gives the reason per pool", body = Problem),
+    (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_volume(
     State(app): State<App>,
@@ -96,21 +96,21 @@ pub(super) async fn put_volume(
     Body(spec): Body<VolumeSpec>,
 ) -> Result<Response> {
     let answer = app.service.put_volume(id, spec, wait.or_default()).await?;
-    Ok(made_or_begun(answer.0.state, answer))
+    Ok(created_or_accepted(answer.0.state, answer))
 }
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Page {
-    /// At most so many; 1000 where it is absent or more.
+    /// Maximum number of items; default and maximum are 1000.
     limit: Option<usize>,
-    /// `continue` of the page before.
+    /// Value of `continue` in the previous page.
     #[serde(rename = "continue", default)]
     #[param(required = false)]
     after: String,
 }
 
-/// A page of volumes, by id.
+/// Lists volumes, ordered by ID, in pages.
 #[utoipa::path(get, path = "/v1/volumes", tag = "Volumes", params(Page), responses((status = 200, body = List<Volume>)))]
 pub(super) async fn list_volumes(
     State(app): State<App>,
@@ -119,7 +119,7 @@ pub(super) async fn list_volumes(
     app.service.volumes(page.limit, page.after).await.map(Json)
 }
 
-/// One volume.
+/// Gets a volume.
 #[utoipa::path(get, path = "/v1/volumes/{id}", tag = "Volumes", params(("id" = VolumeId, Path)), responses(
     (status = 200, body = Volume), (status = 404, description = "`not-found`", body = Problem),
 ))]
@@ -127,23 +127,23 @@ pub(super) async fn get_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> 
     app.service.volume(&id).await.map(Json)
 }
 
-/// Deletes a volume and its bytes.
+/// Deletes a volume and its data.
 #[utoipa::path(delete, path = "/v1/volumes/{id}", tag = "Volumes", params(("id" = VolumeId, Path)), responses(
-    (status = 204, description = "Gone, or was not there"), (status = 409, description = "`in-use`: `nodes` says where it is attached", body = Problem),
-    (status = 503, description = "`unavailable`: the pool is not there; goes on when it is", body = Problem),
+    (status = 204, description = "Deleted, or did not exist"), (status = 409, description = "`in-use`: the volume is attached to `nodes`", body = Problem),
+    (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
 pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> Result<StatusCode> {
     app.service.delete_volume(id).await.map(|_| StatusCode::NO_CONTENT)
 }
 
-/// Grows a volume, live where it is attached.
+/// Expands a volume, online if it is attached.
 #[utoipa::path(put, path = "/v1/volumes/{id}/size", tag = "Volumes", request_body = VolumeSize, params(("id" = VolumeId, Path)), responses(
-    (status = 200, description = "It has the size, and every machine sees it", body = Volume),
-    (status = 404, description = "`not-found`", body = Problem), (status = 409, description = "`invalid`: it would shrink; `in-use`: `nodes` have it read-only, which cannot grow while plugged", body = Problem),
-    (status = 507, description = "`out-of-space`: its pool cannot", body = Problem),
-    (status = 503, description = "`unavailable`: begun, and not seen by every machine yet; repeat", body = Problem),
+    (status = 200, description = "The volume has the new size, and so have its disks in all virtual machines", body = Volume),
+    (status = 404, description = "`not-found`", body = Problem), (status = 409, description = "`invalid`: the volume would shrink; `in-use`: `nodes` have it attached read-only, and a read-only disk cannot be expanded online", body = Problem),
+    (status = 507, description = "`out-of-space`: its pool has too little free space", body = Problem),
+    (status = 503, description = "`unavailable`: the expansion has started, and not every virtual machine has the new size; retry", body = Problem),
 ))]
-pub(super) async fn grow_volume(
+pub(super) async fn expand_volume(
     State(app): State<App>,
     Id(id): Id<VolumeId>,
     Body(size): Body<VolumeSize>,
@@ -151,13 +151,13 @@ pub(super) async fn grow_volume(
     app.service.grow_volume(id, size).await.map(Json)
 }
 
-/// Limits how fast a volume may be, on each machine that has it, now and later. What is absent or 0 is not limited.
+/// Sets the QoS limits of a volume. They apply per node, to present and future attachments. Absent or 0 means no limit.
 ///
-/// Hypervisor `loop` cannot limit anything: there the limits are only kept in mind.
+/// The hypervisor kind `loop` cannot throttle disks: it only stores the limits.
 #[utoipa::path(put, path = "/v1/volumes/{id}/qos", tag = "Volumes", request_body = Qos, params(("id" = VolumeId, Path)), responses(
-    (status = 200, description = "Every machine that has the volume keeps to it", body = Volume),
-    (status = 400, description = "`invalid`: more than can be limited to", body = Problem), (status = 404, description = "`not-found`", body = Problem),
-    (status = 503, description = "`unavailable`: noted, and not kept by every machine yet; repeat", body = Problem),
+    (status = 200, description = "The limits apply on every node that has the volume attached", body = Volume),
+    (status = 400, description = "`invalid`: a limit is too large", body = Problem), (status = 404, description = "`not-found`", body = Problem),
+    (status = 503, description = "`unavailable`: the limits are recorded, and not applied on every node; retry", body = Problem),
 ))]
 pub(super) async fn put_qos(
     State(app): State<App>,
@@ -169,19 +169,20 @@ pub(super) async fn put_qos(
 
 // ---- snapshots ----
 
-/// Keeps a volume's bytes as they are at one moment, in the volume's pool.
+/// Takes a snapshot of a volume, in the volume's pool.
 ///
-/// Where the pool can share blocks, that takes no time, and machines may write meanwhile. Elsewhere it is a copy, and
-/// nobody may write meanwhile. `Prefer: wait=SECONDS` (default 10, at most 60) bounds the wait.
+/// If the pool supports reflinks, that is immediate, and the volume may be written to meanwhile. In any other pool the
+/// server copies the data; the volume must not be attached for writing meanwhile. `Prefer: wait=SECONDS` (default 10,
+/// at most 60) limits how long the server waits before it responds with 202.
 #[utoipa::path(put, path = "/v1/snapshots/{id}", tag = "Snapshots", request_body = SnapshotSpec, params(
-    ("id" = SnapshotId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = SnapshotId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`: how long to wait for completion"),
 ), responses(
-    (status = 201, description = "Taken", body = Snapshot), (status = 200, description = "The same was taken before", body = Snapshot),
-    (status = 202, description = "Being copied; `copiedBytes` says how far; repeat to wait on", body = Snapshot),
-    (status = 404, description = "`not-found`: the volume", body = Problem),
-    (status = 409, description = "`exists`: the id is taken by a snapshot of another volume; `in-use`: the pool cannot share blocks, and `nodes` may write to the volume", body = Problem),
-    (status = 507, description = "`out-of-space`: the pool has less free than the snapshot can keep", body = Problem),
-    (status = 503, description = "`unavailable`: the pool failed meanwhile; repeat", body = Problem),
+    (status = 201, description = "Created", body = Snapshot), (status = 200, description = "The same request created it before", body = Snapshot),
+    (status = 202, description = "The data is being copied; `copiedBytes` is the progress; repeat the request to wait", body = Snapshot),
+    (status = 404, description = "`not-found`: the volume does not exist", body = Problem),
+    (status = 409, description = "`exists`: a snapshot of another volume has this ID; `in-use`: the pool has no reflinks and `nodes` may write to the volume", body = Problem),
+    (status = 507, description = "`out-of-space`: the pool has less free space than the snapshot may need", body = Problem),
+    (status = 503, description = "`unavailable`: the pool failed during the operation; retry", body = Problem),
 ))]
 pub(super) async fn put_snapshot(
     State(app): State<App>,
@@ -190,23 +191,23 @@ pub(super) async fn put_snapshot(
     Body(spec): Body<SnapshotSpec>,
 ) -> Result<Response> {
     let answer = app.service.put_snapshot(id, spec, wait.or_default()).await?;
-    Ok(made_or_begun(answer.0.state, answer))
+    Ok(created_or_accepted(answer.0.state, answer))
 }
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct SnapshotPage {
-    /// Only of this volume.
+    /// Only snapshots of this volume.
     volume: Option<VolumeId>,
-    /// At most so many; 1000 where it is absent or more.
+    /// Maximum number of items; default and maximum are 1000.
     limit: Option<usize>,
-    /// `continue` of the page before.
+    /// Value of `continue` in the previous page.
     #[serde(rename = "continue", default)]
     #[param(required = false)]
     after: String,
 }
 
-/// A page of snapshots, of one volume or of all, by id.
+/// Lists snapshots of one volume or of all, ordered by ID, in pages.
 #[utoipa::path(get, path = "/v1/snapshots", tag = "Snapshots", params(SnapshotPage), responses((status = 200, body = List<Snapshot>)))]
 pub(super) async fn list_snapshots(
     State(app): State<App>,
@@ -215,7 +216,7 @@ pub(super) async fn list_snapshots(
     app.service.snapshots(page.volume, page.limit, page.after).await.map(Json)
 }
 
-/// One snapshot.
+/// Gets a snapshot.
 #[utoipa::path(get, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
     (status = 200, body = Snapshot), (status = 404, description = "`not-found`", body = Problem),
 ))]
@@ -223,10 +224,10 @@ pub(super) async fn get_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>)
     app.service.snapshot(&id).await.map(Json)
 }
 
-/// Deletes a snapshot. Its volume, and volumes made from it, stay as they are.
+/// Deletes a snapshot. Its volume, and volumes created from it, are not affected.
 #[utoipa::path(delete, path = "/v1/snapshots/{id}", tag = "Snapshots", params(("id" = SnapshotId, Path)), responses(
-    (status = 204, description = "Gone, or was not there"),
-    (status = 503, description = "`unavailable`: the pool is not there; goes on when it is", body = Problem),
+    (status = 204, description = "Deleted, or did not exist"),
+    (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
 pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<StatusCode> {
     app.service.delete_snapshot(id).await.map(|_| StatusCode::NO_CONTENT)
@@ -234,27 +235,27 @@ pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotI
 
 // ---- nodes ----
 
-/// Registers a virtual machine, or changes its name, hypervisor, zone and labels.
+/// Registers a node (a virtual machine), or changes its name, hypervisor, zone and labels.
 #[utoipa::path(put, path = "/v1/nodes/{uuid}", tag = "Nodes", request_body = NodeSpec, params(("uuid" = Uuid, Path)), responses(
-    (status = 201, description = "Registered", body = Node), (status = 200, description = "It was registered; changed", body = Node),
-    (status = 400, description = "`invalid`: no such hypervisor", body = Problem),
-    (status = 409, description = "`in-use`: it has disks on another hypervisor", body = Problem),
+    (status = 201, description = "Registered", body = Node), (status = 200, description = "Already registered; updated", body = Node),
+    (status = 400, description = "`invalid`: the hypervisor is not configured", body = Problem),
+    (status = 409, description = "`in-use`: the node has attachments on another hypervisor", body = Problem),
 ))]
 pub(super) async fn put_node(
     State(app): State<App>,
     Id(uuid): Id<Uuid>,
     Body(spec): Body<NodeSpec>,
 ) -> Result<Response> {
-    app.service.put_node(uuid, spec).await.map(made)
+    app.service.put_node(uuid, spec).await.map(created_or_ok)
 }
 
-/// All nodes, with what their hypervisors say now.
+/// Lists all nodes, with the power state that their hypervisors report now.
 #[utoipa::path(get, path = "/v1/nodes", tag = "Nodes", responses((status = 200, body = List<Node>)))]
 pub(super) async fn list_nodes(State(app): State<App>) -> Result<Json<List<Node>>> {
     app.service.nodes().await.map(all)
 }
 
-/// One node, with what its hypervisor says now.
+/// Gets a node, with the power state that its hypervisor reports now.
 #[utoipa::path(get, path = "/v1/nodes/{uuid}", tag = "Nodes", params(("uuid" = Uuid, Path)), responses(
     (status = 200, body = Node), (status = 404, description = "`not-found`", body = Problem),
 ))]
@@ -262,30 +263,33 @@ pub(super) async fn get_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Resu
     app.service.node(uuid).await.map(Json)
 }
 
-/// Forgets a node. While it has disks, only when its hypervisor confirms that the machine is gone.
+/// Unregisters a node. A node with attachments is unregistered only if its hypervisor confirms that the virtual machine
+/// does not exist.
 #[utoipa::path(delete, path = "/v1/nodes/{uuid}", tag = "Nodes", params(("uuid" = Uuid, Path)), responses(
-    (status = 204, description = "Forgotten, or was not there"), (status = 409, description = "`in-use`: it has disks", body = Problem),
-    (status = 503, description = "`unavailable`: its hypervisor cannot be asked", body = Problem),
+    (status = 204, description = "Unregistered, or did not exist"), (status = 409, description = "`in-use`: the node has attachments", body = Problem),
+    (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
 pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
     app.service.delete_node(uuid).await.map(|_| StatusCode::NO_CONTENT)
 }
 
-/// Says that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free as
-/// those of one that is off.
+/// Declares the saved state of a virtual machine as discarded.
+///
+/// A saved virtual machine resumes with the disks it had, so they stay in use. After this call they can be detached as
+/// from one that is shut off. Call it only if the virtual machine will never resume from that state.
 #[utoipa::path(delete, path = "/v1/nodes/{uuid}/saved-state", tag = "Nodes", params(("uuid" = Uuid, Path)), responses(
-    (status = 204, description = "Noted"), (status = 404, description = "`not-found`", body = Problem),
-    (status = 409, description = "`in-use`: its hypervisor keeps the saved state itself; discard it there", body = Problem),
-    (status = 503, description = "`unavailable`: its hypervisor cannot be asked", body = Problem),
+    (status = 204, description = "Recorded"), (status = 404, description = "`not-found`", body = Problem),
+    (status = 409, description = "`in-use`: its hypervisor has a managed save image; remove it there (`virsh managedsave-remove`)", body = Problem),
+    (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
 pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
     app.service.discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
 }
 
-/// Says that a hypervisor is on another host from now on, and that nothing runs on the one before.
+/// Declares that a hypervisor moved to another host, and that no virtual machine runs on the previous host.
 #[utoipa::path(delete, path = "/v1/hypervisors/{name}/host", tag = "Nodes", params(("name" = String, Path)), responses(
-    (status = 204, description = "The host that it is on now is noted next"),
-    (status = 404, description = "`not-found`: no such hypervisor", body = Problem),
+    (status = 204, description = "The server records the present host at its next contact"),
+    (status = 404, description = "`not-found`: the hypervisor is not configured", body = Problem),
 ))]
 pub(super) async fn delete_host(State(app): State<App>, Id(name): Id<String>) -> Result<StatusCode> {
     app.service.forget_host(name).await.map(|()| StatusCode::NO_CONTENT)
@@ -293,47 +297,50 @@ pub(super) async fn delete_host(State(app): State<App>, Id(name): Id<String>) ->
 
 // ---- attachments ----
 
-/// What an attachment stands for.
+/// Query parameters of `PUT /v1/attachments/{id}`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Instead {
-    /// An earlier attachment that nobody wants any more. If it has the same volume on the same node in the same way, it
-    /// ends, and its disk becomes this one's without being unplugged.
+pub(super) struct AttachParams {
+    /// ID of an attachment that is no longer desired. If it has the same volume, node, access mode and `readOnly`, it
+    /// ends and the new attachment takes over its disk, which is not detached.
     replaces: Option<AttachmentId>,
 }
 
-/// Plugs a volume into a node. `Prefer: wait=SECONDS` (default 10, at most 60) bounds the wait. An id is used once: for a
-/// day after its attachment was deleted, whether there was one or not, it is refused.
+/// Attaches a volume to a node.
+///
+/// `Prefer: wait=SECONDS` (default 10, at most 60) limits how long the server waits before it responds with 202. An ID
+/// is used for one attachment only: for a day after a DELETE of an ID, whether the attachment existed or not, the
+/// server rejects that ID.
 #[utoipa::path(put, path = "/v1/attachments/{id}", tag = "Attachments", request_body = AttachmentSpec, params(
-    ("id" = AttachmentId, Path), Instead, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = AttachmentId, Path), AttachParams, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`: how long to wait for completion"),
 ), responses(
-    (status = 200, description = "The disk is in the machine", body = Attachment), (status = 202, description = "Under way; repeat to wait on", body = Attachment),
-    (status = 404, description = "`not-found`: `what` says which", body = Problem),
-    (status = 409, description = "`in-use`: `nodes` says where; `exists`: the id is for something else; `node-not-running`; `too-many-disks`", body = Problem),
-    (status = 410, description = "`ended`: the attachment of this id was deleted; take another id", body = Problem),
-    (status = 503, description = "`unavailable`: may have happened; repeat", body = Problem),
+    (status = 200, description = "The virtual machine has the disk", body = Attachment), (status = 202, description = "In progress; repeat the request to wait", body = Attachment),
+    (status = 404, description = "`not-found`: the volume or the node; see `what`", body = Problem),
+    (status = 409, description = "`in-use`: the volume is attached to `nodes`; `exists`: the ID belongs to another attachment; `node-not-running`; `too-many-disks`", body = Problem),
+    (status = 410, description = "`ended`: the attachment with this ID was deleted; choose another ID", body = Problem),
+    (status = 503, description = "`unavailable`: the operation may have taken effect; retry", body = Problem),
 ))]
 pub(super) async fn put_attachment(
     State(app): State<App>,
     Id(id): Id<AttachmentId>,
-    Params(instead): Params<Instead>,
+    Params(params): Params<AttachParams>,
     wait: Wait,
     Body(spec): Body<AttachmentSpec>,
 ) -> Result<Response> {
-    let progress = app.service.attach(id.clone(), spec, instead.replaces, wait.or_default()).await?;
+    let progress = app.service.attach(id.clone(), spec, params.replaces, wait.or_default()).await?;
     attachment(&id, progress)
 }
 
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AttachmentFilter {
-    /// Only of this node.
+    /// Only attachments to this node.
     node: Option<Uuid>,
-    /// Only of this volume.
+    /// Only attachments of this volume.
     volume: Option<VolumeId>,
 }
 
-/// All attachments, or those of a node, a volume, or both.
+/// Lists attachments: all, or those of a node, a volume, or both.
 #[utoipa::path(get, path = "/v1/attachments", tag = "Attachments", params(AttachmentFilter), responses((status = 200, body = List<Attachment>)))]
 pub(super) async fn list_attachments(
     State(app): State<App>,
@@ -342,11 +349,11 @@ pub(super) async fn list_attachments(
     app.service.attachments(filter.node, filter.volume).await.map(all)
 }
 
-/// One attachment. With `Prefer: wait=SECONDS`, after the work under way.
+/// Gets an attachment. With `Prefer: wait=SECONDS` the server first waits for the operation in progress.
 #[utoipa::path(get, path = "/v1/attachments/{id}", tag = "Attachments", params(
-    ("id" = AttachmentId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = AttachmentId, Path), ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`: how long to wait for completion"),
 ), responses(
-    (status = 200, description = "See `state`", body = Attachment), (status = 404, description = "`not-found`", body = Problem),
+    (status = 200, description = "The attachment; see `state`", body = Attachment), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_attachment(
     State(app): State<App>,
@@ -359,34 +366,39 @@ pub(super) async fn get_attachment(
     }
 }
 
-/// How a disk leaves.
+/// Query parameters of `DELETE /v1/attachments/{id}`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Leaving {
-    /// The machine is lost: where it does not let go of the disk within some seconds, it is switched off.
+pub(super) struct DetachParams {
+    /// The node is out of service: if its virtual machine does not release the disk within some seconds, the server
+    /// powers the virtual machine off.
     #[serde(default)]
     fence: bool,
 }
 
-/// Unplugs a disk. Done when the machine's live state is free of it, or the machine is confirmed off or gone.
+/// Detaches a disk.
+///
+/// It completes when the live state of the virtual machine no longer has the disk, or when the virtual machine is
+/// confirmed to be shut off or gone. `Prefer: wait=SECONDS` (default 10, at most 60) limits how long the server waits
+/// before it responds with 202.
 #[utoipa::path(delete, path = "/v1/attachments/{id}", tag = "Attachments", params(
-    ("id" = AttachmentId, Path), Leaving, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`"),
+    ("id" = AttachmentId, Path), DetachParams, ("Prefer" = Option<String>, Header, description = "`wait=SECONDS`: how long to wait for completion"),
 ), responses(
-    (status = 204, description = "The disk is out of the machine, or there was no such attachment"),
-    (status = 202, description = "Under way; `message` says what it waits for; repeat to wait on", body = Attachment),
-    (status = 503, description = "`unavailable`: the hypervisor cannot be reached; repeat", body = Problem),
+    (status = 204, description = "The disk is detached, or the attachment did not exist"),
+    (status = 202, description = "In progress; `message` is the reason; repeat the request to wait", body = Attachment),
+    (status = 503, description = "`unavailable`: the hypervisor cannot be reached; retry", body = Problem),
 ))]
 pub(super) async fn delete_attachment(
     State(app): State<App>,
     Id(id): Id<AttachmentId>,
-    Params(leaving): Params<Leaving>,
+    Params(params): Params<DetachParams>,
     wait: Wait,
 ) -> Result<Response> {
-    let left = match leaving.fence {
+    let progress = match params.fence {
         true => app.service.fence(id, wait.or_default()).await?,
         false => app.service.detach(id, wait.or_default()).await?,
     };
-    match left {
+    match progress {
         Progress::Gone => Ok(StatusCode::NO_CONTENT.into_response()),
         Progress::Plugged(found) | Progress::UnderWay(found) => {
             Ok((StatusCode::ACCEPTED, Json(found)).into_response())
@@ -402,12 +414,12 @@ fn attachment(id: &AttachmentId, progress: Progress) -> Result<Response> {
     }
 }
 
-// ---- the whole ----
+// ---- server ----
 
-/// What new volumes can have. `label=key=value` may be given several times.
-#[utoipa::path(get, path = "/v1/capacity", tag = "The whole", params(
+/// Gets the capacity available to new volumes. `label=key=value` can be repeated.
+#[utoipa::path(get, path = "/v1/capacity", tag = "Server", params(
     ("pool" = Option<PoolName>, Query, description = "Only this pool"),
-    ("zone" = Option<String>, Query, description = "Only pools that this zone can reach"),
+    ("zone" = Option<String>, Query, description = "Only pools that are reachable from this zone"),
     ("label" = Option<Vec<String>>, Query, description = "`key=value`: only pools with this label"),
 ), responses((status = 200, body = Capacity)))]
 pub(super) async fn capacity(
@@ -428,7 +440,9 @@ pub(super) async fn capacity(
                 labels.insert(key.to_owned(), value.to_owned());
             }
             other => {
-                return Err(invalid(format!("unknown parameter {other:?}; there are pool, zone and label")));
+                return Err(invalid(format!(
+                    "unknown parameter {other:?}; the parameters are pool, zone and label"
+                )));
             }
         }
     }
@@ -436,8 +450,8 @@ pub(super) async fn capacity(
     app.service.capacity(&query).await.map(Json)
 }
 
-/// How the catalog, the pools and the hypervisors are.
-#[utoipa::path(get, path = "/v1/health", tag = "The whole", responses((status = 200, body = Health)))]
+/// Gets the health of the catalog, the pools and the hypervisors.
+#[utoipa::path(get, path = "/v1/health", tag = "Server", responses((status = 200, body = Health)))]
 pub(super) async fn health(State(app): State<App>) -> Result<Json<Health>> {
     app.service.health().await.map(Json)
 }

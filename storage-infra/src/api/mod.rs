@@ -1,4 +1,4 @@
-//! The REST API: translation between HTTP and the service, and nothing else.
+//! REST API: translation between HTTP and [`crate::service`], without logic of its own.
 
 mod client_name;
 mod docs;
@@ -25,15 +25,15 @@ pub use client_name::{ClientName, NamingAcceptor};
 pub use docs::openapi;
 pub use ops::router as ops_router;
 
-/// What handlers share.
+/// State shared by the handlers.
 #[derive(Clone)]
 struct App {
     service: Service,
-    /// Ends what would otherwise never end: event streams.
+    /// Cancelled at shutdown; ends the event streams.
     stop: CancellationToken,
 }
 
-/// The API under `/v1`.
+/// Router of the API under `/v1`.
 pub fn router(service: Service, stop: CancellationToken) -> Router {
     let metrics = service.metrics().clone();
     Router::new()
@@ -47,7 +47,7 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
             "/v1/volumes/{id}",
             put(handlers::put_volume).get(handlers::get_volume).delete(handlers::delete_volume),
         )
-        .route("/v1/volumes/{id}/size", put(handlers::grow_volume))
+        .route("/v1/volumes/{id}/size", put(handlers::expand_volume))
         .route("/v1/volumes/{id}/qos", put(handlers::put_qos))
         .route("/v1/snapshots", get(handlers::list_snapshots))
         .route(
@@ -74,23 +74,23 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
         .method_not_allowed_fallback(|method: Method, request: Request| async move {
             let mut problem = Problem::new(
                 ProblemCode::Invalid,
-                format!("{} does not take {method}; see /v1/docs", request.uri().path()),
+                format!("{} does not support {method}; see /v1/docs", request.uri().path()),
             );
             problem.status = 405;
             Failure::from(problem)
         })
         .fallback(|request: Request| async move {
             let path = request.uri().path().to_owned();
-            let detail = format!("this API has no {path}; see /v1/docs");
+            let detail = format!("no such path: {path}; see /v1/docs");
             Failure::from(Problem::new(ProblemCode::NotFound, detail).about(What::Route, path))
         })
         .layer(middleware::from_fn(client_name::name_client))
-        .layer(middleware::from_fn_with_state(metrics, measure))
+        .layer(middleware::from_fn_with_state(metrics, observe))
         .with_state(App { service, stop })
 }
 
-/// Counts and logs every request.
-async fn measure(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
+/// Middleware that records metrics of every request and logs it.
+async fn observe(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
     let start = Instant::now();
     let method = request.method().clone();
     let path = request.uri().path().to_owned();
@@ -100,9 +100,9 @@ async fn measure(State(metrics): State<Metrics>, request: Request, next: Next) -
     let code = response.status().as_u16();
     metrics.request(method.as_str(), &route, code, took);
     if code >= 500 {
-        tracing::warn!(%method, %path, code, ?took, "answered");
+        tracing::warn!(%method, %path, code, ?took, "request served");
     } else {
-        tracing::debug!(%method, %path, code, ?took, "answered");
+        tracing::debug!(%method, %path, code, ?took, "request served");
     }
     response
 }
@@ -111,7 +111,7 @@ impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = axum::http::StatusCode::from_u16(self.0.status)
             .unwrap_or(axum::http::StatusCode::INTERNAL_SERVER_ERROR);
-        tracing::debug!(code = %self.0.code, detail = %self.0.detail, "problem");
+        tracing::debug!(code = %self.0.code, detail = %self.0.detail, "request failed");
         let body = serde_json::to_vec(&self.0).unwrap_or_default();
         (status, [("content-type", "application/problem+json")], body).into_response()
     }

@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics`, on a plain port of their own.
+//! Operational endpoints `/healthz`, `/readyz` and `/metrics`, without TLS on a port of their own.
 
 use axum::Router;
 use axum::extract::State;
@@ -8,7 +8,7 @@ use axum::routing::get;
 
 use crate::service::Service;
 
-/// The operators' routes. They tell nothing about volumes, and change nothing.
+/// Router of the operational endpoints. They are read-only and expose no volume data.
 pub fn router(service: Service) -> Router {
     Router::new()
         .route("/healthz", get(healthz))
@@ -17,23 +17,23 @@ pub fn router(service: Service) -> Router {
         .with_state(service)
 }
 
-/// Fails when the catalog cannot be written: a restart may help, and nothing else works.
+/// Liveness: fails if the catalog is not writable. Nothing works then, and a restart may help.
 async fn healthz(State(service): State<Service>) -> impl IntoResponse {
-    answer(&service, |health| health.catalog_writable).await
+    respond(&service, |health| health.catalog_writable).await
 }
 
-/// Fails also when there are pools and none of them is healthy.
+/// Readiness: fails also if pools are registered and none of them is healthy.
 async fn readyz(State(service): State<Service>) -> impl IntoResponse {
-    answer(&service, |health| {
+    respond(&service, |health| {
         health.catalog_writable && (health.pools_healthy > 0 || health.pools_total == 0)
     })
     .await
 }
 
-async fn answer(service: &Service, good: impl Fn(&infra_api::Health) -> bool) -> Response {
+async fn respond(service: &Service, is_ok: impl Fn(&infra_api::Health) -> bool) -> Response {
     match service.health().await {
         Ok(health) => {
-            let status = if good(&health) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+            let status = if is_ok(&health) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
             (status, axum::Json(health)).into_response()
         }
         Err(failure) => failure.into_response(),
@@ -41,9 +41,9 @@ async fn answer(service: &Service, good: impl Fn(&infra_api::Health) -> bool) ->
 }
 
 async fn metrics(State(service): State<Service>) -> impl IntoResponse {
-    // Asking how things are brings the gauges up to date.
+    // The health check updates the gauges.
     if let Err(failure) = service.health().await {
-        tracing::warn!(%failure, "the gauges are not up to date");
+        tracing::warn!(%failure, "cannot update the metrics' gauges: health check failed");
     }
     match service.metrics().encode() {
         Ok(text) => {

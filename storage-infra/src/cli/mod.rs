@@ -1,4 +1,4 @@
-//! The command line.
+//! Command line: the server, `recover`, `pki` and the client commands.
 
 mod client;
 mod output;
@@ -18,26 +18,26 @@ use crate::app::{self, HypervisorFlag, HypervisorTarget};
 
 pub use client::ClientArgs;
 
-/// Pools, volumes, and the disks of virtual machines.
+/// Storage server that manages pools and volumes and attaches them to virtual machines.
 #[derive(Debug, Parser)]
 #[command(name = "storage-infra", version, max_term_width = 120)]
 pub struct Cli {
-    /// What to log: a level, or directives as tracing knows them.
+    /// Log level, or tracing directives such as info,storage_infra=debug.
     #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info")]
     log_level: String,
-    /// How to log.
+    /// Log format.
     #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
     #[command(subcommand)]
     command: Command,
 }
 
-/// The shape of log lines.
+/// Log format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable lines.
     Text,
-    /// For machines: one JSON object per line.
+    /// One JSON object per line.
     Json,
 }
 
@@ -45,54 +45,55 @@ pub enum LogFormat {
 enum Command {
     /// Run the server.
     Serve(ServeArgs),
-    /// Rebuild a lost or damaged catalog from what is in the pools. Says only what it would do, unless told otherwise.
+    /// Rebuild a lost or damaged catalog from the contents of the pools. By default only prints what it would do.
     Recover(recover::RecoverArgs),
-    /// Write a certificate authority, a server certificate and a client certificate.
+    /// Create a CA certificate, a server certificate and a client certificate.
     Pki(pki::PkiArgs),
     #[command(flatten)]
-    Client(client::Verb),
+    Client(client::ClientCommand),
 }
 
 #[derive(Debug, Args)]
 struct ServeArgs {
-    /// Where the catalog is kept. One server per directory.
+    /// Directory of the catalog. Only one server can use it at a time.
     #[arg(long, value_name = "DIR")]
     data_dir: PathBuf,
-    /// Where the API listens.
+    /// Listen address of the API.
     #[arg(long, value_name = "ADDR:PORT")]
     listen: SocketAddr,
-    /// The server's certificate chain, PEM.
+    /// Certificate chain of the server, PEM.
     #[arg(long, value_name = "FILE")]
     tls_cert: PathBuf,
-    /// The server's private key, PEM.
+    /// Private key of the server, PEM.
     #[arg(long, value_name = "FILE")]
     tls_key: PathBuf,
-    /// The authority that signs the certificates of those who may connect, PEM.
+    /// CA certificate, PEM. Clients must present a certificate signed by this CA.
     #[arg(long, value_name = "FILE")]
     client_ca: PathBuf,
-    /// A hypervisor: NAME=libvirt:URI; NAME=loop:DIR where this host plays the machines; or, to measure and to try out,
-    /// NAME=simulated:DIR[,delay=MILLISECONDSms] with machines that are only told of. Repeatable.
+    /// A hypervisor, repeatable. NAME=libvirt:URI is a libvirt daemon. NAME=loop:DIR attaches volumes as loop devices
+    /// of this host, with links below DIR. NAME=simulated:DIR[,delay=50ms] only keeps records below DIR, for benchmarks
+    /// and tests.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
-    /// Where /healthz, /readyz and /metrics are served, without TLS. Off where absent.
+    /// Listen address of /healthz, /readyz and /metrics, without TLS. Disabled if absent.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
-    let form = "must be NAME=libvirt:URI, NAME=loop:DIR or NAME=simulated:DIR[,delay=50ms]";
-    let (name, target) = text.split_once('=').ok_or(form)?;
+    let usage = "must be NAME=libvirt:URI, NAME=loop:DIR or NAME=simulated:DIR[,delay=50ms]";
+    let (name, target) = text.split_once('=').ok_or(usage)?;
     if name.is_empty() {
-        return Err(form.into());
+        return Err(usage.into());
     }
     let target = match target.split_once(':') {
         Some(("libvirt", uri)) if !uri.is_empty() => HypervisorTarget::Libvirt(uri.to_owned()),
         Some(("loop", dir)) if dir.starts_with('/') => HypervisorTarget::Loop(dir.into()),
-        Some(("simulated", text)) if text.starts_with('/') => simulated(text).ok_or(form)?,
+        Some(("simulated", text)) if text.starts_with('/') => simulated(text).ok_or(usage)?,
         Some(("loop" | "simulated", _)) => {
             return Err("the directory of a loop or simulated hypervisor must be an absolute path".into());
         }
-        _ => return Err(form.into()),
+        _ => return Err(usage.into()),
     };
     Ok(HypervisorFlag { name: name.to_owned(), target })
 }
@@ -106,7 +107,7 @@ fn simulated(text: &str) -> Option<HypervisorTarget> {
     Some(HypervisorTarget::Simulated(dir.into(), Duration::from_millis(delay)))
 }
 
-/// Does what the command line says.
+/// Runs the command.
 pub async fn run(cli: Cli) -> anyhow::Result<()> {
     start_log(&cli)?;
     match cli.command {
@@ -124,13 +125,13 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
         }
         Command::Recover(args) => recover::run(args).await,
         Command::Pki(args) => pki::write(&args),
-        Command::Client(verb) => client::run(verb).await,
+        Command::Client(command) => client::run(command).await,
     }
 }
 
 fn start_log(cli: &Cli) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(&cli.log_level)
-        .with_context(|| format!("--log-level {:?} is not understood", cli.log_level))?;
+        .with_context(|| format!("invalid --log-level {:?}", cli.log_level))?;
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
     match cli.log_format {
         LogFormat::Text => log.init(),
@@ -151,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn hypervisors_are_named_and_of_a_known_kind() {
+    fn a_hypervisor_flag_needs_a_name_and_a_known_kind() {
         let flag = hypervisor("kvm=libvirt:qemu+tls://host/system").unwrap();
         assert_eq!(flag.target, HypervisorTarget::Libvirt("qemu+tls://host/system".into()));
         assert_eq!(hypervisor("l=loop:/run/x").unwrap().target, HypervisorTarget::Loop("/run/x".into()));

@@ -1,4 +1,4 @@
-//! What the client's verbs print: tables for people, JSON for scripts.
+//! Output of the client commands: tables, or JSON for scripts.
 
 use std::io::Write;
 use std::path::Path;
@@ -9,16 +9,16 @@ use serde::Serialize;
 
 use super::size::show;
 
-/// The shape of what is printed.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum Format {
-    /// For people.
+    /// Human-readable table.
     Table,
-    /// For scripts: the API's own JSON.
+    /// The JSON of the API, for scripts.
     Json,
 }
 
-/// An object that has a row in a table.
+/// An object that can be printed as a table row.
 pub(super) trait Row: Serialize {
     const HEAD: &'static [&'static str];
     fn cells(&self) -> Vec<String>;
@@ -65,7 +65,7 @@ impl Row for Pool {
     }
 }
 
-/// A file in a pool that no volume or snapshot owns.
+/// A file in a pool directory that belongs to no volume or snapshot.
 #[derive(Serialize)]
 pub(super) struct UnknownFile {
     pool: PoolName,
@@ -73,7 +73,7 @@ pub(super) struct UnknownFile {
 }
 
 impl UnknownFile {
-    /// Those of a pool.
+    /// The unknown files of a pool.
     pub(super) fn of(pool: &Pool) -> Vec<Self> {
         let path = |name: &String| Path::new(&pool.path).join(name).display().to_string();
         pool.unknown_files.iter().map(|name| Self { pool: pool.name.clone(), path: path(name) }).collect()
@@ -94,7 +94,7 @@ fn limits(qos: &Qos) -> String {
     dash(iops.into_iter().chain(bytes).collect::<Vec<_>>().join(","))
 }
 
-/// A state, and how far a copy is.
+/// A state, with the progress of a copy in percent.
 fn state(state: impl std::fmt::Display, copied: Option<u64>, of: u64) -> String {
     match copied {
         Some(copied) => format!("{state} ({}%)", u128::from(copied) * 100 / u128::from(of.max(1))),
@@ -159,7 +159,7 @@ impl Row for Snapshot {
 
 impl Row for Node {
     const HEAD: &'static [&'static str] =
-        &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MOST DISKS", "MESSAGE"];
+        &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MAX DISKS", "MESSAGE"];
 
     fn cells(&self) -> Vec<String> {
         vec![
@@ -168,7 +168,7 @@ impl Row for Node {
             self.hypervisor.clone(),
             dash(self.zone.clone().unwrap_or_default()),
             self.state.to_string(),
-            dash(self.max_disks.map(|most| most.to_string()).unwrap_or_default()),
+            dash(self.max_disks.map(|max| max.to_string()).unwrap_or_default()),
             dash(self.message.clone().unwrap_or_default()),
         ]
     }
@@ -220,7 +220,7 @@ fn table(head: &[&str], rows: &[Vec<String>]) -> String {
 
 pub(super) fn put(text: &str) -> anyhow::Result<()> {
     match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has read enough.
+        // The reader, such as `head`, has closed the pipe.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => Ok(result?),
     }
@@ -245,7 +245,7 @@ pub(super) fn one<T: Row>(format: Format, item: &T) -> anyhow::Result<()> {
     }
 }
 
-/// Prints what was done, for people only.
+/// Prints a confirmation; nothing with JSON output.
 pub(super) fn done(format: Format, text: &str) -> anyhow::Result<()> {
     match format {
         Format::Json => Ok(()),

@@ -1,4 +1,4 @@
-//! `storage-infra pki`: certificates for a start, or for where there is no other authority.
+//! PKI bootstrap: `storage-infra pki` creates a CA, a server and a client certificate.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -14,26 +14,26 @@ use rcgen::{
 
 use crate::engine::file::private_dir;
 
-/// Longer than a pool lives would be unwise, and shorter would break setups that nobody watches.
+/// Validity of all certificates. Setups without certificate rotation must not break soon.
 const YEARS: i32 = 10;
 
 #[derive(Debug, Args)]
 pub(super) struct PkiArgs {
-    /// Where the files go; made where it is not there. Nothing is overwritten.
+    /// Directory for the files; created if missing. Existing files are never overwritten.
     #[arg(long, value_name = "DIR")]
     dir: PathBuf,
-    /// A name or address that the server is reached by. Repeatable.
+    /// Host name or IP address for the server certificate. Repeatable.
     #[arg(long = "host", value_name = "NAME|IP", required = true)]
     hosts: Vec<String>,
 }
 
-/// Writes `ca.crt`, and `server` and `client` certificates with their keys. The authority's key is not kept: who
-/// needs more certificates makes a new set.
+/// Writes `ca.crt`, and certificates and keys named `server` and `client`. The CA key is not stored: to get more
+/// certificates, create a new set.
 pub(super) fn write(args: &PkiArgs) -> anyhow::Result<()> {
-    private_dir(&args.dir).with_context(|| format!("cannot make {}", args.dir.display()))?;
+    private_dir(&args.dir).with_context(|| format!("cannot create {}", args.dir.display()))?;
     let names = ["ca.crt", "server.crt", "server.key", "client.crt", "client.key"];
-    if let Some(there) = names.iter().map(|name| args.dir.join(name)).find(|path| path.exists()) {
-        anyhow::bail!("{} is there already; nothing was written", there.display());
+    if let Some(existing) = names.iter().map(|name| args.dir.join(name)).find(|path| path.exists()) {
+        anyhow::bail!("{} already exists; nothing was written", existing.display());
     }
     let mut ca = params("Nestor storage infra CA", Vec::new())?;
     ca.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -64,7 +64,7 @@ fn params(name: &str, hosts: Vec<String>) -> anyhow::Result<CertificateParams> {
     params.distinguished_name.push(DnType::CommonName, name);
     let now = jiff::Zoned::now();
     let (year, month, day) = (i32::from(now.year()), now.month().unsigned_abs(), now.day().unsigned_abs());
-    // The first of the month: clocks differ, and so do the lengths of months.
+    // The first of the month allows for clock skew; day 28 exists in every month.
     params.not_before = rcgen::date_time_ymd(year, month, 1);
     params.not_after = rcgen::date_time_ymd(year + YEARS, month, day.min(28));
     Ok(params)
@@ -72,7 +72,7 @@ fn params(name: &str, hosts: Vec<String>) -> anyhow::Result<CertificateParams> {
 
 fn save(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
     let file = OpenOptions::new().write(true).create_new(true).mode(mode).open(path);
-    let mut file = file.with_context(|| format!("cannot make {}", path.display()))?;
+    let mut file = file.with_context(|| format!("cannot create {}", path.display()))?;
     file.write_all(text.as_bytes())
         .and_then(|()| file.sync_all())
         .with_context(|| format!("cannot write {}", path.display()))

@@ -1,4 +1,4 @@
-//! `storage-infra recover`: what it would do, and doing it.
+//! Recovery command: `storage-infra recover` prints a recovery plan and, unless it is a dry run, rebuilds the catalog.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,22 +10,22 @@ use super::output;
 use crate::app::{self, HypervisorFlag};
 use crate::recover::{Options, Plan, Recovery};
 
-/// What `recover` needs.
+/// Flags of `storage-infra recover`.
 #[derive(Debug, Args)]
 pub(super) struct RecoverArgs {
-    /// Where the catalog is kept, or was. No server may run on it.
+    /// Directory of the catalog to rebuild. No server may be running with it.
     #[arg(long, value_name = "DIR")]
     data_dir: PathBuf,
-    /// The directory of a pool that the data directory does not list any more. Repeatable.
+    /// Directory of a pool that is not listed in the data directory. Repeatable.
     #[arg(long = "pool", value_name = "DIR")]
     pools: Vec<PathBuf>,
-    /// The directory of a pool to leave out, with its volumes. Repeatable.
+    /// Directory of a pool to leave out of the catalog, with its volumes. Repeatable.
     #[arg(long = "skip-pool", value_name = "DIR")]
     skip_pools: Vec<PathBuf>,
-    /// A hypervisor to ask what it has open, as for `serve`. Repeatable.
+    /// A hypervisor to query for attached disks, in the syntax of `serve --hypervisor`. Repeatable.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = super::hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
-    /// Only say what would be done. Write with --dry-run=false.
+    /// Only print the plan. Use --dry-run=false to write the catalog.
     #[arg(
         long,
         value_name = "true|false",
@@ -38,14 +38,14 @@ pub(super) struct RecoverArgs {
     dry_run: bool,
 }
 
-/// Draws up a recovery, says what it is, and carries it out where that was asked for.
+/// Computes the recovery plan, prints it, and rebuilds the catalog unless `--dry-run` is set.
 pub(super) async fn run(args: RecoverArgs) -> anyhow::Result<()> {
     anyhow::ensure!(
         args.data_dir.is_dir(),
-        "--data-dir: {} is no directory; name the one that the server has",
+        "--data-dir: {} is not a directory; use the server's data directory",
         args.data_dir.display()
     );
-    let recovery = Recovery::draw(Options {
+    let recovery = Recovery::prepare(Options {
         data_dir: args.data_dir.clone(),
         pools: args.pools,
         skip_pools: args.skip_pools,
@@ -53,31 +53,33 @@ pub(super) async fn run(args: RecoverArgs) -> anyhow::Result<()> {
     })
     .await?;
     output::put(&report(&recovery.plan))?;
-    let obstacles = recovery.plan.obstacles.len();
+    let conflicts = recovery.plan.conflicts.len();
     anyhow::ensure!(
-        obstacles == 0,
-        "nothing was changed: {obstacles} of what was found must be settled first"
+        conflicts == 0,
+        "the catalog was not changed: resolve the {conflicts} conflicts above first"
     );
     if args.dry_run {
-        return output::put("nothing was changed (--dry-run=false makes this catalog)\n");
+        return output::put("dry run: the catalog was not changed (use --dry-run=false to write it)\n");
     }
-    let kept = recovery.write()?;
-    let kept = kept.map(|path| format!("; the one that was there is {}", path.display())).unwrap_or_default();
-    output::put(&format!("the catalog in {} was made{kept}\n", args.data_dir.display()))
+    let backup = recovery.write()?;
+    let backup =
+        backup.map(|path| format!("; the previous catalog is now {}", path.display())).unwrap_or_default();
+    output::put(&format!("rebuilt the catalog in {}{backup}\n", args.data_dir.display()))
 }
 
 fn report(plan: &Plan) -> String {
     let mut text = String::new();
-    let mut holders: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    let mut attachments: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for row in &plan.attachments {
-        holders.entry(row.volume.as_str()).or_default().push(format!("{} as {}", row.node, row.id));
+        attachments.entry(row.volume.as_str()).or_default().push(format!("{} as {}", row.node, row.id));
     }
     // Writing to a string cannot fail.
     for row in &plan.pools {
         let _ = writeln!(text, "pool {} at {}", row.name, row.spec.path);
     }
     for row in &plan.volumes {
-        let who = holders.get(row.id.as_str()).map(|who| format!(", attached to {}", who.join(", ")));
+        let attached_to =
+            attachments.get(row.id.as_str()).map(|nodes| format!(", attached to {}", nodes.join(", ")));
         let _ = writeln!(
             text,
             "volume {} in pool {}, {} bytes, disk {}{}",
@@ -85,17 +87,17 @@ fn report(plan: &Plan) -> String {
             row.pool,
             row.capacity,
             row.disk_uuid,
-            who.unwrap_or_default()
+            attached_to.unwrap_or_default()
         );
     }
     for row in &plan.snapshots {
         let _ = writeln!(text, "snapshot {} of volume {} in pool {}", row.id, row.volume, row.pool);
     }
-    for remark in &plan.remarks {
-        let _ = writeln!(text, "note: {remark}");
+    for note in &plan.notes {
+        let _ = writeln!(text, "note: {note}");
     }
-    for obstacle in &plan.obstacles {
-        let _ = writeln!(text, "settle first: {obstacle}");
+    for conflict in &plan.conflicts {
+        let _ = writeln!(text, "conflict: {conflict}");
     }
     let _ = writeln!(
         text,

@@ -1,4 +1,4 @@
-//! Sizes as people write them: `10Gi`, `500M`, `4096`.
+//! Sizes in Kubernetes quantity notation: `10Gi`, `500M`, `4096`.
 
 const UNITS: [(&str, u64); 10] = [
     ("Ki", 1 << 10),
@@ -13,18 +13,20 @@ const UNITS: [(&str, u64); 10] = [
     ("P", 1_000_000_000_000_000),
 ];
 
-/// Reads a size as Kubernetes writes quantities, whole numbers only.
+/// Parses a quantity; whole numbers only.
 pub(super) fn parse(text: &str) -> Result<u64, String> {
     let unit = UNITS.iter().find(|(unit, _)| text.ends_with(unit));
     let (number, factor) = match unit {
         Some((unit, factor)) => (&text[..text.len() - unit.len()], *factor),
         None => (text, 1),
     };
-    let number: u64 = number.parse().map_err(|_| "must be like 4096, 500M or 10Gi".to_owned())?;
-    number.checked_mul(factor).ok_or_else(|| "is more than 64 bits hold".to_owned())
+    let number: u64 = number
+        .parse()
+        .map_err(|_| "must be a whole number with an optional unit, such as 4096, 500M or 10Gi".to_owned())?;
+    number.checked_mul(factor).ok_or_else(|| "is too large: it does not fit into 64 bits".to_owned())
 }
 
-/// Writes a size with the largest binary unit that leaves at least one whole.
+/// Formats a size with the largest binary unit that is not larger than the size.
 pub(super) fn show(bytes: u64) -> String {
     let unit = UNITS[..5].iter().rev().find(|(_, factor)| bytes >= *factor);
     match unit {
@@ -39,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_read_as_kubernetes_writes_them() {
+    fn sizes_use_kubernetes_quantity_notation() {
         assert_eq!(parse("10Gi"), Ok(10 << 30));
         assert_eq!(parse("500M"), Ok(500_000_000));
         assert_eq!(parse("7"), Ok(7));

@@ -1,6 +1,9 @@
-//! Whether bytes may go for good. The catalog's word is not enough: it may be older than the pool, or another's. So what is
-//! irreversible needs a [`Cleared`], which is given only for [`Evidence`] from all who know who has a file: what is noted with
-//! it, the hypervisors' live state, and the locks on it. Pure: what was found in, the decision out.
+//! Clearance for irreversible operations: decides whether an object's files may be removed, truncated or recreated.
+//!
+//! The catalog alone cannot decide that: it may be older than the pool, or another server's. So such an operation
+//! requires a [`Cleared`] token, which is issued only on [`Evidence`] from every source that knows which process or
+//! virtual machine uses a file: the record stored with it, the live state of all hypervisors, and the locks on it.
+//! Pure.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -12,49 +15,51 @@ use super::image_lock;
 use super::record::Holder;
 use crate::hypervisor::Plugged;
 
-/// What is in a pool by an object's names.
+/// Files of an object in its pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Files {
-    /// Its complete file, under each path that leads there.
+    /// All paths of the complete file: as registered, and without symbolic links.
     pub complete: Vec<PathBuf>,
-    /// There is one that was never complete.
+    /// Whether an incomplete file exists.
     pub unfinished: bool,
-    /// Who has either open, by what the kernel knows.
+    /// The process or device that has one of the files open, according to the kernel.
     pub open: Option<image_lock::Holder>,
 }
 
 impl Files {
-    /// Whether there is nothing that could be lost.
+    /// Whether there are no files, so that no data can be lost.
     pub fn is_nothing(&self) -> bool {
         self.complete.is_empty() && !self.unfinished
     }
 }
 
-/// What all who were asked said about an object's files. Nobody may be left out: who cannot be asked is a reason to refuse.
+/// Everything known about the users of an object's files. A source that cannot be queried is a reason to refuse, so no
+/// source is optional.
 #[derive(Debug, Clone)]
 pub struct Evidence {
     /// The object.
     pub object: Object,
-    /// What tells it from another of the same id.
+    /// Distinguishes it from another object of the same ID.
     pub identity: Uuid,
-    /// What is there.
+    /// Its files.
     pub files: Files,
-    /// The pool knows of more than the catalog.
+    /// Whether the catalog is older than the pool.
     pub is_behind: bool,
-    /// Who is noted with the file, and may have it for all that is known.
+    /// Attachments recorded with the file that the catalog does not know.
     pub noted: Vec<Holder>,
-    /// The VMs that have the file, by the live state of every hypervisor, with the hypervisor's name.
+    /// Virtual machines that have the file attached, from the live state of every hypervisor, with the hypervisor's
+    /// name.
     pub live: Vec<(String, Plugged)>,
 }
 
-/// Why an object's bytes stay.
+/// Why an object's files must not be changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
-    /// A VM has it, by its hypervisor's live state.
+    /// A virtual machine has it attached, according to its hypervisor's live state.
     Plugged(Vec<(String, Plugged)>),
-    /// A process or a device of this host has it.
+    /// A process or device of this host has it open.
     Open(image_lock::Holder),
-    /// These are noted with it, and nothing proves that they let go of it.
+    /// The record lists attachments, and nothing proves that they have ended.
     Noted(Vec<Holder>),
     /// The catalog is older than the pool.
     Behind,
@@ -68,23 +73,23 @@ impl fmt::Display for Refusal {
                     .iter()
                     .map(|(at, vm)| format!("{} ({}) on hypervisor {at}", vm.name, vm.node))
                     .collect();
-                write!(f, "it is plugged into the VM {}; detach it first", vms.join(", "))
+                write!(f, "it is attached to the virtual machine {}; detach it first", vms.join(", "))
             }
             Self::Open(holder) => {
-                write!(f, "{holder}; end that first, once it is certain that it is not needed")
+                write!(f, "it is in use by {holder}; stop that first, if it is not needed")
             }
             Self::Noted(holders) => {
-                let who: Vec<String> = holders
+                let nodes: Vec<String> = holders
                     .iter()
                     .map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id))
                     .collect();
                 write!(
                     f,
-                    "it is noted with its bytes as attached to {}, and the catalog does not know of that",
-                    who.join(", ")
+                    "its record says that it is attached to {}, and the catalog does not know that attachment",
+                    nodes.join(", ")
                 )
             }
-            Self::Behind => f.write_str("what is noted in the pool is newer than the catalog"),
+            Self::Behind => f.write_str("the records in the pool are newer than the catalog"),
         }
     }
 }
@@ -96,7 +101,7 @@ impl Refusal {
     }
 }
 
-/// The permission to remove, cut or make anew the files of one object, given after everybody was asked.
+/// Permission to remove, truncate or recreate the files of one object.
 #[derive(Debug)]
 pub struct Cleared {
     object: Object,
@@ -105,24 +110,24 @@ pub struct Cleared {
 }
 
 impl Cleared {
-    /// The object that may go.
+    /// The object.
     pub fn object(&self) -> &Object {
         &self.object
     }
 
-    /// What tells it from another of the same id.
+    /// Distinguishes it from another object of the same ID.
     pub fn identity(&self) -> Uuid {
         self.identity
     }
 
-    /// There was nothing by the object's names when it was looked at.
+    /// Whether the object had no files when the evidence was collected.
     pub fn was_nothing(&self) -> bool {
         self.was_nothing
     }
 }
 
 impl Evidence {
-    /// Decides. All reasons to refuse are given, the strongest first.
+    /// Decides. Returns all reasons to refuse, the strongest first.
     pub fn decide(self) -> Result<Cleared, Vec<Refusal>> {
         let was_nothing = self.files.is_nothing();
         if was_nothing {
@@ -174,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_has_may_go_and_whoever_has_it_is_named() {
+    fn an_unused_file_is_cleared_and_users_of_a_file_are_named() {
         let cleared = evidence().decide().unwrap();
         assert_eq!((cleared.object(), cleared.identity()), (&evidence().object, evidence().identity));
         assert!(!cleared.was_nothing());
@@ -185,15 +190,15 @@ mod tests {
             Evidence { noted: vec![holder()], ..evidence() },
             Evidence { is_behind: true, ..evidence() },
         ];
-        let told = ["vm (00000000", "/dev/loop0", "n (00000000", "newer than the catalog"];
-        for (held, told) in held.into_iter().zip(told) {
+        let expected = ["vm (00000000", "/dev/loop0", "n (00000000", "newer than the catalog"];
+        for (held, text) in held.into_iter().zip(expected) {
             let [reason] = held.decide().unwrap_err().try_into().unwrap();
-            assert!(reason.to_string().contains(told), "{reason}");
+            assert!(reason.to_string().contains(text), "{reason}");
         }
     }
 
     #[test]
-    fn where_there_is_nothing_nobody_can_lose_it() {
+    fn an_object_without_files_is_always_cleared() {
         let nothing =
             Evidence { files: Files::default(), is_behind: true, noted: vec![holder()], ..evidence() };
         assert!(nothing.decide().unwrap().was_nothing());

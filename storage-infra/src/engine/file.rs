@@ -1,15 +1,15 @@
-//! Engine `file`: one sparse raw file per volume or snapshot in a directory.
+//! File engine: one sparse raw file per volume or snapshot in a directory.
 //!
-//! A file that gets the bytes of another has a name for the unfinished until it is complete and on the disk, so that
-//! after a crash the name alone tells. Each kind of name has a suffix of its own, so none can be another's.
+//! A file that is being copied has a temporary name until it is complete and durable, so after a crash its name alone
+//! tells whether it is complete. Each kind of file has its own suffix, so no two names collide.
 //!
-//! A marker file with the pool's UUID tells the directory that was registered from an empty mount point or from
-//! another filesystem mounted there; nothing is created or removed where the marker is not as it should be. What is
-//! noted of a volume, snapshot or pool is an extended attribute of its file or of the marker.
+//! A marker file with the pool's UUID distinguishes the registered directory from an empty mount point or another
+//! filesystem; the engine creates and removes nothing if the marker is missing or wrong. Records are extended
+//! attributes of the volume's, snapshot's or marker file.
 
 mod lock;
-mod notes;
-mod survey;
+mod record_xattr;
+mod scan;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
@@ -31,11 +31,11 @@ use super::{
     image_lock,
 };
 
-pub use survey::{Found, Survey, survey};
+pub use scan::{FoundFile, PoolScan, scan_pool};
 
-/// The marker's name. A volume cannot have it: ids begin with a letter or digit.
+/// Name of the marker file. No volume can have it: IDs start with a letter or digit.
 const MARKER: &str = ".nestor-pool";
-/// How much is copied at a time.
+/// Number of bytes copied at a time.
 const CHUNK: usize = 1 << 20;
 
 fn file_name(object: &Object) -> String {
@@ -56,11 +56,11 @@ fn exists(path: &Path) -> Result<bool> {
     match fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(io_error("look at", path)(error)),
+        Err(error) => Err(io_error("read the metadata of", path)(error)),
     }
 }
 
-/// Removes a file. False when there was none.
+/// Removes a file; false if it did not exist.
 fn unlink(path: &Path) -> Result<bool> {
     match fs::remove_file(path) {
         Ok(()) => Ok(true),
@@ -69,7 +69,7 @@ fn unlink(path: &Path) -> Result<bool> {
     }
 }
 
-/// A directory of raw files.
+/// Storage engine of a pool whose volumes are raw files in a directory.
 pub struct FileEngine {
     dir: PathBuf,
     uuid: Uuid,
@@ -77,8 +77,8 @@ pub struct FileEngine {
     lock: lock::PoolLock,
 }
 
-fn io_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
-    let what = format!("cannot {what} {}", path.display());
+fn io_error(action: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
+    let what = format!("cannot {action} {}", path.display());
     move |source| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => EngineError::NoSpace(what),
         io::ErrorKind::FileTooLarge => EngineError::TooLarge(what),
@@ -88,9 +88,9 @@ fn io_error(what: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
 }
 
 impl FileEngine {
-    /// The pool with this UUID in this directory, for the server over this data directory. Touches nothing yet.
+    /// The pool with this UUID in this directory, for the server with this data directory. Does no I/O.
     pub fn new(dir: impl Into<PathBuf>, uuid: Uuid, data_dir: &Path) -> Self {
-        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock: lock::PoolLock::of(data_dir) }
+        Self { dir: dir.into(), uuid, reflink: OnceLock::new(), lock: lock::PoolLock::new(data_dir) }
     }
 
     fn marker(&self) -> PathBuf {
@@ -101,7 +101,7 @@ impl FileEngine {
         self.dir.join(file_name(object))
     }
 
-    /// Where an object's bytes are until they are complete.
+    /// Path of an object's file until it is complete.
     fn part(&self, object: &Object) -> PathBuf {
         self.dir.join(part_name(object))
     }
@@ -121,8 +121,8 @@ impl FileEngine {
             .map_err(io_error("sync the directory", &self.dir))
     }
 
-    /// Reads the marker: `None` where there is none.
-    fn marked(&self) -> Result<Option<String>> {
+    /// Reads the marker; `None` if it is missing.
+    fn read_marker(&self) -> Result<Option<String>> {
         match fs::read_to_string(self.marker()) {
             Ok(text) => Ok(Some(text.trim().to_owned())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -132,44 +132,47 @@ impl FileEngine {
         }
     }
 
-    /// Fails unless the directory is the one that was registered, and this server has it.
+    /// Checks that the directory is the registered one and that this server holds its lock.
     fn check(&self) -> Result<()> {
-        // What is not the pool's any more is not held, so that it can be unmounted.
+        // If the directory is no longer the pool's, release the marker so that its filesystem can be unmounted.
         self.check_marker().inspect_err(|_| self.lock.release())?;
-        self.lock.hold(&self.marker())
+        self.lock.ensure_held(&self.marker())
     }
 
     fn check_marker(&self) -> Result<()> {
         let dir = self.dir.display();
-        match self.marked()? {
+        match self.read_marker()? {
             Some(found) if found == self.uuid.to_string() => Ok(()),
             Some(found) => Err(EngineError::Unhealthy(format!(
-                "{dir} belongs to another pool: its {MARKER} says {found}, this pool is {}; mount the right filesystem",
+                "{dir} belongs to another pool: its {MARKER} contains the UUID {found}, this pool has {}; mount the right filesystem",
                 self.uuid
             ))),
             None if self.dir.is_dir() => Err(EngineError::Unhealthy(format!(
-                "{dir} is not the directory that was registered: {MARKER} is missing; is its filesystem mounted?"
+                "{dir} is not the registered directory: {MARKER} is missing; mount the pool's filesystem"
             ))),
-            None => Err(EngineError::Unhealthy(format!("{dir} is gone; bring the directory back"))),
+            None => Err(EngineError::Unhealthy(format!(
+                "{dir} does not exist; restore the directory or mount its filesystem"
+            ))),
         }
     }
 
-    /// Gives a part its size, its record and, once all is on the disk, its name.
+    /// Sets the size and record of an incomplete file and renames it once all of it is durable.
     fn complete(&self, part: &File, object: &Object, bytes: u64, record: &Record) -> Result<()> {
         let (from, to) = (self.part(object), self.file(object));
-        part.set_len(bytes).map_err(io_error("size", &from))?;
-        notes::write(part, &from, record)?;
+        part.set_len(bytes).map_err(io_error("set the size of", &from))?;
+        record_xattr::write(part, &from, record)?;
         part.sync_all().map_err(io_error("sync", &from))?;
-        let name = || fs::rename(&from, &to);
-        fail_point::around(|| Some("engine.file.name".into()), name).map_err(io_error("name", &to))?;
+        let rename = || fs::rename(&from, &to);
+        fail_point::around(|| Some("engine.file.name".into()), rename)
+            .map_err(io_error("rename a file to", &to))?;
         self.sync_dir()
     }
 
-    /// Fails where the file by an object's name is known to be another's: the catalog is older than the pool, or
-    /// somebody put the file there.
+    /// Fails if an object's file belongs to another object: the catalog is older than the pool, or someone put the file
+    /// there.
     fn refuse_another(&self, object: &Object, identity: Uuid) -> Result<()> {
         let path = self.file(object);
-        let found = notes::read(&path)?;
+        let found = record_xattr::read(&path)?;
         if found
             .as_ref()
             .is_none_or(|found| found.object().as_ref() == Some(object) && found.identity() == identity)
@@ -177,23 +180,23 @@ impl FileEngine {
             return Ok(());
         }
         Err(EngineError::Foreign(format!(
-            "{} is not the {object} that the catalog knows, but another of that name; is the catalog older than the \
-             pool? It is left alone: move it away, or rebuild the catalog with `storage-infra recover`",
+            "{} is another object than the {object} in the catalog; the catalog may be older than the pool. The file is \
+             left alone: move it away, or rebuild the catalog with `storage-infra recover`",
             path.display()
         )))
     }
 
-    /// Fails where somebody has a file of the object open now, whatever was found before.
+    /// Fails if a file of the object is open now, whatever the evidence said.
     fn refuse_open(&self, object: &Object) -> Result<()> {
         match self.open_by(object)? {
             None => Ok(()),
-            Some(holder) => Err(EngineError::InUse(format!("the file of {object} stays: {holder}"))),
+            Some(holder) => Err(EngineError::InUse(format!("the file of {object} is in use by {holder}"))),
         }
     }
 
     fn open_by(&self, object: &Object) -> Result<Option<image_lock::Holder>> {
         for path in [self.file(object), self.part(object)] {
-            let holder = image_lock::holder(&path).map_err(io_error("ask who has", &path))?;
+            let holder = image_lock::holder(&path).map_err(io_error("check for users of", &path))?;
             if holder.is_some() {
                 return Ok(holder);
             }
@@ -201,21 +204,22 @@ impl FileEngine {
         Ok(None)
     }
 
-    /// An empty file for an object that is not complete: what there was of it is gone.
-    fn fresh(&self, cleared: &Cleared) -> Result<File> {
+    /// Creates an empty temporary file for an incomplete object; removes the previous one.
+    fn create_part(&self, cleared: &Cleared) -> Result<File> {
         let part = self.part(cleared.object());
         if !cleared.was_nothing() {
             self.refuse_open(cleared.object())?;
             if unlink(&part)? {
-                audit::done("remove", cleared.object(), &part, "what was unfinished is made anew");
+                audit::done("remove", cleared.object(), &part, "the incomplete file is recreated");
             }
         }
         let mut options = OpenOptions::new();
         options.write(true).create_new(true).mode(0o600);
-        options.open(&part).map_err(io_error("make", &part))
+        options.open(&part).map_err(io_error("create", &part))
     }
 
-    /// Tries a real clone, since no filesystem says in advance whether it can. Only a definite answer is remembered.
+    /// Tests reflink support with a real clone, since no filesystem reports it in advance. Caches only a definite
+    /// result.
     fn can_reflink(&self) -> bool {
         if let Some(known) = self.reflink.get() {
             return *known;
@@ -237,22 +241,22 @@ impl FileEngine {
     }
 }
 
-/// Makes a file longer, never shorter, and syncs it.
-fn lengthen(path: &Path, bytes: u64) -> Result<()> {
+/// Expands a file, never truncates it, and syncs it.
+fn extend(path: &Path, bytes: u64) -> Result<()> {
     let file = OpenOptions::new().write(true).open(path).map_err(io_error("open", path))?;
-    if file.metadata().map_err(io_error("look at", path))?.len() < bytes {
-        file.set_len(bytes).map_err(|error| match io_error("grow", path)(error) {
-            EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: no space is left")),
-            EngineError::TooLarge(what) => {
-                EngineError::NotGrown(format!("{what}: its filesystem has no files of {bytes} bytes"))
-            }
+    if file.metadata().map_err(io_error("read the metadata of", path))?.len() < bytes {
+        file.set_len(bytes).map_err(|error| match io_error("expand", path)(error) {
+            EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: the filesystem is full")),
+            EngineError::TooLarge(what) => EngineError::NotGrown(format!(
+                "{what}: the filesystem does not support files of {bytes} bytes"
+            )),
             other => other,
         })?;
     }
     file.sync_all().map_err(io_error("sync", path))
 }
 
-/// Where data begins at or after `at`, and where it ends. `None` when there is none before the end of the file.
+/// Start and end of the next data extent at or after `at`; `None` if there is none before the end of the file.
 fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(start) => Ok(Some((start, seek(file, SeekFrom::Hole(start))?))),
@@ -261,13 +265,13 @@ fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
     }
 }
 
-/// Copies the first `bytes` of a file, leaving holes where it has holes. `to` must be empty.
-fn copy_sparse(from: &File, to: &File, bytes: u64, copying: &Copying) -> Result<()> {
+/// Copies the first `bytes` of a file and preserves holes. `to` must be empty.
+fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &Copying) -> Result<()> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            EngineError::NoSpace("while copying".into())
+            EngineError::NoSpace("cannot copy the data".into())
         }
-        _ => EngineError::Io { what: "cannot copy".into(), source },
+        _ => EngineError::Io { what: "cannot copy the data".into(), source },
     };
     let mut buffer = vec![0; CHUNK];
     let mut at = 0;
@@ -275,20 +279,20 @@ fn copy_sparse(from: &File, to: &File, bytes: u64, copying: &Copying) -> Result<
         at = start;
         let end = end.min(bytes);
         while at < end {
-            if copying.is_cancelled() {
+            if progress.is_cancelled() {
                 return Err(EngineError::Cancelled);
             }
             let length = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
             from.read_exact_at(&mut buffer[..length], at).map_err(failed)?;
             to.write_all_at(&buffer[..length], at).map_err(failed)?;
             at += length as u64;
-            copying.set(at);
+            progress.set(at);
         }
         if at >= bytes {
             break;
         }
     }
-    copying.set(bytes);
+    progress.set(bytes);
     Ok(())
 }
 
@@ -296,30 +300,30 @@ impl Engine for FileEngine {
     fn adopt(&self, pool: &Record) -> Result<()> {
         if !self.dir.is_dir() {
             return Err(EngineError::Unhealthy(format!(
-                "{} is not an existing directory; make it first",
+                "{} is not an existing directory; create it first",
                 self.dir.display()
             )));
         }
-        match self.marked()? {
+        match self.read_marker()? {
             Some(found) if found == self.uuid.to_string() => return self.note(pool),
             Some(found) => {
                 return Err(EngineError::Foreign(format!(
                     "{} belongs to the pool with UUID {found}; if this server's catalog was lost, `storage-infra \
-                     recover` brings it back with that pool; else choose another directory, or, if that pool is no \
-                     more, remove {MARKER} there",
+                     recover` rebuilds it with that pool; otherwise choose another directory, or, if that pool no \
+                     longer exists, remove its {MARKER}",
                     self.dir.display()
                 )));
             }
             None => {}
         }
-        // Written beside and linked into place, so that a marker is there with its text or not at all.
+        // Written to a temporary file and linked into place, so that the marker exists completely or not at all.
         let path = self.marker();
         let mut file = tempfile::NamedTempFile::with_prefix_in(".nestor-new-", &self.dir)
-            .map_err(io_error("write in", &self.dir))?;
+            .map_err(io_error("create a file in", &self.dir))?;
         writeln!(file, "{}", self.uuid).map_err(io_error("write", &path))?;
-        notes::write(file.as_file(), &path, pool)?;
+        record_xattr::write(file.as_file(), &path, pool)?;
         file.as_file().sync_all().map_err(io_error("sync", &path))?;
-        file.persist_noclobber(&path).map_err(|e| io_error("make", &path)(e.error))?;
+        file.persist_noclobber(&path).map_err(|e| io_error("create", &path)(e.error))?;
         self.sync_dir()?;
         self.check()
     }
@@ -328,7 +332,7 @@ impl Engine for FileEngine {
         match self.check() {
             Ok(()) => {}
             Err(served @ EngineError::Served(_)) => return Err(served),
-            // Where the directory is gone or another's, there is nothing of ours to take away.
+            // If the directory is gone or another pool's, there is nothing to remove.
             Err(_) => return Ok(()),
         }
         fs::remove_file(self.marker()).map_err(io_error("remove", &self.marker()))?;
@@ -338,7 +342,7 @@ impl Engine for FileEngine {
     }
 
     fn served_elsewhere(&self) -> Option<String> {
-        self.lock.elsewhere()
+        self.lock.other_server()
     }
 
     fn inspect(&self) -> Result<PoolFacts> {
@@ -372,7 +376,7 @@ impl Engine for FileEngine {
         for entry in self.names()? {
             let name = entry.file_name().to_string_lossy().into_owned();
             match names.get(&name) {
-                // A file that vanished between listing and looking has nothing allocated.
+                // A file that was removed since it was listed has nothing allocated.
                 Some(Some(object)) => {
                     *contents.allocated.entry((*object).clone()).or_default() +=
                         entry.metadata().map_or(0, |meta| meta.blocks() * 512);
@@ -406,13 +410,13 @@ impl Engine for FileEngine {
     fn is_blank(&self, id: &VolumeId) -> Result<bool> {
         let DiskSource::File(path) = self.locate(&Object::Volume(id.clone()))?;
         let file = File::open(&path).map_err(io_error("open", &path))?;
-        // A filesystem that cannot tell holes calls all of it data (lseek(2), "SEEK_DATA"): not blank.
-        Ok(next_data(&file, 0).map_err(io_error("look for data in", &path))?.is_none())
+        // A filesystem without hole detection reports the whole file as data (lseek(2), SEEK_DATA): not blank.
+        Ok(next_data(&file, 0).map_err(io_error("search for data in", &path))?.is_none())
     }
 
     fn allocated(&self, object: &Object) -> Result<u64> {
         let DiskSource::File(path) = self.locate(object)?;
-        Ok(fs::metadata(&path).map_err(io_error("look at", &path))?.blocks() * 512)
+        Ok(fs::metadata(&path).map_err(io_error("read the metadata of", &path))?.blocks() * 512)
     }
 
     fn files(&self, object: &Object) -> Result<Files> {
@@ -420,7 +424,7 @@ impl Engine for FileEngine {
         let (file, unfinished) = (self.file(object), exists(&self.part(object))?);
         let mut complete = Vec::new();
         if exists(&file)? {
-            // A hypervisor may say either.
+            // A hypervisor may report either path.
             complete.extend(fs::canonicalize(&file).ok().filter(|real| *real != file));
             complete.push(file);
         }
@@ -434,57 +438,58 @@ impl Engine for FileEngine {
         bytes: u64,
         method: Method,
         record: &Record,
-        copying: &Copying,
+        progress: &Copying,
     ) -> Result<()> {
         self.check()?;
         let DiskSource::File(source) = from;
         let object = cleared.object();
         let part = self.part(object);
         let from = File::open(source).map_err(io_error("open", source))?;
-        let to = self.fresh(cleared)?;
+        let to = self.create_part(cleared)?;
         match method {
             Method::Reflink => {
                 ioctl_ficlone(&to, &from).map_err(|e| io_error("share the blocks with", &part)(e.into()))?;
-                // Whoever has the source may have written there since it grew: it must not be cut off.
-                let length = to.metadata().map_err(io_error("look at", &part))?.len();
+                // The source may have been expanded and written to meanwhile: its data must not be truncated.
+                let length = to.metadata().map_err(io_error("read the metadata of", &part))?.len();
                 if length > bytes {
                     return Err(EngineError::Grown(format!(
-                        "{} has {length} bytes, more than the {bytes} that it had before; repeat",
+                        "{} was expanded from {bytes} to {length} bytes meanwhile; retry",
                         source.display()
                     )));
                 }
             }
-            Method::Copy => copy_sparse(&from, &to, bytes, copying)?,
+            Method::Copy => copy_sparse(&from, &to, bytes, progress)?,
         }
-        // What was asked for may be larger; and nobody wrote to what a source grew by while it was copied.
+        // The object may be larger than its source; and a source that was expanded during the copy was not written to.
         self.complete(&to, object, bytes, record)
     }
 
     fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()> {
         let object = cleared.object();
         if !self.is_complete(object, record.identity())? {
-            return self.complete(&self.fresh(cleared)?, object, bytes, record);
+            return self.complete(&self.create_part(cleared)?, object, bytes, record);
         }
-        // By ourselves, before a crash, or in a past that the catalog does not know: then its record has more.
-        if notes::read(&self.file(object))?.is_some() {
+        // Created by this server before a crash, or before the catalog was restored: its record is the more complete
+        // one.
+        if record_xattr::read(&self.file(object))?.is_some() {
             return Ok(());
         }
-        // By an earlier version, which gave a volume its name before its size.
+        // Created by an earlier version, which named a volume's file before it set its size.
         self.refuse_open(object)?;
-        lengthen(&self.file(object), bytes)?;
+        extend(&self.file(object), bytes)?;
         self.note(record)
     }
 
     fn revisions(&self) -> Result<Revisions> {
         self.check()?;
         let mut found = Revisions::default();
-        if let Some(Record::Pool(record)) = notes::read(&self.marker())? {
+        if let Some(Record::Pool(record)) = record_xattr::read(&self.marker())? {
             found.pool = record.revision;
         }
         for entry in self.names()? {
             let is_volume = entry.path().extension().is_some_and(|suffix| suffix == "raw");
-            // What cannot be read says so to whoever needs it.
-            if is_volume && let Ok(Some(Record::Volume(record))) = notes::read(&entry.path()) {
+            // An unreadable record is reported by the operation that needs it.
+            if is_volume && let Ok(Some(Record::Volume(record))) = record_xattr::read(&entry.path()) {
                 found.volumes.insert(record.id.clone(), record.revision);
             }
         }
@@ -493,7 +498,7 @@ impl Engine for FileEngine {
 
     fn noted(&self, object: &Object) -> Result<Option<Record>> {
         self.check()?;
-        notes::read(&self.file(object))
+        record_xattr::read(&self.file(object))
     }
 
     fn note(&self, record: &Record) -> Result<()> {
@@ -501,11 +506,11 @@ impl Engine for FileEngine {
         let path = record.object().map_or_else(|| self.marker(), |object| self.file(&object));
         let write = || {
             let file = File::open(&path).map_err(io_error("open", &path))?;
-            // What cannot be read is written anew: the catalog is here, and whole.
-            if !notes::read(&path).is_ok_and(|found| found.as_ref() == Some(record)) {
-                notes::write(&file, &path, record)?;
+            // An unreadable record is overwritten: the catalog is available and intact.
+            if !record_xattr::read(&path).is_ok_and(|found| found.as_ref() == Some(record)) {
+                record_xattr::write(&file, &path, record)?;
             }
-            // Also what was there already: whoever wrote it may not have come to this.
+            // Sync also an unchanged record: its writer may have crashed before the sync.
             file.sync_all().map_err(io_error("sync", &path))
         };
         fail_point::around(|| Some("engine.file.note".into()), write)
@@ -513,7 +518,7 @@ impl Engine for FileEngine {
 
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
-        lengthen(&self.volume(id), bytes)
+        extend(&self.volume(id), bytes)
     }
 
     fn remove(&self, cleared: &Cleared) -> Result<()> {
@@ -524,7 +529,7 @@ impl Engine for FileEngine {
         let mut removed = false;
         for path in [self.file(object), self.part(object)] {
             if unlink(&path)? {
-                audit::done("remove", object, &path, "it is deleted, and nobody has it");
+                audit::done("remove", object, &path, "it is deleted and not in use");
                 removed = true;
             }
         }
@@ -538,7 +543,7 @@ impl Engine for FileEngine {
         if !unlink(&part)? {
             return Ok(());
         }
-        audit::done("remove", object, &part, "it was never complete, and is given up");
+        audit::done("remove", object, &part, "it is incomplete and abandoned");
         self.sync_dir()
     }
 
@@ -551,16 +556,16 @@ impl Engine for FileEngine {
         let path = self.file(object);
         match fs::symlink_metadata(&path) {
             Ok(meta) if meta.is_file() => Ok(DiskSource::File(path)),
-            Ok(_) => Err(EngineError::Foreign(format!("{} is not a plain file", path.display()))),
+            Ok(_) => Err(EngineError::Foreign(format!("{} is not a regular file", path.display()))),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                Err(EngineError::Missing(format!("the file of {object} is missing: {}", path.display())))
+                Err(EngineError::Missing(format!("the file of {object} does not exist: {}", path.display())))
             }
-            Err(error) => Err(io_error("find", &path)(error)),
+            Err(error) => Err(io_error("access", &path)(error)),
         }
     }
 }
 
-/// Makes a directory that only its owner can enter, if it is not there.
+/// Creates a directory that only its owner can access, unless it exists.
 pub fn private_dir(path: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }

@@ -1,11 +1,11 @@
-//! Who has an image file, by what the kernel knows: QEMU's own image lock, and loop devices.
+//! Open file holders: which process or loop device has an image file open, according to the kernel.
 //!
-//! QEMU (`block/file-posix.c`) locks single bytes of an image that it has: byte 100 + n for each permission n that it
-//! uses, byte 200 + n for each that it does not share. All are read locks of an open file description, so that somebody
-//! who asks for a write lock on these bytes meets any of them. They are gone as soon as the last process that has the
-//! description is, however it ended; and they are seen from other hosts too where the filesystem passes locks on, as NFS
-//! does unless it is mounted with `nolock` or `local_lock`. QEMU has no lock on an image of a migration that has not come
-//! in yet, nor where it was told `locking=off`, which libvirt never does.
+//! QEMU (`block/file-posix.c`) locks single bytes of an open image: byte 100 + n for each permission n that it uses,
+//! byte 200 + n for each permission that it does not share. All are read locks of an open file description, so a test
+//! for a write lock on these bytes conflicts with any of them. The kernel drops them when the last process with the
+//! description ends, however it ends. Other hosts see them if the filesystem forwards locks, as NFS does unless mounted
+//! with `nolock` or `local_lock`. QEMU holds no lock on the image of an incoming migration that has not completed, nor
+//! with `locking=off`, which libvirt never sets.
 
 use std::fmt;
 use std::fs::{self, File, Metadata};
@@ -17,14 +17,14 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 
 /// The first byte that QEMU locks.
-const FIRST: libc::off_t = 100;
-/// How many bytes QEMU may lock from there on: a hundred for each kind.
-const BYTES: libc::off_t = 200;
+const FIRST_BYTE: libc::off_t = 100;
+/// Number of bytes that QEMU may lock from there: a hundred of each kind.
+const BYTE_COUNT: libc::off_t = 200;
 
-/// Who has an image.
+/// The holder of an open image file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// Somebody holds QEMU's image lock.
+    /// A process holds QEMU's image lock. Lists the processes that have the file open, as far as they are visible here.
     Locked(Vec<Process>),
     /// A loop device of this host is backed by the image.
     Loop(PathBuf),
@@ -33,9 +33,9 @@ pub enum Holder {
 /// A process that has an image open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// Its number on this host.
+    /// Process ID on this host.
     pub pid: u32,
-    /// The program's name.
+    /// Name of the program.
     pub name: String,
 }
 
@@ -43,7 +43,7 @@ impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Locked(processes) if processes.is_empty() => {
-                write!(f, "a process that is not seen from here (it holds the image lock)")
+                write!(f, "a process that is not visible on this host (it holds the image lock)")
             }
             Self::Locked(processes) => {
                 let names: Vec<String> =
@@ -55,9 +55,9 @@ impl fmt::Display for Holder {
     }
 }
 
-/// Who has the image at this path. None where nobody has, and where there is no such file.
+/// The holder of the image at this path; `None` if the file is not open or does not exist.
 ///
-/// Fails where that cannot be told, which must be taken as if somebody had it.
+/// Treat an error as if the image were open.
 pub fn holder(path: &Path) -> io::Result<Option<Holder>> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -71,13 +71,13 @@ pub fn holder(path: &Path) -> io::Result<Option<Holder>> {
     Ok(loop_device(path, &image)?.map(Holder::Loop))
 }
 
-/// Whether anybody but this process holds a lock on the bytes that QEMU locks.
+/// Whether another open file description holds a lock on the bytes that QEMU locks.
 fn is_locked(file: &File) -> io::Result<bool> {
     let mut lock = libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
-        l_start: FIRST,
-        l_len: BYTES,
+        l_start: FIRST_BYTE,
+        l_len: BYTE_COUNT,
         l_pid: 0,
     };
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
@@ -88,17 +88,17 @@ fn is_same(one: &Metadata, other: &Metadata) -> bool {
     (one.dev(), one.ino()) == (other.dev(), other.ino())
 }
 
-/// The processes that have a file open, as far as they are seen from here. A lock of an open file description says
-/// nothing of its process.
+/// The processes that have a file open, as far as they are visible here. The kernel does not tell which process owns a
+/// lock of an open file description.
 fn openers(image: &Metadata) -> Vec<Process> {
     let Ok(processes) = fs::read_dir("/proc") else { return Vec::new() };
     let opener = |entry: fs::DirEntry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
         let mut files = fs::read_dir(entry.path().join("fd")).ok()?.flatten();
-        let has = pid != std::process::id()
+        let has_it_open = pid != std::process::id()
             && files.any(|file| fs::metadata(file.path()).is_ok_and(|meta| is_same(&meta, image)));
         let name = || fs::read_to_string(entry.path().join("comm")).unwrap_or_default().trim().to_owned();
-        has.then(|| Process { pid, name: name() })
+        has_it_open.then(|| Process { pid, name: name() })
     };
     processes.flatten().filter_map(opener).collect()
 }
@@ -107,15 +107,15 @@ fn openers(image: &Metadata) -> Vec<Process> {
 fn loop_device(path: &Path, image: &Metadata) -> io::Result<Option<PathBuf>> {
     for entry in fs::read_dir("/sys/block")? {
         let entry = entry?;
-        // Only a device that is in use has it; it may go away meanwhile.
+        // Only a device in use has this file; it may disappear meanwhile.
         let Ok(backing) = fs::read_to_string(entry.path().join("loop/backing_file")) else { continue };
         let backing = Path::new(backing.trim_end_matches('\n'));
-        let is_it = match fs::metadata(backing) {
+        let is_backed = match fs::metadata(backing) {
             Ok(meta) => is_same(&meta, image),
-            // Set up under another root, or the file's name is gone: what is left of its path must do.
+            // The path is not visible here (another mount namespace, or the file was unlinked): compare the file names.
             Err(_) => backing.file_name() == path.file_name(),
         };
-        if is_it {
+        if is_backed {
             return Ok(Some(Path::new("/dev").join(entry.file_name())));
         }
     }
@@ -129,7 +129,7 @@ mod tests {
 
     use super::*;
 
-    /// A real QEMU program that has an image until it is dropped.
+    /// A `qemu-io` process that has an image open until it is dropped.
     struct Qemu(Child);
 
     impl Qemu {
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_qemu_that_has_an_image_is_named_until_it_is_gone_whether_it_writes_or_reads() {
+    fn a_qemu_process_is_reported_while_it_has_the_image_open_for_reading_or_writing() {
         let dir = tempfile::tempdir().unwrap();
         let image = image(&dir);
         assert_eq!(holder(&image).unwrap(), None);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_device_has_its_image_and_what_is_not_there_nobody_has() {
+    fn a_loop_device_is_reported_and_a_missing_file_has_no_holder() {
         let dir = tempfile::tempdir().unwrap();
         let image = image(&dir);
         let output = Command::new("losetup").args(["--find", "--show"]).arg(&image).output().unwrap();

@@ -1,4 +1,5 @@
-//! How a pool keeps its volumes. One engine object per pool; all calls block and belong on blocking threads.
+//! Storage engines: how a pool stores its volumes. One engine object per pool. All calls block; run them on blocking
+//! threads.
 
 pub mod clearance;
 pub mod file;
@@ -18,12 +19,12 @@ pub use clearance::{Cleared, Evidence, Files};
 pub use file::FileEngine;
 pub use record::Record;
 
-/// Something that a pool keeps bytes of.
+/// An object that a pool stores: a volume or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Object {
-    /// A volume, which machines write to.
+    /// A volume.
     Volume(VolumeId),
-    /// A snapshot, which nobody writes to once it is complete.
+    /// A snapshot; read-only once it is complete.
     Snapshot(SnapshotId),
 }
 
@@ -36,16 +37,16 @@ impl fmt::Display for Object {
     }
 }
 
-/// How an object gets the bytes of another.
+/// How the data of a source is duplicated into a new object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
-    /// All at one moment, sharing blocks. The source may be written to meanwhile.
+    /// By reflink: atomic, sharing blocks. The source may be written to meanwhile.
     Reflink,
-    /// Piece by piece. Nobody may write to the source meanwhile.
+    /// By copying. The source must not be written to meanwhile.
     Copy,
 }
 
-/// A copy under way, as others see it.
+/// Progress of a copy, shared with observers, who can cancel it.
 #[derive(Debug, Default)]
 pub struct Copying {
     copied: AtomicU64,
@@ -53,12 +54,12 @@ pub struct Copying {
 }
 
 impl Copying {
-    /// How many bytes of the source are done with, holes counted.
+    /// Bytes of the source processed so far, including holes.
     pub fn copied(&self) -> u64 {
         self.copied.load(Ordering::Relaxed)
     }
 
-    /// Lets the copy end soon, unfinished.
+    /// Requests that the copy stop before it is complete.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
@@ -72,137 +73,138 @@ impl Copying {
     }
 }
 
-/// Why an engine did not do what it was asked.
+/// Why an engine call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// The pool is not there, or is not the one that was registered. Nothing was touched.
+    /// The pool is missing or not the one that was registered. Nothing was changed.
     #[error("{0}")]
     Unhealthy(String),
-    /// Another server has the pool. Nothing was touched.
+    /// Another server has locked the pool. Nothing was changed.
     #[error("{0}")]
     Served(String),
-    /// Somebody has what was to be removed or made anew. Nothing was touched.
+    /// A process or device has the file open that was to be removed or recreated. Nothing was changed.
     #[error("{0}")]
     InUse(String),
-    /// There is something in the way that is not ours. Nothing was touched.
+    /// A foreign file or directory is in the way. Nothing was changed.
     #[error("{0}")]
     Foreign(String),
     /// The pool's filesystem is full.
     #[error("the pool has no space left: {0}")]
     NoSpace(String),
-    /// The pool's filesystem has no files so large.
-    #[error("the pool's filesystem has no files of that size: {0}")]
+    /// The pool's filesystem does not support files of that size.
+    #[error("the pool's filesystem does not support files of that size: {0}")]
     TooLarge(String),
-    /// A volume could not grow, and has the size that it had.
+    /// A volume could not be expanded, and keeps its size.
     #[error("the volume keeps its size: {0}")]
     NotGrown(String),
     /// The pool's filesystem is read-only.
     #[error("the pool is read-only: {0}")]
     ReadOnly(String),
-    /// What was to be read is not there.
+    /// The object's file does not exist.
     #[error("{0}")]
     Missing(String),
-    /// The source is larger than what was to be made of it: it grew meanwhile.
+    /// The source is larger than the requested object: it was expanded meanwhile.
     #[error("{0}")]
     Grown(String),
-    /// A copy was told to end before it was complete.
-    #[error("the copy was ended before it was complete")]
+    /// The copy was cancelled.
+    #[error("the copy was cancelled")]
     Cancelled,
-    /// Anything else that the system says; the work may be half done.
+    /// Any other I/O error; the operation may be half done.
     #[error("{what}: {source}")]
     Io {
-        /// What was being done, and to which file.
+        /// What failed, and on which file.
         what: String,
-        /// What the system said.
+        /// The cause.
         source: io::Error,
     },
 }
 
-/// The result of an engine's call.
+/// Result of an engine call.
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// What a pool is like now.
+/// Measurements of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolFacts {
-    /// Tells filesystems apart: pools on the same one share its space.
+    /// Identifies the filesystem: pools on the same filesystem share its space.
     pub filesystem: u64,
-    /// The filesystem's size.
+    /// Size of the filesystem in bytes.
     pub capacity: u64,
-    /// What the filesystem can still allocate.
+    /// Bytes that the filesystem can still allocate.
     pub available: u64,
-    /// What the filesystem has in use.
+    /// Bytes in use in the filesystem.
     pub used: u64,
-    /// Whether clones share their blocks.
+    /// Whether the filesystem supports reflinks.
     pub reflink: bool,
 }
 
-/// What a hypervisor is to open.
+/// Storage that a hypervisor opens as a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DiskSource {
-    /// A raw file at an absolute path.
+    /// Raw file at an absolute path.
     File(PathBuf),
 }
 
-/// How new the catalogs were by which something was noted: see `crate::catalog`.
+/// Catalog revisions recorded in a pool; see `crate::catalog`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Revisions {
-    /// With the pool itself.
+    /// Revision in the pool's own record.
     pub pool: u64,
-    /// With each volume.
+    /// Revision in each volume's record.
     pub volumes: HashMap<VolumeId, u64>,
 }
 
-/// What is in a pool.
+/// Contents of a pool's directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// The bytes allocated to each object that was asked for and is there.
+    /// Bytes allocated to each of the expected objects that exists.
     pub allocated: HashMap<Object, u64>,
-    /// Names that belong to no object. Never touched.
+    /// Names of files that belong to none of them. Never changed.
     pub unknown: Vec<String>,
 }
 
-/// One pool's storage. No method has a default: `crate::points` passes all of them on.
+/// Storage of one pool. No method has a default implementation, because the fail point wrapper has to forward every
+/// one.
 pub trait Engine: Send + Sync {
-    /// Makes the storage this pool's own, and notes what pool that is. Refused where it belongs to another.
+    /// Claims the storage for this pool and writes the pool's record. Fails if it belongs to another pool.
     fn adopt(&self, pool: &Record) -> Result<()>;
 
-    /// Undoes [`Engine::adopt`]; touches nothing else.
+    /// Reverts [`Engine::adopt`]; changes nothing else.
     fn release(&self) -> Result<()>;
 
-    /// Who else had the pool when it was last looked at, for people. Looks at nothing.
+    /// Which other server had the pool locked at the last attempt to lock it. Does no I/O.
     fn served_elsewhere(&self) -> Option<String>;
 
-    /// Checks that the storage is there and this pool's own, and measures it.
+    /// Checks that the storage exists and belongs to this pool, and measures it.
     fn inspect(&self) -> Result<PoolFacts>;
 
-    /// Compares what is there with the objects that should be.
+    /// Compares the files in the pool with the objects that should exist.
     fn contents(&self, known: &HashSet<Object>) -> Result<Contents>;
 
-    /// Which of these objects are not there, complete. Looks at names only, and fails where [`Engine::inspect`] would.
+    /// Which of these objects have no complete file. Only checks names; fails where [`Engine::inspect`] would.
     fn missing(&self, expected: HashSet<Object>) -> Result<HashSet<Object>>;
 
-    /// Whether there is something by a name of the object, complete or not.
+    /// Whether a file of the object exists, complete or incomplete.
     fn exists(&self, object: &Object) -> Result<bool>;
 
-    /// Whether the object is there, complete. Fails where what is there is another of the same id.
+    /// Whether the object's complete file exists. Fails if that file is another object of the same ID.
     fn is_complete(&self, object: &Object, identity: Uuid) -> Result<bool>;
 
-    /// Whether a volume that is there holds no data at all, so that it reads as zeros throughout.
+    /// Whether an existing volume holds no data, so that it reads as zeros throughout.
     fn is_blank(&self, id: &VolumeId) -> Result<bool>;
 
-    /// The bytes allocated to an object that is there.
+    /// Bytes allocated to an existing object.
     fn allocated(&self, object: &Object) -> Result<u64>;
 
-    /// What there is by an object's names, and who has it by what the kernel knows.
+    /// Files of an object, and which process or device has them open.
     fn files(&self, object: &Object) -> Result<Files>;
 
-    /// Makes a volume of zeros, or finishes making it; with its record. Until it is complete, it is not there by its
-    /// name. What is complete and has its record stays as it is. Only for a volume whose intent is in the catalog. Fails
-    /// where there is another volume of this id.
+    /// Creates an empty volume with its record, or completes an interrupted creation. The file gets its final name when
+    /// it is complete. A complete file with a record is left as it is. The intent to create the volume must be in the
+    /// catalog. Fails if another volume with this ID exists.
     fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()>;
 
-    /// Makes an object with the bytes of another, `bytes` long, and with its record. What there was of it unfinished is
-    /// replaced; until it is complete, it is not there by its name. Only for an object whose intent is in the catalog.
+    /// Creates an object of `bytes` bytes from a source, with its record. Replaces an incomplete file of the object.
+    /// The file gets its final name when it is complete. The intent to create the object must be in the catalog.
     fn fill(
         &self,
         cleared: &Cleared,
@@ -210,31 +212,32 @@ pub trait Engine: Send + Sync {
         bytes: u64,
         method: Method,
         record: &Record,
-        copying: &Copying,
+        progress: &Copying,
     ) -> Result<()>;
 
-    /// How new the catalogs were by which the pool and its volumes were noted.
+    /// Catalog revisions recorded in a pool; see `crate::catalog`.
     fn revisions(&self) -> Result<Revisions>;
 
-    /// What is noted of an object that is there. None where nothing is.
+    /// Reads the record of an existing object; `None` if it has none.
     fn noted(&self, object: &Object) -> Result<Option<Record>>;
 
-    /// Notes this of its object, which is there, or of the pool. On the disk when this returns.
+    /// Writes the record of an existing object or of the pool. It is durable on return.
     fn note(&self, record: &Record) -> Result<()>;
 
-    /// Makes a volume larger. Never smaller. [`EngineError::NotGrown`] says that it has the size that it had.
+    /// Expands a volume; never shrinks it. After [`EngineError::NotGrown`] the volume has its previous size.
     fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()>;
 
-    /// Removes an object's bytes, complete or not. Fine when they are gone. Fails where what is there is another object
-    /// of the same id.
+    /// Removes the files of an object, complete or incomplete. Succeeds if there are none. Fails if the file is another
+    /// object of the same ID.
     fn remove(&self, cleared: &Cleared) -> Result<()>;
 
-    /// Removes what there is of an object that was never complete. What is complete stays.
+    /// Removes the incomplete file of an object. A complete file remains.
     fn discard(&self, cleared: &Cleared) -> Result<()>;
 
-    /// What a hypervisor has open, or would open. Nothing is checked: unplugging must work when the pool is gone.
+    /// What a hypervisor has open, or would open, for a volume. Does no I/O: detaching must work while the pool is
+    /// unavailable.
     fn source(&self, id: &VolumeId) -> DiskSource;
 
-    /// What to open, once it is certain that it is there.
+    /// What to open for an object, after checking that it exists.
     fn locate(&self, object: &Object) -> Result<DiskSource>;
 }

@@ -1,9 +1,9 @@
-//! What is noted with the bytes of each object, so that a catalog that is lost can be made again from the pools alone,
-//! and one that is older than the pools is noticed before it does harm.
+//! Records: metadata stored with the data of each pool, volume and snapshot.
 //!
-//! A record is an extended attribute of the object's own file: it comes, moves and goes with the bytes, and is on the
-//! disk by the same sync. Who has the volume is noted before a hypervisor is asked to plug it; so whoever is not in the
-//! record does not write.
+//! A lost catalog can be rebuilt from the records alone, and a catalog that is older than the pools is detected before
+//! it does harm. A record is an extended attribute of the object's own file, so it moves and disappears with the data,
+//! and the same fsync makes both durable. An attachment is recorded before the hypervisor attaches the disk, so a node
+//! without a recorded attachment does not write.
 
 use infra_api::{
     Access, AttachmentId, EngineKind, FormatToken, Labels, NodeSpec, OnFull, PoolName, Qos, SnapshotId,
@@ -14,72 +14,72 @@ use uuid::Uuid;
 
 use super::Object;
 
-/// The form of a record that this program writes, and the newest that it reads.
+/// Format version that this program writes, and the newest that it reads.
 const VERSION: u32 = 1;
 
-/// What is noted of a pool, a volume or a snapshot.
+/// Record of a pool, a volume or a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "camelCase")]
 pub enum Record {
-    /// Noted with the pool's marker.
+    /// Stored with the pool's marker file.
     Pool(PoolRecord),
-    /// Noted with the volume's bytes.
+    /// Stored with the volume's file.
     Volume(Box<VolumeRecord>),
-    /// Noted with the snapshot's bytes.
+    /// Stored with the snapshot's file.
     Snapshot(SnapshotRecord),
 }
 
-/// What is noted of a pool. Its UUID is the marker's text.
+/// Record of a pool. The content of the marker file is its UUID.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PoolRecord {
-    /// Its name.
+    /// Name of the pool.
     pub name: PoolName,
-    /// How it keeps volumes.
+    /// Storage engine.
     pub engine: EngineKind,
-    /// What placement can ask for.
+    /// Labels that placement can select on.
     #[serde(default)]
     pub labels: Labels,
-    /// Takes no new volumes.
+    /// Whether the pool accepts no new volumes.
     #[serde(default)]
     pub cordoned: bool,
-    /// What becomes of a VM that writes while it is full.
+    /// What happens when a virtual machine writes while the pool is full.
     #[serde(default)]
     pub on_full: OnFull,
-    /// How new the catalog was.
+    /// Revision of the catalog that wrote the record.
     #[serde(default)]
     pub revision: u64,
 }
 
-/// What is noted of a volume. Its size now is that of its file.
+/// Record of a volume. Its present size is that of its file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeRecord {
-    /// Its id.
+    /// ID of the object.
     pub id: VolumeId,
-    /// What the disk is known by.
+    /// UUID of the disk inside virtual machines.
     pub disk_uuid: Uuid,
-    /// The size that it had when this was noted: it has no fewer bytes.
+    /// Size when the record was written; the file is never shorter.
     pub capacity: u64,
-    /// What was asked for.
+    /// The request that created the volume.
     pub spec: VolumeSpec,
-    /// What it may share blocks with.
+    /// Clone family: objects of one family may share blocks.
     pub family: Uuid,
-    /// How fast it may be.
+    /// QoS limits.
     #[serde(default)]
     pub qos: Qos,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
-    /// Its secret for whoever formats it. None where an earlier version noted this.
+    /// The volume's secret. `None` if an earlier version wrote the record.
     #[serde(default)]
     pub format_token: Option<FormatToken>,
-    /// Its bytes were seen to hold data once. Where that is not said, they may have.
+    /// Whether the volume was found to hold data at least once. True if the record does not say.
     #[serde(default = "unknown_is_written")]
     pub written: bool,
-    /// How new the catalog's row was.
+    /// Revision of the catalog row that the record was written from.
     #[serde(default)]
     pub revision: u64,
-    /// Who may have it.
+    /// Attachments that may have the volume.
     #[serde(default)]
     pub holders: Vec<Holder>,
 }
@@ -88,41 +88,41 @@ fn unknown_is_written() -> bool {
     true
 }
 
-/// Who may have a volume: an attachment, and enough of its node to find the machine again.
+/// A recorded attachment, with enough of its node to find the virtual machine again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Holder {
-    /// The attachment.
+    /// ID of the attachment.
     pub id: AttachmentId,
-    /// The node's UUID.
+    /// UUID of the node.
     pub uuid: Uuid,
-    /// The node.
+    /// Registration of the node.
     pub node: NodeSpec,
-    /// The node cannot write.
+    /// Whether the disk is attached read-only.
     #[serde(default)]
     pub read_only: bool,
-    /// Who may have the volume at the same time.
+    /// Access mode.
     pub access: Access,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
 }
 
-/// What is noted of a snapshot. What it keeps allocated is asked of its file.
+/// Record of a snapshot. The file itself tells how much it has allocated.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotRecord {
-    /// Its id.
+    /// ID of the object.
     pub id: SnapshotId,
-    /// The volume whose bytes it keeps.
+    /// The source volume.
     pub volume: VolumeId,
-    /// The size its volume had.
+    /// Size of the source volume when the snapshot was taken.
     pub capacity: u64,
-    /// What it may share blocks with.
+    /// Clone family: objects of one family may share blocks.
     pub family: Uuid,
-    /// As asked for.
+    /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,
-    /// RFC 3339: its moment.
+    /// The point in time of the snapshot, RFC 3339.
     pub created_at: String,
 }
 
@@ -139,24 +139,24 @@ struct Version {
 }
 
 impl Record {
-    /// The record as it is written.
+    /// Encodes the record.
     pub fn encode(&self) -> serde_json::Result<Vec<u8>> {
         serde_json::to_vec(&Versioned { version: VERSION, record: self })
     }
 
-    /// Reads a record.
+    /// Decodes a record.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let unreadable = |error: serde_json::Error| format!("what is noted cannot be read: {error}");
+        let unreadable = |error: serde_json::Error| format!("cannot decode the record: {error}");
         let Version { version } = serde_json::from_slice(bytes).map_err(unreadable)?;
         if version > VERSION {
             return Err(format!(
-                "what is noted has form {version}, this program reads up to {VERSION}: use the version that wrote it"
+                "the record has format version {version}, this program supports up to {VERSION}: use the version that wrote it"
             ));
         }
-        serde_json::from_slice::<Versioned<Self>>(bytes).map(|read| read.record).map_err(unreadable)
+        serde_json::from_slice::<Versioned<Self>>(bytes).map(|decoded| decoded.record).map_err(unreadable)
     }
 
-    /// The object that the record is of. None for a pool's.
+    /// The object that the record describes; `None` for a pool.
     pub fn object(&self) -> Option<Object> {
         match self {
             Self::Pool(_) => None,
@@ -165,7 +165,8 @@ impl Record {
         }
     }
 
-    /// What tells an object from another of the same id, before or after it: a volume's disk, a snapshot's family.
+    /// Distinguishes the object from an earlier or later one of the same ID: a volume's disk UUID, a snapshot's clone
+    /// family.
     pub fn identity(&self) -> Uuid {
         match self {
             Self::Pool(_) => Uuid::nil(),
@@ -176,7 +177,7 @@ impl Record {
 }
 
 impl VolumeRecord {
-    /// Who is noted here and not among those that should be.
+    /// Recorded attachments that are not expected.
     pub fn strangers(self, expected: &[Holder]) -> Vec<Holder> {
         self.holders.into_iter().filter(|one| expected.iter().all(|other| other.id != one.id)).collect()
     }
@@ -198,11 +199,11 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_read_as_it_was_written_and_a_newer_form_is_not_guessed_at() {
+    fn a_record_round_trips_and_a_newer_format_is_rejected() {
         let bytes = record().encode().unwrap();
         assert_eq!(Record::decode(&bytes).unwrap(), record());
         let newer = String::from_utf8(bytes).unwrap().replace(r#""version":1"#, r#""version":2,"more":[]"#);
-        assert!(Record::decode(newer.as_bytes()).unwrap_err().contains("form 2"));
+        assert!(Record::decode(newer.as_bytes()).unwrap_err().contains("format version 2"));
         for bad in ["", "{", r#"{"version":1}"#, r#"{"version":1,"kind":"snapshot"}"#] {
             assert!(Record::decode(bad.as_bytes()).is_err(), "{bad}");
         }

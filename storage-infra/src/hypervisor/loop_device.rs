@@ -1,13 +1,15 @@
-//! Hypervisor `loop`: this host plays every virtual machine. A disk is a loop device; what udev would make of it in a
-//! virtual machine, `wwn-0x…`, is a symbolic link in a directory per node.
+//! Loop device hypervisor: attaches disks as loop devices of this host, which stands in for every virtual machine. A
+//! symbolic link `wwn-0x…` in a directory per node stands in for the link that udev would create inside the virtual
+//! machine.
 //!
-//! Setting up a device and linking it are two steps. Nobody looks in between, since callers keep the volume locked
-//! and only devices of the volume's own file are ever touched.
+//! Setting up a device and creating its link are two steps. No one observes the state in between: callers keep the
+//! volume locked, and only devices of the volume's own file are changed.
 //!
-//! Loop devices cannot be throttled: limits of speed are stored, and not kept. Nor is there a most of them.
+//! Loop devices cannot be throttled, so QoS limits are stored and not applied. The number of disks is not limited.
 //!
-//! A machine runs, unless the file `<node>.state` in the root directory says `paused` or `off`: then it does not let go of
-//! its disks, or takes none. A disk counts as gone only when its device is.
+//! A virtual machine counts as running unless the file `<node>.state` in the root directory contains `paused` or `off`.
+//! A paused one does not release its disks, one that is off accepts none. A disk counts as detached only when its loop
+//! device is gone.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -23,23 +25,23 @@ use tokio::process::Command;
 use uuid::Uuid;
 
 use super::{
-    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as Said, Presence, Result, Stalled,
+    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as NodePower, Presence, Result, Stalled,
     Unplugged, wwn,
 };
 use crate::engine::DiskSource;
 
-/// How long an unplug waits for the kernel to let go of a device.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a detach waits for the kernel to release a device.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the names of links begin with that are not complete.
-const UNFINISHED: &str = ".new-";
+/// Name prefix of links that are not complete.
+const INCOMPLETE_PREFIX: &str = ".new-";
 
 /// Loop devices on this host, with links below a root directory.
 pub struct LoopDevices {
     root: PathBuf,
 }
 
-/// How a machine is that this host plays.
+/// Power state of a virtual machine, from its state file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Power {
     On,
@@ -47,7 +49,7 @@ enum Power {
     Off,
 }
 
-/// One loop device that is backed by a file.
+/// A loop device that is backed by a file.
 #[derive(Debug, Clone, PartialEq)]
 struct Device {
     name: PathBuf,
@@ -58,7 +60,7 @@ struct Device {
     autoclear: bool,
 }
 
-/// One device as `losetup` lists it. What it could not find out because the device went away meanwhile is null.
+/// A device as listed by `losetup`. Fields are null if the device disappeared meanwhile.
 #[derive(Deserialize)]
 struct Listed {
     name: PathBuf,
@@ -74,7 +76,7 @@ struct Listed {
 }
 
 impl Listed {
-    /// None for a device without a file: the kernel has let go of it.
+    /// `None` if the device has no backing file: the kernel has released it.
     fn backed(self) -> Option<Device> {
         Some(Device {
             name: self.name,
@@ -82,7 +84,7 @@ impl Listed {
             inode: self.inode?,
             filesystem: self.filesystem?,
             read_only: self.read_only.unwrap_or(false),
-            // Half known is on its way out.
+            // If unknown, the device is being removed.
             autoclear: self.autoclear.unwrap_or(true),
         })
     }
@@ -93,8 +95,8 @@ struct Devices {
     loopdevices: Vec<Listed>,
 }
 
-fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
-    let what = format!("cannot {what} {}", path.display());
+fn uncertain(action: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
+    let what = format!("cannot {action} {}", path.display());
     move |error| HypervisorError::Uncertain(format!("{what}: {error}"))
 }
 
@@ -113,7 +115,7 @@ async fn losetup(arguments: &[&std::ffi::OsStr]) -> Result<String> {
     Err(HypervisorError::Uncertain(format!("losetup failed ({}): {}", output.status, text.trim())))
 }
 
-/// All loop devices in use. The kernel's own view, not a record of ours.
+/// Lists all loop devices in use, as the kernel reports them.
 async fn devices() -> Result<Vec<Device>> {
     let columns = "NAME,BACK-FILE,BACK-INO,BACK-MAJ:MIN,RO,AUTOCLEAR";
     let text =
@@ -121,7 +123,7 @@ async fn devices() -> Result<Vec<Device>> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }
-    parse(&text).map_err(|e| HypervisorError::Uncertain(format!("losetup's list cannot be read: {e}")))
+    parse(&text).map_err(|e| HypervisorError::Uncertain(format!("cannot parse the output of losetup: {e}")))
 }
 
 fn parse(list: &str) -> serde_json::Result<Vec<Device>> {
@@ -129,7 +131,7 @@ fn parse(list: &str) -> serde_json::Result<Vec<Device>> {
     Ok(list.loopdevices.into_iter().filter_map(Listed::backed).collect())
 }
 
-/// Which file a device would have to be backed by. By inode: paths can be written in many ways.
+/// The backing file of a disk, compared by inode because a path can be written in several ways.
 struct Backing {
     path: PathBuf,
     inode: u64,
@@ -146,7 +148,7 @@ impl Backing {
                 filesystem: format!("{}:{}", major(meta.dev()), minor(meta.dev())),
             })),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(uncertain("look at", path)(error)),
+            Err(error) => Err(uncertain("read the metadata of", path)(error)),
         }
     }
 
@@ -157,7 +159,7 @@ impl Backing {
 }
 
 impl LoopDevices {
-    /// Links go to `<root>/<node>/wwn-0x<wwn>`.
+    /// Creates links named `<root>/<node>/wwn-0x<wwn>`.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
@@ -166,9 +168,9 @@ impl LoopDevices {
         self.root.join(node.to_string()).join(format!("wwn-0x{}", wwn(disk)))
     }
 
-    /// What a link is called until it is complete.
-    fn unfinished(&self, node: Uuid, disk: Uuid) -> PathBuf {
-        self.root.join(node.to_string()).join(format!("{UNFINISHED}{}", disk.simple()))
+    /// Path of a link until it is complete.
+    fn incomplete_link(&self, node: Uuid, disk: Uuid) -> PathBuf {
+        self.root.join(node.to_string()).join(format!("{INCOMPLETE_PREFIX}{}", disk.simple()))
     }
 
     fn state_file(&self, node: Uuid) -> PathBuf {
@@ -182,7 +184,7 @@ impl LoopDevices {
                 "paused" => Ok(Power::Paused),
                 "off" => Ok(Power::Off),
                 other => Err(HypervisorError::Uncertain(format!(
-                    "{} says {other:?}, which is neither \"paused\" nor \"off\"",
+                    "{} contains {other:?}; it must be \"paused\" or \"off\"",
                     file.display()
                 ))),
             },
@@ -193,18 +195,18 @@ impl LoopDevices {
 
     fn facts(&self, node: Uuid) -> Result<NodeFacts> {
         let power = match self.power(node)? {
-            Power::On => Said::Running { executing: true },
-            Power::Paused => Said::Running { executing: false },
-            Power::Off => Said::Off { ended: true },
+            Power::On => NodePower::Running { executing: true },
+            Power::Paused => NodePower::Running { executing: false },
+            Power::Off => NodePower::Off { ended: true },
         };
         Ok(NodeFacts { power, max_disks: None, host: None })
     }
 
-    /// The devices that some node's link points to.
+    /// The devices that a link of any node points to.
     fn linked(&self) -> Result<HashSet<PathBuf>> {
         let mut found = HashSet::new();
         for node in list(&self.root)? {
-            for link in list(&node)?.into_iter().filter(|link| !is_unfinished(link)) {
+            for link in list(&node)?.into_iter().filter(|link| !is_incomplete(link)) {
                 if let Ok(target) = fs::read_link(&link) {
                     found.insert(target);
                 }
@@ -213,27 +215,27 @@ impl LoopDevices {
         Ok(found)
     }
 
-    /// The device that a node's link points to, if it is still backed by the disk's file.
+    /// The device that a node's link points to, if the disk's file still backs it.
     fn linked_device(&self, node: Uuid, disk: &Disk, devices: &[Device]) -> Result<Option<Device>> {
         let Ok(target) = fs::read_link(self.link(node, disk.uuid)) else { return Ok(None) };
         let Some(backing) = Backing::of(disk)? else { return Ok(None) };
-        // After a reboot, or when someone detached by hand, the number may stand for another file.
+        // After a reboot or a manual detach, the device number may stand for another file.
         Ok(devices.iter().find(|device| device.name == target && backing.backs(device)).cloned())
     }
 
-    async fn plugged(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
+    async fn attached_device(&self, node: Uuid, disk: &Disk) -> Result<Option<Device>> {
         self.linked_device(node, disk, &devices().await?)
     }
 
     fn set_link(&self, node: Uuid, disk: Uuid, device: &Path) -> Result<()> {
         let link = self.link(node, disk);
         let dir = self.root.join(node.to_string());
-        fs::create_dir_all(&dir).map_err(uncertain("make", &dir))?;
-        let fresh = self.unfinished(node, disk);
+        fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
+        let fresh = self.incomplete_link(node, disk);
         remove(&fresh)?;
-        symlink(device, &fresh).map_err(uncertain("make", &fresh))?;
-        let name = || fs::rename(&fresh, &link);
-        fail_point::around(|| Some("hypervisor.link".into()), name).map_err(uncertain("make", &link))
+        symlink(device, &fresh).map_err(uncertain("create", &fresh))?;
+        let rename = || fs::rename(&fresh, &link);
+        fail_point::around(|| Some("hypervisor.link".into()), rename).map_err(uncertain("create", &link))
     }
 
     async fn set_up(&self, disk: &Disk, path: &Path) -> Result<PathBuf> {
@@ -248,7 +250,7 @@ impl LoopDevices {
             arguments.push(path.as_os_str());
             async move { losetup(&arguments).await }
         };
-        // Without direct I/O every page would be cached twice; some filesystems do not have it.
+        // Without direct I/O every page would be cached twice; some filesystems do not support it.
         let name = match attempt(true).await {
             Ok(name) => name,
             Err(_) => attempt(false).await.map_err(|e| HypervisorError::Refused(e.to_string()))?,
@@ -257,9 +259,9 @@ impl LoopDevices {
     }
 }
 
-/// A crash left it: nobody has the device by it.
-fn is_unfinished(link: &Path) -> bool {
-    link.file_name().is_some_and(|name| name.to_string_lossy().starts_with(UNFINISHED))
+/// Whether a link was left behind by a crash; it does not count as attached.
+fn is_incomplete(link: &Path) -> bool {
+    link.file_name().is_some_and(|name| name.to_string_lossy().starts_with(INCOMPLETE_PREFIX))
 }
 
 fn list(dir: &Path) -> Result<Vec<PathBuf>> {
@@ -286,8 +288,9 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn check(&self) -> Result<()> {
-        fs::create_dir_all(&self.root)
-            .map_err(|e| HypervisorError::Unreachable(format!("cannot make {}: {e}", self.root.display())))?;
+        fs::create_dir_all(&self.root).map_err(|e| {
+            HypervisorError::Unreachable(format!("cannot create {}: {e}", self.root.display()))
+        })?;
         devices().await.map(drop)
     }
 
@@ -316,7 +319,7 @@ impl Hypervisor for LoopDevices {
         for dir in list(&self.root)? {
             let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let Ok(node) = name.parse() else { continue };
-            for link in list(&dir)?.into_iter().filter(|link| !is_unfinished(link)) {
+            for link in list(&dir)?.into_iter().filter(|link| !is_incomplete(link)) {
                 let Ok(target) = fs::read_link(&link) else { continue };
                 let Some(device) = devices.iter().find(|device| device.name == target) else { continue };
                 let Some(path) = device.file.clone() else { continue };
@@ -330,31 +333,31 @@ impl Hypervisor for LoopDevices {
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
         if self.power(node)? == Power::Off {
-            return Err(HypervisorError::NotRunning(format!("the machine {node} is off")));
+            return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
         let Some(backing) = Backing::of(disk)? else {
             let DiskSource::File(path) = &disk.source;
-            return Err(HypervisorError::Refused(format!("{} is not there", path.display())));
+            return Err(HypervisorError::Refused(format!("{} does not exist", path.display())));
         };
         let devices = devices().await?;
         if let Some(device) = self.linked_device(node, disk, &devices)? {
             if device.autoclear {
                 return Err(HypervisorError::Uncertain(format!(
-                    "{} is being detached and still in use; unmount it, then repeat",
+                    "{} is being detached and still in use; unmount it, then retry",
                     device.name.display()
                 )));
             }
             return Ok(());
         }
-        // A device without a link is what a crash between the two steps left behind.
+        // A crash between the two steps leaves a device without a link; reuse it.
         let linked = self.linked()?;
-        let stray = devices.into_iter().find(|device| {
+        let unlinked = devices.into_iter().find(|device| {
             backing.backs(device)
                 && !linked.contains(&device.name)
                 && device.read_only == disk.read_only
                 && !device.autoclear
         });
-        let device = match stray {
+        let device = match unlinked {
             Some(device) => device.name,
             None => self.set_up(disk, &backing.path).await?,
         };
@@ -364,10 +367,12 @@ impl Hypervisor for LoopDevices {
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
         let link = self.link(node, disk.uuid);
         let start = Instant::now();
-        while self.power(node)? == Power::Paused && self.plugged(node, disk).await?.is_some() {
-            if start.elapsed() > PATIENCE {
-                let why =
-                    format!("the machine {node} is paused and does not let go of the disk {}", disk.uuid);
+        while self.power(node)? == Power::Paused && self.attached_device(node, disk).await?.is_some() {
+            if start.elapsed() > DETACH_TIMEOUT {
+                let why = format!(
+                    "the virtual machine {node} is paused and does not release the disk {}",
+                    disk.uuid
+                );
                 return Ok(Unplugged::StillThere(why));
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -375,22 +380,22 @@ impl Hypervisor for LoopDevices {
         let mut now = devices().await?;
         let linked = self.linked_device(node, disk, &now)?.map(|device| device.name);
         let others = self.linked()?;
-        let mut asked = false;
+        let mut requested = false;
         let mut pause = Duration::from_millis(5);
         while let Some(backing) = Backing::of(disk)? {
-            // Besides the linked device also one that a crash left without a link, so that nothing of the file stays.
+            // Also detach a device that a crash left without a link, so that no device of the file remains.
             let is_ours = |device: &Device| {
                 backing.backs(device)
                     && (Some(&device.name) == linked.as_ref() || !others.contains(&device.name))
             };
             let ours: Vec<Device> = now.into_iter().filter(is_ours).collect();
             let Some(device) = ours.first() else { break };
-            if !asked || ours.iter().any(|device| !device.autoclear) {
+            if !requested || ours.iter().any(|device| !device.autoclear) {
                 for device in &ours {
                     losetup(&["--detach".as_ref(), device.name.as_os_str()]).await?;
                 }
-                asked = true;
-            } else if start.elapsed() > PATIENCE {
+                requested = true;
+            } else if start.elapsed() > DETACH_TIMEOUT {
                 return Ok(Unplugged::StillThere(format!(
                     "{} is still in use on this host; unmount it",
                     device.name.display()
@@ -401,15 +406,15 @@ impl Hypervisor for LoopDevices {
             }
             now = devices().await?;
         }
-        remove(&self.unfinished(node, disk.uuid))?;
+        remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
         Ok(Unplugged::Gone)
     }
 
     async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
-        match self.plugged(node, disk).await? {
+        match self.attached_device(node, disk).await? {
             Some(device) => losetup(&["--set-capacity".as_ref(), device.name.as_os_str()]).await.map(drop),
-            None => Err(HypervisorError::Refused(format!("the disk {} is not plugged", disk.uuid))),
+            None => Err(HypervisorError::Refused(format!("the disk {} is not attached", disk.uuid))),
         }
     }
 
@@ -418,7 +423,7 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn stalled(&self) -> Result<Vec<Stalled>> {
-        // A loop device fails the write: the host itself is the VM.
+        // A failed write to a loop device returns an error to its process; no virtual machine is paused.
         Ok(Vec::new())
     }
 
@@ -427,8 +432,8 @@ impl Hypervisor for LoopDevices {
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {
-        let (file, fresh) = (self.state_file(node), self.root.join(format!("{UNFINISHED}{node}")));
-        // In one step: whoever looks meanwhile reads the one or the other.
+        let (file, fresh) = (self.state_file(node), self.root.join(format!("{INCOMPLETE_PREFIX}{node}")));
+        // Atomic: concurrent readers see either the old or the new state.
         fs::write(&fresh, "off").and_then(|()| fs::rename(&fresh, &file)).map_err(uncertain("write", &file))
     }
 }
@@ -438,7 +443,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_goes_away_while_it_is_listed_is_not_there() {
+    fn a_device_that_disappears_during_listing_is_omitted() {
         let list = r#"{"loopdevices": [
             {"name": "/dev/loop0", "back-ino": 7, "back-maj:min": "254:0", "ro": true, "autoclear": false},
             {"name": "/dev/loop1", "back-ino": null, "back-maj:min": null, "ro": false, "autoclear": false}]}"#;

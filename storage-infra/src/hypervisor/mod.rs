@@ -1,4 +1,5 @@
-//! What plugs disks into virtual machines. A hypervisor's word about what is plugged is always read from live state.
+//! Hypervisors: attach disks to virtual machines. Which disks are attached is always read from live state, never from
+//! records.
 
 pub mod libvirt;
 pub mod loop_device;
@@ -13,83 +14,84 @@ use uuid::Uuid;
 
 use crate::engine::DiskSource;
 
-/// Why a hypervisor did not do what it was asked, sorted by what is known afterwards.
+/// Why a hypervisor call failed, classified by what is known about the disk afterwards.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum HypervisorError {
-    /// The virtual machine is off or gone, confirmed. Nothing is plugged.
+    /// The virtual machine is confirmed to be shut off or gone. The disk is not attached.
     #[error("{0}")]
     NotRunning(String),
-    /// The virtual machine has no place for another disk. Nothing is plugged.
+    /// The virtual machine has no free slot for another disk. The disk is not attached.
     #[error("{0}")]
     Full(String),
-    /// The hypervisor refused, and its live state shows that the disk is not plugged.
+    /// The hypervisor refused, and its live state confirms that the disk is not attached.
     #[error("{0}")]
     Refused(String),
-    /// The hypervisor does not answer. Nothing is known.
+    /// The hypervisor does not respond. The outcome is unknown.
     #[error("{0}")]
     Unreachable(String),
-    /// The hypervisor answered with an error, and it is not certain what was done.
+    /// The hypervisor returned an error, and the outcome is uncertain.
     #[error("{0}")]
     Uncertain(String),
 }
 
-/// The result of a hypervisor's call.
+/// Result of a hypervisor call.
 pub type Result<T, E = HypervisorError> = std::result::Result<T, E>;
 
-/// A disk as a hypervisor needs to know it.
+/// A disk to attach, detach or change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
-    /// What the disk is known by inside the virtual machine.
+    /// UUID that identifies the disk inside the virtual machine.
     pub uuid: Uuid,
-    /// What to open.
+    /// Storage to open.
     pub source: DiskSource,
-    /// The virtual machine cannot write.
+    /// Whether the virtual machine cannot write.
     pub read_only: bool,
-    /// Other virtual machines may have it open at the same time.
+    /// Whether other virtual machines may have it attached at the same time.
     pub shared: bool,
-    /// How fast it may be.
+    /// QoS limits.
     pub qos: Qos,
-    /// What becomes of the virtual machine when a write finds no space.
+    /// What happens when the virtual machine writes while the pool is full.
     pub on_full: OnFull,
 }
 
 impl Disk {
-    /// The disk's World Wide Name: the first 16 hex digits of its UUID.
+    /// The disk's World Wide Name (WWN): the first 16 hex digits of its UUID.
     pub fn wwn(&self) -> String {
         wwn(self.uuid)
     }
 }
 
-/// The World Wide Name that goes with a disk UUID.
+/// The WWN for a disk UUID.
 pub fn wwn(uuid: Uuid) -> String {
     uuid.simple().to_string()[..16].to_owned()
 }
 
-/// How a hypervisor says that a virtual machine is. It may have forgotten what it did, and then it says less than it knew:
-/// what is known besides is added by the service.
+/// Power state as the hypervisor reports it. A hypervisor may forget why a virtual machine stopped and then reports
+/// less than it once knew; the service combines it with what it has recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Power {
-    /// It runs.
+    /// The virtual machine runs.
     Running {
-        /// Its CPUs do. They do not while it is paused, or while its saved memory is being read.
+        /// Whether its CPUs run. False while it is paused or while its saved memory is being loaded.
         executing: bool,
     },
-    /// It does not run.
+    /// The virtual machine is shut off.
     Off {
-        /// It is known that it ran until it was shut down or switched off.
+        /// Whether it is known to have been shut down or powered off, so that it cannot resume from saved memory.
         ended: bool,
     },
-    /// It does not run, and will go on with the disks that it had.
+    /// The virtual machine is suspended to disk and resumes with the disks it had.
     Saved {
-        /// The hypervisor keeps the saved memory itself; else it is in a file that only a person knows.
+        /// Whether the hypervisor manages the saved memory (managed save). Otherwise it is in a file that the
+        /// hypervisor does not know.
         kept: bool,
     },
-    /// The hypervisor has no virtual machine of this UUID.
+    /// The hypervisor has no virtual machine with this UUID.
     Gone,
 }
 
 impl Power {
-    /// The state, where nothing else is known.
+    /// The node state, if nothing else is known.
     pub fn state(self) -> NodeState {
         match self {
             Self::Running { .. } => NodeState::Running,
@@ -100,105 +102,108 @@ impl Power {
     }
 }
 
-/// What a hypervisor says about a virtual machine.
+/// Facts about a virtual machine, from its hypervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// How it is.
+    /// Power state.
     pub power: Power,
-    /// How many disks of ours can be plugged into it, where that can be told.
+    /// Maximum number of attached volumes, if known.
     pub max_disks: Option<u32>,
-    /// Which host says so, where hosts can be told from each other.
+    /// UUID of the host that reported it, if known.
     pub host: Option<Uuid>,
 }
 
-/// What is plugged into a virtual machine.
+/// Which disks a virtual machine has attached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Presence {
-    /// How the virtual machine is.
+    /// Facts about the virtual machine.
     pub facts: NodeFacts,
-    /// Those of the disks asked for that are plugged.
+    /// UUIDs of those of the requested disks that are attached.
     pub disks: HashSet<Uuid>,
 }
 
-/// A file that is open in a virtual machine as a disk, whoever plugged it.
+/// A file that a virtual machine has attached as a disk, whether the server attached it or someone else.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plugged {
-    /// The virtual machine.
+    /// UUID of the virtual machine.
     pub node: Uuid,
-    /// What the hypervisor calls it.
+    /// Name of the virtual machine at the hypervisor.
     pub name: String,
-    /// The file.
+    /// Path of the file.
     pub path: PathBuf,
-    /// Its World Wide Name, where it has one that goes with a disk UUID.
+    /// The disk's WWN, if it has one in the form of a disk UUID's WWN.
     pub wwn: Option<String>,
-    /// The virtual machine cannot write.
+    /// Whether the virtual machine cannot write.
     pub read_only: bool,
 }
 
-/// A VM that its hypervisor paused because a disk could not be written.
+/// A virtual machine that its hypervisor paused after an I/O error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stalled {
-    /// The VM.
+    /// UUID of the virtual machine.
     pub node: Uuid,
-    /// What the hypervisor calls it.
+    /// Name of the virtual machine at the hypervisor.
     pub name: String,
-    /// The disks of ours that found no space.
+    /// UUIDs of the server's disks that ran out of space.
     pub out_of_space: Vec<Uuid>,
-    /// What the hypervisor calls its other disks that failed: these are not ours, or failed for another reason.
+    /// Hypervisor names of its other failed disks: foreign disks, or disks that failed for another reason.
     pub failed: Vec<String>,
 }
 
-/// How an unplug ended.
+/// Outcome of detaching a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Unplugged {
-    /// The disk is not in the virtual machine, by its live state; or the virtual machine is confirmed off or gone.
+    /// The live state of the virtual machine does not have the disk, or the virtual machine is confirmed to be shut off
+    /// or gone.
     Gone,
-    /// It was asked to go and is still there, for this reason. Ask again.
+    /// The detach was requested and the disk is still attached, for this reason. Retry.
     StillThere(String),
 }
 
-/// One hypervisor. The calls may take as long as the hypervisor takes: whoever calls keeps the volume locked until
-/// they return, and lets only its own callers time out.
+/// One hypervisor. Its calls have no timeout: a caller keeps the volume locked until the call returns, and only lets
+/// its own callers time out.
 ///
-/// No method has a default: `crate::points` passes all of them on.
+/// No method has a default implementation, because the fail point wrapper has to forward every one.
 #[async_trait]
 pub trait Hypervisor: Send + Sync {
-    /// The kind, as in the server's flags.
+    /// Kind of the hypervisor in the server's flags.
     fn kind(&self) -> &'static str;
 
-    /// Whether it answers.
+    /// Health check: fails if the hypervisor does not respond.
     async fn check(&self) -> Result<()>;
 
-    /// How a virtual machine is.
+    /// Reads the facts about a virtual machine.
     async fn describe(&self, node: Uuid) -> Result<NodeFacts>;
 
-    /// How each of these virtual machines is.
+    /// Reads the facts about each of these virtual machines.
     async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
 
-    /// Which of these disks are plugged into a virtual machine.
+    /// Finds which of these disks a virtual machine has attached.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;
 
-    /// All files that are plugged into any virtual machine.
+    /// Lists all files that any virtual machine has attached.
     async fn plugged(&self) -> Result<Vec<Plugged>>;
 
-    /// Plugs a disk, and returns when live state shows it. Fine when it is there already.
+    /// Attaches a disk and returns when live state shows it. Succeeds if it is already attached.
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()>;
 
-    /// Unplugs a disk, and says whether live state is free of it.
+    /// Detaches a disk and reports whether live state no longer has it.
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged>;
 
-    /// Tells a virtual machine that a disk it has is larger now.
+    /// Resizes an attached disk to the volume's new size.
     async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> Result<()>;
 
-    /// Makes a disk that a virtual machine has keep to its limits from now on.
+    /// Applies the QoS limits to an attached disk.
     async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()>;
 
-    /// The VMs that are paused because a disk could not be written.
+    /// Lists the virtual machines that are paused after an I/O error.
     async fn stalled(&self) -> Result<Vec<Stalled>>;
 
-    /// Lets a VM that is paused for that reason go on, with the write that failed first. Leaves it alone where it is not.
+    /// Resumes a virtual machine that is paused after an I/O error; it repeats the failed write. Does nothing to any
+    /// other virtual machine.
     async fn resume(&self, node: Uuid) -> Result<()>;
 
-    /// Switches a virtual machine off without asking it, and returns when live state shows that. Fine when it is off.
+    /// Powers a virtual machine off without shutting down its operating system, and returns when live state shows that.
+    /// Succeeds if it is off.
     async fn power_off(&self, node: Uuid) -> Result<()>;
 }

@@ -1,9 +1,9 @@
-//! Hypervisor `simulated`: machines that are only told of. A disk that is plugged is a small file in a directory per
-//! node; nothing is opened and no machine has it. It stands in where what is measured or tested is everything around
-//! the hypervisor: a thousand machines, or one that is slow or hangs.
+//! Simulated hypervisor: virtual machines that exist only as records, for benchmarks and tests of everything around the
+//! hypervisor, such as a thousand virtual machines, or slow or hanging ones. An attached disk is a small file in the
+//! directory of its node; nothing is opened.
 //!
-//! `<root>/<node>/` holds the node's disks, and may hold `off` (the machine is off) or `hang` (no call about it
-//! returns until the file is gone). A plug or an unplug takes the delay that the hypervisor was given.
+//! `<root>/<node>/` holds the node's disks. A file `off` there means that the virtual machine is off; while a file
+//! `hang` exists, calls about the node do not return. Attaching and detaching take the configured delay.
 
 use std::collections::{HashMap, HashSet};
 use std::fs;
@@ -20,26 +20,26 @@ use super::{
 };
 use crate::engine::DiskSource;
 
-/// How many disks a machine takes: what libvirt's machines take with the controllers that we expect.
+/// Maximum number of disks per virtual machine, as with libvirt and the expected controllers.
 const MAX_DISKS: u32 = 128;
-/// The file that says that a machine is off.
+/// File that marks a virtual machine as off.
 const OFF: &str = "off";
-/// The file that says that a machine hangs.
+/// File that makes calls about a virtual machine hang.
 const HANG: &str = "hang";
-/// How often it is looked whether a machine still hangs.
-const LOOK: Duration = Duration::from_millis(50);
-/// How a machine is that is neither off nor hangs.
+/// Poll interval for the end of a hang.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// Power state of a virtual machine that is not off.
 const RUNNING: Power = Power::Running { executing: true };
 
-/// Machines that are only told of, below a root directory.
+/// Simulated virtual machines below a root directory.
 pub struct Simulated {
     root: PathBuf,
     delay: Duration,
 }
 
-/// What is noted of a disk that is plugged.
+/// Record of an attached disk.
 #[derive(Debug, Serialize, Deserialize)]
-struct Note {
+struct DiskRecord {
     path: PathBuf,
     read_only: bool,
 }
@@ -48,13 +48,13 @@ fn facts(power: Power) -> NodeFacts {
     NodeFacts { power, max_disks: Some(MAX_DISKS), host: None }
 }
 
-fn uncertain(what: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
-    let what = format!("cannot {what} {}", path.display());
+fn uncertain(action: &str, path: &Path) -> impl FnOnce(io::Error) -> HypervisorError {
+    let what = format!("cannot {action} {}", path.display());
     move |error| HypervisorError::Uncertain(format!("{what}: {error}"))
 }
 
 impl Simulated {
-    /// Machines below `root`. A plug or an unplug takes `delay`.
+    /// Virtual machines below `root`. Attaching and detaching take `delay`.
     pub fn new(root: impl Into<PathBuf>, delay: Duration) -> Self {
         Self { root: root.into(), delay }
     }
@@ -63,15 +63,15 @@ impl Simulated {
         self.root.join(node.to_string())
     }
 
-    fn note(&self, node: Uuid, disk: &Disk) -> PathBuf {
+    fn record_path(&self, node: Uuid, disk: &Disk) -> PathBuf {
         self.dir(node).join(disk.uuid.to_string())
     }
 
-    /// Returns once the machine does not hang, with how it is. One that is off has lost its disks.
+    /// Waits while calls about the virtual machine hang, and returns its power state. One that is off loses its disks.
     async fn state(&self, node: Uuid) -> Result<Power> {
         let dir = self.dir(node);
         while dir.join(HANG).exists() {
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         if !dir.join(OFF).exists() {
             return Ok(RUNNING);
@@ -83,11 +83,11 @@ impl Simulated {
     }
 
     fn has(&self, node: Uuid, disk: &Disk) -> bool {
-        self.note(node, disk).exists()
+        self.record_path(node, disk).exists()
     }
 }
 
-/// The notes of the disks in a node's directory.
+/// Records of the disks in a node's directory.
 fn disks(dir: &Path) -> Result<Vec<PathBuf>> {
     let entries = entries(dir)?.into_iter();
     Ok(entries.filter(|(name, _)| name.parse::<Uuid>().is_ok()).map(|(_, path)| path).collect())
@@ -120,7 +120,7 @@ impl Hypervisor for Simulated {
 
     async fn check(&self) -> Result<()> {
         fs::create_dir_all(&self.root)
-            .map_err(|e| HypervisorError::Unreachable(format!("cannot make {}: {e}", self.root.display())))
+            .map_err(|e| HypervisorError::Unreachable(format!("cannot create {}: {e}", self.root.display())))
     }
 
     async fn describe(&self, node: Uuid) -> Result<NodeFacts> {
@@ -128,7 +128,7 @@ impl Hypervisor for Simulated {
     }
 
     async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
-        // One that hangs is not waited for.
+        // Does not wait for one that hangs.
         let power = |node| match self.dir(node).join(OFF).exists() {
             true => Power::Off { ended: true },
             false => RUNNING,
@@ -152,15 +152,15 @@ impl Hypervisor for Simulated {
         for (name, dir) in entries(&self.root)? {
             let Ok(node) = name.parse::<Uuid>() else { continue };
             for path in if dir.join(OFF).exists() { Vec::new() } else { disks(&dir)? } {
-                // Gone meanwhile, or not complete yet: not plugged.
-                let Some(note) =
-                    fs::read(&path).ok().and_then(|text| serde_json::from_slice::<Note>(&text).ok())
+                // Removed meanwhile or not completely written: not attached.
+                let Some(record) =
+                    fs::read(&path).ok().and_then(|text| serde_json::from_slice::<DiskRecord>(&text).ok())
                 else {
                     continue;
                 };
                 let uuid = path.file_name().and_then(|name| name.to_str()?.parse().ok());
                 let (name, wwn) = (name.clone(), uuid.map(wwn));
-                all.push(Plugged { node, name, path: note.path, wwn, read_only: note.read_only });
+                all.push(Plugged { node, name, path: record.path, wwn, read_only: record.read_only });
             }
         }
         Ok(all)
@@ -168,15 +168,15 @@ impl Hypervisor for Simulated {
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
         if self.state(node).await? != RUNNING {
-            return Err(HypervisorError::NotRunning(format!("the machine {node} is off")));
+            return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
         tokio::time::sleep(self.delay).await;
-        let (dir, path) = (self.dir(node), self.note(node, disk));
-        fs::create_dir_all(&dir).map_err(uncertain("make", &dir))?;
+        let (dir, path) = (self.dir(node), self.record_path(node, disk));
+        fs::create_dir_all(&dir).map_err(uncertain("create", &dir))?;
         let DiskSource::File(file) = &disk.source;
-        let note = Note { path: file.clone(), read_only: disk.read_only };
-        let text = serde_json::to_vec(&note).map_err(|error| {
-            HypervisorError::Uncertain(format!("cannot note the disk {}: {error}", disk.uuid))
+        let record = DiskRecord { path: file.clone(), read_only: disk.read_only };
+        let text = serde_json::to_vec(&record).map_err(|error| {
+            HypervisorError::Uncertain(format!("cannot encode the record of the disk {}: {error}", disk.uuid))
         })?;
         fs::write(&path, text).map_err(uncertain("write", &path))
     }
@@ -184,7 +184,7 @@ impl Hypervisor for Simulated {
     async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
         self.state(node).await?;
         tokio::time::sleep(self.delay).await;
-        remove(&self.note(node, disk))?;
+        remove(&self.record_path(node, disk))?;
         Ok(Unplugged::Gone)
     }
 
@@ -192,7 +192,7 @@ impl Hypervisor for Simulated {
         self.state(node).await?;
         match self.has(node, disk) {
             true => Ok(()),
-            false => Err(HypervisorError::Refused(format!("the disk {} is not plugged", disk.uuid))),
+            false => Err(HypervisorError::Refused(format!("the disk {} is not attached", disk.uuid))),
         }
     }
 
@@ -201,7 +201,7 @@ impl Hypervisor for Simulated {
     }
 
     async fn stalled(&self) -> Result<Vec<Stalled>> {
-        // Nobody writes.
+        // Simulated virtual machines do no I/O.
         Ok(Vec::new())
     }
 
@@ -234,47 +234,47 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_disk_is_there_from_its_plug_to_its_unplug_whoever_looks() {
+    async fn an_attached_disk_is_listed_until_it_is_detached() {
         let root = tempfile::tempdir().unwrap();
-        let machines = || Simulated::new(root.path(), Duration::ZERO);
+        let hypervisor = || Simulated::new(root.path(), Duration::ZERO);
         let (node, disk) = (Uuid::new_v4(), disk());
-        machines().plug(node, &disk).await.unwrap();
-        let found = machines().plugged().await.unwrap();
+        hypervisor().plug(node, &disk).await.unwrap();
+        let found = hypervisor().plugged().await.unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(
             (found[0].node, found[0].path.to_str(), found[0].read_only),
             (node, Some("/pool/volume"), true)
         );
-        let presence = machines().presence(node, std::slice::from_ref(&disk)).await.unwrap();
+        let presence = hypervisor().presence(node, std::slice::from_ref(&disk)).await.unwrap();
         assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));
-        assert_eq!(machines().unplug(node, &disk).await.unwrap(), Unplugged::Gone);
-        assert!(machines().plugged().await.unwrap().is_empty());
+        assert_eq!(hypervisor().unplug(node, &disk).await.unwrap(), Unplugged::Gone);
+        assert!(hypervisor().plugged().await.unwrap().is_empty());
     }
 
     #[tokio::test]
-    async fn a_machine_that_is_off_has_no_disks_and_takes_none() {
+    async fn a_virtual_machine_that_is_off_has_no_disks_and_accepts_none() {
         let root = tempfile::tempdir().unwrap();
-        let machines = Simulated::new(root.path(), Duration::ZERO);
+        let hypervisor = Simulated::new(root.path(), Duration::ZERO);
         let (node, disk) = (Uuid::new_v4(), disk());
-        machines.plug(node, &disk).await.unwrap();
-        machines.power_off(node).await.unwrap();
-        let presence = machines.presence(node, std::slice::from_ref(&disk)).await.unwrap();
+        hypervisor.plug(node, &disk).await.unwrap();
+        hypervisor.power_off(node).await.unwrap();
+        let presence = hypervisor.presence(node, std::slice::from_ref(&disk)).await.unwrap();
         assert_eq!((presence.facts.power, presence.disks.len()), (Power::Off { ended: true }, 0));
-        let refused = machines.plug(node, &disk).await.unwrap_err();
+        let refused = hypervisor.plug(node, &disk).await.unwrap_err();
         assert!(matches!(refused, HypervisorError::NotRunning(_)), "{refused}");
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nothing_of_a_machine_that_hangs_returns_before_it_goes_on() {
+    async fn calls_about_a_hanging_virtual_machine_do_not_return() {
         let root = tempfile::tempdir().unwrap();
-        let machines = Simulated::new(root.path(), Duration::ZERO);
+        let hypervisor = Simulated::new(root.path(), Duration::ZERO);
         let (node, disk) = (Uuid::new_v4(), disk());
-        fs::create_dir_all(machines.dir(node)).unwrap();
-        let hang = machines.dir(node).join(HANG);
+        fs::create_dir_all(hypervisor.dir(node)).unwrap();
+        let hang = hypervisor.dir(node).join(HANG);
         fs::write(&hang, "").unwrap();
-        assert!(tokio::time::timeout(10 * LOOK, machines.plug(node, &disk)).await.is_err());
-        machines.plug(Uuid::new_v4(), &disk).await.unwrap();
+        assert!(tokio::time::timeout(10 * POLL_INTERVAL, hypervisor.plug(node, &disk)).await.is_err());
+        hypervisor.plug(Uuid::new_v4(), &disk).await.unwrap();
         fs::remove_file(&hang).unwrap();
-        machines.plug(node, &disk).await.unwrap();
+        hypervisor.plug(node, &disk).await.unwrap();
     }
 }

@@ -1,7 +1,7 @@
-//! Making a catalog again from what is on disk, when there is no good one any more: from what is noted with the bytes in
-//! the pools, and from what the hypervisors have open.
+//! Catalog recovery: rebuilds a lost or damaged catalog from the records in the pools and from the disks that
+//! hypervisors have attached.
 //!
-//! Pools are only read. The catalog that was there is kept under another name.
+//! Recovery only reads the pools. It renames the previous catalog and keeps it.
 
 mod plan;
 
@@ -14,128 +14,131 @@ use std::time::Duration;
 use anyhow::Context;
 
 use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, whole};
-use crate::engine::file::survey;
+use crate::engine::file::scan_pool;
 use crate::hypervisor::Hypervisor;
 
-pub use plan::{Live, Plan};
+pub use plan::{FoundDisk, Plan};
 
-/// How long a hypervisor may take to say what it has open.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// What SQLite keeps beside a catalog.
-const BESIDE: [&str; 3] = ["", "-wal", "-shm"];
+/// Timeout of a hypervisor's list of attached disks.
+const HYPERVISOR_TIMEOUT: Duration = Duration::from_secs(60);
+/// Suffixes of the files of an SQLite database.
+const DATABASE_SUFFIXES: [&str; 3] = ["", "-wal", "-shm"];
 
-/// Where to look, and where the catalog is to be.
+/// Inputs of a recovery.
 pub struct Options {
-    /// Where the catalog is, or was.
+    /// Directory of the catalog.
     pub data_dir: PathBuf,
-    /// Directories of pools, besides those that are listed there.
+    /// Pool directories in addition to those listed in the data directory.
     pub pools: Vec<PathBuf>,
-    /// Directories of pools to leave out.
+    /// Pool directories to leave out.
     pub skip_pools: Vec<PathBuf>,
     /// The hypervisors, by name.
     pub hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
 }
 
-/// A recovery that was drawn up. While it is there, no server can run on its data directory.
+/// A prepared recovery. It holds the lock of the data directory, so no server can run with it.
 pub struct Recovery {
-    /// The catalog that it would make.
+    /// The catalog to write.
     pub plan: Plan,
     data_dir: PathBuf,
     _lock: File,
 }
 
 impl Recovery {
-    /// Looks at everything. Changes nothing.
-    pub async fn draw(options: Options) -> anyhow::Result<Self> {
+    /// Scans the pools and queries the hypervisors. Changes nothing.
+    pub async fn prepare(options: Options) -> anyhow::Result<Self> {
         let Options { data_dir, pools, skip_pools, hypervisors } = options;
         let lock = catalog::lock(&data_dir, Duration::ZERO)?;
-        let mut obstacles = Vec::new();
+        let mut conflicts = Vec::new();
         let mut dirs: Vec<PathBuf> = Vec::new();
         let known = whole::known(&data_dir)?;
-        let listed = known.pools.into_iter().map(|pool| pool.path);
-        for dir in listed.chain(pools) {
+        let listed_dirs = known.pools.into_iter().map(|pool| pool.path);
+        for dir in listed_dirs.chain(pools) {
             if !skip_pools.contains(&dir) && !dirs.contains(&dir) {
                 dirs.push(dir);
             }
         }
         if dirs.is_empty() {
-            obstacles
-                .push(format!("{} does not list any pool; name each with --pool DIR", data_dir.display()));
+            conflicts.push(format!(
+                "{} lists no pool; add each pool's directory with --pool DIR",
+                data_dir.display()
+            ));
         }
-        let mut surveys = Vec::new();
+        let mut scans = Vec::new();
         for dir in &dirs {
-            match survey(dir) {
-                Ok(found) => surveys.push(found),
-                Err(error) => obstacles.push(format!(
-                    "{error:#}; mount it, or leave its volumes out for good: --skip-pool {}",
+            match scan_pool(dir) {
+                Ok(found) => scans.push(found),
+                Err(error) => conflicts.push(format!(
+                    "{error:#}; mount it, or leave this pool and its volumes out of the catalog with --skip-pool {}",
                     dir.display()
                 )),
             }
         }
-        let mut live = Vec::new();
+        let mut attached_disks = Vec::new();
         for (name, hypervisor) in hypervisors {
-            let plugged = match tokio::time::timeout(PATIENCE, hypervisor.plugged()).await {
-                Ok(plugged) => plugged.map_err(|error| error.to_string()),
-                Err(_) => Err(format!("no answer within {PATIENCE:?}")),
+            let disks = match tokio::time::timeout(HYPERVISOR_TIMEOUT, hypervisor.plugged()).await {
+                Ok(disks) => disks.map_err(|error| error.to_string()),
+                Err(_) => Err(format!("no response within {HYPERVISOR_TIMEOUT:?}")),
             };
-            match plugged {
-                Ok(plugged) => {
-                    live.extend(plugged.into_iter().map(|mut plugged| {
-                        plugged.path = real(plugged.path);
-                        Live { hypervisor: name.clone(), plugged }
+            match disks {
+                Ok(disks) => {
+                                        attached_disks.extend(disks.into_iter().map(|mut disk| {
+                                            disk.path = canonical(disk.path);
+                                            FoundDisk { hypervisor: name.clone(), disk }
                     }));
                 }
-                Err(why) => obstacles.push(format!(
-                    "the hypervisor {name} cannot say what it has open: {why}; bring it back, or leave it out where what \
-                     is noted in the pools is enough"
+                Err(why) => conflicts.push(format!(
+                    "cannot list the attached disks of hypervisor {name}: {why}; make it available, or leave it out if the \
+                     records in the pools are enough"
                 )),
             }
         }
-        let mut plan = Plan::new(&surveys, &live, known.nodes, &jiff::Timestamp::now().to_string());
-        plan.obstacles.splice(0..0, obstacles);
+        let mut plan = Plan::new(&scans, &attached_disks, known.nodes, &jiff::Timestamp::now().to_string());
+        plan.conflicts.splice(0..0, conflicts);
         Ok(Self { plan, data_dir, _lock: lock })
     }
 
-    /// Makes the catalog, and says what the one that was there is called now.
+    /// Writes the catalog. Returns the new name of the previous catalog.
     pub fn write(self) -> anyhow::Result<Option<PathBuf>> {
         let fresh = self.data_dir.join("catalog.recovered");
-        for beside in BESIDE {
-            // Left by a recovery that was broken off.
-            remove(&with(&fresh, beside))?;
+        for suffix in DATABASE_SUFFIXES {
+            // Left behind by an interrupted recovery.
+            remove(&with(&fresh, suffix))?;
         }
         let known =
             Catalog::build(&fresh, |tx| fill(tx, &self.plan)).context("cannot write the new catalog")?;
         File::open(&fresh)?.sync_all().context("cannot sync the new catalog")?;
-        // Before the old one is set aside: where this ends in between, a server must not begin with nothing.
+        // Before the previous catalog is renamed: if recovery is interrupted in between, a server must not start with
+        // an empty catalog.
         whole::write_known(&self.data_dir, &known)?;
         let current = self.data_dir.join(whole::FILE);
-        let aside = self.set_aside(&current)?;
-        fs::rename(&fresh, &current).context("cannot put the new catalog in its place")?;
+        let backup = self.back_up(&current)?;
+        fs::rename(&fresh, &current).context("cannot rename the new catalog into place")?;
         File::open(&self.data_dir)?.sync_all().context("cannot sync the data directory")?;
-        Ok(aside)
+        Ok(backup)
     }
 
-    /// Gives the old catalog another name. What is not checkpointed goes first: without it nothing is served.
-    fn set_aside(&self, current: &Path) -> anyhow::Result<Option<PathBuf>> {
+    /// Renames the previous catalog. The database file goes first, before its WAL: without it no server starts.
+    fn back_up(&self, current: &Path) -> anyhow::Result<Option<PathBuf>> {
         let moment = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
         let name = |number: usize| self.data_dir.join(format!("catalog.{moment}-{number}.old"));
-        let free = |path: &PathBuf| BESIDE.iter().all(|beside| !with(path, beside).exists());
-        let aside = (0..).map(name).find(free).context("there are too many old catalogs")?;
+        let free = |path: &PathBuf| DATABASE_SUFFIXES.iter().all(|suffix| !with(path, suffix).exists());
+        let backup = (0..).map(name).find(free).context("found no free name for the previous catalog")?;
         let mut moved = false;
-        for beside in BESIDE {
-            let from = with(current, beside);
+        for suffix in DATABASE_SUFFIXES {
+            let from = with(current, suffix);
             if from.exists() {
-                let to = with(&aside, beside);
+                let to = with(&backup, suffix);
                 fs::rename(&from, &to).with_context(|| format!("cannot rename {}", from.display()))?;
                 moved = true;
             }
         }
-        Ok(moved.then_some(aside))
+        Ok(moved.then_some(backup))
     }
 }
 
-/// A file without symbolic links: a hypervisor may say what it was told, which is the pool's path as it was registered.
-fn real(path: PathBuf) -> PathBuf {
+/// The path without symbolic links: a hypervisor may report the path as the pool was registered.
+fn canonical(path: PathBuf) -> PathBuf {
     fs::canonicalize(&path).unwrap_or(path)
 }
 

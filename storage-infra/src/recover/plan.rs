@@ -1,7 +1,7 @@
-//! What catalog the pools and the hypervisors tell of. Pure: what was found in, rows and remarks out.
+//! Recovery plan: computes catalog rows from pool scans and from the disks that hypervisors have attached. Pure.
 //!
-//! Nothing is guessed. What says for certain which volume it is becomes a row; what does not is named and left alone;
-//! and where two things contradict each other nothing is made before a person has decided.
+//! The plan guesses nothing. A file that certainly is a volume or snapshot becomes a row; any other file is reported in
+//! a note and left alone; contradictions are conflicts, which an operator must resolve before a catalog is written.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
@@ -15,66 +15,66 @@ use uuid::Uuid;
 use crate::catalog::whole::KnownNode;
 use crate::catalog::{AttachmentRow, Blank, NodeRow, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
-use crate::engine::file::{Found, Survey};
+use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord};
 use crate::hypervisor::Plugged;
 
-/// A file that a hypervisor has open, with the hypervisor's name.
+/// A disk that a virtual machine has attached, with its hypervisor.
 #[derive(Debug, Clone)]
-pub struct Live {
-    /// The hypervisor, by the name in the server's flags.
+pub struct FoundDisk {
+    /// Name of the hypervisor in the server's flags.
     pub hypervisor: String,
-    /// The file and its machine.
-    pub plugged: Plugged,
+    /// The disk's file and its virtual machine.
+    pub disk: Plugged,
 }
 
-/// The catalog that is to be made, and what is to be said of it.
+/// The catalog to write, with notes and conflicts for the operator.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Its pools.
+    /// Pools.
     pub pools: Vec<PoolRow>,
-    /// Its volumes.
+    /// Volumes.
     pub volumes: Vec<VolumeRow>,
-    /// Its snapshots.
+    /// Snapshots.
     pub snapshots: Vec<SnapshotRow>,
-    /// Its nodes: those that were registered, and those that have volumes.
+    /// Nodes: those that were registered, and those with attachments.
     pub nodes: Vec<NodeRow>,
-    /// Its attachments.
+    /// Attachments.
     pub attachments: Vec<AttachmentRow>,
-    /// It must be newer than all that is noted.
+    /// Lower bound of the catalog revision: the highest revision recorded in the pools.
     pub revision: u64,
-    /// What is left alone, and what to know.
-    pub remarks: Vec<String>,
-    /// What a person must decide first. Nothing is made while there is any.
-    pub obstacles: Vec<String>,
+    /// Notes for the operator, such as files that are left alone.
+    pub notes: Vec<String>,
+    /// Contradictions that an operator must resolve. No catalog is written while there are any.
+    pub conflicts: Vec<String>,
 }
 
 impl Plan {
-    /// Draws what the surveys and the hypervisors tell.
-    pub fn new(surveys: &[Survey], live: &[Live], nodes: Vec<KnownNode>, now: &str) -> Self {
+    /// Computes the plan.
+    pub fn new(scans: &[PoolScan], attached_disks: &[FoundDisk], nodes: Vec<KnownNode>, now: &str) -> Self {
         let mut plan = Self::default();
-        let mut holders = HashMap::new();
-        for survey in surveys {
-            plan.pool(survey, &mut holders);
+        let mut records = HashMap::new();
+        for scan in scans {
+            plan.pool(scan, &mut records);
         }
-        plan.contradictions();
-        plan.attachments(surveys, live, &mut holders, nodes, now);
+        plan.find_duplicates();
+        plan.attachments(scans, attached_disks, &mut records, nodes, now);
         plan
     }
 
-    fn pool(&mut self, survey: &Survey, holders: &mut HashMap<VolumeId, VolumeRecord>) {
-        let dir = survey.dir.display();
-        let Some(Record::Pool(record)) = &survey.pool else {
-            self.obstacles.push(format!(
-                "{dir} has the marker of the pool with UUID {}, and its name is not noted there: no server that notes \
-                 names has run with it; leave it out (--skip-pool {dir}) and register it anew",
-                survey.uuid
+    fn pool(&mut self, scan: &PoolScan, records: &mut HashMap<VolumeId, VolumeRecord>) {
+        let dir = scan.dir.display();
+        let Some(Record::Pool(record)) = &scan.pool else {
+            self.conflicts.push(format!(
+                "{dir} has the marker of the pool with UUID {}, without a record of the pool's name: it was created by an \
+                 older version; leave it out (--skip-pool {dir}) and register it again",
+                scan.uuid
             ));
             return;
         };
         self.pools.push(PoolRow {
             name: record.name.clone(),
-            uuid: survey.uuid,
+            uuid: scan.uuid,
             spec: PoolSpec {
                 engine: record.engine,
                 path: dir.to_string(),
@@ -85,44 +85,44 @@ impl Plan {
             marked: true,
         });
         self.revision = self.revision.max(record.revision);
-        if let Some(why) = &survey.served {
-            self.obstacles.push(why.clone());
+        if let Some(server) = &scan.served_by {
+            self.conflicts.push(server.clone());
         }
         let pool = &record.name;
-        for file in &survey.files {
-            let path = survey.dir.join(&file.name);
-            match owned(file) {
+        for file in &scan.files {
+            let path = scan.dir.join(&file.name);
+            match identified(file) {
                 Ok(Record::Volume(record)) => {
                     self.revision = self.revision.max(record.revision);
                     self.volumes.push(volume(record, file, pool));
-                    holders.insert(record.id.clone(), (**record).clone());
+                    records.insert(record.id.clone(), (**record).clone());
                 }
                 Ok(Record::Snapshot(record)) => self.snapshots.push(snapshot(record, file, pool)),
                 Ok(Record::Pool(_)) => {}
-                Err(why) => self.remarks.push(format!("{} is left alone: {why}", path.display())),
+                Err(why) => self.notes.push(format!("{} is left alone: {why}", path.display())),
             }
         }
     }
 
-    /// Two of the same id or disk: nobody but a person knows which is the right one.
-    fn contradictions(&mut self) {
-        let mut seen: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    /// Reports objects with the same ID or disk UUID. Only an operator can tell which one is right.
+    fn find_duplicates(&mut self) {
+        let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for row in &self.pools {
-            seen.entry(format!("the pool name {}", row.name)).or_default().push(row.spec.path.clone());
-            seen.entry(format!("the pool UUID {}", row.uuid)).or_default().push(row.spec.path.clone());
+            found.entry(format!("the pool name {}", row.name)).or_default().push(row.spec.path.clone());
+            found.entry(format!("the pool UUID {}", row.uuid)).or_default().push(row.spec.path.clone());
         }
         for row in &self.volumes {
             let place = format!("volume {} in pool {}", row.id, row.pool);
-            seen.entry(format!("the id of volume {}", row.id)).or_default().push(place.clone());
-            seen.entry(format!("the disk UUID {}", row.disk_uuid)).or_default().push(place);
+            found.entry(format!("the id of volume {}", row.id)).or_default().push(place.clone());
+            found.entry(format!("the disk UUID {}", row.disk_uuid)).or_default().push(place);
         }
         for row in &self.snapshots {
             let place = format!("snapshot {} in pool {}", row.id, row.pool);
-            seen.entry(format!("the id of snapshot {}", row.id)).or_default().push(place);
+            found.entry(format!("the id of snapshot {}", row.id)).or_default().push(place);
         }
-        for (what, places) in seen.into_iter().filter(|(_, places)| places.len() > 1) {
-            self.obstacles.push(format!(
-                "{what} is there {} times: {}; move all but the right one away",
+        for (what, places) in found.into_iter().filter(|(_, places)| places.len() > 1) {
+            self.conflicts.push(format!(
+                "{what} exists {} times: {}; move all but the right one out of the pools",
                 places.len(),
                 places.join(", ")
             ));
@@ -131,16 +131,16 @@ impl Plan {
 
     fn attachments(
         &mut self,
-        surveys: &[Survey],
-        live: &[Live],
-        holders: &mut HashMap<VolumeId, VolumeRecord>,
+        scans: &[PoolScan],
+        attached_disks: &[FoundDisk],
+        records: &mut HashMap<VolumeId, VolumeRecord>,
         nodes: Vec<KnownNode>,
         now: &str,
     ) {
         let mut nodes: BTreeMap<Uuid, NodeSpec> =
             nodes.into_iter().map(|node| (node.uuid, node.spec)).collect();
         for row in &self.volumes {
-            for holder in holders.remove(&row.id).into_iter().flat_map(|record| record.holders) {
+            for holder in records.remove(&row.id).into_iter().flat_map(|record| record.holders) {
                 nodes.entry(holder.uuid).or_insert(holder.node);
                 self.attachments.push(AttachmentRow {
                     id: holder.id,
@@ -160,62 +160,62 @@ impl Plan {
             .iter()
             .flat_map(|row| {
                 let pool = self.pools.iter().find(|pool| pool.name == row.pool);
-                let dir = surveys.iter().find(|survey| pool.is_some_and(|pool| pool.uuid == survey.uuid));
-                dir.map(|survey| (survey.real.join(format!("{}.raw", row.id)), row))
+                let dir = scans.iter().find(|scan| pool.is_some_and(|pool| pool.uuid == scan.uuid));
+                dir.map(|scan| (scan.real.join(format!("{}.raw", row.id)), row))
             })
             .collect();
-        for Live { hypervisor, plugged } in live {
-            let machine =
-                format!("the machine {} ({}) on hypervisor {hypervisor}", plugged.name, plugged.node);
-            let Some(row) = files.get(&plugged.path) else {
-                if surveys.iter().any(|survey| plugged.path.starts_with(&survey.real)) {
-                    self.obstacles.push(format!(
-                        "{machine} has {} open, of which nothing says which volume it is; unplug it there first",
-                        plugged.path.display()
+        for FoundDisk { hypervisor, disk } in attached_disks {
+            let vm = format!("the virtual machine {} ({}) on hypervisor {hypervisor}", disk.name, disk.node);
+            let Some(row) = files.get(&disk.path) else {
+                if scans.iter().any(|scan| disk.path.starts_with(&scan.real)) {
+                    self.conflicts.push(format!(
+                        "{vm} has {} attached, and no record says which volume that is; detach it from the virtual machine first",
+                        disk.path.display()
                     ));
                 }
                 continue;
             };
-            let known = |one: &&AttachmentRow| one.volume == row.id && one.node == plugged.node;
+            let known = |one: &&AttachmentRow| one.volume == row.id && one.node == disk.node;
             if self.attachments.iter().any(|one| known(&one)) {
                 continue;
             }
             let spec = NodeSpec {
-                name: plugged.name.clone(),
+                name: disk.name.clone(),
                 hypervisor: hypervisor.clone(),
                 zone: None,
                 labels: Labels::new(),
             };
-            nodes.entry(plugged.node).or_insert(spec);
-            let id = format!("recovered-{}-{}", plugged.node, row.disk_uuid.simple());
+            nodes.entry(disk.node).or_insert(spec);
+            let id = format!("recovered-{}-{}", disk.node, row.disk_uuid.simple());
             let Ok(id) = AttachmentId::new(id) else { continue };
-            self.remarks.push(format!(
-                "{machine} has the volume {} plugged, and nothing says by which attachment: it becomes {id}, and nobody \
-                 else can have the volume until that is detached",
+            self.notes.push(format!(
+                "{vm} has the volume {} attached without a recorded attachment: it becomes the attachment {id}, and no \
+                 other node can have the volume until that is deleted",
                 row.id
             ));
             self.attachments.push(AttachmentRow {
                 id,
                 volume: row.id.clone(),
-                node: plugged.node,
-                read_only: plugged.read_only,
-                access: match (row.spec.shareable, plugged.read_only) {
+                node: disk.node,
+                read_only: disk.read_only,
+                access: match (row.spec.shareable, disk.read_only) {
                     (true, false) => Access::MultiNode,
                     (_, true) => Access::MultiNodeReadOnly,
                     (false, false) => Access::SingleNode,
                 },
                 state: AttachmentState::Attached,
-                message: Some("found plugged when the catalog was rebuilt".into()),
+                message: Some("found attached when the catalog was rebuilt".into()),
                 created_at: now.to_owned(),
                 blank: Blank::No,
             });
         }
         self.nodes = nodes.into_iter().map(|(uuid, spec)| NodeRow { uuid, spec }).collect();
-        self.second_writers();
+        self.find_access_conflicts();
     }
 
-    /// A catalog with two writers cannot be made, and a person must know that there are two.
-    fn second_writers(&mut self) {
+    /// Reports volumes that are attached to several nodes against their access modes. Such a catalog cannot be written,
+    /// and an operator must know of it.
+    fn find_access_conflicts(&mut self) {
         let mut of: BTreeMap<&VolumeId, Vec<&AttachmentRow>> = BTreeMap::new();
         for row in &self.attachments {
             of.entry(&row.volume).or_default().push(row);
@@ -226,8 +226,8 @@ impl Plan {
             if rows.len() > 1 && (exclusive || kinds.len() > 1) {
                 let nodes: Vec<String> =
                     rows.iter().map(|row| format!("{} as {}", row.node, row.id)).collect();
-                self.obstacles.push(format!(
-                    "the volume {volume} is with several machines that may not share it: {}; switch off or unplug all but \
+                self.conflicts.push(format!(
+                    "the volume {volume} is attached to several nodes that may not share it: {}; power off or detach all but \
                      the one that is to keep it",
                     nodes.join(", ")
                 ));
@@ -236,32 +236,32 @@ impl Plan {
     }
 }
 
-/// The record of a file that is certainly the object that its name says.
-fn owned(file: &Found) -> Result<&Record, String> {
+/// The record of a file, if the file certainly is the object in its record.
+fn identified(file: &FoundFile) -> Result<&Record, String> {
     let record = match &file.record {
         Ok(Some(record)) => record,
-        Ok(None) => return Err("nothing is noted with it".into()),
+        Ok(None) => return Err("it has no record".into()),
         Err(why) => return Err(why.clone()),
     };
-    let (name, least) = match record {
+    let (name, min) = match record {
         Record::Volume(record) => (format!("{}.raw", record.id), record.capacity),
         Record::Snapshot(record) => (format!("{}.snap", record.id), record.capacity),
-        Record::Pool(_) => return Err("a pool's record is noted with it".into()),
+        Record::Pool(_) => return Err("it has a pool's record".into()),
     };
     if name != file.name {
-        return Err(format!("what is noted with it is of {name}"));
+        return Err(format!("its record is that of {name}"));
     }
-    if file.bytes < least {
-        return Err(format!("it has {} bytes and must have {least}: it was cut off", file.bytes));
+    if file.bytes < min {
+        return Err(format!("it has {} bytes instead of at min {min}: it was truncated", file.bytes));
     }
     Ok(record)
 }
 
-fn volume(record: &VolumeRecord, file: &Found, pool: &PoolName) -> VolumeRow {
+fn volume(record: &VolumeRecord, file: &FoundFile, pool: &PoolName) -> VolumeRow {
     VolumeRow {
         id: record.id.clone(),
         pool: pool.clone(),
-        // It may have grown since it was noted.
+        // It may have been expanded since the record was written.
         capacity: file.bytes,
         grow_to: None,
         disk_uuid: record.disk_uuid,
@@ -271,14 +271,14 @@ fn volume(record: &VolumeRecord, file: &Found, pool: &PoolName) -> VolumeRow {
         family: record.family,
         copying: false,
         qos: record.qos,
-        // Its machines may not have been told yet.
+        // The limits may not be applied on its nodes yet.
         qos_due: !record.holders.is_empty(),
         format_token: record.format_token.unwrap_or_else(FormatToken::random),
         written: record.written,
     }
 }
 
-fn snapshot(record: &SnapshotRecord, file: &Found, pool: &PoolName) -> SnapshotRow {
+fn snapshot(record: &SnapshotRecord, file: &FoundFile, pool: &PoolName) -> SnapshotRow {
     SnapshotRow {
         id: record.id.clone(),
         volume: record.volume.clone(),
@@ -304,8 +304,8 @@ mod tests {
         serde_json::from_value(serde_json::json!({"capacityBytes": 1, "shareable": shareable})).unwrap()
     }
 
-    fn file(name: &str, bytes: u64, record: Record) -> Found {
-        Found { name: name.into(), bytes, allocated: 4096, record: Ok(Some(record)) }
+    fn file(name: &str, bytes: u64, record: Record) -> FoundFile {
+        FoundFile { name: name.into(), bytes, allocated: 4096, record: Ok(Some(record)) }
     }
 
     fn holder(id: &str, node: u128) -> Holder {
@@ -319,7 +319,7 @@ mod tests {
         }
     }
 
-    fn volume(id: &str, disk: u128, holders: Vec<Holder>) -> Found {
+    fn volume(id: &str, disk: u128, holders: Vec<Holder>) -> FoundFile {
         let record = VolumeRecord {
             id: VolumeId::new(id).unwrap(),
             disk_uuid: Uuid::from_u128(disk),
@@ -336,7 +336,7 @@ mod tests {
         file(&format!("{id}.raw"), 8192, Record::Volume(Box::new(record)))
     }
 
-    fn pool(name: &str, files: Vec<Found>) -> Survey {
+    fn pool(name: &str, files: Vec<FoundFile>) -> PoolScan {
         let record = PoolRecord {
             name: PoolName::new(name).unwrap(),
             engine: infra_api::EngineKind::File,
@@ -347,22 +347,22 @@ mod tests {
         };
         let dir = PathBuf::from(format!("/{name}"));
         let uuid = Uuid::from_u128(name.bytes().map(u128::from).sum());
-        Survey { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), served: None, files }
+        PoolScan { real: dir.clone(), dir, uuid, pool: Some(Record::Pool(record)), served_by: None, files }
     }
 
-    fn live(node: u128, path: &str) -> Live {
-        let plugged = Plugged {
+    fn attached(node: u128, path: &str) -> FoundDisk {
+        let disk = Plugged {
             node: Uuid::from_u128(node),
             name: "vm".into(),
             path: path.into(),
             wwn: None,
             read_only: false,
         };
-        Live { hypervisor: "h".into(), plugged }
+        FoundDisk { hypervisor: "h".into(), disk }
     }
 
     #[test]
-    fn what_is_noted_becomes_rows_and_what_is_not_certain_is_left_alone() {
+    fn recorded_objects_become_rows_and_unidentified_files_are_left_alone() {
         let snapshot = Record::Snapshot(SnapshotRecord {
             id: SnapshotId::new("s").unwrap(),
             volume: VolumeId::new("v").unwrap(),
@@ -377,10 +377,10 @@ mod tests {
         renamed.name = "x.raw".into();
         let mut cut = volume("y", 3, Vec::new());
         cut.bytes = 100;
-        let bare = Found { name: "z.raw".into(), bytes: 1, allocated: 0, record: Ok(None) };
+        let bare = FoundFile { name: "z.raw".into(), bytes: 1, allocated: 0, record: Ok(None) };
         let files = vec![grown, renamed, cut, bare, file("s.snap", 8192, snapshot)];
-        let plan = Plan::new(&[pool("p", files)], &[live(7, "/p/v.raw")], Vec::new(), "now");
-        assert!(plan.obstacles.is_empty(), "{:?}", plan.obstacles);
+        let plan = Plan::new(&[pool("p", files)], &[attached(7, "/p/v.raw")], Vec::new(), "now");
+        assert!(plan.conflicts.is_empty(), "{:?}", plan.conflicts);
         assert!(plan.pools[0].spec.cordoned && plan.pools[0].marked);
         assert_eq!(plan.revision, 5);
         let [row] = plan.volumes.as_slice() else { panic!("{:?}", plan.volumes) };
@@ -388,41 +388,47 @@ mod tests {
         assert_eq!((plan.snapshots.len(), plan.snapshots[0].reserved), (1, 4096));
         let [one] = plan.attachments.as_slice() else { panic!("{:?}", plan.attachments) };
         assert_eq!((one.id.as_str(), one.node, plan.nodes.len()), ("a", Uuid::from_u128(7), 1));
-        for part in ["/p/x.raw is left alone: what is noted with it is of w.raw", "/p/y.raw", "/p/z.raw"] {
-            assert!(plan.remarks.iter().any(|remark| remark.contains(part)), "{part}: {:?}", plan.remarks);
+        for part in ["/p/x.raw is left alone: its record is that of w.raw", "/p/y.raw", "/p/z.raw"] {
+            assert!(plan.notes.iter().any(|note| note.contains(part)), "{part}: {:?}", plan.notes);
         }
     }
 
     #[test]
-    fn a_disk_that_is_plugged_and_noted_nowhere_keeps_others_out() {
+    fn an_attached_disk_without_a_record_gets_an_attachment() {
         let files = vec![volume("v", 1, Vec::new()), volume("w", 2, Vec::new())];
-        let plan =
-            Plan::new(&[pool("p", files)], &[live(9, "/p/w.raw"), live(9, "/other")], Vec::new(), "now");
-        assert!(plan.obstacles.is_empty(), "{:?}", plan.obstacles);
+        let plan = Plan::new(
+            &[pool("p", files)],
+            &[attached(9, "/p/w.raw"), attached(9, "/other")],
+            Vec::new(),
+            "now",
+        );
+        assert!(plan.conflicts.is_empty(), "{:?}", plan.conflicts);
         let [one] = plan.attachments.as_slice() else { panic!("{:?}", plan.attachments) };
         assert_eq!(
             (one.volume.as_str(), one.access, one.node),
             ("w", Access::SingleNode, Uuid::from_u128(9))
         );
-        assert!(plan.remarks[0].contains("by which attachment"), "{:?}", plan.remarks);
+        assert!(plan.notes[0].contains("without a recorded attachment"), "{:?}", plan.notes);
     }
 
     #[test]
-    fn contradictions_are_for_a_person() {
-        let obstacles = |surveys: &[Survey], live: &[Live]| {
-            Plan::new(surveys, live, Vec::new(), "now").obstacles.join("\n")
+    fn contradictions_are_reported_as_conflicts() {
+        let conflicts = |scans: &[PoolScan], attached_disks: &[FoundDisk]| {
+            Plan::new(scans, attached_disks, Vec::new(), "now").conflicts.join("\n")
         };
         let one = || pool("p", vec![volume("v", 1, vec![holder("a", 7)])]);
-        let copied = obstacles(&[one(), pool("q", vec![volume("v", 1, Vec::new())])], &[]);
-        assert!(copied.contains("the id of volume v is there 2 times") && copied.contains("the disk UUID"));
-        let two = obstacles(&[one()], &[live(8, "/p/v.raw")]);
-        assert!(two.contains("several machines that may not share it"), "{two}");
-        let unknown = obstacles(&[one()], &[live(8, "/p/strange.raw")]);
-        assert!(unknown.contains("of which nothing says which volume it is"), "{unknown}");
-        let served = Survey { served: Some("another server".into()), ..one() };
-        assert!(obstacles(&[served], &[]).contains("another server"));
+        let duplicate = conflicts(&[one(), pool("q", vec![volume("v", 1, Vec::new())])], &[]);
+        assert!(
+            duplicate.contains("the id of volume v exists 2 times") && duplicate.contains("the disk UUID")
+        );
+        let two = conflicts(&[one()], &[attached(8, "/p/v.raw")]);
+        assert!(two.contains("several nodes that may not share it"), "{two}");
+        let unknown = conflicts(&[one()], &[attached(8, "/p/strange.raw")]);
+        assert!(unknown.contains("no record says which volume that is"), "{unknown}");
+        let served = PoolScan { served_by: Some("another server".into()), ..one() };
+        assert!(conflicts(&[served], &[]).contains("another server"));
         let mut nameless = one();
         nameless.pool = None;
-        assert!(obstacles(&[nameless], &[]).contains("its name is not noted"));
+        assert!(conflicts(&[nameless], &[]).contains("without a record of the pool's name"));
     }
 }

@@ -1,4 +1,4 @@
-//! How a call is made: the request, its answer, and what is made of every other end.
+//! HTTP calls: sending a request, decoding the response and mapping failures to [`ClientError`].
 
 use std::time::Duration;
 
@@ -10,17 +10,17 @@ use serde::de::DeserializeOwned;
 use super::{Client, ClientError, Result};
 use crate::{Problem, ProblemCode, What};
 
-/// How many bytes of an answer that makes no sense are shown.
+/// Number of bytes of an unexpected response that an error quotes.
 pub(super) const EXCERPT: usize = 200;
 
-/// A request and the words for its errors.
+/// A request, with its name for error messages.
 pub(super) struct Call {
     pub(super) request: RequestBuilder,
     pub(super) name: String,
     pub(super) timeout: Duration,
 }
 
-pub(super) struct Answer {
+pub(super) struct Response {
     pub(super) call: String,
     pub(super) status: StatusCode,
     pub(super) body: Vec<u8>,
@@ -51,13 +51,14 @@ impl Client {
     pub(super) async fn get_optional<T: DeserializeOwned>(
         &self,
         path: &str,
-        what: What,
+        kind: What,
     ) -> Result<Option<T>> {
         match self.get(path, &[]).await {
             Ok(found) => Ok(Some(found)),
-            // Only our server's word about this very object counts; a 404 of anything else is an error.
+            // Only a problem of our server about this object means "not found"; any other 404, such as a proxy's, is an
+            // error.
             Err(ClientError::Problem { problem, .. })
-                if problem.code == ProblemCode::NotFound && problem.what == Some(what) =>
+                if problem.code == ProblemCode::NotFound && problem.what == Some(kind) =>
             {
                 Ok(None)
             }
@@ -66,24 +67,24 @@ impl Client {
     }
 
     pub(super) async fn delete(&self, path: &str) -> Result<()> {
-        let answer = self.send(self.call(Method::DELETE, path)).await?;
-        // Any other success is somebody else's, such as a proxy's: it says nothing of the object.
-        match answer.status {
+        let response = self.send(self.call(Method::DELETE, path)).await?;
+        // Any other success status comes from something else, such as a proxy, and does not confirm the deletion.
+        match response.status {
             StatusCode::NO_CONTENT => Ok(()),
-            _ => Err(answer.malformed("end of a DELETE", &"only 204 without a body is one")),
+            _ => Err(response.malformed("response to DELETE", &"expected 204 without a body")),
         }
     }
 
-    /// Sends, reads the whole answer, and turns everything but 2xx into an error.
-    pub(super) async fn send(&self, call: Call) -> Result<Answer> {
+    /// Sends the request, reads the whole response and turns every status other than 2xx into an error.
+    pub(super) async fn send(&self, call: Call) -> Result<Response> {
         let Call { request, name, timeout } = call;
         let failed = |error: reqwest::Error| self.transport_error(&name, timeout, error);
-        let answer = request.timeout(timeout).send();
-        let response = fail_point::around_async(|| fail_point_of(&name), answer).await.map_err(failed)?;
+        let send = request.timeout(timeout).send();
+        let response = fail_point::around_async(|| fail_point_of(&name), send).await.map_err(failed)?;
         let status = response.status();
         let body = response.bytes().await.map_err(failed)?.to_vec();
-        let answer = Answer { call: name.clone(), status, body };
-        if status.is_success() { Ok(answer) } else { Err(answer.into_problem()) }
+        let response = Response { call: name.clone(), status, body };
+        if status.is_success() { Ok(response) } else { Err(response.into_problem()) }
     }
 
     pub(super) fn transport_error(
@@ -103,7 +104,7 @@ impl Client {
     }
 }
 
-impl Answer {
+impl Response {
     pub(super) fn decode<T: DeserializeOwned>(self) -> Result<T> {
         serde_json::from_slice(&self.body).map_err(|e| self.malformed(short_name::<T>(), &e))
     }
@@ -126,22 +127,21 @@ impl Answer {
     }
 }
 
-/// What a call is among the fail points: `infra.put.volumes.size` for `PUT /v1/volumes/a/size`. `None` for one that only
-/// reads.
+/// Fail point name of a call: `infra.put.volumes.size` for `PUT /v1/volumes/a/size`. `None` for read-only calls.
 fn fail_point_of(call: &str) -> Option<String> {
     let (method, path) = call.split_once(' ').filter(|(method, _)| *method != "GET")?;
     let mut words = path.split('?').next()?.split('/').skip(2);
-    let (kind, aspect) = (words.next()?, words.nth(1));
+    let (kind, subresource) = (words.next()?, words.nth(1));
     let words = ["infra", &method.to_ascii_lowercase(), kind];
-    Some(words.into_iter().chain(aspect).collect::<Vec<_>>().join("."))
+    Some(words.into_iter().chain(subresource).collect::<Vec<_>>().join("."))
 }
 
 pub(super) fn json<B: Serialize>(body: &B) -> Result<Vec<u8>> {
     serde_json::to_vec(body)
-        .map_err(|e| ClientError::Config(format!("the request cannot be written as JSON: {e}")))
+        .map_err(|e| ClientError::Config(format!("cannot encode the request as JSON: {e}")))
 }
 
-/// The last segment of a type's path: `Volume` rather than `infra_api::model::Volume`.
+/// The last segment of a type's path: `Volume` instead of `infra_api::model::Volume`.
 pub(super) fn short_name<T>() -> &'static str {
     let name = std::any::type_name::<T>();
     let head = name.split('<').next().unwrap_or(name);
@@ -153,23 +153,23 @@ mod tests {
     use super::*;
     use crate::Health;
 
-    fn answer(status: u16, body: &str) -> Answer {
+    fn response(status: u16, body: &str) -> Response {
         let status = StatusCode::from_u16(status).unwrap();
-        Answer { call: "GET /v1/health".into(), status, body: body.as_bytes().to_vec() }
+        Response { call: "GET /v1/health".into(), status, body: body.as_bytes().to_vec() }
     }
 
     #[test]
-    fn an_answer_of_something_else_is_named_and_shown() {
-        let error = answer(200, "<html>a proxy's page</html>").decode::<Health>().unwrap_err();
+    fn an_unexpected_response_is_quoted_in_the_error() {
+        let error = response(200, "<html>a proxy's page</html>").decode::<Health>().unwrap_err();
         let text = error.to_string();
         assert!(text.contains("not a valid Health") && text.contains("<html>a proxy"), "{text}");
         assert!(error.may_have_happened() && error.code().is_none());
-        let error = answer(502, &"x".repeat(5000)).into_problem();
+        let error = response(502, &"x".repeat(5000)).into_problem();
         assert!(matches!(error, ClientError::Malformed { status: 502, .. }) && error.to_string().len() < 500);
     }
 
     #[test]
-    fn a_call_that_writes_is_named_among_the_fail_points() {
+    fn writing_calls_have_fail_points() {
         assert_eq!(fail_point_of("PUT /v1/volumes/a/size").as_deref(), Some("infra.put.volumes.size"));
         assert_eq!(fail_point_of("DELETE /v1/attachments/a").as_deref(), Some("infra.delete.attachments"));
         assert_eq!(
@@ -180,9 +180,9 @@ mod tests {
     }
 
     #[test]
-    fn what_the_server_refused_did_not_happen_and_what_it_could_not_tell_may_have() {
-        let of = |code: &str| answer(409, &format!(r#"{{"status":409,"code":"{code}"}}"#)).into_problem();
+    fn a_rejected_call_had_no_effect_and_an_unavailable_server_may_have_acted() {
+        let of = |code: &str| response(409, &format!(r#"{{"status":409,"code":"{code}"}}"#)).into_problem();
         assert!(!of("in-use").may_have_happened());
-        assert!(of("unavailable").may_have_happened() && of("of-tomorrow").may_have_happened());
+        assert!(of("unavailable").may_have_happened() && of("unknown-code").may_have_happened());
     }
 }

@@ -1,33 +1,33 @@
-//! What can go wrong with a call, sorted by what the caller may conclude from it.
+//! Client errors, classified by what the caller may conclude about the operation.
 
 use std::time::Duration;
 
 use crate::{Problem, ProblemCode};
 
-/// Why a call did not give its answer.
+/// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The server answered with a problem: it knows, and says what.
+    /// The server responded with a problem.
     #[error("{call}: {problem}")]
     Problem {
         /// Method and path.
         call: String,
-        /// What the server said.
+        /// The problem.
         problem: Box<Problem>,
     },
-    /// No connection came about, so this request reached nobody. What earlier ones did is unknown.
+    /// The connection failed, so the server did not receive this request. The outcome of earlier requests is unknown.
     #[error("{call}: cannot connect to the storage infra at {server}")]
     Connect {
         /// Method and path.
         call: String,
         /// The server's base URL.
         server: String,
-        /// Why.
+        /// The cause.
         source: reqwest::Error,
     },
-    /// No answer in time. The work may have happened.
+    /// No response in time. The operation may have taken effect.
     #[error(
-        "{call}: no answer from the storage infra at {server} within {after:?}; the work may have happened"
+        "{call}: no response from the storage infra at {server} within {after:?}; the operation may have taken effect"
     )]
     Timeout {
         /// Method and path.
@@ -37,34 +37,37 @@ pub enum ClientError {
         /// How long the client waited.
         after: Duration,
     },
-    /// The connection broke before the answer was complete. The work may have happened.
-    #[error("{call}: the connection to the storage infra at {server} broke; the work may have happened")]
+    /// The connection broke before the response was complete. The operation may have taken effect.
+    #[error(
+        "{call}: the connection to the storage infra at {server} broke; the operation may have taken effect"
+    )]
     Interrupted {
         /// Method and path.
         call: String,
         /// The server's base URL.
         server: String,
-        /// Why.
+        /// The cause.
         source: reqwest::Error,
     },
-    /// The answer is not one of this API: another server, a proxy, or an incompatible version. The work may have happened.
+    /// The response is not one of this API: it comes from another server, a proxy or an incompatible version. The
+    /// operation may have taken effect.
     #[error(
-        "{call}: the answer (HTTP {status}) is not a valid {expected}: {reason}; it begins with {excerpt:?}"
+        "{call}: the response (HTTP {status}) is not a valid {expected}: {reason}; it starts with {excerpt:?}"
     )]
     Malformed {
         /// Method and path.
         call: String,
         /// The HTTP status.
         status: u16,
-        /// The type that was expected.
+        /// The expected type.
         expected: &'static str,
-        /// What is wrong with it.
+        /// Why the response does not match it.
         reason: String,
-        /// The beginning of the body.
+        /// The first bytes of the body.
         excerpt: String,
     },
-    /// The work goes on at the server; the caller's deadline came first. Ask again.
-    #[error("{call}: not done after {after:?}: {how_far}")]
+    /// The deadline of the caller passed; the server continues the operation. Repeat the call to get its result.
+    #[error("{call}: not complete after {after:?}: {how_far}")]
     UnderWay {
         /// Method and path.
         call: String,
@@ -73,18 +76,18 @@ pub enum ClientError {
         /// How long the client waited.
         after: Duration,
     },
-    /// The client cannot be set up: a file, a certificate or the URL is wrong.
-    #[error("cannot set up the storage infra client: {0}")]
+    /// The client cannot be created: a file, a certificate or the URL is invalid.
+    #[error("cannot create the storage infra client: {0}")]
     Config(String),
 }
 
 impl ClientError {
-    /// The problem's code, when the server answered with a problem.
+    /// The error code, if the server responded with a problem.
     pub fn code(&self) -> Option<ProblemCode> {
         self.problem().map(|p| p.code)
     }
 
-    /// The problem, when the server answered with one.
+    /// The problem, if the server responded with one.
     pub fn problem(&self) -> Option<&Problem> {
         match self {
             Self::Problem { problem, .. } => Some(problem),
@@ -92,8 +95,9 @@ impl ClientError {
         }
     }
 
-    /// Whether the work may have happened or may still be under way, so that the caller must ask again before it
-    /// concludes anything. False only when the server said that it did nothing, or this request reached nobody.
+    /// Whether the operation may have taken effect or may still be running, so that the caller must query the state
+    /// before it concludes anything. False only if the server reports that it did nothing or did not receive the
+    /// request.
     pub fn may_have_happened(&self) -> bool {
         match self {
             Self::Problem { problem, .. } => problem.code.may_have_happened(),

@@ -1,4 +1,4 @@
-//! The event stream (`text/event-stream`), read line by line.
+//! Event stream client (`text/event-stream`).
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -6,12 +6,12 @@ use std::time::Duration;
 use futures::stream::{self, BoxStream, StreamExt};
 use http::Method;
 
-use super::calls::{Answer, EXCERPT};
+use super::calls::{EXCERPT, Response};
 use super::{Client, ClientError, Result};
 use crate::Event;
 
-/// The server sends a comment every 15 s when nothing happens; a stream silent for this long is dead.
-const SILENCE: Duration = Duration::from_secs(45);
+/// The server sends a comment every 15 s when idle; a stream without traffic for this long is dead.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(45);
 
 struct Reader {
     body: BoxStream<'static, reqwest::Result<Vec<u8>>>,
@@ -21,19 +21,19 @@ struct Reader {
 }
 
 impl Client {
-    /// Changes as they happen. An event is a hint to read the object again. The stream ends with the connection or
-    /// after its first transport error; the caller then reads everything again and opens a new one.
+    /// Subscribes to change events. An event tells the caller to read the object again. The stream ends with the
+    /// connection or after the first transport error; the caller then lists all objects and subscribes again.
     pub async fn events(&self) -> Result<BoxStream<'static, Result<Event>>> {
         let call = self.call(Method::GET, "/v1/events");
-        let head = tokio::time::timeout(self.timeout, call.request.send()).await.map_err(|_| {
+        let sent = tokio::time::timeout(self.timeout, call.request.send()).await.map_err(|_| {
             ClientError::Timeout { call: call.name.clone(), server: self.base.clone(), after: self.timeout }
         })?;
-        let response = head.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
+        let response = sent.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
         let status = response.status();
         if !status.is_success() {
             let body =
                 response.bytes().await.map_err(|e| self.transport_error(&call.name, self.timeout, e))?;
-            return Err(Answer { call: call.name, status, body: body.to_vec() }.into_problem());
+            return Err(Response { call: call.name, status, body: body.to_vec() }.into_problem());
         }
         let body = response.bytes_stream().map(|chunk| chunk.map(|bytes| bytes.to_vec())).boxed();
         let reader = Reader { body, buffer: Vec::new(), ready: VecDeque::new(), client: self.clone() };
@@ -46,7 +46,7 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
         if let Some(event) = reader.ready.pop_front() {
             return Some((event, Some(reader)));
         }
-        match tokio::time::timeout(SILENCE, reader.body.next()).await {
+        match tokio::time::timeout(IDLE_TIMEOUT, reader.body.next()).await {
             Ok(Some(Ok(chunk))) => {
                 reader.buffer.extend_from_slice(&chunk);
                 for data in take_events(&mut reader.buffer) {
@@ -54,13 +54,16 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
                 }
             }
             Ok(Some(Err(error))) => {
-                return Some((Err(reader.client.transport_error("GET /v1/events", SILENCE, error)), None));
+                return Some((
+                    Err(reader.client.transport_error("GET /v1/events", IDLE_TIMEOUT, error)),
+                    None,
+                ));
             }
             Ok(None) => return None,
             Err(_) => {
                 let server = reader.client.base.clone();
                 return Some((
-                    Err(ClientError::Timeout { call: "GET /v1/events".into(), server, after: SILENCE }),
+                    Err(ClientError::Timeout { call: "GET /v1/events".into(), server, after: IDLE_TIMEOUT }),
                     None,
                 ));
             }
@@ -68,7 +71,7 @@ async fn next(mut reader: Reader) -> Option<(Result<Event>, Option<Reader>)> {
     }
 }
 
-/// Takes the complete events off the front of the buffer and gives the data of each.
+/// Removes the complete events from the front of the buffer and returns the data of each.
 fn take_events(buffer: &mut Vec<u8>) -> Vec<String> {
     let mut events = Vec::new();
     while let Some(end) = buffer.windows(2).position(|pair| pair == b"\n\n") {
@@ -101,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn events_are_cut_out_of_chunks_wherever_these_end() {
+    fn events_that_span_chunks_are_reassembled() {
         let mut buffer = b": hello\n\nevent: volume\ndata: {\"a\":1}\n\ndata: {\"b\"".to_vec();
         assert_eq!(take_events(&mut buffer), ["{\"a\":1}"]);
         buffer.extend_from_slice(b":2}\n\n");

@@ -1,11 +1,11 @@
-//! An asynchronous client with one method per verb of the API.
+//! Asynchronous HTTP client with one method per API operation.
 
 mod calls;
 mod error;
 mod events;
-mod long_work;
+mod long_running;
+mod operations;
 mod tls;
-mod verbs;
 
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ pub use tls::ClientOptions;
 
 type Result<T, E = ClientError> = std::result::Result<T, E>;
 
-/// A connection on which nothing came for so long is asked whether it is alive.
-const SILENT: Duration = Duration::from_secs(5);
-/// It is given up when it gives no sign of life for so long.
-const NO_SIGN: Duration = Duration::from_secs(10);
+/// Interval without traffic after which the client pings the server.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+/// Time without a reply to such a ping after which the client drops the connection.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A client of the storage infra. Cheap to clone; clones share one connection, on which all calls go at once: the
-/// server takes thousands of them, and one that waits long doesn't hold up the others.
+/// Client of the storage infra. Cheap to clone. All clones multiplex their calls over one HTTP/2 connection: the server
+/// accepts thousands of concurrent streams, and a call that waits long does not block the others.
 #[derive(Debug, Clone)]
 pub struct Client {
     http: reqwest::Client,
@@ -29,11 +29,11 @@ pub struct Client {
 }
 
 impl Client {
-    /// Sets up a client. Connects to nothing yet.
+    /// Creates a client. It connects on the first call.
     pub fn new(options: &ClientOptions) -> Result<Self> {
         let base = options.url.trim_end_matches('/').to_owned();
         if !base.starts_with("https://") {
-            return Err(ClientError::Config(format!("the URL {base:?} must begin with https://")));
+            return Err(ClientError::Config(format!("the URL {base:?} must start with https://")));
         }
         let http = reqwest::Client::builder()
             .tls_backend_preconfigured(options.tls()?)
@@ -41,17 +41,18 @@ impl Client {
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
             .connect_timeout(options.connect_timeout)
-            // One connection is made at a time, and all that wait use it; left to choose by what the server offers, each
-            // of many calls that begin together makes its own.
+            // All calls share one connection. With ALPN negotiation, each of many concurrent first calls would open its
+            // own.
             .http2_prior_knowledge()
-            // A peer that vanished without a word must not hold a call up, nor the next one.
-            .http2_keep_alive_interval(SILENT)
-            .http2_keep_alive_timeout(NO_SIGN)
+            // Detects a server that disappeared without closing the connection, so that neither this call nor the next
+            // one hangs.
+            .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+            .http2_keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
             .http2_keep_alive_while_idle(true)
-            .tcp_keepalive(SILENT)
-            .tcp_keepalive_interval(NO_SIGN / 2)
+            .tcp_keepalive(KEEP_ALIVE_INTERVAL)
+            .tcp_keepalive_interval(KEEP_ALIVE_TIMEOUT / 2)
             .tcp_keepalive_retries(2)
-            .tcp_user_timeout(SILENT + NO_SIGN)
+            .tcp_user_timeout(KEEP_ALIVE_INTERVAL + KEEP_ALIVE_TIMEOUT)
             .pool_idle_timeout(Duration::from_secs(60))
             .user_agent(concat!("nestor/", env!("CARGO_PKG_VERSION")))
             .build()

@@ -12,24 +12,24 @@ use tokio::sync::Barrier;
 
 use super::*;
 
-/// More than a client begins with before the server has said how many it takes.
+/// More than the client's initial limit of concurrent streams, before the server has sent its own.
 const CALLS: usize = 150;
 
 #[tokio::test]
-async fn many_calls_that_wait_go_on_one_connection_at_once() {
+async fn many_concurrent_calls_share_one_connection() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let key = rcgen::KeyPair::generate().unwrap();
     let certificate =
         rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap().self_signed(&key).unwrap();
     let (cert, key) = (certificate.pem().into_bytes(), key.serialize_pem().into_bytes());
 
-    // None is answered before all are there.
+    // The server responds to none before all have arrived.
     let (all, callers) = (Arc::new(Barrier::new(CALLS)), Arc::new(Mutex::new(HashSet::new())));
-    let seen = callers.clone();
+    let observed = callers.clone();
     let app = Router::new().fallback(move |ConnectInfo(caller): ConnectInfo<SocketAddr>| {
-        let (all, seen) = (all.clone(), seen.clone());
+        let (all, observed) = (all.clone(), observed.clone());
         async move {
-            seen.lock().unwrap().insert(caller);
+            observed.lock().unwrap().insert(caller);
             all.wait().await;
             r#"{"items": []}"#
         }

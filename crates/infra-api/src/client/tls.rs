@@ -1,4 +1,4 @@
-//! The client's side of mutual TLS: our own certificate authority only, and a client certificate.
+//! Mutual TLS of the client: one trusted CA and a client certificate.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,32 +10,32 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
 use super::ClientError;
 
-/// Where the server is and who we are to it.
+/// Server address and client credentials.
 #[derive(Clone)]
 pub struct ClientOptions {
     /// `https://host:port`, without a path.
     pub url: String,
-    /// The certificate authority that the server's certificate must come from, PEM.
+    /// PEM certificate of the CA that signs the server's certificate.
     pub ca: Vec<u8>,
-    /// Our certificate chain, PEM.
+    /// PEM certificate chain of the client.
     pub cert: Vec<u8>,
-    /// Our private key, PEM.
+    /// PEM private key of the client.
     pub key: Vec<u8>,
-    /// How long a connection may take to come about.
+    /// Connect timeout.
     pub connect_timeout: Duration,
-    /// How long an ordinary call may take.
+    /// Timeout of a call without a deadline of its own.
     pub timeout: Duration,
 }
 
 impl std::fmt::Debug for ClientOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // The key must not reach a log.
+        // Keeps the key out of logs.
         f.debug_struct("ClientOptions").field("url", &self.url).finish_non_exhaustive()
     }
 }
 
 impl ClientOptions {
-    /// Reads certificates and key from files; the timeouts are 3 s to connect and 30 s for a call.
+    /// Reads certificates and key from files. Timeouts: 3 s to connect, 30 s for a call.
     pub fn from_files(
         url: impl Into<String>,
         ca: &Path,
@@ -51,13 +51,13 @@ impl ClientOptions {
             ca: read("CA certificate", ca)?,
             cert: read("client certificate", cert)?,
             key: read("client key", key)?,
-            // Short, since all calls wait for the one connection that is being made.
+            // Short, because all calls wait for the one connection attempt.
             connect_timeout: Duration::from_secs(3),
             timeout: Duration::from_secs(30),
         })
     }
 
-    /// Like [`Self::from_files`] for a folder as `storage-infra pki` writes it.
+    /// Like [`Self::from_files`], for a directory that `storage-infra pki` wrote.
     pub fn from_pki_dir(url: impl Into<String>, dir: &Path) -> Result<Self, ClientError> {
         let file = |name: &str| -> PathBuf { dir.join(name) };
         Self::from_files(url, &file("ca.crt"), &file("client.crt"), &file("client.key"))
@@ -68,10 +68,10 @@ impl ClientOptions {
         let mut roots = RootCertStore::empty();
         for ca in CertificateDer::pem_slice_iter(&self.ca) {
             let ca = ca.map_err(|e| bad("CA certificate is not PEM", &e))?;
-            roots.add(ca).map_err(|e| bad("CA certificate is not usable", &e))?;
+            roots.add(ca).map_err(|e| bad("CA certificate is invalid", &e))?;
         }
         if roots.is_empty() {
-            return Err(bad("CA certificate", &"the file has no certificate"));
+            return Err(bad("CA certificate", &"the file contains no certificate"));
         }
         let chain = CertificateDer::pem_slice_iter(&self.cert)
             .collect::<Result<Vec<_>, _>>()
@@ -84,9 +84,8 @@ impl ClientOptions {
         .map_err(|e| bad("TLS versions", &e))?
         .with_root_certificates(roots)
         .with_client_auth_cert(chain, key)
-        .map_err(|e| bad("client certificate and key do not go together", &e))?;
-        // Only HTTP/2 carries many calls at once, and lets a silent server be asked whether it is alive; left to itself,
-        // no protocol is offered.
+        .map_err(|e| bad("client key does not match the client certificate", &e))?;
+        // HTTP/2 multiplexes calls and can ping a silent server. Without this setting no protocol would be offered.
         config.alpn_protocols = vec![b"h2".to_vec()];
         Ok(config)
     }

@@ -1,4 +1,4 @@
-//! Attachments: disks in virtual machines.
+//! Attachments: volumes attached to nodes as disks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,15 +9,15 @@ use uuid::Uuid;
 
 use crate::{AttachmentId, VolumeId};
 
-/// Who may have the volume at the same time.
+/// Access mode of an attachment: which nodes may have the volume attached at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Access {
-    /// One node at most.
+    /// At most one node.
     SingleNode,
-    /// Many nodes, all reading. Needs `readOnly`.
+    /// Any number of nodes, all read-only. Requires `readOnly`.
     MultiNodeReadOnly,
-    /// Many nodes, all may write. Only for volumes that are `shareable`.
+    /// Any number of nodes, all may write. Only for volumes that are `shareable`.
     MultiNode,
 }
 
@@ -31,19 +31,19 @@ impl fmt::Display for Access {
     }
 }
 
-/// A volume's secret, random and never shown to a pod. Whoever formats a disk derives the mark of the formatting under way
-/// from it, so that nobody else can write that mark.
+/// Random secret of a volume, never shown to a pod. The node plugin derives the marker of a formatting in progress from
+/// it, so a pod cannot forge that marker.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(transparent)]
 pub struct FormatToken(Uuid);
 
 impl FormatToken {
-    /// A new one.
+    /// Generates a token.
     pub fn random() -> Self {
         Self(Uuid::new_v4())
     }
 
-    /// The secret itself, to be stored or handed on.
+    /// The secret as text, for storage or for the response to an authorized client.
     pub fn reveal(&self) -> String {
         self.0.to_string()
     }
@@ -57,44 +57,45 @@ impl FromStr for FormatToken {
     }
 }
 
-/// Without the secret: logs and messages of failed tests show it.
+/// Omits the secret: Debug output ends up in logs and in messages of failed tests.
 impl fmt::Debug for FormatToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("FormatToken(…)")
     }
 }
 
-/// An attachment as it is asked for: the body of `PUT /v1/attachments/{id}`.
+/// Desired attachment: the body of `PUT /v1/attachments/{id}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct AttachmentSpec {
-    /// The volume to plug.
+    /// The volume to attach.
     pub volume: VolumeId,
-    /// The node to plug it into.
+    /// UUID of the node to attach it to.
     pub node: Uuid,
-    /// The virtual machine cannot write to the disk.
+    /// Attach the disk read-only: the virtual machine cannot write to it.
     #[serde(default)]
     pub read_only: bool,
-    /// Who may have the volume at the same time.
+    /// Access mode of an attachment: which nodes may have the volume attached at the same time.
     pub access: Access,
 }
 
 impl AttachmentSpec {
-    /// Whether the node may write and no other node has the disk meanwhile: only such a node may format it.
+    /// Whether this node may write and no other node can have the volume attached. Only such a node may format the
+    /// disk.
     pub fn is_sole_writer(&self) -> bool {
         self.access == Access::SingleNode && !self.read_only
     }
 }
 
-/// How far an attachment is.
+/// Lifecycle state of an attachment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AttachmentState {
-    /// The disk is to be plugged; it may be already.
+    /// The disk is being attached; the virtual machine may already have it.
     Attaching,
-    /// The disk was seen in the virtual machine's live state.
+    /// The virtual machine has the disk, confirmed from its live state.
     Attached,
-    /// The disk is to be unplugged; it may be still there.
+    /// The disk is being detached; the virtual machine may still have it.
     Detaching,
 }
 
@@ -108,41 +109,42 @@ impl fmt::Display for AttachmentState {
     }
 }
 
-/// An attachment as it is.
+/// An attachment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Attachment {
-    /// The id its creator chose.
+    /// The ID that the client chose.
     pub id: AttachmentId,
-    /// The volume.
+    /// The attached volume.
     pub volume: VolumeId,
-    /// The node.
+    /// UUID of the node.
     pub node: Uuid,
-    /// The virtual machine cannot write to the disk.
+    /// Attach the disk read-only: the virtual machine cannot write to it.
     pub read_only: bool,
-    /// Who may have the volume at the same time.
+    /// Access mode of an attachment: which nodes may have the volume attached at the same time.
     pub access: Access,
-    /// How far it is.
+    /// Lifecycle state.
     pub state: AttachmentState,
-    /// The volume's disk UUID, by which the disk is found inside the virtual machine.
+    /// The volume's disk UUID, which identifies the disk inside the virtual machine.
     pub disk_uuid: Uuid,
-    /// Present where the disk was proven to hold no data before it was plugged. Identifies that proof: it permits one
-    /// formatting, since the disk may be written to from then on. The same for as long as the attachment lasts.
+    /// Present if the server proved, before it attached the disk, that the disk held no data. The value identifies that
+    /// proof and does not change while the attachment exists. It permits one formatting only, since the disk may be
+    /// written to from then on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_attestation: Option<Uuid>,
-    /// The volume's secret, for the mark of a formatting under way. Absent where the disk must not be formatted: the node
-    /// cannot write to it, or is not the only one that has it.
+    /// The volume's secret, from which the node plugin derives the marker of a formatting in progress. Absent if the
+    /// disk must not be formatted: the node cannot write to it, or other nodes may have it attached too.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format_token: Option<FormatToken>,
-    /// The last thing that kept it from getting further.
+    /// Why the attachment has not reached its desired state: the last error or the condition it waits for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
 }
 
 impl Attachment {
-    /// What was asked for.
+    /// The desired attachment.
     pub fn spec(&self) -> AttachmentSpec {
         AttachmentSpec {
             volume: self.volume.clone(),

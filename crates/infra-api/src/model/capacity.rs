@@ -1,4 +1,4 @@
-//! What new volumes can have.
+//! Capacity available to new volumes.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -6,22 +6,22 @@ use utoipa::ToSchema;
 use super::Labels;
 use crate::PoolName;
 
-/// What new volumes can have.
+/// Capacity available to new volumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Capacity {
-    /// The sum over the pools that match, are healthy and not cordoned.
+    /// Free bytes, summed over the matching pools that are healthy and not cordoned.
     pub free_bytes: u64,
-    /// The largest volume that fits into one of them.
+    /// Size of the largest volume that fits into one of these pools.
     pub max_volume_bytes: u64,
 }
 
-/// Which pools `GET /v1/capacity` counts.
+/// Filter of `GET /v1/capacity`: the pools to count.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CapacityQuery {
     /// Only this pool.
     pub pool: Option<PoolName>,
-    /// Only pools that can be reached from this zone.
+    /// Only pools that are reachable from this zone.
     pub zone: Option<String>,
     /// Only pools with all of these labels.
     pub labels: Labels,

@@ -1,9 +1,9 @@
-//! Changes of objects, as they are told.
+//! Change events of the event stream.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The kind of object that an event is about.
+/// Kind of the object that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EventKind {
@@ -17,30 +17,30 @@ pub enum EventKind {
     Node,
     /// An attachment.
     Attachment,
-    /// Events were lost because the reader was too slow: read everything again.
+    /// The client read too slowly and events were dropped: it must list all objects again.
     Resync,
 }
 
-/// What happened to the object.
+/// Type of change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Change {
-    /// It is new.
+    /// The object was created.
     Created,
-    /// It differs from before.
+    /// The object changed.
     Updated,
-    /// It is gone.
+    /// The object was deleted.
     Deleted,
 }
 
-/// One event of `GET /v1/events`: a hint to read the object again, not its state.
+/// One event of `GET /v1/events`. It does not contain the object's state: the client reads the object again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Event {
-    /// The kind of object.
+    /// Kind of the object.
     pub kind: EventKind,
-    /// Its id.
+    /// ID of the object.
     pub id: String,
-    /// What happened.
+    /// Type of change.
     pub change: Change,
 }

@@ -1,39 +1,40 @@
-//! How the storage infra is.
+//! Health of the storage infra.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// How one hypervisor is.
+/// Health of one hypervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct HypervisorHealth {
-    /// Its name in the server's flags.
+    /// Name of the hypervisor, as given to the server's `--hypervisor` flag.
     pub name: String,
-    /// `libvirt` or `loop`.
+    /// `libvirt`, `loop` or `simulated`.
     pub kind: String,
-    /// Whether it answers.
+    /// Whether the hypervisor responds.
     pub reachable: bool,
-    /// Why it does not.
+    /// Why it is not reachable.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
-/// How the storage infra is.
+/// Health of the storage infra.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Health {
-    /// Everything below is well.
+    /// Whether the catalog is writable, all pools are healthy and all hypervisors are reachable.
     pub healthy: bool,
-    /// The server's version.
+    /// Version of the server.
     pub version: String,
     /// Whether the catalog can be written.
     pub catalog_writable: bool,
-    /// Pools that are healthy.
+    /// Number of healthy pools.
     pub pools_healthy: u64,
-    /// All pools.
+    /// Number of pools.
     pub pools_total: u64,
-    /// Files in pools that no volume owns. They are reported, and never removed.
+    /// Number of files in pool directories that belong to no volume or snapshot. The server reports such files and
+    /// never removes them.
     pub unknown_files: u64,
-    /// Each hypervisor.
+    /// Health of each hypervisor.
     pub hypervisors: Vec<HypervisorHealth>,
 }

@@ -1,4 +1,4 @@
-//! The objects of the API, one module each: what is sent (`…Spec`) and what is answered.
+//! API objects, one module per kind: request bodies (`…Spec`) and response bodies.
 
 mod attachments;
 mod capacity;
@@ -26,13 +26,13 @@ pub use volumes::{Condition, Placement, Qos, Volume, VolumeSize, VolumeSource, V
 /// Labels of a pool, volume or node.
 pub type Labels = BTreeMap<String, String>;
 
-/// A page of a list.
+/// One page of a list.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct List<T> {
-    /// The objects, ordered by id.
+    /// The objects, ordered by ID.
     pub items: Vec<T>,
-    /// Give this as `continue` to get the next page; absent on the last page.
+    /// Value of the `continue` query parameter for the next page; absent on the last page.
     #[serde(rename = "continue", default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Nodes: virtual machines that disks are plugged into.
+//! Nodes: virtual machines that volumes are attached to.
 
 use std::fmt;
 
@@ -8,35 +8,35 @@ use uuid::Uuid;
 
 use super::Labels;
 
-/// A node as it is registered: the body of `PUT /v1/nodes/{uuid}`.
+/// Desired registration of a node: the body of `PUT /v1/nodes/{uuid}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct NodeSpec {
-    /// A name for people, such as the virtual machine's. At most 253 bytes.
+    /// Display name, such as the name of the virtual machine. At most 253 bytes.
     pub name: String,
-    /// The hypervisor that runs it, by the name in the server's flags.
+    /// Name of the hypervisor that runs it, as given to the server's `--hypervisor` flag.
     pub hypervisor: String,
-    /// The zone it is in. At most 63 bytes.
+    /// Zone of the node. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
-    /// For people and reports.
+    /// Labels for display and reports; the server ignores them.
     #[serde(default)]
     pub labels: Labels,
 }
 
-/// What the hypervisor says about a virtual machine.
+/// Power state of a virtual machine, as its hypervisor reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum NodeState {
-    /// It runs (or is paused): disks can be plugged.
+    /// Running or paused: disks can be attached.
     Running,
-    /// It is defined but off.
+    /// Defined at the hypervisor, and shut off.
     Off,
-    /// Its memory is saved on disk: it will go on with the disks that it had, so these are still in use.
+    /// Suspended to disk (libvirt save or managed save). It resumes with the disks it had, so these disks stay in use.
     Saved,
-    /// The hypervisor does not know it.
+    /// The hypervisor has no virtual machine with this UUID.
     Gone,
-    /// The hypervisor cannot be asked.
+    /// The hypervisor cannot be reached.
     Unknown,
 }
 
@@ -52,39 +52,39 @@ impl fmt::Display for NodeState {
     }
 }
 
-/// A node, that is a virtual machine, as it is.
+/// A node: a virtual machine that volumes can be attached to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Node {
-    /// The virtual machine's UUID, as in its firmware (DMI) and at its hypervisor.
+    /// UUID of the virtual machine, as in its firmware (DMI) and at its hypervisor.
     pub uuid: Uuid,
-    /// A name for people.
+    /// Display name.
     pub name: String,
-    /// The hypervisor that runs it.
+    /// Name of the hypervisor that runs it.
     pub hypervisor: String,
-    /// The zone it is in.
+    /// Zone of the node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
-    /// For people and reports.
+    /// Labels for display and reports; the server ignores them.
     #[serde(default)]
     pub labels: Labels,
-    /// What the hypervisor says about it now.
+    /// Power state at the time of the request.
     pub state: NodeState,
-    /// How many disks of ours the hypervisor can plug into it; absent where it cannot say.
+    /// How many volumes can be attached to it at most; absent if the hypervisor cannot tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_disks: Option<u32>,
-    /// Why the state is not known, or what to do about it.
+    /// Why the state is unknown, or what an operator has to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
-/// A node named in an answer.
+/// Reference to a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeRef {
-    /// The virtual machine's UUID.
+    /// UUID of the virtual machine.
     pub uuid: Uuid,
-    /// Its name for people.
+    /// Display name.
     pub name: String,
 }
 

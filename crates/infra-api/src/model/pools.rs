@@ -1,4 +1,4 @@
-//! Pools: where volumes are kept.
+//! Pools: storage that holds volumes and snapshots.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 use super::Labels;
 use crate::PoolName;
 
-/// How a pool keeps its volumes.
+/// Storage engine of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum EngineKind {
@@ -24,14 +24,15 @@ impl fmt::Display for EngineKind {
     }
 }
 
-/// What becomes of a VM that writes while the pool's filesystem is full.
+/// What happens when a virtual machine writes while the pool's filesystem is full.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnFull {
-    /// The VM is paused, and goes on with the same write as soon as the pool has room: no write fails.
+    /// The hypervisor pauses the virtual machine. As soon as the pool has free space it is resumed and repeats the
+    /// write: no write fails.
     #[default]
     Pause,
-    /// The write fails, and the VM runs on: its filesystem takes that for a broken disk.
+    /// The write fails and the virtual machine keeps running. Its filesystem treats the error like a disk failure.
     Fail,
 }
 
@@ -44,64 +45,66 @@ impl fmt::Display for OnFull {
     }
 }
 
-/// A pool as it is asked for: the body of `PUT /v1/pools/{name}`.
+/// Desired pool: the body of `PUT /v1/pools/{name}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct PoolSpec {
-    /// How the pool keeps its volumes. Cannot change later.
+    /// Storage engine. Immutable.
     pub engine: EngineKind,
-    /// An absolute path to an existing directory on the server. Cannot change later.
+    /// Absolute path of an existing directory on the server. Immutable.
     pub path: String,
-    /// Labels that placement can ask for, at most 900 bytes as JSON. [`crate::ZONE_LABEL`] says in which zone the pool can
-    /// be reached.
+    /// Labels that volume placement can select on, at most 900 bytes as JSON. The label [`crate::ZONE_LABEL`]
+    /// (`topology.kubernetes.io/zone`) names the zone that can reach the pool.
     #[serde(default)]
     pub labels: Labels,
-    /// A cordoned pool takes no new volumes; those it has are served as before.
+    /// Whether the pool is cordoned: it accepts no new volumes; existing volumes are not affected.
     #[serde(default)]
     pub cordoned: bool,
-    /// What becomes of a VM that writes while the pool is full. Counts for disks that are plugged from then on.
+    /// What happens when a virtual machine writes while the pool is full. Applies to disks that are attached from then
+    /// on.
     #[serde(default)]
     pub on_full: OnFull,
 }
 
-/// A pool as it is.
+/// A pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Pool {
-    /// The pool's name.
+    /// Name of the pool.
     pub name: PoolName,
-    /// How the pool keeps its volumes.
+    /// Storage engine.
     pub engine: EngineKind,
-    /// Its directory on the server.
+    /// Directory of the pool on the server.
     pub path: String,
-    /// Labels that placement can ask for.
+    /// Labels that volume placement can select on.
     #[serde(default)]
     pub labels: Labels,
-    /// Takes no new volumes.
+    /// Whether the pool is cordoned: it accepts no new volumes.
     pub cordoned: bool,
-    /// What becomes of a VM that writes while the pool is full.
+    /// What happens when a virtual machine writes while the pool is full.
     #[serde(default)]
     pub on_full: OnFull,
-    /// Whether the filesystem has next to nothing left, so that writes of its volumes find no space.
+    /// Whether the filesystem is so full that writes to the pool's volumes fail or stall.
     #[serde(default)]
     pub full: bool,
-    /// Whether the pool's directory is there, is the one that was registered, and can be written.
+    /// Whether the pool's directory exists, is the one that was registered, and is writable.
     pub healthy: bool,
-    /// Why the pool is not healthy.
+    /// Why the pool is unhealthy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
-    /// The size of the filesystem.
+    /// Size of the filesystem in bytes.
     pub capacity_bytes: u64,
-    /// The sum of the capacities of the pool's volumes, and of the most that each snapshot can keep allocated: what its
-    /// volume had allocated at its moment.
+    /// Reserved bytes: the capacities of the pool's volumes, plus for each snapshot the most it can keep allocated
+    /// (what its volume had allocated when the snapshot was taken).
     pub reserved_bytes: u64,
-    /// What the filesystem says is used, by volumes and all else.
+    /// Bytes in use in the filesystem, by volumes and by anything else.
     pub used_bytes: u64,
-    /// What a new volume can have: reservations counted, never above what the filesystem has.
+    /// Bytes available to a new volume: after reservations, and at most what the filesystem has free.
     pub free_bytes: u64,
-    /// Whether the filesystem can share blocks between files, so that clones are instant.
+    /// Whether the filesystem supports reflinks, so that clones and snapshots take no copying.
     pub reflink: bool,
-    /// Files in the directory that no volume or snapshot owns, the first thousand by name. Never touched.
+    /// Files in the directory that belong to no volume or snapshot: the first thousand, by name. The server never
+    /// changes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unknown_files: Vec<String>,
 }

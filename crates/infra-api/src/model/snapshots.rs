@@ -6,39 +6,42 @@ use utoipa::ToSchema;
 use super::{Labels, VolumeState};
 use crate::{PoolName, SnapshotId, VolumeId};
 
-/// A snapshot as it is asked for: the body of `PUT /v1/snapshots/{id}`.
+/// Desired snapshot: the body of `PUT /v1/snapshots/{id}`.
 ///
-/// The volume identifies the request: the same again is answered with the snapshot (200), another with `exists`.
+/// The volume identifies the request: repeating it returns the existing snapshot (200); the same ID with another volume
+/// fails with `exists`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct SnapshotSpec {
-    /// The volume whose bytes are kept, as they are at one moment. It may be attached and written to meanwhile.
+    /// The source volume. On a pool with reflinks it may be attached and written to meanwhile; the snapshot is
+    /// crash-consistent.
     pub volume: VolumeId,
-    /// For people and reports: at most 900 bytes as JSON.
+    /// Labels for display and reports; at most 900 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }
 
-/// A snapshot as it is. It depends on nothing: its volume may be deleted before it, and it before what was made from it.
+/// A snapshot. It is independent: its volume can be deleted before it, and it can be deleted before volumes that were
+/// created from it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Snapshot {
-    /// The id its creator chose.
+    /// The ID that the client chose.
     pub id: SnapshotId,
-    /// The volume whose bytes it keeps; that volume may be gone.
+    /// The source volume; it may be deleted since.
     pub volume: VolumeId,
-    /// The size that the volume had, and the least that a volume made from this can have.
+    /// Size of the source volume when the snapshot was taken: the minimum size of a volume created from the snapshot.
     pub capacity_bytes: u64,
     /// The pool that holds it.
     pub pool: PoolName,
-    /// How far it is: its bytes are fixed once it is `ready`.
+    /// Lifecycle state. The content is final once the state is `ready`.
     pub state: VolumeState,
-    /// While it is being copied, because blocks cannot be shared: how far that is.
+    /// Bytes copied so far, while the snapshot is being copied because the pool has no reflinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copied_bytes: Option<u64>,
-    /// As given at creation.
+    /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,
-    /// RFC 3339: the moment whose bytes it keeps.
+    /// The point in time of the snapshot, RFC 3339.
     pub created_at: String,
 }

@@ -1,4 +1,4 @@
-//! Volumes, their size, placement, speed and condition.
+//! Volumes: size, placement, QoS and condition.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,79 +10,80 @@ use uuid::Uuid;
 use super::Labels;
 use crate::{PoolName, SnapshotId, VolumeId};
 
-/// Where a volume may be placed.
+/// Placement constraints of a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Placement {
     /// Only this pool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolName>,
-    /// Only pools with all of these labels: at most 900 bytes as JSON.
+    /// Only pools with all of these labels. At most 900 bytes as JSON.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pool_labels: Labels,
-    /// Never two volumes with the same id in one pool. At most 63 bytes.
+    /// Anti-affinity group: a pool holds at most one volume of each group. At most 63 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub anti_affinity_id: Option<String>,
-    /// Only pools that can be reached from one of these zones; the best zone comes first. Empty: from anywhere. At most
-    /// 64 zones of 63 bytes each. They decide where a new volume goes; one that is there stays where it is.
+    /// Only pools that are reachable from one of these zones, in order of preference. Empty: any pool. At most 64 zones
+    /// of 63 bytes each. The zones apply only when the volume is placed; an existing volume is not moved.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<String>,
 }
 
-/// What a new volume begins with.
+/// Content source of a new volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum VolumeSource {
-    /// The bytes that this snapshot kept.
+    /// The content of this snapshot.
     Snapshot(SnapshotId),
-    /// The bytes that this volume has now.
+    /// The present content of this volume (a clone).
     Volume(VolumeId),
 }
 
-/// How fast a volume may be, on each machine that has it. What is absent is not limited.
+/// QoS limits of a volume. They apply per node that the volume is attached to. An absent field means no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Qos {
-    /// Reads and writes together, per second.
+    /// Read and write operations per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub iops: Option<u64>,
-    /// Bytes read and written together, per second.
+    /// Bytes read and written per second.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
 }
 
 impl Qos {
-    /// Whether nothing is limited.
+    /// Whether no limit is set.
     pub fn is_unlimited(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// A volume as it is asked for: the body of `PUT /v1/volumes/{id}`.
+/// Desired volume: the body of `PUT /v1/volumes/{id}`.
 ///
-/// Sizes, placement without its zones, source and `shareable` identify the request: the same again is answered with the
-/// volume (200), another with `exists`. Labels and QoS are kept as first written.
+/// Sizes, placement (without zones), source and `shareable` identify the request: repeating it returns the existing
+/// volume (200); the same ID with other values fails with `exists`. Labels and QoS of the first request are kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSpec {
-    /// At least so many bytes. Rounded up to a whole MiB where `limitBytes` allows, else to a whole 4 KiB.
+    /// Minimum size in bytes. Rounded up to a multiple of 1 MiB if `limitBytes` permits, otherwise of 4 KiB.
     pub capacity_bytes: u64,
-    /// At most so many bytes.
+    /// Maximum size in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_bytes: Option<u64>,
-    /// Where the volume may be placed.
+    /// Placement constraints.
     #[serde(default)]
     pub placement: Placement,
-    /// What the volume begins with; without it, with zeros. The volume can be larger than its source, not smaller.
+    /// Content source. Without it the volume reads as zeros. The volume can be larger than its source, never smaller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<VolumeSource>,
-    /// How fast the volume may be, to begin with.
+    /// Initial QoS limits.
     #[serde(default, skip_serializing_if = "Qos::is_unlimited")]
     pub qos: Qos,
-    /// Whether several machines may write to the volume at once, which only software made for that survives.
+    /// Whether several nodes may have the volume attached for writing at the same time. Only cluster-aware software
+    /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
-    /// For people and reports; the server decides nothing on them. At most 900 bytes as JSON.
+    /// Labels for display and reports; the server ignores them. At most 900 bytes as JSON.
     #[serde(default)]
     pub labels: Labels,
 }
@@ -91,22 +92,22 @@ pub struct VolumeSpec {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct VolumeSize {
-    /// At least so many bytes from now on; never less than the volume has.
+    /// New minimum size in bytes. A volume never shrinks.
     pub capacity_bytes: u64,
-    /// At most so many bytes.
+    /// Maximum size in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limit_bytes: Option<u64>,
 }
 
-/// How far a volume is.
+/// Lifecycle state of a volume or snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum VolumeState {
-    /// The intent is recorded; the bytes may not be there yet.
+    /// Recorded in the catalog; the content may not exist yet.
     Creating,
-    /// The volume can be attached.
+    /// Ready for use: a volume can be attached.
     Ready,
-    /// The volume is being removed and can no longer be attached.
+    /// Being deleted; it can no longer be attached.
     Deleting,
 }
 
@@ -120,13 +121,13 @@ impl fmt::Display for VolumeState {
     }
 }
 
-/// Whether a volume is well.
+/// Health of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Condition {
-    /// Its bytes are where they should be and can be reached.
+    /// Whether the volume's data exists in its pool and can be reached.
     pub healthy: bool,
-    /// What is wrong, with which pool, file or disk.
+    /// What is wrong, and with which pool, file or disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
@@ -137,44 +138,45 @@ impl Default for Condition {
     }
 }
 
-/// A volume as it is.
+/// A volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Volume {
-    /// The id its creator chose.
+    /// The ID that the client chose.
     pub id: VolumeId,
-    /// Its real size.
+    /// Actual size in bytes.
     pub capacity_bytes: u64,
     /// The pool that holds it.
     pub pool: PoolName,
-    /// What the disk is known by inside a virtual machine. Random, never reused.
+    /// UUID that identifies the disk inside the virtual machine. Random, never reused.
     pub disk_uuid: Uuid,
-    /// How far it is.
+    /// Lifecycle state.
     pub state: VolumeState,
-    /// While it is being copied, because blocks cannot be shared: how far that is.
+    /// Bytes copied so far, while the volume is being copied because the pools share no reflinks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub copied_bytes: Option<u64>,
-    /// The zone from which it can be reached; absent where it can be reached from every zone.
+    /// The zone that can reach the volume; absent if every zone can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
-    /// What it began with.
+    /// Content source at creation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<VolumeSource>,
-    /// How fast it may be.
+    /// QoS limits.
     #[serde(default, skip_serializing_if = "Qos::is_unlimited")]
     pub qos: Qos,
-    /// Whether several machines may write to it at once.
+    /// Whether several nodes may have the volume attached for writing at the same time. Only cluster-aware software
+    /// (such as GFS2 or OCFS2) survives that.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub shareable: bool,
-    /// Whether its bytes can be reached.
+    /// Health of the volume.
     #[serde(default)]
     pub condition: Condition,
-    /// As given at creation.
+    /// Labels given at creation.
     #[serde(default)]
     pub labels: Labels,
-    /// RFC 3339.
+    /// Creation time, RFC 3339.
     pub created_at: String,
-    /// The nodes that have an attachment of it, finished or not.
+    /// UUIDs of the nodes with an attachment of the volume, in any state.
     #[serde(default)]
     pub attached_to: Vec<Uuid>,
 }

@@ -1,4 +1,4 @@
-//! Attachments: disks in virtual machines.
+//! Attachment commands.
 
 use std::time::Duration;
 
@@ -8,22 +8,22 @@ use infra_api::AttachmentId;
 use super::ClientArgs;
 use crate::cli::output;
 
-/// What to do with attachments.
+/// Attachment commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum AttachmentVerb {
-    /// Show all attachments.
+pub(in crate::cli) enum AttachmentCommand {
+    /// List all attachments.
     List {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Unplug a disk.
+    /// Detach a disk and delete its attachment.
     Delete {
-        /// The attachment's id.
+        /// ID of the attachment.
         id: AttachmentId,
-        /// The machine is lost: switch it off where it does not let go of the disk.
+        /// The node is out of service: power its virtual machine off if it does not release the disk.
         #[arg(long)]
         fence: bool,
-        /// How long to wait, in seconds.
+        /// Seconds to wait for completion.
         #[arg(long, default_value_t = 60)]
         timeout: u64,
         #[command(flatten)]
@@ -31,13 +31,13 @@ pub(in crate::cli) enum AttachmentVerb {
     },
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: AttachmentVerb) -> anyhow::Result<()> {
-    match verb {
-        AttachmentVerb::List { client } => {
+/// Runs an attachment command.
+pub(super) async fn run(command: AttachmentCommand) -> anyhow::Result<()> {
+    match command {
+        AttachmentCommand::List { client } => {
             output::many(client.output, &client.connect()?.list_attachments(None, None).await?)
         }
-        AttachmentVerb::Delete { id, fence, timeout, client } => {
+        AttachmentCommand::Delete { id, fence, timeout, client } => {
             let (server, timeout) = (client.connect()?, Duration::from_secs(timeout));
             match fence {
                 true => server.fence(&id, timeout).await?,

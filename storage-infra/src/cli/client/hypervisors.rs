@@ -1,28 +1,28 @@
-//! Hypervisors: what runs virtual machines.
+//! Hypervisor commands.
 
 use clap::Subcommand;
 
 use super::ClientArgs;
 use crate::cli::output;
 
-/// What to do with hypervisors.
+/// Hypervisor commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum HypervisorVerb {
-    /// Say that a hypervisor is on another host from now on, and that nothing runs on the one before.
+pub(in crate::cli) enum HypervisorCommand {
+    /// Declare that a hypervisor moved to another host and that nothing runs on the previous host.
     ForgetHost {
-        /// The server's name for it.
+        /// Name in the server's --hypervisor flag.
         name: String,
         #[command(flatten)]
         client: ClientArgs,
     },
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: HypervisorVerb) -> anyhow::Result<()> {
-    match verb {
-        HypervisorVerb::ForgetHost { name, client } => {
+/// Runs a hypervisor command.
+pub(super) async fn run(command: HypervisorCommand) -> anyhow::Result<()> {
+    match command {
+        HypervisorCommand::ForgetHost { name, client } => {
             client.connect()?.forget_host(&name).await?;
-            output::done(client.output, &format!("the host that {name} was on is forgotten"))
+            output::done(client.output, &format!("previous host of hypervisor {name} forgotten"))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The client's verbs, over the same REST API that everyone uses; one module for each kind of object.
+//! Client commands, over the REST API; one module per kind of object.
 
 mod attachments;
 mod hypervisors;
@@ -14,65 +14,65 @@ use infra_api::{CapacityQuery, Client, ClientOptions, PoolName};
 
 use super::output::{self, Format};
 
-/// Where the server is, and who we are to it.
+/// Server address and client credentials.
 #[derive(Debug, Args)]
 pub struct ClientArgs {
-    /// The server's URL.
+    /// URL of the server.
     #[arg(long, env = "NESTOR_INFRA_URL", value_name = "https://HOST:PORT")]
     server: String,
-    /// The authority that signed the server's certificate, PEM.
+    /// CA certificate that signs the server's certificate, PEM.
     #[arg(long, env = "NESTOR_INFRA_CA", value_name = "FILE")]
     ca: PathBuf,
-    /// Our certificate, PEM.
+    /// Client certificate, PEM.
     #[arg(long, env = "NESTOR_INFRA_CERT", value_name = "FILE")]
     cert: PathBuf,
-    /// Our private key, PEM.
+    /// Private key of the client certificate, PEM.
     #[arg(long, env = "NESTOR_INFRA_KEY", value_name = "FILE")]
     key: PathBuf,
-    /// What to print.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = Format::Table)]
     output: Format,
 }
 
-/// What to do at the server.
+/// Client commands.
 #[derive(Debug, Subcommand)]
-pub(super) enum Verb {
-    /// Pools: where volumes are kept.
+pub(super) enum ClientCommand {
+    /// Manage pools, the directories that hold volumes.
     Pool {
         #[command(subcommand)]
-        verb: pools::PoolVerb,
+        command: pools::PoolCommand,
     },
-    /// Volumes.
+    /// Manage volumes.
     Volume {
         #[command(subcommand)]
-        verb: volumes::VolumeVerb,
+        command: volumes::VolumeCommand,
     },
-    /// Snapshots of volumes.
+    /// Manage snapshots of volumes.
     Snapshot {
         #[command(subcommand)]
-        verb: snapshots::SnapshotVerb,
+        command: snapshots::SnapshotCommand,
     },
-    /// Nodes: virtual machines that disks are plugged into.
+    /// Manage nodes, the virtual machines that volumes are attached to.
     Node {
         #[command(subcommand)]
-        verb: nodes::NodeVerb,
+        command: nodes::NodeCommand,
     },
-    /// Hypervisors: what runs virtual machines.
+    /// Manage hypervisors.
     Hypervisor {
         #[command(subcommand)]
-        verb: hypervisors::HypervisorVerb,
+        command: hypervisors::HypervisorCommand,
     },
-    /// Attachments: disks in virtual machines.
+    /// Manage attachments of volumes to nodes.
     Attachment {
         #[command(subcommand)]
-        verb: attachments::AttachmentVerb,
+        command: attachments::AttachmentCommand,
     },
-    /// What new volumes can have.
+    /// Show the capacity available to new volumes.
     Capacity {
         /// Only this pool.
         #[arg(long)]
         pool: Option<PoolName>,
-        /// Only pools that this zone can reach.
+        /// Only pools that are reachable from this zone.
         #[arg(long)]
         zone: Option<String>,
         /// Only pools with this label. Repeatable.
@@ -94,16 +94,16 @@ impl ClientArgs {
     }
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: Verb) -> anyhow::Result<()> {
-    match verb {
-        Verb::Pool { verb } => pools::run(verb).await,
-        Verb::Volume { verb } => volumes::run(verb).await,
-        Verb::Snapshot { verb } => snapshots::run(verb).await,
-        Verb::Node { verb } => nodes::run(verb).await,
-        Verb::Hypervisor { verb } => hypervisors::run(verb).await,
-        Verb::Attachment { verb } => attachments::run(verb).await,
-        Verb::Capacity { pool, zone, labels, client } => {
+/// Runs a client command.
+pub(super) async fn run(command: ClientCommand) -> anyhow::Result<()> {
+    match command {
+        ClientCommand::Pool { command } => pools::run(command).await,
+        ClientCommand::Volume { command } => volumes::run(command).await,
+        ClientCommand::Snapshot { command } => snapshots::run(command).await,
+        ClientCommand::Node { command } => nodes::run(command).await,
+        ClientCommand::Hypervisor { command } => hypervisors::run(command).await,
+        ClientCommand::Attachment { command } => attachments::run(command).await,
+        ClientCommand::Capacity { pool, zone, labels, client } => {
             let query = CapacityQuery { pool, zone, labels: labels.into_iter().collect() };
             output::one(client.output, &client.connect()?.capacity(&query).await?)
         }

@@ -1,4 +1,4 @@
-//! Nodes: virtual machines that disks are plugged into.
+//! Node commands.
 
 use clap::Subcommand;
 use infra_api::{Labels, NodeSpec};
@@ -7,61 +7,62 @@ use uuid::Uuid;
 use super::ClientArgs;
 use crate::cli::output;
 
-/// What to do with nodes.
+/// Node commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum NodeVerb {
-    /// Register a virtual machine, or change it.
+pub(in crate::cli) enum NodeCommand {
+    /// Register a virtual machine as a node, or change its registration.
     Register {
-        /// Its UUID, as in its firmware.
+        /// UUID of the virtual machine, as in its firmware (DMI).
         uuid: Uuid,
-        /// A name for people.
+        /// Display name.
         #[arg(long)]
         name: String,
-        /// The hypervisor that runs it, by the server's name for it.
+        /// Hypervisor that runs it, by its name in the server's --hypervisor flag.
         #[arg(long)]
         hypervisor: String,
-        /// The zone it is in.
+        /// Zone of the node.
         #[arg(long)]
         zone: Option<String>,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Show all nodes.
+    /// List all nodes.
     List {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Say that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free.
+    /// Declare the saved state of a virtual machine as discarded: it will never resume from it, so its disks can be
+    /// detached.
     DiscardSavedState {
-        /// Its UUID.
+        /// UUID of the node.
         uuid: Uuid,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Forget a node without disks, or one whose machine is gone.
+    /// Unregister a node that has no attachments, or whose virtual machine does not exist.
     Remove {
-        /// Its UUID.
+        /// UUID of the node.
         uuid: Uuid,
         #[command(flatten)]
         client: ClientArgs,
     },
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: NodeVerb) -> anyhow::Result<()> {
-    match verb {
-        NodeVerb::Register { uuid, name, hypervisor, zone, client } => {
+/// Runs a node command.
+pub(super) async fn run(command: NodeCommand) -> anyhow::Result<()> {
+    match command {
+        NodeCommand::Register { uuid, name, hypervisor, zone, client } => {
             let spec = NodeSpec { name, hypervisor, zone, labels: Labels::new() };
             output::one(client.output, &client.connect()?.put_node(uuid, &spec).await?)
         }
-        NodeVerb::List { client } => output::many(client.output, &client.connect()?.list_nodes().await?),
-        NodeVerb::DiscardSavedState { uuid, client } => {
+        NodeCommand::List { client } => output::many(client.output, &client.connect()?.list_nodes().await?),
+        NodeCommand::DiscardSavedState { uuid, client } => {
             client.connect()?.discard_saved_state(uuid).await?;
-            output::done(client.output, &format!("the saved state of node {uuid} does not count any more"))
+            output::done(client.output, &format!("saved state of node {uuid} declared as discarded"))
         }
-        NodeVerb::Remove { uuid, client } => {
+        NodeCommand::Remove { uuid, client } => {
             client.connect()?.delete_node(uuid).await?;
-            output::done(client.output, &format!("node {uuid} removed"))
+            output::done(client.output, &format!("node {uuid} unregistered"))
         }
     }
 }

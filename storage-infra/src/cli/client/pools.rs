@@ -1,4 +1,4 @@
-//! Pools: where volumes are kept.
+//! Pool commands.
 
 use anyhow::Context;
 use clap::Subcommand;
@@ -7,60 +7,60 @@ use infra_api::{Client, EngineKind, Labels, OnFull, Pool, PoolName, PoolSpec};
 use super::{ClientArgs, label};
 use crate::cli::output;
 
-/// What to do with pools.
+/// Pool commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum PoolVerb {
-    /// Register a directory as a pool, or change a pool's labels.
+pub(in crate::cli) enum PoolCommand {
+    /// Register a directory as a pool, or change a pool's labels and --on-full.
     Add {
-        /// The pool's name.
+        /// Name of the pool.
         name: PoolName,
-        /// An existing directory on the server.
+        /// Existing directory on the server.
         #[arg(long, value_name = "DIR")]
         path: String,
-        /// A label that placement can ask for. Repeatable.
+        /// Label that volume placement can select on. Repeatable.
         #[arg(long = "label", value_name = "KEY=VALUE", value_parser = label)]
         labels: Vec<(String, String)>,
-        /// What becomes of a VM that writes while the pool is full: `pause` until there is room, or `fail` the write. As
-        /// it was, or `pause`, where it is not given.
+        /// What happens when a virtual machine writes while the pool is full: `pause` it until there is free space, or
+        /// `fail` the write. Default: unchanged; `pause` for a new pool.
         #[arg(long, value_name = "pause|fail", value_parser = on_full)]
         on_full: Option<OnFull>,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Show all pools.
+    /// List all pools.
     List {
         #[command(flatten)]
         client: ClientArgs,
     },
     /// Show one pool.
     Show {
-        /// The pool's name.
+        /// Name of the pool.
         name: PoolName,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Show the files in pools that no volume or snapshot owns. They are never touched.
+    /// List files in pool directories that belong to no volume or snapshot. The server never changes them.
     UnknownFiles {
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Let a pool take no new volumes.
+    /// Cordon a pool: it accepts no new volumes.
     Cordon {
-        /// The pool's name.
+        /// Name of the pool.
         name: PoolName,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Let a pool take new volumes again.
+    /// Uncordon a pool: it accepts new volumes again.
     Uncordon {
-        /// The pool's name.
+        /// Name of the pool.
         name: PoolName,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Forget a pool without volumes. Its directory stays.
+    /// Unregister a pool that has no volumes. Its directory remains.
     Remove {
-        /// The pool's name.
+        /// Name of the pool.
         name: PoolName,
         #[command(flatten)]
         client: ClientArgs,
@@ -71,11 +71,11 @@ fn on_full(text: &str) -> Result<OnFull, String> {
     [OnFull::Pause, OnFull::Fail]
         .into_iter()
         .find(|one| one.to_string() == text)
-        .ok_or_else(|| "give pause or fail".to_owned())
+        .ok_or_else(|| "must be pause or fail".to_owned())
 }
 
 async fn find_pool(client: &Client, name: &PoolName) -> anyhow::Result<Pool> {
-    client.get_pool(name).await?.with_context(|| format!("there is no pool {name}"))
+    client.get_pool(name).await?.with_context(|| format!("pool {name} not found"))
 }
 
 async fn cordon(client: &ClientArgs, name: &PoolName, cordoned: bool) -> anyhow::Result<()> {
@@ -85,12 +85,12 @@ async fn cordon(client: &ClientArgs, name: &PoolName, cordoned: bool) -> anyhow:
     output::one(client.output, &server.put_pool(name, &spec).await?)
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: PoolVerb) -> anyhow::Result<()> {
-    match verb {
-        PoolVerb::Add { name, path, labels, on_full, client } => {
+/// Runs a pool command.
+pub(super) async fn run(command: PoolCommand) -> anyhow::Result<()> {
+    match command {
+        PoolCommand::Add { name, path, labels, on_full, client } => {
             let server = client.connect()?;
-            // Adding again is for changing labels; whether it is cordoned stays as it is.
+            // `pool add` of an existing pool changes its labels and keeps whether it is cordoned.
             let before = server.get_pool(&name).await?;
             let cordoned = before.as_ref().is_some_and(|pool| pool.cordoned);
             let on_full = on_full.or(before.map(|pool| pool.on_full)).unwrap_or_default();
@@ -98,19 +98,19 @@ pub(super) async fn run(verb: PoolVerb) -> anyhow::Result<()> {
             let spec = PoolSpec { engine: EngineKind::File, path, labels, cordoned, on_full };
             output::one(client.output, &server.put_pool(&name, &spec).await?)
         }
-        PoolVerb::List { client } => output::many(client.output, &client.connect()?.list_pools().await?),
-        PoolVerb::Show { name, client } => {
+        PoolCommand::List { client } => output::many(client.output, &client.connect()?.list_pools().await?),
+        PoolCommand::Show { name, client } => {
             output::one(client.output, &find_pool(&client.connect()?, &name).await?)
         }
-        PoolVerb::UnknownFiles { client } => {
+        PoolCommand::UnknownFiles { client } => {
             let pools = client.connect()?.list_pools().await?;
             output::many(client.output, &pools.iter().flat_map(output::UnknownFile::of).collect::<Vec<_>>())
         }
-        PoolVerb::Cordon { name, client } => cordon(&client, &name, true).await,
-        PoolVerb::Uncordon { name, client } => cordon(&client, &name, false).await,
-        PoolVerb::Remove { name, client } => {
+        PoolCommand::Cordon { name, client } => cordon(&client, &name, true).await,
+        PoolCommand::Uncordon { name, client } => cordon(&client, &name, false).await,
+        PoolCommand::Remove { name, client } => {
             client.connect()?.delete_pool(&name).await?;
-            output::done(client.output, &format!("pool {name} removed"))
+            output::done(client.output, &format!("pool {name} unregistered"))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Snapshots of volumes.
+//! Snapshot commands.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use infra_api::{Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId};
 use super::ClientArgs;
 use crate::cli::output;
 
-/// What to do with snapshots.
+/// Snapshot commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum SnapshotVerb {
-    /// Show all snapshots, or those of a volume.
+pub(in crate::cli) enum SnapshotCommand {
+    /// List all snapshots, or those of a volume.
     List {
-        /// Only of this volume.
+        /// Only snapshots of this volume.
         #[arg(long)]
         volume: Option<VolumeId>,
         #[command(flatten)]
@@ -22,37 +22,37 @@ pub(in crate::cli) enum SnapshotVerb {
     },
     /// Show one snapshot.
     Show {
-        /// The snapshot's id.
+        /// ID of the snapshot.
         id: SnapshotId,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Keep a volume's bytes as they are now.
+    /// Take a snapshot of a volume.
     Create {
-        /// The snapshot's id.
+        /// ID of the snapshot.
         id: SnapshotId,
-        /// The volume.
+        /// The source volume.
         #[arg(long)]
         volume: VolumeId,
-        /// How long to wait, in seconds, where much has to be copied.
+        /// Seconds to wait for completion. Copying data (pools without reflinks) takes long.
         #[arg(long, default_value_t = 60)]
         timeout: u64,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Delete a snapshot. Its volume, and volumes made from it, stay.
+    /// Delete a snapshot. Its volume, and volumes created from it, are not affected.
     Delete {
-        /// The snapshot's id.
+        /// ID of the snapshot.
         id: SnapshotId,
         #[command(flatten)]
         client: ClientArgs,
     },
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: SnapshotVerb) -> anyhow::Result<()> {
-    match verb {
-        SnapshotVerb::List { volume, client } => {
+/// Runs a snapshot command.
+pub(super) async fn run(command: SnapshotCommand) -> anyhow::Result<()> {
+    match command {
+        SnapshotCommand::List { volume, client } => {
             let server = client.connect()?;
             let mut snapshots: Vec<Snapshot> = Vec::new();
             let mut after = None;
@@ -65,16 +65,16 @@ pub(super) async fn run(verb: SnapshotVerb) -> anyhow::Result<()> {
                 }
             }
         }
-        SnapshotVerb::Show { id, client } => {
+        SnapshotCommand::Show { id, client } => {
             let found = client.connect()?.get_snapshot(&id).await?;
-            output::one(client.output, &found.with_context(|| format!("there is no snapshot {id}"))?)
+            output::one(client.output, &found.with_context(|| format!("snapshot {id} not found"))?)
         }
-        SnapshotVerb::Create { id, volume, timeout, client } => {
+        SnapshotCommand::Create { id, volume, timeout, client } => {
             let spec = SnapshotSpec { volume, labels: Labels::new() };
             let timeout = Duration::from_secs(timeout);
             output::one(client.output, &client.connect()?.put_snapshot(&id, &spec, timeout).await?)
         }
-        SnapshotVerb::Delete { id, client } => {
+        SnapshotCommand::Delete { id, client } => {
             client.connect()?.delete_snapshot(&id).await?;
             output::done(client.output, &format!("snapshot {id} deleted"))
         }

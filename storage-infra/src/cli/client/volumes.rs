@@ -1,4 +1,4 @@
-//! Volumes.
+//! Volume commands.
 
 use std::time::Duration;
 
@@ -11,77 +11,78 @@ use infra_api::{
 use super::{ClientArgs, label};
 use crate::cli::{output, size};
 
-/// What to do with volumes.
+/// Volume commands.
 #[derive(Debug, Subcommand)]
-pub(in crate::cli) enum VolumeVerb {
-    /// Show all volumes.
+pub(in crate::cli) enum VolumeCommand {
+    /// List all volumes.
     List {
         #[command(flatten)]
         client: ClientArgs,
     },
     /// Show one volume.
     Show {
-        /// The volume's id.
+        /// ID of the volume.
         id: VolumeId,
         #[command(flatten)]
         client: ClientArgs,
     },
     /// Create a volume.
     Create {
-        /// The volume's id.
+        /// ID of the volume.
         id: VolumeId,
-        /// Its size, such as 10Gi.
+        /// Size, such as 10Gi.
         #[arg(long, value_parser = size::parse)]
         size: u64,
-        /// Only in this pool.
+        /// Place it in this pool.
         #[arg(long)]
         pool: Option<PoolName>,
-        /// Only in a pool with this label. Repeatable.
+        /// Place it in a pool with this label. Repeatable.
         #[arg(long = "pool-label", value_name = "KEY=VALUE", value_parser = label)]
         pool_labels: Vec<(String, String)>,
-        /// Only in a pool that this zone can reach. Repeatable: then one of these, the best first.
+        /// Place it in a pool that is reachable from this zone. Repeatable, in order of preference.
         #[arg(long = "zone", value_name = "ZONE")]
         zones: Vec<String>,
-        /// Not in a pool with another volume of this group.
+        /// Do not place it in a pool that holds a volume of the same anti-affinity group.
         #[arg(long, value_name = "GROUP")]
         anti_affinity: Option<String>,
-        /// Begin with the bytes of this snapshot.
+        /// Create it from this snapshot.
         #[arg(long, value_name = "SNAPSHOT", conflicts_with = "from_volume")]
         from_snapshot: Option<SnapshotId>,
-        /// Begin with the bytes that this volume has now.
+        /// Create it as a clone of this volume.
         #[arg(long, value_name = "VOLUME")]
         from_volume: Option<VolumeId>,
-        /// Several machines may write to it at once, which only software made for that survives.
+        /// Allow several nodes to write to the volume at the same time. Only cluster-aware software survives that.
         #[arg(long)]
         shareable: bool,
         #[command(flatten)]
         qos: QosArgs,
-        /// How long to wait, in seconds, where much has to be copied.
+        /// Seconds to wait for completion. Copying data (pools without reflinks) takes long.
         #[arg(long, default_value_t = 60)]
         timeout: u64,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Delete a volume and its bytes.
+    /// Delete a volume and its data.
     Delete {
-        /// The volume's id.
+        /// ID of the volume.
         id: VolumeId,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Grow a volume, live where it is attached.
-    Grow {
-        /// The volume's id.
+    /// Expand a volume, online if it is attached.
+    #[command(visible_alias = "grow")]
+    Expand {
+        /// ID of the volume.
         id: VolumeId,
-        /// Its new size, such as 20Gi.
+        /// New size, such as 20Gi.
         #[arg(long, value_parser = size::parse)]
         size: u64,
         #[command(flatten)]
         client: ClientArgs,
     },
-    /// Limit how fast a volume may be, live where it is attached.
+    /// Set the QoS limits of a volume, online if it is attached.
     Qos {
-        /// The volume's id.
+        /// ID of the volume.
         id: VolumeId,
         #[command(flatten)]
         qos: QosArgs,
@@ -90,13 +91,13 @@ pub(in crate::cli) enum VolumeVerb {
     },
 }
 
-/// How fast a volume may be.
+/// QoS limits.
 #[derive(Debug, Args)]
 pub(in crate::cli) struct QosArgs {
-    /// At most so many reads and writes per second; without it, or with 0, not limited.
+    /// Maximum read and write operations per second. Absent or 0: no limit.
     #[arg(long)]
     iops: Option<u64>,
-    /// At most so many bytes per second, such as 100Mi; without it, or with 0, not limited.
+    /// Maximum bytes per second, such as 100Mi. Absent or 0: no limit.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     bytes_per_second: Option<u64>,
 }
@@ -107,10 +108,10 @@ impl From<QosArgs> for Qos {
     }
 }
 
-/// Does one verb.
-pub(super) async fn run(verb: VolumeVerb) -> anyhow::Result<()> {
-    match verb {
-        VolumeVerb::List { client } => {
+/// Runs a volume command.
+pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
+    match command {
+        VolumeCommand::List { client } => {
             let server = client.connect()?;
             let mut volumes: Vec<Volume> = Vec::new();
             let mut after = None;
@@ -123,11 +124,11 @@ pub(super) async fn run(verb: VolumeVerb) -> anyhow::Result<()> {
                 }
             }
         }
-        VolumeVerb::Show { id, client } => {
+        VolumeCommand::Show { id, client } => {
             let found = client.connect()?.get_volume(&id).await?;
-            output::one(client.output, &found.with_context(|| format!("there is no volume {id}"))?)
+            output::one(client.output, &found.with_context(|| format!("volume {id} not found"))?)
         }
-        VolumeVerb::Create {
+        VolumeCommand::Create {
             id,
             size,
             pool,
@@ -160,15 +161,15 @@ pub(super) async fn run(verb: VolumeVerb) -> anyhow::Result<()> {
             let timeout = Duration::from_secs(timeout);
             output::one(client.output, &client.connect()?.put_volume(&id, &spec, timeout).await?)
         }
-        VolumeVerb::Delete { id, client } => {
+        VolumeCommand::Delete { id, client } => {
             client.connect()?.delete_volume(&id).await?;
             output::done(client.output, &format!("volume {id} deleted"))
         }
-        VolumeVerb::Grow { id, size, client } => {
+        VolumeCommand::Expand { id, size, client } => {
             let size = VolumeSize { capacity_bytes: size, limit_bytes: None };
             output::one(client.output, &client.connect()?.grow_volume(&id, &size).await?)
         }
-        VolumeVerb::Qos { id, qos, client } => {
+        VolumeCommand::Qos { id, qos, client } => {
             output::one(client.output, &client.connect()?.put_qos(&id, &qos.into()).await?)
         }
     }

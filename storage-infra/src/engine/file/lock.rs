@@ -1,8 +1,8 @@
-//! The lock on a pool's marker, by which one server at a time has the pool. It is the kernel's: it ends with the process that
-//! holds it, however that ends, and the network filesystems that pass locks on show it to other hosts.
+//! Pool lock: an exclusive file lock on a pool's marker, which lets one server at a time use the pool. The kernel drops
+//! it when the process ends, however it ends, and network filesystems that forward locks show it to other hosts.
 //!
-//! The file stays open for as long as it is the marker of the pool's directory. A directory that was taken away, or another
-//! that was mounted there, is noticed by the next look, and nothing of the old one is kept open.
+//! The marker stays open while it is the marker of the pool's directory. If the directory is unmounted or another
+//! filesystem is mounted over it, the next check notices that and closes the old file.
 
 use std::fs::{self, File, Metadata, OpenOptions, TryLockError};
 use std::io;
@@ -18,12 +18,12 @@ use serde::{Deserialize, Serialize};
 use super::io_error;
 use crate::engine::{EngineError, Result};
 
-/// The attribute of the marker that says who has the pool, for people. Only the lock itself counts.
+/// Extended attribute of the marker with the server that has the lock. Informational: only the lock counts.
 const ATTRIBUTE: &str = "user.nestor.server";
-/// How long a server that is just ending may hold a pool.
-const HANDOVER: Duration = Duration::from_millis(500);
+/// How long to wait for a server that is shutting down to release the pool.
+const HANDOVER_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// A server, as others are told of it.
+/// Identity of the server that has a pool locked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Server {
@@ -38,14 +38,14 @@ impl Server {
         Self { host, pid: std::process::id(), data_dir: data_dir.to_owned() }
     }
 
-    fn noted(marker: &Path) -> Option<Self> {
+    fn read(marker: &Path) -> Option<Self> {
         let mut bytes = vec![0; 1 << 16];
         let length = lgetxattr(marker, ATTRIBUTE, bytes.as_mut_slice()).ok()?;
         serde_json::from_slice(&bytes[..length]).ok()
     }
 }
 
-/// The lock, or what is known of it.
+/// The lock of one pool.
 #[derive(Default)]
 pub(super) struct PoolLock {
     data_dir: PathBuf,
@@ -55,8 +55,8 @@ pub(super) struct PoolLock {
 #[derive(Default)]
 struct State {
     held: Option<(File, u64, u64)>,
-    was_tried: bool,
-    elsewhere: Option<String>,
+    was_attempted: bool,
+    other_server: Option<String>,
 }
 
 impl State {
@@ -66,8 +66,8 @@ impl State {
 }
 
 impl PoolLock {
-    /// A lock of the server over this data directory.
-    pub(super) fn of(data_dir: &Path) -> Self {
+    /// The lock, for the server with this data directory.
+    pub(super) fn new(data_dir: &Path) -> Self {
         Self { data_dir: data_dir.to_owned(), state: Mutex::default() }
     }
 
@@ -75,33 +75,33 @@ impl PoolLock {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets go of the pool.
+    /// Releases the lock.
     pub(super) fn release(&self) {
         let held = self.state().held.take();
         drop(held);
     }
 
-    /// Who else served the pool when it was last looked at.
-    pub(super) fn elsewhere(&self) -> Option<String> {
-        self.state().elsewhere.clone()
+    /// The server that had the pool locked at the last attempt to lock it.
+    pub(super) fn other_server(&self) -> Option<String> {
+        self.state().other_server.clone()
     }
 
-    /// Makes sure that this server has the pool with this marker. Fails where another one has.
-    pub(super) fn hold(&self, marker: &Path) -> Result<()> {
-        let found = fs::metadata(marker).map_err(io_error("look at", marker))?;
+    /// Ensures that this server holds the lock on this marker. Fails if another server holds it.
+    pub(super) fn ensure_held(&self, marker: &Path) -> Result<()> {
+        let found = fs::metadata(marker).map_err(io_error("read the metadata of", marker))?;
         let mut state = self.state();
         if state.holds(&found) {
             return Ok(());
         }
         state.held = None;
-        let patience = if state.was_tried { Duration::ZERO } else { HANDOVER };
-        state.was_tried = true;
-        let locked = lock(marker, patience)?;
-        state.elsewhere = locked.is_none().then(|| served_elsewhere(marker));
-        match (locked, &state.elsewhere) {
+        let timeout = if state.was_attempted { Duration::ZERO } else { HANDOVER_TIMEOUT };
+        state.was_attempted = true;
+        let locked = lock(marker, timeout)?;
+        state.other_server = locked.is_none().then(|| locked_elsewhere(marker));
+        match (locked, &state.other_server) {
             (Some(file), _) => {
-                let meta = file.metadata().map_err(io_error("look at", marker))?;
-                self.sign(&file);
+                let meta = file.metadata().map_err(io_error("read the metadata of", marker))?;
+                self.write_owner(&file);
                 state.held = Some((file, meta.dev(), meta.ino()));
                 Ok(())
             }
@@ -109,32 +109,32 @@ impl PoolLock {
         }
     }
 
-    /// Says who has the pool, where that can be written.
-    fn sign(&self, marker: &File) {
-        let signed = serde_json::to_vec(&Server::this(&self.data_dir)).map_err(|error| error.to_string());
-        let signed = signed.and_then(|bytes| {
+    /// Writes this server's identity to the marker, if possible.
+    fn write_owner(&self, marker: &File) {
+        let written = serde_json::to_vec(&Server::this(&self.data_dir)).map_err(|error| error.to_string());
+        let written = written.and_then(|bytes| {
             fsetxattr(marker, ATTRIBUTE, &bytes, XattrFlags::empty()).map_err(|error| error.to_string())
         });
-        if let Err(error) = signed {
-            tracing::debug!(%error, "could not note which server has the pool");
+        if let Err(error) = written {
+            tracing::debug!(%error, "cannot write the server's identity to the pool marker");
         }
     }
 }
 
-/// The marker, locked; None where somebody else has locked it.
-fn lock(marker: &Path, patience: Duration) -> Result<Option<File>> {
+/// Opens and locks the marker; `None` if another process has it locked.
+fn lock(marker: &Path, timeout: Duration) -> Result<Option<File>> {
     let mut file = File::open(marker).map_err(io_error("open", marker))?;
     let start = Instant::now();
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(Some(file)),
-            // NFS locks only what is open for writing.
+            // NFS requires a file opened for writing.
             Err(TryLockError::Error(error)) if Errno::from_io_error(&error) == Some(Errno::BADF) => {
                 file = OpenOptions::new().write(true).open(marker).map_err(io_error("open", marker))?;
             }
             Err(TryLockError::Error(error)) => return Err(io_error("lock", marker)(error)),
-            // A file lock can't be waited for with a deadline, so it is tried again.
-            Err(TryLockError::WouldBlock) if start.elapsed() < patience => {
+            // A file lock cannot be awaited with a timeout, so poll.
+            Err(TryLockError::WouldBlock) if start.elapsed() < timeout => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             Err(TryLockError::WouldBlock) => return Ok(None),
@@ -142,24 +142,21 @@ fn lock(marker: &Path, patience: Duration) -> Result<Option<File>> {
     }
 }
 
-/// Who serves the pool with this marker, for people. None where nobody does.
+/// A message that names the server that has this pool locked; `None` if it is unlocked.
 pub(super) fn server_of(marker: &Path) -> io::Result<Option<String>> {
     match lock(marker, Duration::ZERO) {
         Ok(Some(_)) => Ok(None),
-        Ok(None) => Ok(Some(served_elsewhere(marker))),
+        Ok(None) => Ok(Some(locked_elsewhere(marker))),
         Err(error) => Err(io::Error::other(error.to_string())),
     }
 }
 
-fn served_elsewhere(marker: &Path) -> String {
+fn locked_elsewhere(marker: &Path) -> String {
     let pool = marker.parent().unwrap_or(marker).display();
-    let who =
-        Server::noted(marker).map_or("which is not known".to_owned(), |Server { host, pid, data_dir }| {
-            format!("process {pid} on host {host} with the data directory {}", data_dir.display())
-        });
-    format!(
-        "{pool} is served by another server ({who}), which holds the lock on its marker; stop that one first"
-    )
+    let server = Server::read(marker).map_or("unknown".to_owned(), |Server { host, pid, data_dir }| {
+        format!("process {pid} on host {host} with the data directory {}", data_dir.display())
+    });
+    format!("the pool in {pool} is locked by another server ({server}); stop that server first")
 }
 
 #[cfg(test)]
@@ -173,31 +170,33 @@ mod tests {
     }
 
     #[test]
-    fn one_has_a_marker_and_others_are_told_who_until_it_lets_go() {
+    fn one_server_holds_the_lock_and_others_get_an_error_that_names_it() {
         let dir = tempfile::tempdir().unwrap();
         let marker = marker(&dir);
-        let (one, other) = (PoolLock::of(Path::new("/one")), PoolLock::of(Path::new("/other")));
-        one.hold(&marker).unwrap();
-        one.hold(&marker).unwrap();
-        let Err(EngineError::Served(why)) = other.hold(&marker) else { panic!("two have it") };
+        let (one, other) = (PoolLock::new(Path::new("/one")), PoolLock::new(Path::new("/other")));
+        one.ensure_held(&marker).unwrap();
+        one.ensure_held(&marker).unwrap();
+        let Err(EngineError::Served(why)) = other.ensure_held(&marker) else {
+            panic!("two servers hold the lock")
+        };
         let process = format!("process {}", std::process::id());
         assert!(why.contains(&process) && why.contains("/one"), "{why}");
-        assert_eq!(other.elsewhere(), Some(why.clone()));
+        assert_eq!(other.other_server(), Some(why.clone()));
         assert_eq!(server_of(&marker).unwrap(), Some(why));
         one.release();
-        other.hold(&marker).unwrap();
-        assert_eq!(other.elsewhere(), None);
+        other.ensure_held(&marker).unwrap();
+        assert_eq!(other.other_server(), None);
     }
 
     #[test]
-    fn a_marker_that_is_another_file_is_locked_anew() {
+    fn a_replaced_marker_is_locked_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = marker(&dir);
-        let lock = PoolLock::of(Path::new("/one"));
-        lock.hold(&path).unwrap();
+        let lock = PoolLock::new(Path::new("/one"));
+        lock.ensure_held(&path).unwrap();
         fs::rename(&path, dir.path().join("old")).unwrap();
         fs::write(&path, "text").unwrap();
-        lock.hold(&path).unwrap();
+        lock.ensure_held(&path).unwrap();
         assert!(server_of(&path).unwrap().is_some());
         assert_eq!(server_of(&dir.path().join("old")).unwrap(), None);
     }

@@ -48,7 +48,7 @@ fn record(object: &Object, identity: u128) -> Record {
     }
 }
 
-/// As if everybody had been asked, and nobody had it.
+/// Clearance as if no file were in use.
 fn cleared(engine: &FileEngine, object: &Object, identity: u128) -> Result<Cleared> {
     let (object, identity) = (object.clone(), Uuid::from_u128(identity));
     let files = engine.files(&object)?;
@@ -78,7 +78,7 @@ fn snapshot(text: &str) -> Object {
 }
 
 #[test]
-fn a_volume_is_sparse_grows_and_goes() {
+fn a_volume_is_sparse_and_can_be_expanded_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 1 << 30).unwrap();
@@ -95,7 +95,7 @@ fn a_volume_is_sparse_grows_and_goes() {
 }
 
 #[test]
-fn a_directory_that_is_not_the_registered_one_is_left_alone() {
+fn a_directory_other_than_the_registered_one_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
@@ -109,7 +109,7 @@ fn a_directory_that_is_not_the_registered_one_is_left_alone() {
 }
 
 #[test]
-fn a_directory_of_another_pool_is_refused_and_foreign_files_are_named() {
+fn a_directory_of_another_pool_is_rejected_and_foreign_files_are_listed() {
     let dir = tempfile::tempdir().unwrap();
     let first = engine(dir.path());
     let second = FileEngine::new(dir.path(), Uuid::new_v4(), Path::new("/data"));
@@ -121,7 +121,7 @@ fn a_directory_of_another_pool_is_refused_and_foreign_files_are_named() {
 }
 
 #[test]
-fn a_copy_keeps_holes_and_is_not_there_by_its_name_until_it_is_complete() {
+fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 64 << 20).unwrap();
@@ -163,7 +163,7 @@ fn a_copy_keeps_holes_and_is_not_there_by_its_name_until_it_is_complete() {
 }
 
 #[test]
-fn what_is_noted_of_another_object_keeps_a_file_from_being_removed_or_taken_for_our_own() {
+fn a_file_with_the_record_of_another_object_is_neither_removed_nor_reused() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
@@ -179,14 +179,14 @@ fn what_is_noted_of_another_object_keeps_a_file_from_being_removed_or_taken_for_
     assert!(matches!(engine.is_complete(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
     engine.discard(&cleared(&engine, &object("v"), 1).unwrap()).unwrap();
     assert_eq!(engine.noted(&object("v")).unwrap(), Some(ours));
-    // By another name it is nobody's.
+    // Under another name the record does not match either.
     fs::rename(dir.path().join("v.raw"), dir.path().join("w.raw")).unwrap();
     assert!(matches!(remove(&engine, "w"), Err(EngineError::Foreign(_))));
     assert_eq!(fs::metadata(dir.path().join("w.raw")).unwrap().len(), 4096);
 }
 
 #[test]
-fn what_is_complete_keeps_its_record_and_what_is_open_keeps_its_file() {
+fn a_complete_file_keeps_its_record_and_an_open_file_is_not_removed() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
@@ -202,7 +202,7 @@ fn what_is_complete_keeps_its_record_and_what_is_open_keeps_its_file() {
     );
     assert_eq!(engine.revisions().unwrap(), Revisions { pool: 3, volumes: HashMap::from([(id("v"), 9)]) });
 
-    // Somebody opened it after everybody was asked.
+    // The file was opened after clearance was issued.
     let cleared = cleared(&engine, &object("v"), 1).unwrap();
     let losetup = |arguments: &[&str], path: &Path| {
         std::process::Command::new("losetup").args(arguments).arg(path).output().unwrap().stdout
@@ -215,23 +215,23 @@ fn what_is_complete_keeps_its_record_and_what_is_open_keeps_its_file() {
 }
 
 #[test]
-fn a_directory_tells_by_itself_what_it_holds() {
+fn a_pool_scan_finds_records_without_a_catalog() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     create(&engine, "v", 4096).unwrap();
     fs::write(dir.path().join("photo.jpg"), "x").unwrap();
-    let found = survey(dir.path()).unwrap();
+    let found = scan_pool(dir.path()).unwrap();
     assert_eq!((found.uuid, found.pool), (engine.uuid, Some(pool())));
     let names: Vec<&str> = found.files.iter().map(|file| file.name.as_str()).collect();
     assert_eq!(names, ["photo.jpg", "v.raw"]);
     assert_eq!(found.files[0].record, Ok(None));
     assert_eq!(found.files[1].record, Ok(Some(record(&object("v"), 1))));
     fs::remove_file(dir.path().join(MARKER)).unwrap();
-    assert!(survey(dir.path()).unwrap_err().to_string().contains("not mounted"));
+    assert!(scan_pool(dir.path()).unwrap_err().to_string().contains("not mounted"));
 }
 
 #[test]
-fn what_an_earlier_version_made_is_finished_and_noted() {
+fn a_volume_of_an_earlier_version_is_completed_and_gets_a_record() {
     let dir = tempfile::tempdir().unwrap();
     let engine = engine(dir.path());
     fs::write(dir.path().join("v.raw"), "bytes").unwrap();

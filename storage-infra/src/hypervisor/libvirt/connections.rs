@@ -1,4 +1,4 @@
-//! Connections to a libvirt daemon, and whose turn it is.
+//! Connection pool for a libvirt daemon, and locks per domain.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -12,18 +12,18 @@ use super::Session;
 use super::xml::host_uuid;
 use crate::hypervisor::{HypervisorError, Result};
 
-/// How many connections are kept open while nobody uses them.
-const KEPT: usize = 8;
+/// Maximum number of idle connections kept open.
+const MAX_IDLE: usize = 8;
 
-/// Connections to a daemon. Each call has one to itself: libvirt takes only a few requests at once of each, so one that
-/// hangs would keep the others waiting.
+/// Connection pool of a daemon. Each call has its own connection: libvirt limits the concurrent requests of a
+/// connection, so a hanging call would block the others.
 pub(super) struct Connections {
     uri: String,
-    /// Those that nobody uses now.
+    /// Idle connections.
     idle: Arc<Mutex<Vec<Open>>>,
 }
 
-/// An open connection, and the host that it is to.
+/// An open connection, with the UUID of its host.
 struct Open {
     connection: Connect,
     host: Option<Uuid>,
@@ -34,7 +34,7 @@ impl Connections {
         Self { uri: uri.to_owned(), idle: Arc::default() }
     }
 
-    /// Runs blocking calls with a connection that lives, opening one where needed.
+    /// Runs blocking calls on a live connection; opens one if necessary.
     pub(super) async fn run<T, F>(&self, work: F) -> Result<T>
     where
         T: Send + 'static,
@@ -46,14 +46,15 @@ impl Connections {
             let session = Session { connection, uri, host };
             let result = work(&session);
             let mut idle = idle.lock().unwrap_or_else(PoisonError::into_inner);
-            // One that is lost is not used again.
-            if idle.len() < KEPT && !matches!(result, Err(HypervisorError::Unreachable(_))) {
+            // A lost connection is not reused.
+            if idle.len() < MAX_IDLE && !matches!(result, Err(HypervisorError::Unreachable(_))) {
                 idle.push(Open { connection: session.connection, host });
             }
             result
         });
-        task.await
-            .unwrap_or_else(|e| Err(HypervisorError::Uncertain(format!("a libvirt call broke off: {e}"))))
+        task.await.unwrap_or_else(|e| {
+            Err(HypervisorError::Uncertain(format!("a libvirt call panicked or was cancelled: {e}")))
+        })
     }
 
     #[cfg(test)]
@@ -62,7 +63,7 @@ impl Connections {
     }
 }
 
-/// A connection that lives: one that is idle, or a new one.
+/// A live connection: an idle one or a new one.
 fn connect(uri: &str, idle: &Mutex<Vec<Open>>) -> Result<Open> {
     start_event_loop();
     let take = || idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -73,9 +74,9 @@ fn connect(uri: &str, idle: &Mutex<Vec<Open>>) -> Result<Open> {
     }
     let unreachable = |e: Error| HypervisorError::Unreachable(format!("libvirt at {uri}: {}", e.message()));
     let fresh = Connect::open(Some(uri)).map_err(unreachable)?;
-    // Some drivers have no keep-alive; their connections are local and break by themselves.
+    // Some drivers have no keep-alive; their connections are local and fail on their own.
     if let Err(error) = fresh.set_keep_alive(5, 3) {
-        tracing::debug!(%error, %uri, "no keep-alive");
+        tracing::debug!(%error, %uri, "the libvirt connection has no keep-alive");
     }
     let capabilities = fresh.capabilities().map_err(unreachable)?;
     let host = host_uuid(&capabilities);
@@ -83,38 +84,38 @@ fn connect(uri: &str, idle: &Mutex<Vec<Open>>) -> Result<Open> {
     Ok(Open { connection: fresh, host })
 }
 
-/// Whose turn it is with a machine.
+/// Locks per domain.
 #[derive(Default)]
-pub(super) struct Turns(Mutex<HashMap<Uuid, Arc<tokio::sync::Mutex<()>>>>);
+pub(super) struct DomainLocks(Mutex<HashMap<Uuid, Arc<tokio::sync::Mutex<()>>>>);
 
-impl Turns {
-    /// Waits for it.
-    pub(super) async fn wait(&self, node: Uuid) -> OwnedMutexGuard<()> {
-        let turns = self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(node).or_default().clone();
-        turns.lock_owned().await
+impl DomainLocks {
+    /// Locks a domain.
+    pub(super) async fn lock(&self, node: Uuid) -> OwnedMutexGuard<()> {
+        let lock = self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(node).or_default().clone();
+        lock.lock_owned().await
     }
 }
 
 static EVENTS: Once = Once::new();
 
-/// Runs libvirt's event loop, which sends the keep-alives that tell a dead connection from a slow one.
+/// Starts libvirt's event loop, which sends the keep-alives that distinguish a dead connection from a slow one.
 fn start_event_loop() {
     EVENTS.call_once(|| {
-        // Errors are told by whoever gets them; libvirt would print each to the process's own output besides.
+        // Callers report their errors; by default libvirt also prints each to stderr.
         virt::error::clear_error_callback();
         if let Err(error) = virt::event::event_register_default_impl() {
-            tracing::warn!(%error, "libvirt has no event loop: dead connections are noticed late");
+            tracing::warn!(%error, "cannot register libvirt's event loop: dead connections are detected late");
             return;
         }
         let run = || {
             loop {
                 if let Err(error) = virt::event::event_run_default_impl() {
-                    tracing::warn!(%error, "libvirt's event loop");
+                    tracing::warn!(%error, "libvirt's event loop failed");
                 }
             }
         };
         if let Err(error) = std::thread::Builder::new().name("libvirt-events".into()).spawn(run) {
-            tracing::warn!(%error, "libvirt's event loop cannot be started");
+            tracing::warn!(%error, "cannot start libvirt's event loop");
         }
     });
 }

@@ -1,4 +1,4 @@
-//! What is plugged into all domains of a daemon, whoever plugged it.
+//! Domain listing: power states and attached disks of all domains of a daemon.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,7 +11,7 @@ use super::xml::LiveDomain;
 use super::{Session, is};
 use crate::hypervisor::{HypervisorError, NodeFacts, Plugged, Power, Result, wwn};
 
-/// A domain, by its live XML.
+/// A listed domain with its live XML.
 pub(super) struct Listed {
     pub(super) node: Uuid,
     pub(super) name: String,
@@ -19,18 +19,18 @@ pub(super) struct Listed {
 }
 
 impl Session {
-    /// How these domains are. One question tells of all that run; the others are asked for one by one.
+    /// Reads the facts about these domains: one call for all that run, and one for each of the others.
     pub(super) fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         let running = self
             .connection
             .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_RUNNING)
-            .map_err(|e| self.error("list the domains that run", &e))?;
+            .map_err(|e| self.error("list the running domains", &e))?;
         let running: HashSet<Uuid> = running.iter().filter_map(|domain| domain.uuid().ok()).collect();
         let mut found = HashMap::new();
         for node in nodes {
             let facts = match running.contains(node) {
                 true => self.facts(Power::Running { executing: true }, None),
-                // One that cannot be read says nothing about the others.
+                // A domain that cannot be read does not affect the others.
                 false => match self.snapshot(*node) {
                     Ok(now) => self.facts(now.power, None),
                     Err(HypervisorError::Unreachable(why)) => return Err(HypervisorError::Unreachable(why)),
@@ -42,7 +42,7 @@ impl Session {
         Ok(found)
     }
 
-    /// The files that active domains have as disks, by their live XML.
+    /// Lists the files that active domains have attached as disks, from their live XML.
     pub(super) fn plugged(&self) -> Result<Vec<Plugged>> {
         let mut found = Vec::new();
         for Listed { node, name, live } in self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, |_| true)? {
@@ -55,17 +55,17 @@ impl Session {
         Ok(found)
     }
 
-    /// The domains that these flags select and that are wanted, with their live XML.
-    pub(super) fn listed(&self, flags: u32, is_wanted: fn(&Domain) -> bool) -> Result<Vec<Listed>> {
+    /// Lists the domains that match the flags and the filter, with their live XML.
+    pub(super) fn listed(&self, flags: u32, matches: fn(&Domain) -> bool) -> Result<Vec<Listed>> {
         let domains =
             self.connection.list_all_domains(flags).map_err(|e| self.error("list the domains", &e))?;
         let mut found = Vec::new();
-        for domain in domains.iter().filter(|domain| is_wanted(domain)) {
+        for domain in domains.iter().filter(|domain| matches(domain)) {
             let failed = |e| self.error("read a domain", &e);
             let (node, name) = (domain.uuid().map_err(failed)?, domain.name().map_err(failed)?);
             let text = match domain.xml_desc(0) {
                 Ok(text) => text,
-                // It ended meanwhile.
+                // It stopped meanwhile.
                 Err(error) if is(&error, ErrorNumber::NoDomain) => continue,
                 Err(error) => return Err(self.error(&format!("read the domain {name}"), &error)),
             };

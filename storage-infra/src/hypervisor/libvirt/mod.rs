@@ -1,12 +1,12 @@
-//! Hypervisor `libvirt`: real virtual machines, on this host or another, by URI.
+//! libvirt hypervisor: virtual machines of a libvirt daemon, on this host or another, by URI.
 //!
-//! Rules learned from how libvirt behaves: an attach may complete after its caller gave up; a detach may say success
-//! while the disk is still there. So the live XML decides, read after a step that waits for the domain's own job
-//! lock; and no answer from libvirt never counts as an answer about the domain.
+//! An attach may complete after its caller gave up, and a detach may report success while the disk is still attached.
+//! So the live XML decides; it is read after a step that waits for the domain's job lock. A missing response from
+//! libvirt is never taken as information about the domain.
 
 mod connections;
 mod listing;
-mod stalled;
+mod paused;
 mod virsh;
 mod xml;
 
@@ -28,47 +28,47 @@ use virt::sys;
 use super::{
     Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Stalled, Unplugged,
 };
-use connections::{Connections, Turns};
-use xml::{LiveDomain, NoPlace};
+use connections::{Connections, DomainLocks};
+use xml::{AttachError, LiveDomain};
 
-/// The kind, as in the server's flags.
+/// Kind of this hypervisor in the server's flags.
 pub const LIBVIRT: &str = "libvirt";
 
-/// How long an unplug waits for the guest to let a disk go before it reports that it is still there.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// How long libvirt may take to answer such a request. It never does while the QEMU process itself stands still.
-const ANSWER: Duration = Duration::from_secs(20);
-/// How often the guest is asked again meanwhile.
-const ASK_AGAIN: Duration = Duration::from_secs(8);
-/// How many calls run at once, besides those that switch a machine off, and the check.
-const AT_ONCE: usize = 32;
-/// A disk that no domain has, to wait for a domain's job lock without changing anything.
+/// How long a detach waits for the guest to release the disk before it reports the disk as still attached.
+const DETACH_TIMEOUT: Duration = Duration::from_secs(30);
+/// Timeout of one detach request. libvirt never responds while the QEMU process itself hangs.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// Interval between detach requests to the guest.
+const REQUEST_INTERVAL: Duration = Duration::from_secs(8);
+/// Maximum number of concurrent calls, not counting power-off and the health check.
+const MAX_CONCURRENT_CALLS: usize = 32;
+/// A disk name that no domain has: a request for it waits for the domain's job lock and changes nothing.
 const NO_DISK: &str = "nestor-no-such-disk";
 
 /// A libvirt daemon.
 pub struct Libvirt {
     uri: String,
     connections: Connections,
-    /// Who may call now.
+    /// Limits concurrent calls.
     calls: Arc<Semaphore>,
-    /// A check that hangs must have ended before another is begun: whether the daemon answers is asked for again and again.
+    /// Serializes health checks: a check that hangs must not pile up others, since checks are periodic.
     checks: Arc<tokio::sync::Mutex<()>>,
-    // Choosing a free place and plugging into it are two steps; and a request that hangs must have ended before another
-    // is made, lest it is carried out on what came after it.
-    changes: Turns,
-    // A look that hangs must have ended before another is begun, or each would keep a thread and a connection.
-    looks: Turns,
+    // Choosing a free slot and attaching a disk to it are two steps. A hanging request must end before the next starts,
+    // or it would apply to the state after it.
+    changes: DomainLocks,
+    // A hanging read must end before the next starts, or each would occupy a thread and a connection.
+    reads: DomainLocks,
 }
 
-/// A domain's live state at one moment.
+/// A domain's live state at one point in time.
 struct Snapshot {
     power: Power,
     live: LiveDomain,
 }
 
 impl Snapshot {
-    /// Of a domain that does not run, so has no disks in its live state.
-    fn bare(power: Power) -> Self {
+    /// The snapshot of an inactive domain, which has no disks in its live state.
+    fn inactive(power: Power) -> Self {
         Self { power, live: LiveDomain::default() }
     }
 
@@ -77,20 +77,20 @@ impl Snapshot {
     }
 }
 
-/// How a domain is that does not run, by whether libvirt keeps its saved memory and by why it stopped. None where it went
-/// to another host. libvirt forgets the reason when it is started anew.
-fn at_rest(kept: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
+/// Power state of an inactive domain, from whether libvirt has a managed save image and why the domain stopped. `None`
+/// if it migrated to another host. libvirt forgets the reason when the daemon restarts.
+fn inactive_power(managed: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
     let DomainStateReasonEnum::Known(DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(reason))) =
         reason
     else {
-        return Some(if kept { Power::Saved { kept } } else { Power::Off { ended: false } });
+        return Some(if managed { Power::Saved { kept: managed } } else { Power::Off { ended: false } });
     };
     match reason {
-        _ if kept => Some(Power::Saved { kept }),
-        DomainShutoffReason::Saved => Some(Power::Saved { kept }),
+        _ if managed => Some(Power::Saved { kept: managed }),
+        DomainShutoffReason::Saved => Some(Power::Saved { kept: managed }),
         DomainShutoffReason::Migrated => None,
         DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => Some(Power::Off { ended: true }),
-        // One that failed may have failed to go on from its saved memory, which is still there.
+        // "Failed" includes a failed restore from saved memory that still exists.
         DomainShutoffReason::Unknown
         | DomainShutoffReason::Crashed
         | DomainShutoffReason::Failed
@@ -99,12 +99,12 @@ fn at_rest(kept: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
     }
 }
 
-/// Only a running domain's XML was read.
+/// Unknown unless the domain runs: only then was its XML read.
 fn max_disks(now: &Snapshot) -> Option<u32> {
     now.is_running().then(|| now.live.max_disks())
 }
 
-/// Whether an error means that the daemon was not asked, or that its answer was lost.
+/// Whether an error means that the request did not reach the daemon or its response was lost.
 fn lost(connection: &Connect, error: &Error) -> bool {
     error.code().is_any(vec![ErrorNumber::NoConnect, ErrorNumber::InvalidConn, ErrorNumber::Rpc])
         || error.domain().is(ErrorDomain::Rpc)
@@ -116,56 +116,56 @@ fn is(error: &Error, number: ErrorNumber) -> bool {
 }
 
 impl Libvirt {
-    /// The daemon at this URI. Connects when it is first needed.
+    /// The daemon at this URI. Connects on first use.
     pub fn new(uri: impl Into<String>) -> Self {
         let uri = uri.into();
         Self {
             connections: Connections::new(&uri),
             uri,
-            calls: Arc::new(Semaphore::new(AT_ONCE)),
+            calls: Arc::new(Semaphore::new(MAX_CONCURRENT_CALLS)),
             checks: Arc::default(),
-            changes: Turns::default(),
-            looks: Turns::default(),
+            changes: DomainLocks::default(),
+            reads: DomainLocks::default(),
         }
     }
 
-    /// Runs blocking calls, at most so many at once: those that hang must not take every thread there is.
+    /// Runs blocking calls on a connection. Their number is limited, so that hanging calls cannot occupy every thread.
     async fn with<T, F>(&self, work: F) -> Result<T>
     where
         T: Send + 'static,
         F: FnOnce(&Session) -> Result<T> + Send + 'static,
     {
-        let turn = self.calls.clone().acquire_owned().await;
+        let guard = self.calls.clone().acquire_owned().await;
         self.connections
             .run(move |session| {
-                let _turn = turn;
+                let _guard = guard;
                 work(session)
             })
             .await
     }
 
-    /// A domain's live state, and the host that says so.
+    /// Reads a domain's live state, and the UUID of its host.
     async fn snapshot(&self, node: Uuid) -> Result<(Snapshot, Option<Uuid>)> {
-        let turn = self.looks.wait(node).await;
+        let guard = self.reads.lock(node).await;
         self.with(move |session| {
-            let _turn = turn;
+            let _guard = guard;
             Ok((session.snapshot(node)?, session.host))
         })
         .await
     }
 
-    /// Asks a domain to let a disk go. True when it does not have it any more.
-    async fn ask_to_go(&self, node: Uuid, disk: Uuid) -> Result<bool> {
-        let turn = self.changes.wait(node).await;
+    /// Requests the detach of a disk. True if the domain does not have it any more.
+    async fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+        let guard = self.changes.lock(node).await;
         self.with(move |session| {
-            let _turn = turn;
-            session.ask_to_go(node, disk)
+            let _guard = guard;
+            session.request_detach(node, disk)
         })
         .await
     }
 }
 
-/// One connection in use.
+/// A connection in use by one call.
 struct Session {
     connection: Connect,
     uri: String,
@@ -173,8 +173,8 @@ struct Session {
 }
 
 impl Session {
-    fn error(&self, what: &str, error: &Error) -> HypervisorError {
-        let text = format!("libvirt at {}: cannot {what}: {}", self.uri, error.message());
+    fn error(&self, action: &str, error: &Error) -> HypervisorError {
+        let text = format!("libvirt at {}: cannot {action}: {}", self.uri, error.message());
         if lost(&self.connection, error) {
             HypervisorError::Unreachable(text)
         } else {
@@ -182,38 +182,38 @@ impl Session {
         }
     }
 
-    /// The domain, or `None` where libvirt answers that it has none of this UUID.
+    /// Looks a domain up; `None` if libvirt has none with this UUID.
     fn domain(&self, node: Uuid) -> Result<Option<Domain>> {
         match self.connection.lookup_domain_by_uuid(node) {
             Ok(domain) => Ok(Some(domain)),
             Err(error) if is(&error, ErrorNumber::NoDomain) => Ok(None),
-            Err(error) => Err(self.error(&format!("look the domain {node} up"), &error)),
+            Err(error) => Err(self.error(&format!("look up the domain {node}"), &error)),
         }
     }
 
     fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
-        let bare = Snapshot::bare;
-        let Some(domain) = self.domain(node)? else { return Ok(bare(Power::Gone)) };
+        let inactive = Snapshot::inactive;
+        let Some(domain) = self.domain(node)? else { return Ok(inactive(Power::Gone)) };
         let active = |what| match domain.is_active() {
             Ok(active) => Ok(Some(active)),
             Err(error) if is(&error, ErrorNumber::NoDomain) => Ok(None),
             Err(error) => Err(self.error(what, &error)),
         };
         match active("read whether the domain runs")? {
-            None => return Ok(bare(Power::Gone)),
-            Some(false) => return self.at_rest(node, &domain),
+            None => return Ok(inactive(Power::Gone)),
+            Some(false) => return self.inactive_power(node, &domain),
             Some(true) => {}
         }
         let executing = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Running), _)));
         let text = match domain.xml_desc(0) {
             Ok(text) => text,
-            Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(bare(Power::Gone)),
+            Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(inactive(Power::Gone)),
             Err(error) => return Err(self.error(&format!("read the domain {node}"), &error)),
         };
-        // The XML of a domain that went off meanwhile is its configuration, not what lives.
+        // If the domain stopped meanwhile, the XML is its configuration and not its live state.
         match active("read whether the domain still runs")? {
-            None => Ok(bare(Power::Gone)),
-            Some(false) => self.at_rest(node, &domain),
+            None => Ok(inactive(Power::Gone)),
+            Some(false) => self.inactive_power(node, &domain),
             Some(true) => {
                 let live = LiveDomain::parse(&text).map_err(|why| {
                     HypervisorError::Uncertain(format!("the XML of domain {node} cannot be read: {why}"))
@@ -223,23 +223,23 @@ impl Session {
         }
     }
 
-    /// A domain that does not run. One that was saved, or went to another host, will go on with the disks that it had, and
-    /// so has them still.
-    fn at_rest(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
+    /// Snapshot of an inactive domain. One that was saved or has migrated resumes with the disks it had, so they stay
+    /// in use.
+    fn inactive_power(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
         match (domain.has_managed_save(0), domain.state()) {
-            (Ok(kept), Ok((_, reason))) => match at_rest(kept, &reason) {
-                Some(power) => Ok(Snapshot::bare(power)),
+            (Ok(managed), Ok((_, reason))) => match inactive_power(managed, &reason) {
+                Some(power) => Ok(Snapshot::inactive(power)),
                 None => Err(HypervisorError::Uncertain(format!(
-                    "libvirt at {}: the domain {node} has gone to another host with its disks: register the node with the \
-                     hypervisor that it is on now",
+                    "libvirt at {}: the domain {node} has migrated to another host with its disks; register the node with the \
+                     hypervisor that runs it now",
                     self.uri
                 ))),
             },
             (Err(error), _) | (_, Err(error)) if is(&error, ErrorNumber::NoDomain) => {
-                Ok(Snapshot::bare(Power::Gone))
+                Ok(Snapshot::inactive(Power::Gone))
             }
             (Err(error), _) | (_, Err(error)) => {
-                Err(self.error(&format!("read how the domain {node} ended"), &error))
+                Err(self.error(&format!("read why the domain {node} stopped"), &error))
             }
         }
     }
@@ -250,39 +250,39 @@ impl Session {
 
     fn power_off(&self, node: Uuid) -> Result<()> {
         let Some(domain) = self.domain(node)? else { return Ok(()) };
-        let what = format!("switch the domain {node} off");
-        let fine = |error: Error| match error.code() {
+        let what = format!("power off the domain {node}");
+        let ignore_inactive = |error: Error| match error.code() {
             code if code.is_any(vec![ErrorNumber::NoDomain, ErrorNumber::OperationInvalid]) => Ok(()),
             _ => Err(self.error(&what, &error)),
         };
         if domain.is_active().map_err(|e| self.error(&what, &e))? {
-            domain.destroy().or_else(fine)?;
+            domain.destroy().or_else(ignore_inactive)?;
         }
         if domain.has_managed_save(0).unwrap_or(false) {
-            domain.managed_save_remove(0).or_else(fine)?;
+            domain.managed_save_remove(0).or_else(ignore_inactive)?;
         }
         match self.snapshot(node)?.power {
             Power::Running { .. } => Err(HypervisorError::Uncertain(format!(
-                "libvirt at {}: the domain {node} was switched off and runs again; is somebody starting it?",
+                "libvirt at {}: the domain {node} was powered off and runs again; disable whatever restarts it",
                 self.uri
             ))),
-            // What it saved to a file may still be used; whoever wants its disks looks at that.
+            // It may have saved its memory to a file; callers that free its disks check that.
             Power::Off { .. } | Power::Saved { .. } | Power::Gone => Ok(()),
         }
     }
 
-    /// A snapshot that is certainly later than every change which libvirt began before this call: an attach whose
-    /// caller is gone may still be running, and holds the domain's job lock while it does.
-    fn settled(&self, node: Uuid) -> Result<Snapshot> {
+    /// A snapshot that is later than every change that libvirt started before this call: an attach whose caller is gone
+    /// may still be running and holds the domain's job lock.
+    fn snapshot_after_jobs(&self, node: Uuid) -> Result<Snapshot> {
         if let Some(domain) = self.domain(node)?
             && domain.is_active().map_err(|e| self.error("read whether the domain runs", &e))?
         {
             match domain.block_resize(NO_DISK, 1 << 20, sys::VIR_DOMAIN_BLOCK_RESIZE_BYTES) {
                 Ok(()) => {}
                 Err(error) if is(&error, ErrorNumber::OperationTimeout) || lost(&self.connection, &error) => {
-                    return Err(self.error(&format!("wait for the domain {node}, which is busy"), &error));
+                    return Err(self.error(&format!("wait for a running job of the domain {node}"), &error));
                 }
-                // "No such disk": the lock was had, and that is all this was for.
+                // "No such disk": the lock was acquired, which is all this request is for.
                 Err(_) => {}
             }
         }
@@ -302,29 +302,29 @@ impl Session {
             return Err(not_running(before.power));
         }
         let text = before.live.disk_xml(disk).map_err(|why| match why {
-            NoPlace::Full(why) => HypervisorError::Full(format!("domain {node}: {why}")),
-            NoPlace::Unfit(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
+            AttachError::NoFreeSlot(why) => HypervisorError::Full(format!("domain {node}: {why}")),
+            AttachError::Unsupported(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
         })?;
         let Some(domain) = self.domain(node)? else { return Err(not_running(Power::Gone)) };
         let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
         if let Err(error) = &outcome
             && lost(&self.connection, error)
         {
-            return Err(self.error(&format!("plug the disk {} into domain {node}", disk.uuid), error));
+            return Err(self.error(&format!("attach the disk {} to domain {node}", disk.uuid), error));
         }
-        let after = self.settled(node)?;
+        let after = self.snapshot_after_jobs(node)?;
         if !after.is_running() {
-            // It may have been saved with the disk.
+            // It may have been saved with the disk attached.
             return Err(HypervisorError::Uncertain(not_running(after.power).to_string()));
         }
         match (after.live.find(disk.uuid), outcome) {
             (Some(_), _) => Ok(()),
             (None, Ok(())) => Err(HypervisorError::Refused(format!(
-                "libvirt at {} said that it plugged the disk {} into domain {node}, and the domain does not have it",
+                "libvirt at {} reported that it attached the disk {} to domain {node}, and the domain does not have it",
                 self.uri, disk.uuid
             ))),
             (None, Err(error)) => Err(HypervisorError::Refused(format!(
-                "libvirt at {} refused to plug the disk {} into domain {node}: {}",
+                "libvirt at {} refused to attach the disk {} to domain {node}: {}",
                 self.uri,
                 disk.uuid,
                 error.message()
@@ -332,18 +332,18 @@ impl Session {
         }
     }
 
-    /// Asks the domain to let the disk go. True when it does not have it any more.
-    fn ask_to_go(&self, node: Uuid, disk: Uuid) -> Result<bool> {
-        let now = self.settled(node)?;
+    /// Requests the detach of a disk. True if the domain does not have it any more.
+    fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+        let now = self.snapshot_after_jobs(node)?;
         let Some(found) = now.live.find(disk) else { return Ok(true) };
         let Some(domain) = self.domain(node)? else { return Ok(true) };
         match domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_LIVE) {
             Ok(()) => {}
             Err(error) if lost(&self.connection, &error) => {
-                return Err(self.error(&format!("unplug the disk {disk} from domain {node}"), &error));
+                return Err(self.error(&format!("detach the disk {disk} from domain {node}"), &error));
             }
-            // Already on its way out, or out: the live XML will tell.
-            Err(error) => tracing::debug!(%node, %disk, error = error.message(), "detach"),
+            // The disk is being detached or is gone: the live XML decides.
+            Err(error) => tracing::debug!(%node, %disk, error = error.message(), "detach request failed"),
         }
         Ok(self.snapshot(node)?.live.find(disk).is_none())
     }
@@ -369,9 +369,9 @@ impl Hypervisor for Libvirt {
     }
 
     async fn check(&self) -> Result<()> {
-        let turn = self.checks.clone().lock_owned().await;
+        let guard = self.checks.clone().lock_owned().await;
         let check = move |session: &Session| {
-            let _turn = turn;
+            let _guard = guard;
             session.connection.lib_version().map_err(|e| session.error("read the version", &e)).map(drop)
         };
         self.connections.run(check).await
@@ -400,7 +400,7 @@ impl Hypervisor for Libvirt {
     }
 
     async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
-        let _turn = self.changes.wait(node).await;
+        let _guard = self.changes.lock(node).await;
         let disk = disk.clone();
         self.with(move |session| session.plug(node, &disk)).await
     }
@@ -409,7 +409,7 @@ impl Hypervisor for Libvirt {
         let uuid = disk.uuid;
         let (start, mut paused) = (Instant::now(), false);
         loop {
-            match tokio::time::timeout(ANSWER, self.ask_to_go(node, uuid)).await {
+            match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, uuid)).await {
                 Ok(gone) => {
                     if gone? {
                         return Ok(Unplugged::Gone);
@@ -417,16 +417,16 @@ impl Hypervisor for Libvirt {
                 }
                 Err(_) => {
                     return Ok(Unplugged::StillThere(format!(
-                        "libvirt at {} was asked to take the disk {uuid} from domain {node}, and that has not ended after \
-                         {} s: is its QEMU process hung?",
+                        "libvirt at {} has not completed the request to detach the disk {uuid} from domain {node} after {} s; \
+                         its QEMU process may hang",
                         self.uri,
-                        ANSWER.as_secs()
+                        REQUEST_TIMEOUT.as_secs()
                     )));
                 }
             }
-            let asked = Instant::now();
+            let requested = Instant::now();
             let mut pause = Duration::from_millis(20);
-            while asked.elapsed() < ASK_AGAIN {
+            while requested.elapsed() < REQUEST_INTERVAL {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
                 let (now, _) = self.snapshot(node).await?;
@@ -435,11 +435,11 @@ impl Hypervisor for Libvirt {
                 }
                 paused = matches!(now.power, Power::Running { executing: false });
             }
-            if start.elapsed() > PATIENCE {
+            if start.elapsed() > DETACH_TIMEOUT {
                 return Ok(Unplugged::StillThere(format!(
-                    "domain {node} was asked to release the disk {uuid} and has it still after {} s; {}",
+                    "domain {node} has not released the disk {uuid} after {} s; {}",
                     start.elapsed().as_secs(),
-                    if paused { "the machine is paused" } else { "is the machine hung, or without ACPI?" }
+                    if paused { "it is paused" } else { "its guest may hang or lack ACPI support" }
                 )));
             }
         }
@@ -466,12 +466,12 @@ impl Hypervisor for Libvirt {
 
     async fn stalled(&self) -> Result<Vec<Stalled>> {
         let paused = self.with(Session::paused_for_errors).await?;
-        let mut stalled = Vec::new();
+        let mut vms = Vec::new();
         for one in paused {
             let errors = virsh::disk_errors(&self.uri, one.node).await?;
-            stalled.push(one.stalled(&errors));
+            vms.push(one.into_paused_vm(&errors));
         }
-        Ok(stalled)
+        Ok(vms)
     }
 
     async fn resume(&self, node: Uuid) -> Result<()> {
@@ -479,7 +479,8 @@ impl Hypervisor for Libvirt {
     }
 
     async fn power_off(&self, node: Uuid) -> Result<()> {
-        // Whatever hangs: nobody else may have the disks before.
+        // Not limited like other calls: it must run even while others hang, since no other node can get the disks
+        // before.
         self.connections.run(move |session| session.power_off(node)).await
     }
 }
@@ -489,18 +490,18 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_call_that_takes_long_has_a_connection_to_itself_and_what_is_idle_is_used_again() {
-        // Libvirt's own driver for tests, in this process.
+    async fn a_long_call_has_its_own_connection_and_idle_connections_are_reused() {
+        // libvirt's test driver, in this process.
         let libvirt = Libvirt::new("test:///default");
         let idle = || libvirt.connections.idle();
-        let (go_on, may_go_on) = std::sync::mpsc::channel();
+        let (release, released) = std::sync::mpsc::channel();
         let long =
-            libvirt.with(move |_| may_go_on.recv().map_err(|e| HypervisorError::Refused(e.to_string())));
+            libvirt.with(move |_| released.recv().map_err(|e| HypervisorError::Refused(e.to_string())));
         let short = async {
             libvirt.check().await.unwrap();
             libvirt.check().await.unwrap();
             assert_eq!(idle(), 1);
-            go_on.send(()).unwrap();
+            release.send(()).unwrap();
         };
         let (long, ()) = tokio::join!(long, short);
         long.unwrap();
@@ -510,9 +511,9 @@ mod tests {
         assert_eq!(idle(), 1);
     }
     #[tokio::test]
-    async fn calls_that_hang_keep_neither_a_check_nor_a_machine_from_being_switched_off() {
+    async fn hanging_calls_block_neither_the_health_check_nor_power_off() {
         let libvirt = Libvirt::new("test:///default");
-        let _hung = libvirt.calls.clone().acquire_many_owned(AT_ONCE as u32).await.unwrap();
+        let _hung = libvirt.calls.clone().acquire_many_owned(MAX_CONCURRENT_CALLS as u32).await.unwrap();
         let ordinary = libvirt.describe(Uuid::new_v4());
         tokio::time::timeout(Duration::from_millis(10), ordinary).await.unwrap_err();
         libvirt.check().await.unwrap();
@@ -520,7 +521,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_check_waits_for_the_last_one_without_a_thread() {
+    async fn a_health_check_waits_for_the_previous_one_without_a_thread() {
         let libvirt = Libvirt::new("test:///default");
         let hung = libvirt.checks.clone().lock_owned().await;
         tokio::time::timeout(Duration::from_millis(10), libvirt.check()).await.unwrap_err();

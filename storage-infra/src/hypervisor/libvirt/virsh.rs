@@ -1,8 +1,8 @@
-//! The calls of libvirt that its Rust binding does not have: limiting the speed of a plugged disk, and which disks of a
-//! domain failed.
+//! `virsh` calls, for libvirt functions that the Rust binding lacks: throttling an attached disk (`blkdeviotune`) and
+//! reading which disks failed (`domblkerror`).
 //!
-//! For the former, updating the device, which the binding has, is no way: libvirt (9.0) refuses it with "cannot modify field
-//! 'blkdeviotune total_bytes_sec' of the disk".
+//! Updating the device, which the binding supports, cannot replace `blkdeviotune`: libvirt 9.0 rejects it with "cannot
+//! modify field 'blkdeviotune total_bytes_sec' of the disk".
 
 use infra_api::Qos;
 use tokio::process::Command;
@@ -10,8 +10,8 @@ use uuid::Uuid;
 
 use crate::hypervisor::{HypervisorError, Result};
 
-/// The arguments of `virsh`. Both limits are always given: 0 takes a limit away.
-fn arguments(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Vec<String> {
+/// Arguments of `virsh blkdeviotune`. Both limits are always passed: 0 removes a limit.
+fn throttle_arguments(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Vec<String> {
     let mut all: Vec<String> =
         ["--quiet", "--connect", uri, "blkdeviotune", "--live"].map(str::to_owned).into();
     all.extend(["--domain".into(), node.to_string(), "--device".into(), target.to_owned()]);
@@ -20,8 +20,8 @@ fn arguments(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Vec<String> {
     all
 }
 
-/// Runs `virsh`, and gives what it prints.
-async fn virsh(uri: &str, what: &str, arguments: &[String]) -> Result<String> {
+/// Runs `virsh` and returns its output.
+async fn virsh(uri: &str, action: &str, arguments: &[String]) -> Result<String> {
     let output = Command::new("virsh")
         .args(arguments)
         .env("LC_ALL", "C")
@@ -36,40 +36,40 @@ async fn virsh(uri: &str, what: &str, arguments: &[String]) -> Result<String> {
         return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
     }
     let text = String::from_utf8_lossy(&output.stderr);
-    Err(HypervisorError::Uncertain(format!("libvirt at {uri}: cannot {what}: {}", text.trim())))
+    Err(HypervisorError::Uncertain(format!("libvirt at {uri}: cannot {action}: {}", text.trim())))
 }
 
-/// Limits a plugged disk, by its name at libvirt.
+/// Applies QoS limits to an attached disk, by its libvirt target name.
 pub(super) async fn throttle(uri: &str, node: Uuid, target: &str, qos: &Qos) -> Result<()> {
-    let what = format!("limit the disk {target} of domain {node}");
-    virsh(uri, &what, &arguments(uri, node, target, qos)).await.map(drop)
+    let action = format!("set the limits of the disk {target} of domain {node}");
+    virsh(uri, &action, &throttle_arguments(uri, node, target, qos)).await.map(drop)
 }
 
-/// A disk on which a domain's last request failed.
+/// A disk of a domain whose last request failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct DiskError {
-    /// Its name at libvirt.
+    /// libvirt target name.
     pub(super) target: String,
-    /// Whether it found no space.
+    /// Whether it ran out of space.
     pub(super) is_out_of_space: bool,
 }
 
-/// The disks of a domain on which the last request failed.
+/// Lists the disks of a domain whose last request failed.
 pub(super) async fn disk_errors(uri: &str, node: Uuid) -> Result<Vec<DiskError>> {
     let mut arguments: Vec<String> =
         ["--quiet", "--connect", uri, "domblkerror", "--domain"].map(str::to_owned).into();
     arguments.push(node.to_string());
-    let said = virsh(uri, &format!("read which disks of domain {node} failed"), &arguments).await?;
-    Ok(read_disk_errors(&said))
+    let output = virsh(uri, &format!("read which disks of domain {node} failed"), &arguments).await?;
+    Ok(parse_disk_errors(&output))
 }
 
-/// One line for each disk that failed, as in `sdb: no space`; or that there is none.
-fn read_disk_errors(said: &str) -> Vec<DiskError> {
+/// Parses one line per failed disk, such as `sdb: no space`; any other line means that none failed.
+fn parse_disk_errors(output: &str) -> Vec<DiskError> {
     let error = |line: &str| {
         let (target, error) = line.trim().split_once(": ")?;
         Some(DiskError { target: target.to_owned(), is_out_of_space: error == "no space" })
     };
-    said.lines().filter_map(error).collect()
+    output.lines().filter_map(error).collect()
 }
 
 #[cfg(test)]
@@ -77,10 +77,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_that_is_absent_is_taken_away() {
+    fn an_absent_limit_is_removed() {
         let node = Uuid::nil();
-        let text = arguments("qemu:///system", node, "sdb", &Qos { iops: Some(5), bytes_per_second: None })
-            .join(" ");
+        let text =
+            throttle_arguments("qemu:///system", node, "sdb", &Qos { iops: Some(5), bytes_per_second: None })
+                .join(" ");
         assert_eq!(
             text,
             format!(
@@ -91,10 +92,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_found_no_space_is_told_from_one_that_failed_otherwise() {
+    fn out_of_space_is_distinguished_from_other_disk_errors() {
         let error = |target: &str, is_out_of_space| DiskError { target: target.to_owned(), is_out_of_space };
-        let said = "sda: unspecified error\nsdb: no space\n\n";
-        assert_eq!(read_disk_errors(said), [error("sda", false), error("sdb", true)]);
-        assert_eq!(read_disk_errors("No errors found\n"), []);
+        let output = "sda: unspecified error\nsdb: no space\n\n";
+        assert_eq!(parse_disk_errors(output), [error("sda", false), error("sdb", true)]);
+        assert_eq!(parse_disk_errors("No errors found\n"), []);
     }
 }

@@ -1,4 +1,4 @@
-//! What of a domain's XML matters for plugging disks. Pure: text in, facts and text out.
+//! Domain XML: parses the disks of a live domain and generates the XML of a new disk. Pure.
 
 use std::collections::HashSet;
 
@@ -8,46 +8,46 @@ use uuid::Uuid;
 use crate::engine::DiskSource;
 use crate::hypervisor::Disk;
 
-/// Targets per virtio-scsi controller that are used; one LUN each.
+/// Number of targets used per virtio-scsi controller; one LUN each.
 const TARGETS: u32 = 255;
 
 /// A disk of a live domain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LiveDisk {
-    /// The `<serial>`, when it is a UUID.
+    /// The `<serial>`, if it is a UUID.
     pub uuid: Option<Uuid>,
-    /// It takes a place on a SCSI controller.
+    /// Whether it occupies a slot of a SCSI controller.
     pub is_scsi: bool,
-    /// The `<target dev>`: how libvirt names the disk, not how the guest does.
+    /// The `<target dev>`: libvirt's name of the disk, not the guest's.
     pub target: String,
-    /// The file that is its source, where it is one.
+    /// Source file, if its source is a file.
     pub file: Option<String>,
-    /// The guest cannot write.
+    /// Whether the guest cannot write.
     pub read_only: bool,
-    /// The `<disk>` element as it stands.
+    /// The `<disk>` element, unchanged.
     pub xml: String,
 }
 
-/// A live domain, as far as disks go.
+/// Disks and SCSI controllers of a live domain.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct LiveDomain {
-    /// Its disks.
+    /// The disks.
     pub disks: Vec<LiveDisk>,
     controllers: Vec<u32>,
     taken: HashSet<(u32, u32)>,
 }
 
-/// Why a disk cannot be plugged into a domain.
+/// Why a disk cannot be attached to a domain.
 #[derive(Debug)]
-pub(super) enum NoPlace {
-    /// There is no place for another disk.
-    Full(String),
-    /// This disk or this domain is not as it must be.
-    Unfit(String),
+pub(super) enum AttachError {
+    /// The domain has no free slot for another disk.
+    NoFreeSlot(String),
+    /// The disk cannot be described in XML.
+    Unsupported(String),
 }
 
 impl LiveDomain {
-    /// Reads a domain's XML.
+    /// Parses a domain's XML.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         let document = roxmltree::Document::parse(text).map_err(|e| format!("not XML: {e}"))?;
         let devices = document
@@ -98,26 +98,26 @@ impl LiveDomain {
         Ok(domain)
     }
 
-    /// The disk with this UUID as its serial.
+    /// Finds the disk with this UUID as its serial.
     pub(super) fn find(&self, uuid: Uuid) -> Option<&LiveDisk> {
         self.disks.iter().find(|disk| disk.uuid == Some(uuid))
     }
 
-    /// How many disks of ours the domain can have: its places, less those that disks of others take.
+    /// Maximum number of volumes that the domain can have attached: its slots without those of foreign disks.
     pub(super) fn max_disks(&self) -> u32 {
         let usable =
             |(controller, target): &&(u32, u32)| self.controllers.contains(controller) && *target < TARGETS;
         let taken = self.taken.iter().filter(usable).count();
         let ours = self.disks.iter().filter(|disk| disk.uuid.is_some() && disk.is_scsi).count();
-        let places = self.controllers.len() * TARGETS as usize;
-        u32::try_from(places - taken.saturating_sub(ours)).unwrap_or(u32::MAX)
+        let slots = self.controllers.len() * TARGETS as usize;
+        u32::try_from(slots - taken.saturating_sub(ours)).unwrap_or(u32::MAX)
     }
 
-    /// The XML that plugs a disk into a free place of this domain.
-    pub(super) fn disk_xml(&self, disk: &Disk) -> Result<String, NoPlace> {
+    /// The XML that attaches a disk to a free slot of this domain.
+    pub(super) fn disk_xml(&self, disk: &Disk) -> Result<String, AttachError> {
         if self.controllers.is_empty() {
-            return Err(NoPlace::Full(
-                "it has no virtio-scsi controller; give it one: <controller type='scsi' model='virtio-scsi'/>"
+            return Err(AttachError::NoFreeSlot(
+                "it has no virtio-scsi controller; add one: <controller type='scsi' model='virtio-scsi'/>"
                     .into(),
             ));
         }
@@ -125,11 +125,10 @@ impl LiveDomain {
             .controllers
             .iter()
             .flat_map(|&controller| (0..TARGETS).map(move |target| (controller, target)))
-            .find(|place| !self.taken.contains(place))
+            .find(|slot| !self.taken.contains(slot))
             .ok_or_else(|| {
-                NoPlace::Full(format!(
-                    "all {} places on its virtio-scsi controllers are taken; detach a disk, or give it another \
-                     controller",
+                AttachError::NoFreeSlot(format!(
+                    "all {} slots of its virtio-scsi controllers are in use; detach a disk or add a controller",
                     self.taken.len()
                 ))
             })?;
@@ -140,12 +139,12 @@ impl LiveDomain {
         let DiskSource::File(path) = &disk.source;
         let path = path
             .to_str()
-            .ok_or_else(|| NoPlace::Unfit(format!("the path {} is not UTF-8", path.display())))?;
+            .ok_or_else(|| AttachError::Unsupported(format!("the path {} is not UTF-8", path.display())))?;
         let read_only = if disk.read_only { "<readonly/>" } else { "" };
-        // Without it QEMU's lock on the file keeps every other machine out.
+        // Without <shareable/> QEMU's image lock excludes every other virtual machine.
         let shared = if disk.shared { "<shareable/>" } else { "" };
         let limits = iotune(&disk.qos);
-        // Whatever else fails goes to the guest, which can tell its user.
+        // All other errors are reported to the guest, which reports them to its user.
         let policy = match disk.on_full {
             OnFull::Pause => "enospace",
             OnFull::Fail => "report",
@@ -164,14 +163,14 @@ impl LiveDomain {
     }
 }
 
-/// The host's UUID in libvirt's capabilities.
+/// The host's UUID in libvirt's capabilities XML.
 pub(super) fn host_uuid(capabilities: &str) -> Option<Uuid> {
     let document = roxmltree::Document::parse(capabilities).ok()?;
     let host = document.root_element().children().find(|node| node.has_tag_name("host"))?;
     host.children().find(|node| node.has_tag_name("uuid"))?.text()?.trim().parse().ok()
 }
 
-/// The limits of a disk; nothing where there are none.
+/// The `<iotune>` element; empty without limits.
 fn iotune(qos: &Qos) -> String {
     if qos.is_unlimited() {
         return String::new();
@@ -229,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_disk_takes_the_first_free_name_and_place_and_is_found_again_by_its_serial() {
+    fn a_new_disk_gets_the_first_free_name_and_slot_and_is_found_by_its_serial() {
         let controller = "<controller type='scsi' index='0' model='virtio-scsi'/>";
         let before = domain(&format!("{controller}{ROOT}"));
         let xml = before.disk_xml(&disk("/pool/a'b.raw", false)).unwrap();
@@ -244,7 +243,7 @@ mod tests {
     const CONTROLLER: &str = "<controller type='scsi' index='0' model='virtio-scsi'/>";
 
     #[test]
-    fn a_disk_says_who_may_write_and_share_it_and_how_fast_it_may_be() {
+    fn disk_xml_contains_access_mode_error_policy_and_qos_limits() {
         let mut all = disk("/v", true);
         assert!(!domain(CONTROLLER).disk_xml(&all).unwrap().contains("shareable"));
         all.shared = true;
@@ -266,25 +265,30 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_has_places_for_all_but_the_disks_of_others_and_says_when_they_are_taken() {
+    fn max_disks_excludes_foreign_disks_and_a_full_domain_is_reported() {
         let none = domain("<controller type='scsi' index='0' model='lsilogic'/>");
-        let NoPlace::Full(error) = none.disk_xml(&disk("/v", false)).unwrap_err() else { panic!("not full") };
+        let AttachError::NoFreeSlot(error) = none.disk_xml(&disk("/v", false)).unwrap_err() else {
+            panic!("not full")
+        };
         assert!(none.max_disks() == 0 && error.contains("virtio-scsi controller"), "{error}");
 
         let ours = domain(&format!("{CONTROLLER}{ROOT}")).disk_xml(&disk("/v", false)).unwrap();
         assert_eq!(domain(&format!("{CONTROLLER}{ROOT}{ours}")).max_disks(), 254);
-        let place = |target| {
+        let hostdev = |target| {
             format!(
                 "<hostdev><address type='drive' controller='0' bus='0' target='{target}' unit='0'/></hostdev>"
             )
         };
-        let all: String = (0..TARGETS).map(place).collect();
+        let all: String = (0..TARGETS).map(hostdev).collect();
         let full = domain(&format!("{CONTROLLER}{all}"));
-        assert!(full.max_disks() == 0 && matches!(full.disk_xml(&disk("/v", false)), Err(NoPlace::Full(_))));
+        assert!(
+            full.max_disks() == 0
+                && matches!(full.disk_xml(&disk("/v", false)), Err(AttachError::NoFreeSlot(_)))
+        );
     }
 
     #[test]
-    fn the_host_of_a_daemon_is_read_from_its_capabilities() {
+    fn the_host_uuid_is_read_from_the_capabilities() {
         let uuid = Uuid::from_u128(7);
         let text = |host: &str| {
             format!("<capabilities><host>{host}<cpu/></host><guest><uuid>x</uuid></guest></capabilities>")
@@ -294,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn names_go_on_after_z() {
+    fn device_names_continue_after_z() {
         let names: Vec<String> = [0, 25, 26, 51, 52, 701, 702].into_iter().map(device_name).collect();
         assert_eq!(names, ["sda", "sdz", "sdaa", "sdaz", "sdba", "sdzz", "sdaaa"]);
     }

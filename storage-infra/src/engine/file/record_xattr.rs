@@ -1,4 +1,4 @@
-//! Records as extended attributes of files.
+//! Record storage: records as extended attributes of files.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,43 +9,43 @@ use rustix::io::Errno;
 use super::io_error;
 use crate::engine::{EngineError, Record, Result};
 
-/// The attribute that holds a file's record.
+/// Extended attribute with the record.
 const ATTRIBUTE: &str = "user.nestor";
-/// The most that the kernel keeps in an attribute.
-const MOST: usize = 1 << 16;
+/// Maximum size of an extended attribute in the kernel.
+const MAX_BYTES: usize = 1 << 16;
 
-/// What is noted of a file. None where nothing is, or where there is no such file.
+/// Reads the record of a file; `None` if it has none or does not exist.
 pub(super) fn read(path: &Path) -> Result<Option<Record>> {
-    let mut bytes = vec![0; MOST];
+    let mut bytes = vec![0; MAX_BYTES];
     match lgetxattr(path, ATTRIBUTE, bytes.as_mut_slice()) {
         Ok(length) => Record::decode(&bytes[..length])
             .map(Some)
             .map_err(|why| EngineError::Foreign(format!("{}: {why}", path.display()))),
         Err(Errno::NODATA | Errno::NOENT | Errno::OPNOTSUPP) => Ok(None),
-        Err(error) => Err(io_error("read what is noted with", path)(error.into())),
+        Err(error) => Err(io_error("read the record of", path)(error.into())),
     }
 }
 
-/// Notes a record with a file. On the disk once the file is synced.
+/// Writes the record of a file. It is durable after the next fsync of the file.
 pub(super) fn write(file: &File, path: &Path, record: &Record) -> Result<()> {
-    let bytes = record.encode().map_err(|e| io_error("note something with", path)(e.into()))?;
+    let bytes = record.encode().map_err(|e| io_error("write the record of", path)(e.into()))?;
     fsetxattr(file, ATTRIBUTE, &bytes, XattrFlags::empty()).map_err(|error| match error {
         Errno::OPNOTSUPP => EngineError::Unhealthy(format!(
-            "the filesystem of {} keeps no extended attributes of users, in which the pool keeps what is known of its \
+            "the filesystem of {} does not support user extended attributes, which store the records of pools and \
              volumes; use XFS or ext4",
             path.display()
         )),
         Errno::TOOBIG => EngineError::Foreign(format!(
-            "what is to be noted with {} has {} bytes, more than its filesystem keeps: too many nodes have it",
+            "the record of {} has {} bytes, more than an extended attribute can hold: the volume has too many attachments",
             path.display(),
             bytes.len()
         )),
-        // ext4 has one block for all attributes of a file, and says the same of both.
+        // ext4 stores all attributes of a file in one block, and reports a full block like a full filesystem.
         Errno::NOSPC => EngineError::NoSpace(format!(
-            "cannot note the {} bytes of what is known of it with {}: the filesystem is full, or keeps less with a file",
+            "cannot write the record of {} bytes to {}: the filesystem is full, or its limit for extended attributes is lower",
             bytes.len(),
             path.display()
         )),
-        error => io_error("note something with", path)(error.into()),
+        error => io_error("write the record of", path)(error.into()),
     })
 }

@@ -1,4 +1,4 @@
-//! Work that can take longer than a call: it is asked for until it is done.
+//! Long-running operations: requests that may return 202 are repeated until they complete.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +9,12 @@ use super::calls::short_name;
 use super::{Client, ClientError, Result};
 use crate::{Attachment, AttachmentState, MAX_WAIT_SECONDS, Snapshot, Volume, VolumeState};
 
-/// How much earlier than the client's own deadline the server is asked to answer.
-const ANSWER_MARGIN: Duration = Duration::from_millis(500);
+/// The server is asked to respond this long before the client's own deadline.
+const RESPONSE_MARGIN: Duration = Duration::from_millis(500);
 
 impl Client {
-    /// As [`Self::until_done`], for work that ends with an object.
-    pub(super) async fn must_end<T: LongWork>(
+    /// Like [`Self::until_done`], for an operation that returns an object.
+    pub(super) async fn until_object<T: LongRunning>(
         &self,
         method: Method,
         path: &str,
@@ -27,13 +27,13 @@ impl Client {
             call,
             status: 204,
             expected: short_name::<T>(),
-            reason: "this work cannot end without an object".into(),
+            reason: "this operation returns an object".into(),
             excerpt: String::new(),
         })
     }
 
-    /// Repeats a request that may answer 202 until it is done or `deadline` is over. `None` is a 204.
-    pub(super) async fn until_done<T: LongWork>(
+    /// Repeats a request that may return 202 until it completes or `deadline` passes. `None` is a 204.
+    pub(super) async fn until_done<T: LongRunning>(
         &self,
         method: Method,
         path: &str,
@@ -42,25 +42,25 @@ impl Client {
     ) -> Result<Option<T>> {
         let start = Instant::now();
         let left = || deadline.saturating_sub(start.elapsed());
-        let wait = || left().saturating_sub(ANSWER_MARGIN).as_secs().min(MAX_WAIT_SECONDS);
+        let wait = || left().saturating_sub(RESPONSE_MARGIN).as_secs().min(MAX_WAIT_SECONDS);
         loop {
             let mut call = self.call(method.clone(), path);
             call.request = call.request.header("prefer", format!("wait={}", wait()));
             if let Some(body) = &body {
                 call.request = call.request.header("content-type", "application/json").body(body.clone());
             }
-            call.timeout = left().max(ANSWER_MARGIN);
-            let answer = self.send(call).await?;
-            if answer.status == StatusCode::NO_CONTENT {
+            call.timeout = left().max(RESPONSE_MARGIN);
+            let response = self.send(call).await?;
+            if response.status == StatusCode::NO_CONTENT {
                 return Ok(None);
             }
-            let under_way = answer.status == StatusCode::ACCEPTED;
-            let name = answer.call.clone();
-            let object: T = answer.decode()?;
-            if !under_way && object.is_done() {
+            let in_progress = response.status == StatusCode::ACCEPTED;
+            let name = response.call.clone();
+            let object: T = response.decode()?;
+            if !in_progress && object.is_done() {
                 return Ok(Some(object));
             }
-            // Another round would have no time to wait for anything.
+            // Too little time is left for another request.
             if wait() == 0 {
                 return Err(ClientError::UnderWay {
                     call: name,
@@ -72,25 +72,25 @@ impl Client {
     }
 }
 
-/// An object that a request may leave unfinished.
-pub(super) trait LongWork: DeserializeOwned {
+/// An object whose creation or change may still be in progress when the server responds.
+pub(super) trait LongRunning: DeserializeOwned {
     fn is_done(&self) -> bool;
-    /// The object and its state, for people.
+    /// The object and its state, for error messages.
     fn how_far(&self) -> String;
 }
 
-impl LongWork for Attachment {
+impl LongRunning for Attachment {
     fn is_done(&self) -> bool {
         self.state == AttachmentState::Attached
     }
 
     fn how_far(&self) -> String {
-        let message = self.message.as_deref().unwrap_or("no trouble reported");
+        let message = self.message.as_deref().unwrap_or("no error reported");
         format!("attachment {} is {} ({message})", self.id, self.state)
     }
 }
 
-impl LongWork for Volume {
+impl LongRunning for Volume {
     fn is_done(&self) -> bool {
         self.state == VolumeState::Ready
     }
@@ -100,7 +100,7 @@ impl LongWork for Volume {
     }
 }
 
-impl LongWork for Snapshot {
+impl LongRunning for Snapshot {
     fn is_done(&self) -> bool {
         self.state == VolumeState::Ready
     }

@@ -1,4 +1,4 @@
-//! Domains that libvirt paused because a disk could not be written, and how they go on.
+//! Paused domains: domains that libvirt paused after an I/O error, and resuming them.
 
 use uuid::Uuid;
 use virt::domain::{
@@ -12,34 +12,34 @@ use super::virsh::DiskError;
 use crate::hypervisor::{Result, Stalled};
 
 impl Listed {
-    /// The same, paused, with what failed.
-    pub(super) fn stalled(self, errors: &[DiskError]) -> Stalled {
-        let mut stalled =
+    /// The paused virtual machine, with its failed disks.
+    pub(super) fn into_paused_vm(self, errors: &[DiskError]) -> Stalled {
+        let mut vm =
             Stalled { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
         for error in errors {
             let disk = self.live.disks.iter().find(|disk| disk.target == error.target);
             match disk.and_then(|disk| disk.uuid).filter(|_| error.is_out_of_space) {
-                Some(uuid) => stalled.out_of_space.push(uuid),
-                None => stalled.failed.push(error.target.clone()),
+                Some(uuid) => vm.out_of_space.push(uuid),
+                None => vm.failed.push(error.target.clone()),
             }
         }
-        stalled
+        vm
     }
 }
 
-/// Whether a domain is paused since a disk failed, and for nothing else.
+/// Whether a domain is paused because of an I/O error and for no other reason.
 fn is_paused_for_errors(domain: &Domain) -> bool {
     let failed = DomainStateReason::Paused(DomainPausedReasonEnum::Known(DomainPausedReason::IOError));
     matches!(domain.state(), Ok((_, DomainStateReasonEnum::Known(reason))) if reason == failed)
 }
 
 impl Session {
-    /// The domains that are paused since a disk failed; which one, their XML does not say.
+    /// Lists the domains that are paused after an I/O error. Their XML does not tell which disk failed.
     pub(super) fn paused_for_errors(&self) -> Result<Vec<Listed>> {
         self.listed(sys::VIR_CONNECT_LIST_DOMAINS_PAUSED, is_paused_for_errors)
     }
 
-    /// Lets a domain go on that is paused since a disk failed: QEMU makes the same request again.
+    /// Resumes a domain that is paused after an I/O error: QEMU repeats the failed request.
     pub(super) fn resume(&self, node: Uuid) -> Result<()> {
         let Some(domain) = self.domain(node)?.filter(is_paused_for_errors) else { return Ok(()) };
         domain.resume().map_err(|e| self.error(&format!("resume the domain {node}"), &e)).map(drop)
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_found_no_space_is_told_from_what_failed_otherwise_and_from_disks_of_others() {
+    fn out_of_space_is_distinguished_from_other_errors_and_foreign_disks() {
         let ours = Uuid::from_u128(7);
         let xml = format!(
             "<domain type='qemu'><name>x</name><devices>\
@@ -69,7 +69,7 @@ mod tests {
                     is_out_of_space: *is_out_of_space,
                 })
                 .collect();
-            let found = Listed { node: Uuid::nil(), name: "x".into(), live }.stalled(&errors);
+            let found = Listed { node: Uuid::nil(), name: "x".into(), live }.into_paused_vm(&errors);
             (found.out_of_space, found.failed)
         };
         assert_eq!(of(&[("sdb", true)]), (vec![ours], vec![]));

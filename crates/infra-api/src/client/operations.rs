@@ -1,4 +1,4 @@
-//! The verbs, by the kind of object.
+//! API operations, by kind of object.
 
 use std::time::Duration;
 
@@ -16,67 +16,67 @@ use crate::{
 impl Client {
     // ---- pools ----
 
-    /// Registers a pool, or changes its labels and whether it is cordoned.
+    /// Registers a pool, or changes its labels, whether it is cordoned, and `onFull`.
     pub async fn put_pool(&self, name: &PoolName, spec: &PoolSpec) -> Result<Pool> {
         self.put(&format!("/v1/pools/{name}"), spec).await
     }
 
-    /// One pool, or `None` where there is none of that name.
+    /// Gets a pool; `None` if it does not exist.
     pub async fn get_pool(&self, name: &PoolName) -> Result<Option<Pool>> {
         self.get_optional(&format!("/v1/pools/{name}"), What::Pool).await
     }
 
-    /// All pools.
+    /// Lists all pools.
     pub async fn list_pools(&self) -> Result<Vec<Pool>> {
         Ok(self.get::<List<Pool>>("/v1/pools", &[]).await?.items)
     }
 
-    /// Forgets a pool that has no volumes. Its directory stays.
+    /// Unregisters a pool that has no volumes. Its directory remains.
     pub async fn delete_pool(&self, name: &PoolName) -> Result<()> {
         self.delete(&format!("/v1/pools/{name}")).await
     }
 
     // ---- volumes ----
 
-    /// Creates a volume, or answers with it where the same request was done before.
+    /// Creates a volume, or returns the one that the same request created before.
     ///
-    /// Returns within `deadline`: with [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout) when that came first, as
-    /// it can when much has to be copied; the server goes on, and the same call later picks the result up.
+    /// Returns within `deadline`. Copying a source can take longer: then it fails with
+    /// [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout), the server
+    /// continues, and repeating the call returns the result.
     pub async fn put_volume(&self, id: &VolumeId, spec: &VolumeSpec, deadline: Duration) -> Result<Volume> {
         let path = format!("/v1/volumes/{id}");
-        self.must_end(Method::PUT, &path, json(spec)?, deadline).await
+        self.until_object(Method::PUT, &path, json(spec)?, deadline).await
     }
 
-    /// One volume, or `None` where there is none of that id.
+    /// Gets a volume; `None` if it does not exist.
     pub async fn get_volume(&self, id: &VolumeId) -> Result<Option<Volume>> {
         self.get_optional(&format!("/v1/volumes/{id}"), What::Volume).await
     }
 
-    /// One page of volumes, ordered by id; `next` of one page is `after` of the next.
+    /// Lists one page of volumes, ordered by ID; `next` of one page is `after` of the next.
     pub async fn list_volumes(&self, limit: Option<u32>, after: Option<&str>) -> Result<List<Volume>> {
         self.get("/v1/volumes", &page(limit, after)).await
     }
 
-    /// Deletes a volume and its bytes. Fine when it is gone already; `in-use` while it is attached.
+    /// Deletes a volume and its data. Succeeds if it does not exist; fails with `in-use` while it is attached.
     pub async fn delete_volume(&self, id: &VolumeId) -> Result<()> {
         self.delete(&format!("/v1/volumes/{id}")).await
     }
 
-    /// Grows a volume, live where it is attached; `in-use` where that is read-only. Fine when it has that size already.
+    /// Expands a volume, online if it is attached. Succeeds if it is already large enough; fails with `in-use` if it is
+    /// attached read-only.
     pub async fn grow_volume(&self, id: &VolumeId, size: &VolumeSize) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/size"), size).await
     }
 
-    /// Limits how fast a volume may be, live where it is attached.
+    /// Sets the QoS limits of a volume, online if it is attached.
     pub async fn put_qos(&self, id: &VolumeId, qos: &Qos) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/qos"), qos).await
     }
 
     // ---- snapshots ----
 
-    /// Keeps a volume's bytes as they are now, or answers with the snapshot where the same request was done before.
-    ///
-    /// Returns within `deadline`, as [`Self::put_volume`] does.
+    /// Takes a snapshot of a volume, or returns the one that the same request took before.
     pub async fn put_snapshot(
         &self,
         id: &SnapshotId,
@@ -84,15 +84,15 @@ impl Client {
         deadline: Duration,
     ) -> Result<Snapshot> {
         let path = format!("/v1/snapshots/{id}");
-        self.must_end(Method::PUT, &path, json(spec)?, deadline).await
+        self.until_object(Method::PUT, &path, json(spec)?, deadline).await
     }
 
-    /// One snapshot, or `None` where there is none of that id.
+    /// Gets a snapshot; `None` if it does not exist.
     pub async fn get_snapshot(&self, id: &SnapshotId) -> Result<Option<Snapshot>> {
         self.get_optional(&format!("/v1/snapshots/{id}"), What::Snapshot).await
     }
 
-    /// One page of snapshots, of one volume or of all, ordered by id; `next` of one page is `after` of the next.
+    /// Lists one page of snapshots, of one volume or of all, ordered by ID; `next` of one page is `after` of the next.
     pub async fn list_snapshots(
         &self,
         volume: Option<&VolumeId>,
@@ -106,61 +106,64 @@ impl Client {
         self.get("/v1/snapshots", &query).await
     }
 
-    /// Deletes a snapshot. Fine when it is gone already.
+    /// Deletes a snapshot. Succeeds if it does not exist.
     pub async fn delete_snapshot(&self, id: &SnapshotId) -> Result<()> {
         self.delete(&format!("/v1/snapshots/{id}")).await
     }
 
     // ---- nodes ----
 
-    /// Registers a virtual machine, or changes its name, zone and labels.
+    /// Registers a node, or changes its name, hypervisor, zone and labels.
     pub async fn put_node(&self, uuid: Uuid, spec: &NodeSpec) -> Result<Node> {
         self.put(&format!("/v1/nodes/{uuid}"), spec).await
     }
 
-    /// One node, or `None` where it is not registered.
+    /// Gets a node; `None` if it is not registered.
     pub async fn get_node(&self, uuid: Uuid) -> Result<Option<Node>> {
         self.get_optional(&format!("/v1/nodes/{uuid}"), What::Node).await
     }
 
-    /// All nodes.
+    /// Lists all nodes.
     pub async fn list_nodes(&self) -> Result<Vec<Node>> {
         Ok(self.get::<List<Node>>("/v1/nodes", &[]).await?.items)
     }
 
-    /// Says that the saved state of a virtual machine is discarded: it will not go on from there, so its disks are free
-    /// as those of one that is off. `in-use` while the hypervisor keeps the saved state itself.
+    /// Declares the saved state of a virtual machine as discarded: it will not resume, so its disks can be detached as
+    /// from one that is shut off. Fails with `in-use` while the hypervisor itself has a managed save image.
     pub async fn discard_saved_state(&self, uuid: Uuid) -> Result<()> {
         self.delete(&format!("/v1/nodes/{uuid}/saved-state")).await
     }
 
-    /// Says that a hypervisor is on another host from now on, and that nothing runs on the one before.
+    /// Declares that a hypervisor moved to another host and that nothing runs on the previous host.
     pub async fn forget_host(&self, hypervisor: &str) -> Result<()> {
         self.delete(&format!("/v1/hypervisors/{hypervisor}/host")).await
     }
 
-    /// Forgets a node. `in-use` while disks are attached, unless the hypervisor confirms that the machine is gone.
+    /// Unregisters a node. Fails with `in-use` while it has attachments, unless the hypervisor confirms that the
+    /// virtual machine does not exist.
     pub async fn delete_node(&self, uuid: Uuid) -> Result<()> {
         self.delete(&format!("/v1/nodes/{uuid}")).await
     }
 
     // ---- attachments ----
 
-    /// Plugs a volume into a node and answers when the disk is really there.
+    /// Attaches a volume to a node and returns when the virtual machine has the disk.
     ///
-    /// Returns within `deadline`: with [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout) when that came first;
-    /// the server goes on, and the same call later picks the result up.
+    /// Returns within `deadline`: fails with [`UnderWay`](super::ClientError::UnderWay) or
+    /// [`Timeout`](super::ClientError::Timeout) when it passes; the server continues, and repeating the call returns
+    /// the result.
     pub async fn attach(
         &self,
         id: &AttachmentId,
         spec: &AttachmentSpec,
         deadline: Duration,
     ) -> Result<Attachment> {
-        self.must_end(Method::PUT, &format!("/v1/attachments/{id}"), json(spec)?, deadline).await
+        self.until_object(Method::PUT, &format!("/v1/attachments/{id}"), json(spec)?, deadline).await
     }
 
-    /// As [`Self::attach`], and where the attachment `earlier` has this volume on this node in this way, it ends and its
-    /// disk becomes this one's, without being unplugged. Only for who knows that nobody wants the earlier one any more.
+    /// Like [`Self::attach`], but takes over the disk of the attachment `earlier` if that has the same volume, node,
+    /// access mode and `readOnly`: `earlier` ends and its disk is not detached. Only for callers that know that
+    /// `earlier` is no longer desired.
     pub async fn attach_instead(
         &self,
         id: &AttachmentId,
@@ -169,30 +172,29 @@ impl Client {
         deadline: Duration,
     ) -> Result<Attachment> {
         let path = format!("/v1/attachments/{id}?replaces={earlier}");
-        self.must_end(Method::PUT, &path, json(spec)?, deadline).await
+        self.until_object(Method::PUT, &path, json(spec)?, deadline).await
     }
 
-    /// Unplugs a disk and answers when it is really gone from the virtual machine. Fine when there is no such attachment.
-    ///
-    /// Returns within `deadline`, as [`Self::attach`] does.
+    /// Detaches a disk and returns when the virtual machine no longer has it. Succeeds if the attachment does not
+    /// exist.
     pub async fn detach(&self, id: &AttachmentId, deadline: Duration) -> Result<()> {
         let path = format!("/v1/attachments/{id}");
         self.until_done::<Attachment>(Method::DELETE, &path, None, deadline).await.map(drop)
     }
 
-    /// As [`Self::detach`], for a machine that is said to be lost: where it does not let go of the disk in time, the
-    /// machine is switched off.
+    /// Like [`Self::detach`], for a node that is out of service: if its virtual machine does not release the disk in
+    /// time, the server powers the virtual machine off.
     pub async fn fence(&self, id: &AttachmentId, deadline: Duration) -> Result<()> {
         let path = format!("/v1/attachments/{id}?fence=true");
         self.until_done::<Attachment>(Method::DELETE, &path, None, deadline).await.map(drop)
     }
 
-    /// One attachment, or `None` where there is none of that id. Does not wait for work under way.
+    /// Gets an attachment; `None` if it does not exist. Does not wait for an operation in progress.
     pub async fn get_attachment(&self, id: &AttachmentId) -> Result<Option<Attachment>> {
         self.get_optional(&format!("/v1/attachments/{id}"), What::Attachment).await
     }
 
-    /// All attachments, or those of a node, a volume, or both.
+    /// Lists attachments: all, or those of a node, a volume, or both.
     pub async fn list_attachments(
         &self,
         node: Option<Uuid>,
@@ -208,9 +210,9 @@ impl Client {
         Ok(self.get::<List<Attachment>>("/v1/attachments", &query).await?.items)
     }
 
-    // ---- the whole ----
+    // ---- server ----
 
-    /// What new volumes can have.
+    /// Gets the capacity available to new volumes.
     pub async fn capacity(&self, query: &CapacityQuery) -> Result<Capacity> {
         let mut pairs = Vec::new();
         if let Some(pool) = &query.pool {
@@ -225,7 +227,7 @@ impl Client {
         self.get("/v1/capacity", &pairs).await
     }
 
-    /// How the storage infra is.
+    /// Gets the health of the storage infra.
     pub async fn health(&self) -> Result<Health> {
         self.get("/v1/health", &[]).await
     }

@@ -1,11 +1,11 @@
-//! Whether a mounted volume is well. Everything here blocks.
+//! Volume condition: health of a mounted volume. Every function blocks.
 
 use std::path::Path;
 
 use super::disk;
-use super::mounts::{DeviceNumber, Mount, MountTable};
+use super::mount_table::{DeviceNumber, Mount, MountTable};
 
-/// What is wrong with a filesystem, if anything.
+/// Reason why a filesystem is abnormal, if it is.
 pub(crate) fn of_filesystem(table: &MountTable, mount: &Mount) -> Option<String> {
     let Some(number) = mount.block_device().filter(|number| disk::is_present(*number)) else {
         return Some(gone(mount.device));
@@ -17,48 +17,50 @@ pub(crate) fn of_filesystem(table: &MountTable, mount: &Mount) -> Option<String>
         return Some(why);
     }
     let errors = ext4_errors(&mount.source)?;
-    Some(format!("the ext4 filesystem has met {errors} errors; it is checked when it is staged next"))
+    Some(format!(
+        "the ext4 filesystem has recorded {errors} errors; the driver runs e2fsck when it stages the volume next"
+    ))
 }
 
-/// What is wrong with a device that is mounted as a block volume, if anything.
+/// Reason why the device of a block volume is abnormal, if it is.
 pub(crate) fn of_device(mount: &Mount, number: DeviceNumber) -> Option<String> {
-    if mount.shows_a_removed_file() || !disk::is_present(number) {
+    if mount.is_deleted() || !disk::is_present(number) {
         return Some(gone(number));
     }
     disk::is_offline(number).then(|| offline(number))
 }
 
-/// Why nothing more is written to a filesystem that is meant to be written to, if so.
+/// Reason why a filesystem that is mounted writable accepts no writes, if so.
 pub(crate) fn stopped(table: &MountTable, mount: &Mount) -> Option<String> {
     let fs_type = &mount.fs_type;
-    if table.fell_read_only(mount) {
+    if table.became_read_only(mount) {
         return Some(format!(
-            "the {fs_type} filesystem became read-only because of an error; see the machine's kernel log, \
-             and restart the pod elsewhere or after a check"
+            "the {fs_type} filesystem became read-only after an error; check the node's kernel log and recreate the pod, \
+             so that the filesystem is checked, or is used on another node"
         ));
     }
-    // xfs does not become read-only but answers everything with an error.
+    // xfs does not become read-only: it shuts down and fails every operation.
     let error = std::fs::symlink_metadata(&mount.point).err()?;
     Some(format!(
-        "the {fs_type} filesystem does not answer ({error}); see the machine's kernel log, \
-         and restart the pod elsewhere"
+        "the {fs_type} filesystem returns an error ({error}); check the node's kernel log \
+         and recreate the pod"
     ))
 }
 
 fn gone(device: DeviceNumber) -> String {
     format!(
-        "the disk beneath (device {device}) is gone from this machine; restart the pod so that it is attached anew"
+        "the disk (device {device}) is gone from this node; recreate the pod so that the disk is attached again"
     )
 }
 
 fn offline(device: DeviceNumber) -> String {
     format!(
-        "the disk beneath (device {device}) is offline: the machine's kernel gave it up after errors; \
-         restart the pod so that it is attached anew"
+        "the disk (device {device}) is offline: the node's kernel disabled it after errors; \
+         recreate the pod so that the disk is attached again"
     )
 }
 
-/// How many errors ext4 has counted, when there are any (Linux, `Documentation/ABI/testing/sysfs-fs-ext4`).
+/// ext4's error count, if not 0 (Linux, `Documentation/ABI/testing/sysfs-fs-ext4`).
 fn ext4_errors(device: &Path) -> Option<u64> {
     let name = device.file_name()?;
     let count = std::fs::read_to_string(Path::new("/sys/fs/ext4").join(name).join("errors_count")).ok()?;
@@ -70,8 +72,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_filesystem_whose_disk_left_is_not_well() {
-        // A number that no driver of block devices has.
+    fn a_filesystem_whose_disk_is_gone_is_abnormal() {
+        // No block driver has this device number.
         let table = MountTable::parse(b"30 22 511:1048575 / /staging rw - xfs /dev/sdz rw\n").unwrap();
         let why = of_filesystem(&table, table.at(Path::new("/staging")).unwrap()).unwrap();
         assert!(why.contains("device 511:1048575) is gone"), "{why}");

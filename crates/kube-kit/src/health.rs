@@ -1,18 +1,18 @@
-//! Health as a set of named checks, each failing with a sentence or passing.
+//! Health checks: named checks that pass, or fail with a reason.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::informer::Informers;
 
-/// All checks of a process.
+/// All checks of a probe endpoint.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
     checks: Arc<RwLock<BTreeMap<String, Option<String>>>>,
     informers: Informers,
 }
 
-/// One named check of a [`Health`].
+/// A named check of a [`Health`].
 #[derive(Debug, Clone)]
 pub struct Check {
     health: Health,
@@ -20,20 +20,20 @@ pub struct Check {
 }
 
 impl Health {
-    /// A check that fails with `why` until it is passed.
+    /// Adds a check that fails with `why` until it passes.
     pub fn check(&self, name: impl Into<String>, why: impl Into<String>) -> Check {
         let check = Check { health: self.clone(), name: name.into() };
         check.fail(why);
         check
     }
 
-    /// The failing checks: name and why.
+    /// Failing checks: name and reason.
     pub fn failing(&self) -> Vec<(String, String)> {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
         checks.iter().filter_map(|(name, why)| Some((name.clone(), why.clone()?))).collect()
     }
 
-    /// Every check as a line, the way `/readyz` shows it.
+    /// One line per check, as shown by `/readyz`.
     pub fn report(&self) -> String {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
         let line = |(name, why): (&String, &Option<String>)| match why {
@@ -43,7 +43,7 @@ impl Health {
         checks.iter().map(line).collect()
     }
 
-    /// The informers whose watches are among the checks.
+    /// Informers whose watches are among the checks.
     pub(crate) fn informers(&self) -> &Informers {
         &self.informers
     }
@@ -54,7 +54,7 @@ impl Health {
 }
 
 impl Check {
-    /// The informers of the process.
+    /// Informers of the process.
     pub(crate) fn informers(&self) -> &Informers {
         &self.health.informers
     }

@@ -1,4 +1,4 @@
-//! How much may be under way at once: in all, for one namespace, and for one object.
+//! Concurrency limiter with fair queuing: limits in total, per namespace and per object.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -9,19 +9,19 @@ use tokio::sync::oneshot;
 use super::Lanes;
 use crate::informer::Key;
 
-/// What may be under way at once.
+/// Maximum numbers of concurrent operations.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// In all.
+    /// In total.
     pub total: usize,
-    /// For one namespace.
+    /// Per namespace.
     pub namespace: usize,
-    /// For one object.
+    /// Per object.
     pub object: usize,
 }
 
-/// Lets in as much as its limits say. Who must wait waits in its lane; what becomes free goes to the next lane in turn
-/// that may have it. Cloning it is cheap and shares the limits.
+/// A concurrency limiter. A caller waits in its flow; a released permit goes to the next allowed flow. Clones share the
+/// limits.
 #[derive(Debug, Clone)]
 pub struct Gate(Arc<Shared>);
 
@@ -31,7 +31,7 @@ struct Shared {
     state: Mutex<State>,
 }
 
-/// What is under way, and what waits. Nothing waits that might be under way.
+/// Running and waiting operations. No operation waits that would be allowed to run.
 #[derive(Debug, Default)]
 struct State {
     total: usize,
@@ -44,63 +44,63 @@ struct State {
 #[derive(Debug)]
 struct Waiting {
     number: u64,
-    let_in: oneshot::Sender<()>,
+    grant: oneshot::Sender<()>,
 }
 
-/// Something is under way until this is dropped.
+/// Permission to run an operation; released on drop.
 #[derive(Debug)]
 pub struct Permit {
     gate: Gate,
-    lane: Key,
+    flow: Key,
 }
 
-/// A place in a lane, given up when it is dropped.
-struct Place<'a> {
+/// A waiting operation; leaves its flow on drop.
+struct Waiter<'a> {
     gate: &'a Gate,
-    lane: &'a Key,
+    flow: &'a Key,
     number: u64,
-    is_let_in: bool,
-    let_in: oneshot::Receiver<()>,
+    is_granted: bool,
+    grant: oneshot::Receiver<()>,
 }
 
 impl Gate {
-    /// Nothing is under way.
+    /// Creates a limiter without running operations.
     pub fn new(limits: Limits) -> Self {
         Self(Arc::new(Shared { limits, state: Mutex::default() }))
     }
 
-    /// Waits until it may be under way. Whoever stops waiting has left its lane.
-    pub async fn enter(&self, lane: &Key) -> Permit {
-        let place = {
+    /// Waits for a permit. Cancel-safe.
+    pub async fn enter(&self, flow: &Key) -> Permit {
+        let waiter = {
             let mut state = self.state();
-            if state.admits(&self.0.limits, lane) {
-                state.count(lane);
-                return Permit { gate: self.clone(), lane: lane.clone() };
+            if state.admits(&self.0.limits, flow) {
+                state.count(flow);
+                return Permit { gate: self.clone(), flow: flow.clone() };
             }
             let (sender, receiver) = oneshot::channel();
             state.last += 1;
             let number = state.last;
-            state.waiting.push(lane.clone(), Waiting { number, let_in: sender });
-            Place { gate: self, lane, number, is_let_in: false, let_in: receiver }
+            state.waiting.push(flow.clone(), Waiting { number, grant: sender });
+            Waiter { gate: self, flow, number, is_granted: false, grant: receiver }
         };
-        place.wait().await
+        waiter.wait().await
     }
 
-    /// How much of a namespace waits.
+    /// Number of waiting operations of a namespace.
     pub fn waiting(&self, namespace: &str) -> usize {
         self.state().waiting.len_of(namespace)
     }
 
-    /// Whether nothing is under way and nothing waits.
+    /// Whether no operation runs or waits.
     pub fn is_idle(&self) -> bool {
         let state = self.state();
         state.total == 0 && state.waiting.is_empty()
     }
 
-    fn leave(&self, lane: &Key) {
+    fn leave(&self, flow: &Key) {
         let mut state = self.state();
-        state.uncount(lane);
-        state.let_in(&self.0.limits);
+        state.uncount(flow);
+        state.grant(&self.0.limits);
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -109,48 +109,48 @@ impl Gate {
 }
 
 impl State {
-    fn admits(&self, limits: &Limits, lane: &Key) -> bool {
+    fn admits(&self, limits: &Limits, flow: &Key) -> bool {
         self.total < limits.total
-            && self.has_room(limits, &lane.namespace)
-            && count_of(&self.objects, lane) < limits.object
+            && self.has_capacity(limits, &flow.namespace)
+            && count_of(&self.objects, flow) < limits.object
     }
 
-    fn has_room(&self, limits: &Limits, namespace: &str) -> bool {
+    fn has_capacity(&self, limits: &Limits, namespace: &str) -> bool {
         self.namespaces.get(namespace).copied().unwrap_or_default() < limits.namespace
     }
 
-    /// Lets in whom it may. A lane that is passed over has something under way, so only as many are as fill the limits.
-    fn let_in(&mut self, limits: &Limits) {
+    /// Grants permits to waiting operations. A skipped flow has a running operation, so the number of skips is bounded.
+    fn grant(&mut self, limits: &Limits) {
         while self.total < limits.total {
             let mut waiting = std::mem::take(&mut self.waiting);
             let next = waiting.pop_if(
-                |namespace| self.has_room(limits, namespace),
-                |lane| count_of(&self.objects, lane) < limits.object,
+                |namespace| self.has_capacity(limits, namespace),
+                |flow| count_of(&self.objects, flow) < limits.object,
             );
             self.waiting = waiting;
-            let Some((lane, next)) = next else { return };
-            // One that has stopped waiting has left its lane, by the same lock.
-            if next.let_in.send(()).is_ok() {
-                self.count(&lane);
+            let Some((flow, next)) = next else { return };
+            // Cancelled operations have left their flow, under the same lock.
+            if next.grant.send(()).is_ok() {
+                self.count(&flow);
             }
         }
     }
 
-    fn count(&mut self, lane: &Key) {
+    fn count(&mut self, flow: &Key) {
         self.total += 1;
-        *self.namespaces.entry(lane.namespace.clone()).or_default() += 1;
-        *self.objects.entry(lane.clone()).or_default() += 1;
+        *self.namespaces.entry(flow.namespace.clone()).or_default() += 1;
+        *self.objects.entry(flow.clone()).or_default() += 1;
     }
 
-    fn uncount(&mut self, lane: &Key) {
+    fn uncount(&mut self, flow: &Key) {
         self.total -= 1;
-        uncount(&mut self.namespaces, &lane.namespace);
-        uncount(&mut self.objects, lane);
+        uncount(&mut self.namespaces, &flow.namespace);
+        uncount(&mut self.objects, flow);
     }
 }
 
-fn count_of(objects: &HashMap<Key, usize>, lane: &Key) -> usize {
-    objects.get(lane).copied().unwrap_or_default()
+fn count_of(objects: &HashMap<Key, usize>, flow: &Key) -> usize {
+    objects.get(flow).copied().unwrap_or_default()
 }
 
 fn uncount<K: Hash + Eq>(counts: &mut HashMap<K, usize>, key: &K) {
@@ -165,33 +165,33 @@ fn uncount<K: Hash + Eq>(counts: &mut HashMap<K, usize>, key: &K) {
     }
 }
 
-impl Place<'_> {
+impl Waiter<'_> {
     async fn wait(mut self) -> Permit {
-        // The sender is dropped only by who sends, or by this place.
-        let _ = (&mut self.let_in).await;
-        self.is_let_in = true;
-        Permit { gate: self.gate.clone(), lane: self.lane.clone() }
+        // The sender is dropped only after sending, or by this value.
+        let _ = (&mut self.grant).await;
+        self.is_granted = true;
+        Permit { gate: self.gate.clone(), flow: self.flow.clone() }
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for Waiter<'_> {
     fn drop(&mut self) {
-        if self.is_let_in {
+        if self.is_granted {
             return;
         }
         let mut state = self.gate.state();
-        let own = state.waiting.remove(self.lane, |one| one.number == self.number);
+        let own = state.waiting.remove(self.flow, |one| one.number == self.number);
         if own.is_none() {
-            // It was let in, and did not come to know.
-            state.uncount(self.lane);
-            state.let_in(&self.gate.0.limits);
+            // The permit was granted but not received.
+            state.uncount(self.flow);
+            state.grant(&self.gate.0.limits);
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.gate.leave(&self.lane);
+        self.gate.leave(&self.flow);
     }
 }
 
@@ -203,24 +203,24 @@ mod tests {
 
     const LIMITS: Limits = Limits { total: 4, namespace: 3, object: 2 };
 
-    fn lane(text: &str) -> Key {
+    fn flow(text: &str) -> Key {
         let (namespace, object) = text.split_once('/').unwrap();
         Key::new(namespace, object)
     }
 
     #[tokio::test]
-    async fn an_object_a_namespace_and_all_together_have_a_bound() {
+    async fn concurrency_is_limited_per_object_per_namespace_and_in_total() {
         let gate = Gate::new(LIMITS);
-        let (a, b, c, d) = (lane("n/a"), lane("n/b"), lane("n/c"), lane("m/d"));
+        let (a, b, c, d) = (flow("n/a"), flow("n/b"), flow("n/c"), flow("m/d"));
         let held = (gate.enter(&a).await, gate.enter(&a).await);
         let mut third = Box::pin(gate.enter(&a));
-        assert!(poll!(&mut third).is_pending(), "of one object");
+        assert!(poll!(&mut third).is_pending(), "per object");
         let other = gate.enter(&b).await;
         let mut fourth = Box::pin(gate.enter(&c));
-        assert!(poll!(&mut fourth).is_pending(), "of one namespace");
+        assert!(poll!(&mut fourth).is_pending(), "per namespace");
         let elsewhere = gate.enter(&d).await;
         let mut last = Box::pin(gate.enter(&d));
-        assert!(poll!(&mut last).is_pending(), "in all");
+        assert!(poll!(&mut last).is_pending(), "in total");
         assert_eq!((gate.waiting("n"), gate.waiting("m")), (2, 1));
         drop(elsewhere);
         assert!(poll!(&mut last).is_ready());
@@ -229,9 +229,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_becomes_free_goes_to_the_lanes_in_turn() {
+    async fn released_permits_go_to_the_flows_in_turn() {
         let gate = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
-        let (loud, quiet) = (lane("loud/a"), lane("quiet/b"));
+        let (loud, quiet) = (flow("loud/a"), flow("quiet/b"));
         let mut held = Some(gate.enter(&loud).await);
         let mut waiting: Vec<_> = (0..100).map(|_| Box::pin(gate.enter(&loud))).collect();
         for one in &mut waiting {
@@ -247,18 +247,18 @@ mod tests {
                 break;
             }
             let std::task::Poll::Ready(permit) = poll!(&mut waiting[before]) else {
-                panic!("nobody was let in")
+                panic!("no permit was granted")
             };
             held = Some(permit);
             before += 1;
         }
-        assert!(before <= 1, "{before} of the other namespace came before");
+        assert!(before <= 1, "{before} operations of the other namespace came first");
     }
 
     #[tokio::test]
-    async fn who_stops_waiting_keeps_no_place_and_nothing_is_lost() {
+    async fn a_cancelled_waiter_leaves_its_flow_and_loses_no_permit() {
         let gate = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
-        let a = lane("n/a");
+        let a = flow("n/a");
         let held = gate.enter(&a).await;
         let mut left = Box::pin(gate.enter(&a));
         let mut unaware = Box::pin(gate.enter(&a));
@@ -268,7 +268,7 @@ mod tests {
         }
         drop(left);
         drop(held);
-        // Let in by now, and gone before it was asked.
+        // Granted, and dropped before it was polled.
         drop(unaware);
         let permit = poll!(&mut last);
         assert!(permit.is_ready());

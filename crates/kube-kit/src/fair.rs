@@ -78,7 +78,7 @@ impl<T> Lanes<T> {
                 true => self.order.push_back(name.clone()),
                 false => drop(self.namespaces.remove(&name)),
             }
-            self.give_back();
+            self.release_memory();
             return Some((Key::new(name, object), item));
         }
         None
@@ -92,7 +92,7 @@ impl<T> Lanes<T> {
             self.namespaces.remove(&flow.namespace);
             self.order.retain(|name| *name != flow.namespace);
         }
-        self.give_back();
+        self.release_memory();
         Some(item)
     }
 
@@ -107,7 +107,7 @@ impl<T> Lanes<T> {
     }
 
     /// Releases memory when the queues are empty.
-    fn give_back(&mut self) {
+    fn release_memory(&mut self) {
         if self.is_empty() {
             *self = Self::default();
         }

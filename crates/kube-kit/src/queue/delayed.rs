@@ -43,7 +43,7 @@ impl<K: Clone + Eq + Hash> DelayedKeys<K> {
     pub(super) fn cancel(&mut self, key: &K) {
         if let Some(timer) = self.timers.remove(key) {
             self.times.remove(&timer);
-            self.give_back();
+            self.release_memory();
         }
     }
 
@@ -51,12 +51,12 @@ impl<K: Clone + Eq + Hash> DelayedKeys<K> {
     pub(super) async fn next(&mut self) -> Option<K> {
         let key = self.times.next().await?.into_inner();
         self.timers.remove(&key);
-        self.give_back();
+        self.release_memory();
         Some(key)
     }
 
     /// Releases memory when there are no timers.
-    fn give_back(&mut self) {
+    fn release_memory(&mut self) {
         if self.timers.is_empty() {
             *self = Self::default();
         }

@@ -94,8 +94,8 @@ pub(crate) async fn run_checked(
     limit: Duration,
 ) -> Result<(), CommandError> {
     let Output { code, stdout, stderr } = run(program, args, limit).await?;
-    let said = if stderr.is_empty() { stderr_tail(stdout.as_bytes()) } else { stderr };
-    if code == 0 { Ok(()) } else { Err(CommandError::Failed { program, code, stderr: said }) }
+    let message = if stderr.is_empty() { stderr_tail(stdout.as_bytes()) } else { stderr };
+    if code == 0 { Ok(()) } else { Err(CommandError::Failed { program, code, stderr: message }) }
 }
 
 fn stderr_tail(stderr: &[u8]) -> String {

@@ -39,9 +39,9 @@ pub(crate) enum DuplicateUuidError {
          Use the two volumes on different nodes", device.display()
     )]
     ReadOnly {
-        /// Filesystem UUID of both.
+        /// The device.
         device: PathBuf,
-        /// The UUID of both.
+        /// Filesystem UUID of both.
         fsid: uuid::Uuid,
     },
     /// The copy has a log tree that must be replayed first.
@@ -59,7 +59,7 @@ pub(crate) enum DuplicateUuidError {
     /// The filesystem that uses the UUID cannot be determined.
     #[error(
         "the driver cannot tell whether the btrfs on {} or another one with the same UUID ({fsid}) is mounted on this node: \
-         {why}; nothing was changed. Use the volume on another node", device.display()
+         {reason}; nothing was changed. Use the volume on another node", device.display()
     )]
     Undetermined {
         /// The device.
@@ -67,7 +67,7 @@ pub(crate) enum DuplicateUuidError {
         /// Filesystem UUID.
         fsid: uuid::Uuid,
         /// Missing information.
-        why: String,
+        reason: String,
     },
     /// The device is open or mounted elsewhere.
     #[error(
@@ -129,7 +129,7 @@ async fn make_mountable_with(
     let (device, fsid) = (device.to_owned(), btrfs.fsid);
     match blocking(move || uuid_use(&sysfs, &btrfs, disk::kernel_name(number).as_deref())).await {
         UuidUse::Unused | UuidUse::ThisFilesystem => return Ok(()),
-        UuidUse::Unknown(why) => return Err(DuplicateUuidError::Undetermined { device, fsid, why }),
+        UuidUse::Unknown(reason) => return Err(DuplicateUuidError::Undetermined { device, fsid, reason }),
         UuidUse::AnotherFilesystem => {}
     }
     if read_only {
@@ -226,8 +226,8 @@ mod tests {
 
     impl Loop {
         fn new(image: &Path) -> Self {
-            let said = std::process::Command::new("losetup").args(["--find", "--show"]).arg(image).output();
-            Self(PathBuf::from(String::from_utf8(said.unwrap().stdout).unwrap().trim()))
+            let output = std::process::Command::new("losetup").args(["--find", "--show"]).arg(image).output();
+            Self(PathBuf::from(String::from_utf8(output.unwrap().stdout).unwrap().trim()))
         }
 
         fn fsid(&self) -> Uuid {
@@ -254,14 +254,14 @@ mod tests {
         // As if another device were mounted under its UUID.
         let sysfs = mounted(fsid, &["sda"]);
         let btrfs = Btrfs { fsid, device_id: 1, has_log: false };
-        let apart = || make_mountable_with(sysfs.path().to_owned(), &device.0, number, btrfs, false);
+        let resolve = || make_mountable_with(sysfs.path().to_owned(), &device.0, number, btrfs, false);
 
         let user = open_exclusive(&device.0).unwrap();
-        let refused = apart().await.unwrap_err();
+        let refused = resolve().await.unwrap_err();
         assert!(matches!(refused, DuplicateUuidError::InUse { .. }), "{refused}");
         assert_eq!(device.fsid(), fsid);
         drop(user);
-        apart().await.unwrap();
+        resolve().await.unwrap();
         assert_ne!(device.fsid(), fsid);
     }
 

@@ -154,12 +154,12 @@ pub(crate) enum ExpandError {
         what: &'static str,
     },
     /// The volume is abnormal.
-    #[error("failed to expand the volume at {}: {why}", path.display())]
+    #[error("failed to expand the volume at {}: {reason}", path.display())]
     Abnormal {
         /// The path.
         path: PathBuf,
         /// Volume condition.
-        why: String,
+        reason: String,
     },
     /// The filesystem is mounted read-only.
     #[error(
@@ -267,13 +267,13 @@ fn find(path: &Path, staging: Option<&Path>) -> Result<Found, ExpandError> {
     if disk::is_partition(number) {
         return Err(ExpandError::NotAVolume { path: path(), what: "a partition" });
     }
-    let why = if is_block {
+    let reason = if is_block {
         volume_condition::of_device(mount, number)
     } else {
         volume_condition::stopped(&table, mount)
     };
-    if let Some(why) = why {
-        return Err(ExpandError::Abnormal { path: path(), why });
+    if let Some(reason) = reason {
+        return Err(ExpandError::Abnormal { path: path(), reason });
     }
     let failed = |source| ExpandError::Disk { device: number, source };
     let device = disk::device_node(number).map_err(failed)?;

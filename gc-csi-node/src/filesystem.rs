@@ -174,8 +174,8 @@ async fn check_ext4(device: &Path, options: &[&str]) -> Result<(), CommandError>
             Ok(())
         }
         code => {
-            let said = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
-            Err(CommandError::Failed { program, code, stderr: said })
+            let message = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
+            Err(CommandError::Failed { program, code, stderr: message })
         }
     }
 }

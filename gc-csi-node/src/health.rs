@@ -77,8 +77,8 @@ impl SelfCheck {
                 record(check, "the registration socket for kubelet is missing", there);
             }
             let failing = alive.failing();
-            for (check, why) in &failing {
-                tracing::warn!(check, why, "self-check failed");
+            for (check, reason) in &failing {
+                tracing::warn!(check, reason, "self-check failed");
             }
             let status = if failing.is_empty() { ServingStatus::Serving } else { ServingStatus::NotServing };
             // The empty name means the whole server (gRPC health checking protocol).
@@ -92,8 +92,8 @@ impl SelfCheck {
 fn record<T>(check: &Check, what: &str, outcome: Result<T, String>) {
     match outcome {
         Ok(_) => check.pass(),
-        Err(why) if what.is_empty() => check.fail(why),
-        Err(why) => check.fail(format!("{what}: {why}")),
+        Err(reason) if what.is_empty() => check.fail(reason),
+        Err(reason) => check.fail(format!("{what}: {reason}")),
     }
 }
 

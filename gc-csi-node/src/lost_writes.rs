@@ -24,7 +24,7 @@ pub(crate) struct LostWrites {
 pub(crate) enum LostWritesError {
     /// Writes were lost.
     #[error(
-        "writes to the filesystem at {path} did not reach its disk, and the kernel does not retry them: {why}. The node's page \
+        "writes to the filesystem at {path} did not reach its disk, and the kernel does not retry them: {reason}. The node's page \
          cache may still contain the data: copy important files from {path}, check the disk, and then accept the loss with \
          `umount {path}` on the node, or by rebooting the node. Until then the driver neither mounts nor detaches the volume",
         path = staging.display()
@@ -33,7 +33,7 @@ pub(crate) enum LostWritesError {
         /// The staging path.
         staging: PathBuf,
         /// Error of the flush.
-        why: String,
+        reason: String,
     },
     /// The record cannot be read, written or removed.
     #[error(
@@ -62,7 +62,7 @@ impl LostWrites {
         };
         match String::from_utf8_lossy(&bytes).trim() {
             "" => Ok(()),
-            why => Err(self.lost(why.to_owned())),
+            reason => Err(self.lost(reason.to_owned())),
         }
     }
 
@@ -71,9 +71,9 @@ impl LostWrites {
     pub(crate) fn flush(&self, flush: impl FnOnce() -> io::Result<()>) -> Result<(), LostWritesError> {
         let mut record = self.begin().map_err(|error| self.failed(error))?;
         let Err(failure) = flush() else { return self.clear() };
-        let why = failure.to_string();
-        record.write_all(why.as_bytes()).map_err(|error| self.failed(error))?;
-        Err(self.lost(why))
+        let reason = failure.to_string();
+        record.write_all(reason.as_bytes()).map_err(|error| self.failed(error))?;
+        Err(self.lost(reason))
     }
 
     /// Creates a record with allocated disk space and no error.
@@ -93,8 +93,8 @@ impl LostWrites {
         }
     }
 
-    fn lost(&self, why: String) -> LostWritesError {
-        LostWritesError::Lost { staging: self.staging.clone(), why }
+    fn lost(&self, reason: String) -> LostWritesError {
+        LostWritesError::Lost { staging: self.staging.clone(), reason }
     }
 
     fn failed(&self, source: io::Error) -> LostWritesError {
@@ -116,8 +116,8 @@ mod tests {
         let long = "no room ".repeat(100);
         for outcome in [writes.flush(|| Err(io::Error::other(long.clone()))), writes.check()] {
             let lost = outcome.unwrap_err();
-            let LostWritesError::Lost { why, .. } = &lost else { panic!("{lost}") };
-            assert_eq!(why.trim(), long.trim());
+            let LostWritesError::Lost { reason, .. } = &lost else { panic!("{lost}") };
+            assert_eq!(reason.trim(), long.trim());
         }
         writes.clear().unwrap();
         writes.check().unwrap();

@@ -126,10 +126,10 @@ impl MountTable {
     /// Whether the kernel made the filesystem of `mount` read-only after an error: the superblock is read-only although a
     /// mount is not, or ext4 reports it as an option (newer kernels).
     pub(crate) fn became_read_only(&self, mount: &Mount) -> bool {
-        let says = |option: &str| mount.super_options.iter().any(|there| there == option);
+        let has_option = |option: &str| mount.super_options.iter().any(|found| found == option);
         let is_same = |other: &&Mount| other.device == mount.device && other.fs_type == mount.fs_type;
         let writable = || self.0.iter().filter(is_same).any(|other| !other.is_read_only());
-        says("emergency_ro") || says("shutdown") || (says("ro") && writable())
+        has_option("emergency_ro") || has_option("shutdown") || (has_option("ro") && writable())
     }
 
     /// Returns the other mounts of the same filesystem, below `dir`.
@@ -231,9 +231,11 @@ mod tests {
             34 22 8:64 / /pods/well rw - ext4 /dev/sde rw,errors=remount-ro\n",
         )
         .unwrap();
-        let fell = |path| table.became_read_only(table.at(Path::new(path)).unwrap());
-        assert!(fell("/staging") && fell("/pods/reader") && fell("/pods/ext"));
-        assert!(!fell("/pods/asked") && !fell("/pods/well"));
+        let became_read_only = |path| table.became_read_only(table.at(Path::new(path)).unwrap());
+        assert!(
+            became_read_only("/staging") && became_read_only("/pods/reader") && became_read_only("/pods/ext")
+        );
+        assert!(!became_read_only("/pods/asked") && !became_read_only("/pods/well"));
     }
 
     #[test]

@@ -44,23 +44,23 @@ pub(crate) enum PublishError {
     /// Another volume is staged at the staging path.
     #[error(
         "staging path {} has {} mounted instead of disk {disk}; nothing was published",
-        staging.display(), there.display()
+        staging.display(), existing.display()
     )]
     AnotherDiskStaged {
         /// The staging path.
         staging: PathBuf,
         /// Source of the mount.
-        there: PathBuf,
+        existing: PathBuf,
         /// UUID of the requested disk.
         disk: Uuid,
     },
     /// Another volume is mounted at the target.
-    #[error("target path {} already has {} mounted; unpublish that volume first", target.display(), there.display())]
+    #[error("target path {} already has {} mounted; unpublish that volume first", target.display(), existing.display())]
     TargetTaken {
         /// The target path.
         target: PathBuf,
         /// Source of the mount.
-        there: PathBuf,
+        existing: PathBuf,
     },
     /// The volume is published read-only at the target.
     #[error("the volume is already published read-only at {}; unpublish it before publishing it writable", target.display())]
@@ -69,21 +69,21 @@ pub(crate) enum PublishError {
         target: PathBuf,
     },
     /// The disk or its mount is read-only.
-    #[error("disk {disk} is {how} and cannot be published writable; set readOnly in the pod")]
+    #[error("disk {disk} is {state} and cannot be published writable; set readOnly in the pod")]
     ReadOnly {
         /// UUID of the disk.
         disk: Uuid,
         /// What is read-only.
-        how: &'static str,
+        state: &'static str,
     },
     /// The volume is published at another target.
     #[error(
         "the volume has a single writer (ReadWriteOncePod) and is already published at {}",
-        elsewhere.display()
+        other_target.display()
     )]
     SingleWriter {
         /// The other target.
-        elsewhere: PathBuf,
+        other_target: PathBuf,
     },
     /// The parent directory of the target path does not exist.
     #[error("the parent directory of target path {} does not exist", target.display())]
@@ -140,17 +140,17 @@ fn publish_filesystem(
     let table = MountTable::read()?;
     let staged = table.at(&staging).ok_or_else(not_staged)?;
     if staged.block_device() != Some(disk.number) {
-        let there = staged.source.clone();
-        return Err(PublishError::AnotherDiskStaged { staging, there, disk: disk.uuid });
+        let existing = staged.source.clone();
+        return Err(PublishError::AnotherDiskStaged { staging, existing, disk: disk.uuid });
     }
     if !requested.read_only && staged.is_read_only() {
-        return Err(PublishError::ReadOnly { disk: disk.uuid, how: "staged read-only" });
+        return Err(PublishError::ReadOnly { disk: disk.uuid, state: "staged read-only" });
     }
     let step = filesystem_step(staged, table.at(&target), requested.read_only)?;
     if requested.single_writer
         && let Some(other) = other_targets(&table, staged, &target, kubelet).next()
     {
-        return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
+        return Err(PublishError::SingleWriter { other_target: other.point.clone() });
     }
     if step == Step::Mount {
         bind::make_target(&target, TargetKind::Directory)?;
@@ -166,13 +166,13 @@ fn publish_filesystem(
     Ok(())
 }
 
-fn filesystem_step(staged: &Mount, there: Option<&Mount>, read_only: bool) -> Result<Step, PublishError> {
-    let Some(there) = there else { return Ok(Step::Mount) };
-    let target = there.point.clone();
-    if !there.has_same_root_as(staged) {
-        return Err(PublishError::TargetTaken { target, there: there.source.clone() });
+fn filesystem_step(staged: &Mount, existing: Option<&Mount>, read_only: bool) -> Result<Step, PublishError> {
+    let Some(existing) = existing else { return Ok(Step::Mount) };
+    let target = existing.point.clone();
+    if !existing.has_same_root_as(staged) {
+        return Err(PublishError::TargetTaken { target, existing: existing.source.clone() });
     }
-    match (read_only, there.is_read_only()) {
+    match (read_only, existing.is_read_only()) {
         (true, false) => Ok(Step::MakeReadOnly),
         (false, true) => Err(PublishError::PublishedReadOnly { target }),
         (true, true) | (false, false) => Ok(Step::Done),
@@ -204,7 +204,7 @@ fn publish_block(
     // kubelet enforces a read-only block volume through the container's device permissions. A read-only bind mount of a
     // device node does not restrict writes to the device.
     if !requested.read_only && disk.read_only {
-        return Err(PublishError::ReadOnly { disk: disk.uuid, how: "attached read-only" });
+        return Err(PublishError::ReadOnly { disk: disk.uuid, state: "attached read-only" });
     }
     let target = target(requested)?;
     let table = MountTable::read()?;
@@ -212,15 +212,15 @@ fn publish_block(
     if let Some(mount) = published
         && DeviceNumber::of_block_device(&target) != Some(disk.number)
     {
-        let there = mount.root.clone();
-        return Err(PublishError::TargetTaken { target, there });
+        let existing = mount.root.clone();
+        return Err(PublishError::TargetTaken { target, existing });
     }
     if requested.single_writer
         && let Some(other) = table.iter().find(|mount| {
             mount.point != target && mount.point.starts_with(kubelet_dir) && is_device_node_of(mount, disk)
         })
     {
-        return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
+        return Err(PublishError::SingleWriter { other_target: other.point.clone() });
     }
     if published.is_none() {
         // A pod may write data that the probe does not recognize.

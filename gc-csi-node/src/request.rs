@@ -85,7 +85,7 @@ pub(super) fn volume_path(value: &str) -> Result<PathBuf, Status> {
 
 /// Parses an absolute path without `..`.
 pub(super) fn path(field: &str, value: &str) -> Result<PathBuf, Status> {
-    let refused = |why: String| Err(Status::invalid_argument(format!("{field} {why}")));
+    let refused = |reason: String| Err(Status::invalid_argument(format!("{field} {reason}")));
     if value.is_empty() {
         return refused("is missing in the request".to_owned());
     }

@@ -57,33 +57,33 @@ pub(crate) enum StageError {
     /// Another disk is mounted at the staging path.
     #[error(
         "staging path {} has {} mounted instead of disk {disk}; it was left unchanged. \
-         Unstage that volume first", staging.display(), there.display()
+         Unstage that volume first", staging.display(), existing.display()
     )]
     AnotherDisk {
         /// The staging path.
         staging: PathBuf,
         /// Source of the mount.
-        there: PathBuf,
+        existing: PathBuf,
         /// UUID of the requested disk.
         disk: Uuid,
     },
     /// The volume is staged in another way.
-    #[error("the volume is already staged at {}, but {how}; unstage it first", staging.display())]
+    #[error("the volume is already staged at {}, but {difference}; unstage it first", staging.display())]
     StagedDifferently {
         /// The staging path.
         staging: PathBuf,
         /// The difference.
-        how: String,
+        difference: String,
     },
     /// The content of the disk does not permit it.
-    #[error("disk {disk} ({}) was not mounted: {why}", device.display())]
+    #[error("disk {disk} ({}) was not mounted: {reason}", device.display())]
     Refused {
         /// UUID of the disk.
         disk: Uuid,
         /// Device of the disk.
         device: PathBuf,
         /// Reason.
-        why: Refusal,
+        reason: Refusal,
     },
     /// The content of the disk cannot be read.
     #[error("failed to determine the content of disk {disk}: {source}")]
@@ -193,7 +193,7 @@ pub(crate) async fn stage(
         .await
         .map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
     let permit = used.permit(disk.uuid, attestations).await?;
-    let refused = |why| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), why };
+    let refused = |reason| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), reason };
     let plan = content::plan(found, filesystem.kind, read_only, permit).map_err(refused)?;
     let mount = PendingMount { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
     let kind = match plan {
@@ -294,10 +294,10 @@ async fn read_filesystem(disk: &Disk, kind: Filesystem) -> Result<ExpandableFile
 }
 
 /// Reason to mount the disk read-only, if there is one.
-fn read_only_because(disk: &Disk, asked: bool) -> Option<&'static str> {
+fn read_only_because(disk: &Disk, requested: bool) -> Option<&'static str> {
     if disk.read_only {
         Some("its device is read-only")
-    } else if asked {
+    } else if requested {
         Some("the request is read-only")
     } else {
         None
@@ -313,10 +313,10 @@ fn check_existing_mount(
     read_only: bool,
 ) -> Result<(), StageError> {
     if device != Some(disk.number) {
-        let (staging, there) = (mount.point.clone(), mount.source.clone());
-        return Err(StageError::AnotherDisk { staging, there, disk: disk.uuid });
+        let (staging, existing) = (mount.point.clone(), mount.source.clone());
+        return Err(StageError::AnotherDisk { staging, existing, disk: disk.uuid });
     }
-    let how = match (requested, mount.is_read_only()) {
+    let difference = match (requested, mount.is_read_only()) {
         (Some(requested), _) if requested.name() != mount.fs_type => {
             format!("as {}, and the request is for {requested}", mount.fs_type)
         }
@@ -324,7 +324,7 @@ fn check_existing_mount(
         (_, false) if read_only => "writable, and the request is for a read-only mount".to_owned(),
         _ => return Ok(()),
     };
-    Err(StageError::StagedDifferently { staging: mount.point.clone(), how })
+    Err(StageError::StagedDifferently { staging: mount.point.clone(), difference })
 }
 
 /// Failure to unstage a volume.
@@ -333,13 +333,13 @@ pub(crate) enum UnstageError {
     /// The volume is still published.
     #[error(
         "the filesystem at {} is still mounted at {}; unpublish it there first, so that all data is written \
-         before the disk is detached", staging.display(), elsewhere.display()
+         before the disk is detached", staging.display(), other_mount.display()
     )]
     Published {
         /// The staging path.
         staging: PathBuf,
         /// Mount point of the other mount.
-        elsewhere: PathBuf,
+        other_mount: PathBuf,
     },
     /// Writes were lost.
     #[error(transparent)]
@@ -362,7 +362,7 @@ pub(crate) fn unstage(staging: &Path, kubelet: &Kubelet) -> Result<(), UnstageEr
     if let Some(other) = table.other_mounts_of(mount, &kubelet.dir).next()
         && !is_staged_under_another_name(&table, mount, kubelet)
     {
-        return Err(UnstageError::Published { staging, elsewhere: other.point.clone() });
+        return Err(UnstageError::Published { staging, other_mount: other.point.clone() });
     }
     flush(&table, mount)?;
     bind::unmount_all(&staging, mount_users::describe)?;

@@ -78,7 +78,7 @@ impl ZoneSource {
 
 async fn wait_for_label(nodes: Api<Node>, node: &str, until: Instant) -> Result<String, Status> {
     loop {
-        let why = match nodes.get(node).await {
+        let reason = match nodes.get(node).await {
             Ok(found) => match found.metadata.labels.and_then(|mut labels| labels.remove(LABEL_ZONE)) {
                 Some(zone) if !zone.is_empty() => return Ok(zone),
                 _ => format!("it has no label {LABEL_ZONE} yet; the controller plugin (gc-csi) sets it"),
@@ -88,12 +88,12 @@ async fn wait_for_label(nodes: Api<Node>, node: &str, until: Instant) -> Result<
         };
         let again = Instant::now() + POLL_INTERVAL;
         if again >= until {
-            return Err(unavailable(node, &why));
+            return Err(unavailable(node, &reason));
         }
         tokio::time::sleep_until(again).await;
     }
 }
 
-fn unavailable(node: &str, why: &str) -> Status {
-    Status::unavailable(format!("the zone of guest Node {node} is unknown: {why}"))
+fn unavailable(node: &str, reason: &str) -> Status {
+    Status::unavailable(format!("the zone of guest Node {node} is unknown: {reason}"))
 }

@@ -13,8 +13,8 @@ pub(crate) fn of_filesystem(table: &MountTable, mount: &Mount) -> Option<String>
     if disk::is_offline(number) {
         return Some(offline(number));
     }
-    if let Some(why) = stopped(table, mount) {
-        return Some(why);
+    if let Some(reason) = stopped(table, mount) {
+        return Some(reason);
     }
     let errors = ext4_errors(&mount.source)?;
     Some(format!(
@@ -75,7 +75,7 @@ mod tests {
     fn a_filesystem_whose_disk_is_gone_is_abnormal() {
         // No block driver has this device number.
         let table = MountTable::parse(b"30 22 511:1048575 / /staging rw - xfs /dev/sdz rw\n").unwrap();
-        let why = of_filesystem(&table, table.at(Path::new("/staging")).unwrap()).unwrap();
-        assert!(why.contains("device 511:1048575) is gone"), "{why}");
+        let reason = of_filesystem(&table, table.at(Path::new("/staging")).unwrap()).unwrap();
+        assert!(reason.contains("device 511:1048575) is gone"), "{reason}");
     }
 }

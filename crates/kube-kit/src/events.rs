@@ -38,7 +38,7 @@ pub struct Events {
     reporter: Reporter,
     recent: Arc<Mutex<RecentEvents>>,
     aggregator: Arc<Aggregator>,
-    gate: Gate,
+    limiter: Gate,
 }
 
 /// Topic of an Event: object, action and reason.
@@ -69,8 +69,8 @@ impl Events {
     /// Creates a recorder with `component` as the reporting controller.
     pub fn new(client: Client, component: &str) -> Self {
         let reporter = Reporter { controller: component.to_owned(), instance: None };
-        let gate = Gate::new(CONCURRENCY);
-        Self { client, reporter, recent: Arc::default(), aggregator: Arc::default(), gate }
+        let limiter = Gate::new(CONCURRENCY);
+        Self { client, reporter, recent: Arc::default(), aggregator: Arc::default(), limiter }
     }
 
     /// Sends a Normal Event.
@@ -98,7 +98,7 @@ impl Events {
     fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
         let mut note = one_line(&note).into_owned();
         let flow = flow(&about);
-        if self.gate.waiting(&flow.namespace) >= MAX_QUEUED {
+        if self.limiter.waiting(&flow.namespace) >= MAX_QUEUED {
             tracing::warn!(
                 namespace = flow.namespace,
                 reason,
@@ -116,9 +116,9 @@ impl Events {
             action: action.to_owned(),
             secondary: None,
         };
-        let gate = self.gate.clone();
+        let limiter = self.limiter.clone();
         tokio::spawn(async move {
-            let _permit = gate.enter(&flow).await;
+            let _permit = limiter.enter(&flow).await;
             if let Err(error) = recorder.publish(&event, &about).await {
                 tracing::warn!(reason = event.reason, "failed to write an Event: {}", chain(&error));
             }
@@ -221,19 +221,19 @@ mod tests {
             events.warning(about.clone(), "Check", "Differs", note.to_owned());
             let (method, note, count) = sent.recv().await.unwrap();
             // Wait until it was sent.
-            while !events.gate.is_idle() {
+            while !events.limiter.is_idle() {
                 tokio::task::yield_now().await;
             }
             seen.push((method, note.as_str().unwrap().to_owned(), count.as_i64()));
         }
         let of = |method: Method, note: &str, count| (method, note.to_owned(), count);
-        let wanted = [
+        let expected = [
             of(Method::POST, "two", None),
             of(Method::PATCH, "two", Some(2)),
             of(Method::POST, "three", None),
             of(Method::PATCH, "three", Some(2)),
             of(Method::POST, "x\\ny", None),
         ];
-        assert_eq!(seen, wanted);
+        assert_eq!(seen, expected);
     }
 }

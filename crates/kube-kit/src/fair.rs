@@ -159,62 +159,62 @@ mod tests {
         Key::new(namespace, object)
     }
 
-    fn drained(lanes: &mut Lanes<u32>) -> Vec<u32> {
-        std::iter::from_fn(|| lanes.pop()).map(|(_, item)| item).collect()
+    fn drained(queues: &mut Lanes<u32>) -> Vec<u32> {
+        std::iter::from_fn(|| queues.pop()).map(|(_, item)| item).collect()
     }
 
     #[test]
     fn namespaces_are_served_round_robin_and_so_are_their_objects() {
-        let mut lanes = Lanes::default();
+        let mut queues = Lanes::default();
         for item in 0..3 {
-            lanes.push(flow("loud", "a"), item);
+            queues.push(flow("loud", "a"), item);
         }
         for item in 10..12 {
-            lanes.push(flow("loud", "b"), item);
+            queues.push(flow("loud", "b"), item);
         }
-        lanes.push(flow("quiet", "c"), 20);
-        assert_eq!((lanes.len_of("loud"), lanes.len_of("quiet"), lanes.len_of("none")), (5, 1, 0));
-        assert_eq!(drained(&mut lanes), [0, 20, 10, 1, 11, 2]);
+        queues.push(flow("quiet", "c"), 20);
+        assert_eq!((queues.len_of("loud"), queues.len_of("quiet"), queues.len_of("none")), (5, 1, 0));
+        assert_eq!(drained(&mut queues), [0, 20, 10, 1, 11, 2]);
     }
 
     #[test]
     fn an_item_of_an_idle_flow_is_served_second() {
-        let mut lanes = Lanes::default();
+        let mut queues = Lanes::default();
         for item in 0..1000 {
-            lanes.push(flow("loud", "a"), item);
+            queues.push(flow("loud", "a"), item);
         }
-        assert_eq!(lanes.pop(), Some((flow("loud", "a"), 0)));
-        lanes.push(flow("quiet", "b"), 2000);
-        lanes.push(flow("loud", "c"), 3000);
-        let next: Vec<u32> = (0..4).filter_map(|_| lanes.pop()).map(|(_, item)| item).collect();
+        assert_eq!(queues.pop(), Some((flow("loud", "a"), 0)));
+        queues.push(flow("quiet", "b"), 2000);
+        queues.push(flow("loud", "c"), 3000);
+        let next: Vec<u32> = (0..4).filter_map(|_| queues.pop()).map(|(_, item)| item).collect();
         assert_eq!(next, [1, 2000, 3000, 2]);
     }
 
     #[test]
     fn a_flow_that_is_not_allowed_is_skipped_and_keeps_its_position() {
-        let mut lanes = Lanes::default();
+        let mut queues = Lanes::default();
         for (namespace, object, item) in [("a", "x", 1), ("a", "y", 2), ("b", "z", 3)] {
-            lanes.push(flow(namespace, object), item);
+            queues.push(flow(namespace, object), item);
         }
-        assert_eq!(lanes.pop_if(|namespace| namespace != "a", |_| true).unwrap().1, 3);
-        assert_eq!(lanes.pop_if(|_| true, |flow| flow.name != "x").unwrap().1, 2);
-        assert!(lanes.pop_if(|_| false, |_| true).is_none());
-        assert_eq!(drained(&mut lanes), [1]);
+        assert_eq!(queues.pop_if(|namespace| namespace != "a", |_| true).unwrap().1, 3);
+        assert_eq!(queues.pop_if(|_| true, |flow| flow.name != "x").unwrap().1, 2);
+        assert!(queues.pop_if(|_| false, |_| true).is_none());
+        assert_eq!(drained(&mut queues), [1]);
     }
 
     #[test]
     fn flows_without_items_use_no_memory() {
-        let mut lanes = Lanes::default();
+        let mut queues = Lanes::default();
         for object in 0..1000 {
-            lanes.push(flow("loud", &object.to_string()), object);
+            queues.push(flow("loud", &object.to_string()), object);
         }
-        assert_eq!(lanes.remove(&flow("loud", "7"), |item| *item == 8), None);
-        assert_eq!(lanes.remove(&flow("loud", "7"), |item| *item == 7), Some(7));
-        assert_eq!(drained(&mut lanes).len(), 999);
-        assert!(lanes.is_empty());
-        assert_eq!((lanes.order.capacity(), lanes.namespaces.capacity()), (0, 0));
-        lanes.push(flow("quiet", "a"), 1);
-        assert_eq!(lanes.remove(&flow("quiet", "a"), |_| true), Some(1));
-        assert!(lanes.is_empty() && lanes.pop().is_none());
+        assert_eq!(queues.remove(&flow("loud", "7"), |item| *item == 8), None);
+        assert_eq!(queues.remove(&flow("loud", "7"), |item| *item == 7), Some(7));
+        assert_eq!(drained(&mut queues).len(), 999);
+        assert!(queues.is_empty());
+        assert_eq!((queues.order.capacity(), queues.namespaces.capacity()), (0, 0));
+        queues.push(flow("quiet", "a"), 1);
+        assert_eq!(queues.remove(&flow("quiet", "a"), |_| true), Some(1));
+        assert!(queues.is_empty() && queues.pop().is_none());
     }
 }

@@ -20,25 +20,25 @@ pub struct Check {
 }
 
 impl Health {
-    /// Adds a check that fails with `why` until it passes.
-    pub fn check(&self, name: impl Into<String>, why: impl Into<String>) -> Check {
+    /// Adds a check that fails with `reason` until it passes.
+    pub fn check(&self, name: impl Into<String>, reason: impl Into<String>) -> Check {
         let check = Check { health: self.clone(), name: name.into() };
-        check.fail(why);
+        check.fail(reason);
         check
     }
 
     /// Failing checks: name and reason.
     pub fn failing(&self) -> Vec<(String, String)> {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
-        checks.iter().filter_map(|(name, why)| Some((name.clone(), why.clone()?))).collect()
+        checks.iter().filter_map(|(name, reason)| Some((name.clone(), reason.clone()?))).collect()
     }
 
     /// One line per check, as shown by `/readyz`.
     pub fn report(&self) -> String {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
-        let line = |(name, why): (&String, &Option<String>)| match why {
+        let line = |(name, reason): (&String, &Option<String>)| match reason {
             None => format!("ok   {name}\n"),
-            Some(why) => format!("FAIL {name}: {why}\n"),
+            Some(reason) => format!("FAIL {name}: {reason}\n"),
         };
         checks.iter().map(line).collect()
     }
@@ -48,8 +48,8 @@ impl Health {
         &self.informers
     }
 
-    fn set(&self, name: &str, why: Option<String>) {
-        self.checks.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), why);
+    fn set(&self, name: &str, reason: Option<String>) {
+        self.checks.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), reason);
     }
 }
 
@@ -65,7 +65,7 @@ impl Check {
     }
 
     /// Marks the check as failing, with the reason.
-    pub fn fail(&self, why: impl Into<String>) {
-        self.health.set(&self.name, Some(why.into()));
+    pub fn fail(&self, reason: impl Into<String>) {
+        self.health.set(&self.name, Some(reason.into()));
     }
 }

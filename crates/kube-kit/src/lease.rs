@@ -115,7 +115,7 @@ impl Election {
                 candidate.start(metrics, ready, stop).lead(stop, term).await;
             }
             None => {
-                metrics.begun();
+                metrics.started();
                 term().await;
                 metrics.ended();
             }
@@ -124,7 +124,7 @@ impl Election {
 }
 
 impl Metrics {
-    fn begun(&self) {
+    fn started(&self) {
         self.leader.set(1);
         self.terms.inc();
     }
@@ -187,18 +187,18 @@ impl Elector {
         }
         while let Some(until) = self.acquire(stop).await {
             tracing::info!(lease = %self.lease, identity = self.identity, "leading");
-            self.metrics.begun();
+            self.metrics.started();
             self.record_event("became leader");
             let until = Mutex::new(until);
             let lost = tokio::select! {
                 // Check before every poll of the term whether the Lease is still held.
                 biased;
-                why = self.renew(&until) => Some(why),
+                reason = self.renew(&until) => Some(reason),
                 () = while_held(&until, term()) => None,
             };
             self.metrics.ended();
-            let Some(why) = lost else { return self.release().await };
-            tracing::warn!(lease = %self.lease, "stopped leading: {why}");
+            let Some(reason) = lost else { return self.release().await };
+            tracing::warn!(lease = %self.lease, "stopped leading: {reason}");
             self.record_event("stopped leading");
         }
     }

@@ -161,21 +161,21 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
-                let (begun, outcome) = (Instant::now(), work(key.clone()));
-                running.push(async move { (key, begun, outcome.await) });
+                let (started, outcome) = (Instant::now(), work(key.clone()));
+                running.push(async move { (key, started, outcome.await) });
             }
             tokio::select! {
                 () = stop.cancelled() => break,
                 Some(pushed) = self.0.recv() => state.take(pushed),
                 Some(key) = state.delayed.next() => state.push(key),
-                Some((key, begun, outcome)) = running.next() => {
+                Some((key, started, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
                             state.succeeded(&key);
                             next
                         }
                         Err(error) => {
-                            let failures = state.failed(&key, begun);
+                            let failures = state.failed(&key, started);
                             let delay = retry.delay(failures);
                             tracing::warn!(%key, failures, "{error}; retrying in {delay:.1?}");
                             Next::After(delay)
@@ -249,11 +249,11 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
         give_back(&mut self.failures);
     }
 
-    /// Number of consecutive failures of a key, whose work started at `begun`.
-    fn failed(&mut self, key: &K, begun: Instant) -> u32 {
+    /// Number of consecutive failures of a key, whose work started at `started`.
+    fn failed(&mut self, key: &K, started: Instant) -> u32 {
         let failures = self.failures.entry(key.clone()).or_insert(0);
         // A failure of work that started before [`Queue::hurry`] does not count.
-        *failures = if self.retried_at.is_some_and(|at| begun <= at) { 1 } else { *failures + 1 };
+        *failures = if self.retried_at.is_some_and(|at| started <= at) { 1 } else { *failures + 1 };
         *failures
     }
 
@@ -329,10 +329,10 @@ mod tests {
         while tries.load(Ordering::SeqCst) < 10 {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        let begun = Instant::now();
+        let started = Instant::now();
         queue.hurry();
         work.await.unwrap();
-        assert!(begun.elapsed() <= RETRY_SPREAD, "{:?}", begun.elapsed());
+        assert!(started.elapsed() <= RETRY_SPREAD, "{:?}", started.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
@@ -414,12 +414,12 @@ mod tests {
         let (queue, worker) = queue::<u32>();
         let stop = CancellationToken::new();
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let (begun, looking, done) = (Instant::now(), seen.clone(), stop.clone());
+        let (started, looking, done) = (Instant::now(), seen.clone(), stop.clone());
         let work = tokio::spawn(worker.run(4, Retry::default(), stop, move |key| {
             let (looking, done) = (looking.clone(), done.clone());
             async move {
                 let mut seen = looking.lock().unwrap();
-                seen.push((key, begun.elapsed().as_millis() / 100));
+                seen.push((key, started.elapsed().as_millis() / 100));
                 if seen.len() == 3 {
                     done.cancel();
                 }

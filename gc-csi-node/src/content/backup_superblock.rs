@@ -142,7 +142,7 @@ mod tests {
 
     #[test]
     fn a_filesystem_with_zeroed_ends_is_found_by_its_backup_superblocks() {
-        for (mib, program, args, says) in [
+        for (mib, program, args, expected) in [
             (4096, "mkfs.ext4", &["-q", "-F"][..], "e2fsck -b 32768 -B 4096"),
             (64, "mkfs.ext4", &["-q", "-F", "-b", "1024"], "e2fsck -b 8193 -B 1024"),
             (200, "mkfs.ext4", &["-q", "-F", "-b", "2048"], "e2fsck -b 16384 -B 2048"),
@@ -155,7 +155,7 @@ mod tests {
             let Some(Found::BackupSuperblock(backup)) = found else {
                 panic!("{program} {args:?} on {mib}: {found:?}")
             };
-            assert_eq!(backup.repair(), says, "{backup}");
+            assert_eq!(backup.repair(), expected, "{backup}");
         }
     }
 

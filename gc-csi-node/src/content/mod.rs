@@ -129,22 +129,22 @@ pub(crate) fn plan(
     read_only: Option<&'static str>,
     permit: Permit,
 ) -> Result<Plan, Refusal> {
-    let asked = requested.unwrap_or(Filesystem::Ext4);
+    let filesystem = requested.unwrap_or(Filesystem::Ext4);
     let make = |token| match read_only {
-        None => Ok(Plan::Format(asked, token)),
-        Some(why) => Err(Refusal::EmptyReadOnly(why, asked)),
+        None => Ok(Plan::Format(filesystem, token)),
+        Some(reason) => Err(Refusal::EmptyReadOnly(reason, filesystem)),
     };
     match content {
         Content::InterruptedFormat(token) => make(token),
         Content::Empty => match (permit, read_only) {
             (Permit::Blank(token), _) => make(token),
             (Permit::Used, _) => Err(Refusal::Erased),
-            (Permit::None, Some(why)) => Err(Refusal::EmptyReadOnly(why, asked)),
+            (Permit::None, Some(reason)) => Err(Refusal::EmptyReadOnly(reason, filesystem)),
             (Permit::None, None) => Err(Refusal::NotAttested),
         },
         Content::Known(found) => match found.parse::<Filesystem>() {
             Ok(found) if requested.is_none_or(|requested| requested == found) => Ok(Plan::Use(found)),
-            _ => Err(Refusal::Foreign { found, requested: asked }),
+            _ => Err(Refusal::Foreign { found, requested: filesystem }),
         },
         Content::PartitionTable(kind) => Err(Refusal::Partitioned(kind)),
         Content::Ambivalent => Err(Refusal::Ambivalent),

@@ -44,12 +44,12 @@ pub(crate) enum ProbeError {
     #[error(transparent)]
     Blkid(#[from] CommandError),
     /// blkid's exit code or output is unexpected.
-    #[error("unexpected result of blkid: exit code {code}, {said:?}")]
+    #[error("unexpected result of blkid: exit code {code}, {message:?}")]
     Answer {
         /// Exit code.
         code: i32,
         /// Standard error.
-        said: String,
+        message: String,
     },
     /// The disk cannot be read.
     #[error("failed to read {}: {source}", device.display())]
@@ -94,7 +94,7 @@ fn understand(output: &Output) -> Result<Signatures, ProbeError> {
         // blkid also exits with 2 if it cannot read the device, but then it writes to stderr.
         2 if output.stderr.is_empty() && output.stdout.trim().is_empty() => Ok(Signatures::None),
         8 => Ok(Signatures::Ambivalent),
-        code => Err(ProbeError::Answer { code, said: output.stderr.clone() }),
+        code => Err(ProbeError::Answer { code, message: output.stderr.clone() }),
     }
 }
 

@@ -61,12 +61,12 @@ impl Identifiers {
             let by_wwn = wwn.is_some_and(|wwn| wwn.eq_ignore_ascii_case(&requested[..16]));
             by_wwn || self.serial.as_deref().is_some_and(|serial| serial.eq_ignore_ascii_case(&cut_serial))
         } else {
-            whole.iter().all(|said| *said == requested)
+            whole.iter().all(|reported| *reported == requested)
         };
         match (matches, self.to_string()) {
             (true, _) => Comparison::Match,
-            (false, said) if said.is_empty() => Comparison::Missing,
-            (false, said) => Comparison::Mismatch(said),
+            (false, reported) if reported.is_empty() => Comparison::Missing,
+            (false, reported) => Comparison::Mismatch(reported),
         }
     }
 }
@@ -79,11 +79,11 @@ impl std::fmt::Display for Identifiers {
             ("serial", &self.serial),
             ("NVMe UUID", &self.nvme_uuid),
         ];
-        let said: Vec<_> = identifiers
+        let reported: Vec<_> = identifiers
             .iter()
-            .filter_map(|(what, said)| Some(format!("{what} {:?}", said.as_ref()?)))
+            .filter_map(|(what, reported)| Some(format!("{what} {:?}", reported.as_ref()?)))
             .collect();
-        f.write_str(&said.join(", "))
+        f.write_str(&reported.join(", "))
     }
 }
 

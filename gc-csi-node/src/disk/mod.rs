@@ -99,7 +99,7 @@ pub(crate) enum FindError {
     },
     /// The device is another disk.
     #[error(
-        "{} points to {}, but that device identifies itself as {said} and not as disk {uuid}; nothing was changed",
+        "{} points to {}, but that device identifies itself as {reported} and not as disk {uuid}; nothing was changed",
         link.display(), device.display()
     )]
     AnotherDisk {
@@ -108,7 +108,7 @@ pub(crate) enum FindError {
         /// Device.
         device: PathBuf,
         /// Identifiers of the device.
-        said: String,
+        reported: String,
         /// UUID of the requested disk.
         uuid: Uuid,
     },
@@ -200,7 +200,7 @@ fn verify(found: &DiskLink, number: DeviceNumber, uuid: Uuid) -> Result<(), Find
     }
     match Identifiers::read(&sysfs).compare(&uuid) {
         Comparison::Match => Ok(()),
-        Comparison::Mismatch(said) => Err(FindError::AnotherDisk { link, device, said, uuid }),
+        Comparison::Mismatch(reported) => Err(FindError::AnotherDisk { link, device, reported, uuid }),
         Comparison::Missing => Err(FindError::Unverifiable { device, uuid }),
     }
 }

@@ -104,7 +104,7 @@ async fn completes_lifecycle(fs_type: Option<&'static str>, mib: u64) {
         cases.iter().map(Vec::len).sum::<usize>(),
     );
     assert!(points > 0, "the driver has no fail points: is it built with debug assertions?");
-    let begun = Instant::now();
+    let started = Instant::now();
     let mut cases: Vec<_> = cases.into_iter().map(Vec::into_iter).collect();
     while cases.iter().any(|left| left.len() > 0) {
         let mut lifecycle = Lifecycle::begin(&mut node, fs_type, mib);
@@ -119,7 +119,7 @@ async fn completes_lifecycle(fs_type: Option<&'static str>, mib: u64) {
         "{total} crashes at {points} points in {} calls for a volume with {}: {:.0} s",
         calls.len(),
         fs_type.unwrap_or("no filesystem"),
-        begun.elapsed().as_secs_f64()
+        started.elapsed().as_secs_f64()
     );
 }
 

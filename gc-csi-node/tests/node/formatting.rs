@@ -31,11 +31,11 @@ fn attached_again(disk: &Disk) -> Disk {
     Disk { attestation: None, ..disk.clone() }
 }
 
-async fn refused(node: &TestNode, disk: &Disk, says: &str) {
-    let refused = node.stage(disk, ext4()).await.expect_err(says);
-    assert_eq!(refused.code(), Code::FailedPrecondition, "{says}: {refused}");
-    assert!(refused.message().contains(says), "{says}: {refused}");
-    assert!(node.mounted(&node.staging(disk)).is_none(), "{says}");
+async fn refused(node: &TestNode, disk: &Disk, expected: &str) {
+    let refused = node.stage(disk, ext4()).await.expect_err(expected);
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{expected}: {refused}");
+    assert!(refused.message().contains(expected), "{expected}: {refused}");
+    assert!(node.mounted(&node.staging(disk)).is_none(), "{expected}");
 }
 
 /// Kills the driver at the next pass of this fail point, and restarts it.
@@ -49,7 +49,7 @@ async fn kill_driver_at(node: &mut TestNode, disk: &Disk, point: &str) {
 #[tokio::test]
 async fn a_filesystem_whose_first_mib_was_zeroed_is_found_by_its_backup_superblock() {
     let mut node = TestNode::start().await;
-    for (mib, fs_type, args, says) in [
+    for (mib, fs_type, args, expected) in [
         (4096, "ext4", &["-q", "-F"][..], "e2fsck -b 32768 -B 4096"),
         (320, "xfs", &["-q"], "xfs backup superblock"),
         (128, "btrfs", &["-q"], "btrfs backup superblock at byte 67108864"),
@@ -59,8 +59,8 @@ async fn a_filesystem_whose_first_mib_was_zeroed_is_found_by_its_backup_superblo
         write(&image.image, 0, &[0; 1 << 20]);
         let disk = node.attach(image, &[]);
         // With and without an attestation.
-        refused(&node, &disk, says).await;
-        refused(&node, &attached_again(&disk), says).await;
+        refused(&node, &disk, expected).await;
+        refused(&node, &attached_again(&disk), expected).await;
     }
 }
 

@@ -48,20 +48,21 @@ async fn a_disk_with_any_content_is_never_formatted() {
             write(image, 0, &vfat());
         }),
     ];
-    for (says, fill) in fills {
+    for (expected, fill) in fills {
         // Minimum size for mkfs.xfs.
-        let image = node.image(if says.contains("xfs") { 300 } else { 16 });
+        let image = node.image(if expected.contains("xfs") { 300 } else { 16 });
         fill(&image.image);
         let before = std::fs::read(&image.image).unwrap();
         let disk = node.attach(image, &[]);
-        let refused = node.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.expect_err(says);
-        assert_eq!(refused.code(), Code::FailedPrecondition, "{says}: {refused}");
+        let refused =
+            node.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.expect_err(expected);
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{expected}: {refused}");
         assert!(
-            refused.message().contains(says) && refused.message().contains(&disk.uuid),
-            "{says}: {refused}"
+            refused.message().contains(expected) && refused.message().contains(&disk.uuid),
+            "{expected}: {refused}"
         );
-        assert!(node.mounted(&node.staging(&disk)).is_none(), "{says}");
-        assert!(std::fs::read(&disk.image).unwrap() == before, "{says}: the disk was written to");
+        assert!(node.mounted(&node.staging(&disk)).is_none(), "{expected}");
+        assert!(std::fs::read(&disk.image).unwrap() == before, "{expected}: the disk was written to");
     }
 }
 
@@ -117,10 +118,10 @@ async fn a_disk_of_another_management_volume_than_the_pinned_one_is_refused() {
     use crds::names::{CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME};
     let mut node = TestNode::start().await;
     let disk = node.disk(16);
-    let said = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+    let entry = |key: &str, value: &str| (key.to_owned(), value.to_owned());
     let mut request = node.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
-    request.volume_context = [said(MANAGEMENT_VOLUME, "pvc-old")].into();
-    request.publish_context.extend([said(CONTEXT_MANAGEMENT_VOLUME, "pvc-new")]);
+    request.volume_context = [entry(MANAGEMENT_VOLUME, "pvc-old")].into();
+    request.publish_context.extend([entry(CONTEXT_MANAGEMENT_VOLUME, "pvc-new")]);
     let publish = |of: &csi::proto::NodeStageVolumeRequest| csi::proto::NodePublishVolumeRequest {
         volume_id: of.volume_id.clone(),
         volume_context: of.volume_context.clone(),
@@ -141,7 +142,7 @@ async fn a_disk_of_another_management_volume_than_the_pinned_one_is_refused() {
     assert!(std::fs::read(&disk.image).unwrap().iter().all(|byte| *byte == 0), "the disk was written to");
 
     // An operator pinned the volume to the other one, and the controller plugin attached that.
-    request.publish_context.extend([said(CONTEXT_OVERRIDDEN_PIN, "pvc-old")]);
+    request.publish_context.extend([entry(CONTEXT_OVERRIDDEN_PIN, "pvc-old")]);
     client.node_stage_volume(request.clone()).await.unwrap();
     client.node_publish_volume(publish(&request)).await.unwrap();
 }

@@ -113,16 +113,16 @@ async fn an_operation_continues_after_its_caller_disconnects() {
     let mut node = TestNode::new();
     let gate = node.path("gate");
     tool("mkfifo", &[], &gate);
-    let begun = node.path("begun");
+    let started = node.path("started");
     // Waits for the gate, then runs the real command.
-    let (begins, opens) = (begun.display(), gate.display());
+    let (begins, opens) = (started.display(), gate.display());
     let slow = format!("touch {begins}\nread -r real < {opens}\nexec \"$real\" \"$@\"");
     let tools = tools(&node, "mkfs.ext4", &slow);
     node.start_driver(Some(&tools)).await;
     let disk = node.disk(16);
     let capability = || filesystem("ext4", Mode::SingleNodeWriter);
     let at_the_gate = async {
-        while !begun.exists() {
+        while !started.exists() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };

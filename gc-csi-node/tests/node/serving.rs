@@ -131,8 +131,8 @@ async fn a_legacy_driver_name_is_served_by_the_same_driver() {
         let info = kubelet.get_info(InfoRequest {}).await.unwrap().into_inner();
         assert_eq!((info.name.as_str(), info.endpoint), (driver, socket.display().to_string()));
         let mut identity = IdentityClient::new(node.connect(&socket).await);
-        let said = identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap().into_inner();
-        assert_eq!(said.name, driver);
+        let info = identity.get_plugin_info(GetPluginInfoRequest {}).await.unwrap().into_inner();
+        assert_eq!(info.name, driver);
         let notice = RegistrationStatus { plugin_registered: true, error: String::new() };
         assert_eq!(node.get("/readyz").0, 503, "ready before {driver} is registered");
         kubelet.notify_registration_status(notice).await.unwrap();

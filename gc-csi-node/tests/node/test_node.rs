@@ -180,8 +180,8 @@ impl TestNode {
 
     /// Attaches an image: creates a loop device and its name in by-id.
     pub(crate) fn attach(&mut self, mut disk: Disk, options: &[&str]) -> Disk {
-        let said = output_of("losetup", &[&["--find", "--show"], options].concat(), &disk.image);
-        disk.device = PathBuf::from(said.trim());
+        let output = output_of("losetup", &[&["--find", "--show"], options].concat(), &disk.image);
+        disk.device = PathBuf::from(output.trim());
         self.loops.push(disk.device.clone());
         self.name(&disk);
         disk

@@ -206,8 +206,8 @@ mod tests {
 
     /// Time until a request succeeds, if the server answers first with `code` and asks for a delay of five seconds.
     async fn time_until_answered(code: u16) -> Duration {
-        let asked = Arc::new(AtomicUsize::new(0));
-        let counted = asked.clone();
+        let requests = Arc::new(AtomicUsize::new(0));
+        let counted = requests.clone();
         let server = tower::service_fn(move |_: Request<Body>| {
             let is_first = counted.fetch_add(1, Ordering::SeqCst) == 0;
             let answer = match is_first {
@@ -219,10 +219,10 @@ mod tests {
         let (retries, first, longest) = RETRIES;
         let again = RetryDelay(RetryPolicy::new(first, longest, retries, true).unwrap());
         let service = ServiceBuilder::new().layer(RetryLayer::new(again)).service(server);
-        let begun = Instant::now();
+        let started = Instant::now();
         let answer = service.oneshot(Request::new(Body::empty())).await.unwrap();
-        assert_eq!((answer.status().as_u16(), asked.load(Ordering::SeqCst)), (200, 2));
-        begun.elapsed()
+        assert_eq!((answer.status().as_u16(), requests.load(Ordering::SeqCst)), (200, 2));
+        started.elapsed()
     }
 
     #[test]

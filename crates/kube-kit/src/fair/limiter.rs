@@ -50,13 +50,13 @@ struct Waiting {
 /// Permission to run an operation; released on drop.
 #[derive(Debug)]
 pub struct Permit {
-    gate: Gate,
+    limiter: Gate,
     flow: Key,
 }
 
 /// A waiting operation; leaves its flow on drop.
 struct Waiter<'a> {
-    gate: &'a Gate,
+    limiter: &'a Gate,
     flow: &'a Key,
     number: u64,
     is_granted: bool,
@@ -75,13 +75,13 @@ impl Gate {
             let mut state = self.state();
             if state.admits(&self.0.limits, flow) {
                 state.count(flow);
-                return Permit { gate: self.clone(), flow: flow.clone() };
+                return Permit { limiter: self.clone(), flow: flow.clone() };
             }
             let (sender, receiver) = oneshot::channel();
             state.last += 1;
             let number = state.last;
             state.waiting.push(flow.clone(), Waiting { number, grant: sender });
-            Waiter { gate: self, flow, number, is_granted: false, grant: receiver }
+            Waiter { limiter: self, flow, number, is_granted: false, grant: receiver }
         };
         waiter.wait().await
     }
@@ -170,7 +170,7 @@ impl Waiter<'_> {
         // The sender is dropped only after sending, or by this value.
         let _ = (&mut self.grant).await;
         self.is_granted = true;
-        Permit { gate: self.gate.clone(), flow: self.flow.clone() }
+        Permit { limiter: self.limiter.clone(), flow: self.flow.clone() }
     }
 }
 
@@ -179,19 +179,19 @@ impl Drop for Waiter<'_> {
         if self.is_granted {
             return;
         }
-        let mut state = self.gate.state();
+        let mut state = self.limiter.state();
         let own = state.waiting.remove(self.flow, |one| one.number == self.number);
         if own.is_none() {
             // The permit was granted but not received.
             state.uncount(self.flow);
-            state.grant(&self.gate.0.limits);
+            state.grant(&self.limiter.0.limits);
         }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.gate.leave(&self.flow);
+        self.limiter.leave(&self.flow);
     }
 }
 
@@ -210,34 +210,34 @@ mod tests {
 
     #[tokio::test]
     async fn concurrency_is_limited_per_object_per_namespace_and_in_total() {
-        let gate = Gate::new(LIMITS);
+        let limiter = Gate::new(LIMITS);
         let (a, b, c, d) = (flow("n/a"), flow("n/b"), flow("n/c"), flow("m/d"));
-        let held = (gate.enter(&a).await, gate.enter(&a).await);
-        let mut third = Box::pin(gate.enter(&a));
+        let held = (limiter.enter(&a).await, limiter.enter(&a).await);
+        let mut third = Box::pin(limiter.enter(&a));
         assert!(poll!(&mut third).is_pending(), "per object");
-        let other = gate.enter(&b).await;
-        let mut fourth = Box::pin(gate.enter(&c));
+        let other = limiter.enter(&b).await;
+        let mut fourth = Box::pin(limiter.enter(&c));
         assert!(poll!(&mut fourth).is_pending(), "per namespace");
-        let elsewhere = gate.enter(&d).await;
-        let mut last = Box::pin(gate.enter(&d));
+        let elsewhere = limiter.enter(&d).await;
+        let mut last = Box::pin(limiter.enter(&d));
         assert!(poll!(&mut last).is_pending(), "in total");
-        assert_eq!((gate.waiting("n"), gate.waiting("m")), (2, 1));
+        assert_eq!((limiter.waiting("n"), limiter.waiting("m")), (2, 1));
         drop(elsewhere);
         assert!(poll!(&mut last).is_ready());
         drop((third, fourth, last, held, other));
-        assert!(gate.is_idle());
+        assert!(limiter.is_idle());
     }
 
     #[tokio::test]
     async fn released_permits_go_to_the_flows_in_turn() {
-        let gate = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
+        let limiter = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
         let (loud, quiet) = (flow("loud/a"), flow("quiet/b"));
-        let mut held = Some(gate.enter(&loud).await);
-        let mut waiting: Vec<_> = (0..100).map(|_| Box::pin(gate.enter(&loud))).collect();
+        let mut held = Some(limiter.enter(&loud).await);
+        let mut waiting: Vec<_> = (0..100).map(|_| Box::pin(limiter.enter(&loud))).collect();
         for one in &mut waiting {
             assert!(poll!(one).is_pending());
         }
-        let mut other = Box::pin(gate.enter(&quiet));
+        let mut other = Box::pin(limiter.enter(&quiet));
         assert!(poll!(&mut other).is_pending());
         let mut before = 0;
         loop {
@@ -257,12 +257,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_waiter_leaves_its_flow_and_loses_no_permit() {
-        let gate = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
+        let limiter = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
         let a = flow("n/a");
-        let held = gate.enter(&a).await;
-        let mut left = Box::pin(gate.enter(&a));
-        let mut unaware = Box::pin(gate.enter(&a));
-        let mut last = Box::pin(gate.enter(&a));
+        let held = limiter.enter(&a).await;
+        let mut left = Box::pin(limiter.enter(&a));
+        let mut unaware = Box::pin(limiter.enter(&a));
+        let mut last = Box::pin(limiter.enter(&a));
         for one in [&mut left, &mut unaware, &mut last] {
             assert!(poll!(one).is_pending());
         }
@@ -273,8 +273,8 @@ mod tests {
         let permit = poll!(&mut last);
         assert!(permit.is_ready());
         drop((permit, last));
-        assert!(gate.is_idle());
-        let state = gate.state();
+        assert!(limiter.is_idle());
+        let state = limiter.state();
         assert_eq!((state.objects.capacity(), state.namespaces.capacity()), (0, 0));
     }
 }

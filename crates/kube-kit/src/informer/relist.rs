@@ -36,13 +36,17 @@ impl Informers {
 
     /// Waits until all stores are at least as current as this call.
     pub(crate) async fn relist_all(&self) {
-        let begun = Instant::now();
+        let started = Instant::now();
         let relisted: Vec<_> = {
             let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            all.iter().map(|relist| relist(begun)).collect()
+            all.iter().map(|relist| relist(started)).collect()
         };
         let informers = relisted.len();
         join_all(relisted).await;
-        tracing::info!(informers, "relisted all informers in {:.1?}, starting to reconcile", begun.elapsed());
+        tracing::info!(
+            informers,
+            "relisted all informers in {:.1?}, starting to reconcile",
+            started.elapsed()
+        );
     }
 }

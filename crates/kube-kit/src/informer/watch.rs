@@ -88,7 +88,7 @@ where
         let mut position = Position::default();
         let (mut delay, mut was_broken) = (BACKOFF.0, false);
         loop {
-            let (begun, since) = (Instant::now(), position.version.clone());
+            let (started, since) = (Instant::now(), position.version.clone());
             let end = self.list_and_watch(&mut position, &check).await;
             let (is_closed, is_broken) =
                 (matches!(end, WatchEnd::Closed), matches!(end, WatchEnd::Broken(_)));
@@ -100,12 +100,12 @@ where
                     position.version = None;
                     continue;
                 }
-                WatchEnd::Expired(why) => {
-                    tracing::info!("the watch of {} expired ({why}), relisting", self.what);
+                WatchEnd::Expired(reason) => {
+                    tracing::info!("the watch of {} expired ({reason}), relisting", self.what);
                     position.version = None;
                 }
-                WatchEnd::Refused(why) | WatchEnd::Broken(why) => {
-                    let reason = format!("failed to watch {}: {why}", self.what);
+                WatchEnd::Refused(reason) | WatchEnd::Broken(reason) => {
+                    let reason = format!("failed to watch {}: {reason}", self.what);
                     if self.informer.trouble().is_none() {
                         tracing::warn!("{reason}; retrying");
                     }
@@ -116,7 +116,7 @@ where
             let made_progress = since.is_some() && position.version != since;
             // A restarted server refuses requests while it starts, and may not know the resource version.
             let is_back = was_broken && !is_broken && delay == BACKOFF.1;
-            if begun.elapsed() > BACKOFF.1 || (is_closed && made_progress) || is_back {
+            if started.elapsed() > BACKOFF.1 || (is_closed && made_progress) || is_back {
                 delay = BACKOFF.0;
             }
             was_broken = is_broken;
@@ -154,7 +154,7 @@ where
             Err(error) => return Error::BuildRequest(error).into(),
         };
         let is_tolerant = std::mem::take(&mut position.malformed);
-        let begun = Instant::now();
+        let started = Instant::now();
         let events = match is_tolerant {
             true => {
                 let events = self.client.request_events::<DeserializeGuard<K>>(request).await;
@@ -182,7 +182,7 @@ where
                 Ok(Some(Ok(event))) => event,
                 Ok(None) => {
                     // A watch that ends early ends because the server stops, and another server may take end.
-                    position.unbroken &= begun.elapsed() >= duration;
+                    position.unbroken &= started.elapsed() >= duration;
                     return WatchEnd::Closed;
                 }
                 Ok(Some(Err(error))) if !is_tolerant && is_malformed(&error) => return WatchEnd::Malformed,
@@ -258,7 +258,7 @@ where
             limit: Some(PAGE),
             ..ListParams::default()
         };
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut fresh = HashMap::new();
         loop {
             let request = Request::new(&self.url);
@@ -281,7 +281,7 @@ where
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
                 let version = page.resource_version.unwrap_or_default();
-                self.replace(fresh, LastSync { version: number(&version), list_started: Some(begun) });
+                self.replace(fresh, LastSync { version: number(&version), list_started: Some(started) });
                 self.relist_handlers.iter().for_each(|handler| handler());
                 return Ok(version);
             }

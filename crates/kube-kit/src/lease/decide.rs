@@ -33,8 +33,8 @@ pub(super) fn next(
     if holder(lease).is_none() {
         return Step::Take;
     }
-    let said = lease.and_then(|lease| lease.lease_duration_seconds).and_then(|said| u64::try_from(said).ok());
-    let ends = unchanged_since + said.map_or(duration, Duration::from_secs);
+    let set = lease.and_then(|lease| lease.lease_duration_seconds).and_then(|set| u64::try_from(set).ok());
+    let ends = unchanged_since + set.map_or(duration, Duration::from_secs);
     if now >= ends { Step::Take } else { Step::Wait(ends) }
 }
 
@@ -84,16 +84,12 @@ mod tests {
     #[test]
     fn a_held_lease_is_acquired_after_the_duration_that_its_holder_set() {
         let since = Instant::now();
-        for (said, rests) in [(Some(40), 40), (Some(3), 3), (None, 15), (Some(-1), 15)] {
-            let lease = held_by("a", said);
+        for (set, rests) in [(Some(40), 40), (Some(3), 3), (None, 15), (Some(-1), 15)] {
+            let lease = held_by("a", set);
             let ends = since + Duration::from_secs(rests);
             let just_before = ends - Duration::from_millis(1);
-            assert_eq!(
-                next(Some(&lease), since, TIMINGS.duration, just_before),
-                Step::Wait(ends),
-                "{said:?}"
-            );
-            assert_eq!(next(Some(&lease), since, TIMINGS.duration, ends), Step::Take, "{said:?}");
+            assert_eq!(next(Some(&lease), since, TIMINGS.duration, just_before), Step::Wait(ends), "{set:?}");
+            assert_eq!(next(Some(&lease), since, TIMINGS.duration, ends), Step::Take, "{set:?}");
         }
     }
 

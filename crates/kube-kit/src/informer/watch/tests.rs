@@ -140,9 +140,9 @@ async fn a_silent_watch_is_replaced_by_a_relist() {
     wait_for_text(&informer, "later").await;
     // The server was restored to an older state: a watch from version 9 does not report it.
     *server.object.lock().unwrap() = ("5".to_owned(), "restored".to_owned());
-    let begun = Instant::now();
+    let started = Instant::now();
     wait_for_text(&informer, "restored").await;
-    assert!(begun.elapsed() < MAX_SILENCE + BACKOFF.1, "{:?}", begun.elapsed());
+    assert!(started.elapsed() < MAX_SILENCE + BACKOFF.1, "{:?}", started.elapsed());
     // The check passes again although the new watch is silent.
     while !health.failing().is_empty() {
         tokio::time::sleep(BACKOFF.0).await;
@@ -160,8 +160,8 @@ async fn an_idle_watch_is_kept_after_the_server_confirms_its_version() {
     wait_for_text(&informer, "quiet").await;
     *server.object.lock().unwrap() = ("12".to_owned(), "missed".to_owned());
     tokio::time::sleep(MAX_SILENCE + BACKOFF.1).await;
-    let asked = (server.lists.load(Ordering::SeqCst), server.watches.load(Ordering::SeqCst));
-    assert_eq!(asked, (2, 1), "lists, watches");
+    let counts = (server.lists.load(Ordering::SeqCst), server.watches.load(Ordering::SeqCst));
+    assert_eq!(counts, (2, 1), "lists, watches");
     assert!(health.failing().is_empty(), "{:?}", health.failing());
     // Still silent, so the watch is dead.
     wait_for_text(&informer, "missed").await;
@@ -251,11 +251,11 @@ async fn a_restarted_server_is_retried_soon_although_it_refuses_requests_and_exp
     *server.answers.lock().unwrap() = vec![Err(403), Err(403), Err(410)];
     *server.object.lock().unwrap() = ("9".to_owned(), "now".to_owned());
     server.is_unreachable.store(false, Ordering::SeqCst);
-    let begun = Instant::now();
+    let started = Instant::now();
     wait_for_text(&informer, "now").await;
     assert!(server.answers.lock().unwrap().is_empty());
     // The current delay, and three that double from the shortest.
-    assert!(begun.elapsed() <= BACKOFF.1 + 7 * BACKOFF.0, "{:?}", begun.elapsed());
+    assert!(started.elapsed() <= BACKOFF.1 + 7 * BACKOFF.0, "{:?}", started.elapsed());
     stop.cancel();
 }
 
@@ -316,12 +316,12 @@ async fn watches_that_end_after_an_event_are_resumed_without_growing_delays() {
         |version: u32| Ok(json!({"type": "MODIFIED", "object": object(&version.to_string(), "next")}));
     *server.answers.lock().unwrap() = (2..=20).map(event).collect();
     server.ends.store(true, Ordering::SeqCst);
-    let begun = Instant::now();
+    let started = Instant::now();
     let (informer, _health, stop) = start_informer(&server);
     while informer.last_sync().version < Some(20) {
         tokio::time::sleep(BACKOFF.0).await;
     }
-    assert!(begun.elapsed() <= 20 * BACKOFF.0, "{:?}", begun.elapsed());
+    assert!(started.elapsed() <= 20 * BACKOFF.0, "{:?}", started.elapsed());
     assert_eq!(server.lists.load(Ordering::SeqCst), 1);
     stop.cancel();
 }
@@ -335,9 +335,9 @@ async fn a_new_leader_sees_what_a_silent_watch_did_not_report() {
     // The paused clock does not advance by itself.
     tokio::time::sleep(BACKOFF.0).await;
     *server.object.lock().unwrap() = ("9".to_owned(), "new".to_owned());
-    let begun = Instant::now();
+    let started = Instant::now();
     health.informers().relist_all().await;
-    assert!(begun.elapsed() < BACKOFF.0, "{:?}", begun.elapsed());
+    assert!(started.elapsed() < BACKOFF.0, "{:?}", started.elapsed());
     let seen = informer.get(&Key::new("n", "c")).unwrap();
     assert_eq!(seen.data.as_ref().unwrap()["text"], "new");
     assert_eq!(server.lists.load(Ordering::SeqCst), 2);

@@ -125,7 +125,7 @@ impl ExpandableFilesystem {
 
 /// Parameters of NodeExpandVolume.
 #[derive(Debug, Clone)]
-pub(crate) struct Expand {
+pub(crate) struct ExpandParams {
     /// Volume path.
     pub(crate) path: PathBuf,
     /// Staging path, if given.
@@ -217,7 +217,7 @@ pub(crate) enum ExpandError {
 
 /// A mounted volume to expand.
 #[derive(Debug)]
-struct Found {
+struct MountedVolume {
     number: DeviceNumber,
     device: PathBuf,
     /// Open file of the disk, so that the kernel does not reuse its device number.
@@ -227,12 +227,12 @@ struct Found {
 }
 
 /// Waits until the disk has the required size, expands the filesystem, and returns the disk's size. Idempotent.
-pub(crate) async fn expand(requested: Expand) -> Result<u64, ExpandError> {
-    let Expand { path, staging, size, until } = requested;
+pub(crate) async fn expand(requested: ExpandParams) -> Result<u64, ExpandError> {
+    let ExpandParams { path, staging, size, until } = requested;
     let found = blocking(move || find(&path, staging.as_deref())).await?;
     let failed = |source| ExpandError::Disk { device: found.number, source };
     let has = disk::wait_for_size(found.number, size.required, until).await.map_err(failed)?;
-    let Found { device, disk, filesystem, .. } = found;
+    let MountedVolume { device, disk, filesystem, .. } = found;
     if has < size.required {
         return Err(ExpandError::DiskTooSmall { device, has, required: size.required });
     }
@@ -248,7 +248,7 @@ pub(crate) async fn expand(requested: Expand) -> Result<u64, ExpandError> {
 }
 
 /// Finds the disk of a volume from the mount table. Blocks.
-fn find(path: &Path, staging: Option<&Path>) -> Result<Found, ExpandError> {
+fn find(path: &Path, staging: Option<&Path>) -> Result<MountedVolume, ExpandError> {
     let table = MountTable::read()?;
     let at = |path: &Path| -> Result<Option<&Mount>, ExpandError> {
         Ok(bind::real_path(path)?.and_then(|path| table.at(&path)))
@@ -279,7 +279,7 @@ fn find(path: &Path, staging: Option<&Path>) -> Result<Found, ExpandError> {
     let device = disk::device_node(number).map_err(failed)?;
     let disk = File::open(&device).map_err(failed)?;
     if is_block {
-        return Ok(Found { number, device, disk, filesystem: None });
+        return Ok(MountedVolume { number, device, disk, filesystem: None });
     }
     let filesystem = mount.fs_type.parse()?;
     // A pod's read-only target may belong to a filesystem that is staged writable.
@@ -288,5 +288,5 @@ fn find(path: &Path, staging: Option<&Path>) -> Result<Found, ExpandError> {
         .flatten()
         .find(|candidate| candidate.device == mount.device && !candidate.is_read_only())
         .ok_or_else(|| ExpandError::ReadOnly { path: path() })?;
-    Ok(Found { number, device, disk, filesystem: Some((filesystem, writable.point.clone())) })
+    Ok(MountedVolume { number, device, disk, filesystem: Some((filesystem, writable.point.clone())) })
 }

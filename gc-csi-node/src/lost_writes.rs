@@ -8,7 +8,7 @@ use std::io::{self, ErrorKind, Seek, Write};
 use std::path::{Path, PathBuf};
 
 /// Name of the record file, in the parent directory of the staging path.
-const NAME: &str = "nestor-lost-writes";
+const RECORD_NAME: &str = "nestor-lost-writes";
 /// Content of the record during a flush. As long as any error text, so that recording an error allocates no disk space.
 const FLUSH_IN_PROGRESS: [u8; 512] = [b' '; 512];
 
@@ -50,7 +50,7 @@ pub(crate) enum LostWritesError {
 impl LostWrites {
     /// The record for the mount at this staging path.
     pub(crate) fn of(staging: &Path) -> Self {
-        Self { staging: staging.to_owned(), record: staging.with_file_name(NAME) }
+        Self { staging: staging.to_owned(), record: staging.with_file_name(RECORD_NAME) }
     }
 
     /// Fails if writes were lost. A flush that was interrupted by a crash of the driver does not count; it is repeated.

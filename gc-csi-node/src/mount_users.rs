@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::mount_table::Mount;
 
-const MAX_NAMED: usize = 5;
+const MAX_PROCESSES: usize = 5;
 
 /// Text to append to "in use": " by NAME (pid PID), …", or empty if no process is visible. Blocks.
 pub(crate) fn describe(mount: &Mount) -> String {
@@ -21,7 +21,7 @@ pub(crate) fn describe(mount: &Mount) -> String {
     let pids = processes.flatten().filter(|p| p.file_name().to_string_lossy().parse::<u32>().is_ok());
     let named: Vec<String> = pids
         .filter(|process| uses(&process.path()))
-        .take(MAX_NAMED)
+        .take(MAX_PROCESSES)
         .map(|process| {
             let command = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             format!("{} (pid {})", command.trim(), process.file_name().to_string_lossy())

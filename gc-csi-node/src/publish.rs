@@ -14,7 +14,7 @@ use super::mount_users;
 
 /// Parameters of NodePublishVolume.
 #[derive(Debug, Clone)]
-pub(crate) struct Publish {
+pub(crate) struct PublishParams {
     /// UUID of the disk.
     pub(crate) disk: Uuid,
     /// Staging path of the filesystem; None for a block volume.
@@ -117,7 +117,7 @@ enum Step {
 pub(crate) async fn publish(
     names: &DiskNames,
     used: UsedAttestations,
-    requested: Publish,
+    requested: PublishParams,
     kubelet: Kubelet,
 ) -> Result<(), PublishError> {
     let disk = names.disk(requested.disk).await?;
@@ -131,7 +131,7 @@ pub(crate) async fn publish(
 fn publish_filesystem(
     disk: &Disk,
     staging: &Path,
-    requested: &Publish,
+    requested: &PublishParams,
     kubelet: &Kubelet,
 ) -> Result<(), PublishError> {
     let not_staged = || PublishError::NotStaged { staging: staging.to_owned() };
@@ -198,7 +198,7 @@ fn other_targets<'a>(
 fn publish_block(
     disk: &Disk,
     used: &UsedAttestations,
-    requested: &Publish,
+    requested: &PublishParams,
     kubelet_dir: &Path,
 ) -> Result<(), PublishError> {
     // kubelet enforces a read-only block volume through the container's device permissions. A read-only bind mount of a
@@ -237,7 +237,7 @@ fn is_device_node_of(mount: &Mount, disk: &Disk) -> bool {
         && DeviceNumber::of_block_device(&mount.point) == Some(disk.number)
 }
 
-fn target(requested: &Publish) -> Result<PathBuf, PublishError> {
+fn target(requested: &PublishParams) -> Result<PathBuf, PublishError> {
     bind::real_path(&requested.target)?
         .ok_or_else(|| PublishError::NoParentDirectory { target: requested.target.clone() })
 }

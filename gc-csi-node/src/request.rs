@@ -13,10 +13,10 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::content::{Attestations, FormatToken};
-use super::expand::Expand;
+use super::expand::ExpandParams;
 use super::filesystem::MountOptions;
-use super::publish::Publish;
-use super::stage::{RequestedFilesystem, Stage};
+use super::publish::PublishParams;
+use super::stage::{RequestedFilesystem, StageParams};
 
 /// Maximum length of a path in bytes (PATH_MAX without the final NUL).
 const MAX_PATH: usize = 4095;
@@ -24,7 +24,10 @@ const MAX_PATH: usize = 4095;
 /// Key of the volume context that marks an inline ephemeral volume.
 const CONTEXT_EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 
-pub(super) fn stage(requested: &proto::NodeStageVolumeRequest, until: Instant) -> Result<Stage, Status> {
+pub(super) fn stage(
+    requested: &proto::NodeStageVolumeRequest,
+    until: Instant,
+) -> Result<StageParams, Status> {
     let staging = path("staging_target_path", &requested.staging_target_path)?;
     let capability = capability(requested.volume_capability.as_ref())?;
     let disk = disk(&requested.publish_context)?;
@@ -32,10 +35,10 @@ pub(super) fn stage(requested: &proto::NodeStageVolumeRequest, until: Instant) -
     let filesystem = filesystem(&capability)?;
     let read_only = is_read_only(&capability, filesystem.as_ref());
     let attestations = attestations(&requested.publish_context)?;
-    Ok(Stage { disk, staging, filesystem, read_only, attestations, until })
+    Ok(StageParams { disk, staging, filesystem, read_only, attestations, until })
 }
 
-pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<Publish, Status> {
+pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<PublishParams, Status> {
     let target = path("target_path", &requested.target_path)?;
     let capability = capability(requested.volume_capability.as_ref())?;
     if requested.volume_context.get(CONTEXT_EPHEMERAL).is_some_and(|value| value == "true") {
@@ -47,7 +50,7 @@ pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<Pub
     let disk = disk(&requested.publish_context)?;
     same_bytes(&requested.volume_context, &requested.publish_context)?;
     let filesystem = filesystem(&capability)?;
-    Ok(Publish {
+    Ok(PublishParams {
         disk,
         read_only: requested.readonly || is_read_only(&capability, filesystem.as_ref()),
         staging: filesystem.is_some().then_some(staging),
@@ -57,7 +60,10 @@ pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<Pub
     })
 }
 
-pub(super) fn expand(requested: &proto::NodeExpandVolumeRequest, until: Instant) -> Result<Expand, Status> {
+pub(super) fn expand(
+    requested: &proto::NodeExpandVolumeRequest,
+    until: Instant,
+) -> Result<ExpandParams, Status> {
     let staging = match requested.staging_target_path.as_str() {
         "" => None,
         given => Some(path("staging_target_path", given)?),
@@ -67,7 +73,7 @@ pub(super) fn expand(requested: &proto::NodeExpandVolumeRequest, until: Instant)
     if requested.volume_capability.is_some() {
         capability(requested.volume_capability.as_ref())?;
     }
-    Ok(Expand {
+    Ok(ExpandParams {
         path,
         staging,
         size: request::Size::from_range(requested.capacity_range.as_ref(), 0)?,

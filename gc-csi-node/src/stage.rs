@@ -24,7 +24,7 @@ use super::volume_condition;
 
 /// Parameters of NodeStageVolume.
 #[derive(Debug, Clone)]
-pub(crate) struct Stage {
+pub(crate) struct StageParams {
     /// UUID of the disk.
     pub(crate) disk: Uuid,
     /// Staging path.
@@ -155,7 +155,7 @@ pub(crate) enum StageError {
 pub(crate) async fn stage(
     names: &DiskNames,
     used: &UsedAttestations,
-    requested: Stage,
+    requested: StageParams,
 ) -> Result<(), StageError> {
     let disk = names.wait_for_disk(requested.disk, requested.until).await?;
     // The disk may have been resized since it was attached.

@@ -26,7 +26,7 @@ const CONCURRENCY: Limits = Limits { total: 16, namespace: 8, object: 1 };
 /// Maximum number of queued Events per namespace; further ones are dropped and logged.
 const MAX_QUEUED: usize = 64;
 /// How long after an Event an identical one is only counted in its series.
-const SERIES: Duration = Duration::from_secs(360);
+const SERIES_WINDOW: Duration = Duration::from_secs(360);
 /// Interval at which expired series are removed.
 const CLEANUP_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -159,7 +159,7 @@ impl RecentEvents {
             return;
         }
         self.cleaned_up = Some(now);
-        self.topics.retain(|_, last| now.duration_since(last.at) < SERIES);
+        self.topics.retain(|_, last| now.duration_since(last.at) < SERIES_WINDOW);
         self.topics.shrink_to_fit();
     }
 }

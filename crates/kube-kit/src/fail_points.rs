@@ -19,30 +19,30 @@ mod debug {
     use tower::{Layer, Service};
 
     /// The fail points of requests to a cluster.
-    pub(crate) fn layer(cluster: &'static str) -> Points {
-        Points { cluster }
+    pub(crate) fn layer(cluster: &'static str) -> FailPointLayer {
+        FailPointLayer { cluster }
     }
 
     #[derive(Debug, Clone)]
-    pub(crate) struct Points {
+    pub(crate) struct FailPointLayer {
         cluster: &'static str,
     }
 
-    impl<S> Layer<S> for Points {
-        type Service = Passing<S>;
+    impl<S> Layer<S> for FailPointLayer {
+        type Service = FailPointService<S>;
 
-        fn layer(&self, inner: S) -> Passing<S> {
-            Passing { cluster: self.cluster, inner }
+        fn layer(&self, inner: S) -> FailPointService<S> {
+            FailPointService { cluster: self.cluster, inner }
         }
     }
 
     #[derive(Debug, Clone)]
-    pub(crate) struct Passing<S> {
+    pub(crate) struct FailPointService<S> {
         cluster: &'static str,
         inner: S,
     }
 
-    impl<S, B> Service<Request<B>> for Passing<S>
+    impl<S, B> Service<Request<B>> for FailPointService<S>
     where
         S: Service<Request<B>>,
         S::Future: Send + 'static,

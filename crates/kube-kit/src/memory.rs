@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash};
 
 /// Capacity below which a map is not shrunk.
-const SMALL: usize = 64;
+const MIN_CAPACITY: usize = 64;
 
 /// Shrinks a map to at most four times its length. To be called after removals; its amortized cost is like that of growth on
 /// insertion.
 pub fn give_back<K: Eq + Hash, V, S: BuildHasher>(map: &mut HashMap<K, V, S>) {
-    if map.capacity() > SMALL && map.len() * 4 < map.capacity() {
+    if map.capacity() > MIN_CAPACITY && map.len() * 4 < map.capacity() {
         map.shrink_to(map.len() * 2);
     }
 }
@@ -25,6 +25,6 @@ mod tests {
             map.remove(&number);
             give_back(&mut map);
         }
-        assert!(map.len() == 10 && map.capacity() <= 2 * SMALL, "{}", map.capacity());
+        assert!(map.len() == 10 && map.capacity() <= 2 * MIN_CAPACITY, "{}", map.capacity());
     }
 }

@@ -20,9 +20,9 @@ use crate::blocking::blocking;
 /// Directory within the state directory.
 const DIRECTORY: &str = "used-attestations";
 /// Suffix of a record file that is being written.
-const UNFINISHED: &str = "unfinished";
+const TEMP_SUFFIX: &str = "unfinished";
 /// Number of newest records that are always kept; far more than a node can have disks.
-const KEPT: usize = 1000;
+const MIN_RECORDS: usize = 1000;
 
 /// Attestations of the storage infra about a disk.
 #[derive(Debug, Clone, Copy, Default)]
@@ -120,7 +120,7 @@ impl UsedAttestations {
     }
 
     fn write(&self, disk: Uuid, blank: Uuid) -> io::Result<()> {
-        let unfinished = self.dir.join(format!("{disk}.{UNFINISHED}"));
+        let unfinished = self.dir.join(format!("{disk}.{TEMP_SUFFIX}"));
         let mut file = File::create(&unfinished)?;
         writeln!(file, "{blank}")?;
         file.sync_all()?;
@@ -139,8 +139,8 @@ impl UsedAttestations {
             })
             .collect();
         records.sort_unstable_by(|one, other| other.cmp(one));
-        for (_, path) in records.into_iter().skip(KEPT).filter(|(_, path)| !self.is_attached(path)) {
-            // A record that backup is removed by a later call.
+        for (_, path) in records.into_iter().skip(MIN_RECORDS).filter(|(_, path)| !self.is_attached(path)) {
+            // A record that remains is removed by a later call.
             let _ = fs::remove_file(path);
         }
     }
@@ -202,11 +202,11 @@ mod tests {
         records.write(there, Uuid::nil()).unwrap();
         let old = SystemTime::UNIX_EPOCH;
         File::options().write(true).open(records.path(there)).unwrap().set_modified(old).unwrap();
-        for disk in 1..=KEPT as u128 + 3 {
+        for disk in 1..=MIN_RECORDS as u128 + 3 {
             records.write(Uuid::from_u128(disk), Uuid::nil()).unwrap();
         }
         records.remove_old();
-        assert_eq!(fs::read_dir(&records.dir).unwrap().count(), KEPT + 1);
+        assert_eq!(fs::read_dir(&records.dir).unwrap().count(), MIN_RECORDS + 1);
         assert!(records.path(there).exists());
     }
 }

@@ -17,10 +17,10 @@ const BLOCK: usize = 4096;
 /// Maximum number of evenly spaced samples.
 const SAMPLES: u64 = 4096;
 /// Minimum distance of samples. xfs allocation groups (AGs) on a disk of whole MiB start at multiples of it.
-const LEAST_STEP: u64 = 256 << 10;
+const MIN_STEP: u64 = 256 << 10;
 /// mkfs.xfs derives the number of AGs from the number of CPUs. Disks with more AGs than this are so large that every AG has
 /// the maximum size.
-const MOST_AGS: u64 = 64;
+const MAX_AGS: u64 = 64;
 /// Offsets of btrfs's backup superblocks (btrfs(5), "Superblock").
 const BTRFS_BACKUPS: [u64; 2] = [64 << 20, 256 << 30];
 
@@ -70,7 +70,7 @@ impl BackupSuperblock {
 
 /// Data found on a disk that reads as empty to blkid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum NonzeroData {
     /// Backup superblock.
     BackupSuperblock(BackupSuperblock),
     /// Unknown data at this offset in bytes.
@@ -78,7 +78,7 @@ pub(super) enum Found {
 }
 
 /// Searches a disk of `size` bytes for nonzero data. A backup superblock takes precedence over unknown data. Blocks.
-pub(super) fn search(file: &File, size: u64) -> io::Result<Option<Found>> {
+pub(super) fn search(file: &File, size: u64) -> io::Result<Option<NonzeroData>> {
     let mut data = None;
     let mut block = [0; BLOCK];
     for at in offsets(size) {
@@ -88,18 +88,18 @@ pub(super) fn search(file: &File, size: u64) -> io::Result<Option<Found>> {
         let known =
             [0, 1024].into_iter().find_map(|skip| BackupSuperblock::known(&block[skip..], at + skip as u64));
         if let Some(backup) = known {
-            return Ok(Some(Found::BackupSuperblock(backup)));
+            return Ok(Some(NonzeroData::BackupSuperblock(backup)));
         }
-        data = data.or(Some(Found::Data(at + first as u64)));
+        data = data.or(Some(NonzeroData::Data(at + first as u64)));
     }
     Ok(data)
 }
 
 /// Offsets to read: aligned blocks within the disk.
 fn offsets(size: u64) -> BTreeSet<u64> {
-    let step = (size / SAMPLES).next_power_of_two().max(LEAST_STEP);
+    let step = (size / SAMPLES).next_power_of_two().max(MIN_STEP);
     let samples = (0..size).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let ags = (2..=MOST_AGS).flat_map(|parts| {
+    let ags = (2..=MAX_AGS).flat_map(|parts| {
         let blocks = size / BLOCK as u64;
         [blocks / parts, blocks.div_ceil(parts)].map(|blocks| blocks * BLOCK as u64)
     });
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     /// Creates a filesystem on `mib` MiB, zeroes the first and last MiB, and returns what is found.
-    fn left(mib: u64, program: &str, args: &[&str]) -> Option<Found> {
+    fn left(mib: u64, program: &str, args: &[&str]) -> Option<NonzeroData> {
         let image = tempfile::NamedTempFile::new().unwrap();
         let (file, size) = (image.as_file(), mib << 20);
         file.set_len(size).unwrap();
@@ -152,7 +152,7 @@ mod tests {
             (300, "mkfs.btrfs", &["-q"], "btrfs rescue super-recover"),
         ] {
             let found = left(mib, program, args);
-            let Some(Found::BackupSuperblock(backup)) = found else {
+            let Some(NonzeroData::BackupSuperblock(backup)) = found else {
                 panic!("{program} {args:?} on {mib}: {found:?}")
             };
             assert_eq!(backup.repair(), expected, "{backup}");
@@ -183,6 +183,6 @@ mod tests {
         file.set_len(size).unwrap();
         assert_eq!(search(file, size).unwrap(), None);
         file.write_all_at(b"x", (32 << 20) + 5).unwrap();
-        assert_eq!(search(file, size).unwrap(), Some(Found::Data((32 << 20) + 5)));
+        assert_eq!(search(file, size).unwrap(), Some(NonzeroData::Data((32 << 20) + 5)));
     }
 }

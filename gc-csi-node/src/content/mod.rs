@@ -11,7 +11,7 @@ mod probe;
 use uuid::Uuid;
 
 pub(crate) use self::attestation::{Attestations, Permit, RecordError, UsedAttestations};
-use self::backup_superblock::{BackupSuperblock, Found};
+use self::backup_superblock::{BackupSuperblock, NonzeroData};
 pub(crate) use self::format::{FormatError, format};
 pub(crate) use self::marker::FormatToken;
 use self::marker::MarkerBlock;
@@ -77,7 +77,7 @@ pub(crate) enum Refusal {
     Ambivalent,
     /// Damaged filesystem.
     #[error(
-        "its primary superblock is damaged, but it has an {0}; it was not changed. The data can probably be \
+        "its primary superblock is damaged, but its {0} is intact; it was not changed. The data can probably be \
          recovered: copy the disk, and run `{repair} COPY`", repair = .0.repair()
     )]
     Damaged(BackupSuperblock),
@@ -91,13 +91,13 @@ pub(crate) enum Refusal {
     #[error(
         "it has no filesystem, and a format marker for disk {0} that does not match this volume's format token; it was not \
          changed. It may be a copy of a disk that was being formatted, or an earlier version of the driver may have started to \
-         format it: in these cases it contains no data, and {ON_PURPOSE}"
+         format it: in these cases it contains no data, and {MANUAL_FORMAT}"
     )]
     InvalidMarker(Uuid),
     /// Not attested blank.
     #[error(
         "it reads as empty, but it is not attested blank, as only a volume is that was created without a source and never \
-         written; it was not changed. If its data is not needed, {ON_PURPOSE}. If VirtualMachine.status.volumes has no \
+         written; it was not changed. If its data is not needed, {MANUAL_FORMAT}. If VirtualMachine.status.volumes has no \
          blankAttestation for any new disk, the VM Operator or the storage infra does not report attestations, which every new \
          disk needs"
     )]
@@ -106,7 +106,7 @@ pub(crate) enum Refusal {
     #[error(
         "it reads as empty, but under this attachment it was already mounted or published as a block device: its data was \
          erased or is at offsets that the driver does not examine; it was not changed. Restore it from a snapshot; if its data is \
-         not needed, {ON_PURPOSE}"
+         not needed, {MANUAL_FORMAT}"
     )]
     Erased,
     /// Empty and read-only.
@@ -118,7 +118,7 @@ pub(crate) enum Refusal {
 }
 
 /// Instructions for a disk that the driver does not format.
-const ON_PURPOSE: &str = "you can create the filesystem manually (mkfs in a privileged pod that uses it as a block \
+const MANUAL_FORMAT: &str = "you can create the filesystem manually (mkfs in a privileged pod that uses it as a block \
                           volume), or delete the volume and create a new one";
 
 /// Decides what to do with a disk. `requested` is None if every supported filesystem is accepted; `read_only` is the reason
@@ -155,18 +155,18 @@ pub(crate) fn plan(
 }
 
 /// Combines blkid's result, the marker block, and the data found elsewhere on the disk.
-fn classify(signatures: Signatures, mark: MarkerBlock, found: Option<Found>) -> Content {
+fn classify(signatures: Signatures, mark: MarkerBlock, found: Option<NonzeroData>) -> Content {
     match (mark, signatures) {
-        // The marker takes precedence: other signatures are backup of the interrupted mkfs.
+        // The marker takes precedence: other signatures are leftovers of the interrupted mkfs.
         (MarkerBlock::Valid(token), _) => Content::InterruptedFormat(token),
         (_, Signatures::Ambivalent) => Content::Ambivalent,
         (_, Signatures::Known { partition_table: Some(kind), .. }) => Content::PartitionTable(kind),
         (_, Signatures::Known { content: Some(known), .. }) => Content::Known(known),
         (_, Signatures::Known { .. }) => Content::Ambivalent,
         (mark, Signatures::None) => match (found, mark) {
-            (Some(Found::BackupSuperblock(backup)), _) => Content::Damaged(backup),
+            (Some(NonzeroData::BackupSuperblock(backup)), _) => Content::Damaged(backup),
             (_, MarkerBlock::Invalid(disk)) => Content::InvalidMarker(disk),
-            (Some(Found::Data(at)), _) | (None, MarkerBlock::Data(at)) => Content::Unknown(at),
+            (Some(NonzeroData::Data(at)), _) | (None, MarkerBlock::Data(at)) => Content::Unknown(at),
             (None, MarkerBlock::Zeros) => Content::Empty,
             (None, MarkerBlock::Valid(token)) => Content::InterruptedFormat(token),
         },
@@ -197,14 +197,14 @@ mod tests {
         assert_eq!(plan(empty(), WANTED, None, Permit::Used), Err(Refusal::Erased));
         for permit in [Permit::None, Permit::Used, blank] {
             for left in [Signatures::None, Signatures::Ambivalent, known("xfs"), known("ext4")] {
-                let content = classify(left, MarkerBlock::Valid(token()), Some(Found::Data(0)));
+                let content = classify(left, MarkerBlock::Valid(token()), Some(NonzeroData::Data(0)));
                 assert_eq!(plan(content, WANTED, None, permit), format);
             }
         }
         let table = Signatures::Known { content: None, partition_table: Some("gpt".to_owned()) };
         let neither = Signatures::Known { content: None, partition_table: None };
         for (signatures, mark, found) in [
-            (Signatures::None, MarkerBlock::Zeros, Some(Found::Data(512))),
+            (Signatures::None, MarkerBlock::Zeros, Some(NonzeroData::Data(512))),
             (Signatures::None, MarkerBlock::Data(1 << 40), None),
             (Signatures::None, MarkerBlock::Invalid(Uuid::from_u128(2)), None),
             (Signatures::Ambivalent, MarkerBlock::Zeros, None),

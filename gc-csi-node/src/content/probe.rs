@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::backup_superblock::{self, Found};
+use super::backup_superblock::{self, NonzeroData};
 use super::marker::{self, FormatToken, MarkerBlock};
 use super::{Content, classify};
 use crate::blocking::blocking;
@@ -112,7 +112,7 @@ fn read_marker(file: &File, size: u64, disk: Uuid, token: Option<FormatToken>) -
 
 /// Searches for nonzero data: at both ends, and at samples between them. A backup superblock takes precedence over unknown
 /// data.
-fn read(file: &File, size: u64) -> io::Result<Option<Found>> {
+fn read(file: &File, size: u64) -> io::Result<Option<NonzeroData>> {
     let mut data = None;
     for start in [0, size - ENDS] {
         let mut end = vec![0; ENDS as usize];
@@ -121,8 +121,8 @@ fn read(file: &File, size: u64) -> io::Result<Option<Found>> {
     }
     let between = backup_superblock::search(file, size)?;
     Ok(match between {
-        Some(Found::BackupSuperblock(_)) => between,
-        _ => data.map(Found::Data).or(between),
+        Some(NonzeroData::BackupSuperblock(_)) => between,
+        _ => data.map(NonzeroData::Data).or(between),
     })
 }
 

@@ -34,7 +34,7 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
 /// Time limit for the answer to a probe.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of failed TCP keepalive probes.
-const PROBES: u32 = 2;
+const KEEPALIVE_PROBES: u32 = 2;
 /// Time limit for a response, retries included: three times the default timeout of an admission webhook.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long an unused connection is kept.
@@ -63,8 +63,8 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     tcp.enforce_http(false);
     tcp.set_nodelay(true);
     tcp.set_keepalive(Some(KEEPALIVE_IDLE));
-    tcp.set_keepalive_interval(Some(KEEPALIVE_TIMEOUT / PROBES));
-    tcp.set_keepalive_retries(Some(PROBES));
+    tcp.set_keepalive_interval(Some(KEEPALIVE_TIMEOUT / KEEPALIVE_PROBES));
+    tcp.set_keepalive_retries(Some(KEEPALIVE_PROBES));
     tcp.set_tcp_user_timeout(Some(KEEPALIVE_IDLE + KEEPALIVE_TIMEOUT));
     let tcp = match &config.proxy_url {
         Some(proxy) => Either::Left(tunnel(proxy, tcp)?.map_err(BoxError::from)),

@@ -181,7 +181,7 @@ where
             let event = match event {
                 Ok(Some(Ok(event))) => event,
                 Ok(None) => {
-                    // A watch that ends early ends because the server stops, and another server may take end.
+                    // A watch that ends early ends because the server stops, and another server may take over.
                     position.unbroken &= started.elapsed() >= duration;
                     return WatchEnd::Closed;
                 }

@@ -1,4 +1,4 @@
-//! Bind mounts, and taking mounts away. Everything here blocks.
+//! Bind mounts, their target directories and files, and unmounts. Every function blocks.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, OpenOptionsExt, PermissionsExt};
@@ -6,101 +6,101 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::mount::{MountFlags, UnmountFlags};
 
-use super::mounts::{Mount, MountTable, MountsError};
+use super::mount_table::{Mount, MountTable, MountTableError};
 
-/// More mounts than this on one path are no accident of ours.
+/// Limit of stacked mounts on one path. The driver never stacks this many.
 const MAX_LAYERS: usize = 16;
 
-/// Mode of a target beneath its mount: nobody may do anything.
-const SHUT: u32 = 0o000;
+/// Mode of a target below its mount: no access.
+const NO_ACCESS: u32 = 0o000;
 
-/// What a target is made of.
+/// Type of a mount target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TargetKind {
-    /// For a filesystem.
-    Folder,
-    /// For a block device.
+    /// Directory, for a filesystem.
+    Directory,
+    /// File, for a block device.
     File,
 }
 
-/// Why a target could not be made, mounted or taken away.
+/// Failure to create, mount, unmount or remove a target.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BindError {
-    /// The target is something that this driver did not make.
-    #[error("{} is {what}; it was not touched. Move it away", path.display())]
+    /// The path exists and was not created by this driver.
+    #[error("{} is {what}; the driver left it unchanged. Move it away and retry", path.display())]
     Occupied {
         /// The target.
         path: PathBuf,
-        /// What is there.
+        /// Description of the existing file.
         what: &'static str,
     },
-    /// The target still has data after the unmount.
+    /// The target contains data after the unmount.
     #[error(
-        "{} is not empty though nothing is mounted there; it was not removed. \
-         Look at what was written there, and move it away", path.display()
+        "{} is not empty although nothing is mounted there; the driver did not remove it. \
+         Pods may have written to the node's disk: check the content and move it away", path.display()
     )]
     NotEmpty {
         /// The target.
         path: PathBuf,
     },
-    /// Something uses the mount.
-    #[error("{} cannot be unmounted because it is in use{by}; stop what uses it", path.display())]
+    /// The mount is in use.
+    #[error("failed to unmount {}: it is in use{by}; stop the processes that use it", path.display())]
     Busy {
         /// The mount point.
         path: PathBuf,
-        /// By whom, with a word before it, or nothing where that cannot be seen.
+        /// Processes that use the mount, as " by NAME (pid PID)"; empty if unknown.
         by: String,
     },
-    /// Mounts keep coming.
+    /// The path is still mounted after the maximum number of unmounts.
     #[error("{} is still mounted after {MAX_LAYERS} unmounts", path.display())]
     TooMany {
         /// The mount point.
         path: PathBuf,
     },
-    /// The system refused.
-    #[error("cannot {what} {}: {source}", path.display())]
+    /// A system call failed.
+    #[error("failed to {what} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// Operation.
         what: &'static str,
-        /// On which path.
+        /// Path of the operation.
         path: PathBuf,
-        /// What the system said.
+        /// OS error.
         source: io::Error,
     },
-    /// The mounts are unknown.
+    /// The mount table cannot be read.
     #[error(transparent)]
-    Mounts(#[from] MountsError),
+    MountTable(#[from] MountTableError),
 }
 
 fn failed<E: Into<io::Error>>(what: &'static str, path: &Path) -> impl FnOnce(E) -> BindError {
     move |error| BindError::Io { what, path: path.to_owned(), source: error.into() }
 }
 
-/// Changes something on the machine, with a point before and after it at which a test can let the driver die.
+/// Runs `call`, a change to the node, between two fail points.
 pub(crate) fn change<T>(what: &str, call: impl FnOnce() -> T) -> T {
     fail_point::around(|| Some(format!("node.{what}")), call)
 }
 
-/// The path as the kernel shows it in its list of mounts: symlinks of its folders followed, its last
-/// part left as it is. None when its folder does not exist.
+/// Returns the path as it appears in the kernel's mount table: symlinks of parent directories are resolved, the last
+/// component is not. Returns None if the parent directory does not exist.
 pub(crate) fn real_path(path: &Path) -> Result<Option<PathBuf>, BindError> {
-    let (Some(folder), Some(Component::Normal(name))) = (path.parent(), path.components().next_back()) else {
-        return Err(BindError::Occupied { path: path.to_owned(), what: "no place for a mount" });
+    let (Some(dir), Some(Component::Normal(name))) = (path.parent(), path.components().next_back()) else {
+        return Err(BindError::Occupied { path: path.to_owned(), what: "not a valid mount target" });
     };
-    match folder.canonicalize() {
-        Ok(folder) => Ok(Some(folder.join(name))),
+    match dir.canonicalize() {
+        Ok(dir) => Ok(Some(dir.join(name))),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(failed("resolve", folder)(error)),
+        Err(error) => Err(failed("resolve", dir)(error)),
     }
 }
 
-/// Makes the target, or takes the empty one that is there, and shuts it with mode 0000: should the
-/// mount ever be missing, nobody writes to the machine's own disk instead of the volume.
+/// Creates the target, or reuses an existing empty one, and sets its mode to 0000. If the mount is ever missing, pods
+/// cannot write to the node's own disk instead of the volume.
 pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError> {
     let made = change("make-target", || match kind {
-        TargetKind::Folder => std::fs::DirBuilder::new().mode(SHUT).create(path),
+        TargetKind::Directory => std::fs::DirBuilder::new().mode(NO_ACCESS).create(path),
         TargetKind::File => {
-            std::fs::OpenOptions::new().write(true).create_new(true).mode(SHUT).open(path).map(drop)
+            std::fs::OpenOptions::new().write(true).create_new(true).mode(NO_ACCESS).open(path).map(drop)
         }
     });
     match made {
@@ -109,40 +109,40 @@ pub(crate) fn make_target(path: &Path, kind: TargetKind) -> Result<(), BindError
         Err(error) => return Err(failed("create", path)(error)),
     }
     let occupied = |what| Err(BindError::Occupied { path: path.to_owned(), what });
-    let found = std::fs::symlink_metadata(path).map_err(failed("look at", path))?;
+    let found = std::fs::symlink_metadata(path).map_err(failed("stat", path))?;
     match kind {
-        TargetKind::Folder if !found.is_dir() => return occupied("no folder"),
-        TargetKind::Folder if !is_empty(path)? => return occupied("a folder that is not empty"),
-        TargetKind::File if !found.is_file() => return occupied("no plain file"),
+        TargetKind::Directory if !found.is_dir() => return occupied("not a directory"),
+        TargetKind::Directory if !is_empty(path)? => return occupied("a directory that is not empty"),
+        TargetKind::File if !found.is_file() => return occupied("not a regular file"),
         TargetKind::File if found.len() > 0 => return occupied("a file that is not empty"),
-        TargetKind::Folder | TargetKind::File => {}
+        TargetKind::Directory | TargetKind::File => {}
     }
-    let shut = || std::fs::set_permissions(path, std::fs::Permissions::from_mode(SHUT));
-    change("shut-target", shut).map_err(failed("shut", path))
+    let shut = || std::fs::set_permissions(path, std::fs::Permissions::from_mode(NO_ACCESS));
+    change("shut-target", shut).map_err(failed("change the mode of", path))
 }
 
-/// Makes a folder for a filesystem to be mounted on, in a folder that exists.
+/// Creates the staging directory. Its parent directory must exist.
 pub(crate) fn make_staging(path: &Path) -> Result<(), BindError> {
     match change("make-staging", || std::fs::DirBuilder::new().mode(0o750).create(path)) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            let found = std::fs::symlink_metadata(path).map_err(failed("look at", path))?;
-            let what = if found.is_symlink() { "a symlink" } else { "no folder" };
+            let found = std::fs::symlink_metadata(path).map_err(failed("stat", path))?;
+            let what = if found.is_symlink() { "a symlink" } else { "not a directory" };
             if found.is_dir() { Ok(()) } else { Err(BindError::Occupied { path: path.to_owned(), what }) }
         }
         Err(error) => Err(failed("create", path)(error)),
     }
 }
 
-/// Shows `source` at `target`, too.
+/// Bind-mounts `source` at `target`.
 pub(crate) fn bind(source: &Path, target: &Path) -> Result<(), BindError> {
     change("bind-mount", || rustix::mount::mount_bind(source, target))
         .map_err(failed("bind-mount to", target))
 }
 
-/// Makes one mount read-only, and leaves its other options as they are.
+/// Remounts a bind mount read-only and keeps its other options.
 pub(crate) fn make_read_only(mount: &Mount) -> Result<(), BindError> {
-    // A remount sets all options of a mount: what is not given is taken away.
+    // A remount replaces all per-mount flags: flags that are not passed are cleared.
     let kept = mount.options.iter().map(|option| match option.as_str() {
         "nosuid" => MountFlags::NOSUID,
         "nodev" => MountFlags::NODEV,
@@ -158,15 +158,15 @@ pub(crate) fn make_read_only(mount: &Mount) -> Result<(), BindError> {
     change("remount", remount).map_err(failed("remount read-only", &mount.point))
 }
 
-/// Unmounts everything at `path`; nothing to do is fine. `who` says who uses a mount that is busy.
-pub(crate) fn unmount_all(path: &Path, who: impl Fn(&Mount) -> String) -> Result<(), BindError> {
+/// Unmounts all mounts stacked at `path`. `users` describes the processes that use a busy mount. Idempotent.
+pub(crate) fn unmount_all(path: &Path, users: impl Fn(&Mount) -> String) -> Result<(), BindError> {
     for _ in 0..MAX_LAYERS {
         let table = MountTable::read()?;
         let Some(mount) = table.at(path) else { return Ok(()) };
         match change("unmount", || rustix::mount::unmount(path, UnmountFlags::NOFOLLOW)) {
             Ok(()) => {}
             Err(rustix::io::Errno::BUSY) => {
-                return Err(BindError::Busy { path: path.to_owned(), by: who(mount) });
+                return Err(BindError::Busy { path: path.to_owned(), by: users(mount) });
             }
             Err(error) => return Err(failed("unmount", path)(error)),
         }
@@ -174,12 +174,12 @@ pub(crate) fn unmount_all(path: &Path, who: impl Fn(&Mount) -> String) -> Result
     Err(BindError::TooMany { path: path.to_owned() })
 }
 
-/// Removes a target that has no mount: an empty folder or an empty file, never more.
+/// Removes an unmounted target if it is an empty directory or an empty file. Idempotent.
 pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     let found = match std::fs::symlink_metadata(path) {
         Ok(found) => found,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed("look at", path)(error)),
+        Err(error) => return Err(failed("stat", path)(error)),
     };
     let kind = found.file_type();
     let removed = if kind.is_dir() {
@@ -189,8 +189,11 @@ pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     } else if kind.is_file() {
         return Err(BindError::NotEmpty { path: path.to_owned() });
     } else {
-        let what =
-            if kind.is_block_device() { "a block device of its own" } else { "neither folder nor file" };
+        let what = if kind.is_block_device() {
+            "a block device node"
+        } else {
+            "neither a directory nor a regular file"
+        };
         return Err(BindError::Occupied { path: path.to_owned(), what });
     };
     match removed {
@@ -203,8 +206,8 @@ pub(crate) fn remove_target(path: &Path) -> Result<(), BindError> {
     }
 }
 
-fn is_empty(folder: &Path) -> Result<bool, BindError> {
-    Ok(std::fs::read_dir(folder).map_err(failed("read", folder))?.next().is_none())
+fn is_empty(dir: &Path) -> Result<bool, BindError> {
+    Ok(std::fs::read_dir(dir).map_err(failed("read", dir))?.next().is_none())
 }
 
 #[cfg(test)]
@@ -216,27 +219,27 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_shut_and_only_an_empty_one_is_taken_or_removed() {
+    fn a_target_has_mode_0000_and_only_an_empty_one_is_reused_or_removed() {
         let root = tempfile::tempdir().unwrap();
-        let (folder, file) = (root.path().join("folder"), root.path().join("file"));
-        std::fs::create_dir(&folder).unwrap();
-        make_target(&folder, TargetKind::Folder).unwrap();
+        let (dir, file) = (root.path().join("dir"), root.path().join("file"));
+        std::fs::create_dir(&dir).unwrap();
+        make_target(&dir, TargetKind::Directory).unwrap();
         make_target(&file, TargetKind::File).unwrap();
-        assert_eq!((mode(&folder), mode(&file)), (0, 0));
-        assert!(make_target(&file, TargetKind::Folder).is_err());
-        assert!(make_target(&folder, TargetKind::File).is_err());
+        assert_eq!((mode(&dir), mode(&file)), (0, 0));
+        assert!(make_target(&file, TargetKind::Directory).is_err());
+        assert!(make_target(&dir, TargetKind::File).is_err());
 
-        std::fs::write(folder.join("data"), "precious").unwrap();
-        assert!(matches!(make_target(&folder, TargetKind::Folder), Err(BindError::Occupied { .. })));
-        assert!(matches!(remove_target(&folder), Err(BindError::NotEmpty { .. })));
+        std::fs::write(dir.join("data"), "precious").unwrap();
+        assert!(matches!(make_target(&dir, TargetKind::Directory), Err(BindError::Occupied { .. })));
+        assert!(matches!(remove_target(&dir), Err(BindError::NotEmpty { .. })));
         std::fs::write(&file, "precious").unwrap();
         assert!(matches!(remove_target(&file), Err(BindError::NotEmpty { .. })));
-        assert!(folder.join("data").exists() && file.exists());
+        assert!(dir.join("data").exists() && file.exists());
 
-        std::fs::remove_file(folder.join("data")).unwrap();
-        remove_target(&folder).unwrap();
-        remove_target(&folder).unwrap();
-        assert!(!folder.exists());
+        std::fs::remove_file(dir.join("data")).unwrap();
+        remove_target(&dir).unwrap();
+        remove_target(&dir).unwrap();
+        assert!(!dir.exists());
     }
 
     #[test]
@@ -245,14 +248,14 @@ mod tests {
         let (link, elsewhere) = (root.path().join("link"), root.path().join("elsewhere"));
         std::fs::create_dir(&elsewhere).unwrap();
         std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
-        assert!(make_target(&link, TargetKind::Folder).is_err());
+        assert!(make_target(&link, TargetKind::Directory).is_err());
         assert!(make_staging(&link).is_err());
         assert!(remove_target(&link).is_err());
         assert!(elsewhere.exists());
     }
 
     #[test]
-    fn a_path_is_compared_with_the_symlinks_of_its_folders_followed() {
+    fn symlinks_of_parent_directories_are_resolved_before_paths_are_compared() {
         let root = tempfile::tempdir().unwrap();
         let real = root.path().canonicalize().unwrap().join("real");
         std::fs::create_dir(&real).unwrap();

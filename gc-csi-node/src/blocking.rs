@@ -1,10 +1,10 @@
-//! System calls that can block run on their own threads, so that a slow disk never stops the others.
+//! Blocking system calls on tokio's blocking threads, so that one slow disk does not delay other calls.
 
-/// Runs `work` on a thread that may block.
+/// Runs `work` on a blocking thread.
 pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(work).await {
         Ok(done) => done,
-        // Blocking work is never cancelled, so what is left is its panic: passed on.
+        // Blocking tasks are not cancelled, so the only possible error is a panic.
         Err(error) => std::panic::resume_unwind(error.into_panic()),
     }
 }

@@ -1,74 +1,73 @@
-//! Runs the system's tools: with a time limit, without a shell, and with what they said kept for the
-//! error.
+//! External commands (mkfs, fsck, mount): run without a shell, with a time limit, and with their stderr in the error.
 
 use std::ffi::OsStr;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Longest part of a tool's complaint that goes into an error, in bytes: its end says what went wrong.
-const MAX_COMPLAINT: usize = 1500;
+/// Maximum number of bytes of a command's stderr in an error. The end is kept because it usually states the cause.
+const MAX_STDERR: usize = 1500;
 
-/// What a tool left.
+/// Result of a command.
 #[derive(Debug, Clone)]
 pub(crate) struct Output {
     /// Exit code.
     pub(crate) code: i32,
     /// Standard output.
     pub(crate) stdout: String,
-    /// Standard error, trimmed, and cut to its end.
+    /// Standard error: its last [`MAX_STDERR`] bytes, trimmed.
     pub(crate) stderr: String,
 }
 
-/// Why a tool did not do its work.
+/// Failure of a command.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CommandError {
-    /// It could not be started.
-    #[error("cannot run {program}: {source}; is its package installed in the driver's image?")]
+    /// The command could not be started.
+    #[error("failed to run {program}: {source}; check that the driver's image contains its package")]
     Start {
-        /// The tool.
+        /// Program name.
         program: &'static str,
-        /// What the system said.
+        /// OS error.
         source: std::io::Error,
     },
-    /// It took longer than it may; it was killed.
-    #[error("{program} did not end within {} s and was stopped", limit.as_secs())]
+    /// The command exceeded its time limit and was killed.
+    #[error("{program} did not finish within {} s and was killed", limit.as_secs())]
     TimedOut {
-        /// The tool.
+        /// Program name.
         program: &'static str,
-        /// Its limit.
+        /// Time limit.
         limit: Duration,
     },
-    /// It was killed by a signal.
+    /// The command was killed by a signal.
     #[error("{program} was killed by a signal: {stderr}")]
     Killed {
-        /// The tool.
+        /// Program name.
         program: &'static str,
-        /// What it had said.
+        /// Standard error.
         stderr: String,
     },
-    /// It failed.
+    /// The command returned a nonzero exit code.
     #[error("{program} failed with exit code {code}: {stderr}")]
     Failed {
-        /// The tool.
+        /// Program name.
         program: &'static str,
-        /// Its exit code.
+        /// Exit code.
         code: i32,
-        /// What it said.
+        /// Standard error, or standard output if stderr is empty.
         stderr: String,
     },
 }
 
-/// Runs a tool to its end, whatever its exit code.
+/// Runs a command and returns its result for any exit code.
 pub(crate) async fn run(
     program: &'static str,
     args: &[&OsStr],
     limit: Duration,
 ) -> Result<Output, CommandError> {
-    // Three points for tests to let the driver die at, since a tool that was begun goes on without it.
+    // Three fail points, because a command that was started continues when the driver dies.
     fail_point::pass(|| format!("node.{program}.before"));
     let child = tokio::process::Command::new(program)
         .args(args)
-        // Messages are looked at by people and, for blkid, by this program.
+        // Error messages are for operators; the driver parses blkid's output.
         .env("LC_ALL", "C")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -82,25 +81,25 @@ pub(crate) async fn run(
     let output = output
         .map_err(|_| CommandError::TimedOut { program, limit })?
         .map_err(|source| CommandError::Start { program, source })?;
-    let stderr = complaint(&output.stderr);
+    let stderr = stderr_tail(&output.stderr);
     let code =
         output.status.code().ok_or_else(|| CommandError::Killed { program, stderr: stderr.clone() })?;
     Ok(Output { code, stdout: String::from_utf8_lossy(&output.stdout).into_owned(), stderr })
 }
 
-/// Runs a tool whose every exit code but 0 is a failure.
-pub(crate) async fn succeed(
+/// Runs a command; every exit code other than 0 is an error.
+pub(crate) async fn run_checked(
     program: &'static str,
     args: &[&OsStr],
     limit: Duration,
 ) -> Result<(), CommandError> {
     let Output { code, stdout, stderr } = run(program, args, limit).await?;
-    let said = if stderr.is_empty() { complaint(stdout.as_bytes()) } else { stderr };
-    if code == 0 { Ok(()) } else { Err(CommandError::Failed { program, code, stderr: said }) }
+    let message = if stderr.is_empty() { stderr_tail(stdout.as_bytes()) } else { stderr };
+    if code == 0 { Ok(()) } else { Err(CommandError::Failed { program, code, stderr: message }) }
 }
 
-fn complaint(stderr: &[u8]) -> String {
-    let end = &stderr[stderr.len().saturating_sub(MAX_COMPLAINT)..];
+fn stderr_tail(stderr: &[u8]) -> String {
+    let end = &stderr[stderr.len().saturating_sub(MAX_STDERR)..];
     let lines: Vec<_> = String::from_utf8_lossy(end).lines().map(|line| line.trim().to_owned()).collect();
     lines.iter().filter(|line| !line.is_empty()).cloned().collect::<Vec<_>>().join("; ")
 }
@@ -110,14 +109,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_failure_carries_what_the_tool_said() {
+    async fn an_error_contains_the_commands_stderr() {
         let args = ["-c".as_ref(), "echo oh; echo no >&2; exit 3".as_ref()];
-        let error = succeed("sh", &args, Duration::from_secs(60)).await.unwrap_err();
+        let error = run_checked("sh", &args, Duration::from_secs(60)).await.unwrap_err();
         assert_eq!(error.to_string(), "sh failed with exit code 3: no");
     }
 
     #[tokio::test]
-    async fn a_tool_that_hangs_is_stopped() {
+    async fn a_command_that_exceeds_its_time_limit_is_killed() {
         let error = run("sleep", &["60".as_ref()], Duration::from_millis(50)).await.unwrap_err();
         assert!(matches!(error, CommandError::TimedOut { .. }), "{error}");
     }

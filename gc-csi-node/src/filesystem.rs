@@ -1,4 +1,4 @@
-//! The filesystems that volumes can have, and how each is made, checked and mounted.
+//! Filesystem types: mkfs, fsck, expansion and mount of ext4, xfs and btrfs.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use super::command::{self, CommandError, Output};
 
-/// Making a filesystem writes little, but the disk beneath can be slow.
+/// mkfs writes little, but the disk can be slow.
 const MKFS_LIMIT: Duration = Duration::from_secs(10 * 60);
-/// A check of a large filesystem that was cut off can read all of its metadata.
+/// A check of a large filesystem after a crash may read all of its metadata.
 const FSCK_LIMIT: Duration = Duration::from_secs(30 * 60);
-/// Growing lays out new groups only, but the disk beneath can be slow.
-const GROW_LIMIT: Duration = Duration::from_secs(10 * 60);
-/// A mount can replay a long journal.
+/// An expansion only creates new block groups, but the disk can be slow.
+const RESIZE_LIMIT: Duration = Duration::from_secs(10 * 60);
+/// A mount may replay a long journal.
 const MOUNT_LIMIT: Duration = Duration::from_secs(10 * 60);
 
-/// Options that change what is mounted, or the mounts around it, instead of how.
+/// Options that change what is mounted, or other mounts, and not how it is mounted.
 const FORBIDDEN_OPTIONS: [&str; 12] = [
     "bind",
     "rbind",
@@ -33,21 +33,21 @@ const FORBIDDEN_OPTIONS: [&str; 12] = [
     "subdir",
 ];
 
-/// Options that say when access times are written.
+/// Options that control access time updates.
 const ATIME_OPTIONS: [&str; 6] = ["atime", "noatime", "relatime", "norelatime", "strictatime", "lazyatime"];
 
-/// A filesystem that volumes can have.
+/// Filesystem type of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Filesystem {
     /// The default.
     Ext4,
-    /// Grows online, but never shrinks.
+    /// Expands online; cannot shrink.
     Xfs,
-    /// Checksums its data.
+    /// Checksums data.
     Btrfs,
 }
 
-/// Why a filesystem type is not taken.
+/// The filesystem type is not supported.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "filesystem type {0:?} is not supported: use ext4, xfs or btrfs (parameter csi.storage.k8s.io/fstype)"
@@ -74,7 +74,7 @@ impl fmt::Display for Filesystem {
 }
 
 impl Filesystem {
-    /// The name that mount(8) and blkid(8) use.
+    /// Name for mount(8) and blkid(8).
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Ext4 => "ext4",
@@ -83,25 +83,22 @@ impl Filesystem {
         }
     }
 
-    /// Makes the filesystem on a device that the caller has proven free to be overwritten; hence the
-    /// force options. Nothing is discarded: the disk is known to be empty, and what marks a format
-    /// under way must stay (see `content::marker`).
+    /// Creates the filesystem. Uses the force options: the caller has verified that the device may be overwritten. Does
+    /// not discard blocks: the disk is empty, and the format marker must survive (see `content::marker`).
     pub(crate) async fn make(self, device: &Path) -> Result<(), CommandError> {
         let device = device.as_os_str();
         let (program, options): (_, &[&str]) = match self {
-            // No blocks kept back for root: a volume is no system disk. Inode tables are zeroed by the
-            // kernel after the mount.
+            // No blocks reserved for root: a volume is not a system disk. The kernel zeroes inode tables after the mount.
             Self::Ext4 => ("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "nodiscard,lazy_itable_init=1"]),
             Self::Xfs => ("mkfs.xfs", &["-q", "-f", "-K"]),
             Self::Btrfs => ("mkfs.btrfs", &["-q", "-f", "-K"]),
         };
         let args: Vec<&OsStr> = options.iter().map(OsStr::new).chain([device]).collect();
-        command::succeed(program, &args, MKFS_LIMIT).await
+        command::run_checked(program, &args, MKFS_LIMIT).await
     }
 
-    /// Checks an existing filesystem before a writable mount, and repairs what can be repaired without
-    /// a person: ext4 replays its journal and clears its error flag here. xfs and btrfs repair
-    /// themselves at the mount, and their check tools are not for this.
+    /// Checks the filesystem before a writable mount and makes safe automatic repairs: e2fsck replays the journal of ext4
+    /// and clears its error flag. xfs and btrfs recover at the mount, and their check tools do not replace that.
     pub(crate) async fn check(self, device: &Path) -> Result<(), CommandError> {
         match self {
             Self::Xfs | Self::Btrfs => Ok(()),
@@ -109,10 +106,9 @@ impl Filesystem {
         }
     }
 
-    /// Fills the disk while mounted at `point`. All three do it without a moment in which a power cut
-    /// would harm, and say that there is nothing to do when so it is. `btrfs_device` is the disk's number among
-    /// a btrfs's disks.
-    pub(crate) async fn grow(
+    /// Expands the filesystem, mounted at `point`, to the size of its disk. Crash-safe for all three types, and a no-op if
+    /// there is nothing to do. `btrfs_device` is the disk's device ID within the btrfs.
+    pub(crate) async fn expand(
         self,
         device: &Path,
         point: &Path,
@@ -120,24 +116,24 @@ impl Filesystem {
     ) -> Result<(), CommandError> {
         let (device, point) = (device.as_os_str(), point.as_os_str());
         match self {
-            Self::Ext4 => command::succeed("resize2fs", &[device], GROW_LIMIT).await,
-            Self::Xfs => command::succeed("xfs_growfs", &["-d".as_ref(), point], GROW_LIMIT).await,
+            Self::Ext4 => command::run_checked("resize2fs", &[device], RESIZE_LIMIT).await,
+            Self::Xfs => command::run_checked("xfs_growfs", &["-d".as_ref(), point], RESIZE_LIMIT).await,
             Self::Btrfs => {
-                // A disk that replaced another is not number 1.
+                // A disk that replaced another has a device ID other than 1.
                 let size = format!("{}:max", btrfs_device.unwrap_or(1));
                 let args = ["filesystem".as_ref(), "resize".as_ref(), size.as_ref(), point];
-                command::succeed("btrfs", &args, GROW_LIMIT).await
+                command::run_checked("btrfs", &args, RESIZE_LIMIT).await
             }
         }
     }
 
-    /// Fills the disk while not mounted, which xfs and btrfs cannot. resize2fs asks for a whole check first.
-    pub(crate) async fn grow_unmounted(self, device: &Path) -> Result<(), CommandError> {
+    /// Expands the unmounted filesystem; a no-op for xfs and btrfs, which cannot. resize2fs requires a full check first.
+    pub(crate) async fn expand_unmounted(self, device: &Path) -> Result<(), CommandError> {
         match self {
             Self::Xfs | Self::Btrfs => Ok(()),
             Self::Ext4 => {
                 check_ext4(device, &["-f"]).await?;
-                command::succeed("resize2fs", &[device.as_os_str()], GROW_LIMIT).await
+                command::run_checked("resize2fs", &[device.as_os_str()], RESIZE_LIMIT).await
             }
         }
     }
@@ -160,7 +156,7 @@ impl Filesystem {
             device.as_os_str(),
             point.as_os_str(),
         ];
-        command::succeed("mount", &args, MOUNT_LIMIT).await
+        command::run_checked("mount", &args, MOUNT_LIMIT).await
     }
 }
 
@@ -169,40 +165,40 @@ async fn check_ext4(device: &Path, options: &[&str]) -> Result<(), CommandError>
     let args: Vec<&OsStr> =
         ["-p"].iter().chain(options).map(OsStr::new).chain([device.as_os_str()]).collect();
     let Output { code, stdout, stderr } = command::run(program, &args, FSCK_LIMIT).await?;
-    // e2fsck(8): 1 = repaired, 2 = repaired and a reboot is advised, which is for a mounted root; 4 and
-    // above = not repaired, or not run.
+    // e2fsck(8): 1 = errors corrected, 2 = errors corrected and a reboot is advised (mounted root only); 4 and above =
+    // errors left, or the check did not run.
     match code {
         0 => Ok(()),
         1..4 => {
-            tracing::warn!(device = %device.display(), report = stdout.trim(), "repaired a filesystem");
+            tracing::warn!(device = %device.display(), report = stdout.trim(), "e2fsck repaired the filesystem");
             Ok(())
         }
         code => {
-            let said = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
-            Err(CommandError::Failed { program, code, stderr: said })
+            let message = if stderr.is_empty() { stdout.trim().to_owned() } else { stderr };
+            Err(CommandError::Failed { program, code, stderr: message })
         }
     }
 }
 
-/// Mount options as the StorageClass or the PV gave them.
+/// Mount options of a StorageClass or PersistentVolume.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct MountOptions(Vec<String>);
 
-/// Why a mount option is not taken.
+/// The mount option is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum InvalidOption {
-    /// It changes what is mounted.
+    /// The option changes what is mounted.
     #[error(
-        "mount option {0:?} is refused: it changes what is mounted, not how; remove it from mountOptions"
+        "mount option {0:?} is not allowed: it changes what is mounted, not how; remove it from mountOptions"
     )]
     Forbidden(String),
-    /// It is no option.
-    #[error("mount option {0:?} has a character that no option has; correct mountOptions")]
+    /// The option contains an invalid character.
+    #[error("mount option {0:?} contains an invalid character; correct mountOptions")]
     Malformed(String),
 }
 
 impl MountOptions {
-    /// Takes options apart at commas and checks each.
+    /// Splits the options at commas and validates each.
     pub(crate) fn new(flags: &[String]) -> Result<Self, InvalidOption> {
         let mut options = Vec::new();
         for option in flags.iter().flat_map(|flag| flag.split(',')).filter(|option| !option.is_empty()) {
@@ -218,24 +214,24 @@ impl MountOptions {
         Ok(Self(options))
     }
 
-    /// Whether they ask for a read-only mount; the last word counts, as it does for mount(8).
+    /// Whether the mount is read-only. The last of `ro` and `rw` takes effect, as in mount(8).
     pub(crate) fn is_read_only(&self) -> bool {
         self.0.iter().rfind(|option| *option == "ro" || *option == "rw").is_some_and(|option| option == "ro")
     }
 
-    /// The whole list for mount(8).
+    /// The option list for mount(8).
     fn for_mount(&self, filesystem: Filesystem, read_only: bool) -> String {
         let mut options: Vec<&str> = Vec::new();
-        // A write for every read costs a thin disk its thinness and snapshots their sharing; who
-        // needs access times asks for them.
+        // Access time updates turn reads into writes, which allocate space in thin disks and unshare snapshots. Users who
+        // need access times set an option.
         if !self.0.iter().any(|option| ATIME_OPTIONS.contains(&option.as_str())) {
             options.push("noatime");
         }
-        // A clone has its source's UUID, and both can be on one machine.
+        // A clone has the same UUID as its source, and both can be used on one node.
         if filesystem == Filesystem::Xfs && !self.0.iter().any(|option| option == "nouuid") {
             options.push("nouuid");
         }
-        // What mke2fs makes goes on after an error, and writes more on what is broken.
+        // mke2fs's default, errors=continue, would keep writing to a damaged filesystem.
         if filesystem == Filesystem::Ext4 && !self.0.iter().any(|option| option.starts_with("errors=")) {
             options.push("errors=remount-ro");
         }
@@ -254,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn access_times_are_off_unless_asked_for() {
+    fn noatime_is_the_default() {
         assert_eq!(options(&[]).unwrap().for_mount(Filesystem::Btrfs, false), "noatime,rw");
         assert_eq!(
             options(&["relatime", "discard,commit=30"]).unwrap().for_mount(Filesystem::Btrfs, true),
@@ -264,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn ext4_stops_at_an_error_unless_another_behaviour_is_asked_for() {
+    fn ext4_becomes_read_only_after_an_error_unless_configured_otherwise() {
         let of = |flags: &[&str]| options(flags).unwrap().for_mount(Filesystem::Ext4, false);
         assert_eq!(of(&[]), "noatime,errors=remount-ro,rw");
         assert_eq!(of(&["errors=panic"]), "noatime,errors=panic,rw");
@@ -279,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_word_on_read_only_counts() {
+    fn the_last_of_ro_and_rw_takes_effect() {
         assert!(options(&["rw", "ro"]).unwrap().is_read_only());
         assert!(!options(&["ro,rw"]).unwrap().is_read_only());
     }

@@ -1,5 +1,5 @@
-//! Whether the driver works, found out by using it: a call through its own socket, a look at the
-//! mounts and at the disk names.
+//! Self-checks of the driver: a call through its own CSI socket, and reads of the mount table and of the directory of
+//! disk names.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,16 +15,16 @@ use tonic_health::server::HealthReporter;
 
 use super::blocking::blocking;
 use super::disk::DiskNames;
-use super::faces::Face;
-use super::mounts::MountTable;
+use super::driver_endpoints::DriverEndpoint;
+use super::mount_table::MountTable;
 use super::service::Node;
 
-/// How often to look.
-const EVERY: Duration = Duration::from_secs(10);
-/// A socket that does not answer within this is dead.
+/// Interval of the checks.
+const INTERVAL: Duration = Duration::from_secs(10);
+/// Time limit for an answer from the CSI socket.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// The checks behind `/healthz`: what only a restart may mend.
+/// Checks behind `/healthz`: failures that a restart may fix.
 #[derive(Debug)]
 pub(crate) struct SelfCheck {
     sockets: Vec<(Check, PathBuf)>,
@@ -34,24 +34,27 @@ pub(crate) struct SelfCheck {
 }
 
 impl SelfCheck {
-    /// Adds the checks to `alive`, failing until they were made, for every name under which the driver
-    /// serves.
-    pub(crate) fn new(alive: &Health, faces: &[Face]) -> Self {
-        const NOT_YET: &str = "not looked at yet";
-        let socket = |what: &str, face: &Face, path: &Path| {
-            (alive.check(format!("{what} of {}", face.driver), NOT_YET), path.to_owned())
+    /// Adds the checks for every driver endpoint to `alive`. They fail until the first run.
+    pub(crate) fn new(alive: &Health, driver_endpoints: &[DriverEndpoint]) -> Self {
+        const NOT_YET: &str = "not checked yet";
+        let socket = |what: &str, endpoint: &DriverEndpoint, path: &Path| {
+            (alive.check(format!("{what} of {}", endpoint.driver), NOT_YET), path.to_owned())
         };
-        let registration =
-            |face: &Face| Some(socket("registration socket", face, face.registration.as_ref()?.path()));
+        let registration = |endpoint: &DriverEndpoint| {
+            Some(socket("registration socket", endpoint, endpoint.registration.as_ref()?.path()))
+        };
         Self {
-            sockets: faces.iter().map(|face| socket("CSI socket", face, face.endpoint.path())).collect(),
+            sockets: driver_endpoints
+                .iter()
+                .map(|endpoint| socket("CSI socket", endpoint, endpoint.csi_socket.path()))
+                .collect(),
             mounts: alive.check("mounts", NOT_YET),
             disks: alive.check("disk names", NOT_YET),
-            registrations: faces.iter().filter_map(registration).collect(),
+            registrations: driver_endpoints.iter().filter_map(registration).collect(),
         }
     }
 
-    /// Makes the checks until `stop`, and tells gRPC health what came out.
+    /// Runs the checks periodically until `stop` and reports the result to the gRPC health service.
     pub(crate) async fn run(
         self,
         alive: Health,
@@ -59,26 +62,26 @@ impl SelfCheck {
         reporter: HealthReporter,
         stop: CancellationToken,
     ) {
-        let mut ticks = tokio::time::interval(EVERY);
+        let mut ticks = tokio::time::interval(INTERVAL);
         ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         while stop.run_until_cancelled(ticks.tick()).await.is_some() {
             for (check, path) in &self.sockets {
-                record(check, "the driver's own socket does not answer", answers(path).await);
+                record(check, "the driver's CSI socket does not answer", probe(path).await);
             }
             record(&self.mounts, "", blocking(|| MountTable::read().map_err(|e| e.to_string())).await);
-            let (looked, folder) = (names.clone(), names.folder().display().to_string());
+            let (looked, dir) = (names.clone(), names.dir().display().to_string());
             let readable = blocking(move || looked.check().map_err(|error| error.to_string())).await;
-            record(&self.disks, &format!("{folder} cannot be read"), readable);
+            record(&self.disks, &format!("failed to read {dir}"), readable);
             for (check, path) in &self.registrations {
                 let there = std::fs::symlink_metadata(path).map_err(|error| error.to_string());
-                record(check, "kubelet can no longer find the driver's registration socket", there);
+                record(check, "the registration socket for kubelet is missing", there);
             }
             let failing = alive.failing();
-            for (check, why) in &failing {
-                tracing::warn!(check, why, "the driver is not well");
+            for (check, reason) in &failing {
+                tracing::warn!(check, reason, "self-check failed");
             }
             let status = if failing.is_empty() { ServingStatus::Serving } else { ServingStatus::NotServing };
-            // The empty name stands for the whole server (gRPC health checking protocol).
+            // The empty name means the whole server (gRPC health checking protocol).
             for service in ["", NodeServer::<Node>::NAME] {
                 reporter.set_service_status(service, status).await;
             }
@@ -89,15 +92,15 @@ impl SelfCheck {
 fn record<T>(check: &Check, what: &str, outcome: Result<T, String>) {
     match outcome {
         Ok(_) => check.pass(),
-        Err(why) if what.is_empty() => check.fail(why),
-        Err(why) => check.fail(format!("{what}: {why}")),
+        Err(reason) if what.is_empty() => check.fail(reason),
+        Err(reason) => check.fail(format!("{what}: {reason}")),
     }
 }
 
-/// Whether a call through the socket is answered; what the answer is matters to who asks, not here.
-async fn answers(socket: &Path) -> Result<(), String> {
+/// Checks that the socket answers a Probe; the answer's content does not matter.
+async fn probe(socket: &Path) -> Result<(), String> {
     let ask = async {
-        // The transport's own text says nothing; what is beneath it does.
+        // tonic's transport error has no details; its root cause does.
         let channel =
             csi::client::connect(socket).await.map_err(|e| anyhow::Error::new(e).root_cause().to_string())?;
         let answer = IdentityClient::new(channel).probe(ProbeRequest {}).await;

@@ -1,22 +1,22 @@
-//! Where kubelet keeps volumes: its folder, and in it the staging paths of each driver.
+//! kubelet's directory layout: its root directory and the staging paths of each driver.
 
 use std::path::{Component, Path, PathBuf};
 
-/// Where kubelet stages volumes of CSI drivers, below its folder: `DRIVER/HASH/globalmount` (Kubernetes,
+/// Directory of staged CSI volumes below kubelet's root directory: `DRIVER/HASH/globalmount` (Kubernetes,
 /// `pkg/volume/csi`, `makeDeviceMountPath`).
 const STAGING: &str = "plugins/kubernetes.io/csi";
 
-/// kubelet's folder, and the names under which the driver serves it.
+/// kubelet's root directory and the driver names that this program serves.
 #[derive(Debug, Clone)]
 pub(crate) struct Kubelet {
-    /// The folder, symlinks followed.
+    /// Root directory, symlinks resolved.
     pub(crate) dir: PathBuf,
-    /// The driver's own name, and the older one, where there is one.
+    /// The driver's own name and the legacy name, if configured.
     pub(crate) drivers: Vec<String>,
 }
 
 impl Kubelet {
-    /// Under which of the driver's names a volume is staged at this path; None where it is no staging path of ours.
+    /// Returns the driver name whose volumes kubelet stages at this path, or None if it is not a staging path of the driver.
     pub(crate) fn staged_under(&self, path: &Path) -> Option<&str> {
         let below = path.strip_prefix(self.dir.join(STAGING)).ok()?;
         let parts: Vec<_> = below.components().map(Component::as_os_str).collect();
@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_staging_path_tells_the_drivers_name_and_nothing_else_does() {
+    fn only_staging_paths_of_served_drivers_have_a_driver_name() {
         let drivers = vec!["own".to_owned(), "old".to_owned()];
         let kubelet = Kubelet { dir: PathBuf::from("/k"), drivers };
         let under = |path: &str| kubelet.staged_under(Path::new(path)).map(str::to_owned);

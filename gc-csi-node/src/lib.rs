@@ -1,27 +1,33 @@
-//! The Node service of the guest driver: runs in the virtual machine, privileged, beside kubelet, and
-//! turns the disks that the controller attached into filesystems and devices of pods.
+//! CSI Node service of the guest driver. Runs privileged on each guest node, next to kubelet, and makes the disks that
+//! the controller plugin attached available to pods as filesystems and block devices.
 //!
-//! Rooms: `service`, `request` and `status` speak the protocol, under the names of `faces`; `stage`,
-//! `publish`, `grow` and `stats` are what the driver does; `disk` finds disks, `content` and `copies`
-//! decide what may be done with one, `filesystem`, `superblock`, `bind`, `mounts` and `condition` deal
-//! with the kernel; `kubelet` knows its folders, `lost_writes` what did not reach a disk; `limits` and `zone` say what the scheduler must know of the machine.
+//! | Modules | Content |
+//! | --- | --- |
+//! | `service`, `request`, `status`, `driver_endpoints` | gRPC services, request validation, status codes, sockets and registration |
+//! | `stage`, `publish`, `expand`, `stats` | NodeStageVolume, NodePublishVolume, NodeExpandVolume, NodeGetVolumeStats |
+//! | `disk` | disk lookup by UUID |
+//! | `content` | disk content: blkid, blank disk attestations, formatting |
+//! | `duplicate_uuids`, `filesystem`, `superblock` | btrfs with duplicate UUIDs, filesystem tools, superblocks |
+//! | `bind`, `mount_table`, `mount_users` | mounts and the processes that use them |
+//! | `volume_condition`, `lost_writes` | volume health, writes that did not reach the disk |
+//! | `kubelet` | kubelet's directory layout |
+//! | `volume_limit`, `topology` | node information for the scheduler |
+//! | `health` | self-checks |
 
 mod bind;
 mod blocking;
 mod command;
-mod condition;
 mod content;
-mod copies;
 mod disk;
-mod faces;
+mod driver_endpoints;
+mod duplicate_uuids;
+mod expand;
 mod filesystem;
-mod grow;
 mod health;
-mod holders;
 mod kubelet;
-mod limits;
 mod lost_writes;
-mod mounts;
+mod mount_table;
+mod mount_users;
 mod publish;
 mod request;
 mod service;
@@ -29,7 +35,9 @@ mod stage;
 mod stats;
 mod status;
 mod superblock;
-mod zone;
+mod topology;
+mod volume_condition;
+mod volume_limit;
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -51,66 +59,66 @@ use tonic::service::Routes;
 
 use self::content::UsedAttestations;
 use self::disk::DiskNames;
-use self::faces::Face;
+use self::driver_endpoints::DriverEndpoint;
 use self::health::SelfCheck;
 use self::kubelet::Kubelet;
 use self::service::Node;
-use self::zone::Zone;
+use self::topology::ZoneSource;
 
-/// Where the kernel shows the UUID by which the hypervisor knows this machine.
-const MACHINE_UUID: &str = "/sys/class/dmi/id/product_uuid";
+/// sysfs file with the UUID that the hypervisor gave this VM.
+const VM_UUID: &str = "/sys/class/dmi/id/product_uuid";
 
 /// Flags of `gc-csi-node`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Socket on which to serve CSI, as unix:///PATH.
+    /// Unix socket on which to serve CSI, as unix:///PATH.
     #[arg(long)]
     endpoint: Endpoint,
-    /// Name of this virtual machine, the same in both clusters.
+    /// Name of this node: name of the guest Node and of the VirtualMachine in the management cluster.
     #[arg(long, env = "NODE_NAME")]
     node_name: String,
-    /// kubelet's folder; the same path inside and outside of the driver's container.
+    /// kubelet's root directory. The path must be the same on the host and in the driver's container.
     #[arg(long, default_value = "/var/lib/kubelet")]
     kubelet_dir: PathBuf,
-    /// Socket by which kubelet learns of the driver, or `none` when node-driver-registrar tells it.
+    /// Registration socket for kubelet, or `none` if node-driver-registrar registers the driver.
     /// [default: KUBELET_DIR/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock]
     #[arg(long)]
     registration_socket: Option<String>,
-    /// Path of the CSI socket as kubelet sees it. [default: the path of --endpoint]
+    /// Host path of the CSI socket, for kubelet. [default: the path of --endpoint]
     #[arg(long)]
     kubelet_endpoint: Option<PathBuf>,
-    /// Folder of the driver's own that survives a restart of the machine, where it records which disks are not blank
-    /// any more. [default: the folder of --endpoint]
+    /// Directory that survives a reboot of the node, in which the driver records which blank-disk attestations it has used.
+    /// [default: the directory of --endpoint]
     #[arg(long)]
     state_dir: Option<PathBuf>,
-    /// Folder where udev keeps the disks' names.
+    /// Directory of udev's persistent disk names.
     #[arg(long, default_value = "/dev/disk/by-id")]
     by_id_dir: PathBuf,
-    /// How many volumes the scheduler may put on this machine. [default: what its virtio-scsi and pvscsi
-    /// controllers take, less the machine's own disks on them; without such a controller, no limit]
+    /// Maximum number of volumes that the scheduler may place on this node. [default: number of disks that its virtio-scsi
+    /// and pvscsi controllers support, minus the node's own disks on them; without such a controller, no limit]
     #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
     max_volumes: Option<i64>,
-    /// Tell the scheduler in which zone the machine is: by its Node's label topology.kubernetes.io/zone,
-    /// which gc-csi's controller sets.
+    /// Report the node's zone to the scheduler. It is read from the Node's label topology.kubernetes.io/zone, which the
+    /// controller plugin (gc-csi) sets.
     #[arg(long)]
     topology: bool,
-    /// The machine's zone, instead of its Node's label.
-    #[arg(long, value_name = "ZONE", value_parser = zone::parse)]
+    /// Zone of this node; overrides the Node's label.
+    #[arg(long, value_name = "ZONE", value_parser = topology::parse_zone)]
     zone: Option<String>,
-    /// Kubeconfig by which to read the machine's Node. [default: the pod's service account]
+    /// Kubeconfig of the guest cluster, for reading the Node. [default: the pod's service account]
     #[arg(long, value_name = "FILE", requires = "topology")]
     guest_kubeconfig: Option<PathBuf>,
-    /// Name of an older driver whose volumes this one serves, too.
+    /// Legacy driver name: also serve volumes that were created under this name.
     #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
     legacy_driver_name: Option<String>,
-    /// Socket on which to serve CSI under the older driver's name, as unix:///PATH.
+    /// Unix socket on which to serve CSI under the legacy driver name, as unix:///PATH.
     #[arg(long, value_name = "ENDPOINT", requires = "legacy_driver_name")]
     legacy_endpoint: Option<Endpoint>,
-    /// As --registration-socket, for the older driver's name.
+    /// Like --registration-socket, for the legacy driver name.
     /// [default: KUBELET_DIR/plugins_registry/nestor@NAME-reg.sock]
     #[arg(long, value_name = "PATH", requires = "legacy_driver_name")]
     legacy_registration_socket: Option<String>,
-    /// As --kubelet-endpoint, for the older driver's name. [default: the path of --legacy-endpoint]
+    /// Like --kubelet-endpoint, for the legacy driver name. [default: the path of --legacy-endpoint]
     #[arg(long, value_name = "PATH", requires = "legacy_driver_name")]
     legacy_kubelet_endpoint: Option<PathBuf>,
     /// Address on which to serve /healthz, /readyz and /metrics. [default: off]
@@ -119,9 +127,9 @@ pub struct Args {
 }
 
 impl Args {
-    /// The driver's own name, and the older one's, where there is one.
-    fn faces(&self) -> anyhow::Result<Vec<Face>> {
-        let own = Face::new(
+    /// Endpoints for the driver's own name and, if configured, the legacy driver name.
+    fn driver_endpoints(&self) -> anyhow::Result<Vec<DriverEndpoint>> {
+        let own = DriverEndpoint::new(
             GUEST_DRIVER,
             self.endpoint.clone(),
             self.registration_socket.as_deref(),
@@ -129,7 +137,7 @@ impl Args {
             &self.kubelet_dir,
         );
         let legacy = self.legacy_driver_name.iter().zip(&self.legacy_endpoint).map(|(name, endpoint)| {
-            Face::new(
+            DriverEndpoint::new(
                 name,
                 endpoint.clone(),
                 self.legacy_registration_socket.as_deref(),
@@ -140,43 +148,46 @@ impl Args {
         std::iter::once(own).chain(legacy).collect()
     }
 
-    /// What the driver must remember of disks.
+    /// Opens the record of used attestations.
     fn used_attestations(&self) -> anyhow::Result<UsedAttestations> {
         let beside = || self.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
-        let folder = self.state_dir.clone().unwrap_or_else(beside);
-        UsedAttestations::open(&folder, &self.by_id_dir).with_context(|| {
-            format!("cannot keep records in {}; --state-dir chooses another folder", folder.display())
+        let dir = self.state_dir.clone().unwrap_or_else(beside);
+        UsedAttestations::open(&dir, &self.by_id_dir).with_context(|| {
+            format!(
+                "failed to open the state directory {}; choose another one with --state-dir",
+                dir.display()
+            )
         })
     }
 
-    /// Where the machine's zone is known from. Only with --topology alone is the guest's API needed.
-    async fn zone(&self) -> anyhow::Result<Zone> {
+    /// Source of the node's zone. The guest API is needed only with --topology and without --zone.
+    async fn zone(&self) -> anyhow::Result<ZoneSource> {
         match &self.zone {
-            Some(zone) => Ok(Zone::Given(zone.clone())),
+            Some(zone) => Ok(ZoneSource::Flag(zone.clone())),
             None if self.topology => {
                 let kubeconfig = self.guest_kubeconfig.as_deref();
                 let client =
                     kube_kit::client::connect("guest", "--guest-kubeconfig", kubeconfig, "gc-csi-node");
-                Ok(Zone::OfNode(client.await?))
+                Ok(ZoneSource::NodeLabel(client.await?))
             }
-            None => Ok(Zone::None),
+            None => Ok(ZoneSource::None),
         }
     }
 }
 
-/// Serves until `stop`.
+/// Serves CSI until `stop`.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
-    let faces = args.faces()?;
-    match std::fs::read_to_string(MACHINE_UUID) {
-        Ok(uuid) => tracing::info!(node = args.node_name, machine = uuid.trim(), "node"),
-        Err(error) => tracing::info!(node = args.node_name, %error, "node; {MACHINE_UUID} cannot be read"),
+    let driver_endpoints = args.driver_endpoints()?;
+    match std::fs::read_to_string(VM_UUID) {
+        Ok(uuid) => tracing::info!(node = args.node_name, vm_uuid = uuid.trim(), "starting"),
+        Err(error) => tracing::info!(node = args.node_name, %error, "starting; cannot read {VM_UUID}"),
     }
-    // Mounts are compared with it, and the kernel lists them with symlinks followed.
+    // The kernel lists mounts with symlinks resolved.
     let kubelet_dir = args.kubelet_dir.canonicalize().unwrap_or_else(|_| args.kubelet_dir.clone());
-    let max_volumes = args.max_volumes.or_else(|| limits::max_volumes(&kubelet_dir));
+    let max_volumes = args.max_volumes.or_else(|| volume_limit::max_volumes(&kubelet_dir));
     match max_volumes {
-        Some(volumes) => tracing::info!(volumes, "the most volumes that the machine takes"),
-        None => tracing::warn!("no limit of volumes is known for the machine; --max-volumes can set one"),
+        Some(volumes) => tracing::info!(volumes, "maximum number of volumes on this node"),
+        None => tracing::warn!("unknown maximum number of volumes on this node; set it with --max-volumes"),
     }
 
     let mut metrics = Registry::with_prefix("nestor_gc_csi_node");
@@ -189,29 +200,29 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         zone: args.zone().await?,
         kubelet: Kubelet {
             dir: kubelet_dir,
-            drivers: faces.iter().map(|face| face.driver.clone()).collect(),
+            drivers: driver_endpoints.iter().map(|endpoint| endpoint.driver.clone()).collect(),
         },
         names: names.clone(),
         used: args.used_attestations()?,
         locks: csi::locks::VolumeLocks::default(),
     };
     let (reporter, grpc_health) = tonic_health::server::health_reporter();
-    let self_check = SelfCheck::new(&alive, &faces);
-    let serve_faces = futures::future::try_join_all(faces.iter().map(|face| {
-        // The driver as a whole has a Controller service, served elsewhere (CSI specification, GetPluginCapabilities).
-        let identity = Identity::new(face.driver.as_str(), alive.clone())
+    let self_check = SelfCheck::new(&alive, &driver_endpoints);
+    let serve_endpoints = futures::future::try_join_all(driver_endpoints.iter().map(|endpoint| {
+        // The driver's Controller service is served by gc-csi (CSI specification, GetPluginCapabilities).
+        let identity = Identity::new(endpoint.driver.as_str(), alive.clone())
             .with_service(PluginService::ControllerService)
             .with_expansion(Expansion::Online);
         let identity = match node.zone {
-            Zone::None => identity,
-            Zone::Given(_) | Zone::OfNode(_) => {
+            ZoneSource::None => identity,
+            ZoneSource::Flag(_) | ZoneSource::NodeLabel(_) => {
                 identity.with_service(PluginService::VolumeAccessibilityConstraints)
             }
         };
         let routes = Routes::new(IdentityServer::new(identity))
             .add_service(NodeServer::new(node.clone()))
             .add_service(grpc_health.clone());
-        face.serve(routes, &ready, calls.clone(), stop.clone())
+        endpoint.serve(routes, &ready, calls.clone(), stop.clone())
     }));
     let check_self = async {
         self_check.run(alive.clone(), names, reporter, stop.clone()).await;
@@ -221,8 +232,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let Some(address) = args.http_listen else { return Ok(()) };
         kube_kit::http::serve(address, alive.clone(), ready.clone(), metrics, stop.clone())
             .await
-            .with_context(|| format!("cannot serve health on {address}"))
+            .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    tokio::try_join!(serve_faces, check_self, serve_http)?;
+    tokio::try_join!(serve_endpoints, check_self, serve_http)?;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! NodePublishVolume and NodeUnpublishVolume: a staged volume is shown at a pod's target path.
+//! NodePublishVolume and NodeUnpublishVolume: bind mounts of a staged volume at the target paths of pods.
 
 use std::path::{Path, PathBuf};
 
@@ -6,30 +6,30 @@ use uuid::Uuid;
 
 use super::bind::{self, BindError, TargetKind};
 use super::blocking::blocking;
-use super::content::{Attested, RecordError, UsedAttestations};
+use super::content::{Attestations, RecordError, UsedAttestations};
 use super::disk::{Disk, DiskNames, FindError};
-use super::holders;
 use super::kubelet::Kubelet;
-use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
+use super::mount_table::{DeviceNumber, Mount, MountTable, MountTableError};
+use super::mount_users;
 
-/// What is asked for.
+/// Parameters of NodePublishVolume.
 #[derive(Debug, Clone)]
-pub(crate) struct Publish {
-    /// The disk.
+pub(crate) struct PublishParams {
+    /// UUID of the disk.
     pub(crate) disk: Uuid,
-    /// Where its filesystem is staged; none for a block volume.
+    /// Staging path of the filesystem; None for a block volume.
     pub(crate) staging: Option<PathBuf>,
-    /// Where to show it.
+    /// Target path.
     pub(crate) target: PathBuf,
-    /// Whether the pod may not write.
+    /// Whether the target is read-only.
     pub(crate) read_only: bool,
-    /// Whether only one target may exist at a time.
+    /// Whether only one target may exist at a time (ReadWriteOncePod).
     pub(crate) single_writer: bool,
-    /// What the infra attests of the disk.
-    pub(crate) attested: Attested,
+    /// Attestations of the storage infra about the disk.
+    pub(crate) attestations: Attestations,
 }
 
-/// Why a volume was not published.
+/// Failure to publish a volume.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PublishError {
     /// The disk was not found.
@@ -41,89 +41,89 @@ pub(crate) enum PublishError {
         /// The staging path.
         staging: PathBuf,
     },
-    /// Another disk is staged.
+    /// Another volume is staged at the staging path.
     #[error(
-        "staging path {} has {} mounted, not disk {disk}; nothing was published",
-        staging.display(), there.display()
+        "staging path {} has {} mounted instead of disk {disk}; nothing was published",
+        staging.display(), existing.display()
     )]
     AnotherDiskStaged {
         /// The staging path.
         staging: PathBuf,
-        /// What is mounted there.
-        there: PathBuf,
-        /// The disk that was meant.
+        /// Source of the mount.
+        existing: PathBuf,
+        /// UUID of the requested disk.
         disk: Uuid,
     },
-    /// Something else is mounted at the target.
-    #[error("target path {} has {} mounted; unpublish that first", target.display(), there.display())]
+    /// Another volume is mounted at the target.
+    #[error("target path {} already has {} mounted; unpublish that volume first", target.display(), existing.display())]
     TargetTaken {
         /// The target path.
         target: PathBuf,
-        /// What is mounted there.
-        there: PathBuf,
+        /// Source of the mount.
+        existing: PathBuf,
     },
-    /// It is published there already, in another way.
-    #[error("the volume is published read-only at {} already; unpublish it before a writable use", target.display())]
+    /// The volume is published read-only at the target.
+    #[error("the volume is already published read-only at {}; unpublish it before publishing it writable", target.display())]
     PublishedReadOnly {
         /// The target path.
         target: PathBuf,
     },
-    /// It cannot be written.
-    #[error("disk {disk} is {how}, so that it cannot be published writable; set readOnly in the pod")]
+    /// The disk or its mount is read-only.
+    #[error("disk {disk} is {state} and cannot be published writable; set readOnly in the pod")]
     ReadOnly {
-        /// The disk.
+        /// UUID of the disk.
         disk: Uuid,
-        /// In what way.
-        how: &'static str,
+        /// What is read-only.
+        state: &'static str,
     },
-    /// Another target has it.
+    /// The volume is published at another target.
     #[error(
-        "the volume is for a single writer (ReadWriteOncePod) and is published at {} already",
-        elsewhere.display()
+        "the volume has a single writer (ReadWriteOncePod) and is already published at {}",
+        other_target.display()
     )]
     SingleWriter {
         /// The other target.
-        elsewhere: PathBuf,
+        other_target: PathBuf,
     },
-    /// The folder of the target path is missing.
-    #[error("target path {} is in a folder that does not exist", target.display())]
-    NoFolder {
+    /// The parent directory of the target path does not exist.
+    #[error("the parent directory of target path {} does not exist", target.display())]
+    NoParentDirectory {
         /// The target path.
         target: PathBuf,
     },
-    /// The target could not be made or mounted.
+    /// The target cannot be created or mounted.
     #[error(transparent)]
     Target(#[from] BindError),
-    /// That the disk is not blank any more could not be written down.
+    /// The use of the attestation cannot be recorded.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The mounts are unknown.
+    /// The mount table cannot be read.
     #[error(transparent)]
-    Mounts(#[from] MountsError),
+    MountTable(#[from] MountTableError),
 }
 
-/// What a target has to become.
+/// Remaining work at a target.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
-    /// Nothing: it is as asked.
+    /// None: the target is as requested.
     Done,
-    /// A new mount.
+    /// Mount the target.
     Mount,
-    /// The mount that is there, made read-only: what an interrupted publish left to do.
+    /// Make the existing mount read-only: an earlier call was interrupted.
     MakeReadOnly,
 }
 
-/// Publishes a volume. Repeating it is fine.
+/// Publishes a volume. Idempotent.
 pub(crate) async fn publish(
     names: &DiskNames,
     used: UsedAttestations,
-    wanted: Publish,
+    requested: PublishParams,
     kubelet: Kubelet,
 ) -> Result<(), PublishError> {
-    let disk = names.disk(wanted.disk).await?;
-    blocking(move || match &wanted.staging {
-        Some(staging) => publish_filesystem(&disk, staging, &wanted, &kubelet),
-        None => publish_block(&disk, &used, &wanted, &kubelet.dir),
+    let disk = names.disk(requested.disk).await?;
+    blocking(move || match &requested.staging {
+        Some(staging) => publish_filesystem(&disk, staging, &requested, &kubelet),
+        None => publish_block(&disk, &used, &requested, &kubelet.dir),
     })
     .await
 }
@@ -131,33 +131,33 @@ pub(crate) async fn publish(
 fn publish_filesystem(
     disk: &Disk,
     staging: &Path,
-    wanted: &Publish,
+    requested: &PublishParams,
     kubelet: &Kubelet,
 ) -> Result<(), PublishError> {
     let not_staged = || PublishError::NotStaged { staging: staging.to_owned() };
     let staging = bind::real_path(staging)?.ok_or_else(not_staged)?;
-    let target = target(wanted)?;
+    let target = target(requested)?;
     let table = MountTable::read()?;
     let staged = table.at(&staging).ok_or_else(not_staged)?;
     if staged.block_device() != Some(disk.number) {
-        let there = staged.source.clone();
-        return Err(PublishError::AnotherDiskStaged { staging, there, disk: disk.uuid });
+        let existing = staged.source.clone();
+        return Err(PublishError::AnotherDiskStaged { staging, existing, disk: disk.uuid });
     }
-    if !wanted.read_only && staged.is_read_only() {
-        return Err(PublishError::ReadOnly { disk: disk.uuid, how: "staged read-only" });
+    if !requested.read_only && staged.is_read_only() {
+        return Err(PublishError::ReadOnly { disk: disk.uuid, state: "staged read-only" });
     }
-    let step = filesystem_step(staged, table.at(&target), wanted.read_only)?;
-    if wanted.single_writer
+    let step = filesystem_step(staged, table.at(&target), requested.read_only)?;
+    if requested.single_writer
         && let Some(other) = other_targets(&table, staged, &target, kubelet).next()
     {
-        return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
+        return Err(PublishError::SingleWriter { other_target: other.point.clone() });
     }
     if step == Step::Mount {
-        bind::make_target(&target, TargetKind::Folder)?;
+        bind::make_target(&target, TargetKind::Directory)?;
         bind::bind(&staging, &target)?;
     }
-    if step != Step::Done && wanted.read_only {
-        // Read again: a remount must keep the options that the mount has.
+    if step != Step::Done && requested.read_only {
+        // Read again: the remount must keep the options of the new mount.
         let table = MountTable::read()?;
         if let Some(mount) = table.at(&target) {
             bind::make_read_only(mount)?;
@@ -166,28 +166,28 @@ fn publish_filesystem(
     Ok(())
 }
 
-fn filesystem_step(staged: &Mount, there: Option<&Mount>, read_only: bool) -> Result<Step, PublishError> {
-    let Some(there) = there else { return Ok(Step::Mount) };
-    let target = there.point.clone();
-    if !there.shows_the_same_as(staged) {
-        return Err(PublishError::TargetTaken { target, there: there.source.clone() });
+fn filesystem_step(staged: &Mount, existing: Option<&Mount>, read_only: bool) -> Result<Step, PublishError> {
+    let Some(existing) = existing else { return Ok(Step::Mount) };
+    let target = existing.point.clone();
+    if !existing.has_same_root_as(staged) {
+        return Err(PublishError::TargetTaken { target, existing: existing.source.clone() });
     }
-    match (read_only, there.is_read_only()) {
+    match (read_only, existing.is_read_only()) {
         (true, false) => Ok(Step::MakeReadOnly),
         (false, true) => Err(PublishError::PublishedReadOnly { target }),
         (true, true) | (false, false) => Ok(Step::Done),
     }
 }
 
-/// Other targets of a staged filesystem: its mounts in kubelet's folder, but for its staging paths, of which it has one
-/// under each name of the driver, and for the subpaths that kubelet mounts from a target.
+/// Returns the other targets of a staged filesystem: its mounts below kubelet's directory, except staging paths (one per
+/// driver name) and kubelet's subPath mounts.
 fn other_targets<'a>(
     table: &'a MountTable,
     staged: &'a Mount,
     target: &'a Path,
     kubelet: &'a Kubelet,
 ) -> impl Iterator<Item = &'a Mount> {
-    table.others_of(staged, &kubelet.dir).filter(move |mount| {
+    table.other_mounts_of(staged, &kubelet.dir).filter(move |mount| {
         mount.point != target
             && kubelet.staged_under(&mount.point).is_none()
             && mount.root == staged.root
@@ -198,53 +198,54 @@ fn other_targets<'a>(
 fn publish_block(
     disk: &Disk,
     used: &UsedAttestations,
-    wanted: &Publish,
+    requested: &PublishParams,
     kubelet_dir: &Path,
 ) -> Result<(), PublishError> {
-    // A read-only use of a writable disk is held by kubelet, which gives the container a device that
-    // it can only read; a bind mount cannot, since it says nothing about the device behind a node.
-    if !wanted.read_only && disk.read_only {
-        return Err(PublishError::ReadOnly { disk: disk.uuid, how: "attached read-only" });
+    // kubelet enforces a read-only block volume through the container's device permissions. A read-only bind mount of a
+    // device node does not restrict writes to the device.
+    if !requested.read_only && disk.read_only {
+        return Err(PublishError::ReadOnly { disk: disk.uuid, state: "attached read-only" });
     }
-    let target = target(wanted)?;
+    let target = target(requested)?;
     let table = MountTable::read()?;
     let published = table.at(&target);
     if let Some(mount) = published
         && DeviceNumber::of_block_device(&target) != Some(disk.number)
     {
-        let there = mount.root.clone();
-        return Err(PublishError::TargetTaken { target, there });
+        let existing = mount.root.clone();
+        return Err(PublishError::TargetTaken { target, existing });
     }
-    if wanted.single_writer
+    if requested.single_writer
         && let Some(other) = table.iter().find(|mount| {
-            mount.point != target && mount.point.starts_with(kubelet_dir) && is_node_of(mount, disk)
+            mount.point != target && mount.point.starts_with(kubelet_dir) && is_device_node_of(mount, disk)
         })
     {
-        return Err(PublishError::SingleWriter { elsewhere: other.point.clone() });
+        return Err(PublishError::SingleWriter { other_target: other.point.clone() });
     }
     if published.is_none() {
-        // What the pod writes need not be where anybody looks.
-        used.use_up_now(disk.uuid, wanted.attested)?;
+        // A pod may write data that the probe does not recognize.
+        used.mark_used_blocking(disk.uuid, requested.attestations)?;
         bind::make_target(&target, TargetKind::File)?;
         bind::bind(&disk.path, &target)?;
     }
     Ok(())
 }
 
-/// Whether a mount shows the disk's device node.
-fn is_node_of(mount: &Mount, disk: &Disk) -> bool {
+/// Whether a mount is a bind mount of the disk's device node.
+fn is_device_node_of(mount: &Mount, disk: &Disk) -> bool {
     mount.root.file_name() == disk.path.file_name()
         && DeviceNumber::of_block_device(&mount.point) == Some(disk.number)
 }
 
-fn target(wanted: &Publish) -> Result<PathBuf, PublishError> {
-    bind::real_path(&wanted.target)?.ok_or_else(|| PublishError::NoFolder { target: wanted.target.clone() })
+fn target(requested: &PublishParams) -> Result<PathBuf, PublishError> {
+    bind::real_path(&requested.target)?
+        .ok_or_else(|| PublishError::NoParentDirectory { target: requested.target.clone() })
 }
 
-/// Unpublishes a volume: unmounts its target and removes it. Repeating it is fine. Blocks.
+/// Unmounts and removes the target of a volume. Idempotent. Blocks.
 pub(crate) fn unpublish(target: &Path) -> Result<(), BindError> {
     let Some(target) = bind::real_path(target)? else { return Ok(()) };
-    bind::unmount_all(&target, holders::of)?;
+    bind::unmount_all(&target, mount_users::describe)?;
     bind::remove_target(&target)
 }
 
@@ -264,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_is_mounted_once_and_finished_when_a_publish_was_cut_off() {
+    fn a_target_is_mounted_once_and_an_interrupted_publish_is_completed() {
         let table = MountTable::parse(TABLE).unwrap();
         let staged = at(&table, "/k/staging");
         assert_eq!(filesystem_step(staged, None, false).unwrap(), Step::Mount);
@@ -280,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn another_volumes_mount_at_the_target_is_not_taken() {
+    fn a_target_with_another_volume_is_refused() {
         let table = MountTable::parse(TABLE).unwrap();
         let other = Some(at(&table, "/k/pods/other/mount"));
         let error = filesystem_step(at(&table, "/k/staging"), other, false).unwrap_err();
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn other_targets_are_those_of_pods_not_staging_or_subpaths() {
+    fn staging_paths_and_subpaths_are_not_other_targets() {
         let table = MountTable::parse(TABLE).unwrap();
         let kubelet = Kubelet { dir: PathBuf::from("/k"), drivers: vec!["old".to_owned()] };
         let others = |target| {

@@ -1,4 +1,4 @@
-//! Requests of the Node service as types: every field is checked here, and nowhere else.
+//! Validation of Node service requests and their conversion to typed parameters. No other module reads request fields.
 
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
@@ -12,65 +12,76 @@ use csi::{Status, proto, request};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::content::{Attested, FormatToken};
+use super::content::{Attestations, FormatToken};
+use super::expand::ExpandParams;
 use super::filesystem::MountOptions;
-use super::grow::Expand;
-use super::publish::Publish;
-use super::stage::{Stage, WantedFilesystem};
+use super::publish::PublishParams;
+use super::stage::{RequestedFilesystem, StageParams};
 
-/// Longest path that the kernel takes, in bytes (PATH_MAX with its final NUL).
+/// Maximum length of a path in bytes (PATH_MAX without the final NUL).
 const MAX_PATH: usize = 4095;
 
-/// Key in a volume context by which kubelet tells of an inline volume.
+/// Key of the volume context that marks an inline ephemeral volume.
 const CONTEXT_EPHEMERAL: &str = "csi.storage.k8s.io/ephemeral";
 
-pub(super) fn stage(wanted: &proto::NodeStageVolumeRequest, until: Instant) -> Result<Stage, Status> {
-    let staging = path("staging_target_path", &wanted.staging_target_path)?;
-    let capability = capability(wanted.volume_capability.as_ref())?;
-    let disk = disk(&wanted.publish_context)?;
-    same_bytes(&wanted.volume_context, &wanted.publish_context)?;
+pub(super) fn stage(
+    requested: &proto::NodeStageVolumeRequest,
+    until: Instant,
+) -> Result<StageParams, Status> {
+    let staging = path("staging_target_path", &requested.staging_target_path)?;
+    let capability = capability(requested.volume_capability.as_ref())?;
+    let disk = disk(&requested.publish_context)?;
+    same_bytes(&requested.volume_context, &requested.publish_context)?;
     let filesystem = filesystem(&capability)?;
     let read_only = is_read_only(&capability, filesystem.as_ref());
-    let attested = attested(&wanted.publish_context)?;
-    Ok(Stage { disk, staging, filesystem, read_only, attested, until })
+    let attestations = attestations(&requested.publish_context)?;
+    Ok(StageParams { disk, staging, filesystem, read_only, attestations, until })
 }
 
-pub(super) fn publish(wanted: &proto::NodePublishVolumeRequest) -> Result<Publish, Status> {
-    let target = path("target_path", &wanted.target_path)?;
-    let capability = capability(wanted.volume_capability.as_ref())?;
-    if wanted.volume_context.get(CONTEXT_EPHEMERAL).is_some_and(|value| value == "true") {
+pub(super) fn publish(requested: &proto::NodePublishVolumeRequest) -> Result<PublishParams, Status> {
+    let target = path("target_path", &requested.target_path)?;
+    let capability = capability(requested.volume_capability.as_ref())?;
+    if requested.volume_context.get(CONTEXT_EPHEMERAL).is_some_and(|value| value == "true") {
         return Err(Status::invalid_argument(
-            "the driver has no inline volumes: use a generic ephemeral volume (ephemeral.volumeClaimTemplate)",
+            "inline volumes are not supported: use a generic ephemeral volume (ephemeral.volumeClaimTemplate)",
         ));
     }
-    let staging = path("staging_target_path", &wanted.staging_target_path)?;
-    let disk = disk(&wanted.publish_context)?;
-    same_bytes(&wanted.volume_context, &wanted.publish_context)?;
+    let staging = path("staging_target_path", &requested.staging_target_path)?;
+    let disk = disk(&requested.publish_context)?;
+    same_bytes(&requested.volume_context, &requested.publish_context)?;
     let filesystem = filesystem(&capability)?;
-    Ok(Publish {
+    Ok(PublishParams {
         disk,
-        read_only: wanted.readonly || is_read_only(&capability, filesystem.as_ref()),
+        read_only: requested.readonly || is_read_only(&capability, filesystem.as_ref()),
         staging: filesystem.is_some().then_some(staging),
         target,
         single_writer: capability.mode == capability::Mode::SingleNodeSingleWriter,
-        attested: attested(&wanted.publish_context)?,
+        attestations: attestations(&requested.publish_context)?,
     })
 }
 
-pub(super) fn expand(wanted: &proto::NodeExpandVolumeRequest, until: Instant) -> Result<Expand, Status> {
-    let staging = match wanted.staging_target_path.as_str() {
+pub(super) fn expand(
+    requested: &proto::NodeExpandVolumeRequest,
+    until: Instant,
+) -> Result<ExpandParams, Status> {
+    let staging = match requested.staging_target_path.as_str() {
         "" => None,
         given => Some(path("staging_target_path", given)?),
     };
-    let path = volume_path(&wanted.volume_path)?;
-    // What the volume is shows in its mount; but what is sent must make sense.
-    if wanted.volume_capability.is_some() {
-        capability(wanted.volume_capability.as_ref())?;
+    let path = volume_path(&requested.volume_path)?;
+    // The mount determines the volume type, but an invalid capability is still an error.
+    if requested.volume_capability.is_some() {
+        capability(requested.volume_capability.as_ref())?;
     }
-    Ok(Expand { path, staging, size: request::Size::from_range(wanted.capacity_range.as_ref(), 0)?, until })
+    Ok(ExpandParams {
+        path,
+        staging,
+        size: request::Size::from_range(requested.capacity_range.as_ref(), 0)?,
+        until,
+    })
 }
 
-/// Where a volume is. No volume can be at what is no path (CSI specification, NodeGetVolumeStats errors).
+/// Parses volume_path. An invalid path is NOT_FOUND (CSI specification, NodeGetVolumeStats errors).
 pub(super) fn volume_path(value: &str) -> Result<PathBuf, Status> {
     if value.is_empty() {
         return Err(Status::invalid_argument("volume_path is missing in the request"));
@@ -78,14 +89,14 @@ pub(super) fn volume_path(value: &str) -> Result<PathBuf, Status> {
     path("volume_path", value).map_err(|refused| Status::not_found(refused.message()))
 }
 
-/// An absolute path that says where it leads.
+/// Parses an absolute path without `..`.
 pub(super) fn path(field: &str, value: &str) -> Result<PathBuf, Status> {
-    let refused = |why: String| Err(Status::invalid_argument(format!("{field} {why}")));
+    let refused = |reason: String| Err(Status::invalid_argument(format!("{field} {reason}")));
     if value.is_empty() {
         return refused("is missing in the request".to_owned());
     }
     if value.len() > MAX_PATH {
-        return refused(format!("has {} bytes; a path can have {MAX_PATH}", value.len()));
+        return refused(format!("has {} bytes; the maximum is {MAX_PATH}", value.len()));
     }
     let path = Path::new(value);
     let plain = path.components().all(|part| matches!(part, Component::RootDir | Component::Normal(_)));
@@ -99,15 +110,15 @@ pub(super) fn volume_id(value: &str) -> Result<String, Status> {
     request::required("volume_id", value).map(str::to_owned)
 }
 
-fn capability(wanted: Option<&proto::VolumeCapability>) -> Result<Capability, Status> {
+fn capability(requested: Option<&proto::VolumeCapability>) -> Result<Capability, Status> {
     use capability::Mode;
-    let capability = capability::required(wanted)?;
+    let capability = capability::required(requested)?;
     let is_mount = matches!(capability.access, Access::Mount { .. });
     match capability.mode {
         Mode::MultiNodeSingleWriter | Mode::MultiNodeMultiWriter if is_mount => {
             Err(Status::invalid_argument(format!(
-                "access mode {} is refused for a filesystem on a disk: written from one machine and used \
-                 from another it breaks; use ReadOnlyMany, or a block volume",
+                "access mode {} is refused for a filesystem volume: a disk filesystem that one node writes while another \
+                 uses it gets corrupted; use ReadOnlyMany or a block volume",
                 capability.mode.kubernetes_name()
             )))
         }
@@ -115,7 +126,7 @@ fn capability(wanted: Option<&proto::VolumeCapability>) -> Result<Capability, St
     }
 }
 
-fn filesystem(capability: &Capability) -> Result<Option<WantedFilesystem>, Status> {
+fn filesystem(capability: &Capability) -> Result<Option<RequestedFilesystem>, Status> {
     let invalid = |error: &dyn std::error::Error| Status::invalid_argument(error.to_string());
     match &capability.access {
         Access::Block => Ok(None),
@@ -125,29 +136,29 @@ fn filesystem(capability: &Capability) -> Result<Option<WantedFilesystem>, Statu
                 name => Some(name.parse().map_err(|error| invalid(&error))?),
             };
             let options = MountOptions::new(flags).map_err(|error| invalid(&error))?;
-            Ok(Some(WantedFilesystem { kind, options }))
+            Ok(Some(RequestedFilesystem { kind, options }))
         }
     }
 }
 
-fn is_read_only(capability: &Capability, filesystem: Option<&WantedFilesystem>) -> bool {
-    capability.mode.is_read_only() || filesystem.is_some_and(|wanted| wanted.options.is_read_only())
+fn is_read_only(capability: &Capability, filesystem: Option<&RequestedFilesystem>) -> bool {
+    capability.mode.is_read_only() || filesystem.is_some_and(|requested| requested.options.is_read_only())
 }
 
-/// The disk that the controller attached.
+/// UUID of the disk that the controller attached.
 fn disk(context: &HashMap<String, String>) -> Result<Uuid, Status> {
     let text = context.get(CONTEXT_DISK_UUID).ok_or_else(|| {
         Status::invalid_argument(format!(
-            "publish_context has no {CONTEXT_DISK_UUID}: the volume was not attached by this driver's controller"
+            "publish_context has no {CONTEXT_DISK_UUID}: the volume was not attached by this driver's controller plugin"
         ))
     })?;
-    // Only a whole UUID: names of files are made of it.
+    // Only a complete UUID: it becomes part of file names.
     Uuid::try_parse(text).map_err(|_| {
         Status::invalid_argument(format!("{CONTEXT_DISK_UUID} {text:?} in publish_context is not a UUID"))
     })
 }
 
-/// Refuses what was attached where it has other bytes than the volume stands for.
+/// Fails if the attached disk belongs to another management PersistentVolume than the one the volume is pinned to.
 fn same_bytes(volume: &HashMap<String, String>, attached: &HashMap<String, String>) -> Result<(), Status> {
     let Some(pinned) = volume.get(MANAGEMENT_VOLUME).filter(|pinned| !pinned.is_empty()) else {
         return Ok(());
@@ -156,20 +167,20 @@ fn same_bytes(volume: &HashMap<String, String>, attached: &HashMap<String, Strin
     if there == Some(pinned) || attached.get(CONTEXT_OVERRIDDEN_PIN) == Some(pinned) {
         return Ok(());
     }
-    let there = there.map_or("a disk of which the controller did not say what it is", String::as_str);
+    let there = there.map_or("a disk for which the controller plugin reported no volume", String::as_str);
     Err(Status::failed_precondition(format!(
-        "the volume is pinned to management PersistentVolume {pinned}, but attached was {there}: nothing was mounted; \
-         delete the pods on this machine that use the volume, so that it is detached and attached anew"
+        "the volume is pinned to management PersistentVolume {pinned}, but the attached disk is {there}: nothing was mounted; \
+         delete the pods on this node that use the volume, so that it is detached and attached again"
     )))
 }
 
-/// What the infra attests of the disk. Without a key, nothing.
-fn attested(context: &HashMap<String, String>) -> Result<Attested, Status> {
-    // Without the value: one of them is a secret.
+/// Attestations of the storage infra about the disk; missing keys mean none.
+fn attestations(context: &HashMap<String, String>) -> Result<Attestations, Status> {
+    // The error does not contain the value: the format token is a secret.
     let invalid = |key: &str| Status::invalid_argument(format!("{key} in publish_context is not a UUID"));
     let blank = context.get(CONTEXT_BLANK_ATTESTATION).map(|text| Uuid::try_parse(text));
     let token = context.get(CONTEXT_FORMAT_TOKEN).map(|text| FormatToken::parse(text));
-    Ok(Attested {
+    Ok(Attestations {
         blank: blank.transpose().map_err(|_| invalid(CONTEXT_BLANK_ATTESTATION))?,
         token: token.map(|token| token.ok_or_else(|| invalid(CONTEXT_FORMAT_TOKEN))).transpose()?,
     })
@@ -183,38 +194,38 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_says_where_it_leads() {
+    fn a_path_is_absolute_and_has_no_parent_components() {
         assert!(path("p", "/var/lib/kubelet/x").is_ok());
         for bad in ["", "relative", "/", "/a/../b", "/a/..", &format!("/{}", "x".repeat(MAX_PATH))] {
             assert!(path("p", bad).is_err(), "{bad}");
         }
     }
 
-    fn wanted(access: AccessType, mode: Mode) -> proto::VolumeCapability {
+    fn requested(access: AccessType, mode: Mode) -> proto::VolumeCapability {
         let access_mode = Some(proto::volume_capability::AccessMode { mode: mode.into() });
         proto::VolumeCapability { access_mode, access_type: Some(access) }
     }
 
     #[test]
-    fn many_machines_write_a_block_volume_and_never_a_filesystem() {
+    fn multi_node_writers_are_accepted_for_block_volumes_only() {
         let block = || AccessType::Block(proto::volume_capability::BlockVolume {});
         let mount = || AccessType::Mount(proto::volume_capability::MountVolume::default());
         for mode in [Mode::MultiNodeMultiWriter, Mode::MultiNodeSingleWriter] {
-            assert!(capability(Some(&wanted(block(), mode))).is_ok());
-            let refused = capability(Some(&wanted(mount(), mode))).unwrap_err();
+            assert!(capability(Some(&requested(block(), mode))).is_ok());
+            let refused = capability(Some(&requested(mount(), mode))).unwrap_err();
             assert_eq!(refused.code(), tonic::Code::InvalidArgument);
             assert!(refused.message().contains("ReadWriteMany is refused for a filesystem"), "{refused}");
         }
-        assert!(capability(Some(&wanted(mount(), Mode::MultiNodeReaderOnly))).is_ok());
+        assert!(capability(Some(&requested(mount(), Mode::MultiNodeReaderOnly))).is_ok());
     }
 
     #[test]
-    fn who_may_only_read_is_published_read_only() {
+    fn a_reader_only_access_mode_is_published_read_only() {
         let request = |mode| proto::NodePublishVolumeRequest {
             target_path: "/target".to_owned(),
             staging_target_path: "/staging".to_owned(),
             publish_context: [(CONTEXT_DISK_UUID.to_owned(), Uuid::from_u128(1).to_string())].into(),
-            volume_capability: Some(wanted(
+            volume_capability: Some(requested(
                 AccessType::Block(proto::volume_capability::BlockVolume {}),
                 mode,
             )),
@@ -225,13 +236,13 @@ mod tests {
     }
 
     #[test]
-    fn an_expansion_needs_a_path_and_a_range_that_makes_sense() {
+    fn an_expansion_needs_a_path_and_a_valid_range() {
         let request = |path: &str, required_bytes, limit_bytes| proto::NodeExpandVolumeRequest {
             volume_path: path.to_owned(),
             capacity_range: Some(proto::CapacityRange { required_bytes, limit_bytes }),
             ..proto::NodeExpandVolumeRequest::default()
         };
-        let read = |wanted: &proto::NodeExpandVolumeRequest| expand(wanted, Instant::now());
+        let read = |requested: &proto::NodeExpandVolumeRequest| expand(requested, Instant::now());
         let good = read(&request("/volume", 10, 0)).unwrap();
         assert_eq!((good.size.required, good.size.limit, good.staging), (10, None, None));
         let without_range =
@@ -253,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_with_other_bytes_than_the_volume_stands_for_is_refused() {
+    fn a_disk_of_another_management_volume_than_the_pinned_one_is_refused() {
         let context = |pairs: &[(&str, &str)]| -> HashMap<String, String> {
             pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
         };
@@ -261,7 +272,7 @@ mod tests {
         let there = |name| (CONTEXT_MANAGEMENT_VOLUME, name);
         for (volume, attached) in [
             (&volume, context(&[there("a")])),
-            // A person said so, and the controller knew of it.
+            // An operator overrode the pin, and the controller plugin knew it.
             (&volume, context(&[there("b"), (CONTEXT_OVERRIDDEN_PIN, "a")])),
             (&context(&[]), context(&[there("b")])),
             (&context(&[]), context(&[])),
@@ -279,9 +290,9 @@ mod tests {
     }
 
     #[test]
-    fn an_attestation_is_whole_or_refused_and_its_secret_is_not_repeated() {
+    fn an_invalid_attestation_is_refused_without_showing_the_secret() {
         let uuid = Uuid::from_u128(7).to_string();
-        let of = |key: &str, value: &str| attested(&HashMap::from([(key.to_owned(), value.to_owned())]));
+        let of = |key: &str, value: &str| attestations(&HashMap::from([(key.to_owned(), value.to_owned())]));
         assert_eq!(of(CONTEXT_BLANK_ATTESTATION, &uuid).unwrap().blank, Some(Uuid::from_u128(7)));
         assert!(of(CONTEXT_FORMAT_TOKEN, &uuid).unwrap().token.is_some());
         assert!(of("other", "x").unwrap().blank.is_none());
@@ -293,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_uuid_cannot_lead_elsewhere() {
+    fn a_disk_uuid_cannot_contain_a_path() {
         let of = |value: &str| disk(&HashMap::from([(CONTEXT_DISK_UUID.to_owned(), value.to_owned())]));
         assert!(of("6F9C1B2A-0d3e-4f5a-8b7c-1234567890ab").is_ok());
         for bad in ["", "../../sda", "6f9c1b2a"] {

@@ -1,4 +1,4 @@
-//! The Node service: translates between the protocol and what the driver does.
+//! CSI Node service: conversion between gRPC messages and the driver's operations.
 
 use std::future::Future;
 use std::time::Duration;
@@ -13,14 +13,14 @@ use super::content::UsedAttestations;
 use super::disk::DiskNames;
 use super::kubelet::Kubelet;
 use super::stats::{Amount, Stats, Usage};
-use super::zone::Zone;
-use super::{grow, publish, request, stage, stats, status};
+use super::topology::ZoneSource;
+use super::{expand, publish, request, stage, stats, status};
 
-/// How long a disk is waited for when the caller sets no deadline.
+/// How long to wait for a disk if the caller sets no deadline.
 const DEFAULT_WAIT: Duration = Duration::from_secs(20);
 
-/// What the service announces. `SINGLE_NODE_MULTI_WRITER` means that it tells ReadWriteOncePod from
-/// ReadWriteOnce, and holds the former to one target.
+/// Announced capabilities. `SINGLE_NODE_MULTI_WRITER` means that the driver distinguishes ReadWriteOncePod, which it
+/// limits to one target, from ReadWriteOnce.
 const CAPABILITIES: [Can; 5] = [
     Can::StageUnstageVolume,
     Can::GetVolumeStats,
@@ -32,33 +32,33 @@ const CAPABILITIES: [Can; 5] = [
 /// The Node service.
 #[derive(Debug, Clone)]
 pub(crate) struct Node {
-    /// The machine's name in both clusters.
+    /// Name of the guest Node and of the VirtualMachine.
     pub(crate) name: String,
-    /// How many volumes the machine takes; none where that is not known.
+    /// Maximum number of volumes; None if unknown.
     pub(crate) max_volumes: Option<i64>,
-    /// In which zone the machine is.
-    pub(crate) zone: Zone,
-    /// kubelet's folders.
+    /// Source of the node's zone.
+    pub(crate) zone: ZoneSource,
+    /// kubelet's directory layout.
     pub(crate) kubelet: Kubelet,
-    /// Where disks are found.
+    /// Disk lookup.
     pub(crate) names: DiskNames,
-    /// Which attestations of blank disks are used up.
+    /// Record of used attestations.
     pub(crate) used: UsedAttestations,
-    /// Volumes with an operation under way.
+    /// Locks of volumes with an operation in progress.
     pub(crate) locks: VolumeLocks,
 }
 
 impl Node {
-    /// Runs an operation on a volume to its end, even when the caller goes away meanwhile: a mkfs or a
-    /// mount that nobody watches would meet the retry. Until then, the retry is told ABORTED.
-    async fn alone<T, E>(
+    /// Runs an operation on a volume to completion, even if the caller disconnects: a retry must not run concurrently with
+    /// the mkfs or mount of an earlier call. Until the operation finishes, retries receive ABORTED.
+    async fn run_locked<T, E>(
         &self,
         volume: &str,
         work: impl Future<Output = Result<T, E>> + Send + 'static,
     ) -> Result<T, Status>
     where
         T: Send + 'static,
-        E: status::Coded + Send + 'static,
+        E: status::GrpcCode + Send + 'static,
     {
         let guard = self.locks.acquire(volume)?;
         let running = tokio::spawn(async move {
@@ -66,9 +66,9 @@ impl Node {
             work.await
         });
         match running.await {
-            Ok(done) => done.map_err(|failure| status::of(&failure)),
+            Ok(done) => done.map_err(|failure| status::from_error(&failure)),
             Err(error) => {
-                Err(Status::internal(format!("the operation for volume {volume} broke off: {error}")))
+                Err(Status::internal(format!("the operation on volume {volume} panicked: {error}")))
             }
         }
     }
@@ -81,11 +81,11 @@ impl proto::node_server::Node for Node {
         call: Request<proto::NodeStageVolumeRequest>,
     ) -> Result<Response<proto::NodeStageVolumeResponse>, Status> {
         let until = csi::deadline::of(&call, DEFAULT_WAIT);
-        let wanted = call.into_inner();
-        let volume = request::volume_id(&wanted.volume_id)?;
-        let wanted = request::stage(&wanted, until)?;
+        let requested = call.into_inner();
+        let volume = request::volume_id(&requested.volume_id)?;
+        let requested = request::stage(&requested, until)?;
         let (names, used) = (self.names.clone(), self.used.clone());
-        self.alone(&volume, async move { stage::stage(&names, &used, wanted).await }).await?;
+        self.run_locked(&volume, async move { stage::stage(&names, &used, requested).await }).await?;
         Ok(Response::new(proto::NodeStageVolumeResponse {}))
     }
 
@@ -93,11 +93,11 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodeUnstageVolumeRequest>,
     ) -> Result<Response<proto::NodeUnstageVolumeResponse>, Status> {
-        let wanted = call.into_inner();
-        let volume = request::volume_id(&wanted.volume_id)?;
-        let staging = request::path("staging_target_path", &wanted.staging_target_path)?;
+        let requested = call.into_inner();
+        let volume = request::volume_id(&requested.volume_id)?;
+        let staging = request::path("staging_target_path", &requested.staging_target_path)?;
         let kubelet = self.kubelet.clone();
-        self.alone(&volume, blocking(move || stage::unstage(&staging, &kubelet))).await?;
+        self.run_locked(&volume, blocking(move || stage::unstage(&staging, &kubelet))).await?;
         Ok(Response::new(proto::NodeUnstageVolumeResponse {}))
     }
 
@@ -105,11 +105,12 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodePublishVolumeRequest>,
     ) -> Result<Response<proto::NodePublishVolumeResponse>, Status> {
-        let wanted = call.into_inner();
-        let volume = request::volume_id(&wanted.volume_id)?;
-        let wanted = request::publish(&wanted)?;
+        let requested = call.into_inner();
+        let volume = request::volume_id(&requested.volume_id)?;
+        let requested = request::publish(&requested)?;
         let (names, used, kubelet) = (self.names.clone(), self.used.clone(), self.kubelet.clone());
-        self.alone(&volume, async move { publish::publish(&names, used, wanted, kubelet).await }).await?;
+        self.run_locked(&volume, async move { publish::publish(&names, used, requested, kubelet).await })
+            .await?;
         Ok(Response::new(proto::NodePublishVolumeResponse {}))
     }
 
@@ -117,10 +118,10 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodeUnpublishVolumeRequest>,
     ) -> Result<Response<proto::NodeUnpublishVolumeResponse>, Status> {
-        let wanted = call.into_inner();
-        let volume = request::volume_id(&wanted.volume_id)?;
-        let target = request::path("target_path", &wanted.target_path)?;
-        self.alone(&volume, blocking(move || publish::unpublish(&target))).await?;
+        let requested = call.into_inner();
+        let volume = request::volume_id(&requested.volume_id)?;
+        let target = request::path("target_path", &requested.target_path)?;
+        self.run_locked(&volume, blocking(move || publish::unpublish(&target))).await?;
         Ok(Response::new(proto::NodeUnpublishVolumeResponse {}))
     }
 
@@ -128,10 +129,11 @@ impl proto::node_server::Node for Node {
         &self,
         call: Request<proto::NodeGetVolumeStatsRequest>,
     ) -> Result<Response<proto::NodeGetVolumeStatsResponse>, Status> {
-        let wanted = call.into_inner();
-        request::volume_id(&wanted.volume_id)?;
-        let path = request::volume_path(&wanted.volume_path)?;
-        let stats = blocking(move || stats::stats(&path)).await.map_err(|failure| status::of(&failure))?;
+        let requested = call.into_inner();
+        request::volume_id(&requested.volume_id)?;
+        let path = request::volume_path(&requested.volume_path)?;
+        let stats =
+            blocking(move || stats::stats(&path)).await.map_err(|failure| status::from_error(&failure))?;
         Ok(Response::new(stats.into()))
     }
 
@@ -140,10 +142,10 @@ impl proto::node_server::Node for Node {
         call: Request<proto::NodeExpandVolumeRequest>,
     ) -> Result<Response<proto::NodeExpandVolumeResponse>, Status> {
         let until = csi::deadline::of(&call, DEFAULT_WAIT);
-        let wanted = call.into_inner();
-        let volume = request::volume_id(&wanted.volume_id)?;
-        let wanted = request::expand(&wanted, until)?;
-        let bytes = self.alone(&volume, grow::expand(wanted)).await?;
+        let requested = call.into_inner();
+        let volume = request::volume_id(&requested.volume_id)?;
+        let requested = request::expand(&requested, until)?;
+        let bytes = self.run_locked(&volume, expand::expand(requested)).await?;
         let capacity_bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
         Ok(Response::new(proto::NodeExpandVolumeResponse { capacity_bytes }))
     }
@@ -174,16 +176,16 @@ impl proto::node_server::Node for Node {
 
 impl From<Stats> for proto::NodeGetVolumeStatsResponse {
     fn from(stats: Stats) -> Self {
-        let whole = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
+        let saturating = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let usage = |amount: Amount, unit: Unit| proto::VolumeUsage {
-            total: whole(amount.total),
-            used: whole(amount.used),
-            available: whole(amount.available),
+            total: saturating(amount.total),
+            used: saturating(amount.used),
+            available: saturating(amount.available),
             unit: unit as i32,
         };
         let usage = match stats.usage {
             Usage::Block(bytes) => vec![proto::VolumeUsage {
-                total: whole(bytes),
+                total: saturating(bytes),
                 unit: Unit::Bytes as i32,
                 ..proto::VolumeUsage::default()
             }],
@@ -194,7 +196,7 @@ impl From<Stats> for proto::NodeGetVolumeStatsResponse {
         };
         let condition = proto::VolumeCondition {
             abnormal: stats.abnormal.is_some(),
-            message: stats.abnormal.unwrap_or_else(|| "the volume is well".to_owned()),
+            message: stats.abnormal.unwrap_or_else(|| "the volume is healthy".to_owned()),
         };
         Self { usage, volume_condition: Some(condition) }
     }

@@ -1,5 +1,5 @@
-//! NodeStageVolume and NodeUnstageVolume: a disk becomes a filesystem that is mounted once on the
-//! machine, at the staging path. Block volumes are not staged; their disk is only looked for.
+//! NodeStageVolume and NodeUnstageVolume: formats, checks, expands and mounts a disk once per node, at the staging path.
+//! Block volumes are not mounted; the driver only waits for their disk.
 
 use std::path::{Path, PathBuf};
 
@@ -9,197 +9,201 @@ use uuid::Uuid;
 use super::bind::{self, BindError};
 use super::blocking::blocking;
 use super::command::CommandError;
-use super::condition;
-use super::content::{self, Attested, FormatError, Plan, ProbeError, RecordError, Refusal, UsedAttestations};
-use super::copies::{self, CopyError};
+use super::content::{
+    self, Attestations, FormatError, Plan, ProbeError, RecordError, Refusal, UsedAttestations,
+};
 use super::disk::{Disk, DiskNames, FindError};
+use super::duplicate_uuids::{self, DuplicateUuidError};
+use super::expand::{ExpandFilesystemError, ExpandableFilesystem};
 use super::filesystem::{Filesystem, MountOptions};
-use super::grow::{GrowError, Growable};
-use super::holders;
 use super::kubelet::Kubelet;
 use super::lost_writes::{LostWrites, LostWritesError};
-use super::mounts::{DeviceNumber, Mount, MountTable, MountsError};
+use super::mount_table::{DeviceNumber, Mount, MountTable, MountTableError};
+use super::mount_users;
+use super::volume_condition;
 
-/// What is asked for.
+/// Parameters of NodeStageVolume.
 #[derive(Debug, Clone)]
-pub(crate) struct Stage {
-    /// The disk.
+pub(crate) struct StageParams {
+    /// UUID of the disk.
     pub(crate) disk: Uuid,
-    /// Where.
+    /// Staging path.
     pub(crate) staging: PathBuf,
-    /// The filesystem; none for a block volume.
-    pub(crate) filesystem: Option<WantedFilesystem>,
-    /// Whether nobody may write.
+    /// Requested filesystem; None for a block volume.
+    pub(crate) filesystem: Option<RequestedFilesystem>,
+    /// Whether the mount is read-only.
     pub(crate) read_only: bool,
-    /// What the infra attests of the disk.
-    pub(crate) attested: Attested,
-    /// Until when the disk is waited for.
+    /// Attestations of the storage infra about the disk.
+    pub(crate) attestations: Attestations,
+    /// Deadline for the disk to appear.
     pub(crate) until: Instant,
 }
 
-/// The filesystem that is asked for.
+/// Requested filesystem.
 #[derive(Debug, Clone)]
-pub(crate) struct WantedFilesystem {
-    /// Its type; none where any will do.
+pub(crate) struct RequestedFilesystem {
+    /// Type; None for any.
     pub(crate) kind: Option<Filesystem>,
-    /// How to mount it.
+    /// Mount options.
     pub(crate) options: MountOptions,
 }
 
-/// Why a volume was not staged.
+/// Failure to stage a volume.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StageError {
     /// The disk was not found.
     #[error(transparent)]
     Find(#[from] FindError),
-    /// The staging path has another disk.
+    /// Another disk is mounted at the staging path.
     #[error(
-        "staging path {} has {} mounted, not disk {disk}; it was not touched. \
-         Unstage what is there first", staging.display(), there.display()
+        "staging path {} has {} mounted instead of disk {disk}; it was left unchanged. \
+         Unstage that volume first", staging.display(), existing.display()
     )]
     AnotherDisk {
         /// The staging path.
         staging: PathBuf,
-        /// What is mounted there.
-        there: PathBuf,
-        /// The disk that was meant.
+        /// Source of the mount.
+        existing: PathBuf,
+        /// UUID of the requested disk.
         disk: Uuid,
     },
-    /// It is staged already, in another way.
-    #[error("the volume is staged at {} already, but {how}; unstage it first", staging.display())]
-    Differently {
+    /// The volume is staged in another way.
+    #[error("the volume is already staged at {}, but {difference}; unstage it first", staging.display())]
+    StagedDifferently {
         /// The staging path.
         staging: PathBuf,
-        /// In what way.
-        how: String,
+        /// The difference.
+        difference: String,
     },
-    /// What is on the disk forbids it.
-    #[error("disk {disk} ({}) cannot be used: {why}", device.display())]
+    /// The content of the disk does not permit it.
+    #[error("disk {disk} ({}) was not mounted: {reason}", device.display())]
     Refused {
-        /// The disk.
+        /// UUID of the disk.
         disk: Uuid,
-        /// Its device.
+        /// Device of the disk.
         device: PathBuf,
-        /// Why.
-        why: Refusal,
+        /// Reason.
+        reason: Refusal,
     },
-    /// What is on the disk is not known.
-    #[error("what is on disk {disk} cannot be told: {source}")]
+    /// The content of the disk cannot be read.
+    #[error("failed to determine the content of disk {disk}: {source}")]
     Probe {
-        /// The disk.
+        /// UUID of the disk.
         disk: Uuid,
-        /// Why.
+        /// Failure of the probe.
         source: ProbeError,
     },
-    /// The filesystem was not made.
+    /// The disk cannot be formatted.
     #[error(transparent)]
     Format(#[from] FormatError),
-    /// What its attestation permits is not known, or could not be written down.
+    /// The record of used attestations cannot be read or written.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The filesystem needs a person.
+    /// The filesystem needs a manual repair.
     #[error(
-        "the {filesystem} filesystem of disk {disk} ({}) has errors that are not repaired without a person: \
+        "the {filesystem} filesystem on disk {disk} ({}) has errors that need a manual repair: \
          {source}", device.display()
     )]
     Check {
-        /// The disk.
+        /// UUID of the disk.
         disk: Uuid,
-        /// Its device.
+        /// Device of the disk.
         device: PathBuf,
-        /// Its filesystem.
+        /// Filesystem type.
         filesystem: Filesystem,
-        /// What the check said.
+        /// Failure of the check.
         source: CommandError,
     },
-    /// It is a copy of one that is mounted.
+    /// A btrfs with the same UUID is mounted.
     #[error(transparent)]
-    Copy(#[from] CopyError),
-    /// The filesystem does not fill its disk.
+    DuplicateUuid(#[from] DuplicateUuidError),
+    /// The filesystem cannot be expanded.
     #[error(transparent)]
-    Grow(#[from] GrowError),
-    /// The filesystem was not mounted.
-    #[error("disk {disk} ({}) cannot be mounted as {filesystem}{hint}: {source}", device.display())]
+    ExpandFilesystem(#[from] ExpandFilesystemError),
+    /// The filesystem cannot be mounted.
+    #[error("failed to mount disk {disk} ({}) as {filesystem}{hint}: {source}", device.display())]
     Mount {
-        /// The disk.
+        /// UUID of the disk.
         disk: Uuid,
-        /// Its device.
+        /// Device of the disk.
         device: PathBuf,
-        /// Its filesystem.
+        /// Filesystem type.
         filesystem: Filesystem,
-        /// What else may matter.
+        /// Hint for the operator.
         hint: &'static str,
-        /// What mount said.
+        /// Failure of mount.
         source: CommandError,
     },
     /// The staging path cannot be used.
     #[error(transparent)]
     Path(#[from] BindError),
-    /// The folder of the staging path is missing.
-    #[error("staging path {} is in a folder that does not exist", staging.display())]
-    NoFolder {
+    /// The parent directory of the staging path does not exist.
+    #[error("the parent directory of staging path {} does not exist", staging.display())]
+    NoParentDirectory {
         /// The staging path.
         staging: PathBuf,
     },
-    /// What was written here before is lost.
+    /// Earlier writes to the mounted filesystem were lost.
     #[error(transparent)]
     Lost(#[from] LostWritesError),
-    /// The mounts are unknown.
+    /// The mount table cannot be read.
     #[error(transparent)]
-    Mounts(#[from] MountsError),
+    MountTable(#[from] MountTableError),
 }
 
-/// Stages a volume. Repeating it is fine.
+/// Stages a volume. Idempotent.
 pub(crate) async fn stage(
     names: &DiskNames,
     used: &UsedAttestations,
-    wanted: Stage,
+    requested: StageParams,
 ) -> Result<(), StageError> {
-    let disk = names.wait_for_disk(wanted.disk, wanted.until).await?;
-    // It may have grown while nobody looked.
+    let disk = names.wait_for_disk(requested.disk, requested.until).await?;
+    // The disk may have been resized since it was attached.
     let disk = blocking(move || disk.rescanned()).await?;
-    let Some(filesystem) = wanted.filesystem else { return Ok(()) };
-    let read_only = read_only_because(&disk, wanted.read_only);
-    let staging = wanted.staging.clone();
+    let Some(filesystem) = requested.filesystem else { return Ok(()) };
+    let read_only = read_only_because(&disk, requested.read_only);
+    let staging = requested.staging.clone();
     let staging = blocking(move || {
-        let Some(staging) = bind::real_path(&staging)? else { return Err(StageError::NoFolder { staging }) };
+        let Some(staging) = bind::real_path(&staging)? else {
+            return Err(StageError::NoParentDirectory { staging });
+        };
         bind::make_staging(&staging)?;
         Ok(staging)
     })
     .await?;
     let table = blocking(MountTable::read).await?;
     if let Some(mount) = table.at(&staging) {
-        already(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some())?;
+        check_existing_mount(mount, mount.block_device(), &disk, filesystem.kind, read_only.is_some())?;
         let earlier = LostWrites::of(&staging);
         blocking(move || earlier.check()).await?;
-        // A stage that was cut off may have left it to grow.
+        // An interrupted call may have mounted the filesystem without expanding it.
         if let (None, Ok(kind)) = (read_only, mount.fs_type.parse()) {
-            let growable = look(&disk, kind).await?;
-            if growable.is_smaller_than_disk() {
-                growable.grow(&staging).await?;
+            let expandable = read_filesystem(&disk, kind).await?;
+            if expandable.is_smaller_than_disk() {
+                expandable.expand(&staging).await?;
             }
         }
         return Ok(());
     }
-    // Of an earlier mount, which is gone.
+    // The record is about an earlier mount, which is gone.
     let earlier = LostWrites::of(&staging);
-    blocking(move || earlier.forget()).await?;
-    let attested = wanted.attested;
-    let found = content::examine(&disk, attested.token)
+    blocking(move || earlier.clear()).await?;
+    let attestations = requested.attestations;
+    let found = content::examine(&disk, attestations.token)
         .await
         .map_err(|source| StageError::Probe { disk: disk.uuid, source })?;
-    let permit = used.permit(disk.uuid, attested).await?;
-    let refused = |why| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), why };
+    let permit = used.permit(disk.uuid, attestations).await?;
+    let refused = |reason| StageError::Refused { disk: disk.uuid, device: disk.path.clone(), reason };
     let plan = content::plan(found, filesystem.kind, read_only, permit).map_err(refused)?;
-    let mount = Mounting { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
+    let mount = PendingMount { disk: &disk, staging: &staging, options: &filesystem.options, read_only };
     let kind = match plan {
         Plan::Format(kind, token) => {
-            content::format(&disk, kind, token, used.use_up(disk.uuid, attested)).await?;
+            content::format(&disk, kind, token, used.mark_used(disk.uuid, attestations)).await?;
             mount.mount(kind).await?;
             kind
         }
         Plan::Use(kind) => {
-            used.use_up(disk.uuid, attested).await?;
+            used.mark_used(disk.uuid, attestations).await?;
             let mounted = table.iter().any(|mount| mount.block_device() == Some(disk.number));
             mount.mount_existing(kind, mounted).await?;
             kind
@@ -209,43 +213,48 @@ pub(crate) async fn stage(
     Ok(())
 }
 
-/// A disk that is about to be mounted.
-struct Mounting<'a> {
+/// A mount in progress.
+struct PendingMount<'a> {
     disk: &'a Disk,
     staging: &'a Path,
     options: &'a MountOptions,
     read_only: Option<&'static str>,
 }
 
-impl Mounting<'_> {
-    /// Mounts a filesystem that was there, `mounted` elsewhere or not, and has it fill its disk.
+impl PendingMount<'_> {
+    /// Mounts an existing filesystem and expands it to the size of its disk. `mounted`: it is already mounted elsewhere.
     async fn mount_existing(&self, kind: Filesystem, mounted: bool) -> Result<(), StageError> {
-        let growable = look(self.disk, kind).await?;
-        // A filesystem that is mounted elsewhere must be neither checked nor changed.
+        let expandable = read_filesystem(self.disk, kind).await?;
+        // A filesystem that is mounted elsewhere must not be checked or modified.
         if !mounted {
-            if let Some(btrfs) = growable.superblock.btrfs {
-                copies::tell_apart(&self.disk.path, self.disk.number, btrfs, self.read_only.is_some())
-                    .await?;
+            if let Some(btrfs) = expandable.superblock.btrfs {
+                duplicate_uuids::make_mountable(
+                    &self.disk.path,
+                    self.disk.number,
+                    btrfs,
+                    self.read_only.is_some(),
+                )
+                .await?;
             }
             if self.read_only.is_none() {
                 self.check(kind).await?;
             }
         }
         self.mount(kind).await?;
-        if self.read_only.is_some() || !growable.is_smaller_than_disk() {
+        if self.read_only.is_some() || !expandable.is_smaller_than_disk() {
             return Ok(());
         }
-        let Err(refused) = growable.grow(self.staging).await else { return Ok(()) };
-        // Not left mounted: the retry would take it for staged.
+        let Err(refused) = expandable.expand(self.staging).await else { return Ok(()) };
+        // Unmount it: a retry would take the volume for staged.
         let staging = self.staging.to_owned();
-        blocking(move || bind::unmount_all(&staging, holders::of)).await?;
+        blocking(move || bind::unmount_all(&staging, mount_users::describe)).await?;
         if mounted || kind != Filesystem::Ext4 {
             return Err(refused.into());
         }
-        // Some kernels and sandboxes do not let ext4 grow while mounted. Only then otherwise: it takes a
-        // whole check, and a power cut in it can need a repair.
-        tracing::warn!(disk = %self.disk.uuid, %refused, "growing while not mounted");
-        growable.grow_unmounted().await?;
+        // Some kernels and sandboxes cannot resize a mounted ext4. Resizing it offline is the fallback, because that needs a
+        // full check, and may need a repair after a power failure.
+        tracing::warn!(disk = %self.disk.uuid, %refused, "online expansion failed, expanding the filesystem unmounted");
+        expandable.expand_unmounted().await?;
         self.mount(kind).await
     }
 
@@ -262,7 +271,7 @@ impl Mounting<'_> {
         let Self { disk, staging, options, read_only } = *self;
         filesystem.mount(&disk.path, staging, options, read_only.is_some()).await.map_err(|source| {
             let hint = match read_only {
-                Some(_) => " read-only (if it was not unmounted cleanly, it must be used writable once)",
+                Some(_) => " read-only (if it was not unmounted cleanly, it must be mounted writable once)",
                 None => "",
             };
             StageError::Mount { disk: disk.uuid, device: disk.path.clone(), filesystem, hint, source }
@@ -270,122 +279,124 @@ impl Mounting<'_> {
     }
 }
 
-/// Looks at the filesystem of a disk.
-async fn look(disk: &Disk, kind: Filesystem) -> Result<Growable, StageError> {
+/// Reads the size of the filesystem on a disk.
+async fn read_filesystem(disk: &Disk, kind: Filesystem) -> Result<ExpandableFilesystem, StageError> {
     let (file, path, size) = (disk.file(), disk.path.clone(), disk.size);
-    let look = move || {
-        let file =
-            file.map_err(|source| GrowError::Read { device: path.clone(), filesystem: kind, source })?;
-        Growable::look(&file, &path, size, kind)
+    let read = move || {
+        let file = file.map_err(|source| ExpandFilesystemError::Read {
+            device: path.clone(),
+            filesystem: kind,
+            source,
+        })?;
+        ExpandableFilesystem::read(&file, &path, size, kind)
     };
-    Ok(blocking(look).await?)
+    Ok(blocking(read).await?)
 }
 
-/// Why the disk is not to be written, if so.
-fn read_only_because(disk: &Disk, asked: bool) -> Option<&'static str> {
+/// Reason to mount the disk read-only, if there is one.
+fn read_only_because(disk: &Disk, requested: bool) -> Option<&'static str> {
     if disk.read_only {
         Some("its device is read-only")
-    } else if asked {
-        Some("a read-only use is asked for")
+    } else if requested {
+        Some("the request is read-only")
     } else {
         None
     }
 }
 
-/// Whether what is mounted at the staging path is what is asked for.
-fn already(
+/// Checks that the mount at the staging path is the requested one.
+fn check_existing_mount(
     mount: &Mount,
-    beneath: Option<DeviceNumber>,
+    device: Option<DeviceNumber>,
     disk: &Disk,
-    wanted: Option<Filesystem>,
+    requested: Option<Filesystem>,
     read_only: bool,
 ) -> Result<(), StageError> {
-    if beneath != Some(disk.number) {
-        let (staging, there) = (mount.point.clone(), mount.source.clone());
-        return Err(StageError::AnotherDisk { staging, there, disk: disk.uuid });
+    if device != Some(disk.number) {
+        let (staging, existing) = (mount.point.clone(), mount.source.clone());
+        return Err(StageError::AnotherDisk { staging, existing, disk: disk.uuid });
     }
-    let how = match (wanted, mount.is_read_only()) {
-        (Some(wanted), _) if wanted.name() != mount.fs_type => {
-            format!("as {}, and {wanted} is asked for", mount.fs_type)
+    let difference = match (requested, mount.is_read_only()) {
+        (Some(requested), _) if requested.name() != mount.fs_type => {
+            format!("as {}, and the request is for {requested}", mount.fs_type)
         }
-        (_, true) if !read_only => "read-only, and a writable use is asked for".to_owned(),
-        (_, false) if read_only => "writable, and a read-only use is asked for".to_owned(),
+        (_, true) if !read_only => "read-only, and the request is for a writable mount".to_owned(),
+        (_, false) if read_only => "writable, and the request is for a read-only mount".to_owned(),
         _ => return Ok(()),
     };
-    Err(StageError::Differently { staging: mount.point.clone(), how })
+    Err(StageError::StagedDifferently { staging: mount.point.clone(), difference })
 }
 
-/// Why a volume was not unstaged.
+/// Failure to unstage a volume.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UnstageError {
-    /// It is still published.
+    /// The volume is still published.
     #[error(
-        "the filesystem at {} is still mounted at {}; unpublish it there first, so that all is written \
-         before the disk goes", staging.display(), elsewhere.display()
+        "the filesystem at {} is still mounted at {}; unpublish it there first, so that all data is written \
+         before the disk is detached", staging.display(), other_mount.display()
     )]
     Published {
         /// The staging path.
         staging: PathBuf,
-        /// Where else it is mounted.
-        elsewhere: PathBuf,
+        /// Mount point of the other mount.
+        other_mount: PathBuf,
     },
-    /// What was written does not reach the disk.
+    /// Writes were lost.
     #[error(transparent)]
     Lost(#[from] LostWritesError),
-    /// It could not be unmounted.
+    /// The staging path cannot be unmounted.
     #[error(transparent)]
     Unmount(#[from] BindError),
-    /// The mounts are unknown.
+    /// The mount table cannot be read.
     #[error(transparent)]
-    Mounts(#[from] MountsError),
+    MountTable(#[from] MountTableError),
 }
 
-/// Unstages a volume: all is on the disk when this is done. Repeating it is fine. The staging folder is
-/// left to who made it. Blocks.
+/// Flushes and unmounts a staged volume. Idempotent. Leaves the staging directory to kubelet, which created it. Blocks.
 pub(crate) fn unstage(staging: &Path, kubelet: &Kubelet) -> Result<(), UnstageError> {
     let Some(staging) = bind::real_path(staging)? else { return Ok(()) };
     let table = MountTable::read()?;
-    let Some(mount) = table.at(&staging) else { return Ok(LostWrites::of(&staging).forget()?) };
-    // Unmounting one of several mounts flushes nothing. Only kubelet's folder counts: in a container,
-    // the machine's mounts can show a second time elsewhere.
-    if let Some(other) = table.others_of(mount, &kubelet.dir).next()
-        && !is_staged_otherwise(&table, mount, kubelet)
+    let Some(mount) = table.at(&staging) else { return Ok(LostWrites::of(&staging).clear()?) };
+    // Unmounting one of several mounts flushes nothing. Only mounts below kubelet's directory count: in a container, the
+    // host's mounts may also appear at other paths.
+    if let Some(other) = table.other_mounts_of(mount, &kubelet.dir).next()
+        && !is_staged_under_another_name(&table, mount, kubelet)
     {
-        return Err(UnstageError::Published { staging, elsewhere: other.point.clone() });
+        return Err(UnstageError::Published { staging, other_mount: other.point.clone() });
     }
     flush(&table, mount)?;
-    bind::unmount_all(&staging, holders::of)?;
-    LostWrites::of(&staging).forget()?;
+    bind::unmount_all(&staging, mount_users::describe)?;
+    LostWrites::of(&staging).clear()?;
     tracing::info!(staging = %staging.display(), "unstaged");
     Ok(())
 }
 
-/// Whether the filesystem is staged under another name of the driver, too. That one has its disk then, and waits for
-/// every other mount of it, whoever's that is, before it lets go.
-fn is_staged_otherwise(table: &MountTable, mount: &Mount, kubelet: &Kubelet) -> bool {
+/// Whether the filesystem is also staged under another driver name. Its disk then stays attached for that name, and
+/// unstaging there waits for all remaining mounts.
+fn is_staged_under_another_name(table: &MountTable, mount: &Mount, kubelet: &Kubelet) -> bool {
     let own = kubelet.staged_under(&mount.point);
-    let mut others = table.others_of(mount, &kubelet.dir).filter(|other| other.root == mount.root);
+    let mut others = table.other_mounts_of(mount, &kubelet.dir).filter(|other| other.root == mount.root);
     others.any(|other| {
         let under = kubelet.staged_under(&other.point);
         under.is_some() && under != own
     })
 }
 
-/// Writes out what is pending, since the filesystem may live on in the mounts of a container that is
-/// just ending. A disk that is gone already cannot hold anything up, nor a filesystem that the kernel stopped writing to,
-/// which its pods were told; but what a flush could not write does, since nobody was told of that.
+/// Flushes the filesystem, because it may stay mounted in the mount namespace of a terminating container. Skipped if the
+/// disk is gone, or if the kernel made the filesystem read-only after an error: pods have received that error. A failed
+/// flush keeps the volume staged, because no pod received its error.
 fn flush(table: &MountTable, mount: &Mount) -> Result<(), UnstageError> {
     if !mount.block_device().is_some_and(super::disk::is_present) {
         return Ok(());
     }
     let writes = LostWrites::of(&mount.point);
     writes.check()?;
-    if mount.is_read_only() || condition::stopped(table, mount).is_some() {
+    if mount.is_read_only() || volume_condition::stopped(table, mount).is_some() {
         return Ok(());
     }
-    let flushed = writes.remember(|| {
-        let folder = std::fs::File::open(&mount.point)?;
-        Ok(bind::change("flush", || rustix::fs::syncfs(&folder))?)
+    let flushed = writes.flush(|| {
+        let dir = std::fs::File::open(&mount.point)?;
+        Ok(bind::change("flush", || rustix::fs::syncfs(&dir))?)
     });
     Ok(flushed?)
 }

@@ -1,82 +1,82 @@
-//! NodeGetVolumeStats: how full a volume is, and whether it is well.
+//! NodeGetVolumeStats: usage and condition of a volume.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::bind::{self, BindError};
-use super::condition;
 use super::disk;
-use super::mounts::{DeviceNumber, MountTable, MountsError};
+use super::mount_table::{DeviceNumber, MountTable, MountTableError};
+use super::volume_condition;
 
-/// What is known of a volume.
+/// Usage and condition of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Stats {
-    /// How full it is.
+    /// Usage.
     pub(crate) usage: Usage,
-    /// What is wrong with it, if anything.
+    /// Reason why the volume is abnormal, if it is.
     pub(crate) abnormal: Option<String>,
 }
 
-/// How full a volume is.
+/// Usage of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Usage {
-    /// A filesystem, in bytes and in inodes.
+    /// Filesystem volume.
     Filesystem {
         /// Bytes.
         bytes: Amount,
-        /// Inodes; none where the filesystem has no fixed number of them.
+        /// Inodes; None if the filesystem has no fixed number of inodes.
         inodes: Option<Amount>,
     },
-    /// A block device of so many bytes.
+    /// Block volume: size in bytes.
     Block(u64),
 }
 
-/// How much there is.
+/// Used and free bytes or inodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Amount {
-    /// In all.
+    /// Total.
     pub(crate) total: u64,
-    /// In use.
+    /// Used.
     pub(crate) used: u64,
-    /// Left for users; less than the difference where some is kept back.
+    /// Available to unprivileged users; excludes reserved blocks.
     pub(crate) available: u64,
 }
 
-/// Why nothing is known.
+/// Failure to read the usage.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StatsError {
-    /// The volume is not there.
+    /// No volume is mounted at the path.
     #[error("no volume is mounted at {}", path.display())]
     NotMounted {
         /// The path.
         path: PathBuf,
     },
-    /// The volume does not answer.
-    #[error("cannot read the statistics of {}: {source}", path.display())]
+    /// The filesystem or device cannot be read.
+    #[error("failed to read the usage of the volume at {}: {source}", path.display())]
     Io {
         /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// OS error.
         source: io::Error,
     },
-    /// The path is odd.
+    /// The path is not usable.
     #[error(transparent)]
     Path(#[from] BindError),
-    /// The mounts are unknown.
+    /// The mount table cannot be read.
     #[error(transparent)]
-    Mounts(#[from] MountsError),
+    MountTable(#[from] MountTableError),
 }
 
-/// Looks at the volume that is published or staged at `path`. Blocks.
+/// Reads usage and condition of the volume that is published or staged at `path`. Blocks.
 pub(crate) fn stats(path: &Path) -> Result<Stats, StatsError> {
     let not_mounted = || StatsError::NotMounted { path: path.to_owned() };
     let real = bind::real_path(path)?.ok_or_else(not_mounted)?;
     let table = MountTable::read()?;
-    // Without a mount, the numbers would be those of the machine's own disk.
+    // Without a mount, statvfs would report the node's own disk.
     let mount = table.at(&real).ok_or_else(not_mounted)?;
     let fail = |source| StatsError::Io { path: path.to_owned(), source };
     if let Some(number) = DeviceNumber::of_block_device(&real) {
-        let abnormal = condition::of_device(mount, number);
+        let abnormal = volume_condition::of_device(mount, number);
         let bytes = if abnormal.is_none() { disk::size(number).map_err(fail)? } else { 0 };
         return Ok(Stats { usage: Usage::Block(bytes), abnormal });
     }
@@ -93,6 +93,6 @@ pub(crate) fn stats(path: &Path) -> Result<Stats, StatsError> {
     });
     Ok(Stats {
         usage: Usage::Filesystem { bytes, inodes },
-        abnormal: condition::of_filesystem(&table, mount),
+        abnormal: volume_condition::of_filesystem(&table, mount),
     })
 }

@@ -1,5 +1,5 @@
-//! Which status code each failure becomes, with the reason beside it. The codes decide what kubelet
-//! does next (CSI specification, "Node Service RPC", error tables).
+//! gRPC status codes of the driver's errors. kubelet acts on the code (CSI specification, "Node Service RPC", error
+//! tables).
 
 use std::error::Error;
 
@@ -8,52 +8,52 @@ use tonic::Code;
 
 use super::bind::BindError;
 use super::content::{FormatError, RecordError};
-use super::copies::CopyError;
 use super::disk::FindError;
-use super::grow::{ExpandError, GrowError};
+use super::duplicate_uuids::DuplicateUuidError;
+use super::expand::{ExpandError, ExpandFilesystemError};
 use super::lost_writes::LostWritesError;
 use super::publish::PublishError;
 use super::stage::{StageError, UnstageError};
 use super::stats::StatsError;
 
-/// A failure that has a status code.
-pub(crate) trait Coded: Error {
-    /// The code.
+/// An error with a gRPC status code.
+pub(crate) trait GrpcCode: Error {
+    /// Status code.
     fn code(&self) -> Code;
 }
 
-/// The status of a failure.
-pub(crate) fn of(failure: &impl Coded) -> Status {
+/// Converts an error to a gRPC status.
+pub(crate) fn from_error(failure: &impl GrpcCode) -> Status {
     Status::new(failure.code(), failure.to_string())
 }
 
-impl Coded for FindError {
+impl GrpcCode for FindError {
     fn code(&self) -> Code {
         match self {
-            // Told after a wait that ended with the call's time; the disk may still come.
-            Self::Absent { .. } => Code::DeadlineExceeded,
-            // What the machine shows contradicts itself or what was attached.
+            // The call's deadline expired; the disk may still appear.
+            Self::NotAttached { .. } => Code::DeadlineExceeded,
+            // The node's device names or attributes are inconsistent.
             Self::Ambiguous { .. }
             | Self::NotADisk { .. }
             | Self::AnotherDisk { .. }
-            | Self::Moved { .. }
-            | Self::Unproven { .. }
+            | Self::Changed { .. }
+            | Self::Unverifiable { .. }
             | Self::Io { .. } => Code::Internal,
         }
     }
 }
 
-impl Coded for BindError {
+impl GrpcCode for BindError {
     fn code(&self) -> Code {
         match self {
-            // Somebody must move or stop something first.
+            // An operator must move a file or stop a process first.
             Self::Occupied { .. } | Self::NotEmpty { .. } | Self::Busy { .. } => Code::FailedPrecondition,
-            Self::TooMany { .. } | Self::Io { .. } | Self::Mounts(_) => Code::Internal,
+            Self::TooMany { .. } | Self::Io { .. } | Self::MountTable(_) => Code::Internal,
         }
     }
 }
 
-impl Coded for FormatError {
+impl GrpcCode for FormatError {
     fn code(&self) -> Code {
         match self {
             Self::InUse { .. } => Code::FailedPrecondition,
@@ -63,44 +63,46 @@ impl Coded for FormatError {
     }
 }
 
-impl Coded for RecordError {
+impl GrpcCode for RecordError {
     fn code(&self) -> Code {
         Code::Internal
     }
 }
 
-impl Coded for StageError {
+impl GrpcCode for StageError {
     fn code(&self) -> Code {
         match self {
             Self::Find(error) => error.code(),
             Self::Format(error) => error.code(),
             Self::Record(error) => error.code(),
-            Self::Grow(error) => error.code(),
-            Self::Copy(error) => error.code(),
+            Self::ExpandFilesystem(error) => error.code(),
+            Self::DuplicateUuid(error) => error.code(),
             Self::Path(error) => error.code(),
-            Self::Differently { .. } => Code::AlreadyExists,
-            // Another volume's mount, or a disk whose content somebody must decide about.
-            Self::AnotherDisk { .. } | Self::Refused { .. } | Self::NoFolder { .. } => {
+            Self::StagedDifferently { .. } => Code::AlreadyExists,
+            // The path belongs to another volume, or an operator must decide about the disk's content.
+            Self::AnotherDisk { .. } | Self::Refused { .. } | Self::NoParentDirectory { .. } => {
                 Code::FailedPrecondition
             }
             Self::Lost(error) => error.code(),
-            Self::Probe { .. } | Self::Check { .. } | Self::Mount { .. } | Self::Mounts(_) => Code::Internal,
+            Self::Probe { .. } | Self::Check { .. } | Self::Mount { .. } | Self::MountTable(_) => {
+                Code::Internal
+            }
         }
     }
 }
 
-impl Coded for UnstageError {
+impl GrpcCode for UnstageError {
     fn code(&self) -> Code {
         match self {
             Self::Published { .. } => Code::FailedPrecondition,
             Self::Unmount(error) => error.code(),
             Self::Lost(error) => error.code(),
-            Self::Mounts(_) => Code::Internal,
+            Self::MountTable(_) => Code::Internal,
         }
     }
 }
 
-impl Coded for LostWritesError {
+impl GrpcCode for LostWritesError {
     fn code(&self) -> Code {
         match self {
             Self::Lost { .. } => Code::DataLoss,
@@ -109,11 +111,11 @@ impl Coded for LostWritesError {
     }
 }
 
-impl Coded for PublishError {
+impl GrpcCode for PublishError {
     fn code(&self) -> Code {
         match self {
-            // Not waited for: a staged volume has its disk, so something must be put right first.
-            Self::Find(FindError::Absent { .. }) => Code::FailedPrecondition,
+            // Publish does not wait: a staged volume has its disk, so its absence needs a repair.
+            Self::Find(FindError::NotAttached { .. }) => Code::FailedPrecondition,
             Self::Find(error) => error.code(),
             Self::Target(error) => error.code(),
             Self::Record(error) => error.code(),
@@ -123,16 +125,16 @@ impl Coded for PublishError {
             | Self::TargetTaken { .. }
             | Self::ReadOnly { .. }
             | Self::SingleWriter { .. }
-            | Self::NoFolder { .. } => Code::FailedPrecondition,
-            Self::Mounts(_) => Code::Internal,
+            | Self::NoParentDirectory { .. } => Code::FailedPrecondition,
+            Self::MountTable(_) => Code::Internal,
         }
     }
 }
 
-impl Coded for CopyError {
+impl GrpcCode for DuplicateUuidError {
     fn code(&self) -> Code {
         match self {
-            Self::ReadOnly { .. } | Self::HasLog { .. } | Self::InUse { .. } | Self::Unproven { .. } => {
+            Self::ReadOnly { .. } | Self::HasLog { .. } | Self::InUse { .. } | Self::Undetermined { .. } => {
                 Code::FailedPrecondition
             }
             Self::Open { .. } | Self::Tune { .. } => Code::Internal,
@@ -140,40 +142,41 @@ impl Coded for CopyError {
     }
 }
 
-impl Coded for GrowError {
+impl GrpcCode for ExpandFilesystemError {
     fn code(&self) -> Code {
         match self {
-            // Some of the filesystem is not there any more.
+            // A part of the filesystem is missing.
             Self::LargerThanDisk { .. } => Code::DataLoss,
             Self::Read { .. } | Self::Tool { .. } => Code::Internal,
         }
     }
 }
 
-impl Coded for ExpandError {
+impl GrpcCode for ExpandError {
     fn code(&self) -> Code {
         match self {
             Self::NotMounted { .. } => Code::NotFound,
             Self::Path(error) => error.code(),
-            Self::Grow(error) => error.code(),
-            // Somebody must use it otherwise, or mend it, first.
-            Self::NotAVolume { .. } | Self::NotWell { .. } | Self::ReadOnly { .. } | Self::Filesystem(_) => {
-                Code::FailedPrecondition
-            }
-            // Told after a wait that ended with the call's time; the size may still come.
+            Self::ExpandFilesystem(error) => error.code(),
+            // The volume must be used in another way or repaired first.
+            Self::NotAVolume { .. }
+            | Self::Abnormal { .. }
+            | Self::ReadOnly { .. }
+            | Self::UnsupportedFilesystem(_) => Code::FailedPrecondition,
+            // The call's deadline expired; the disk may still be resized.
             Self::DiskTooSmall { .. } => Code::DeadlineExceeded,
             Self::DiskTooLarge { .. } => Code::OutOfRange,
-            Self::Disk { .. } | Self::Mounts(_) => Code::Internal,
+            Self::Disk { .. } | Self::MountTable(_) => Code::Internal,
         }
     }
 }
 
-impl Coded for StatsError {
+impl GrpcCode for StatsError {
     fn code(&self) -> Code {
         match self {
             Self::NotMounted { .. } => Code::NotFound,
             Self::Path(error) => error.code(),
-            Self::Io { .. } | Self::Mounts(_) => Code::Internal,
+            Self::Io { .. } | Self::MountTable(_) => Code::Internal,
         }
     }
 }

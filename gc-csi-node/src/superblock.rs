@@ -1,5 +1,5 @@
-//! The few facts of a filesystem that growing it needs, read from its superblock: blkid does not tell
-//! them in every version, and each filesystem's own tool tells them in another way.
+//! Superblocks of ext4, xfs and btrfs: size and UUID of a filesystem. Read directly, because not every version of blkid
+//! reports them, and each filesystem's own tool prints them differently.
 
 use std::fs::File;
 use std::io;
@@ -9,41 +9,41 @@ use uuid::Uuid;
 
 use super::filesystem::Filesystem;
 
-/// btrfs has its superblock here; the others at, or just behind, the beginning.
-const BTRFS_AT: usize = 64 << 10;
-/// How much of a disk has all superblocks.
-const HEAD: usize = BTRFS_AT + 4096;
+/// Offset of btrfs's superblock; the others are at or near offset 0.
+const BTRFS_OFFSET: usize = 64 << 10;
+/// Number of bytes at the start of a disk that contain all superblocks.
+const HEAD: usize = BTRFS_OFFSET + 4096;
 
-/// ext4's incompat feature of block numbers with 64 bits.
+/// ext4's incompatible feature flag of 64-bit block numbers.
 const EXT4_64BIT: u32 = 0x80;
 
-/// Facts of a filesystem.
+/// Superblock of a filesystem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Superblock {
-    /// How much of its disk it uses, in bytes.
+    /// Size of the filesystem in bytes.
     pub(crate) size: u64,
-    /// What only btrfs has.
+    /// btrfs only.
     pub(crate) btrfs: Option<Btrfs>,
 }
 
-/// Facts of a btrfs.
+/// Fields of a btrfs superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Btrfs {
-    /// The filesystem's UUID.
+    /// Filesystem UUID.
     pub(crate) fsid: Uuid,
-    /// Number of this disk among the filesystem's.
+    /// ID of this disk within the filesystem.
     pub(crate) device_id: u64,
-    /// Whether there are writes that only the next mount puts in their place.
+    /// Whether the next mount must replay a log tree.
     pub(crate) has_log: bool,
 }
 
 impl Superblock {
-    /// Reads it. Of a mounted filesystem, it can be older than the last change of size. Blocks.
+    /// Reads the superblock. For a mounted filesystem, the size may be older than its last expansion. Blocks.
     pub(crate) fn read(disk: &File, filesystem: Filesystem) -> io::Result<Self> {
         let mut head = vec![0; HEAD];
         disk.read_exact_at(&mut head, 0)?;
         Self::parse(&head, filesystem).ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, format!("there is no {filesystem} superblock"))
+            io::Error::new(io::ErrorKind::InvalidData, format!("no {filesystem} superblock found"))
         })
     }
 
@@ -69,7 +69,7 @@ impl Superblock {
             }
             // btrfs(5) and Linux, `include/uapi/linux/btrfs_tree.h`, `struct btrfs_super_block`.
             Filesystem::Btrfs => {
-                let block = head.get(BTRFS_AT..)?;
+                let block = head.get(BTRFS_OFFSET..)?;
                 let number = |at| Some(u64::from_le_bytes(bytes(block, at)?));
                 let btrfs = Btrfs {
                     fsid: Uuid::from_bytes(bytes(block, 0x20)?),
@@ -93,30 +93,30 @@ mod tests {
 
     use super::*;
 
-    /// What the filesystem's own tool makes, on a plain file.
-    fn made(filesystem: Filesystem, mib: u64, options: &[&str]) -> io::Result<Superblock> {
+    /// Runs mkfs on an image file and reads the superblock.
+    fn mkfs(filesystem: Filesystem, mib: u64, options: &[&str]) -> io::Result<Superblock> {
         let image = tempfile::NamedTempFile::new().unwrap();
         image.as_file().set_len(mib << 20).unwrap();
         let tool = format!("mkfs.{filesystem}");
-        let made = Command::new(tool).args(options).arg(image.path()).output().unwrap();
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let mkfs = Command::new(tool).args(options).arg(image.path()).output().unwrap();
+        assert!(mkfs.status.success(), "{}", String::from_utf8_lossy(&mkfs.stderr));
         Superblock::read(image.as_file(), filesystem)
     }
 
     #[test]
-    fn each_filesystem_says_how_large_it_is() {
+    fn the_size_of_each_filesystem_type_is_read() {
         let sizes = [
-            made(Filesystem::Ext4, 64, &["-q", "-b", "1024", "-O", "^64bit"]),
-            made(Filesystem::Ext4, 64, &["-q", "-b", "4096"]),
-            made(Filesystem::Xfs, 320, &["-q"]),
-            made(Filesystem::Btrfs, 128, &["-q"]),
+            mkfs(Filesystem::Ext4, 64, &["-q", "-b", "1024", "-O", "^64bit"]),
+            mkfs(Filesystem::Ext4, 64, &["-q", "-b", "4096"]),
+            mkfs(Filesystem::Xfs, 320, &["-q"]),
+            mkfs(Filesystem::Btrfs, 128, &["-q"]),
         ];
         let mib: Vec<u64> = sizes.into_iter().map(|found| found.unwrap().size >> 20).collect();
         assert_eq!(mib, [64, 64, 320, 128]);
     }
 
     #[test]
-    fn another_filesystems_superblock_is_not_taken() {
+    fn a_missing_superblock_is_an_error() {
         let image = tempfile::NamedTempFile::new().unwrap();
         image.as_file().set_len(1 << 20).unwrap();
         for filesystem in [Filesystem::Ext4, Filesystem::Xfs, Filesystem::Btrfs] {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_ext4_counts_its_blocks_with_64_bits() {
+    fn ext4_block_counts_have_64_bits() {
         let mut head = vec![0; HEAD];
         head[1024 + 0x38..][..2].copy_from_slice(&[0x53, 0xef]);
         head[1024 + 0x18] = 2;

@@ -197,7 +197,7 @@ async fn a_disk_with_another_filesystem_is_never_formatted() -> Result<()> {
             let path = file.to_string_lossy();
             lab::process::run(&mut lab::process::command("mkfs.xfs", ["-q", "-f", &path])).await.map(drop)
         };
-        is_never_formatted(machines, prepare, &["xfs", "ext4", "not touched"]).await
+        is_never_formatted(machines, prepare, &["xfs", "ext4", "not changed"]).await
     })
     .await
 }
@@ -211,7 +211,7 @@ async fn a_disk_with_a_partition_table_is_never_formatted() -> Result<()> {
         entry[8..12].copy_from_slice(&2048_u32.to_le_bytes());
         entry[12..16].copy_from_slice(&131_072_u32.to_le_bytes());
         let prepare = async |file: &Path| write_at(file, &[(446, &entry), (510, &[0x55, 0xaa])]);
-        is_never_formatted(machines, prepare, &["dos partition table", "not touched"]).await
+        is_never_formatted(machines, prepare, &["dos partition table", "not changed"]).await
     })
     .await
 }
@@ -228,7 +228,7 @@ async fn a_disk_with_unknown_data_is_never_formatted() -> Result<()> {
         .take(256 * 1024)
         .collect();
         let prepare = async |file: &Path| write_at(file, &[(0, &noise)]);
-        is_never_formatted(machines, prepare, &["not empty", "not touched"]).await
+        is_never_formatted(machines, prepare, &["not empty", "not changed"]).await
     })
     .await
 }

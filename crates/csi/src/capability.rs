@@ -1,5 +1,4 @@
-//! What a caller wants of a volume, checked once and then carried as types.
-//! (CSI specification, "VolumeCapability".)
+//! Volume capabilities: validated and converted to types (CSI specification, "VolumeCapability").
 
 use crate::Status;
 use crate::proto::validate_volume_capabilities_response::Confirmed;
@@ -8,53 +7,53 @@ use crate::proto::{
     volume_capability,
 };
 
-/// How the volume is presented.
+/// Access type of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Access {
-    /// A raw block device.
+    /// Block device.
     Block,
-    /// A mounted filesystem; an empty type means the driver's default.
+    /// Mounted filesystem.
     Mount {
-        /// `ext4`, `xfs`, `btrfs`, or empty.
+        /// `ext4`, `xfs`, `btrfs`, or empty for the driver's default.
         fs_type: String,
-        /// Options for mount(8), as the StorageClass gave them.
+        /// Mount options of the StorageClass.
         flags: Vec<String>,
-        /// Group that should own the filesystem, where the driver sets it.
+        /// Group of the filesystem, if the driver sets it.
         group: Option<String>,
     },
 }
 
-/// Who may use the volume at once.
+/// Access mode of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// One node, read and write.
+    /// One node, read-write.
     SingleNodeWriter,
-    /// One node, one workload.
+    /// One node, one workload, read-write.
     SingleNodeSingleWriter,
-    /// One node, many workloads.
+    /// One node, several workloads, read-write.
     SingleNodeMultiWriter,
-    /// One node, read only.
+    /// One node, read-only.
     SingleNodeReaderOnly,
-    /// Many nodes, read only.
+    /// Many nodes, read-only.
     MultiNodeReaderOnly,
-    /// Many nodes, one of them writes.
+    /// Many nodes, one of them read-write.
     MultiNodeSingleWriter,
-    /// Many nodes, all may write.
+    /// Many nodes, read-write.
     MultiNodeMultiWriter,
 }
 
 impl Mode {
-    /// Whether more than one node may hold the volume.
+    /// Whether the volume may be attached to several nodes.
     pub fn is_multi_node(self) -> bool {
         matches!(self, Self::MultiNodeReaderOnly | Self::MultiNodeSingleWriter | Self::MultiNodeMultiWriter)
     }
 
-    /// Whether nobody may write.
+    /// Whether the mode is read-only.
     pub fn is_read_only(self) -> bool {
         matches!(self, Self::SingleNodeReaderOnly | Self::MultiNodeReaderOnly)
     }
 
-    /// The name that Kubernetes users know.
+    /// Name of the access mode in Kubernetes.
     pub fn kubernetes_name(self) -> &'static str {
         match self {
             Self::SingleNodeWriter | Self::SingleNodeMultiWriter | Self::SingleNodeReaderOnly => {
@@ -67,21 +66,21 @@ impl Mode {
     }
 }
 
-/// One wanted capability.
+/// A volume capability.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capability {
-    /// How the volume is presented.
+    /// Access type.
     pub access: Access,
-    /// Who may use it at once.
+    /// Access mode.
     pub mode: Mode,
 }
 
 impl TryFrom<&VolumeCapability> for Capability {
     type Error = Status;
 
-    fn try_from(wanted: &VolumeCapability) -> Result<Self, Status> {
+    fn try_from(requested: &VolumeCapability) -> Result<Self, Status> {
         use volume_capability::access_mode::Mode as Wire;
-        let access = match &wanted.access_type {
+        let access = match &requested.access_type {
             Some(volume_capability::AccessType::Block(_)) => Access::Block,
             Some(volume_capability::AccessType::Mount(mount)) => Access::Mount {
                 fs_type: mount.fs_type.clone(),
@@ -94,7 +93,7 @@ impl TryFrom<&VolumeCapability> for Capability {
                 ));
             }
         };
-        let number = wanted.access_mode.as_ref().map_or(0, |mode| mode.mode);
+        let number = requested.access_mode.as_ref().map_or(0, |mode| mode.mode);
         let mode = match Wire::try_from(number).unwrap_or(Wire::Unknown) {
             Wire::SingleNodeWriter => Mode::SingleNodeWriter,
             Wire::SingleNodeSingleWriter => Mode::SingleNodeSingleWriter,
@@ -105,7 +104,7 @@ impl TryFrom<&VolumeCapability> for Capability {
             Wire::MultiNodeMultiWriter => Mode::MultiNodeMultiWriter,
             Wire::Unknown => {
                 return Err(Status::invalid_argument(format!(
-                    "volume capability has access mode {number}, which the CSI specification does not name"
+                    "volume capability has the unknown access mode {number}"
                 )));
             }
         };
@@ -113,26 +112,28 @@ impl TryFrom<&VolumeCapability> for Capability {
     }
 }
 
-/// One wanted capability that a request must carry.
-pub fn required(wanted: Option<&VolumeCapability>) -> Result<Capability, Status> {
-    wanted.ok_or_else(|| Status::invalid_argument("volume capability is missing in the request"))?.try_into()
+/// Validates a capability that is required in a request.
+pub fn required(requested: Option<&VolumeCapability>) -> Result<Capability, Status> {
+    requested
+        .ok_or_else(|| Status::invalid_argument("volume capability is missing in the request"))?
+        .try_into()
 }
 
-/// All wanted capabilities: at least one, and all presented the same way.
-pub fn required_all(wanted: &[VolumeCapability]) -> Result<Vec<Capability>, Status> {
-    let all: Vec<Capability> = wanted.iter().map(Capability::try_from).collect::<Result<_, _>>()?;
+/// Validates all capabilities of a request: at least one, all with the same access type.
+pub fn required_all(requested: &[VolumeCapability]) -> Result<Vec<Capability>, Status> {
+    let all: Vec<Capability> = requested.iter().map(Capability::try_from).collect::<Result<_, _>>()?;
     let Some(first) = all.first() else {
         return Err(Status::invalid_argument("volume capabilities are missing in the request"));
     };
     if all.iter().any(|one| (one.access == Access::Block) != (first.access == Access::Block)) {
         return Err(Status::invalid_argument(
-            "volume capabilities ask for block and mount at once: a volume is one or the other",
+            "volume capabilities request both block and mount access: a volume supports only one of them",
         ));
     }
     Ok(all)
 }
 
-/// The answer to ValidateVolumeCapabilities: all of it as it was asked, or why not.
+/// Answer to ValidateVolumeCapabilities: confirms all capabilities, or contains the reason of the refusal.
 pub fn validated(
     request: ValidateVolumeCapabilitiesRequest,
     refusal: Option<String>,

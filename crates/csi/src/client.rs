@@ -1,4 +1,4 @@
-//! A channel to a driver's socket, for tests, benches and command-line tools.
+//! gRPC client of a driver's socket, for tests, benchmarks and command-line tools.
 
 use std::path::Path;
 

@@ -1,10 +1,9 @@
-//! The connections of a driver's socket, and which of them are closed by the driver.
+//! Connection management of a driver's socket: closes unused connections.
 //!
-//! A sidecar holds one connection for as long as it lives, may say nothing on it for hours, and ends itself when it loses
-//! it (csi-lib-utils: no idle timeout, `ExitOnConnectionLoss`). So one on which anything was called is not closed only
-//! because it is idle, nor because others open many. Closed are those on which nobody ever spoke, and those on which
-//! nothing was ever called; and, of more callers than any set of sidecars is, the idle ones that came last. One with a call
-//! under way never is.
+//! A sidecar keeps one connection for its lifetime, may be idle for hours, and exits when it loses the connection
+//! (csi-lib-utils: no idle timeout, `ExitOnConnectionLoss`). Connections with calls are therefore not closed for being idle,
+//! nor because others open many. The driver closes connections that never sent a byte or never made a call and, if there
+//! are more connections with calls than sidecars could have, the newest idle ones. It never closes one with a running call.
 
 use std::io;
 use std::pin::Pin;
@@ -18,92 +17,92 @@ use tokio::time::Instant;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-/// What is put up with.
+/// Limits on connections.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// For how long a connection may be open without a word.
+    /// How long a connection may be open without sending anything.
     pub(crate) silent: Duration,
-    /// How many connections of callers are left open however idle they are.
-    pub(crate) most: usize,
-    /// For how long one has no call before it is idle.
+    /// Maximum number of connections with calls, idle ones included.
+    pub(crate) max: usize,
+    /// Time since its last call after which a connection is idle.
     pub(crate) idle: Duration,
-    /// How often is looked.
-    pub(crate) look: Duration,
+    /// Interval of the check.
+    pub(crate) interval: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { silent: seconds(10), most: 64, idle: seconds(60), look: seconds(5) }
+        Self { silent: seconds(10), max: 64, idle: seconds(60), interval: seconds(5) }
     }
 }
 
-/// The open connections.
+/// Open connections.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Connections(Arc<Mutex<Vec<Weak<Peer>>>>);
 
-/// The other end of a connection, as a request's extension.
+/// Connection of a call, as an extension of the request.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller(Arc<Peer>);
 
 #[derive(Debug)]
 pub(crate) struct Peer {
-    seen: Mutex<Seen>,
+    state: Mutex<State>,
     close: CancellationToken,
 }
 
-/// What was seen of a connection.
+/// State of a connection.
 #[derive(Debug, Clone, Copy)]
-struct Seen {
-    /// Whether anything came.
-    spoke: bool,
-    /// Whether anything was called.
+struct State {
+    /// Whether data was received.
+    received_data: bool,
+    /// Whether a call was made.
     called: bool,
-    /// How many calls are under way.
+    /// Number of running calls.
     calls: usize,
-    /// When it was opened.
+    /// When the connection was opened.
     opened: Instant,
-    /// When it was opened, or its last call ended.
+    /// When its last call ended, or when it was opened.
     last: Instant,
 }
 
-/// A connection that can be closed from outside.
+/// A connection that the driver can close.
 pub(crate) struct Connection {
     stream: UnixStream,
     peer: Arc<Peer>,
     closed: Pin<Box<WaitForCancellationFutureOwned>>,
 }
 
-/// A call under way, until it is dropped.
-pub(crate) struct UnderWay(Arc<Peer>);
+/// A running call; ends on drop.
+pub(crate) struct RunningCall(Arc<Peer>);
 
 impl Connections {
-    /// Takes note of a connection.
+    /// Registers a connection.
     pub(crate) fn open(&self, stream: UnixStream) -> Connection {
         let now = Instant::now();
-        let seen = Seen { spoke: false, called: false, calls: 0, opened: now, last: now };
+        let state = State { received_data: false, called: false, calls: 0, opened: now, last: now };
         let close = CancellationToken::new();
         let closed = Box::pin(close.clone().cancelled_owned());
-        let peer = Arc::new(Peer { seen: Mutex::new(seen), close });
+        let peer = Arc::new(Peer { state: Mutex::new(state), close });
         lock(&self.0).push(Arc::downgrade(&peer));
         Connection { stream, peer, closed }
     }
 
-    /// Closes connections as long as it is polled.
+    /// Closes surplus connections while it is polled.
     pub(crate) async fn close_surplus(&self, limits: Limits) -> std::convert::Infallible {
         loop {
-            tokio::time::sleep(limits.look).await;
+            tokio::time::sleep(limits.interval).await;
             let peers = self.peers();
-            let seen: Vec<Seen> = peers.iter().map(|peer| *lock(&peer.seen)).collect();
+            let seen: Vec<State> = peers.iter().map(|peer| *lock(&peer.state)).collect();
             let surplus = surplus(&seen, limits, Instant::now());
             if !surplus.is_empty() {
-                tracing::info!(open = peers.len(), closed = surplus.len(), "idle connections closed");
+                tracing::info!(open = peers.len(), closed = surplus.len(), "closed idle connections");
             }
             surplus.into_iter().for_each(|at| peers[at].close.cancel());
         }
     }
 
-    /// Those that are open.
+    /// Open connections.
     pub(crate) fn peers(&self) -> Vec<Arc<Peer>> {
         let mut all = lock(&self.0);
         all.retain(|peer| peer.strong_count() > 0);
@@ -111,10 +110,10 @@ impl Connections {
     }
 }
 
-/// Which connections are closed.
-fn surplus(seen: &[Seen], limits: Limits, now: Instant) -> Vec<usize> {
-    let for_long = |one: &Seen, time| one.calls == 0 && now.duration_since(one.last) >= time;
-    let is_useless = |one: &Seen| match (one.spoke, one.called) {
+/// Indices of the connections to close.
+fn surplus(seen: &[State], limits: Limits, now: Instant) -> Vec<usize> {
+    let for_long = |one: &State, time| one.calls == 0 && now.duration_since(one.last) >= time;
+    let is_useless = |one: &State| match (one.received_data, one.called) {
         (_, true) => false,
         (true, false) => for_long(one, limits.idle),
         (false, false) => for_long(one, limits.silent),
@@ -123,25 +122,25 @@ fn surplus(seen: &[Seen], limits: Limits, now: Instant) -> Vec<usize> {
     let mut idle: Vec<usize> =
         (0..seen.len()).filter(|at| seen[*at].called && for_long(&seen[*at], limits.idle)).collect();
     idle.sort_by_key(|at| std::cmp::Reverse(seen[*at].opened));
-    idle.truncate(callers.saturating_sub(limits.most));
+    idle.truncate(callers.saturating_sub(limits.max));
     (0..seen.len()).filter(|at| is_useless(&seen[*at])).chain(idle).collect()
 }
 
 impl Caller {
-    /// A call begins.
-    pub(crate) fn begin(&self) -> UnderWay {
-        let mut seen = lock(&self.0.seen);
-        seen.called = true;
-        seen.calls += 1;
-        UnderWay(self.0.clone())
+    /// Registers the start of a call.
+    pub(crate) fn begin(&self) -> RunningCall {
+        let mut state = lock(&self.0.state);
+        state.called = true;
+        state.calls += 1;
+        RunningCall(self.0.clone())
     }
 }
 
-impl Drop for UnderWay {
+impl Drop for RunningCall {
     fn drop(&mut self) {
-        let mut seen = lock(&self.0.seen);
-        seen.calls -= 1;
-        seen.last = Instant::now();
+        let mut state = lock(&self.0.state);
+        state.calls -= 1;
+        state.last = Instant::now();
     }
 }
 
@@ -159,14 +158,14 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // As if the other end had closed it.
+        // Report end of file, as if the peer had closed the connection.
         if self.closed.as_mut().poll(context).is_ready() {
             return Poll::Ready(Ok(()));
         }
         let before = buffer.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(context, buffer);
         if buffer.filled().len() > before {
-            lock(&self.peer.seen).spoke = true;
+            lock(&self.peer.state).received_data = true;
         }
         read
     }
@@ -212,36 +211,41 @@ mod tests {
 
     const LIMITS: Limits = Limits {
         silent: Duration::from_secs(10),
-        most: 2,
+        max: 2,
         idle: Duration::from_secs(60),
-        look: Duration::from_secs(5),
+        interval: Duration::from_secs(5),
     };
 
     #[test]
-    fn callers_are_kept_whatever_others_open_and_the_last_of_too_many_are_closed() {
+    fn connections_with_calls_are_kept_and_the_newest_idle_ones_above_the_limit_are_closed() {
         let now = Instant::now() + Duration::from_secs(1000);
         let ago = |seconds| now.checked_sub(Duration::from_secs(seconds)).unwrap();
-        let caller = |opened, calls, last| Seen {
-            spoke: true,
+        let caller = |opened, calls, last| State {
+            received_data: true,
             called: true,
             calls,
             opened: ago(opened),
             last: ago(last),
         };
-        let other = |spoke, opened| Seen { spoke, called: false, calls: 0, ..caller(opened, 0, opened) };
+        let other = |received_data, opened| State {
+            received_data,
+            called: false,
+            calls: 0,
+            ..caller(opened, 0, opened)
+        };
         let sidecars = [caller(900, 0, 900), caller(900, 0, 800)];
         assert!(surplus(&sidecars, LIMITS, now).is_empty());
-        // Five hundred that come and never call, while they may and when they are closed.
-        for (spoke, late) in [(false, 10), (true, 60)] {
+        // 500 connections without calls, before and after their time limit.
+        for (received_data, late) in [(false, 10), (true, 60)] {
             let mut many = sidecars.to_vec();
-            many.extend([other(spoke, late - 1); 500]);
+            many.extend([other(received_data, late - 1); 500]);
             assert!(surplus(&many, LIMITS, now).is_empty());
-            many[2..].fill(other(spoke, late));
+            many[2..].fill(other(received_data, late));
             assert_eq!(surplus(&many, LIMITS, now), (2..502).collect::<Vec<_>>());
         }
-        // Too many that did call: not the first, not those that are not idle.
+        // Too many connections with calls: the oldest and the active ones are kept.
         let mut many = sidecars.to_vec();
         many.extend([caller(500, 0, 100), caller(400, 1, 400), caller(300, 0, 70), caller(200, 0, 59)]);
-        assert_eq!(surplus(&many, Limits { most: 4, ..LIMITS }, now), [4, 2]);
+        assert_eq!(surplus(&many, Limits { max: 4, ..LIMITS }, now), [4, 2]);
     }
 }

@@ -1,20 +1,20 @@
-//! When a call must have answered: the caller's own timeout, less what the answer needs to get back.
+//! Deadline of a call: the caller's timeout minus a margin for the response.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 use tonic::Request;
 
-/// The moment by which to answer `request`; `default` counts where the caller set no timeout.
+/// Deadline for the response to `request`; uses `default` if the caller set no timeout.
 pub fn of<T>(request: &Request<T>, default: Duration) -> Instant {
     let header = request.metadata().get("grpc-timeout").and_then(|value| value.to_str().ok());
     let timeout = header.and_then(parse).unwrap_or(default);
-    // A tenth for the way back, within reason: the answer must arrive before the caller gives up.
+    // Reserve a tenth, within limits, so that the response arrives before the caller's timeout.
     let margin = (timeout / 10).clamp(Duration::from_millis(20), Duration::from_secs(1));
     Instant::now() + timeout.saturating_sub(margin)
 }
 
-/// Reads a `grpc-timeout` header: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
+/// Parses a `grpc-timeout` header: up to eight digits and a unit (gRPC over HTTP/2, "Requests").
 fn parse(header: &str) -> Option<Duration> {
     let (digits, unit) = header.split_at_checked(header.len().checked_sub(1)?)?;
     let amount: u64 = digits.parse().ok()?;
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn timeouts_are_read_in_every_unit() {
+    fn timeouts_are_parsed_in_every_unit() {
         assert_eq!(parse("15S"), Some(Duration::from_secs(15)));
         assert_eq!(parse("2M"), Some(Duration::from_secs(120)));
         assert_eq!(parse("14999992u"), Some(Duration::from_micros(14_999_992)));

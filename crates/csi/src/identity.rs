@@ -1,4 +1,4 @@
-//! The Identity service: the same for every driver, but for its name and capabilities.
+//! CSI Identity service: name, capabilities and readiness of a driver.
 
 use kube_kit::health::Health;
 use tonic::{Request, Response, Status};
@@ -7,7 +7,7 @@ use crate::proto;
 use crate::proto::plugin_capability::service::Type as Service;
 use crate::proto::plugin_capability::volume_expansion::Type as Expansion;
 
-/// Answers who the driver is and whether it can serve.
+/// The Identity service.
 #[derive(Debug, Clone)]
 pub struct Identity {
     name: String,
@@ -17,7 +17,7 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// An identity whose `Probe` answers what `health` says.
+    /// Creates the service; `Probe` reports `health`.
     pub fn new(name: impl Into<String>, health: Health) -> Self {
         Self { name: name.into(), services: Vec::new(), expansion: None, health }
     }
@@ -29,7 +29,7 @@ impl Identity {
         self
     }
 
-    /// Announces that volumes can grow.
+    /// Announces volume expansion.
     #[must_use]
     pub fn with_expansion(mut self, expansion: Expansion) -> Self {
         self.expansion = Some(expansion);

@@ -1,5 +1,5 @@
-//! The CSI protocol as both drivers speak it: messages, socket, identity, and the checks that every
-//! request needs before a driver thinks about it. Nothing here knows Kubernetes objects or storage.
+//! CSI protocol for both drivers: messages, socket server, Identity service, request validation, volume locks and metrics.
+//! Contains nothing about Kubernetes objects or storage.
 
 pub mod capability;
 pub mod client;
@@ -13,7 +13,7 @@ pub mod registration;
 pub mod request;
 pub mod server;
 
-/// The messages and services of the Container Storage Interface.
+/// Messages and services of the Container Storage Interface.
 #[allow(missing_docs, unreachable_pub, clippy::all)]
 pub mod proto {
     tonic::include_proto!("csi.v1");

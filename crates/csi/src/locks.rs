@@ -1,16 +1,16 @@
-//! One operation at a time per volume. A second one is told ABORTED, which the sidecars take as "wait
-//! and try again" (CSI specification, "Concurrency").
+//! Volume locks: one operation at a time per volume. Concurrent calls receive ABORTED, which sidecars retry with backoff (CSI
+//! specification, "Concurrency").
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::Status;
 
-/// The volumes that have an operation under way.
+/// Volumes with a running operation.
 #[derive(Debug, Clone, Default)]
 pub struct VolumeLocks(Arc<Mutex<HashSet<String>>>);
 
-/// Holds a volume until dropped.
+/// Lock of a volume; released on drop.
 #[derive(Debug)]
 pub struct VolumeGuard {
     locks: VolumeLocks,
@@ -18,12 +18,12 @@ pub struct VolumeGuard {
 }
 
 impl VolumeLocks {
-    /// Takes the volume, or answers ABORTED when it is taken.
+    /// Locks the volume; returns ABORTED if it is locked.
     pub fn acquire(&self, key: &str) -> Result<VolumeGuard, Status> {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !held.insert(key.to_owned()) {
             return Err(Status::aborted(format!(
-                "an operation for volume {key} is already under way: try again later"
+                "another operation on volume {key} is in progress: retry later"
             )));
         }
         Ok(VolumeGuard { locks: self.clone(), key: key.to_owned() })
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_is_held_until_its_guard_is_dropped() {
+    fn a_volume_is_locked_until_its_guard_is_dropped() {
         let locks = VolumeLocks::default();
         let guard = locks.acquire("a").unwrap();
         assert_eq!(locks.acquire("a").unwrap_err().code(), tonic::Code::Aborted);

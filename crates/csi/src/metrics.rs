@@ -1,5 +1,5 @@
-//! Counts and times every call, and logs each with its outcome. Requests themselves are never logged:
-//! they can carry secrets.
+//! Call metrics and logs: duration and status code of every call. Requests are never logged, because they may contain
+//! secrets.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -21,7 +21,7 @@ struct Labels {
     code: String,
 }
 
-/// The calls' durations by method and status code.
+/// Durations of calls by method and status code.
 #[derive(Clone, Debug)]
 pub struct CallMetrics {
     durations: Arc<Family<Labels, Histogram>>,
@@ -35,7 +35,7 @@ impl CallMetrics {
         });
         registry.register_with_unit(
             "csi_call_duration",
-            "Time of CSI calls by method and status code",
+            "Duration of CSI calls by method and status code",
             Unit::Seconds,
             durations.clone(),
         );
@@ -56,7 +56,7 @@ impl<S> tower::Layer<S> for CallMetrics {
     }
 }
 
-/// A service whose calls are measured.
+/// A service with call metrics.
 #[derive(Clone, Debug)]
 pub struct Measured<S> {
     inner: S,
@@ -81,12 +81,12 @@ where
     fn call(&mut self, request: http::Request<B>) -> Self::Future {
         let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
         let metrics = self.metrics.clone();
-        let under_way = request.extensions().get::<Caller>().map(Caller::begin);
+        let running = request.extensions().get::<Caller>().map(Caller::begin);
         let started = Instant::now();
         let call = self.inner.call(request);
         Box::pin(async move {
             let response = call.await?;
-            // Drivers answer with one message, so a failure is always in the headers.
+            // Unary responses without a message carry the status in the headers.
             let code = Status::from_header_map(response.headers()).map_or(Code::Ok, |status| {
                 tracing::warn!(method, code = ?status.code(), message = status.message(), "call failed");
                 status.code()
@@ -95,7 +95,7 @@ where
                 tracing::debug!(method, elapsed = ?started.elapsed(), "call done");
             }
             metrics.observe(&method, code, started);
-            drop(under_way);
+            drop(running);
             Ok(response)
         })
     }

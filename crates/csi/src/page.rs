@@ -1,21 +1,21 @@
-//! Long lists in pages. A page's token names the last entry that was given, so entries that come and go in between
-//! neither shift the next page nor make its token invalid.
+//! Pagination of lists. A page token contains the name of the last returned entry, so created and deleted entries neither
+//! shift the next page nor invalidate the token.
 
 use crate::Status;
 
-/// What every token begins with, so that other texts are told apart from it.
+/// Prefix of all tokens, for validation.
 const TOKEN: &str = "after:";
 
-/// One page of a list, and the token of the next one, or nothing at the list's end.
+/// A page of a list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Page<T> {
-    /// Its entries.
+    /// Entries.
     pub entries: Vec<T>,
-    /// What to pass as starting_token for the next page.
+    /// starting_token of the next page, or empty for the last page.
     pub next: String,
 }
 
-/// The page of `entries` that follows `token`, in the order of their names. No limit when `most` is 0.
+/// Returns the page of `entries` after `token`, sorted by name. `most` 0 means no limit.
 pub fn page<T>(
     mut entries: Vec<T>,
     name: impl Fn(&T) -> String,
@@ -27,7 +27,7 @@ pub fn page<T>(
     let after = match token {
         "" => None,
         token => Some(token.strip_prefix(TOKEN).ok_or_else(|| {
-            Status::aborted(format!("starting_token {token:?} is none of this driver's: list from the start"))
+            Status::aborted(format!("starting_token {token:?} is invalid: list from the start"))
         })?),
     };
     entries.sort_by_cached_key(&name);
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_follow_each_other_though_entries_come_and_go() {
+    fn pages_are_contiguous_although_entries_change() {
         let first = listed(&["c", "a", "b"], 2, "");
         assert_eq!(first.entries, ["a", "b"]);
         let second = listed(&["a", "c", "aa"], 2, &first.next);
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_token_is_refused() {
+    fn an_invalid_token_is_refused() {
         let refused = |most, token| page(vec![String::new()], Clone::clone, most, token).unwrap_err().code();
         assert_eq!(refused(0, "invalid-token"), Code::Aborted);
         assert_eq!(refused(-1, ""), Code::InvalidArgument);

@@ -1,9 +1,9 @@
-//! Registration with kubelet, for nodes where no node-driver-registrar sidecar does it.
+//! Plugin registration with kubelet, for nodes without a node-driver-registrar sidecar.
 
 use kube_kit::health::Check;
 use tonic::{Request, Response, Status};
 
-/// The messages of kubelet's plugin registration.
+/// Messages of kubelet's plugin registration.
 #[allow(missing_docs, unreachable_pub, clippy::all)]
 pub mod proto {
     tonic::include_proto!("pluginregistration");
@@ -11,7 +11,7 @@ pub mod proto {
 
 pub use proto::registration_server::RegistrationServer;
 
-/// Tells kubelet where the driver listens, and remembers what kubelet made of it.
+/// Registration service: reports the driver's socket to kubelet and records kubelet's answer.
 #[derive(Debug, Clone)]
 pub struct Registration {
     driver: String,
@@ -20,8 +20,8 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// `endpoint` is the driver's socket path as kubelet sees it; `accepted` becomes healthy once
-    /// kubelet has taken the driver.
+    /// Creates the service. `endpoint` is the host path of the driver's socket; `accepted` passes when kubelet has registered the
+    /// driver.
     pub fn new(driver: impl Into<String>, endpoint: String, accepted: Check) -> Self {
         Self { driver: driver.into(), endpoint, accepted }
     }
@@ -47,8 +47,12 @@ impl proto::registration_server::Registration for Registration {
             tracing::info!(driver = self.driver, "kubelet registered the driver");
             self.accepted.pass();
         } else {
-            tracing::error!(driver = self.driver, error = status.error, "kubelet refused the driver");
-            self.accepted.fail(format!("kubelet refused the driver: {}", status.error));
+            tracing::error!(
+                driver = self.driver,
+                error = status.error,
+                "kubelet refused the registration of the driver"
+            );
+            self.accepted.fail(format!("kubelet refused the registration: {}", status.error));
         }
         Ok(Response::new(proto::RegistrationStatusResponse {}))
     }

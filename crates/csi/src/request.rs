@@ -1,37 +1,36 @@
-//! Checks of single fields, in one wording.
+//! Validation of request fields.
 
 use crate::Status;
 use crate::proto::CapacityRange;
 
-/// Longest name or ID that the drivers take, in bytes. The CSI specification asks for 128; Kubernetes'
-/// own names end at 253.
+/// Maximum length of names and IDs in bytes. The CSI specification requires at least 128; Kubernetes names have at most 253.
 pub const MAX_NAME: usize = 253;
 
-/// A field that must be there and of a sane length.
+/// Validates a required field.
 pub fn required<'a>(field: &str, value: &'a str) -> Result<&'a str, Status> {
     if value.is_empty() {
         return Err(Status::invalid_argument(format!("{field} is missing in the request")));
     }
     if value.len() > MAX_NAME {
         return Err(Status::invalid_argument(format!(
-            "{field} has {} bytes; the longest that is taken has {MAX_NAME}",
+            "{field} has {} bytes; the maximum is {MAX_NAME}",
             value.len()
         )));
     }
     Ok(value)
 }
 
-/// How large a volume must and may be, in bytes.
+/// Required and maximum size of a volume in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// At least this.
+    /// Minimum size.
     pub required: u64,
-    /// At most this, where the caller set a limit.
+    /// Maximum size, if the caller set a limit.
     pub limit: Option<u64>,
 }
 
 impl Size {
-    /// Reads a capacity range; without one, `default` bytes are required.
+    /// Parses a capacity range; without a required size, `default` is required.
     pub fn from_range(range: Option<&CapacityRange>, default: u64) -> Result<Self, Status> {
         let (required, limit) = range.map_or((0, 0), |r| (r.required_bytes, r.limit_bytes));
         if required < 0 || limit < 0 {
@@ -54,7 +53,7 @@ impl Size {
         Ok(Self { required, limit })
     }
 
-    /// Whether a volume of `bytes` satisfies this.
+    /// Whether a volume of `bytes` is within the range.
     pub fn admits(&self, bytes: u64) -> bool {
         bytes >= self.required && self.limit.is_none_or(|limit| bytes <= limit)
     }
@@ -69,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_says_what_a_volume_must_and_may_have() {
+    fn a_range_has_a_minimum_and_a_maximum() {
         let size = Size::from_range(Some(&range(10, 20)), 5).unwrap();
         assert!(size.admits(10) && size.admits(20) && !size.admits(9) && !size.admits(21));
         assert_eq!(Size::from_range(None, 5).unwrap(), Size { required: 5, limit: None });
@@ -77,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_range_is_refused() {
+    fn an_invalid_range_is_refused() {
         assert_eq!(Size::from_range(Some(&range(20, 10)), 5).unwrap_err().code(), tonic::Code::OutOfRange);
         assert_eq!(
             Size::from_range(Some(&range(-1, 0)), 5).unwrap_err().code(),

@@ -1,4 +1,4 @@
-//! Serves a driver on a unix socket that only its owner can open.
+//! gRPC server on a unix socket that only its owner can open.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -15,22 +15,22 @@ use tonic::service::Routes;
 use crate::connections::{Connections, Limits};
 use crate::metrics::CallMetrics;
 
-/// How long calls under way may go on after the stop: less than the 30 s that Kubernetes gives a pod, so
-/// that the socket is removed in any case. A caller whose connection is stuck would hold it for ever.
+/// How long running calls may continue after the stop. Less than the 30 s that Kubernetes gives a pod, so that the socket is
+/// always removed, even if a connection is stuck.
 const GRACE: Duration = Duration::from_secs(20);
 
-/// How long whoever listens on the socket may take to be gone. A driver that died is heard of until the tool that it was just
-/// beginning has become a program of its own.
-const LEAVING: Duration = Duration::from_secs(5);
-/// How often is looked whether it is.
-const LOOK: Duration = Duration::from_millis(50);
+/// How long to wait for another process that listens on the socket. The socket of a driver that died stays open until a child
+/// process that it was starting has called exec.
+const LISTENER_WAIT: Duration = Duration::from_secs(5);
+/// Poll interval of that wait.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Where a driver listens: `unix:///path`, or the bare path.
+/// Socket address of a driver: `unix:///path`, or the path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint(PathBuf);
 
 impl Endpoint {
-    /// The socket's path.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -43,13 +43,13 @@ impl FromStr for Endpoint {
         let path = Path::new(text.strip_prefix("unix://").unwrap_or(text));
         if !path.is_absolute() {
             return Err(format!(
-                "{text:?} is not the absolute path of a unix socket, as in unix:///csi/csi.sock"
+                "{text:?} is not the absolute path of a unix socket, such as unix:///csi/csi.sock"
             ));
         }
-        // sun_path of a unix address holds 108 bytes with the final NUL.
+        // sun_path has 108 bytes, including the final NUL.
         if path.as_os_str().len() > 107 {
             return Err(format!(
-                "{text:?} has {} bytes; a unix socket's path can have 107",
+                "{text:?} has {} bytes; the maximum length of a unix socket path is 107",
                 path.as_os_str().len()
             ));
         }
@@ -57,50 +57,48 @@ impl FromStr for Endpoint {
     }
 }
 
-/// Why a driver could not serve.
+/// Failure to serve.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// The socket could not be made.
-    #[error("cannot listen on {path}: {source}")]
+    /// The socket cannot be created.
+    #[error("failed to listen on {path}: {source}")]
     Listen {
-        /// The socket.
+        /// Path of the socket.
         path: String,
-        /// What the system said.
+        /// OS error.
         source: io::Error,
     },
-    /// Somebody else serves there.
-    #[error(
-        "cannot listen on {path}: another process is serving there; stop it or choose another --endpoint"
-    )]
+    /// Another process listens on the socket.
+    #[error("failed to listen on {path}: another process serves there; stop it or choose another --endpoint")]
     Taken {
-        /// The socket.
+        /// Path of the socket.
         path: String,
     },
-    /// The server ended with an error.
+    /// The server failed.
     #[error("the server on {path} failed: {source}")]
     Serve {
-        /// The socket.
+        /// Path of the socket.
         path: String,
-        /// What the transport said.
+        /// Transport error.
         source: tonic::transport::Error,
     },
 }
 
-/// A socket that is listening: callers can connect, and are answered once it is served.
+/// A listening socket: clients can connect, and are served after a call of [`Self::serve`].
 #[derive(Debug)]
 pub struct Bound {
     listener: UnixListener,
     path: PathBuf,
 }
 
-/// Makes the socket. For whoever must know that callers can connect before it tells them to.
+/// Creates the socket. For callers that must register it with others before they serve it.
 pub async fn bind(endpoint: &Endpoint) -> Result<Bound, ServeError> {
     let path = endpoint.path().to_owned();
-    Ok(Bound { listener: listen(&path, LEAVING).await?, path })
+    Ok(Bound { listener: listen(&path, LISTENER_WAIT).await?, path })
 }
 
 impl Bound {
-    /// Serves `routes` until `stop`, lets calls under way end (for 20 s at most), and removes the socket.
+    /// Serves `routes` until `stop`, waits for running calls (at most 20 s), and removes the socket.
     pub async fn serve(
         self,
         routes: Routes,
@@ -128,19 +126,19 @@ impl Bound {
             .layer(metrics)
             .add_routes(routes)
             .serve_with_incoming_shutdown(incoming, stop.clone().cancelled_owned());
-        let out_of_patience = async {
+        let grace_exceeded = async {
             stop.cancelled().await;
             tokio::time::sleep(GRACE).await;
         };
         let served = tokio::select! {
             served = served => served,
             never = connections.close_surplus(limits) => match never {},
-            () = out_of_patience => {
-                tracing::warn!(endpoint = %path.display(), "calls or connections did not end within {GRACE:?}: cut off");
+            () = grace_exceeded => {
+                tracing::warn!(endpoint = %path.display(), "calls or connections did not end within {GRACE:?}, aborting them");
                 Ok(())
             }
         };
-        // The next driver may have put its own there meanwhile.
+        // Another driver may have replaced the socket.
         if identity(&path).is_some_and(|found| Some(found) == made) {
             let _ = remove(&path);
         }
@@ -148,7 +146,7 @@ impl Bound {
     }
 }
 
-/// Serves `routes` on `endpoint` until `stop`, lets calls under way end (for 20 s at most), and removes the socket.
+/// Serves `routes` on `endpoint` until `stop`, waits for running calls (at most 20 s), and removes the socket.
 pub async fn serve(
     endpoint: &Endpoint,
     routes: Routes,
@@ -158,26 +156,26 @@ pub async fn serve(
     bind(endpoint).await?.serve(routes, metrics, stop).await
 }
 
-/// Makes the socket, mode 0600; one that a dead process left behind is replaced, anything else is kept. Whoever listens
-/// there has so long to be gone.
-async fn listen(path: &Path, leaving: Duration) -> Result<UnixListener, ServeError> {
+/// Creates the socket with mode 0600. Replaces a socket of a dead process, and fails for other files. Waits up to `wait`
+/// for another process that listens there.
+async fn listen(path: &Path, wait: Duration) -> Result<UnixListener, ServeError> {
     let fail = |source| ServeError::Listen { path: path.display().to_string(), source };
-    if let Some(folder) = path.parent() {
-        std::fs::create_dir_all(folder).map_err(fail)?;
+    if let Some(dir) = path.parent() {
+        std::fs::create_dir_all(dir).map_err(fail)?;
     }
     if let Ok(found) = std::fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
             return Err(fail(io::Error::new(
                 io::ErrorKind::AlreadyExists,
-                "there is a file that is not a socket",
+                "the path exists and is not a socket",
             )));
         }
-        let deadline = Instant::now() + leaving;
+        let deadline = Instant::now() + wait;
         while UnixStream::connect(path).await.is_ok() {
             if Instant::now() >= deadline {
                 return Err(ServeError::Taken { path: path.display().to_string() });
             }
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         remove(path).map_err(fail)?;
     }
@@ -186,13 +184,13 @@ async fn listen(path: &Path, leaving: Duration) -> Result<UnixListener, ServeErr
     Ok(listener)
 }
 
-/// What tells a file from another of the same name: an inode's number is soon given again.
+/// Identifies a file: inode numbers are reused, so the ctime is included.
 fn identity(path: &Path) -> Option<(u64, i64, i64)> {
     let meta = std::fs::symlink_metadata(path).ok()?;
     Some((meta.ino(), meta.ctime(), meta.ctime_nsec()))
 }
 
-/// Fine when it is gone already.
+/// Removes a file. Idempotent.
 fn remove(path: &Path) -> io::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -216,34 +214,34 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_in_the_sockets_place_is_kept_and_a_dead_socket_is_replaced() {
-        let folder = std::env::temp_dir().join(format!("nestor-listen-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let file = folder.join("file");
+    async fn another_file_at_the_path_is_kept_and_a_dead_socket_is_replaced() {
+        let dir = std::env::temp_dir().join(format!("nestor-listen-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let file = dir.join("file");
         std::fs::write(&file, "precious").unwrap();
         assert!(listen(&file, Duration::ZERO).await.is_err());
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "precious");
 
-        let socket = folder.join("socket");
+        let socket = dir.join("socket");
         let first = listen(&socket, Duration::ZERO).await.unwrap();
         assert!(matches!(listen(&socket, Duration::ZERO).await, Err(ServeError::Taken { .. })));
-        let (next, ()) = tokio::join!(listen(&socket, LEAVING), async { drop(first) });
+        let (next, ()) = tokio::join!(listen(&socket, LISTENER_WAIT), async { drop(first) });
         assert!(next.is_ok());
         assert_eq!(std::fs::metadata(&socket).unwrap().permissions().mode() & 0o777, 0o600);
-        std::fs::remove_dir_all(&folder).unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 
     #[tokio::test]
-    async fn five_hundred_connections_without_a_call_are_closed_and_an_idle_callers_is_kept() {
-        let folder = std::env::temp_dir().join(format!("nestor-idle-{}", std::process::id()));
-        let socket = folder.join("csi.sock");
+    async fn five_hundred_connections_without_a_call_are_closed_and_an_idle_one_with_a_call_is_kept() {
+        let dir = std::env::temp_dir().join(format!("nestor-idle-{}", std::process::id()));
+        let socket = dir.join("csi.sock");
         let endpoint: Endpoint = socket.display().to_string().parse().unwrap();
         let identity = crate::identity::Identity::new("test", kube_kit::health::Health::default());
         let routes = Routes::new(IdentityServer::new(identity));
         let metrics = CallMetrics::register(&mut prometheus_client::registry::Registry::default());
         let (stop, connections) = (CancellationToken::new(), Connections::default());
         let part = Duration::from_millis(100);
-        let limits = Limits { silent: part, most: 1, idle: part, look: part };
+        let limits = Limits { silent: part, max: 1, idle: part, interval: part };
         let bound = bind(&endpoint).await.unwrap();
         let serving =
             tokio::spawn(bound.serve_within(connections.clone(), limits, routes, metrics, stop.clone()));
@@ -255,7 +253,7 @@ mod tests {
         for number in 0..500 {
             let mut stream = UnixStream::connect(&socket).await.unwrap();
             if number % 2 == 0 {
-                // The preface of HTTP/2, and empty settings.
+                // HTTP/2 preface and empty settings.
                 let words = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
                 stream.write_all(words).await.unwrap();
             }
@@ -272,6 +270,6 @@ mod tests {
         drop((client, kept, sidecar));
         stop.cancel();
         serving.await.unwrap().unwrap();
-        std::fs::remove_dir_all(&folder).unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

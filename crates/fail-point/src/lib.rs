@@ -1,23 +1,23 @@
-//! Named points at which a test lets a process die or stand still, before and after each write that it makes.
+//! Fail points: named points before and after each write, at which a test kills or freezes the process.
 //!
-//! Builds without debug assertions have none of this. Elsewhere nothing happens unless [`FOLDER`] names a folder, and
-//! then only what the files there ask for, which can come and go while the process runs:
+//! Only in builds with debug assertions, and only if the environment variable [`FOLDER`] names a directory. Files in it
+//! control the fail points, and may be created and deleted while the process runs:
 //!
-//! | file | what it does |
+//! | File | Effect |
 //! | --- | --- |
-//! | `passed` | while it is there, each point that is passed is appended to it, a line each |
-//! | `armed` | has `<point>` or `<point> <n>`: the process aborts when it passes that point (for the n-th time), and the file goes first, so that it happens once |
-//! | `panic` | the same, but the task panics |
-//! | `freeze` | the same, but the process stops itself (SIGSTOP) until somebody lets it go on (SIGCONT) |
+//! | `passed` | If it exists, the name of each passed fail point is appended as a line |
+//! | `armed` | Contains `<point>` or `<point> <n>`: the process deletes the file and aborts at the (n-th) pass of that point |
+//! | `panic` | Like `armed`, but the task panics |
+//! | `freeze` | Like `armed`, but the process stops itself (SIGSTOP) until it receives SIGCONT |
 //!
-//! A process that is one of several must be given a folder of its own.
+//! Each process needs its own directory.
 
 use std::future::Future;
 
-/// The environment variable with the folder.
+/// Environment variable with the directory.
 pub const FOLDER: &str = "NESTOR_FAIL_POINTS";
 
-/// Passes a point. The name is only made when somebody wants to know it.
+/// Passes a fail point. `name` is called only if fail points are active.
 #[inline]
 pub fn pass(name: impl FnOnce() -> String) {
     #[cfg(debug_assertions)]
@@ -28,8 +28,8 @@ pub fn pass(name: impl FnOnce() -> String) {
     drop(name);
 }
 
-/// Does something between two points: `<name>.before` and, whatever came of it, `<name>.after`. The name is only made
-/// when somebody wants to know it; `None` is for what writes nothing.
+/// Calls `work` between the fail points `<name>.before` and `<name>.after`. `name` is called only if fail points are active; it
+/// returns None for work that writes nothing.
 #[inline]
 pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T) -> T {
     #[cfg(debug_assertions)]
@@ -44,7 +44,7 @@ pub fn around<T>(name: impl FnOnce() -> Option<String>, work: impl FnOnce() -> T
     work()
 }
 
-/// As [`around`], for what is waited for.
+/// Async variant of [`around`].
 #[cfg(debug_assertions)]
 pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F::Output {
     let Some(name) = points::active().and_then(|_| name()) else { return work.await };
@@ -54,7 +54,7 @@ pub async fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work
     outcome
 }
 
-/// As [`around`], for what is waited for.
+/// Async variant of [`around`].
 #[cfg(not(debug_assertions))]
 #[inline]
 pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -> F {
@@ -62,12 +62,12 @@ pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -
     work
 }
 
-/// Where a closure of this type was written: `<module>.<function>`.
+/// Source location of a closure of this type: `<module>.<function>`.
 pub fn place_of<F>() -> String {
     place(std::any::type_name::<F>())
 }
 
-/// The same, of the closure's name, such as `krate::module::<impl krate::Type>::function::{{closure}}`.
+/// Parses the type name of a closure, such as `krate::module::<impl krate::Type>::function::{{closure}}`.
 fn place(closure: &str) -> String {
     let function = closure.trim_end_matches("::{{closure}}");
     let (before, name) = function.rsplit_once("::").unwrap_or(("", function));
@@ -83,48 +83,46 @@ mod points {
     use std::path::PathBuf;
     use std::sync::{Mutex, OnceLock, PoisonError};
 
-    /// What a folder asks for.
+    /// Fail points controlled by a directory.
     pub(super) struct Points {
-        folder: PathBuf,
-        /// One at a time: the count in the file is read and written.
-        looking: Mutex<()>,
+        dir: PathBuf,
+        /// Serializes updates of the counts in the files.
+        updating: Mutex<()>,
     }
 
-    /// Those of this process, if it was given a folder.
+    /// Fail points of this process, if active.
     pub(super) fn active() -> Option<&'static Points> {
         static ACTIVE: OnceLock<Option<Points>> = OnceLock::new();
-        ACTIVE
-            .get_or_init(|| std::env::var_os(super::FOLDER).map(|folder| Points::of(folder.into())))
-            .as_ref()
+        ACTIVE.get_or_init(|| std::env::var_os(super::FOLDER).map(|dir| Points::of(dir.into()))).as_ref()
     }
 
     impl Points {
-        pub(super) fn of(folder: PathBuf) -> Self {
-            Self { folder, looking: Mutex::default() }
+        pub(super) fn of(dir: PathBuf) -> Self {
+            Self { dir, updating: Mutex::default() }
         }
 
         pub(super) fn pass(&self, point: &str) {
-            // Not made where it is not there. One write, so that lines of several threads stay whole.
-            if let Ok(mut passed) = File::options().append(true).open(self.folder.join("passed")) {
+            // The file is not created. A single write keeps lines of several threads intact.
+            if let Ok(mut passed) = File::options().append(true).open(self.dir.join("passed")) {
                 let _ = passed.write_all(format!("{point}\n").as_bytes());
             }
-            if self.is_asked_for("armed", point) {
-                eprintln!("fail point {point}: dying");
+            if self.is_requested("armed", point) {
+                eprintln!("fail point {point}: aborting");
                 std::process::abort();
             }
-            assert!(!self.is_asked_for("panic", point), "fail point {point}");
-            if self.is_asked_for("freeze", point) {
-                eprintln!("fail point {point}: standing still");
-                // Sent to this thread: of a signal to the process, another thread may learn first, and this one goes on
-                // for a moment. No thread may not send itself a signal.
+            assert!(!self.is_requested("panic", point), "fail point {point}");
+            if self.is_requested("freeze", point) {
+                eprintln!("fail point {point}: stopping until SIGCONT");
+                // Signal this thread: a signal to the process may be delivered to another thread first, while this one continues.
+                // A failure is impossible.
                 let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGSTOP);
             }
         }
 
-        /// Whether a file asks for something here. Says so once.
-        pub(super) fn is_asked_for(&self, file: &str, point: &str) -> bool {
-            let _one = self.looking.lock().unwrap_or_else(PoisonError::into_inner);
-            let file = self.folder.join(file);
+        /// Whether a file requests an action at this pass. Returns true once.
+        pub(super) fn is_requested(&self, file: &str, point: &str) -> bool {
+            let _one = self.updating.lock().unwrap_or_else(PoisonError::into_inner);
+            let file = self.dir.join(file);
             let Ok(text) = fs::read_to_string(&file) else { return false };
             let mut words = text.split_whitespace();
             if words.next() != Some(point) {
@@ -135,7 +133,7 @@ mod points {
                     let _ = fs::write(&file, format!("{point} {}", count - 1));
                     false
                 }
-                // Where it cannot be removed, the process would die again and again.
+                // If the file cannot be deleted, the process would abort again and again.
                 _ => fs::remove_file(&file).is_ok(),
             }
         }
@@ -148,14 +146,14 @@ mod tests {
     use std::fs;
 
     #[test]
-    fn a_point_is_fatal_once_at_the_passing_that_was_asked_for() {
-        let folder = tempfile::tempdir().unwrap();
-        let points = Points::of(folder.path().to_owned());
-        let armed = folder.path().join("armed");
-        let is_fatal = |point| points.is_asked_for("armed", point);
+    fn an_armed_point_is_fatal_once_at_the_requested_pass() {
+        let dir = tempfile::tempdir().unwrap();
+        let points = Points::of(dir.path().to_owned());
+        let armed = dir.path().join("armed");
+        let is_fatal = |point| points.is_requested("armed", point);
         assert!(!is_fatal("a.before"));
         fs::write(&armed, "a.before\n").unwrap();
-        assert!(!points.is_asked_for("freeze", "a.before"));
+        assert!(!points.is_requested("freeze", "a.before"));
         assert!(!is_fatal("a.after") && !is_fatal("a.before.b"));
         assert!(is_fatal("a.before") && !is_fatal("a.before"));
         assert!(!armed.exists());
@@ -165,20 +163,20 @@ mod tests {
     }
 
     #[test]
-    fn a_closure_is_known_by_where_it_was_written() {
+    fn a_closure_is_named_after_its_function() {
         fn place_of<F>(_closure: F) -> String {
             super::place_of::<F>()
         }
-        assert_eq!(place_of(|| ()), "tests.a_closure_is_known_by_where_it_was_written");
+        assert_eq!(place_of(|| ()), "tests.a_closure_is_named_after_its_function");
         let method = "a::volumes::<impl a::Service>::grow::{{closure}}::{{closure}}";
         assert_eq!(super::place(method), "volumes.grow");
     }
 
     #[test]
-    fn what_is_passed_is_recorded_only_while_somebody_wants_to_know() {
-        let folder = tempfile::tempdir().unwrap();
-        let points = Points::of(folder.path().to_owned());
-        let passed = folder.path().join("passed");
+    fn passes_are_recorded_only_if_the_file_exists() {
+        let dir = tempfile::tempdir().unwrap();
+        let points = Points::of(dir.path().to_owned());
+        let passed = dir.path().join("passed");
         points.pass("unseen");
         assert!(!passed.exists());
         fs::write(&passed, "").unwrap();
@@ -187,26 +185,26 @@ mod tests {
         assert_eq!(fs::read_to_string(&passed).unwrap(), "first\nsecond\n");
     }
 
-    /// Runs itself in a process that is told to die.
+    /// Runs itself in a process with an armed fail point.
     #[test]
-    fn a_process_dies_where_it_was_told_to() {
+    fn a_process_aborts_at_its_armed_fail_point() {
         use std::os::unix::process::ExitStatusExt;
         if std::env::var_os(super::FOLDER).is_some() {
             super::around(|| Some("here".to_owned()), || ());
             return;
         }
-        let folder = tempfile::tempdir().unwrap();
-        let (armed, passed) = (folder.path().join("armed"), folder.path().join("passed"));
+        let dir = tempfile::tempdir().unwrap();
+        let (armed, passed) = (dir.path().join("armed"), dir.path().join("passed"));
         fs::write(&armed, "here.after").unwrap();
         fs::write(&passed, "").unwrap();
         let run = || {
             let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-            command.args(["--exact", "tests::a_process_dies_where_it_was_told_to"]);
-            command.env(super::FOLDER, folder.path()).output().unwrap().status
+            command.args(["--exact", "tests::a_process_aborts_at_its_armed_fail_point"]);
+            command.env(super::FOLDER, dir.path()).output().unwrap().status
         };
         // SIGABRT.
         assert_eq!(run().signal(), Some(6));
         assert_eq!(fs::read_to_string(&passed).unwrap(), "here.before\nhere.after\n");
-        assert!(run().success(), "it dies once");
+        assert!(run().success(), "it aborted twice");
     }
 }

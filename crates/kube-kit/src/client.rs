@@ -1,4 +1,4 @@
-//! Connecting to a cluster.
+//! API clients: connection to a cluster, reachability, and error texts.
 
 pub(crate) mod traffic;
 mod transport;
@@ -13,45 +13,45 @@ use tokio_util::sync::CancellationToken;
 use crate::health::Check;
 use process_kit::text::one_line;
 
-/// Why no client could be made. None of these heals by waiting.
+/// Failure to create a client. Retries do not help.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The named kubeconfig can't be used.
-    #[error("cannot use kubeconfig {path} of {flag} for the {cluster} cluster: {reason}")]
+    /// The kubeconfig is invalid.
+    #[error("failed to load kubeconfig {path} (flag {flag}) for the {cluster} cluster: {reason}")]
     Kubeconfig {
-        /// Which cluster it was for.
+        /// Cluster.
         cluster: &'static str,
-        /// The flag that named it.
+        /// Flag that names the kubeconfig.
         flag: &'static str,
-        /// The file.
+        /// Path of the kubeconfig.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Cause.
         reason: String,
     },
-    /// Neither a kubeconfig nor a pod's service account.
+    /// There is neither a kubeconfig nor a service account.
     #[error(
-        "no way to reach the {cluster} cluster: give {flag} FILE, or run in a pod of it with a service account ({reason})"
+        "no configuration for the {cluster} cluster: set {flag} FILE, or run in a pod of that cluster with a service account ({reason})"
     )]
     NotInCluster {
-        /// Which cluster it was for.
+        /// Cluster.
         cluster: &'static str,
-        /// The flag that names a kubeconfig.
+        /// Flag that names a kubeconfig.
         flag: &'static str,
-        /// Why the service account can't be used.
+        /// Why the service account is not usable.
         reason: String,
     },
-    /// The configuration can't be turned into a client.
-    #[error("cannot make a client for the {cluster} cluster: {reason}")]
+    /// The client cannot be created from the configuration.
+    #[error("failed to create a client for the {cluster} cluster: {reason}")]
     Client {
-        /// Which cluster it was for.
+        /// Cluster.
         cluster: &'static str,
-        /// What is wrong.
+        /// Cause.
         reason: String,
     },
 }
 
-/// A client from the kubeconfig, or else from the pod's service account. It says `component` as its user
-/// agent, so that audit logs tell the parts apart, and renews tokens from files by itself.
+/// Creates a client from the kubeconfig or, without one, from the pod's service account. `component` becomes the user agent,
+/// which audit logs show. The client reloads tokens from files.
 pub async fn connect(
     cluster: &'static str,
     flag: &'static str,
@@ -83,8 +83,8 @@ pub async fn connect(
         .map_err(|error| ConnectError::Client { cluster, reason: chain(&*error) })
 }
 
-/// Waits until the API server answers, since it may only be starting; says on the way what is wrong.
-/// False when `stop` came first.
+/// Waits until the API server answers, and reports failures to `check` and the log meanwhile. Returns false if `stop` is
+/// cancelled first.
 pub async fn wait_until_reachable(
     client: &Client,
     cluster: &'static str,
@@ -103,8 +103,9 @@ pub async fn wait_until_reachable(
                 return true;
             }
             Err(error) => {
-                let reason = format!("the {cluster} cluster's API does not answer: {}", chain(&error));
-                tracing::warn!("{reason}; trying again in {delay:?}");
+                let reason =
+                    format!("the API server of the {cluster} cluster does not respond: {}", chain(&error));
+                tracing::warn!("{reason}; retrying in {delay:?}");
                 check.fail(reason);
             }
         }
@@ -116,8 +117,8 @@ pub async fn wait_until_reachable(
     }
 }
 
-/// An error with everything that caused it, in one line. Of what an API server refused, its own words: what kube makes of
-/// that is for programmers.
+/// Formats an error and its causes in one line. For a refusal by an API server, only the server's message is used: kube's
+/// own text is meant for programmers.
 pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut next = Some(error);
@@ -141,7 +142,7 @@ fn append(text: &mut String, cause: &str) {
     }
 }
 
-/// What an API server said.
+/// The API server's message.
 fn words(status: &kube::core::Status) -> String {
     match (status.message.as_str(), status.reason.as_str()) {
         ("", "") => format!("HTTP {}", status.code),
@@ -163,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_api_server_refused_is_told_in_its_words_and_one_line() {
+    fn a_refusal_is_formatted_as_the_servers_message_in_one_line() {
         assert_eq!(chain(&refused("denied\nby policy", "Forbidden")), "denied\\nby policy");
         assert_eq!(chain(&Outer(refused("denied", "Forbidden"))), "the list failed: denied");
         assert_eq!(chain(&refused("", "Forbidden")), "Forbidden");
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_told_with_its_causes_each_once() {
+    fn an_error_is_formatted_with_each_cause_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("cannot connect")]
         struct Failed(#[source] std::io::Error);

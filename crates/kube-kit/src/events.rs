@@ -1,7 +1,8 @@
-//! Kubernetes events, sent in the background: an operation never waits for its own report, and never
-//! fails because of it. Many that are alike become one, and whoever causes many waits behind itself.
+//! Kubernetes Events, sent in the background: operations neither wait for their Events nor fail because of them. Repeated
+//! Events are counted in a series, similar Events are aggregated, and fair queuing prevents one namespace from delaying the
+//! Events of others.
 
-mod alike;
+mod aggregation;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,42 +18,42 @@ use crate::fair::{Gate, Limits};
 use crate::informer::Key;
 use process_kit::text::one_line;
 
-use alike::Gathering;
-pub use alike::{Alike, listed};
+use aggregation::Aggregator;
+pub use aggregation::{Alike, listed};
 
-/// How many events are on their way at once. Those about one object come in the order in which they were made.
-const AT_ONCE: Limits = Limits { total: 16, namespace: 8, object: 1 };
-/// The most events of one namespace that wait; more are dropped, with a log line.
-const MOST_WAITING: usize = 64;
-/// For how long after an event the same again is only counted.
-const SERIES: Duration = Duration::from_secs(360);
-/// How often what was said longer ago is forgotten.
-const FORGET: Duration = Duration::from_secs(30);
+/// Concurrency limits. Events of one object are sent in the order in which they were created.
+const CONCURRENCY: Limits = Limits { total: 16, namespace: 8, object: 1 };
+/// Maximum number of queued Events per namespace; further ones are dropped and logged.
+const MAX_QUEUED: usize = 64;
+/// How long after an Event an identical one is only counted in its series.
+const SERIES_WINDOW: Duration = Duration::from_secs(360);
+/// Interval at which expired series are removed.
+const CLEANUP_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Writes events to one cluster. What is said again in the same words is counted in the event that there is; in other
-/// words it is an event of its own.
+/// Event recorder for one cluster. An Event with the same text as the previous one of its topic increments the series count;
+/// an Event with another text is new.
 #[derive(Clone)]
 pub struct Events {
     client: Client,
     reporter: Reporter,
-    said: Arc<Mutex<Spoken>>,
-    alike: Arc<Gathering>,
-    gate: Gate,
+    recent: Arc<Mutex<RecentEvents>>,
+    aggregator: Arc<Aggregator>,
+    limiter: Gate,
 }
 
-/// What events are about, whatever they say: object, action and reason.
+/// Topic of an Event: object, action and reason.
 type Topic = [String; 6];
 
-/// What was said lately.
+/// Recently sent Events.
 #[derive(Default)]
-struct Spoken {
-    topics: HashMap<Topic, Said>,
-    forgot: Option<Instant>,
+struct RecentEvents {
+    topics: HashMap<Topic, LastEvent>,
+    cleaned_up: Option<Instant>,
 }
 
-/// What was said last. A recorder counts up whatever it has of a topic, without a look at the words: so each has only
-/// ever heard the same ones.
-struct Said {
+/// Last Event of a topic. kube's recorder correlates Events by topic and ignores the text, so each recorder gets only one
+/// text.
+struct LastEvent {
     note: String,
     recorder: Recorder,
     at: Instant,
@@ -65,44 +66,44 @@ impl std::fmt::Debug for Events {
 }
 
 impl Events {
-    /// Events that say `component` as their source.
+    /// Creates a recorder with `component` as the reporting controller.
     pub fn new(client: Client, component: &str) -> Self {
         let reporter = Reporter { controller: component.to_owned(), instance: None };
-        let gate = Gate::new(AT_ONCE);
-        Self { client, reporter, said: Arc::default(), alike: Arc::default(), gate }
+        let limiter = Gate::new(CONCURRENCY);
+        Self { client, reporter, recent: Arc::default(), aggregator: Arc::default(), limiter }
     }
 
-    /// Something went as it should.
+    /// Sends a Normal Event.
     pub fn normal(&self, about: ObjectReference, action: &str, reason: &str, note: String) {
         self.send(EventType::Normal, about, action, reason, note);
     }
 
-    /// Something went wrong.
+    /// Sends a Warning Event.
     pub fn warning(&self, about: ObjectReference, action: &str, reason: &str, note: String) {
         self.send(EventType::Warning, about, action, reason, note);
     }
 
-    /// Something went wrong that may go wrong again and again in other words: one event in six minutes.
+    /// Sends a Warning Event, at most one per topic in six minutes, even if the text changes.
     pub fn warning_once(&self, about: ObjectReference, action: &str, reason: &str, note: String) {
-        if !self.has_said(&about, action, reason) {
+        if !self.was_sent_recently(&about, action, reason) {
             self.warning(about, action, reason, note);
         }
     }
 
-    /// Whether anything was said about that lately.
-    fn has_said(&self, about: &ObjectReference, action: &str, reason: &str) -> bool {
-        self.spoken().topics.contains_key(&topic(about, action, reason))
+    /// Whether an Event of this topic was sent recently.
+    fn was_sent_recently(&self, about: &ObjectReference, action: &str, reason: &str) -> bool {
+        self.recent().topics.contains_key(&topic(about, action, reason))
     }
 
     fn send(&self, type_: EventType, about: ObjectReference, action: &str, reason: &str, note: String) {
         let mut note = one_line(&note).into_owned();
-        let lane = lane(&about);
-        if self.gate.waiting(&lane.namespace) >= MOST_WAITING {
+        let flow = flow(&about);
+        if self.limiter.waiting(&flow.namespace) >= MAX_QUEUED {
             tracing::warn!(
-                namespace = lane.namespace,
+                namespace = flow.namespace,
                 reason,
                 note,
-                "too many events at once: this one is dropped"
+                "too many queued Events in this namespace, dropping one"
             );
             return;
         }
@@ -115,56 +116,56 @@ impl Events {
             action: action.to_owned(),
             secondary: None,
         };
-        let gate = self.gate.clone();
+        let limiter = self.limiter.clone();
         process_kit::supervise::worker("event writer", async move {
-            let _permit = gate.enter(&lane).await;
+            let _permit = limiter.enter(&flow).await;
             if let Err(error) = recorder.publish(&event, &about).await {
-                tracing::warn!(reason = event.reason, "cannot write an event: {}", chain(&error));
+                tracing::warn!(reason = event.reason, "failed to write an Event: {}", chain(&error));
             }
         });
     }
 
-    /// The recorder that has said these very words of a topic, or a new one.
+    /// Returns the recorder of this topic and text, or creates one.
     fn recorder(&self, topic: Topic, note: &str) -> Recorder {
         let now = Instant::now();
-        let mut spoken = self.spoken();
-        let last = spoken
+        let mut recent = self.recent();
+        let last = recent
             .topics
             .entry(topic)
             .and_modify(|last| last.at = now)
-            .or_insert_with(|| self.new_said(note, now));
+            .or_insert_with(|| self.new_last_event(note, now));
         if last.note != note {
-            *last = self.new_said(note, now);
+            *last = self.new_last_event(note, now);
         }
         last.recorder.clone()
     }
 
-    fn new_said(&self, note: &str, at: Instant) -> Said {
+    fn new_last_event(&self, note: &str, at: Instant) -> LastEvent {
         let recorder = Recorder::new(self.client.clone(), self.reporter.clone());
-        Said { note: note.to_owned(), recorder, at }
+        LastEvent { note: note.to_owned(), recorder, at }
     }
 
-    fn spoken(&self) -> MutexGuard<'_, Spoken> {
-        let mut spoken = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        spoken.forget(Instant::now());
-        spoken
+    fn recent(&self) -> MutexGuard<'_, RecentEvents> {
+        let mut recent = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        recent.remove_expired(Instant::now());
+        recent
     }
 }
 
-impl Spoken {
-    /// Forgets what was said too long ago, and the room for it.
-    fn forget(&mut self, now: Instant) {
-        if self.forgot.is_some_and(|at| now.duration_since(at) < FORGET) {
+impl RecentEvents {
+    /// Removes expired series and releases their memory.
+    fn remove_expired(&mut self, now: Instant) {
+        if self.cleaned_up.is_some_and(|at| now.duration_since(at) < CLEANUP_INTERVAL) {
             return;
         }
-        self.forgot = Some(now);
-        self.topics.retain(|_, last| now.duration_since(last.at) < SERIES);
+        self.cleaned_up = Some(now);
+        self.topics.retain(|_, last| now.duration_since(last.at) < SERIES_WINDOW);
         self.topics.shrink_to_fit();
     }
 }
 
-/// Whose event it is.
-fn lane(about: &ObjectReference) -> Key {
+/// Flow of an Event: its object.
+fn flow(about: &ObjectReference) -> Key {
     let name = format!(
         "{}/{}",
         about.kind.as_deref().unwrap_or_default(),
@@ -180,7 +181,7 @@ fn topic(about: &ObjectReference, action: &str, reason: &str) -> Topic {
     [kind, namespace, name, uid, action.to_owned(), reason.to_owned()]
 }
 
-/// Cuts a note to what the API takes (1024 bytes), at a character's edge.
+/// Truncates a note to the API's limit (1024 bytes), at a character boundary.
 fn truncate(note: &mut String, longest: usize) {
     if note.len() > longest {
         let end = (0..=longest).rev().find(|at| note.is_char_boundary(*at)).unwrap_or(0);
@@ -200,7 +201,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_same_words_are_counted_and_other_words_are_told() {
+    async fn identical_events_are_counted_and_changed_texts_are_new_events() {
         let (sender, mut sent) = mpsc::unbounded_channel();
         let service = tower::service_fn(move |request: Request<Body>| {
             let sender = sender.clone();
@@ -219,20 +220,20 @@ mod tests {
         for note in ["two", "two", "three", "three", "x\ny"] {
             events.warning(about.clone(), "Check", "Differs", note.to_owned());
             let (method, note, count) = sent.recv().await.unwrap();
-            // Once it is sent wholly.
-            while !events.gate.is_idle() {
+            // Wait until it was sent.
+            while !events.limiter.is_idle() {
                 tokio::task::yield_now().await;
             }
             seen.push((method, note.as_str().unwrap().to_owned(), count.as_i64()));
         }
         let of = |method: Method, note: &str, count| (method, note.to_owned(), count);
-        let wanted = [
+        let expected = [
             of(Method::POST, "two", None),
             of(Method::PATCH, "two", Some(2)),
             of(Method::POST, "three", None),
             of(Method::PATCH, "three", Some(2)),
             of(Method::POST, "x\\ny", None),
         ];
-        assert_eq!(seen, wanted);
+        assert_eq!(seen, expected);
     }
 }

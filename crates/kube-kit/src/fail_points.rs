@@ -1,10 +1,10 @@
-//! Points around every write to an API server at which a test can let the process die: see the crate `fail_point`.
-//! They are named `kube.<cluster>.<verb>.<resource>[.<subresource>].before` and `.after`.
+//! Fail points before and after each write to an API server: see the crate `fail_point`. Their names are
+//! `kube.<cluster>.<verb>.<resource>[.<subresource>].before` and `.after`.
 
 #[cfg(debug_assertions)]
 pub(crate) use debug::layer;
 
-/// Nothing, in a build that has no points.
+/// No fail points in release builds.
 #[cfg(not(debug_assertions))]
 pub(crate) fn layer(_cluster: &'static str) -> tower::layer::util::Identity {
     tower::layer::util::Identity::new()
@@ -18,31 +18,31 @@ mod debug {
     use http::{Method, Request};
     use tower::{Layer, Service};
 
-    /// The points of the requests to a cluster.
-    pub(crate) fn layer(cluster: &'static str) -> Points {
-        Points { cluster }
+    /// The fail points of requests to a cluster.
+    pub(crate) fn layer(cluster: &'static str) -> FailPointLayer {
+        FailPointLayer { cluster }
     }
 
     #[derive(Debug, Clone)]
-    pub(crate) struct Points {
+    pub(crate) struct FailPointLayer {
         cluster: &'static str,
     }
 
-    impl<S> Layer<S> for Points {
-        type Service = Passing<S>;
+    impl<S> Layer<S> for FailPointLayer {
+        type Service = FailPointService<S>;
 
-        fn layer(&self, inner: S) -> Passing<S> {
-            Passing { cluster: self.cluster, inner }
+        fn layer(&self, inner: S) -> FailPointService<S> {
+            FailPointService { cluster: self.cluster, inner }
         }
     }
 
     #[derive(Debug, Clone)]
-    pub(crate) struct Passing<S> {
+    pub(crate) struct FailPointService<S> {
         cluster: &'static str,
         inner: S,
     }
 
-    impl<S, B> Service<Request<B>> for Passing<S>
+    impl<S, B> Service<Request<B>> for FailPointService<S>
     where
         S: Service<Request<B>>,
         S::Future: Send + 'static,
@@ -63,7 +63,7 @@ mod debug {
         }
     }
 
-    /// What a request writes: `<verb>.<resource>[.<subresource>]`. `None` for one that only reads.
+    /// Name of a write: `<verb>.<resource>[.<subresource>]`; None for reads.
     fn write(method: &Method, path: &str) -> Option<String> {
         let verb = match *method {
             Method::POST => "create",
@@ -84,7 +84,7 @@ mod debug {
             other => other,
         };
         let kind = resource.first()?;
-        // Questions that are asked with a POST.
+        // Reviews are queries that use POST.
         if kind.ends_with("reviews") {
             return None;
         }
@@ -99,7 +99,7 @@ mod debug {
         use super::*;
 
         #[test]
-        fn a_write_is_named_by_what_it_does_and_a_read_is_none() {
+        fn a_write_has_a_name_and_a_read_has_none() {
             let of = |method, path| write(&method, path);
             let named = |method, path, name: &str| assert_eq!(of(method, path).as_deref(), Some(name));
             named(Method::POST, "/api/v1/namespaces/ns/events", "create.events");

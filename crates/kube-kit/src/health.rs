@@ -1,18 +1,18 @@
-//! Health as a set of named checks, each failing with a sentence or passing.
+//! Health checks: named checks that pass, or fail with a reason.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
 use crate::informer::Informers;
 
-/// All checks of a process.
+/// All checks of a probe endpoint.
 #[derive(Debug, Clone, Default)]
 pub struct Health {
     checks: Arc<RwLock<BTreeMap<String, Option<String>>>>,
     informers: Informers,
 }
 
-/// One named check of a [`Health`].
+/// A named check of a [`Health`].
 #[derive(Debug, Clone)]
 pub struct Check {
     health: Health,
@@ -20,41 +20,41 @@ pub struct Check {
 }
 
 impl Health {
-    /// A check that fails with `why` until it is passed.
-    pub fn check(&self, name: impl Into<String>, why: impl Into<String>) -> Check {
+    /// Adds a check that fails with `reason` until it passes.
+    pub fn check(&self, name: impl Into<String>, reason: impl Into<String>) -> Check {
         let check = Check { health: self.clone(), name: name.into() };
-        check.fail(why);
+        check.fail(reason);
         check
     }
 
-    /// The failing checks: name and why.
+    /// Failing checks: name and reason.
     pub fn failing(&self) -> Vec<(String, String)> {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
-        checks.iter().filter_map(|(name, why)| Some((name.clone(), why.clone()?))).collect()
+        checks.iter().filter_map(|(name, reason)| Some((name.clone(), reason.clone()?))).collect()
     }
 
-    /// Every check as a line, the way `/readyz` shows it.
+    /// One line per check, as shown by `/readyz`.
     pub fn report(&self) -> String {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
-        let line = |(name, why): (&String, &Option<String>)| match why {
+        let line = |(name, reason): (&String, &Option<String>)| match reason {
             None => format!("ok   {name}\n"),
-            Some(why) => format!("FAIL {name}: {why}\n"),
+            Some(reason) => format!("FAIL {name}: {reason}\n"),
         };
         checks.iter().map(line).collect()
     }
 
-    /// The informers whose watches are among the checks.
+    /// Informers whose watches are among the checks.
     pub(crate) fn informers(&self) -> &Informers {
         &self.informers
     }
 
-    fn set(&self, name: &str, why: Option<String>) {
-        self.checks.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), why);
+    fn set(&self, name: &str, reason: Option<String>) {
+        self.checks.write().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned(), reason);
     }
 }
 
 impl Check {
-    /// The informers of the process.
+    /// Informers of the process.
     pub(crate) fn informers(&self) -> &Informers {
         &self.health.informers
     }
@@ -65,7 +65,7 @@ impl Check {
     }
 
     /// Marks the check as failing, with the reason.
-    pub fn fail(&self, why: impl Into<String>) {
-        self.health.set(&self.name, Some(why.into()));
+    pub fn fail(&self, reason: impl Into<String>) {
+        self.health.set(&self.name, Some(reason.into()));
     }
 }

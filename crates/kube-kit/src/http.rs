@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics` on one plain HTTP port.
+//! HTTP endpoint with `/healthz`, `/readyz` and `/metrics`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::health::Health;
 
-/// Serves until `stop`. `alive` and `ready` are the checks behind `/healthz` and `/readyz`: a process is
-/// restarted for the first and only left alone for the second.
+/// Serves until `stop`. `alive` and `ready` are the checks behind `/healthz` and `/readyz`: kubelet restarts the container
+/// if the former fail.
 pub async fn serve(
     address: SocketAddr,
     alive: Health,

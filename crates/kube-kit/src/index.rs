@@ -1,5 +1,5 @@
-//! Which objects belong to a key of another kind, kept from an informer's changes: a change of the one is
-//! a reason to look at the others.
+//! Index of objects by the keys of other objects, maintained by an informer's change handler: when the other object changes,
+//! the index yields the objects to reconcile.
 
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
@@ -7,19 +7,19 @@ use std::sync::{PoisonError, RwLock};
 use crate::informer::Key;
 use process_kit::memory::give_back;
 
-/// Members by group.
+/// Members by group key.
 #[derive(Debug, Default)]
 pub struct Index(RwLock<Groups>);
 
 #[derive(Debug, Default)]
 struct Groups {
-    /// In order. Most groups have one member.
+    /// Sorted. Most groups have one member.
     members: HashMap<Key, Vec<Key>>,
     groups_of: HashMap<Key, Box<[Key]>>,
 }
 
 impl Index {
-    /// Puts `member` into `groups` (an `Option` will do for one or none), out of those it was in.
+    /// Sets the groups of `member`; replaces its previous groups.
     pub fn put(&self, member: &Key, groups: impl IntoIterator<Item = Key>) {
         let mut new: Vec<Key> = groups.into_iter().collect();
         new.sort_unstable();
@@ -48,7 +48,7 @@ impl Index {
         give_back(groups_of);
     }
 
-    /// The members of `group`, in order.
+    /// Members of `group`, sorted.
     pub fn members(&self, group: &Key) -> Vec<Key> {
         let index = self.0.read().unwrap_or_else(PoisonError::into_inner);
         index.members.get(group).cloned().unwrap_or_default()
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_member_moves_and_leaves() {
+    fn a_member_changes_and_leaves_groups() {
         let index = Index::default();
         let (a, b, x) = (Key::cluster("a"), Key::cluster("b"), Key::cluster("x"));
         index.put(&x, Some(a.clone()));

@@ -1,8 +1,7 @@
-//! A watched, trimmed copy of objects that many callers share: they read it, wait on it, or are told of
-//! changes. One watch serves all of them, so no call makes requests of its own to find something out. Objects of which
-//! there are many are best watched as a type of [`lean`](crate::lean).
+//! Informer: a local store of watched objects, shared by all readers. Callers read it, wait for changes, or register
+//! handlers, and make no API requests of their own. Use a partial type of [`lean`](crate::lean) for objects that are numerous.
 
-mod present;
+mod relist;
 mod watch;
 
 use std::collections::HashMap;
@@ -22,9 +21,9 @@ use crate::health::Check;
 use process_kit::memory::give_back;
 use process_kit::supervise;
 
-pub(crate) use present::Informers;
+pub(crate) use relist::Informers;
 
-/// Namespace and name; the namespace is empty for objects of the cluster.
+/// Namespace and name of an object; the namespace is empty for cluster-scoped objects.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
     /// Namespace, or empty.
@@ -34,17 +33,17 @@ pub struct Key {
 }
 
 impl Key {
-    /// The key of an object in a namespace.
+    /// Key of a namespaced object.
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), name: name.into() }
     }
 
-    /// The key of an object of the cluster.
+    /// Key of a cluster-scoped object.
     pub fn cluster(name: impl Into<String>) -> Self {
         Self::new("", name)
     }
 
-    /// The key of an object at hand.
+    /// Key of this object.
     pub fn of<K: Resource>(object: &K) -> Self {
         Self::new(object.namespace().unwrap_or_default(), object.name_any())
     }
@@ -60,21 +59,21 @@ impl Display for Key {
     }
 }
 
-/// What happened to one object: what was known before, and what is known now.
+/// A change of one object.
 #[derive(Debug)]
 pub struct Change<'a, K> {
-    /// Which object.
+    /// Key of the object.
     pub key: &'a Key,
-    /// As it was, unless it is new.
+    /// Previous state; None if the object was added.
     pub old: Option<&'a Arc<K>>,
-    /// As it is, unless it is gone.
+    /// New state; None if the object was deleted.
     pub new: Option<&'a Arc<K>>,
 }
 
 type Trim<K> = Box<dyn Fn(&mut K) + Send + Sync>;
 type Handler<K> = Box<dyn Fn(&Change<'_, K>) + Send + Sync>;
 
-/// The shared copy. Cloning it is cheap and shares the copy.
+/// Shared store of objects. Clones share the store.
 pub struct Informer<K> {
     shared: Arc<Shared<K>>,
 }
@@ -82,22 +81,22 @@ pub struct Informer<K> {
 struct Shared<K> {
     objects: RwLock<HashMap<Key, Arc<K>>>,
     waiting: Mutex<HashMap<Key, Arc<Notify>>>,
-    /// When everything was asked for that was read last; none before the first list.
+    /// Start time of the last complete list; None before the first.
     read: tokio::sync::watch::Sender<Option<Instant>>,
-    /// Everything is to be read anew, unless it was asked for after this.
+    /// The store must be relisted unless its last list started after this time.
     outdated: tokio::sync::watch::Sender<Option<Instant>>,
-    told: Mutex<Told>,
+    last_sync: Mutex<LastSync>,
     trouble: Mutex<Option<String>>,
     ended: CancellationToken,
 }
 
-/// How far the server has told.
+/// How current an informer's store is.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct Told {
-    /// The version up to which it did, where that is a number. A server that went back to an older state may be behind it.
+pub(crate) struct LastSync {
+    /// Last resource version received, if numeric. May be too high if the server was restored to an older state.
     pub(crate) version: Option<u64>,
-    /// When everything was asked for the last time that it was read.
-    pub(crate) read: Option<Instant>,
+    /// Start time of the last complete list.
+    pub(crate) list_started: Option<Instant>,
 }
 
 impl<K> Clone for Informer<K> {
@@ -112,7 +111,7 @@ impl<K> Debug for Informer<K> {
     }
 }
 
-/// An informer that is not started yet.
+/// An informer that is not started.
 pub struct Builder<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
@@ -124,8 +123,8 @@ where
     metadata_only: bool,
     trim: Trim<K>,
     handlers: Vec<Handler<K>>,
-    returns: Vec<Box<dyn Fn() + Send + Sync>>,
-    reads: Vec<Box<dyn Fn() + Send + Sync>>,
+    reconnect_handlers: Vec<Box<dyn Fn() + Send + Sync>>,
+    relist_handlers: Vec<Box<dyn Fn() + Send + Sync>>,
     informer: Informer<K>,
 }
 
@@ -133,14 +132,14 @@ impl<K> Informer<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
-    /// Prepares an informer. `what` names the objects in logs and health.
+    /// Prepares an informer. `what` names the objects in logs and health checks.
     pub fn builder(what: impl Into<String>, api: Api<K>) -> Builder<K> {
         let shared = Shared {
             objects: RwLock::default(),
             waiting: Mutex::default(),
             read: tokio::sync::watch::Sender::new(None),
             outdated: tokio::sync::watch::Sender::new(None),
-            told: Mutex::default(),
+            last_sync: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
         };
@@ -152,15 +151,15 @@ where
             metadata_only: false,
             trim: Box::new(|_| {}),
             handlers: Vec::new(),
-            returns: Vec::new(),
-            reads: Vec::new(),
+            reconnect_handlers: Vec::new(),
+            relist_handlers: Vec::new(),
             informer: Self { shared: Arc::new(shared) },
         }
     }
 }
 
 impl<K: Resource> Informer<K> {
-    /// A copy that nothing watches, with these objects: for tests of code that reads one.
+    /// Creates an informer with fixed objects and no watch, for tests.
     pub fn fixed(objects: impl IntoIterator<Item = K>) -> Self {
         let objects = objects.into_iter().map(|object| (Key::of(&object), Arc::new(object))).collect();
         let shared = Shared {
@@ -168,7 +167,7 @@ impl<K: Resource> Informer<K> {
             waiting: Mutex::default(),
             read: tokio::sync::watch::Sender::new(Some(Instant::now())),
             outdated: tokio::sync::watch::Sender::new(None),
-            told: Mutex::default(),
+            last_sync: Mutex::default(),
             trouble: Mutex::default(),
             ended: CancellationToken::new(),
         };
@@ -177,28 +176,28 @@ impl<K: Resource> Informer<K> {
 }
 
 impl<K> Informer<K> {
-    /// The object, if it is known.
+    /// Returns an object of the store.
     pub fn get(&self, key: &Key) -> Option<Arc<K>> {
         self.shared.objects.read().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
     }
 
-    /// All objects, in no order.
+    /// Returns all objects, unordered.
     pub fn list(&self) -> Vec<Arc<K>> {
         self.shared.objects.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
 
-    /// The first object that `pick` takes.
+    /// Returns the first object that matches `pick`.
     pub fn find(&self, pick: impl Fn(&K) -> bool) -> Option<Arc<K>> {
         let objects = self.shared.objects.read().unwrap_or_else(PoisonError::into_inner);
         objects.values().find(|object| pick(object)).cloned()
     }
 
-    /// How many objects are known.
+    /// Number of objects.
     pub fn len(&self) -> usize {
         self.shared.objects.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Whether none is known.
+    /// Whether the store is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -208,21 +207,21 @@ impl<K> Informer<K> {
         self.shared.read.borrow().is_some()
     }
 
-    /// What is looked at after this is no older.
-    pub(crate) fn told(&self) -> Told {
-        *self.told_mut()
+    /// How current the store is; objects read after this call are at least as current.
+    pub(crate) fn last_sync(&self) -> LastSync {
+        *self.last_sync_mut()
     }
 
-    fn told_mut(&self) -> MutexGuard<'_, Told> {
-        self.shared.told.lock().unwrap_or_else(PoisonError::into_inner)
+    fn last_sync_mut(&self) -> MutexGuard<'_, LastSync> {
+        self.shared.last_sync.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Why what is known may be behind: the watch is down. None while it is up.
+    /// Error of the watch, during which the store may be stale; None while the watch is established.
     pub fn trouble(&self) -> Option<String> {
         self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Gives what it was before.
+    /// Returns the previous error.
     fn set_trouble(&self, trouble: Option<String>) -> Option<String> {
         let mut now = self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *now, trouble)
@@ -230,13 +229,13 @@ impl<K> Informer<K> {
 
     /// Waits for the first list.
     pub async fn synced(&self) {
-        // The sender lives as long as `self`, so waiting can't fail.
+        // Cannot fail: the sender lives as long as `self`.
         let _ = self.shared.read.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// Has everything read anew that was asked for before `since`, and waits for that. Whoever relies on nothing but the
-    /// first list is not held up by one that can't be read: that list is newer than `since`, when it comes. Ends with the
-    /// watch, too.
+    /// Relists all objects unless the last list started after `since`, and waits for it. Returns immediately before the first
+    /// list, so that an unreadable resource does not block callers that need only other resources; that list will start after
+    /// `since`. Also returns when the watch is stopped.
     pub(crate) async fn relisted(&self, since: Instant) {
         if !self.is_synced() {
             return;
@@ -249,16 +248,16 @@ impl<K> Informer<K> {
         }
     }
 
-    /// Waits until everything must be read anew.
+    /// Waits until a relist is required.
     async fn outdated(&self) {
         let read = *self.shared.read.borrow();
         let mut outdated = self.shared.outdated.subscribe();
-        // As above: this can't fail.
+        // Cannot fail, as above.
         let _ = outdated.wait_for(|since| *since > read).await;
     }
 
-    /// Waits until `check` answers about the object, looking again at each of its changes. None when the
-    /// deadline came first, or the watch ended, as it does when the process is stopped.
+    /// Calls `check` with the object, now and after each change, until it returns a value. Returns None at the deadline, or when
+    /// the watch is stopped.
     pub async fn wait_for<T>(
         &self,
         key: &Key,
@@ -269,7 +268,7 @@ impl<K> Informer<K> {
         loop {
             let changed = waiter.notify.notified();
             tokio::pin!(changed);
-            // Enlist before looking, so that a change in between is not missed.
+            // Subscribe before the check, so that no change is missed.
             changed.as_mut().enable();
             if let Some(answer) = check(self.get(key).as_ref()) {
                 return Some(answer);
@@ -282,7 +281,7 @@ impl<K> Informer<K> {
         }
     }
 
-    /// Wakes everyone who waits on `key`, for waits whose answer depends on more than the object itself.
+    /// Wakes all waiters of `key`, for checks that depend on more than the object.
     pub fn wake(&self, key: &Key) {
         let waiting = self.shared.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(notify) = waiting.get(key) {
@@ -291,7 +290,7 @@ impl<K> Informer<K> {
     }
 }
 
-/// A place in the table of those who wait; the last one of a key clears it away.
+/// A registered waiter; the last one of a key removes the entry.
 struct Waiter<'a, K> {
     shared: &'a Shared<K>,
     key: &'a Key,
@@ -309,7 +308,7 @@ impl<'a, K> Waiter<'a, K> {
 impl<K> Drop for Waiter<'_, K> {
     fn drop(&mut self) {
         let mut waiting = self.shared.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        // Two counts: the table's and this one's.
+        // Two references: the map's and this one.
         if Arc::strong_count(&self.notify) <= 2 {
             waiting.remove(self.key);
             give_back(&mut waiting);
@@ -321,55 +320,55 @@ impl<K> Builder<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
-    /// Watches only what the selectors let through.
+    /// Watches only objects that match these selectors.
     #[must_use]
     pub fn config(mut self, config: watcher::Config) -> Self {
         self.config = config;
         self
     }
 
-    /// Asks the server for the metadata of the objects alone.
+    /// Requests only the metadata of objects.
     #[must_use]
     pub fn metadata_only(mut self) -> Self {
         self.metadata_only = true;
         self
     }
 
-    /// Drops fields that nobody reads, before an object is kept. Managed fields always go.
+    /// Removes unused fields before an object is stored. Managed fields are always removed.
     #[must_use]
     pub fn trim(mut self, trim: impl Fn(&mut K) + Send + Sync + 'static) -> Self {
         self.trim = Box::new(trim);
         self
     }
 
-    /// Is told of every change, on the watch's own task: it must not block.
+    /// Calls `handler` after every change, on the watch task: it must not block.
     #[must_use]
     pub fn on_change(mut self, handler: impl Fn(&Change<'_, K>) + Send + Sync + 'static) -> Self {
         self.handlers.push(Box::new(handler));
         self
     }
 
-    /// Is told when the watch is up, at first and after it was down, on the watch's own task: it must not block.
+    /// Calls `handler` when the watch is established, and after each reconnect, on the watch task: it must not block.
     #[must_use]
-    pub fn on_return(mut self, told: impl Fn() + Send + Sync + 'static) -> Self {
-        self.returns.push(Box::new(told));
+    pub fn on_return(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
+        self.reconnect_handlers.push(Box::new(handler));
         self
     }
 
-    /// Is told when everything was read anew, after the changes that this showed: what came and went since the last that
-    /// was heard was in none of them. On the watch's own task: it must not block.
+    /// Calls `handler` after each complete list and the changes that it shows, on the watch task: it must not block. Objects that
+    /// were created and deleted since the previous watch emit no change.
     #[must_use]
-    pub fn on_read(mut self, told: impl Fn() + Send + Sync + 'static) -> Self {
-        self.reads.push(Box::new(told));
+    pub fn on_read(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
+        self.relist_handlers.push(Box::new(handler));
         self
     }
 
-    /// The informer, which stays empty until [`Self::start`].
+    /// The informer; its store is empty until [`Self::start`].
     pub fn informer(&self) -> Informer<K> {
         self.informer.clone()
     }
 
-    /// Starts watching. `check` passes while the watch is up.
+    /// Starts the watch. `check` passes while it is established.
     pub fn start(self, check: Check, stop: CancellationToken) -> Informer<K> {
         let informer = self.informer.clone();
         check.informers().add(&informer);
@@ -385,8 +384,7 @@ where
         informer
     }
 
-    /// The object without what nobody reads. One that can't be decoded is reported and left out, so that
-    /// it doesn't stop the others; what was known of it before is kept.
+    /// Trims an object for the store. A malformed object is logged and skipped; the store keeps its previous state.
     fn decode(&self, object: DeserializeGuard<K>) -> Result<Arc<K>, Key> {
         match object.0 {
             Ok(mut object) => {
@@ -397,17 +395,17 @@ where
             Err(invalid) => {
                 let ObjectMeta { name, namespace, .. } = invalid.metadata;
                 let name = Key::new(namespace.unwrap_or_default(), name.unwrap_or_default());
-                tracing::error!(object = %name, error = invalid.error, "malformed object among {}: left out", self.what);
+                tracing::error!(object = %name, error = invalid.error, "ignoring a malformed object of {}", self.what);
                 Err(name)
             }
         }
     }
 
-    fn take(&self, object: DeserializeGuard<K>) {
+    fn store(&self, object: DeserializeGuard<K>) {
         let Ok(object) = self.decode(object) else { return };
         let key = Key::of(&*object);
         let old = self.objects_mut().insert(key.clone(), object.clone());
-        self.tell(&Change { key: &key, old: old.as_ref(), new: Some(&object) });
+        self.notify(&Change { key: &key, old: old.as_ref(), new: Some(&object) });
     }
 
     fn remove(&self, key: &Key) {
@@ -418,33 +416,33 @@ where
             old
         };
         if old.is_some() {
-            self.tell(&Change { key, old: old.as_ref(), new: None });
+            self.notify(&Change { key, old: old.as_ref(), new: None });
         }
     }
 
-    /// Takes a fresh list: what it lacks is gone, what it has is new or changed.
-    fn replace(&self, fresh: HashMap<Key, Arc<K>>, told: Told) {
+    /// Replaces the store by a new list and reports the differences as changes.
+    fn replace(&self, fresh: HashMap<Key, Arc<K>>, last_sync: LastSync) {
         let before = std::mem::replace(&mut *self.objects_mut(), fresh);
-        // Whoever is told below looks at what is known by then.
-        *self.informer.told_mut() = told;
-        // Nobody else changes the copy, so it stays as it is while all that is told.
+        // Handlers may read the store's currency.
+        *self.informer.last_sync_mut() = last_sync;
+        // Only this task modifies the store, so it does not change during the loop.
         for (key, old) in &before {
             if self.informer.get(key).is_none() {
-                self.tell(&Change { key, old: Some(old), new: None });
+                self.notify(&Change { key, old: Some(old), new: None });
             }
         }
         for new in self.informer.list() {
             let key = Key::of(&*new);
             let old = before.get(&key);
-            // Not by the version alone: a server that went back in time gives one that was seen to another state.
+            // Compare more than the resource version: a restored server may reuse it for another state.
             if old.is_none_or(|old| old.meta() != new.meta()) {
-                self.tell(&Change { key: &key, old, new: Some(&new) });
+                self.notify(&Change { key: &key, old, new: Some(&new) });
             }
         }
-        self.informer.shared.read.send_replace(told.read);
+        self.informer.shared.read.send_replace(last_sync.list_started);
     }
 
-    fn tell(&self, change: &Change<'_, K>) {
+    fn notify(&self, change: &Change<'_, K>) {
         for handler in &self.handlers {
             handler(change);
         }

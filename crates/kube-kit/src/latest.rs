@@ -1,5 +1,5 @@
-//! An informer's copy with the process's own latest writes over it. A watch lags behind the answers to
-//! writes by some milliseconds; whoever decides in between must not decide on what was before.
+//! Mutation cache: own writes laid over an informer's store. A watch lags behind the responses to writes by some
+//! milliseconds; decisions in between must not use the previous state.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,33 +10,33 @@ use tokio::time::Instant;
 use crate::informer::{Change, Informer, Key};
 use process_kit::memory::give_back;
 
-/// Reads the newest that is known of an object. An own write is believed until the watch has it or tells of the object's
-/// end, however far behind that is, or everything was read anew.
+/// Returns the newest known state of an object. An own write is used until the watch has passed it or reports the object's
+/// deletion, however late, or a relist started after it.
 ///
-/// What becomes of it while the watch is down, or the server goes back to an older state, may be in no change: who writes
-/// looks at all again in the informer's `on_read`.
+/// Changes during a watch outage, or caused by a restore of the server, may be missing from the change events. Users
+/// therefore reconcile all objects in the informer's `on_read` callback.
 #[derive(Debug)]
 pub struct Latest<K> {
     informer: Informer<K>,
-    own: Mutex<HashMap<Key, Own<K>>>,
+    own: Mutex<HashMap<Key, OwnWrite<K>>>,
 }
 
 /// An own write.
 #[derive(Debug)]
-struct Own<K> {
+struct OwnWrite<K> {
     object: Arc<K>,
-    /// Whether it was the object's end.
-    ended: bool,
+    /// Whether the write deleted the object.
+    deleted: bool,
     answered: Instant,
 }
 
-impl<K: Resource> Own<K> {
-    fn new(object: K, ended: bool) -> Self {
-        Self { object: Arc::new(object), ended, answered: Instant::now() }
+impl<K: Resource> OwnWrite<K> {
+    fn new(object: K, deleted: bool) -> Self {
+        Self { object: Arc::new(object), deleted, answered: Instant::now() }
     }
 
     fn is_newer(&self, seen: Option<&K>) -> bool {
-        match self.ended {
+        match self.deleted {
             true => seen.is_some_and(|seen| seen.meta().uid == self.object.meta().uid),
             false => is_newer(&*self.object, seen),
         }
@@ -44,62 +44,61 @@ impl<K: Resource> Own<K> {
 }
 
 impl<K: Resource> Latest<K> {
-    /// Nothing written yet. [`Self::seen`] must be called from the informer's `on_change`.
+    /// Creates an empty cache. The informer's `on_change` handler must call [`Self::seen`].
     pub fn new(informer: Informer<K>) -> Self {
         Self { informer, own: Mutex::default() }
     }
 
-    /// The informer below.
+    /// The underlying informer.
     pub fn informer(&self) -> &Informer<K> {
         &self.informer
     }
 
-    /// The newest of what was seen and what was written.
+    /// Returns the newer of the informer's state and the own write.
     pub fn get(&self, key: &Key) -> Option<Arc<K>> {
         let mut own = self.own();
         let Some(written) = own.get(key) else { return self.informer.get(key) };
-        // Before the look at what was seen, which is no older than that then.
-        let told = self.informer.told();
+        // Before reading the store, so that the store is at least as current.
+        let last_sync = self.informer.last_sync();
         let seen = self.informer.get(key);
-        let was_read_since = told.read.is_some_and(|read| read > written.answered);
-        // One that is seen as it was before, though the watch is past the write, is of a server that went back.
-        let came_and_went =
-            seen.is_none() && version(&*written.object).is_some_and(|own| told.version >= Some(own));
-        if was_read_since || came_and_went || !written.is_newer(seen.as_deref()) {
+        let was_relisted = last_sync.list_started.is_some_and(|read| read > written.answered);
+        // If the store has the old object although the watch has passed the write, the server was restored.
+        let created_and_deleted =
+            seen.is_none() && version(&*written.object).is_some_and(|own| last_sync.version >= Some(own));
+        if was_relisted || created_and_deleted || !written.is_newer(seen.as_deref()) {
             own.remove(key);
             return seen;
         }
-        (!written.ended).then(|| written.object.clone())
+        (!written.deleted).then(|| written.object.clone())
     }
 
-    /// Takes the answer to a create.
+    /// Stores the response to a create.
     pub fn created(&self, object: K) {
         let key = Key::of(&object);
         let mut own = self.own();
         if is_newer(&object, self.informer.get(&key).as_deref()) {
-            own.insert(key, Own::new(object, false));
+            own.insert(key, OwnWrite::new(object, false));
         }
     }
 
-    /// Takes the answer to a change of an object that was there. One that the watch says is gone by now
-    /// stays gone.
+    /// Stores the response to an update. Ignored if the watch has reported the object's deletion.
     pub fn changed(&self, object: K) {
         let key = Key::of(&object);
         let mut own = self.own();
         let seen = self.informer.get(&key);
         let was_known = seen.is_some() || own.contains_key(&key);
-        let has_ended =
-            own.get(&key).is_some_and(|own| own.ended && own.object.meta().uid == object.meta().uid);
-        if was_known && !has_ended && is_newer(&object, seen.as_deref()) {
-            own.insert(key, Own::new(object, false));
+        let was_deleted =
+            own.get(&key).is_some_and(|own| own.deleted && own.object.meta().uid == object.meta().uid);
+        if was_known && !was_deleted && is_newer(&object, seen.as_deref()) {
+            own.insert(key, OwnWrite::new(object, false));
         }
     }
 
-    /// Takes an object, as it was before, that an own write ended: by removing its last finalizer.
+    /// Stores that an own write deleted the object, by removing its last finalizer. `object` is its previous state.
     pub fn ended(&self, object: K) {
         let key = Key::of(&object);
         let mut own = self.own();
-        let written = Own::new(object, true);
+        let written = OwnWrite::new(object, true);
         if written.is_newer(self.informer.get(&key).as_deref()) {
             own.insert(key, written);
         } else {
@@ -107,7 +106,7 @@ impl<K: Resource> Latest<K> {
         }
     }
 
-    /// Forgets a write once the watch has caught up with it.
+    /// Drops a write that the watch has passed.
     pub fn seen(&self, change: &Change<'_, K>) {
         let mut own = self.own();
         if let Some(written) = own.get(change.key)
@@ -118,13 +117,13 @@ impl<K: Resource> Latest<K> {
         }
     }
 
-    fn own(&self) -> MutexGuard<'_, HashMap<Key, Own<K>>> {
+    fn own(&self) -> MutexGuard<'_, HashMap<Key, OwnWrite<K>>> {
         self.own.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Waits until an informer shows what the API server has by a key, or what came after it. False when the deadline came
-/// first.
+/// Waits until an informer shows this state of an object or a newer one. `live` is None if the object does not exist on the
+/// API server. Returns false at the deadline.
 pub async fn catch_up<K: Resource>(
     informer: &Informer<K>,
     key: &Key,
@@ -151,7 +150,7 @@ fn version<K: Resource>(object: &K) -> Option<u64> {
     number(&object.resource_version()?)
 }
 
-/// A resource version as what it is: a number that can be compared (KEP-5504).
+/// Parses a resource version as a comparable number (KEP-5504).
 pub(crate) fn number(version: &str) -> Option<u64> {
     version.parse().ok()
 }
@@ -170,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn an_own_write_counts_until_the_watch_has_it() {
+    fn an_own_write_is_used_until_the_watch_has_it() {
         let latest = Latest::new(Informer::<ConfigMap>::fixed([object("9")]));
         let key = Key::cluster("a");
         latest.changed(object("10"));
@@ -183,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_answer_does_not_bring_a_deleted_object_back() {
+    fn a_late_response_does_not_restore_a_deleted_object() {
         let latest = Latest::new(Informer::<ConfigMap>::fixed([]));
         latest.changed(object("10"));
         assert!(latest.get(&Key::cluster("a")).is_none());
@@ -192,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_was_ended_is_gone_before_the_watch_says_so_and_the_next_of_its_name_is_not() {
+    fn a_deleted_object_is_hidden_until_the_watch_reports_it_and_its_successor_is_not() {
         let of = |uid: &str, version: &str| {
             let mut object = object(version);
             object.metadata.uid = Some(uid.into());

@@ -1,7 +1,7 @@
-//! The large objects of Kubernetes with only those of their fields that somebody here reads. A PersistentVolume alone has
-//! room for two dozen kinds of storage: what nobody reads is skipped while an object is decoded, and never takes up memory.
+//! Partial objects: large Kubernetes types with only the fields that Nestor reads. A PersistentVolume alone has fields for
+//! two dozen storage types; unused fields are skipped while decoding and use no memory.
 //!
-//! These are for reading. Whoever writes sends a patch, or an object of `k8s-openapi`.
+//! Partial objects are read-only: writes use patches, or types of `k8s-openapi`.
 
 mod attachment;
 mod claim;
@@ -18,7 +18,7 @@ pub use node::Node;
 pub use pod::{Pod, PodVolume};
 pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec, PersistentVolumeStatus};
 
-/// Makes a type the same resource as one of `k8s-openapi`.
+/// Implements [`kube::Resource`] for a partial type like its complete type.
 macro_rules! resource {
     ($lean:ty, $whole:ty) => {
         impl kube::Resource for $lean {
@@ -53,7 +53,7 @@ macro_rules! resource {
 }
 use resource;
 
-/// What is there, or nothing: parts of an object may be missing, or null.
+/// Decodes a missing or null value as the default.
 fn or_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: serde::Deserializer<'de>,
@@ -62,7 +62,7 @@ where
     Ok(<Option<T> as serde::Deserialize>::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// A list that may be missing, or null, in no more memory than it needs: most have one member, and grew to have room for
+/// Decodes a list that may be missing or null, and shrinks it to its length: most lists have one element but a capacity of
 /// four.
 fn list<'de, D, T>(deserializer: D) -> Result<Vec<T>, D::Error>
 where

@@ -1,10 +1,10 @@
-//! Leader election among the replicas of a controller by a `coordination.k8s.io/v1` Lease, as client-go does it: one
-//! replica holds the Lease and renews it; who sees no renewal for the Lease's duration takes it over.
+//! Leader election among the replicas of a controller with a `coordination.k8s.io/v1` Lease, like client-go's: the holder
+//! renews the Lease; another replica takes it if it sees no renewal for the lease duration.
 //!
-//! Clocks of different machines are never compared. A candidate measures by its own monotonic clock how long the Lease
-//! has not changed before its eyes, and the holder counts from before it sent its last renewal, so it has stopped by
-//! the time another may begin, as long as both clocks run at about the same speed. What decides is the API server: each
-//! write names the version that it replaces.
+//! Clocks of different nodes are never compared. A candidate measures with its own monotonic clock how long the Lease has
+//! been unchanged. The holder counts from before its last renewal request, so it stops before another can start, provided
+//! both clocks run at about the same speed. The API server serializes the writes: each update contains the resource version
+//! that it replaces.
 
 mod args;
 mod decide;
@@ -35,16 +35,16 @@ use decide::{Step, claimed, holder, next, released};
 
 pub use args::LeaseArgs;
 
-/// Why a request failed that took too long.
-const NO_ANSWER: &str = "the API server did not answer in time";
+/// Error of a request that timed out.
+const TIMED_OUT: &str = "the API server did not respond in time";
 
-/// What runs in one replica at a time: in the holder of a Lease, or in this process where there is no election.
+/// Leader election: runs a task in one replica at a time, or in this process if the election is disabled.
 pub struct Election {
     metrics: Metrics,
     candidate: Option<Candidate>,
 }
 
-/// How a replica takes part.
+/// Configuration of a replica that takes part.
 struct Candidate {
     client: Client,
     lease: Key,
@@ -66,7 +66,7 @@ impl std::fmt::Debug for Election {
 }
 
 impl Election {
-    /// Registers the metrics. Without a namespace for the Lease, there is no election.
+    /// Registers the metrics. The election is disabled if the Lease has no namespace.
     fn new(
         component: &'static str,
         client: &Client,
@@ -77,12 +77,12 @@ impl Election {
         let metrics = Metrics::default();
         registry.register(
             "leader",
-            "1 while this replica runs the reconcilers, else 0",
+            "1 while this replica is the leader and runs the reconcilers, else 0",
             metrics.leader.clone(),
         );
         registry.register(
             "leader_terms",
-            "How often this replica began to run the reconcilers",
+            "Number of times this replica became the leader",
             metrics.terms.clone(),
         );
         let candidate = namespace.map(|namespace| Candidate {
@@ -95,10 +95,10 @@ impl Election {
         Self { metrics, candidate }
     }
 
-    /// Runs `term` whenever this replica leads, until it ends by itself, which it must soon after `stop`; the Lease is
-    /// given back then. When the Lease is lost, the term is dropped wherever it is, and nothing of it runs any more.
-    /// `ready` gets a check for the watch of the Lease. A term begins only when all informers with a check of `ready`
-    /// that had been read have been read anew: what the replica saw while it stood by may be long past.
+    /// Runs `term` whenever this replica is the leader, until `term` reconnect_handlers, which it must soon after `stop` is cancelled; then
+    /// releases the Lease. If the Lease is lost, `term` is dropped immediately. Adds a check for the watch of the Lease to
+    /// `ready`. Before each term, all informers with a check in `ready` that have completed their first list are relisted,
+    /// because their stores may have been stale during standby.
     pub async fn lead<Term: Future<Output = ()>>(
         self,
         ready: &Health,
@@ -109,13 +109,13 @@ impl Election {
         match candidate {
             Some(candidate) => {
                 let term = || async {
-                    ready.informers().reach_the_present().await;
+                    ready.informers().relist_all().await;
                     term().await;
                 };
                 candidate.start(metrics, ready, stop).lead(stop, term).await;
             }
             None => {
-                metrics.begun();
+                metrics.started();
                 term().await;
                 metrics.ended();
             }
@@ -124,7 +124,7 @@ impl Election {
 }
 
 impl Metrics {
-    fn begun(&self) {
+    fn started(&self) {
         self.leader.set(1);
         self.terms.inc();
     }
@@ -165,17 +165,17 @@ struct Elector {
     identity: String,
     timings: Timings,
     metrics: Metrics,
-    /// The newest that is known of the Lease, by the watch or by an answer.
+    /// Newest known Lease, from the watch or a response.
     known: Option<Arc<Lease>>,
-    /// Since when its spec is as it is, before the eyes of this process.
+    /// Since when its spec has been unchanged, by the clock of this process.
     unchanged_since: Instant,
 }
 
-/// Why a write did not make this replica the holder.
+/// Why a write failed.
 enum Refusal {
-    /// Somebody else wrote, or removed, what it was to replace.
+    /// Another replica changed or deleted the Lease.
     Changed,
-    /// No answer in time, or another.
+    /// The request failed or timed out.
     Failed(String),
 }
 
@@ -187,31 +187,31 @@ impl Elector {
         }
         while let Some(until) = self.acquire(stop).await {
             tracing::info!(lease = %self.lease, identity = self.identity, "leading");
-            self.metrics.begun();
-            self.tell("became leader");
+            self.metrics.started();
+            self.record_event("became leader");
             let until = Mutex::new(until);
             let lost = tokio::select! {
-                // Before every step of the term it is looked whether the Lease is still held.
+                // Check before every poll of the term whether the Lease is still held.
                 biased;
-                why = self.renew(&until) => Some(why),
+                reason = self.renew(&until) => Some(reason),
                 () = while_held(&until, term()) => None,
             };
             self.metrics.ended();
-            let Some(why) = lost else { return self.release().await };
-            tracing::warn!(lease = %self.lease, "stopped leading: {why}");
-            self.tell("stopped leading");
+            let Some(reason) = lost else { return self.release().await };
+            tracing::warn!(lease = %self.lease, "stopped leading: {reason}");
+            self.record_event("stopped leading");
         }
     }
 
-    /// Waits until this replica holds the Lease; gives until when it surely does. None when `stop` came first.
+    /// Waits until this replica holds the Lease, and returns until when it surely does. Returns None if `stop` is cancelled first.
     async fn acquire(&mut self, stop: &CancellationToken) -> Option<Instant> {
         while !stop.is_cancelled() {
             let seen = self.watch.get(&self.lease);
             let was_seen = seen.is_some();
             match seen {
-                Some(seen) => self.note(Some(seen)),
+                Some(seen) => self.observe(Some(seen)),
                 None if self.known.is_none() => {}
-                // It was removed, or the watch is behind.
+                // The Lease was deleted, or the watch lags.
                 None => {
                     if let Err(reason) = self.read(Instant::now() + self.timings.attempt()).await {
                         self.pause(&reason, stop).await;
@@ -249,24 +249,24 @@ impl Elector {
         None
     }
 
-    /// Gives the API server time.
+    /// Waits before a retry.
     async fn pause(&self, reason: &str, stop: &CancellationToken) {
-        tracing::warn!(lease = %self.lease, "cannot take the Lease: {reason}; trying again");
+        tracing::warn!(lease = %self.lease, "failed to acquire the Lease: {reason}; retrying");
         let pause = self.timings.retry_period.mul_f64(1.0 + fastrand::f64() / 5.0);
-        // Either way it goes on.
+        // The caller continues in both cases.
         let _ = tokio::time::timeout(pause, stop.cancelled()).await;
     }
 
-    /// Keeps the Lease; returns when it is lost, and says why. `until` is kept at when it runs out.
+    /// Renews the Lease; returns the reason when it is lost. Updates `until`, the time until which it is held.
     async fn renew(&mut self, until: &Mutex<Instant>) -> String {
         let mut at = Instant::now() + self.timings.retry_period;
         loop {
             let end = *until.lock().unwrap_or_else(PoisonError::into_inner);
             if Instant::now() >= end {
-                return format!("it could not be renewed for {:?}", self.timings.renew_deadline);
+                return format!("the Lease was not renewed for {:?}", self.timings.renew_deadline);
             }
             if let Some(other) = self.taken(at.min(end)).await {
-                return format!("the Lease is held by {other} now");
+                return format!("the Lease is now held by {other}");
             }
             let sent = Instant::now();
             if sent < at {
@@ -285,20 +285,20 @@ impl Elector {
                 Err(Refusal::Failed(reason)) => Err(reason),
             };
             match refusal {
-                // It is this replica's, in a version that it did not know: at once again.
+                // This replica holds a version that it did not know: renew immediately.
                 Ok(()) if holder(self.spec()) == Some(&*self.identity) => at = sent,
                 Ok(()) => {
-                    let other = holder(self.spec()).unwrap_or("nobody");
-                    return format!("the Lease is held by {other} now");
+                    let other = holder(self.spec()).unwrap_or("no replica");
+                    return format!("the Lease is now held by {other}");
                 }
                 Err(reason) => {
-                    tracing::warn!(lease = %self.lease, "cannot renew the Lease: {reason}; trying again");
+                    tracing::warn!(lease = %self.lease, "failed to renew the Lease: {reason}; retrying");
                 }
             }
         }
     }
 
-    /// Waits until the watch shows that another holds the Lease, and gives its identity; None when `at` came first.
+    /// Waits until the watch shows another holder, and returns its identity; None at `at`.
     async fn taken(&self, at: Instant) -> Option<String> {
         let by_another = |seen: Option<&Arc<Lease>>| {
             let seen = seen.filter(|seen| is_newer(&***seen, self.known.as_deref()))?;
@@ -307,25 +307,25 @@ impl Elector {
         };
         let other = self.watch.wait_for(&self.lease, at, by_another).await;
         if other.is_none() {
-            // The watch ends before the term does when the process is stopped.
+            // On shutdown, the watch ends before the term.
             sleep_until(at).await;
         }
         other
     }
 
-    /// Gives the Lease back, so that another replica need not wait.
+    /// Releases the Lease, so that another replica need not wait.
     async fn release(&mut self) {
         let spec = released(self.spec());
         match self.write(spec, Instant::now() + self.timings.attempt()).await {
-            Ok(()) => tracing::info!(lease = %self.lease, "gave the Lease back"),
+            Ok(()) => tracing::info!(lease = %self.lease, "released the Lease"),
             Err(Refusal::Changed) => {}
             Err(Refusal::Failed(reason)) => {
-                tracing::warn!(lease = %self.lease, "cannot give the Lease back: {reason}");
+                tracing::warn!(lease = %self.lease, "failed to release the Lease: {reason}");
             }
         }
     }
 
-    /// Replaces the Lease as it is known, or makes it.
+    /// Updates the known Lease, or creates it.
     async fn write(&mut self, spec: LeaseSpec, deadline: Instant) -> Result<(), Refusal> {
         let lease = match self.known.as_deref() {
             Some(known) => Lease { spec: Some(spec), ..known.clone() },
@@ -343,29 +343,29 @@ impl Elector {
         };
         match timeout_at(deadline, written).await {
             Ok(Ok(lease)) => {
-                self.note(Some(Arc::new(lease)));
+                self.observe(Some(Arc::new(lease)));
                 Ok(())
             }
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => Err(Refusal::Changed),
             Ok(Err(error)) => Err(Refusal::Failed(chain(&error))),
-            Err(_) => Err(Refusal::Failed(NO_ANSWER.to_owned())),
+            Err(_) => Err(Refusal::Failed(TIMED_OUT.to_owned())),
         }
     }
 
-    /// Reads the Lease from the API server; fails with a reason.
+    /// Reads the Lease from the API server.
     async fn read(&mut self, deadline: Instant) -> Result<(), String> {
         match timeout_at(deadline, self.api.get_opt(&self.lease.name)).await {
             Ok(Ok(lease)) => {
-                self.note(lease.map(Arc::new));
+                self.observe(lease.map(Arc::new));
                 Ok(())
             }
             Ok(Err(error)) => Err(chain(&error)),
-            Err(_) => Err(NO_ANSWER.to_owned()),
+            Err(_) => Err(TIMED_OUT.to_owned()),
         }
     }
 
-    /// Takes what was seen of the Lease, unless newer is known.
-    fn note(&mut self, seen: Option<Arc<Lease>>) {
+    /// Stores a state of the Lease, unless a newer one is known.
+    fn observe(&mut self, seen: Option<Arc<Lease>>) {
         if let (Some(seen), Some(known)) = (&seen, &self.known)
             && !is_newer(&**seen, Some(&**known))
         {
@@ -381,7 +381,7 @@ impl Elector {
         self.known.as_ref()?.spec.as_ref()
     }
 
-    fn tell(&self, what: &str) {
+    fn record_event(&self, what: &str) {
         let about = ObjectReference {
             api_version: Some(Lease::api_version(&()).into_owned()),
             kind: Some(Lease::kind(&()).into_owned()),
@@ -394,8 +394,7 @@ impl Elector {
     }
 }
 
-/// Does a step of `work` only before `until`. After a process stood still, its timers may fire later than its work goes
-/// on.
+/// Polls `work` only before `until`. After a suspension of the process, work may resume before timers fire.
 async fn while_held<Work: Future>(until: &Mutex<Instant>, work: Work) -> Work::Output {
     let mut work = pin!(work);
     std::future::poll_fn(|context| {
@@ -408,7 +407,7 @@ async fn while_held<Work: Future>(until: &Mutex<Instant>, work: Work) -> Work::O
     .await
 }
 
-/// The host's name, for people, and what no other process has.
+/// Host name, for operators, and a random suffix.
 fn identity() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     format!("{}_{:016x}", host.trim(), fastrand::u64(..))

@@ -1,5 +1,5 @@
-//! What every Nestor controller needs around kube: a client, informers with waits, keyed work queues,
-//! leader election, events, telemetry, health, and a `main` that ends well. Nothing here knows storage.
+//! Controller toolkit on top of kube: clients, informers, mutation cache, work queues, leader election, Events, logs, metrics,
+//! health checks and process setup. Contains nothing about storage.
 
 pub mod client;
 pub mod events;

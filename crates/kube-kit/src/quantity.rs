@@ -1,8 +1,8 @@
-//! Kubernetes quantities as whole numbers, of bytes or of anything else.
+//! Kubernetes quantities as integers.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-/// The whole number that a quantity says, rounded up; None when it is not one.
+/// Returns the value of a quantity, rounded up; None if it is invalid.
 pub fn value(quantity: &Quantity) -> Option<u64> {
     let text = quantity.0.trim();
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.').len();
@@ -38,8 +38,7 @@ pub fn value(quantity: &Quantity) -> Option<u64> {
     u64::try_from(scaled.div_ceil(fraction_scale * scale_down)).ok()
 }
 
-/// Bytes as people read them, with the largest binary unit that leaves a whole number: quotas and events
-/// repeat a quantity as it was written.
+/// Formats bytes with the largest binary unit that divides them, because quotas and Events show quantities as written.
 pub fn of(bytes: u64) -> Quantity {
     let units = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"];
     let (mut number, mut unit) = (bytes, 0);
@@ -55,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantities_are_read_in_every_notation() {
+    fn quantities_are_parsed_in_every_notation() {
         for (text, expected) in [
             ("1Gi", 1 << 30),
             ("1.5Ki", 1536),

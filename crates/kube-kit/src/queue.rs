@@ -1,6 +1,5 @@
-//! A keyed work queue: each key is worked on by one task at a time, pushes of a waiting key merge into
-//! one, and a failed key comes back after a jittered, growing delay. Keys that wait take [turns](crate::fair), by
-//! whose they are.
+//! Keyed work queue: each key is processed by one task at a time, repeated pushes of a queued key are merged, and a failed
+//! key is retried with exponential backoff and jitter. Queued keys are served with [fair queuing](crate::fair).
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::{Debug, Display};
@@ -15,15 +14,14 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-mod later;
+mod delayed;
 
 use crate::fair::Lanes;
 use crate::informer::Key;
-use later::Later;
+use delayed::DelayedKeys;
 use process_kit::memory::give_back;
 
-/// Where keys are pushed from anywhere. While nobody works them off they are dropped: who begins to, pushes all keys
-/// that there are.
+/// Handle for pushing keys. Without a worker, keys are dropped: a new worker's owner pushes all existing keys.
 #[derive(Debug)]
 pub struct Queue<K>(Arc<Mutex<Option<mpsc::UnboundedSender<Pushed<K>>>>>);
 
@@ -37,8 +35,8 @@ impl<K> Default for Queue<K> {
 enum Pushed<K> {
     Key(K),
     After(K, Duration),
-    /// Whatever failed may be tried again.
-    Hurry,
+    /// Retry all failed keys now.
+    RetryNow,
 }
 
 impl<K> Clone for Queue<K> {
@@ -47,21 +45,21 @@ impl<K> Clone for Queue<K> {
     }
 }
 
-/// Over how long the keys are spread that are tried again at once.
-const HURRY: Duration = Duration::from_secs(1);
+/// Time over which such retries are spread.
+const RETRY_SPREAD: Duration = Duration::from_secs(1);
 
-/// The other end of a [`Queue`], which works the keys off.
+/// Consumer of a [`Queue`].
 #[derive(Debug)]
 pub struct Worker<K>(mpsc::UnboundedReceiver<Pushed<K>>);
 
-/// A new queue, and who works it off.
+/// Creates a queue and its worker.
 pub fn queue<K>() -> (Queue<K>, Worker<K>) {
     let queue = Queue::default();
     let worker = queue.worker();
     (queue, worker)
 }
 
-/// When to look at a key again.
+/// When to process a key again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
     /// When it is pushed.
@@ -70,12 +68,12 @@ pub enum Next {
     After(Duration),
 }
 
-/// How soon a failed key is tried again.
+/// Backoff of failed keys.
 #[derive(Debug, Clone, Copy)]
 pub struct Retry {
-    /// Delay after the first failure; each further one doubles it.
+    /// Delay after the first failure; doubles with each further failure.
     pub first: Duration,
-    /// The longest delay.
+    /// Maximum delay.
     pub longest: Duration,
 }
 
@@ -86,7 +84,7 @@ impl Default for Retry {
 }
 
 impl Retry {
-    /// The delay after so many failures in a row: half of it fixed, half random.
+    /// Delay after this number of consecutive failures: half fixed, half random.
     fn delay(&self, failures: u32) -> Duration {
         let full = self.first.saturating_mul(1 << failures.saturating_sub(1).min(20)).min(self.longest);
         full.mul_f64(0.5 + fastrand::f64() / 2.0)
@@ -94,23 +92,22 @@ impl Retry {
 }
 
 impl<K> Queue<K> {
-    /// Asks for a look at `key`.
+    /// Enqueues `key`.
     pub fn push(&self, key: K) {
         self.send(Pushed::Key(key));
     }
 
-    /// Asks for a look at `key` when so much time has passed: what is pushed until then merges into it.
+    /// Enqueues `key` after a delay. An earlier push replaces it.
     pub fn push_after(&self, key: K, delay: Duration) {
         self.send(Pushed::After(key, delay));
     }
 
-    /// Asks for a look at every key that waits to be tried again, within `HURRY`: what made them fail, such as a
-    /// link that was down, is over.
+    /// Retries all failed keys within `RETRY_SPREAD`, because the cause of their failures is gone, such as a lost connection.
     pub fn hurry(&self) {
-        self.send(Pushed::Hurry);
+        self.send(Pushed::RetryNow);
     }
 
-    /// Works off what is pushed from now on, in the place of an earlier worker.
+    /// Creates a worker for keys that are pushed from now on. Replaces an earlier worker.
     pub fn worker(&self) -> Worker<K> {
         let (sender, receiver) = mpsc::unbounded_channel();
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
@@ -119,14 +116,14 @@ impl<K> Queue<K> {
 
     fn send(&self, pushed: Pushed<K>) {
         if let Some(sender) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            // The worker may be gone, and what is pushed with it.
+            // Fails if the worker is gone; then the key is dropped.
             let _ = sender.send(pushed);
         }
     }
 }
 
 impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
-    /// Works keys off, `parallel` at once, until `stop`; lets the work under way end. The first that waits comes first.
+    /// Processes keys in FIFO order, up to `parallel` concurrently, until `stop`; then completes running work.
     pub async fn run<Work, Working, Error>(
         self,
         parallel: usize,
@@ -141,46 +138,46 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         self.run_fair(parallel, retry, stop, |_| Key::cluster(""), work).await;
     }
 
-    /// The same, but keys come in turn by their lanes: of an object in a namespace.
-    pub async fn run_fair<Lane, Work, Working, Error>(
+    /// Like [`Self::run`], but with fair queuing: `flow` returns the flow of a key.
+    pub async fn run_fair<Flow, Work, Working, Error>(
         mut self,
         parallel: usize,
         retry: Retry,
         stop: CancellationToken,
-        lane: Lane,
+        flow: Flow,
         work: Work,
     ) where
-        Lane: Fn(&K) -> Key,
+        Flow: Fn(&K) -> Key,
         Work: Fn(K) -> Working,
         Working: Future<Output = Result<Next, Error>>,
         Error: Display,
     {
-        let mut state = State::new(lane);
+        let mut state = State::new(flow);
         let mut running = FuturesUnordered::new();
         loop {
-            // All that is pushed by now merges before the next key is begun.
+            // Merge all pending pushes before the next key starts.
             while let Ok(pushed) = self.0.try_recv() {
                 state.take(pushed);
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
-                let (begun, outcome) = (Instant::now(), work(key.clone()));
-                running.push(async move { (key, begun, outcome.await) });
+                let (started, outcome) = (Instant::now(), work(key.clone()));
+                running.push(async move { (key, started, outcome.await) });
             }
             tokio::select! {
                 () = stop.cancelled() => break,
                 Some(pushed) = self.0.recv() => state.take(pushed),
-                Some(key) = state.later.next() => state.push(key),
-                Some((key, begun, outcome)) = running.next() => {
+                Some(key) = state.delayed.next() => state.push(key),
+                Some((key, started, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
                             state.succeeded(&key);
                             next
                         }
                         Err(error) => {
-                            let failures = state.failed(&key, begun);
+                            let failures = state.failed(&key, started);
                             let delay = retry.delay(failures);
-                            tracing::warn!(%key, failures, "{error}; trying again in {delay:.1?}");
+                            tracing::warn!(%key, failures, "{error}; retrying in {delay:.1?}");
                             Next::After(delay)
                         }
                     };
@@ -192,39 +189,39 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
     }
 }
 
-/// Which keys wait, now or for their time, which are worked on, and which of those must be looked at once more.
-struct State<K, Lane> {
-    lane: Lane,
+/// Queued, delayed and active keys, and active keys that were pushed again.
+struct State<K, Flow> {
+    flow: Flow,
     waiting: Lanes<K>,
     queued: HashSet<K>,
     active: HashSet<K>,
-    later: Later<K>,
+    delayed: DelayedKeys<K>,
     failures: HashMap<K, u32>,
-    /// When the cause of failures was over.
-    hurried: Option<Instant>,
+    /// Time of the last [`Queue::hurry`].
+    retried_at: Option<Instant>,
 }
 
-impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
-    fn new(lane: Lane) -> Self {
+impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
+    fn new(flow: Flow) -> Self {
         Self {
-            lane,
+            flow,
             waiting: Lanes::default(),
             queued: HashSet::new(),
             active: HashSet::new(),
-            later: Later::default(),
+            delayed: DelayedKeys::default(),
             failures: HashMap::new(),
-            hurried: None,
+            retried_at: None,
         }
     }
 
     fn take(&mut self, pushed: Pushed<K>) {
         match pushed {
             Pushed::Key(key) => self.push(key),
-            Pushed::After(key, delay) => self.look_within(key, delay),
-            Pushed::Hurry => {
-                self.hurried = Some(Instant::now());
+            Pushed::After(key, delay) => self.schedule(key, delay),
+            Pushed::RetryNow => {
+                self.retried_at = Some(Instant::now());
                 for key in self.failures.keys() {
-                    self.later.bring_forward(key, HURRY.mul_f64(fastrand::f64()));
+                    self.delayed.bring_forward(key, RETRY_SPREAD.mul_f64(fastrand::f64()));
                 }
             }
         }
@@ -232,7 +229,7 @@ impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
 
     fn push(&mut self, key: K) {
         if self.queued.insert(key.clone()) && !self.active.contains(&key) {
-            self.waiting.push((self.lane)(&key), key);
+            self.waiting.push((self.flow)(&key), key);
         }
     }
 
@@ -243,7 +240,7 @@ impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
             self.queued = HashSet::new();
         }
         self.active.insert(key.clone());
-        self.later.forget(&key);
+        self.delayed.cancel(&key);
         Some(key)
     }
 
@@ -252,11 +249,11 @@ impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
         give_back(&mut self.failures);
     }
 
-    /// How often a key has failed in a row, with the work that began then.
-    fn failed(&mut self, key: &K, begun: Instant) -> u32 {
+    /// Number of consecutive failures of a key, whose work started at `started`.
+    fn failed(&mut self, key: &K, started: Instant) -> u32 {
         let failures = self.failures.entry(key.clone()).or_insert(0);
-        // What failed before the cause was over says nothing about now.
-        *failures = if self.hurried.is_some_and(|at| begun <= at) { 1 } else { *failures + 1 };
+        // A failure of work that started before [`Queue::hurry`] does not count.
+        *failures = if self.retried_at.is_some_and(|at| started <= at) { 1 } else { *failures + 1 };
         *failures
     }
 
@@ -266,16 +263,16 @@ impl<K: Clone + Eq + Hash, Lane: Fn(&K) -> Key> State<K, Lane> {
             self.active = HashSet::new();
         }
         if self.queued.contains(&key) {
-            self.waiting.push((self.lane)(&key), key);
+            self.waiting.push((self.flow)(&key), key);
         } else if let Next::After(delay) = next {
-            self.later.look_within(key, delay);
+            self.delayed.schedule(key, delay);
         }
     }
 
-    /// Unless it waits to be looked at already.
-    fn look_within(&mut self, key: K, delay: Duration) {
+    /// Unless it is queued already.
+    fn schedule(&mut self, key: K, delay: Duration) {
         if !self.queued.contains(&key) {
-            self.later.look_within(key, delay);
+            self.delayed.schedule(key, delay);
         }
     }
 }
@@ -287,7 +284,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_failing_key_comes_back_and_a_pushed_one_is_merged() {
+    async fn a_failing_key_is_retried_and_repeated_pushes_are_merged() {
         let (queue, worker) = queue::<&'static str>();
         let stop = CancellationToken::new();
         let tries = Arc::new(AtomicU32::new(0));
@@ -312,7 +309,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_failed_often_is_tried_again_at_once_when_the_cause_is_over() {
+    async fn keys_with_many_failures_are_retried_now() {
         let (queue, worker) = queue::<&'static str>();
         let stop = CancellationToken::new();
         let tries = Arc::new(AtomicU32::new(0));
@@ -332,14 +329,14 @@ mod tests {
         while tries.load(Ordering::SeqCst) < 10 {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
-        let begun = Instant::now();
+        let started = Instant::now();
         queue.hurry();
         work.await.unwrap();
-        assert!(begun.elapsed() <= HURRY, "{:?}", begun.elapsed());
+        assert!(started.elapsed() <= RETRY_SPREAD, "{:?}", started.elapsed());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn who_has_much_waits_behind_itself() {
+    async fn a_busy_flow_does_not_delay_others() {
         let (queue, worker) = queue::<Key>();
         let stop = CancellationToken::new();
         for number in 0..100 {
@@ -348,7 +345,7 @@ mod tests {
         queue.push(Key::new("quiet", "vm.1"));
         let (seen, done) = (Arc::new(Mutex::new(Vec::new())), stop.clone());
         let order = seen.clone();
-        let lane = |key: &Key| Key::new(&*key.namespace, key.name.split('.').next().unwrap_or_default());
+        let flow = |key: &Key| Key::new(&*key.namespace, key.name.split('.').next().unwrap_or_default());
         let work = move |key: Key| {
             let mut order = order.lock().unwrap();
             order.push(key);
@@ -357,13 +354,13 @@ mod tests {
             }
             async { Ok::<_, String>(Next::Wait) }
         };
-        worker.run_fair(1, Retry::default(), stop, lane, work).await;
+        worker.run_fair(1, Retry::default(), stop, flow, work).await;
         let order: Vec<String> = seen.lock().unwrap().iter().take(4).map(Key::to_string).collect();
         assert_eq!(order, ["loud/vm-0.0", "quiet/vm.1", "loud/vm-1.1", "loud/vm-0.2"]);
     }
 
     #[tokio::test(start_paused = true)]
-    async fn one_key_is_never_worked_on_twice_at_once() {
+    async fn a_key_is_processed_by_one_task_at_a_time() {
         let (queue, worker) = queue::<u32>();
         let stop = CancellationToken::new();
         let active = Arc::new(AtomicU32::new(0));
@@ -375,7 +372,7 @@ mod tests {
                 let (active, rounds) = (active.clone(), rounds.clone());
                 let (stopping, pushing) = (stopping.clone(), pushing.clone());
                 async move {
-                    assert_eq!(active.fetch_add(1, Ordering::SeqCst), 0, "two at once");
+                    assert_eq!(active.fetch_add(1, Ordering::SeqCst), 0, "two tasks at the same time");
                     pushing.push(key);
                     tokio::time::sleep(Duration::from_millis(5)).await;
                     active.fetch_sub(1, Ordering::SeqCst);
@@ -389,7 +386,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_worker_gets_what_is_pushed_while_it_is_the_last() {
+    async fn a_worker_receives_keys_pushed_after_its_creation_until_it_is_replaced() {
         let queue = Queue::default();
         queue.push(1);
         let first = queue.worker();
@@ -413,16 +410,16 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_pushed_for_later_merges_and_is_looked_at_in_time() {
+    async fn delayed_pushes_are_merged_and_processed_in_time() {
         let (queue, worker) = queue::<u32>();
         let stop = CancellationToken::new();
         let seen = Arc::new(Mutex::new(Vec::new()));
-        let (begun, looking, done) = (Instant::now(), seen.clone(), stop.clone());
+        let (started, looking, done) = (Instant::now(), seen.clone(), stop.clone());
         let work = tokio::spawn(worker.run(4, Retry::default(), stop, move |key| {
             let (looking, done) = (looking.clone(), done.clone());
             async move {
                 let mut seen = looking.lock().unwrap();
-                seen.push((key, begun.elapsed().as_millis() / 100));
+                seen.push((key, started.elapsed().as_millis() / 100));
                 if seen.len() == 3 {
                     done.cancel();
                 }
@@ -434,7 +431,7 @@ mod tests {
         queue.push_after(2, second);
         queue.push_after(3, 3 * second);
         tokio::time::sleep(second / 2).await;
-        // One that waits is not put off, one that is wanted sooner comes sooner, and one that is wanted now comes once.
+        // A later delay does not postpone a key, an earlier one brings it forward, and an immediate push replaces the delay.
         queue.push_after(1, second);
         queue.push_after(3, second);
         queue.push(2);
@@ -443,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn delays_grow_to_the_longest() {
+    fn delays_grow_to_the_maximum() {
         let retry = Retry::default();
         assert!(retry.delay(1) <= retry.first);
         assert!(retry.delay(40) <= retry.longest && retry.delay(40) >= retry.longest / 2);

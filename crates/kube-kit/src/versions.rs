@@ -1,4 +1,4 @@
-//! Finds out what a cluster serves of the APIs that others install.
+//! API discovery: versions and resources of optional APIs in a cluster.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use tokio_util::sync::CancellationToken;
 use crate::client::chain;
 use crate::health::Check;
 
-/// The version that `choose` picks among those that the cluster serves of `group`, as soon as there is one:
-/// the definitions may be installed later. None when `stop` came first.
+/// Waits until the cluster serves a version of `group` that `choose` accepts, because its CustomResourceDefinitions may be
+/// installed later. Returns None if `stop` is cancelled first.
 pub async fn served<V>(
     client: &Client,
     group: &str,
@@ -38,11 +38,11 @@ pub async fn served<V>(
                     return Some(version);
                 }
                 format!(
-                    "the cluster serves no version of {group} that is known here, but {served:?}: install its \
+                    "the cluster serves no supported version of {group}, only {served:?}: install its \
                      CustomResourceDefinitions"
                 )
             }
-            Err(error) => format!("cannot ask the cluster for its API groups: {}", chain(&error)),
+            Err(error) => format!("failed to list the API groups of the cluster: {}", chain(&error)),
         };
         if reason != last_reason {
             tracing::warn!("{reason}");
@@ -57,8 +57,8 @@ pub async fn served<V>(
     }
 }
 
-/// Whether the cluster serves `resource`, in the plural, of `group_version` now, asked until it answers. None when
-/// `stop` came first.
+/// Whether the cluster serves `resource` (plural) of `group_version`. Retries until the API server answers. Returns None if
+/// `stop` is cancelled first.
 pub async fn serves(
     client: &Client,
     group_version: &str,
@@ -76,8 +76,8 @@ pub async fn serves(
             Ok(list) => list.resources.iter().any(|one| one.name == resource),
             Err(kube::Error::Api(status)) if status.code == 404 => false,
             Err(error) => {
-                let reason = format!("cannot ask the cluster for {group_version}: {}", chain(&error));
-                tracing::warn!("{reason}; trying again in {delay:?}");
+                let reason = format!("failed to list the resources of {group_version}: {}", chain(&error));
+                tracing::warn!("{reason}; retrying in {delay:?}");
                 check.fail(reason);
                 tokio::select! {
                     () = stop.cancelled() => return None,

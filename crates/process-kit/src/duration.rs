@@ -1,13 +1,17 @@
-//! Durations as flags take them and reports show them: a whole number and a unit.
+//! Durations as text in flags and reports: integers with units.
 
 use std::time::Duration;
 
-/// Units, largest first, and their seconds.
+/// Units in descending order, with their seconds.
 const UNITS: [(char, u64); 4] = [('d', 86_400), ('h', 3600), ('m', 60), ('s', 1)];
 
-/// Reads `90s`, `5m`, `12h`, `30d`, or several of these in a row, as in `1h30m`.
+/// Parses `90s`, `5m`, `12h`, `30d`, or a sequence such as `1h30m`.
 pub fn parse(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is not a duration: whole numbers with d, h, m or s, as in 90s or 1h30m");
+    let wrong = || {
+        format!(
+            "{text:?} is not a duration: expected integers with the units d, h, m or s, such as 90s or 1h30m"
+        )
+    };
     let (mut seconds, mut number) = (0u64, String::new());
     for c in text.chars() {
         if c.is_ascii_digit() {
@@ -22,7 +26,7 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     if text.is_empty() || !number.is_empty() { Err(wrong()) } else { Ok(Duration::from_secs(seconds)) }
 }
 
-/// A duration in its two largest units, as in `3d4h`.
+/// Formats a duration with its two largest units, such as `3d4h`.
 pub fn show(duration: Duration) -> String {
     let mut left = duration.as_secs();
     let parts = UNITS.into_iter().filter_map(|(name, unit)| {
@@ -39,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_are_read_as_they_are_shown() {
+    fn formatted_durations_can_be_parsed() {
         for (text, seconds) in [("90s", 90), ("5m", 300), ("1h30m", 5400), ("30d", 30 * 86_400), ("0s", 0)] {
             assert_eq!(parse(text), Ok(Duration::from_secs(seconds)), "{text}");
             assert_eq!(

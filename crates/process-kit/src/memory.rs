@@ -1,15 +1,15 @@
-//! Memory that is given back: a map that had many entries keeps the room for them until it is told not to.
+//! Shrinking of maps: a `HashMap` keeps its capacity after entries were removed.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, Hash};
 
-/// Below this nothing is worth it.
-const SMALL: usize = 64;
+/// Capacity below which a map is not shrunk.
+const MIN_CAPACITY: usize = 64;
 
-/// Called after entries were removed: leaves at most four times the room that is used. That costs as little for each
-/// removal as growing does for each insertion.
+/// Shrinks a map to at most four times its length. To be called after removals; its amortized cost is like that of growth on
+/// insertion.
 pub fn give_back<K: Eq + Hash, V, S: BuildHasher>(map: &mut HashMap<K, V, S>) {
-    if map.capacity() > SMALL && map.len() * 4 < map.capacity() {
+    if map.capacity() > MIN_CAPACITY && map.len() * 4 < map.capacity() {
         map.shrink_to(map.len() * 2);
     }
 }
@@ -19,12 +19,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_map_that_shrank_keeps_little_room() {
+    fn a_map_with_few_entries_has_a_small_capacity() {
         let mut map: HashMap<u32, u32> = (0..10_000).map(|number| (number, number)).collect();
         for number in 0..9_990 {
             map.remove(&number);
             give_back(&mut map);
         }
-        assert!(map.len() == 10 && map.capacity() <= 2 * SMALL, "{}", map.capacity());
+        assert!(map.len() == 10 && map.capacity() <= 2 * MIN_CAPACITY, "{}", map.capacity());
     }
 }

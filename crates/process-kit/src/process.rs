@@ -1,4 +1,4 @@
-//! The frame of a `main`: crypto provider, logs, runtime, signals, and an exit code that means something.
+//! Process setup for `main`: crypto provider, logs, runtime, signals and exit code.
 
 use std::fmt::Display;
 use std::future::Future;
@@ -10,18 +10,18 @@ use tokio_util::sync::CancellationToken;
 use crate::supervise;
 use crate::telemetry::{self, LogArgs};
 
-/// How long a program may take to wind down after one of its background tasks failed.
+/// Time for a program to stop after one of its background tasks failed.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Runs `app` on `threads` worker threads until it ends. SIGTERM and SIGINT cancel its token. A failure of `app`, or of a
-/// [supervised task](supervise), is printed as one line and ends in exit code 1.
+/// Runs `app` on `threads` worker threads until it returns. SIGTERM and SIGINT cancel its token. An error of `app`, or the
+/// failure of a [supervised task](supervise), is printed in one line and results in exit code 1.
 pub fn run<App, Running, Error>(logs: &LogArgs, threads: usize, app: App) -> ExitCode
 where
     App: FnOnce(CancellationToken) -> Running,
     Running: Future<Output = Result<(), Error>>,
     Error: Display,
 {
-    // Fails only when a provider is installed already, which is what is wanted.
+    // Fails only if a provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     if let Err(problem) = telemetry::init(logs) {
         return fail(problem, 2);
@@ -29,7 +29,7 @@ where
     let runtime =
         match tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build() {
             Ok(runtime) => runtime,
-            Err(error) => return fail(format!("cannot start the runtime: {error}"), 1),
+            Err(error) => return fail(format!("failed to start the async runtime: {error}"), 1),
         };
     let stop = CancellationToken::new();
     let outcome = runtime.block_on(async {
@@ -55,7 +55,7 @@ where
 }
 
 fn fail(problem: impl Display, code: u8) -> ExitCode {
-    // Some errors draw what they found over several lines.
+    // Some errors have several lines.
     let problem = problem.to_string();
     let lines: Vec<&str> = problem.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     eprintln!("error: {}", lines.join(" "));
@@ -67,7 +67,9 @@ async fn cancel_on_signal(stop: CancellationToken) {
     let (Ok(mut terminate), Ok(mut interrupt)) =
         (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
-        tracing::error!("signals cannot be handled: the process will not wind down by itself");
+        tracing::error!(
+            "failed to install signal handlers: SIGTERM will not shut the process down gracefully"
+        );
         return;
     };
     let name = tokio::select! {

@@ -1,4 +1,4 @@
-//! Logs: one format for every binary, chosen by the same two flags.
+//! Logs: the same flags and formats for every program.
 
 use std::io::{self, Write};
 
@@ -6,44 +6,44 @@ use tracing_subscriber::EnvFilter;
 
 use crate::text::one_line;
 
-/// How to log.
+/// Log flags.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LogArgs {
-    /// What to log: a level, or directives such as `info,gc_csi=debug`.
+    /// Log level, or filter directives such as `info,gc_csi=debug`.
     #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info")]
     pub log_level: String,
-    /// How to write it.
+    /// Log format.
     #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,
 }
 
-/// The shape of a log line.
+/// Log format.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum LogFormat {
-    /// For people.
+    /// Human-readable text.
     Text,
-    /// For log stores: one JSON object per line.
+    /// One JSON object per line.
     Json,
 }
 
 /// Starts logging to standard error.
 pub fn init(args: &LogArgs) -> Result<(), String> {
     let filter = EnvFilter::try_new(&args.log_level)
-        .map_err(|error| format!("--log-level {:?} is not understood: {error}", args.log_level))?;
+        .map_err(|error| format!("--log-level {:?} is invalid: {error}", args.log_level))?;
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(false);
     match args.log_format {
         LogFormat::Text => builder.with_writer(|| Lines(std::io::stderr())).init(),
-        // JSON has escapes of its own.
+        // The JSON format escapes control characters itself.
         LogFormat::Json => builder.with_writer(std::io::stderr).json().init(),
     }
     Ok(())
 }
 
-/// Writes each event as one line, whatever is in its texts.
+/// Writes each log event as one line: escapes line breaks.
 struct Lines<W>(W);
 
 impl<W: Write> Write for Lines<W> {
-    /// Takes an event at once, as it is given.
+    /// Writes a complete event.
     fn write(&mut self, event: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(event);
         let (line, end) = text.strip_suffix('\n').map_or((&*text, ""), |line| (line, "\n"));
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_is_one_line_whatever_is_in_its_texts() {
+    fn an_event_is_one_line_even_if_its_values_contain_line_breaks() {
         let written = Written::default();
         let writer = written.clone();
         let subscriber =

@@ -1,9 +1,9 @@
-//! Text that others wrote, on its way into a log, an event or a status.
+//! Escaping of untrusted text for logs, Events and statuses.
 
 use std::borrow::Cow;
 
-/// The text in one line: what would end the line, move a terminal's cursor or turn the direction of writing is escaped. So
-/// nobody can make up a log line, or hide one, by what they call their objects or have their servers answer.
+/// Escapes line breaks, terminal control characters and bidirectional marks, so that object names or server responses cannot
+/// forge or hide log lines.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     if !text.chars().any(is_unsafe) {
         return Cow::Borrowed(text);
@@ -18,7 +18,7 @@ pub fn one_line(text: &str) -> Cow<'_, str> {
     Cow::Owned(safe)
 }
 
-/// Control characters, the line and paragraph separators of Unicode, and the marks that turn text around.
+/// Control characters, Unicode line and paragraph separators, and bidirectional marks.
 fn is_unsafe(one: char) -> bool {
     one.is_control()
         || matches!(one, '\u{2028}' | '\u{2029}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
@@ -29,7 +29,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_text_breaks_its_line() {
+    fn escaped_text_is_one_line() {
         assert_eq!(one_line("a plain text: ü, 卷, \"b\\c\""), "a plain text: ü, 卷, \"b\\c\"");
         assert_eq!(one_line("x\n2026-01-01 INFO forged\r\t"), "x\\n2026-01-01 INFO forged\\r\\t");
         assert_eq!(

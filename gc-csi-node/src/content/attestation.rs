@@ -1,9 +1,9 @@
-//! What the storage infra attests of a disk, and which attestations are used up.
+//! Attestations of blank disks, and the record of used ones.
 //!
-//! "Blank" is true when the disk is plugged, and kubelet stages a volume again and again under the same
-//! attachment. So an attestation permits one formatting: before the first mount of a disk, and before a
-//! pod gets it raw, it is written down here that its attestation is used. The folder is the driver's own,
-//! so the record survives a restart of the driver and of the machine.
+//! The storage infra attests that a disk was blank when it was attached. kubelet may stage a volume several times under
+//! the same attachment, so an attestation permits formatting only once: before the first mount of a disk, and before a
+//! pod gets it as a block device, the driver records the attestation as used. The record is in the driver's state
+//! directory and survives restarts of the driver and the node.
 
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Write};
@@ -17,37 +17,37 @@ use super::marker::FormatToken;
 use crate::bind::change;
 use crate::blocking::blocking;
 
-/// The folder within the driver's own.
-const FOLDER: &str = "used-attestations";
-/// A record that is being written.
-const UNFINISHED: &str = "unfinished";
-/// So many of the newest records stay whatever becomes of their disks: far more than a machine can have disks.
-const KEPT: usize = 1000;
+/// Directory within the state directory.
+const DIRECTORY: &str = "used-attestations";
+/// Suffix of a record file that is being written.
+const TEMP_SUFFIX: &str = "unfinished";
+/// Number of newest records that are always kept; far more than a node can have disks.
+const MIN_RECORDS: usize = 1000;
 
-/// What the infra attests of a disk.
+/// Attestations of the storage infra about a disk.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Attested {
-    /// Identifies the proof that it held no data before it was plugged.
+pub(crate) struct Attestations {
+    /// ID of the attestation that the disk was blank before it was attached.
     pub(crate) blank: Option<Uuid>,
-    /// The volume's secret.
+    /// Format token: the volume's secret.
     pub(crate) token: Option<FormatToken>,
 }
 
-/// Whether a disk that looks empty may be formatted.
+/// Permission to format a disk that reads as empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Permit {
-    /// It is attested blank, and was not touched since.
+    /// Attestations blank, and not used since.
     Blank(FormatToken),
-    /// It was attested blank, and used since.
+    /// Attestations blank, but used since.
     Used,
-    /// Nobody attests that it is blank.
+    /// Not attested blank.
     None,
 }
 
-/// Why the records cannot be read or written.
+/// Failure to read or write a record.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot {what} whether the attestation of a blank disk was used, in {}: {source}; nothing was mounted or handed out",
+    "failed to {what} the record of used blank-disk attestations {}: {source}; nothing was mounted or published",
     path.display()
 )]
 pub(crate) struct RecordError {
@@ -56,55 +56,61 @@ pub(crate) struct RecordError {
     source: io::Error,
 }
 
-/// The attestations that are used up: a file for each disk, with the attestation in it.
+/// Record of used attestations: one file per disk, which contains the attestation's ID.
 #[derive(Debug, Clone)]
 pub(crate) struct UsedAttestations {
-    folder: PathBuf,
+    dir: PathBuf,
     by_id: PathBuf,
 }
 
 impl UsedAttestations {
-    /// In the driver's own folder; `by_id` is where the disks of the machine have their names.
+    /// Opens the record in the state directory. `by_id` is the directory of disk names.
     pub(crate) fn open(state_dir: &Path, by_id: &Path) -> io::Result<Self> {
-        let folder = state_dir.join(FOLDER);
-        DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
-        Ok(Self { folder, by_id: by_id.to_owned() })
+        let dir = state_dir.join(DIRECTORY);
+        DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        Ok(Self { dir, by_id: by_id.to_owned() })
     }
 
-    /// What an attestation permits for a disk.
-    pub(crate) async fn permit(&self, disk: Uuid, attested: Attested) -> Result<Permit, RecordError> {
-        let (Some(blank), Some(token)) = (attested.blank, attested.token) else { return Ok(Permit::None) };
+    /// Returns what the attestations permit for a disk.
+    pub(crate) async fn permit(&self, disk: Uuid, attestations: Attestations) -> Result<Permit, RecordError> {
+        let (Some(blank), Some(token)) = (attestations.blank, attestations.token) else {
+            return Ok(Permit::None);
+        };
         let records = self.clone();
         let is_used = blocking(move || records.is_used(disk, blank)).await?;
         Ok(if is_used { Permit::Used } else { Permit::Blank(token) })
     }
 
-    /// Notes that a disk's attestation is used. On the machine's own disk when this returns.
-    pub(crate) async fn use_up(&self, disk: Uuid, attested: Attested) -> Result<(), RecordError> {
+    /// Records the disk's attestation as used. The record is synced to disk when this returns.
+    pub(crate) async fn mark_used(&self, disk: Uuid, attestations: Attestations) -> Result<(), RecordError> {
         let records = self.clone();
-        blocking(move || records.use_up_now(disk, attested)).await
+        blocking(move || records.mark_used_blocking(disk, attestations)).await
     }
 
-    /// The same. Blocks.
-    pub(crate) fn use_up_now(&self, disk: Uuid, attested: Attested) -> Result<(), RecordError> {
-        let Some(blank) = attested.blank else { return Ok(()) };
+    /// Blocking variant of [`Self::mark_used`].
+    pub(crate) fn mark_used_blocking(
+        &self,
+        disk: Uuid,
+        attestations: Attestations,
+    ) -> Result<(), RecordError> {
+        let Some(blank) = attestations.blank else { return Ok(()) };
         if self.is_used(disk, blank)? {
             return Ok(());
         }
-        change("record", || self.write(disk, blank)).map_err(|source| self.failed("record", disk, source))?;
-        self.forget_old();
+        change("record", || self.write(disk, blank)).map_err(|source| self.failed("write", disk, source))?;
+        self.remove_old();
         Ok(())
     }
 
     fn path(&self, disk: Uuid) -> PathBuf {
-        self.folder.join(disk.to_string())
+        self.dir.join(disk.to_string())
     }
 
     fn failed(&self, what: &'static str, disk: Uuid, source: io::Error) -> RecordError {
         RecordError { what, path: self.path(disk), source }
     }
 
-    /// A record that is not an attestation could be of any.
+    /// An unreadable record counts as used.
     fn is_used(&self, disk: Uuid, blank: Uuid) -> Result<bool, RecordError> {
         match fs::read_to_string(self.path(disk)) {
             Ok(text) => Ok(Uuid::try_parse(text.trim()).map_or(true, |used| used == blank)),
@@ -114,18 +120,18 @@ impl UsedAttestations {
     }
 
     fn write(&self, disk: Uuid, blank: Uuid) -> io::Result<()> {
-        let unfinished = self.folder.join(format!("{disk}.{UNFINISHED}"));
+        let unfinished = self.dir.join(format!("{disk}.{TEMP_SUFFIX}"));
         let mut file = File::create(&unfinished)?;
         writeln!(file, "{blank}")?;
         file.sync_all()?;
         fs::rename(&unfinished, self.path(disk))?;
-        File::open(&self.folder)?.sync_all()
+        File::open(&self.dir)?.sync_all()
     }
 
-    /// Removes records of disks that the machine does not have, when there are too many. Each is of an attachment that
-    /// has ended, since whoever attaches a disk again gives it another attestation.
-    fn forget_old(&self) {
-        let Ok(entries) = fs::read_dir(&self.folder) else { return };
+    /// Removes the oldest records of disks that are not attached, if there are too many. Their attachments have ended: a new
+    /// attachment of the same disk has another attestation.
+    fn remove_old(&self) {
+        let Ok(entries) = fs::read_dir(&self.dir) else { return };
         let mut records: Vec<(SystemTime, PathBuf)> = entries
             .filter_map(|entry| {
                 let entry = entry.ok()?;
@@ -133,14 +139,14 @@ impl UsedAttestations {
             })
             .collect();
         records.sort_unstable_by(|one, other| other.cmp(one));
-        for (_, path) in records.into_iter().skip(KEPT).filter(|(_, path)| !self.is_disk_there(path)) {
-            // What stays is looked at again next time.
+        for (_, path) in records.into_iter().skip(MIN_RECORDS).filter(|(_, path)| !self.is_attached(path)) {
+            // A record that remains is removed by a later call.
             let _ = fs::remove_file(path);
         }
     }
 
-    /// Whether the machine has the disk of a record.
-    fn is_disk_there(&self, record: &Path) -> bool {
+    /// Whether the disk of a record is attached to this node.
+    fn is_attached(&self, record: &Path) -> bool {
         let disk = record.file_stem().and_then(|name| name.to_str()).unwrap_or_default();
         crds::names::disk_by_id(disk).iter().any(|name| self.by_id.join(name).symlink_metadata().is_ok())
     }
@@ -150,9 +156,9 @@ impl UsedAttestations {
 mod tests {
     use super::*;
 
-    fn attested(blank: u128) -> Attested {
+    fn attestations(blank: u128) -> Attestations {
         let token = FormatToken::parse("00000000-0000-0000-0000-000000000009");
-        Attested { blank: Some(Uuid::from_u128(blank)), token }
+        Attestations { blank: Some(Uuid::from_u128(blank)), token }
     }
 
     fn records(root: &Path) -> UsedAttestations {
@@ -160,16 +166,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_attestation_permits_one_formatting_also_after_a_restart() {
+    async fn an_attestation_permits_formatting_once_across_restarts() {
         let root = tempfile::tempdir().unwrap();
         let disk = Uuid::from_u128(1);
-        let permit = async |blank| records(root.path()).permit(disk, attested(blank)).await.unwrap();
+        let permit = async |blank| records(root.path()).permit(disk, attestations(blank)).await.unwrap();
         assert!(matches!(permit(5).await, Permit::Blank(_)));
-        records(root.path()).use_up(disk, attested(5)).await.unwrap();
+        records(root.path()).mark_used(disk, attestations(5)).await.unwrap();
         assert_eq!(permit(5).await, Permit::Used);
         assert!(matches!(permit(6).await, Permit::Blank(_)), "of another attachment");
         assert!(matches!(
-            records(root.path()).permit(Uuid::from_u128(2), attested(5)).await.unwrap(),
+            records(root.path()).permit(Uuid::from_u128(2), attestations(5)).await.unwrap(),
             Permit::Blank(_)
         ));
         fs::write(records(root.path()).path(disk), "").unwrap();
@@ -177,18 +183,18 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn without_an_attestation_or_its_secret_nothing_is_permitted_or_written() {
+    async fn without_an_attestation_and_its_token_nothing_is_permitted_or_recorded() {
         let root = tempfile::tempdir().unwrap();
         let (records, disk) = (records(root.path()), Uuid::from_u128(1));
-        for attested in [Attested::default(), Attested { token: None, ..attested(5) }] {
-            assert_eq!(records.permit(disk, attested).await.unwrap(), Permit::None);
+        for attestations in [Attestations::default(), Attestations { token: None, ..attestations(5) }] {
+            assert_eq!(records.permit(disk, attestations).await.unwrap(), Permit::None);
         }
-        records.use_up(disk, Attested::default()).await.unwrap();
+        records.mark_used(disk, Attestations::default()).await.unwrap();
         assert!(!records.path(disk).exists());
     }
 
     #[test]
-    fn records_of_disks_that_are_gone_do_not_pile_up() {
+    fn records_of_detached_disks_are_limited() {
         let root = tempfile::tempdir().unwrap();
         let records = records(root.path());
         let there = Uuid::from_u128(1 << 100);
@@ -196,11 +202,11 @@ mod tests {
         records.write(there, Uuid::nil()).unwrap();
         let old = SystemTime::UNIX_EPOCH;
         File::options().write(true).open(records.path(there)).unwrap().set_modified(old).unwrap();
-        for disk in 1..=KEPT as u128 + 3 {
+        for disk in 1..=MIN_RECORDS as u128 + 3 {
             records.write(Uuid::from_u128(disk), Uuid::nil()).unwrap();
         }
-        records.forget_old();
-        assert_eq!(fs::read_dir(&records.folder).unwrap().count(), KEPT + 1);
+        records.remove_old();
+        assert_eq!(fs::read_dir(&records.dir).unwrap().count(), MIN_RECORDS + 1);
         assert!(records.path(there).exists());
     }
 }

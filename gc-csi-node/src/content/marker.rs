@@ -1,40 +1,39 @@
-//! The mark of a format under way, by which an interrupted one is known again.
+//! Format marker: a block on the disk by which an interrupted format is recognized.
 //!
-//! A format that is cut off (the machine dies, the driver is killed) leaves a disk that is neither
-//! empty nor a filesystem, and from outside that looks like somebody's data. So before the tool runs,
-//! a block is written that names the disk; it is cleared when the tool is done, before the first mount.
-//! A disk with the mark was attested blank once and has never been mounted since: it may be formatted anew.
+//! An interrupted format (node or driver killed) leaves a disk that is neither empty nor a filesystem, and looks like
+//! unknown data. Before mkfs runs, the driver therefore writes a block with the disk's UUID, and clears it after mkfs and
+//! before the first mount. A disk with the marker was attested blank and has never been mounted: it may be formatted
+//! again.
 //!
-//! Pods write to disks, and can read a disk's UUID in /sys. So the mark carries a digest of the volume's
-//! secret, which no pod can read: a mark that a pod wrote is no evidence.
+//! Pods can write to disks, and can read a disk's UUID in /sys. The marker therefore contains a digest of the volume's
+//! format token, which pods cannot read, so a pod cannot forge it.
 //!
-//! The tools wipe both ends of a disk first (mke2fs its first KiB and last 64 KiB, mkfs.xfs and
-//! mkfs.btrfs up to 2 MiB at each), so the mark stands at 6/7 of the disk. No tool lays anything there:
-//! their structures begin at multiples of powers of two. Should one do so after all, nothing is lost:
-//! the mark is cleared only when it is still the mark, and an interrupted format is then refused as
-//! unknown data.
+//! mkfs wipes both ends of a disk (mke2fs the first KiB and last 64 KiB, mkfs.xfs and mkfs.btrfs up to 2 MiB each), so
+//! the marker is at 6/7 of the disk. mkfs writes nothing there, because its structures start at multiples of powers of
+//! two. If it did, no data would be lost: the driver clears only an intact marker, and refuses a disk with an overwritten
+//! one as unknown data.
 
 use std::fmt;
 
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-/// How much the mark takes: a block, of which the first sector has it all, since disks write whole sectors.
+/// Size of the marker: one block. Its text fits into the first sector, and disks write whole sectors atomically.
 pub(super) const SIZE: usize = 4096;
 
 const MAGIC: &[u8] = b"nestor.dev: format under way; disk ";
 
-/// The volume's secret.
+/// Format token: the volume's secret.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FormatToken(Uuid);
 
 impl FormatToken {
-    /// Reads it. None where it is not a UUID.
+    /// Parses a token; None if it is not a UUID.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         Uuid::try_parse(text).ok().map(Self)
     }
 
-    /// What only who knows the secret can write on the disk.
+    /// Digest that proves knowledge of the token.
     fn digest(self, disk: Uuid) -> String {
         let digest = Sha256::new()
             .chain_update(b"nestor.dev/format-mark")
@@ -45,33 +44,33 @@ impl FormatToken {
     }
 }
 
-/// Without the secret: requests are logged.
+/// Does not show the token: requests are logged.
 impl fmt::Debug for FormatToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("FormatToken(…)")
     }
 }
 
-/// What stands where a mark would.
+/// Content of the marker block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mark {
-    /// Only zeros.
-    Nothing,
-    /// The mark of this disk, written by who knows this secret.
-    Own(FormatToken),
-    /// It reads as the mark of this disk, but who wrote it did not know the secret.
-    Foreign(Uuid),
-    /// Other data, at this byte of the disk.
+pub(super) enum MarkerBlock {
+    /// Zeros.
+    Zeros,
+    /// Valid marker of this disk, written with this token.
+    Valid(FormatToken),
+    /// Marker with this disk UUID but another token or disk.
+    Invalid(Uuid),
+    /// Other data at this offset in bytes.
     Data(u64),
 }
 
-/// Where the mark stands on a disk of `size` bytes.
+/// Offset of the marker on a disk of `size` bytes.
 pub(super) fn offset(size: u64) -> u64 {
     let block = SIZE as u64;
     (size / 7 * 6) / block * block
 }
 
-/// The mark for a disk.
+/// Creates the marker block for a disk.
 pub(super) fn write(disk: Uuid, token: FormatToken) -> [u8; SIZE] {
     let mut block = [0; SIZE];
     let text = [MAGIC, format!("{disk}; proof {}", token.digest(disk)).as_bytes()].concat();
@@ -79,20 +78,20 @@ pub(super) fn write(disk: Uuid, token: FormatToken) -> [u8; SIZE] {
     block
 }
 
-/// Reads what stands at `at`, where the mark of this disk would.
-pub(super) fn read(block: &[u8; SIZE], at: u64, disk: Uuid, token: Option<FormatToken>) -> Mark {
+/// Parses the marker block of this disk, read at offset `at`.
+pub(super) fn read(block: &[u8; SIZE], at: u64, disk: Uuid, token: Option<FormatToken>) -> MarkerBlock {
     if block.iter().all(|byte| *byte == 0) {
-        return Mark::Nothing;
+        return MarkerBlock::Zeros;
     }
-    // The whole block must be as it was written.
+    // The whole block must be unmodified.
     if let Some(token) = token.filter(|token| write(disk, *token) == *block) {
-        return Mark::Own(token);
+        return MarkerBlock::Valid(token);
     }
     let named = block
         .strip_prefix(MAGIC)
         .and_then(|rest| std::str::from_utf8(&rest[..36]).ok())
         .and_then(|text| text.parse().ok());
-    named.map_or(Mark::Data(at), Mark::Foreign)
+    named.map_or(MarkerBlock::Data(at), MarkerBlock::Invalid)
 }
 
 #[cfg(test)]
@@ -103,28 +102,28 @@ mod tests {
     const TOKEN: FormatToken = FormatToken(Uuid::from_u128(9));
 
     #[test]
-    fn a_mark_is_known_by_its_disk_and_its_secret() {
+    fn a_marker_is_valid_only_for_its_disk_and_token() {
         let mut block = write(DISK, TOKEN);
-        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), Mark::Own(TOKEN));
+        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), MarkerBlock::Valid(TOKEN));
         let another = Uuid::from_u128(8);
         for (disk, token) in [(DISK, None), (DISK, Some(FormatToken(another))), (another, Some(TOKEN))] {
-            assert_eq!(read(&block, 5, disk, token), Mark::Foreign(DISK), "{disk} {token:?}");
+            assert_eq!(read(&block, 5, disk, token), MarkerBlock::Invalid(DISK), "{disk} {token:?}");
         }
         block[SIZE - 1] = 1;
-        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), Mark::Foreign(DISK));
+        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), MarkerBlock::Invalid(DISK));
         block[0] = 1;
-        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), Mark::Data(5));
-        assert_eq!(read(&[0; SIZE], 5, DISK, Some(TOKEN)), Mark::Nothing);
+        assert_eq!(read(&block, 5, DISK, Some(TOKEN)), MarkerBlock::Data(5));
+        assert_eq!(read(&[0; SIZE], 5, DISK, Some(TOKEN)), MarkerBlock::Zeros);
     }
 
     #[test]
-    fn the_secret_is_not_shown() {
+    fn the_token_is_not_shown() {
         assert!(!format!("{TOKEN:?}").contains('9'));
         assert!(!String::from_utf8_lossy(&write(DISK, TOKEN)).contains(&TOKEN.0.to_string()));
     }
 
     #[test]
-    fn a_mark_lies_within_the_disk_on_a_block() {
+    fn the_marker_is_block_aligned_and_within_the_disk() {
         for size in [1 << 20, 300 << 20, 5_000_000_512, 1 << 44] {
             assert!(offset(size).is_multiple_of(4096) && offset(size) + 4096 <= size, "{size}");
         }

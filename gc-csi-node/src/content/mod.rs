@@ -1,175 +1,174 @@
-//! What is on a disk, and what may be done with it. The one rule: a disk is formatted only when the storage
-//! infra attests that it is blank and nothing on it says otherwise, or when it carries the mark of such a
-//! format that was interrupted.
+//! Content of a disk, and the decision to format it, mount it or refuse it. The driver formats a disk only if the storage
+//! infra attests that it is blank and it reads as blank, or if it carries the marker of such a format that was
+//! interrupted.
 
 mod attestation;
+mod backup_superblock;
 mod format;
 mod marker;
 mod probe;
-mod remains;
 
 use uuid::Uuid;
 
-pub(crate) use self::attestation::{Attested, Permit, RecordError, UsedAttestations};
+pub(crate) use self::attestation::{Attestations, Permit, RecordError, UsedAttestations};
+use self::backup_superblock::{BackupSuperblock, NonzeroData};
 pub(crate) use self::format::{FormatError, format};
 pub(crate) use self::marker::FormatToken;
-use self::marker::Mark;
+use self::marker::MarkerBlock;
 use self::probe::Signatures;
 pub(crate) use self::probe::{ProbeError, examine};
-use self::remains::{Found, Remains};
 use super::filesystem::Filesystem;
 
-/// What is on a disk.
+/// Content of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// Nothing: no signature, and zeros wherever was looked.
+    /// Empty: no signature, and zeros at all examined offsets.
     Empty,
-    /// The mark of a format of this very disk that did not end, by who knows this secret.
+    /// Valid marker of an interrupted format of this disk.
     InterruptedFormat(FormatToken),
-    /// The mark of a format for this disk UUID, made by who did not know the secret of this volume: a copy of a disk
-    /// that was being formatted, or written by a pod.
-    ForeignMark(Uuid),
-    /// One thing that blkid knows: a filesystem, a RAID member, an encrypted disk, swap.
+    /// Marker for this disk UUID with another token: the disk is a copy of one that was being formatted, or a pod wrote it.
+    InvalidMarker(Uuid),
+    /// One signature that blkid recognizes: a filesystem, RAID member, encrypted disk or swap.
     Known(String),
-    /// A partition table of this kind.
+    /// Partition table of this type.
     PartitionTable(String),
-    /// Signatures of several things.
+    /// Several conflicting signatures.
     Ambivalent,
-    /// A filesystem whose beginning is damaged.
-    Damaged(Remains),
-    /// Data that nothing knows, first seen at this byte.
+    /// Filesystem with a damaged primary superblock.
+    Damaged(BackupSuperblock),
+    /// Unknown data, first found at this offset in bytes.
     Unknown(u64),
 }
 
-/// What to do with a disk whose filesystem is wanted.
+/// Decision for a disk that is to be mounted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Plan {
-    /// Make the filesystem, marked by this secret meanwhile.
+    /// Create the filesystem, with a marker of this token during mkfs.
     Format(Filesystem, FormatToken),
-    /// Use the one that is there.
+    /// Mount the existing filesystem.
     Use(Filesystem),
 }
 
-/// Why a disk's content is not touched.
+/// Reason to refuse a disk.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
-    /// It has something else than what is wanted.
+    /// Another filesystem or content than requested.
     #[error(
-        "it has {found}, and {wanted} is asked for; it was not touched. \
-         Ask for what it has (fsType), or erase it on purpose with wipefs if nobody needs it"
+        "it contains {found}, but the request is for {requested}; it was not changed. \
+         Request what it contains (fsType), or erase it with wipefs if its data is not needed"
     )]
     Foreign {
-        /// What it has.
+        /// Existing content.
         found: String,
-        /// What is wanted.
-        wanted: Filesystem,
+        /// Requested filesystem.
+        requested: Filesystem,
     },
-    /// It has partitions.
+    /// Partition table.
     #[error(
-        "it has a {0} partition table; it was not touched. Volumes are whole disks: \
-         use it as a block volume, or erase it on purpose with wipefs if nobody needs it"
+        "it has a {0} partition table; it was not changed. Volumes are whole disks: \
+         use it as a block volume, or erase it with wipefs if its data is not needed"
     )]
     Partitioned(String),
-    /// It has several signatures.
+    /// Several signatures.
     #[error(
-        "it has the signatures of several filesystems at once; it was not touched. \
-         Look at it with `wipefs --no-act`, and erase the wrong one"
+        "it has the signatures of several filesystems; it was not changed. \
+         List them with `wipefs --no-act`, and erase the wrong ones"
     )]
     Ambivalent,
-    /// Its filesystem has lost its beginning.
+    /// Damaged filesystem.
     #[error(
-        "its beginning is damaged, but there is still the {0}; it was not touched. What is on it can be \
-         saved: copy the disk, and try `{repair} COPY`", repair = .0.repair()
+        "its primary superblock is damaged, but its {0} is intact; it was not changed. The data can probably be \
+         recovered: copy the disk, and run `{repair} COPY`", repair = .0.repair()
     )]
-    Damaged(Remains),
-    /// It has data.
+    Damaged(BackupSuperblock),
+    /// Unknown data.
     #[error(
-        "it has no filesystem, but it is not empty: there is data at byte {0}; it was not touched. \
-         Use it as a block volume, or erase it on purpose (blkdiscard -z) if nobody needs it"
+        "it has no filesystem, but it is not empty: there is data at byte {0}; it was not changed. \
+         Use it as a block volume, or erase it (blkdiscard -z) if its data is not needed"
     )]
     Unknown(u64),
-    /// It has a mark that proves nothing.
+    /// Invalid format marker.
     #[error(
-        "it has the mark of a formatting of disk {0} that does not prove itself, and no filesystem; it was not \
-         touched. A copy of a disk that was being formatted has it, and a disk whose formatting an earlier version \
-         did not end: then nothing is on it, and {ON_PURPOSE}"
+        "it has no filesystem, and a format marker for disk {0} that does not match this volume's format token; it was not \
+         changed. It may be a copy of a disk that was being formatted, or an earlier version of the driver may have started to \
+         format it: in these cases it contains no data, and {MANUAL_FORMAT}"
     )]
-    ForeignMark(Uuid),
-    /// Nobody attests that it is blank.
+    InvalidMarker(Uuid),
+    /// Not attested blank.
     #[error(
-        "it looks empty, but nothing attests that it is blank, which only a volume is that was made from nothing and \
-         never written to; it was not touched. If nobody needs what may be on it, {ON_PURPOSE}; where \
-         VirtualMachine.status.volumes has no blankAttestation for any new disk, the VM Operator or the storage infra \
-         does not attest it, and every new disk needs that"
+        "it reads as empty, but it is not attested blank, as only a volume is that was created without a source and never \
+         written; it was not changed. If its data is not needed, {MANUAL_FORMAT}. If VirtualMachine.status.volumes has no \
+         blankAttestation for any new disk, the VM Operator or the storage infra does not report attestations, which every new \
+         disk needs"
     )]
     NotAttested,
-    /// It was attested blank, and used since.
+    /// Used since it was attested blank.
     #[error(
-        "it looks empty, but it was mounted or handed to a pod as a block device before, under this attachment: what was \
-         on it was erased, or is where nobody looks; it was not touched. Restore it from a snapshot; if nobody needs it, \
-         {ON_PURPOSE}"
+        "it reads as empty, but under this attachment it was already mounted or published as a block device: its data was \
+         erased or is at offsets that the driver does not examine; it was not changed. Restore it from a snapshot; if its data is \
+         not needed, {MANUAL_FORMAT}"
     )]
     Erased,
-    /// It is empty and must not be written.
+    /// Empty and read-only.
     #[error(
-        "it is empty and {0}, so that {1} cannot be made on it; it was not touched. \
-         Use it writable once, or give a volume that has a filesystem"
+        "it is empty and {0}, so {1} cannot be created on it; it was not changed. \
+         Mount it writable once, or use a volume that has a filesystem"
     )]
     EmptyReadOnly(&'static str, Filesystem),
 }
 
-/// How to go on with a disk that is not formatted by itself.
-const ON_PURPOSE: &str = "make the filesystem on purpose (mkfs from a privileged pod that has it as a block volume), or \
-                          delete the volume and make a new one";
+/// Instructions for a disk that the driver does not format.
+const MANUAL_FORMAT: &str = "you can create the filesystem manually (mkfs in a privileged pod that uses it as a block \
+                          volume), or delete the volume and create a new one";
 
-/// Decides. `wanted` is none where any supported filesystem will do; `read_only` says why nothing may
-/// be written, if so.
+/// Decides what to do with a disk. `requested` is None if every supported filesystem is accepted; `read_only` is the reason
+/// why the disk must not be written, if there is one.
 pub(crate) fn plan(
     content: Content,
-    wanted: Option<Filesystem>,
+    requested: Option<Filesystem>,
     read_only: Option<&'static str>,
     permit: Permit,
 ) -> Result<Plan, Refusal> {
-    let asked = wanted.unwrap_or(Filesystem::Ext4);
+    let filesystem = requested.unwrap_or(Filesystem::Ext4);
     let make = |token| match read_only {
-        None => Ok(Plan::Format(asked, token)),
-        Some(why) => Err(Refusal::EmptyReadOnly(why, asked)),
+        None => Ok(Plan::Format(filesystem, token)),
+        Some(reason) => Err(Refusal::EmptyReadOnly(reason, filesystem)),
     };
     match content {
         Content::InterruptedFormat(token) => make(token),
         Content::Empty => match (permit, read_only) {
             (Permit::Blank(token), _) => make(token),
             (Permit::Used, _) => Err(Refusal::Erased),
-            (Permit::None, Some(why)) => Err(Refusal::EmptyReadOnly(why, asked)),
+            (Permit::None, Some(reason)) => Err(Refusal::EmptyReadOnly(reason, filesystem)),
             (Permit::None, None) => Err(Refusal::NotAttested),
         },
         Content::Known(found) => match found.parse::<Filesystem>() {
-            Ok(found) if wanted.is_none_or(|wanted| wanted == found) => Ok(Plan::Use(found)),
-            _ => Err(Refusal::Foreign { found, wanted: asked }),
+            Ok(found) if requested.is_none_or(|requested| requested == found) => Ok(Plan::Use(found)),
+            _ => Err(Refusal::Foreign { found, requested: filesystem }),
         },
         Content::PartitionTable(kind) => Err(Refusal::Partitioned(kind)),
         Content::Ambivalent => Err(Refusal::Ambivalent),
         Content::Unknown(at) => Err(Refusal::Unknown(at)),
-        Content::Damaged(remains) => Err(Refusal::Damaged(remains)),
-        Content::ForeignMark(disk) => Err(Refusal::ForeignMark(disk)),
+        Content::Damaged(backup) => Err(Refusal::Damaged(backup)),
+        Content::InvalidMarker(disk) => Err(Refusal::InvalidMarker(disk)),
     }
 }
 
-/// Puts together what blkid says, what stands where a mark would, and what is not zero elsewhere.
-fn classify(signatures: Signatures, mark: Mark, found: Option<Found>) -> Content {
+/// Combines blkid's result, the marker block, and the data found elsewhere on the disk.
+fn classify(signatures: Signatures, mark: MarkerBlock, found: Option<NonzeroData>) -> Content {
     match (mark, signatures) {
-        // Before anything else: what stands beside the mark is what the interrupted tool left.
-        (Mark::Own(token), _) => Content::InterruptedFormat(token),
+        // The marker takes precedence: other signatures are leftovers of the interrupted mkfs.
+        (MarkerBlock::Valid(token), _) => Content::InterruptedFormat(token),
         (_, Signatures::Ambivalent) => Content::Ambivalent,
         (_, Signatures::Known { partition_table: Some(kind), .. }) => Content::PartitionTable(kind),
         (_, Signatures::Known { content: Some(known), .. }) => Content::Known(known),
         (_, Signatures::Known { .. }) => Content::Ambivalent,
         (mark, Signatures::None) => match (found, mark) {
-            (Some(Found::Remains(remains)), _) => Content::Damaged(remains),
-            (_, Mark::Foreign(disk)) => Content::ForeignMark(disk),
-            (Some(Found::Data(at)), _) | (None, Mark::Data(at)) => Content::Unknown(at),
-            (None, Mark::Nothing) => Content::Empty,
-            (None, Mark::Own(token)) => Content::InterruptedFormat(token),
+            (Some(NonzeroData::BackupSuperblock(backup)), _) => Content::Damaged(backup),
+            (_, MarkerBlock::Invalid(disk)) => Content::InvalidMarker(disk),
+            (Some(NonzeroData::Data(at)), _) | (None, MarkerBlock::Data(at)) => Content::Unknown(at),
+            (None, MarkerBlock::Zeros) => Content::Empty,
+            (None, MarkerBlock::Valid(token)) => Content::InterruptedFormat(token),
         },
     }
 }
@@ -189,30 +188,30 @@ mod tests {
     }
 
     #[test]
-    fn only_an_attested_blank_disk_and_our_own_interrupted_format_are_formatted() {
+    fn only_attested_blank_disks_and_own_interrupted_formats_are_formatted() {
         let format = Ok(Plan::Format(Filesystem::Xfs, token()));
         let blank = Permit::Blank(token());
-        let empty = || classify(Signatures::None, Mark::Nothing, None);
+        let empty = || classify(Signatures::None, MarkerBlock::Zeros, None);
         assert_eq!(plan(empty(), WANTED, None, blank), format);
         assert_eq!(plan(empty(), WANTED, None, Permit::None), Err(Refusal::NotAttested));
         assert_eq!(plan(empty(), WANTED, None, Permit::Used), Err(Refusal::Erased));
         for permit in [Permit::None, Permit::Used, blank] {
             for left in [Signatures::None, Signatures::Ambivalent, known("xfs"), known("ext4")] {
-                let content = classify(left, Mark::Own(token()), Some(Found::Data(0)));
+                let content = classify(left, MarkerBlock::Valid(token()), Some(NonzeroData::Data(0)));
                 assert_eq!(plan(content, WANTED, None, permit), format);
             }
         }
         let table = Signatures::Known { content: None, partition_table: Some("gpt".to_owned()) };
         let neither = Signatures::Known { content: None, partition_table: None };
         for (signatures, mark, found) in [
-            (Signatures::None, Mark::Nothing, Some(Found::Data(512))),
-            (Signatures::None, Mark::Data(1 << 40), None),
-            (Signatures::None, Mark::Foreign(Uuid::from_u128(2)), None),
-            (Signatures::Ambivalent, Mark::Nothing, None),
-            (table, Mark::Nothing, None),
-            (neither, Mark::Nothing, None),
-            (known("ext4"), Mark::Foreign(Uuid::from_u128(2)), None),
-            (known("crypto_LUKS"), Mark::Data(0), None),
+            (Signatures::None, MarkerBlock::Zeros, Some(NonzeroData::Data(512))),
+            (Signatures::None, MarkerBlock::Data(1 << 40), None),
+            (Signatures::None, MarkerBlock::Invalid(Uuid::from_u128(2)), None),
+            (Signatures::Ambivalent, MarkerBlock::Zeros, None),
+            (table, MarkerBlock::Zeros, None),
+            (neither, MarkerBlock::Zeros, None),
+            (known("ext4"), MarkerBlock::Invalid(Uuid::from_u128(2)), None),
+            (known("crypto_LUKS"), MarkerBlock::Data(0), None),
         ] {
             let content = classify(signatures, mark, found);
             assert!(plan(content.clone(), WANTED, None, blank).is_err(), "{content:?}");
@@ -220,19 +219,19 @@ mod tests {
     }
 
     #[test]
-    fn the_filesystem_that_is_there_is_used_when_it_is_wanted_or_none_is_named() {
-        let plan = |found: &str, wanted, read_only| {
-            plan(Content::Known(found.to_owned()), wanted, read_only, Permit::Blank(token()))
+    fn an_existing_filesystem_is_used_if_it_is_requested_or_the_request_names_none() {
+        let plan = |found: &str, requested, read_only| {
+            plan(Content::Known(found.to_owned()), requested, read_only, Permit::Blank(token()))
         };
         assert_eq!(plan("btrfs", Some(Filesystem::Btrfs), None), Ok(Plan::Use(Filesystem::Btrfs)));
         assert_eq!(plan("btrfs", None, Some("read-only")), Ok(Plan::Use(Filesystem::Btrfs)));
         let refusal = plan("btrfs", Some(Filesystem::Ext4), None).unwrap_err().to_string();
-        assert!(refusal.contains("has btrfs, and ext4 is asked for"), "{refusal}");
+        assert!(refusal.contains("contains btrfs, but the request is for ext4"), "{refusal}");
         assert!(plan("ntfs", None, None).is_err());
     }
 
     #[test]
-    fn nothing_is_made_on_a_disk_that_must_not_be_written() {
+    fn a_read_only_disk_is_not_formatted() {
         let refused = Err(Refusal::EmptyReadOnly("read-only", Filesystem::Ext4));
         for (content, permit) in [
             (Content::Empty, Permit::Blank(token())),

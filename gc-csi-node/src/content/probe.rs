@@ -1,4 +1,4 @@
-//! Looks at a disk: blkid's low-level probing (no cache), and the bytes themselves.
+//! Probe of a disk's content: blkid's low-level probing (without cache), and reads of the disk itself.
 
 use std::fs::File;
 use std::io;
@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use uuid::Uuid;
 
-use super::marker::{self, FormatToken, Mark};
-use super::remains::{self, Found};
+use super::backup_superblock::{self, NonzeroData};
+use super::marker::{self, FormatToken, MarkerBlock};
 use super::{Content, classify};
 use crate::blocking::blocking;
 use crate::command::{self, CommandError, Output};
@@ -17,66 +17,66 @@ use crate::disk::Disk;
 
 const BLKID_LIMIT: Duration = Duration::from_secs(60);
 
-/// How much of each end of a disk must be zero, in bytes: where every filesystem, RAID and partition
-/// table that blkid knows has its signature, and more than a stray write would spare. Between them, see [`remains`].
+/// Number of bytes at each end of a disk that must be zero. All signatures of filesystems, RAID and partition tables that
+/// blkid knows are there, and so is most accidental data. The range between them is sampled, see [`backup_superblock`].
 const ENDS: u64 = 1 << 20;
 
-/// What blkid found.
+/// Result of blkid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Signatures {
-    /// Nothing.
+    /// No signature.
     None,
-    /// One thing.
+    /// One signature.
     Known {
-        /// What blkid calls it: `ext4`, `LVM2_member`, `crypto_LUKS`.
+        /// blkid's TYPE: `ext4`, `LVM2_member`, `crypto_LUKS`.
         content: Option<String>,
-        /// Kind of the partition table.
+        /// Partition table type.
         partition_table: Option<String>,
     },
-    /// Several things that exclude each other.
+    /// Several conflicting signatures.
     Ambivalent,
 }
 
-/// Why a disk could not be looked at.
+/// Failure to probe a disk.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProbeError {
-    /// blkid did not answer.
+    /// blkid failed.
     #[error(transparent)]
     Blkid(#[from] CommandError),
-    /// blkid's answer is not understood.
-    #[error("blkid's answer is not understood: exit code {code}, {said:?}")]
+    /// blkid's exit code or output is unexpected.
+    #[error("unexpected result of blkid: exit code {code}, {message:?}")]
     Answer {
-        /// Its exit code.
+        /// Exit code.
         code: i32,
-        /// What it said.
-        said: String,
+        /// Standard error.
+        message: String,
     },
     /// The disk cannot be read.
-    #[error("cannot read {}: {source}", device.display())]
+    #[error("failed to read {}: {source}", device.display())]
     Read {
         /// The device.
         device: PathBuf,
-        /// What the system said.
+        /// OS error.
         source: io::Error,
     },
 }
 
-/// What is on the disk.
+/// Determines the content of a disk.
 pub(crate) async fn examine(disk: &Disk, token: Option<FormatToken>) -> Result<Content, ProbeError> {
     let args = ["-p".as_ref(), "-o".as_ref(), "export".as_ref(), "--".as_ref(), disk.path.as_os_str()];
     let signatures = understand(&command::run("blkid", &args, BLKID_LIMIT).await?)?;
     let fail = |source| ProbeError::Read { device: disk.path.clone(), source };
     let (file, size, uuid) = (disk.file().map_err(fail)?, disk.size, disk.uuid);
     let look = move || {
-        let mark = read_mark(&file, size, uuid, token)?;
-        // What blkid knows is not going to be formatted.
+        let mark = read_marker(&file, size, uuid, token)?;
+        // A disk with a signature is never formatted, so its data need not be read.
         let found = if signatures == Signatures::None { read(&file, size)? } else { None };
         Ok(classify(signatures, mark, found))
     };
     blocking(look).await.map_err(fail)
 }
 
-/// Understands blkid's exit code and output (blkid(8), "EXIT STATUS").
+/// Parses blkid's exit code and output (blkid(8), "EXIT STATUS").
 fn understand(output: &Output) -> Result<Signatures, ProbeError> {
     let value = |key: &str| {
         let line = output.stdout.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
@@ -84,24 +84,24 @@ fn understand(output: &Output) -> Result<Signatures, ProbeError> {
     };
     match output.code {
         0 => match (value("TYPE"), value("PTTYPE")) {
-            // Something was found that has neither type nor partitions, as a lone label.
+            // blkid found something without TYPE and PTTYPE, such as only a label.
             (None, None) => Ok(Signatures::Known {
                 content: Some("an unknown signature".to_owned()),
                 partition_table: None,
             }),
             (content, partition_table) => Ok(Signatures::Known { content, partition_table }),
         },
-        // blkid also answers 2 when it cannot read the device, but then it complains.
+        // blkid also exits with 2 if it cannot read the device, but then it writes to stderr.
         2 if output.stderr.is_empty() && output.stdout.trim().is_empty() => Ok(Signatures::None),
         8 => Ok(Signatures::Ambivalent),
-        code => Err(ProbeError::Answer { code, said: output.stderr.clone() }),
+        code => Err(ProbeError::Answer { code, message: output.stderr.clone() }),
     }
 }
 
-/// What stands where a mark would.
-fn read_mark(file: &File, size: u64, disk: Uuid, token: Option<FormatToken>) -> io::Result<Mark> {
+/// Reads the marker block.
+fn read_marker(file: &File, size: u64, disk: Uuid, token: Option<FormatToken>) -> io::Result<MarkerBlock> {
     if size < 2 * ENDS {
-        let problem = format!("the device has {size} bytes: too few for a filesystem, or it is not ready");
+        let problem = format!("the device has {size} bytes: it is too small for a filesystem, or not ready");
         return Err(io::Error::new(io::ErrorKind::InvalidData, problem));
     }
     let mut block = [0; marker::SIZE];
@@ -110,19 +110,19 @@ fn read_mark(file: &File, size: u64, disk: Uuid, token: Option<FormatToken>) -> 
     Ok(marker::read(&block, at, disk, token))
 }
 
-/// What is not zero on the disk, as far as that is looked for: both ends, and many places between them. What is left of a
-/// filesystem comes before what nothing knows.
-fn read(file: &File, size: u64) -> io::Result<Option<Found>> {
+/// Searches for nonzero data: at both ends, and at samples between them. A backup superblock takes precedence over unknown
+/// data.
+fn read(file: &File, size: u64) -> io::Result<Option<NonzeroData>> {
     let mut data = None;
     for start in [0, size - ENDS] {
         let mut end = vec![0; ENDS as usize];
         file.read_exact_at(&mut end, start)?;
         data = data.or(end.iter().position(|byte| *byte != 0).map(|place| start + place as u64));
     }
-    let between = remains::look(file, size)?;
+    let between = backup_superblock::search(file, size)?;
     Ok(match between {
-        Some(Found::Remains(_)) => between,
-        _ => data.map(Found::Data).or(between),
+        Some(NonzeroData::BackupSuperblock(_)) => between,
+        _ => data.map(NonzeroData::Data).or(between),
     })
 }
 
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn blkids_answers_are_understood() {
+    fn blkids_results_are_parsed() {
         assert_eq!(answer(2, "", "").unwrap(), Signatures::None);
         assert_eq!(answer(8, "", "ambivalent result").unwrap(), Signatures::Ambivalent);
         assert_eq!(

@@ -1,8 +1,7 @@
-//! The folder of disk names that udev keeps (`/dev/disk/by-id`): who is waiting for a disk is woken
-//! when its name appears.
+//! Disk names in udev's directory `/dev/disk/by-id`: wakes waiting calls when a disk's name appears.
 //!
-//! One watch serves all calls, since inotify instances are few (128 per user by default). The folder
-//! itself can be missing until the first disk is plugged; then its nearest existing ancestor is watched.
+//! All calls share one inotify instance, because these are limited (128 per user by default). The directory may not exist
+//! before the first disk is attached; then its nearest existing ancestor is watched.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -21,106 +20,106 @@ use uuid::Uuid;
 use super::FindError;
 use crate::blocking::blocking;
 
-/// The safety net: how often a waiting call looks anyway. Needed only where inotify cannot be had, as
-/// when the machine's inotify instances are used up.
-const LOOK_ANYWAY: Duration = Duration::from_secs(5);
+/// Interval at which a waiting call also polls, in case inotify is unavailable, such as when all instances of the node are in
+/// use.
+const FALLBACK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// At most this many names are listed in an error.
+/// Maximum number of names in an error.
 const MAX_LISTED: usize = 30;
 
-/// The watched folder of disk names.
+/// The watched directory of disk names.
 #[derive(Debug, Clone)]
 pub(crate) struct DiskNames {
-    folder: PathBuf,
+    dir: PathBuf,
     changed: watch::Receiver<()>,
 }
 
-/// Where a disk's name points.
+/// A disk's name and its device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Found {
-    /// The name, as a path.
+pub(super) struct DiskLink {
+    /// Path of the name.
     pub(super) link: PathBuf,
-    /// The device that it points at.
+    /// Device that the name points to.
     pub(super) device: PathBuf,
 }
 
 impl DiskNames {
-    /// Watches `folder` until `stop`.
-    pub(crate) fn watch(folder: PathBuf, stop: CancellationToken) -> Self {
+    /// Watches a directory until `stop`.
+    pub(crate) fn watch(dir: PathBuf, stop: CancellationToken) -> Self {
         let (sender, changed) = watch::channel(());
-        let watched = folder.clone();
+        let watched = dir.clone();
         let until = stop.clone();
         supervise::background("watch of disk names", until, async move {
-            if let Some(Err(error)) = stop.run_until_cancelled(keep_watching(&watched, &sender)).await {
-                tracing::warn!(folder = %watched.display(), %error, "disk names cannot be watched: looking every {LOOK_ANYWAY:?} instead");
-                // Who waits keeps its safety net as long as the sender lives.
+            if let Some(Err(error)) = stop.run_until_cancelled(watch_dir(&watched, &sender)).await {
+                tracing::warn!(dir = %watched.display(), %error, "failed to watch the disk names with inotify; polling every {FALLBACK_INTERVAL:?}");
+                // Waiting calls poll as long as the sender exists.
                 stop.cancelled().await;
                 drop(sender);
             }
         });
-        Self { folder, changed }
+        Self { dir, changed }
     }
 
-    /// The folder.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
+    /// The directory.
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
     }
 
-    /// Whether disks could be found: the folder can be read, or can still appear below a folder that is there.
+    /// Checks that the directory is readable, or can still be created in an existing ancestor.
     pub(crate) fn check(&self) -> io::Result<()> {
-        match std::fs::read_dir(&self.folder) {
+        match std::fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                nearest_existing(&self.folder).metadata().map(drop)
+                nearest_existing(&self.dir).metadata().map(drop)
             }
             other => other.map(drop),
         }
     }
 
-    /// Where the disk is now.
-    pub(super) async fn look(&self, uuid: Uuid) -> Result<Option<Found>, FindError> {
-        let folder = self.folder.clone();
-        blocking(move || look(&folder, uuid)).await
+    /// Looks up the disk.
+    pub(super) async fn lookup(&self, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
+        let dir = self.dir.clone();
+        blocking(move || lookup(&dir, uuid)).await
     }
 
-    /// Waits until the disk is there, at most until `until`.
-    pub(super) async fn wait_for(&self, uuid: Uuid, until: Instant) -> Result<Found, FindError> {
+    /// Waits for the disk, at most until `until`.
+    pub(super) async fn wait_for(&self, uuid: Uuid, until: Instant) -> Result<DiskLink, FindError> {
         let mut changed = self.changed.clone();
         loop {
-            // Before the look: a change after it is then seen as one.
+            // Before the lookup, so that a later change is noticed.
             changed.mark_unchanged();
-            if let Some(found) = self.look(uuid).await? {
+            if let Some(found) = self.lookup(uuid).await? {
                 return Ok(found);
             }
             let now = Instant::now();
             if now >= until {
-                return Err(self.absent(uuid).await);
+                return Err(self.not_attached(uuid).await);
             }
-            // Both a wake-up and its absence lead to another look.
-            let _ = tokio::time::timeout_at(until.min(now + LOOK_ANYWAY), changed.changed()).await;
+            // Look up again after a change or a timeout.
+            let _ = tokio::time::timeout_at(until.min(now + FALLBACK_INTERVAL), changed.changed()).await;
         }
     }
 
-    /// The error that says what was looked for and what is there.
-    pub(super) async fn absent(&self, uuid: Uuid) -> FindError {
-        let folder = self.folder.clone();
-        let there = blocking(move || list(&folder)).await;
-        FindError::Absent {
+    /// Creates the error with the expected and existing names.
+    pub(super) async fn not_attached(&self, uuid: Uuid) -> FindError {
+        let dir = self.dir.clone();
+        let existing = blocking(move || list(&dir)).await;
+        FindError::NotAttached {
             uuid,
-            folder: self.folder.clone(),
+            dir: self.dir.clone(),
             names: crds::names::disk_by_id(&uuid.to_string()).join(", "),
-            there,
+            existing,
         }
     }
 }
 
-/// Looks for each exact name that the UUID can have.
-fn look(folder: &Path, uuid: Uuid) -> Result<Option<Found>, FindError> {
-    let mut found: Option<Found> = None;
+/// Looks up each possible name of a disk UUID.
+fn lookup(dir: &Path, uuid: Uuid) -> Result<Option<DiskLink>, FindError> {
+    let mut found: Option<DiskLink> = None;
     for name in crds::names::disk_by_id(&uuid.to_string()) {
-        let link = folder.join(name);
+        let link = dir.join(name);
         let device = match link.canonicalize() {
             Ok(device) => device,
-            // Not there, or pointing at a device that has just left.
+            // The name does not exist, or points to a removed device.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             Err(source) => return Err(FindError::Io { what: link, source }),
         };
@@ -133,17 +132,17 @@ fn look(folder: &Path, uuid: Uuid) -> Result<Option<Found>, FindError> {
                 });
             }
             Some(_) => {}
-            None => found = Some(Found { link, device }),
+            None => found = Some(DiskLink { link, device }),
         }
     }
     Ok(found)
 }
 
-/// The names that are there, for an error.
-fn list(folder: &Path) -> String {
-    let entries = match std::fs::read_dir(folder) {
+/// Existing names, for an error.
+fn list(dir: &Path) -> String {
+    let entries = match std::fs::read_dir(dir) {
         Ok(entries) => entries,
-        Err(error) => return format!("the folder cannot be read: {error}"),
+        Err(error) => return format!("the directory cannot be read: {error}"),
     };
     let mut names: Vec<String> =
         entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -151,18 +150,18 @@ fn list(folder: &Path) -> String {
     let more = names.len().saturating_sub(MAX_LISTED);
     names.truncate(MAX_LISTED);
     match (names.is_empty(), more) {
-        (true, _) => "the folder is empty".to_owned(),
-        (false, 0) => format!("the folder has {}", names.join(", ")),
-        (false, more) => format!("the folder has {} and {more} more", names.join(", ")),
+        (true, _) => "the directory is empty".to_owned(),
+        (false, 0) => format!("the directory contains {}", names.join(", ")),
+        (false, more) => format!("the directory contains {} and {more} more", names.join(", ")),
     }
 }
 
-fn nearest_existing(folder: &Path) -> &Path {
-    folder.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("/"))
+fn nearest_existing(dir: &Path) -> &Path {
+    dir.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("/"))
 }
 
-/// Tells `changed` of every change of the folder, and of its coming and going.
-async fn keep_watching(folder: &Path, changed: &watch::Sender<()>) -> io::Result<()> {
+/// Notifies `changed` when the directory's entries change, and when the directory is created or deleted.
+async fn watch_dir(dir: &Path, changed: &watch::Sender<()>) -> io::Result<()> {
     use inotify::WatchFlags as Flags;
     let flags = Flags::CREATE
         | Flags::MOVED_TO
@@ -178,13 +177,13 @@ async fn keep_watching(folder: &Path, changed: &watch::Sender<()>) -> io::Result
     )]
     let inotify = AsyncFd::new(inotify)?;
     loop {
-        // After every change the watch is set again, on the folder or on what there is of its path:
-        // that is a no-op for the kernel while nothing about the path changed.
+        // Add the watch again after each event, on the directory or its nearest existing ancestor. The kernel treats this as
+        // a no-op if the path is unchanged.
         loop {
-            let target = nearest_existing(folder);
+            let target = nearest_existing(dir);
             match inotify::add_watch(&inotify, target, flags) {
-                // What appeared between the look and the watch would never be told of.
-                Ok(_) if nearest_existing(folder) == target => break,
+                // A directory created before the watch was added would generate no event.
+                Ok(_) if nearest_existing(dir) == target => break,
                 Ok(_) | Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -196,7 +195,7 @@ async fn keep_watching(folder: &Path, changed: &watch::Sender<()>) -> io::Result
     }
 }
 
-/// Takes all events: what they say does not matter, since everybody looks again.
+/// Drains all events. Their content does not matter, because waiting calls look up their disk again.
 fn drain(inotify: &AsyncFd<OwnedFd>) -> io::Result<()> {
     let mut buffer = [MaybeUninit::uninit(); 4096];
     let mut events = inotify::Reader::new(inotify, &mut buffer);
@@ -217,49 +216,49 @@ mod tests {
 
     const UUID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 
-    fn names(folder: &Path) -> (DiskNames, tokio_util::sync::DropGuard) {
+    fn names(dir: &Path) -> (DiskNames, tokio_util::sync::DropGuard) {
         let stop = CancellationToken::new();
-        (DiskNames::watch(folder.to_owned(), stop.clone()), stop.drop_guard())
+        (DiskNames::watch(dir.to_owned(), stop.clone()), stop.drop_guard())
     }
 
     #[tokio::test]
-    async fn a_disk_is_found_as_soon_as_its_name_appears_even_when_the_folder_was_missing() {
+    async fn a_disk_is_found_when_its_name_appears_even_if_the_directory_did_not_exist() {
         let root = tempfile::tempdir().unwrap();
-        let folder = root.path().join("disk/by-id");
-        let (names, _stop) = names(&folder);
+        let dir = root.path().join("disk/by-id");
+        let (names, _stop) = names(&dir);
         let until = Instant::now() + Duration::from_secs(60);
         let waiting = tokio::spawn(async move { names.wait_for(UUID.parse().unwrap(), until).await });
         tokio::task::yield_now().await;
-        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::create_dir_all(&dir).unwrap();
         std::fs::write(root.path().join("sdb"), "").unwrap();
-        // A name that is longer than the exact one is another disk's.
-        symlink("../../sdb", folder.join("wwn-0x6f9c1b2a0d3e4f5a-part1")).unwrap();
-        symlink("../../sdb", folder.join("wwn-0x6f9c1b2a0d3e4f5a")).unwrap();
+        // A longer name belongs to another device.
+        symlink("../../sdb", dir.join("wwn-0x6f9c1b2a0d3e4f5a-part1")).unwrap();
+        symlink("../../sdb", dir.join("wwn-0x6f9c1b2a0d3e4f5a")).unwrap();
         let found = waiting.await.unwrap().unwrap();
         assert_eq!(found.device, root.path().join("sdb").canonicalize().unwrap());
     }
 
     #[tokio::test]
-    async fn a_missing_disk_is_told_with_the_names_and_what_is_there() {
+    async fn the_error_for_a_missing_disk_lists_expected_and_existing_names() {
         let root = tempfile::tempdir().unwrap();
         std::fs::write(root.path().join("wwn-0x1"), "").unwrap();
         let (names, _stop) = names(root.path());
         let until = Instant::now() + Duration::from_millis(20);
         let error = names.wait_for(UUID.parse().unwrap(), until).await.unwrap_err().to_string();
         assert!(
-            error.contains("wwn-0x6f9c1b2a0d3e4f5a, ") && error.contains("the folder has wwn-0x1"),
+            error.contains("wwn-0x6f9c1b2a0d3e4f5a, ") && error.contains("the directory contains wwn-0x1"),
             "{error}"
         );
     }
 
     #[tokio::test]
-    async fn two_devices_under_one_disks_names_are_refused() {
+    async fn names_of_one_disk_that_point_to_two_devices_are_refused() {
         let root = tempfile::tempdir().unwrap();
         for (device, name) in [("a", "wwn-0x6f9c1b2a0d3e4f5a"), ("b", "virtio-6f9c1b2a-0d3e-4f5a-8")] {
             std::fs::write(root.path().join(device), "").unwrap();
             symlink(device, root.path().join(name)).unwrap();
         }
-        let error = look(root.path(), UUID.parse().unwrap()).unwrap_err();
+        let error = lookup(root.path(), UUID.parse().unwrap()).unwrap_err();
         assert!(matches!(error, FindError::Ambiguous { .. }), "{error}");
     }
 }

@@ -1,15 +1,15 @@
-//! The Node service from outside: the real binary, its real sockets, real loop devices and mounts.
-//! Needs root, and the tools that the driver's image has.
+//! Tests of the Node service with the real program, sockets, loop devices and mounts. Need root and the commands in the
+//! driver's image.
 #![allow(clippy::unwrap_used)]
 
-mod copies;
 mod crash;
+mod duplicate_uuids;
+mod expansion;
 mod formatting;
-mod growth;
 mod lifecycle;
-mod machine;
+mod lost_writes;
 mod refusals;
 mod resilience;
 mod serving;
-mod two_names;
-mod writes;
+mod test_node;
+mod two_driver_names;

@@ -1,4 +1,4 @@
-//! What the driver must never do, and what it says instead.
+//! Refused requests: the driver changes nothing and reports why.
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use csi::proto::volume_capability::access_mode::Mode;
 use tonic::Code;
 
-use crate::machine::{Machine, block, filesystem, tool};
+use crate::test_node::{TestNode, block, filesystem, tool};
 
 fn write(image: &Path, at: u64, bytes: &[u8]) {
     std::fs::File::options().write(true).open(image).unwrap().write_all_at(bytes, at).unwrap();
@@ -20,25 +20,27 @@ fn partition(image: &Path, kind: u8) {
     write(image, 0, &sector);
 }
 
-/// Puts something on an image.
+/// Writes content to an image.
 type Fill = fn(&Path);
 
 #[tokio::test]
-async fn a_disk_with_anything_on_it_is_never_formatted() {
-    let mut machine = Machine::start().await;
+async fn a_disk_with_any_content_is_never_formatted() {
+    let mut node = TestNode::start().await;
     let fills: [(&str, Fill); 12] = [
-        ("has xfs, and ext4 is asked for", |image| tool("mkfs.xfs", &["-q"], image)),
-        ("has ext3, and ext4 is asked for", |image| tool("mkfs.ext3", &["-q", "-F"], image)),
-        ("has vfat, and ext4 is asked for", |image| write(image, 0, &vfat())),
-        ("has swap, and ext4 is asked for", |image| tool("mkswap", &[], image)),
-        ("has crypto_LUKS, and ext4 is asked for", |image| write(image, 0, b"LUKS\xba\xbe\x00\x01")),
+        ("contains xfs, but the request is for ext4", |image| tool("mkfs.xfs", &["-q"], image)),
+        ("contains ext3, but the request is for ext4", |image| tool("mkfs.ext3", &["-q", "-F"], image)),
+        ("contains vfat, but the request is for ext4", |image| write(image, 0, &vfat())),
+        ("contains swap, but the request is for ext4", |image| tool("mkswap", &[], image)),
+        ("contains crypto_LUKS, but the request is for ext4", |image| {
+            write(image, 0, b"LUKS\xba\xbe\x00\x01")
+        }),
         ("dos partition table", |image| partition(image, 0x83)),
-        // The protective table of a GPT whose own header is damaged.
+        // Protective MBR of a GPT whose header is damaged.
         ("PMBR partition table", |image| partition(image, 0xee)),
         ("data at byte 0", |image| write(image, 0, &noise(8192))),
         ("data at byte 700000", |image| write(image, 700_000, &[1])),
         ("data at byte 16777215", |image| write(image, (16 << 20) - 1, &[1])),
-        ("mark of a formatting of disk 00000000-0000-0000-0000-000000000001", |image| {
+        ("format marker for disk 00000000-0000-0000-0000-000000000001", |image| {
             write(image, mark_at(image), &foreign_mark());
         }),
         ("signatures of several filesystems", |image| {
@@ -46,33 +48,34 @@ async fn a_disk_with_anything_on_it_is_never_formatted() {
             write(image, 0, &vfat());
         }),
     ];
-    for (says, fill) in fills {
-        // The least that mkfs.xfs takes.
-        let image = machine.image(if says.contains("xfs") { 300 } else { 16 });
+    for (expected, fill) in fills {
+        // Minimum size for mkfs.xfs.
+        let image = node.image(if expected.contains("xfs") { 300 } else { 16 });
         fill(&image.image);
         let before = std::fs::read(&image.image).unwrap();
-        let disk = machine.plug(image, &[]);
-        let refused = machine.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.expect_err(says);
-        assert_eq!(refused.code(), Code::FailedPrecondition, "{says}: {refused}");
+        let disk = node.attach(image, &[]);
+        let refused =
+            node.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.expect_err(expected);
+        assert_eq!(refused.code(), Code::FailedPrecondition, "{expected}: {refused}");
         assert!(
-            refused.message().contains(says) && refused.message().contains(&disk.uuid),
-            "{says}: {refused}"
+            refused.message().contains(expected) && refused.message().contains(&disk.uuid),
+            "{expected}: {refused}"
         );
-        assert!(machine.mounted(&machine.staging(&disk)).is_none(), "{says}");
-        assert!(std::fs::read(&disk.image).unwrap() == before, "{says}: the disk was written to");
+        assert!(node.mounted(&node.staging(&disk)).is_none(), "{expected}");
+        assert!(std::fs::read(&disk.image).unwrap() == before, "{expected}: the disk was written to");
     }
 }
 
 #[tokio::test]
-async fn an_empty_disk_is_not_formatted_for_a_read_only_use() {
-    let mut machine = Machine::start().await;
-    let image = machine.image(16);
+async fn an_empty_disk_is_not_formatted_for_a_read_only_mount() {
+    let mut node = TestNode::start().await;
+    let image = node.image(16);
     for (disk, mode) in [
-        (machine.plug(image, &["--read-only"]), Mode::SingleNodeWriter),
-        (machine.disk(16), Mode::SingleNodeReaderOnly),
-        (machine.disk(16), Mode::MultiNodeReaderOnly),
+        (node.attach(image, &["--read-only"]), Mode::SingleNodeWriter),
+        (node.disk(16), Mode::SingleNodeReaderOnly),
+        (node.disk(16), Mode::MultiNodeReaderOnly),
     ] {
-        let refused = machine.stage(&disk, filesystem("xfs", mode)).await.unwrap_err();
+        let refused = node.stage(&disk, filesystem("xfs", mode)).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains("it is empty"), "{refused}");
         assert!(std::fs::read(&disk.image).unwrap().iter().all(|byte| *byte == 0));
@@ -80,73 +83,73 @@ async fn an_empty_disk_is_not_formatted_for_a_read_only_use() {
 }
 
 #[tokio::test]
-async fn one_disk_is_not_taken_for_another() {
-    let mut machine = Machine::start().await;
-    let (one, two) = (machine.disk(16), machine.disk(16));
-    let wanted = || filesystem("ext4", Mode::SingleNodeWriter);
-    machine.stage(&one, wanted()).await.unwrap();
+async fn a_disk_is_not_confused_with_another() {
+    let mut node = TestNode::start().await;
+    let (one, two) = (node.disk(16), node.disk(16));
+    let capability = || filesystem("ext4", Mode::SingleNodeWriter);
+    node.stage(&one, capability()).await.unwrap();
 
-    // The staging path has another disk.
-    let mut request = machine.stage_request(&two, wanted());
-    request.staging_target_path = machine.staging(&one).display().to_string();
-    let refused = machine.node().await.node_stage_volume(request).await.unwrap_err();
+    // Another disk is mounted at the staging path.
+    let mut request = node.stage_request(&two, capability());
+    request.staging_target_path = node.staging(&one).display().to_string();
+    let refused = node.client().await.node_stage_volume(request).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(refused.message().contains(one.device.to_str().unwrap()), "{refused}");
 
-    // Nothing is staged: the target would show the machine's own disk.
-    let refused = machine.publish(&two, "one", wanted(), false).await.unwrap_err();
+    // Nothing is staged: the target would show the node's own disk.
+    let refused = node.publish(&two, "one", capability(), false).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    assert!(!machine.target(&two, "one").exists());
+    assert!(!node.target(&two, "one").exists());
 
-    // Staged already, but as something else.
-    let refused = machine.stage(&one, filesystem("xfs", Mode::SingleNodeWriter)).await.unwrap_err();
+    // Already staged with another filesystem type.
+    let refused = node.stage(&one, filesystem("xfs", Mode::SingleNodeWriter)).await.unwrap_err();
     assert_eq!(refused.code(), Code::AlreadyExists, "{refused}");
 
-    // The name leads to no block device.
-    std::fs::remove_file(machine.link(&two)).unwrap();
-    std::os::unix::fs::symlink(&two.image, machine.link(&two)).unwrap();
-    let refused = machine.stage(&two, wanted()).await.unwrap_err();
+    // The name does not point to a block device.
+    std::fs::remove_file(node.link(&two)).unwrap();
+    std::os::unix::fs::symlink(&two.image, node.link(&two)).unwrap();
+    let refused = node.stage(&two, capability()).await.unwrap_err();
     assert_eq!(refused.code(), Code::Internal, "{refused}");
-    assert!(refused.message().contains("no block device"), "{refused}");
+    assert!(refused.message().contains("not a block device"), "{refused}");
 }
 
 #[tokio::test]
-async fn what_was_attached_for_other_bytes_is_neither_staged_nor_published() {
+async fn a_disk_of_another_management_volume_than_the_pinned_one_is_refused() {
     use crds::names::{CONTEXT_MANAGEMENT_VOLUME, CONTEXT_OVERRIDDEN_PIN, MANAGEMENT_VOLUME};
-    let mut machine = Machine::start().await;
-    let disk = machine.disk(16);
-    let said = |key: &str, value: &str| (key.to_owned(), value.to_owned());
-    let mut request = machine.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
-    request.volume_context = [said(MANAGEMENT_VOLUME, "pvc-old")].into();
-    request.publish_context.extend([said(CONTEXT_MANAGEMENT_VOLUME, "pvc-new")]);
+    let mut node = TestNode::start().await;
+    let disk = node.disk(16);
+    let entry = |key: &str, value: &str| (key.to_owned(), value.to_owned());
+    let mut request = node.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
+    request.volume_context = [entry(MANAGEMENT_VOLUME, "pvc-old")].into();
+    request.publish_context.extend([entry(CONTEXT_MANAGEMENT_VOLUME, "pvc-new")]);
     let publish = |of: &csi::proto::NodeStageVolumeRequest| csi::proto::NodePublishVolumeRequest {
         volume_id: of.volume_id.clone(),
         volume_context: of.volume_context.clone(),
         publish_context: of.publish_context.clone(),
         volume_capability: of.volume_capability.clone(),
         staging_target_path: of.staging_target_path.clone(),
-        target_path: machine.target(&disk, "one").display().to_string(),
+        target_path: node.target(&disk, "one").display().to_string(),
         ..csi::proto::NodePublishVolumeRequest::default()
     };
-    let mut node = machine.node().await;
+    let mut client = node.client().await;
     for refused in [
-        node.node_stage_volume(request.clone()).await.unwrap_err(),
-        node.node_publish_volume(publish(&request)).await.unwrap_err(),
+        client.node_stage_volume(request.clone()).await.unwrap_err(),
+        client.node_publish_volume(publish(&request)).await.unwrap_err(),
     ] {
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(["pvc-old", "pvc-new"].iter().all(|name| refused.message().contains(name)), "{refused}");
     }
     assert!(std::fs::read(&disk.image).unwrap().iter().all(|byte| *byte == 0), "the disk was written to");
 
-    // A person pinned the volume to the other one, and the controller attached that.
-    request.publish_context.extend([said(CONTEXT_OVERRIDDEN_PIN, "pvc-old")]);
-    node.node_stage_volume(request.clone()).await.unwrap();
-    node.node_publish_volume(publish(&request)).await.unwrap();
+    // An operator pinned the volume to the other one, and the controller plugin attached that.
+    request.publish_context.extend([entry(CONTEXT_OVERRIDDEN_PIN, "pvc-old")]);
+    client.node_stage_volume(request.clone()).await.unwrap();
+    client.node_publish_volume(publish(&request)).await.unwrap();
 }
 
 #[tokio::test]
-async fn a_device_that_cannot_prove_its_identity_is_refused() {
-    // The machine's own root disk under a volume's name: the worst that a wrong name can do.
+async fn a_device_without_identifiers_is_refused() {
+    // The node's root disk under a volume's name: the worst case of a wrong name.
     let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
     let Some(number) = table
         .lines()
@@ -157,36 +160,36 @@ async fn a_device_that_cannot_prove_its_identity_is_refused() {
         return;
     };
     let device = Path::new("/sys/dev/block").join(number).canonicalize().unwrap();
-    let machine = Machine::start().await;
-    let mut disk = machine.image(1);
+    let node = TestNode::start().await;
+    let mut disk = node.image(1);
     disk.device = Path::new("/dev").join(device.file_name().unwrap());
-    machine.name(&disk);
-    let refused = machine.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.unwrap_err();
+    node.name(&disk);
+    let refused = node.stage(&disk, filesystem("ext4", Mode::SingleNodeWriter)).await.unwrap_err();
     assert_eq!(refused.code(), Code::Internal, "{refused}");
-    assert!(refused.message().contains("nothing was touched"), "{refused}");
+    assert!(refused.message().contains("nothing was changed"), "{refused}");
 }
 
 #[tokio::test]
-async fn a_target_that_somebody_uses_is_neither_covered_nor_removed() {
-    let mut machine = Machine::start().await;
-    let disk = machine.disk(16);
-    let wanted = || filesystem("ext4", Mode::SingleNodeWriter);
-    machine.stage(&disk, wanted()).await.unwrap();
-    let target = machine.target(&disk, "one");
+async fn a_target_with_data_is_neither_mounted_over_nor_removed() {
+    let mut node = TestNode::start().await;
+    let disk = node.disk(16);
+    let capability = || filesystem("ext4", Mode::SingleNodeWriter);
+    node.stage(&disk, capability()).await.unwrap();
+    let target = node.target(&disk, "one");
     std::fs::create_dir(&target).unwrap();
     std::fs::write(target.join("precious"), "data").unwrap();
-    let refused = machine.publish(&disk, "one", wanted(), false).await.unwrap_err();
+    let refused = node.publish(&disk, "one", capability(), false).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    let refused = machine.unpublish(&disk, "one").await.unwrap_err();
+    let refused = node.unpublish(&disk, "one").await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     assert!(target.join("precious").exists());
 }
 
 #[tokio::test]
-async fn requests_that_mean_nothing_are_told_so() {
-    let mut machine = Machine::start().await;
-    let disk = machine.disk(16);
-    let good = || machine.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
+async fn invalid_requests_are_refused() {
+    let mut node = TestNode::start().await;
+    let disk = node.disk(16);
+    let good = || node.stage_request(&disk, filesystem("ext4", Mode::SingleNodeWriter));
     let mut bad = vec![good(); 6];
     bad[0].volume_id.clear();
     bad[1].staging_target_path = "../there".to_owned();
@@ -195,22 +198,22 @@ async fn requests_that_mean_nothing_are_told_so() {
     bad[4].volume_capability = Some(filesystem("ntfs", Mode::SingleNodeWriter));
     bad[5].volume_capability = Some(filesystem("ext4", Mode::MultiNodeMultiWriter));
     for request in bad {
-        let refused = machine.node().await.node_stage_volume(request.clone()).await.unwrap_err();
+        let refused = node.client().await.node_stage_volume(request.clone()).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{request:?}: {refused}");
     }
     let inline = csi::proto::NodePublishVolumeRequest {
         volume_id: disk.id.clone(),
-        target_path: machine.target(&disk, "one").display().to_string(),
+        target_path: node.target(&disk, "one").display().to_string(),
         volume_capability: Some(block(Mode::SingleNodeWriter)),
         volume_context: [("csi.storage.k8s.io/ephemeral".to_owned(), "true".to_owned())].into(),
         ..csi::proto::NodePublishVolumeRequest::default()
     };
-    let refused = machine.node().await.node_publish_volume(inline).await.unwrap_err();
+    let refused = node.client().await.node_publish_volume(inline).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
     assert!(refused.message().contains("inline"), "{refused}");
 }
 
-/// Bytes that are nothing that anybody knows; the same each time.
+/// Data without any known signature; the same in every call.
 fn noise(length: u32) -> Vec<u8> {
     (1..=length).map(|n| (n.wrapping_mul(2_654_435_761) >> 13) as u8 | 1).collect()
 }

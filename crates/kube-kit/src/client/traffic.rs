@@ -1,4 +1,4 @@
-//! How many bytes go to and come from each cluster's API server: bodies, as they are before TLS.
+//! Traffic metrics: bytes sent to and received from each cluster's API server (bodies before TLS).
 
 use std::sync::LazyLock;
 
@@ -13,21 +13,21 @@ use prometheus_client::registry::Registry;
 use tower::BoxError;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Way {
+struct TrafficLabels {
     cluster: &'static str,
     direction: &'static str,
 }
 
-/// Of the process: its clients are made long before its metrics are served.
-static BYTES: LazyLock<Family<Way, Counter>> = LazyLock::new(Family::default);
+/// Global, because clients are created long before the metrics are served.
+static BYTES: LazyLock<Family<TrafficLabels, Counter>> = LazyLock::new(Family::default);
 
-/// Shows what every client of this process has sent and received.
+/// Registers the metric of all clients of this process.
 pub(crate) fn register(registry: &mut Registry) {
-    let help = "Bytes of requests to and answers of a cluster's API server, without headers";
+    let help = "Bytes sent to and received from the API server of a cluster, without headers";
     registry.register("kube_client_bytes", help, BYTES.clone());
 }
 
-/// The counts of the clients of one cluster.
+/// Counters of the clients of one cluster.
 #[derive(Debug, Clone)]
 pub(super) struct Traffic {
     sent: Counter,
@@ -36,16 +36,16 @@ pub(super) struct Traffic {
 
 impl Traffic {
     pub(super) fn with(cluster: &'static str) -> Self {
-        let of = |direction| BYTES.get_or_create_owned(&Way { cluster, direction });
+        let of = |direction| BYTES.get_or_create_owned(&TrafficLabels { cluster, direction });
         Self { sent: of("sent"), received: of("received") }
     }
 
-    /// Counts a request that is about to be sent. Ours are all in memory, and so of known size.
+    /// Counts a request. Its body is in memory, so its size is known.
     pub(super) fn count_sent(&self, body: &impl Body) {
         self.sent.inc_by(body.size_hint().lower());
     }
 
-    /// Counts an answer as it comes in.
+    /// Counts a response while it is received.
     pub(super) fn count_received<B>(&self, answer: Response<B>) -> Response<UnsyncBoxBody<Bytes, BoxError>>
     where
         B: Body<Data = Bytes, Error: Into<BoxError>> + Send + 'static,

@@ -1,10 +1,8 @@
-//! How requests get to an API server, and how it is noticed that they do not.
+//! HTTP transport to an API server: connections, timeouts, retries and dead-peer detection.
 //!
-//! All requests of a client share one connection (HTTP/2), and all its watches another, which are asked for a sign of life
-//! whenever they are silent: a link that broke without a word is noticed for all of them at once. On one connection a
-//! server would send each event of a watch in turn with the answers to hundreds of requests, and close the watch when it
-//! falls behind. Where only HTTP/1.1 is spoken, the kernel's probes find a peer that is gone; and in any case a request
-//! ends by itself.
+//! All requests of a client share one HTTP/2 connection, and all watches another. On a shared connection, the server would
+//! interleave watch events with hundreds of responses, and close a watch that falls behind. HTTP/2 pings detect a broken
+//! connection for all of its requests at once; with HTTP/1.1, TCP keepalive does. Every request has a time limit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,46 +27,45 @@ use tower::{BoxError, ServiceBuilder, ServiceExt};
 
 use super::traffic::Traffic;
 
-/// How long a connection may take to come about, TLS included.
-const CONNECT: Duration = Duration::from_secs(5);
-/// A connection on which nothing came for so long is asked whether it is alive.
-const SILENT: Duration = Duration::from_secs(5);
-/// It is given up when it gives no sign of life for so long.
-const NO_SIGN: Duration = Duration::from_secs(10);
-/// How many of the kernel's probes must fail.
-const PROBES: u32 = 2;
-/// How long an answer may take, with the tries that were turned away before it: longer than an admission webhook may
-/// take by default, three times over.
-const ANSWER: Duration = Duration::from_secs(30);
-/// How long a connection is kept that nothing uses.
-const IDLE: Duration = Duration::from_secs(60);
-/// A server that asks to come back (429, 503, 504) is asked again so many times, with pauses between these.
-const TRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(2));
-/// After which time at most one is asked again that is starting: it asks for five seconds, and is there after one.
-const STARTING: Duration = Duration::from_secs(1);
+/// Time limit for connecting, TLS handshake included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Idle time after which a connection is probed.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(5);
+/// Time limit for the answer to a probe.
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of failed TCP keepalive probes.
+const KEEPALIVE_PROBES: u32 = 2;
+/// Time limit for a response, retries included: three times the default timeout of an admission webhook.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long an unused connection is kept.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum number of retries after 429, 503 and 504, and the shortest and longest delay between them.
+const RETRIES: (u32, Duration, Duration) = (5, Duration::from_millis(100), Duration::from_secs(2));
+/// Maximum retry delay for a server that is starting (503): it asks for five seconds but is ready after one.
+const STARTING_DELAY: Duration = Duration::from_secs(1);
 
 type Bytes = hyper::body::Bytes;
-type Answer = Response<UnsyncBoxBody<Bytes, BoxError>>;
+type HttpResponse = Response<UnsyncBoxBody<Bytes, BoxError>>;
 
-/// A request that the API server at this address did not answer.
+/// A request without a response from the server at this address.
 #[derive(Debug, thiserror::Error)]
 #[error("{server}: {source}")]
-struct NoAnswer {
+struct RequestError {
     server: Arc<str>,
     source: BoxError,
 }
 
-/// A client whose every request ends, and whose errors say which server they are about.
+/// Creates a client whose requests have a time limit, and whose errors name the server.
 pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, BoxError> {
-    // Fails only when a provider is installed already, which is what is wanted.
+    // Fails only if a provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
     tcp.set_nodelay(true);
-    tcp.set_keepalive(Some(SILENT));
-    tcp.set_keepalive_interval(Some(NO_SIGN / PROBES));
-    tcp.set_keepalive_retries(Some(PROBES));
-    tcp.set_tcp_user_timeout(Some(SILENT + NO_SIGN));
+    tcp.set_keepalive(Some(KEEPALIVE_IDLE));
+    tcp.set_keepalive_interval(Some(KEEPALIVE_TIMEOUT / KEEPALIVE_PROBES));
+    tcp.set_keepalive_retries(Some(KEEPALIVE_PROBES));
+    tcp.set_tcp_user_timeout(Some(KEEPALIVE_IDLE + KEEPALIVE_TIMEOUT));
     let tcp = match &config.proxy_url {
         Some(proxy) => Either::Left(tunnel(proxy, tcp)?.map_err(BoxError::from)),
         None => Either::Right(tcp.map_err(BoxError::from)),
@@ -79,20 +76,20 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
         tls = tls.with_server_name_resolver(FixedServerNameResolver::new(name.clone().try_into()?));
     }
     let mut connector = TimeoutConnector::new(tls.enable_all_versions().wrap_connector(tcp));
-    connector.set_connect_timeout(Some(CONNECT));
+    connector.set_connect_timeout(Some(CONNECT_TIMEOUT));
     let connections = |idle: Option<Duration>| {
         legacy::Client::builder(TokioExecutor::new())
             .timer(TokioTimer::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(idle)
-            .http2_keep_alive_interval(SILENT)
-            .http2_keep_alive_timeout(NO_SIGN)
-            // A request is not the first to find out that the link broke long ago.
+            .http2_keep_alive_interval(KEEPALIVE_IDLE)
+            .http2_keep_alive_timeout(KEEPALIVE_TIMEOUT)
+            // Detect a broken connection before the next request uses it.
             .http2_keep_alive_while_idle(true)
             .build(connector.clone())
     };
-    // The one of the watches is idle for as long as none begins.
-    let (requests, watches) = (connections(Some(IDLE)), connections(None));
+    // Keep the connection of the watches while there is no watch.
+    let (requests, watches) = (connections(Some(IDLE_TIMEOUT)), connections(None));
     let connections = move |request: Request<Body>| match is_watch(&request) {
         true => watches.request(request),
         false => requests.request(request),
@@ -100,11 +97,11 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
 
     let sent = Traffic::with(cluster);
     let received = sent.clone();
-    let (tries, first, longest) = TRIES;
+    let (retries, first, longest) = RETRIES;
     let service = ServiceBuilder::new()
         .layer(crate::fail_points::layer(cluster))
         .layer(config.base_uri_layer())
-        .layer(RetryLayer::new(Again(RetryPolicy::new(first, longest, tries, true)?)))
+        .layer(RetryLayer::new(RetryDelay(RetryPolicy::new(first, longest, retries, true)?)))
         .option_layer(config.auth_layer()?)
         .layer(config.extra_headers_layer()?)
         .map_err(BoxError::from)
@@ -120,24 +117,26 @@ pub(super) fn client(cluster: &'static str, config: Config) -> Result<Client, Bo
     Ok(Client::new(service, config.default_namespace))
 }
 
-/// The way through an HTTP proxy, which sees no more than the server's address.
+/// Creates a tunnel through an HTTP proxy, which sees only the server's address.
 fn tunnel(proxy: &Uri, tcp: HttpConnector) -> Result<Tunnel<HttpConnector>, BoxError> {
     let authority = proxy.authority().map(Authority::as_str).unwrap_or_default();
     if proxy.scheme_str() != Some("http") || authority.is_empty() {
-        return Err("the proxy is not of the form http://HOST:PORT; no other kind is supported".into());
+        return Err(
+            "the proxy URL is not of the form http://HOST:PORT; other proxies are not supported".into()
+        );
     }
     if authority.contains('@') {
-        return Err("the proxy's address has credentials, which is not supported".into());
+        return Err("the proxy URL contains credentials, which are not supported".into());
     }
     Ok(Tunnel::new(proxy.clone(), tcp))
 }
 
-/// When a server is asked again: when it says, unless it is not there yet (503). One that has too much to do (429) knows
-/// what it says.
+/// Retry policy: waits as long as the server requests, except for a server that is starting (503). An overloaded server
+/// (429) requests an appropriate delay.
 #[derive(Clone)]
-struct Again(RetryPolicy);
+struct RetryDelay(RetryPolicy);
 
-impl<B> Policy<Request<Body>, Response<B>, BoxError> for Again {
+impl<B> Policy<Request<Body>, Response<B>, BoxError> for RetryDelay {
     type Future = Sleep;
 
     fn retry(
@@ -148,8 +147,8 @@ impl<B> Policy<Request<Body>, Response<B>, BoxError> for Again {
         let pause = self.0.retry(request, answer)?;
         let is_starting =
             answer.as_ref().is_ok_and(|answer| answer.status() == StatusCode::SERVICE_UNAVAILABLE);
-        Some(match is_starting && pause.deadline() > Instant::now() + STARTING {
-            true => tokio::time::sleep(STARTING.mul_f64(0.5 + fastrand::f64() / 2.0)),
+        Some(match is_starting && pause.deadline() > Instant::now() + STARTING_DELAY {
+            true => tokio::time::sleep(STARTING_DELAY.mul_f64(0.5 + fastrand::f64() / 2.0)),
             false => pause,
         })
     }
@@ -163,19 +162,23 @@ fn is_watch(request: &Request<Body>) -> bool {
     request.uri().query().is_some_and(|query| query.split('&').any(|one| one == "watch=true"))
 }
 
-type Requests = tower::util::BoxCloneService<Request<Body>, Answer, BoxError>;
+type Requests = tower::util::BoxCloneService<Request<Body>, HttpResponse, BoxError>;
 
-/// The whole answer, or the beginning of a watch, within [`ANSWER`].
-async fn answer(service: Requests, server: Arc<str>, request: Request<Body>) -> Result<Answer, BoxError> {
+/// Returns the complete response, or the start of a watch, within [`RESPONSE_TIMEOUT`].
+async fn answer(
+    service: Requests,
+    server: Arc<str>,
+    request: Request<Body>,
+) -> Result<HttpResponse, BoxError> {
     let is_watch = is_watch(&request);
     let named = {
         let server = server.clone();
         move |source: BoxError| -> BoxError {
-            // What the transport says ("connection refused") doesn't say where.
+            // The transport's error ("connection refused") does not name the server.
             if source.is::<kube::Error>() {
                 source
             } else {
-                Box::new(NoAnswer { server: server.clone(), source })
+                Box::new(RequestError { server: server.clone(), source })
             }
         }
     };
@@ -189,9 +192,9 @@ async fn answer(service: Requests, server: Arc<str>, request: Request<Body>) -> 
         let body = Full::new(body.collect().await?.to_bytes());
         Ok(Response::from_parts(head, body.map_err(|never| match never {}).boxed_unsync()))
     };
-    match tokio::time::timeout(ANSWER, whole).await {
+    match tokio::time::timeout(RESPONSE_TIMEOUT, whole).await {
         Ok(answer) => answer.map_err(named),
-        Err(_) => Err(named(format!("no answer within {ANSWER:?}").into())),
+        Err(_) => Err(named(format!("no response within {RESPONSE_TIMEOUT:?}").into())),
     }
 }
 
@@ -201,10 +204,10 @@ mod tests {
 
     use super::*;
 
-    /// How long it takes until a server that answers this once, and asks for a pause of five seconds, has answered.
+    /// Time until a request succeeds, if the server answers first with `code` and asks for a delay of five seconds.
     async fn time_until_answered(code: u16) -> Duration {
-        let asked = Arc::new(AtomicUsize::new(0));
-        let counted = asked.clone();
+        let requests = Arc::new(AtomicUsize::new(0));
+        let counted = requests.clone();
         let server = tower::service_fn(move |_: Request<Body>| {
             let is_first = counted.fetch_add(1, Ordering::SeqCst) == 0;
             let answer = match is_first {
@@ -213,17 +216,17 @@ mod tests {
             };
             async move { Ok::<_, BoxError>(answer.body(()).unwrap()) }
         });
-        let (tries, first, longest) = TRIES;
-        let again = Again(RetryPolicy::new(first, longest, tries, true).unwrap());
+        let (retries, first, longest) = RETRIES;
+        let again = RetryDelay(RetryPolicy::new(first, longest, retries, true).unwrap());
         let service = ServiceBuilder::new().layer(RetryLayer::new(again)).service(server);
-        let begun = Instant::now();
+        let started = Instant::now();
         let answer = service.oneshot(Request::new(Body::empty())).await.unwrap();
-        assert_eq!((answer.status().as_u16(), asked.load(Ordering::SeqCst)), (200, 2));
-        begun.elapsed()
+        assert_eq!((answer.status().as_u16(), requests.load(Ordering::SeqCst)), (200, 2));
+        started.elapsed()
     }
 
     #[test]
-    fn a_proxy_is_an_http_address_without_credentials() {
+    fn a_proxy_has_an_http_url_without_credentials() {
         let tunnel = |proxy: &str| tunnel(&proxy.parse().unwrap(), HttpConnector::new());
         assert!(tunnel("http://proxy.example:3128").is_ok());
         for bad in [
@@ -233,15 +236,15 @@ mod tests {
             "http://me:secret@proxy.example",
         ] {
             let error = tunnel(bad).unwrap_err().to_string();
-            assert!(error.contains("not supported") || error.contains("no other kind"), "{bad}: {error}");
+            assert!(error.contains("not supported"), "{bad}: {error}");
             assert!(!error.contains("secret"), "{error}");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_that_starts_is_asked_again_within_a_second_and_one_that_is_busy_when_it_says() {
+    async fn a_starting_server_is_retried_within_a_second_and_a_busy_one_after_its_requested_delay() {
         let time = time_until_answered(503).await;
-        assert!(time >= STARTING / 2 && time <= STARTING, "{time:?}");
+        assert!(time >= STARTING_DELAY / 2 && time <= STARTING_DELAY, "{time:?}");
         assert!(time_until_answered(429).await >= Duration::from_secs(5));
     }
 }

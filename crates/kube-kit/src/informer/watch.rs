@@ -1,10 +1,10 @@
-//! The list and watch behind an informer.
+//! List and watch loop of an informer.
 //!
-//! A watch that ends is resumed where it was; where that is not possible (410), and where it gave no sign of life, all
-//! is read anew. Whoever waits on the informer waits on: what the fresh list shows is told as changes.
+//! A closed watch is resumed at its last resource version. If that is impossible (410), or the watch was silent for too
+//! long, all objects are listed again; differences are reported as changes, so waiters need not care.
 //!
-//! Objects are decoded one by one into what is kept of them, and a list page by page, so that the whole of it is never in
-//! memory. Only where one of them is malformed is it all decoded a second time, in the costly way that tells which.
+//! Objects are decoded one by one into their trimmed form, and lists page by page, to limit memory. Only if an object is
+//! malformed, the page or event is decoded a second time in the slower, tolerant way that identifies the object.
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -21,57 +21,55 @@ use kube::{Error, Resource, ResourceExt};
 use serde::de::{DeserializeOwned, IgnoredAny};
 use tokio::time::Instant;
 
-use super::{Builder, Key, Told};
+use super::{Builder, Key, LastSync};
 use crate::client::chain;
 use crate::health::Check;
 use crate::latest::number;
 
-/// An API server sends a bookmark each minute when nothing else is to be said, unless it keeps no cache of the resource
-/// (as of events), or nothing at all was written since the watch began, as far as that cache has heard, which without
-/// `--watch-progress-notify-interval` of etcd it mostly hasn't. A watch that had bookmarks and is silent for longer is one
-/// of these, or dead, or of a server that went back in time (a restored etcd), which has nothing to tell until it is there
-/// again.
-const SILENCE: Duration = Duration::from_secs(90);
-/// The first and the longest pause before a watch is begun anew. Calls with deadlines wait behind this.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(1500));
-/// How long the server is asked to keep a watch open: the first, and how many seconds may come to that, so that not all
-/// watches of all clients end at once.
-const LASTS: (Duration, u32) = (Duration::from_secs(200), 90);
-/// How long after that a server that sends no bookmarks is waited for.
-const MARGIN: Duration = Duration::from_secs(5);
-/// How many objects a page of a list has.
+/// An API server sends a bookmark every minute on an idle watch, except for resources without a watch cache (Events), or if
+/// nothing was written since the watch began as far as the watch cache knows (which without etcd's
+/// `--watch-progress-notify-interval` is common). A watch that had bookmarks and is silent for longer is therefore such an
+/// idle one, or dead, or its server was restored to an older state and has no news until it reaches that version again.
+const MAX_SILENCE: Duration = Duration::from_secs(90);
+/// Shortest and longest delay before a watch is restarted. Calls with deadlines wait for this.
+const BACKOFF: (Duration, Duration) = (Duration::from_millis(100), Duration::from_millis(1500));
+/// Requested duration of a watch, and maximum jitter in seconds, so that not all watches of all clients end at once.
+const WATCH_DURATION: (Duration, u32) = (Duration::from_secs(200), 90);
+/// Grace period after that duration, for servers without bookmarks.
+const GRACE: Duration = Duration::from_secs(5);
+/// Page size of lists.
 const PAGE: u32 = 500;
 
-/// Where a watch is.
+/// Position of a watch.
 #[derive(Default)]
-struct Place {
-    /// Up to where it was told; none where all must be read anew.
+struct Position {
+    /// Last resource version; None if a list is required.
     version: Option<String>,
-    /// Whether there are bookmarks.
+    /// Whether the server sends bookmarks.
     bookmarks: bool,
-    /// Whether the next that is told holds a malformed object.
+    /// Whether the next event contains a malformed object.
     malformed: bool,
-    /// Whether the server can't have been put back to an older state since it told of that version.
+    /// Whether the server cannot have been restored to an older state since it sent that version.
     unbroken: bool,
 }
 
-/// Why a watch is over.
-enum Over {
-    /// The server closed it, as it does now and then.
+/// Why a watch ended.
+enum WatchEnd {
+    /// The server closed it, as it does regularly.
     Closed,
-    /// It can't be resumed: what it would tell next is forgotten.
+    /// It cannot be resumed: its resource version expired.
     Expired(String),
-    /// An object was malformed.
+    /// An event contained a malformed object.
     Malformed,
-    /// Everything is to be read anew.
+    /// A relist was requested.
     Outdated,
-    /// The server, or our rights.
+    /// The server refused it, or permissions are missing.
     Refused(String),
-    /// The link, or no server.
+    /// The connection failed.
     Broken(String),
 }
 
-impl From<Error> for Over {
+impl From<Error> for WatchEnd {
     fn from(error: Error) -> Self {
         match &error {
             Error::Api(status) if status.code == 410 => Self::Expired(status.message.clone()),
@@ -86,63 +84,64 @@ where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
     pub(super) async fn watch(self, check: Check) {
-        self.down(&check, format!("the first list of {} was not read yet", self.what));
-        let mut place = Place::default();
-        let (mut pause, mut was_broken) = (PAUSES.0, false);
+        self.down(&check, format!("the first list of {} has not completed yet", self.what));
+        let mut position = Position::default();
+        let (mut delay, mut was_broken) = (BACKOFF.0, false);
         loop {
-            let (begun, since) = (Instant::now(), place.version.clone());
-            let over = self.round(&mut place, &check).await;
-            let (is_closed, is_broken) = (matches!(over, Over::Closed), matches!(over, Over::Broken(_)));
-            place.unbroken &= is_closed;
-            match over {
-                Over::Closed => {}
-                Over::Malformed => place.malformed = true,
-                Over::Outdated => {
-                    place.version = None;
+            let (started, since) = (Instant::now(), position.version.clone());
+            let end = self.list_and_watch(&mut position, &check).await;
+            let (is_closed, is_broken) =
+                (matches!(end, WatchEnd::Closed), matches!(end, WatchEnd::Broken(_)));
+            position.unbroken &= is_closed;
+            match end {
+                WatchEnd::Closed => {}
+                WatchEnd::Malformed => position.malformed = true,
+                WatchEnd::Outdated => {
+                    position.version = None;
                     continue;
                 }
-                Over::Expired(why) => {
-                    tracing::info!("the watch of {} has expired ({why}): reading them anew", self.what);
-                    place.version = None;
+                WatchEnd::Expired(reason) => {
+                    tracing::info!("the watch of {} expired ({reason}), relisting", self.what);
+                    position.version = None;
                 }
-                Over::Refused(why) | Over::Broken(why) => {
-                    let reason = format!("cannot watch {}: {why}", self.what);
+                WatchEnd::Refused(reason) | WatchEnd::Broken(reason) => {
+                    let reason = format!("failed to watch {}: {reason}", self.what);
                     if self.informer.trouble().is_none() {
-                        tracing::warn!("{reason}; trying again");
+                        tracing::warn!("{reason}; retrying");
                     }
                     self.down(&check, reason);
                 }
             }
-            // A server closes the watch of one who falls behind, who must not fall behind more by waiting.
-            let told_something = since.is_some() && place.version != since;
-            // One that is there again turns us away while it starts, and has forgotten where we were.
-            let is_back = was_broken && !is_broken && pause == PAUSES.1;
-            if begun.elapsed() > PAUSES.1 || (is_closed && told_something) || is_back {
-                pause = PAUSES.0;
+            // A server closes watches of slow clients; a delay would make such a client slower.
+            let made_progress = since.is_some() && position.version != since;
+            // A restarted server refuses requests while it starts, and may not know the resource version.
+            let is_back = was_broken && !is_broken && delay == BACKOFF.1;
+            if started.elapsed() > BACKOFF.1 || (is_closed && made_progress) || is_back {
+                delay = BACKOFF.0;
             }
             was_broken = is_broken;
-            tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            pause = (2 * pause).min(PAUSES.1);
+            tokio::time::sleep(delay.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            delay = (2 * delay).min(BACKOFF.1);
         }
     }
 
-    /// Reads everything where that must be, and goes on from there until the watch is over.
-    async fn round(&self, place: &mut Place, check: &Check) -> Over {
-        let since = match place.version.clone() {
+    /// Lists all objects if required, and watches until the watch ends.
+    async fn list_and_watch(&self, position: &mut Position, check: &Check) -> WatchEnd {
+        let since = match position.version.clone() {
             Some(since) => since,
-            None => match self.read().await {
+            None => match self.list().await {
                 Ok(read) => {
-                    place.unbroken = true;
-                    place.version.insert(read).clone()
+                    position.unbroken = true;
+                    position.version.insert(read).clone()
                 }
                 Err(error) => return error.into(),
             },
         };
-        let lasts = LASTS.0 + Duration::from_secs(fastrand::u32(..LASTS.1).into());
+        let duration = WATCH_DURATION.0 + Duration::from_secs(fastrand::u32(..WATCH_DURATION.1).into());
         let parameters = WatchParams {
             label_selector: self.config.label_selector.clone(),
             field_selector: self.config.field_selector.clone(),
-            timeout: Some(u32::try_from(lasts.as_secs()).unwrap_or(u32::MAX)),
+            timeout: Some(u32::try_from(duration.as_secs()).unwrap_or(u32::MAX)),
             ..WatchParams::default()
         };
         let request = Request::new(&self.url);
@@ -154,8 +153,8 @@ where
             Ok(request) => request,
             Err(error) => return Error::BuildRequest(error).into(),
         };
-        let is_tolerant = std::mem::take(&mut place.malformed);
-        let begun = Instant::now();
+        let is_tolerant = std::mem::take(&mut position.malformed);
+        let started = Instant::now();
         let events = match is_tolerant {
             true => {
                 let events = self.client.request_events::<DeserializeGuard<K>>(request).await;
@@ -172,45 +171,46 @@ where
         };
         let mut events = pin!(events);
         self.up(check);
-        let mut asked = false;
+        let mut confirmed = false;
         loop {
-            let silence = if place.bookmarks { SILENCE } else { lasts + MARGIN };
+            let silence = if position.bookmarks { MAX_SILENCE } else { duration + GRACE };
             let event = tokio::select! {
                 event = tokio::time::timeout(silence, events.next()) => event,
-                () = self.informer.outdated() => return Over::Outdated,
+                () = self.informer.outdated() => return WatchEnd::Outdated,
             };
             let event = match event {
                 Ok(Some(Ok(event))) => event,
                 Ok(None) => {
-                    // Before its time it is a server that stops, and another may come.
-                    place.unbroken &= begun.elapsed() >= lasts;
-                    return Over::Closed;
+                    // A watch that ends early ends because the server stops, and another server may take over.
+                    position.unbroken &= started.elapsed() >= duration;
+                    return WatchEnd::Closed;
                 }
-                Ok(Some(Err(error))) if !is_tolerant && is_malformed(&error) => return Over::Malformed,
+                Ok(Some(Err(error))) if !is_tolerant && is_malformed(&error) => return WatchEnd::Malformed,
                 Ok(Some(Err(error))) => return error.into(),
-                // Without bookmarks it is silent for longer than it was to last.
-                Err(_) if place.bookmarks && place.unbroken && !asked => {
-                    match self.has_reached(place.version.as_deref()).await {
+                // A silent watch without bookmarks has exceeded its requested duration.
+                Err(_) if position.bookmarks && position.unbroken && !confirmed => {
+                    match self.has_reached(position.version.as_deref()).await {
                         Ok(true) => {
-                            asked = true;
+                            confirmed = true;
                             continue;
                         }
                         outcome => {
-                            place.version = None;
-                            let behind = "the server went back to an older state";
-                            return outcome.map_or_else(Over::from, |_| Over::Refused(behind.to_owned()));
+                            position.version = None;
+                            let restored = "the server was restored to an older state";
+                            return outcome
+                                .map_or_else(WatchEnd::from, |_| WatchEnd::Refused(restored.to_owned()));
                         }
                     }
                 }
                 Err(_) => {
-                    place.version = None;
-                    return Over::Broken(format!("nothing was heard for {silence:?}"));
+                    position.version = None;
+                    return WatchEnd::Broken(format!("no event or bookmark for {silence:?}"));
                 }
             };
             let seen = match event {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
                     let seen = object.resource_version();
-                    self.take(object);
+                    self.store(object);
                     seen
                 }
                 WatchEvent::Deleted(object) => {
@@ -218,24 +218,24 @@ where
                     object.resource_version()
                 }
                 WatchEvent::Bookmark(bookmark) => {
-                    place.bookmarks = true;
+                    position.bookmarks = true;
                     Some(bookmark.metadata.resource_version)
                 }
                 WatchEvent::Error(status) => {
-                    place.version = None;
+                    position.version = None;
                     return Error::Api(status).into();
                 }
             };
             if let Some(seen) = seen {
-                self.informer.told_mut().version = number(&seen);
-                place.version = Some(seen);
+                self.informer.last_sync_mut().version = number(&seen);
+                position.version = Some(seen);
             }
-            (place.unbroken, asked) = (true, false);
+            (position.unbroken, confirmed) = (true, false);
         }
     }
 
-    /// Whether the server is at this version, or later. It looks for that itself, at what is written, and so has something
-    /// to tell those who watch from then on.
+    /// Whether the server has reached this version. The list reads from etcd, so the server's watch cache advances, and idle
+    /// watches receive bookmarks again.
     async fn has_reached(&self, version: Option<&str>) -> kube::Result<bool> {
         let parameters = ListParams {
             label_selector: self.config.label_selector.clone(),
@@ -250,15 +250,15 @@ where
         Ok(now.is_some() && now >= since)
     }
 
-    /// Reads all objects, page by page; gives the version from which to watch.
-    async fn read(&self) -> kube::Result<String> {
+    /// Lists all objects page by page; returns the resource version for the watch.
+    async fn list(&self) -> kube::Result<String> {
         let mut parameters = ListParams {
             label_selector: self.config.label_selector.clone(),
             field_selector: self.config.field_selector.clone(),
             limit: Some(PAGE),
             ..ListParams::default()
         };
-        let begun = Instant::now();
+        let started = Instant::now();
         let mut fresh = HashMap::new();
         loop {
             let request = Request::new(&self.url);
@@ -269,7 +269,7 @@ where
             let request = request.map_err(Error::BuildRequest)?;
             let page = match self.client.request_text(request).await {
                 Ok(page) => page,
-                // So much was written meanwhile that the rest of the pages is forgotten: all in one, then.
+                // The continue token expired because of many writes: list without pages.
                 Err(Error::Api(status)) if status.code == 410 && parameters.limit.is_some() => {
                     fresh.clear();
                     (parameters.limit, parameters.continue_token) = (None, None);
@@ -277,19 +277,19 @@ where
                 }
                 Err(error) => return Err(error),
             };
-            let page = self.keep(&page, &mut fresh).map_err(Error::SerdeError)?;
+            let page = self.decode_page(&page, &mut fresh).map_err(Error::SerdeError)?;
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
                 let version = page.resource_version.unwrap_or_default();
-                self.replace(fresh, Told { version: number(&version), read: Some(begun) });
-                self.reads.iter().for_each(|told| told());
+                self.replace(fresh, LastSync { version: number(&version), list_started: Some(started) });
+                self.relist_handlers.iter().for_each(|handler| handler());
                 return Ok(version);
             }
         }
     }
 
-    /// Keeps what a page of a list says.
-    fn keep(&self, page: &str, fresh: &mut HashMap<Key, Arc<K>>) -> serde_json::Result<ListMeta> {
+    /// Decodes a page of a list.
+    fn decode_page(&self, page: &str, fresh: &mut HashMap<Key, Arc<K>>) -> serde_json::Result<ListMeta> {
         let ObjectList { items, metadata, .. } = match serde_json::from_str::<ObjectList<K>>(page) {
             Ok(ObjectList { items, metadata, types }) => {
                 let items = items.into_iter().map(|object| DeserializeGuard(Ok(object))).collect();
@@ -300,21 +300,21 @@ where
         for object in items {
             match self.decode(object) {
                 Ok(object) => fresh.insert(Key::of(&*object), object),
-                // It is there, whatever it looks like.
+                // A malformed object exists, so keep its previous state.
                 Err(key) => self.informer.get(&key).and_then(|known| fresh.insert(key, known)),
             };
         }
         Ok(metadata)
     }
 
-    /// The watch is up: what is known is at most a moment old.
+    /// Called when the watch is established: the store is current.
     fn up(&self, check: &Check) {
         check.pass();
         let was_up = self.informer.set_trouble(None).is_none();
         if !was_up {
             tracing::info!("watching {}", self.what);
-            for told in &self.returns {
-                told();
+            for handler in &self.reconnect_handlers {
+                handler();
             }
         }
     }
@@ -325,8 +325,8 @@ where
     }
 }
 
-/// Whether a watch ended with an object that could not be decoded. What can't be read as an event is read as a `Status`
-/// then, which needs no fields.
+/// Whether a watch failed because of an object that cannot be decoded. kube decodes what is not an event as a `Status`, which
+/// has no required fields.
 fn is_malformed(error: &Error) -> bool {
     match error {
         Error::SerdeError(_) => true,
@@ -335,7 +335,7 @@ fn is_malformed(error: &Error) -> bool {
     }
 }
 
-/// An event whose object was decoded.
+/// Wraps the decoded object of an event.
 fn well_formed<K>(event: WatchEvent<K>) -> WatchEvent<DeserializeGuard<K>> {
     let guarded = |object| DeserializeGuard(Ok(object));
     match event {

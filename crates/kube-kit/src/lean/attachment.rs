@@ -1,4 +1,4 @@
-//! VolumeAttachment of `storage.k8s.io`.
+//! Partial VolumeAttachment of `storage.k8s.io`.
 
 use k8s_openapi::api::storage::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -9,24 +9,24 @@ use super::{CsiSource, metadata};
 /// A VolumeAttachment of `storage.k8s.io`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct VolumeAttachment {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     pub metadata: ObjectMeta,
-    /// `spec.nodeName`: where the volume is wanted.
+    /// `spec.nodeName`: target node.
     pub node_name: String,
-    /// `spec.source`: which volume.
+    /// `spec.source`: volume.
     pub source: AttachmentSource,
-    /// `status.attached`: whether it is there.
+    /// `status.attached`.
     pub attached: bool,
 }
 
 super::resource!(VolumeAttachment, v1::VolumeAttachment);
 
-/// Which volume is wanted.
+/// Volume of an attachment.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AttachmentSource {
-    /// A PersistentVolume.
+    /// Name of a PersistentVolume.
     pub persistent_volume_name: Option<String>,
-    /// `inlineVolumeSpec.csi`: a volume that has no PersistentVolume.
+    /// `inlineVolumeSpec.csi`: volume without a PersistentVolume.
     pub inline: Option<CsiSource>,
 }
 
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_attachment_says_what_goes_where_and_whether_it_is_there() {
+    fn an_attachment_is_decoded() {
         let read = |source: serde_json::Value, status: serde_json::Value| {
             serde_json::from_value::<VolumeAttachment>(json!({
                 "metadata": {"name": "csi-1"}, "status": status,

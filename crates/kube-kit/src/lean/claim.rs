@@ -1,4 +1,4 @@
-//! PersistentVolumeClaim.
+//! Partial PersistentVolumeClaim.
 
 use k8s_openapi::api::core::v1;
 use k8s_openapi::api::core::v1::{
@@ -12,60 +12,60 @@ use super::{list, metadata, or_default, quantities};
 /// A PersistentVolumeClaim.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub struct PersistentVolumeClaim {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     #[serde(default, deserialize_with = "metadata::read")]
     pub metadata: ObjectMeta,
-    /// What it asks for.
+    /// Specification.
     #[serde(default, deserialize_with = "or_default")]
     pub spec: PersistentVolumeClaimSpec,
-    /// What became of it.
+    /// Status.
     #[serde(default, deserialize_with = "or_default")]
     pub status: PersistentVolumeClaimStatus,
 }
 
 super::resource!(PersistentVolumeClaim, v1::PersistentVolumeClaim);
 
-/// What a claim asks for.
+/// Specification of a claim.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeClaimSpec {
-    /// Access modes, as Kubernetes writes them.
+    /// Access modes.
     #[serde(default, deserialize_with = "list")]
     pub access_modes: Vec<String>,
-    /// What it is to be made from.
+    /// Data source.
     pub data_source: Option<Box<TypedLocalObjectReference>>,
     /// `resources.requests.storage`, in bytes.
     #[serde(default, rename = "resources", deserialize_with = "quantities::requested")]
     pub requested: Option<u64>,
-    /// Its class.
+    /// StorageClass.
     pub storage_class_name: Option<String>,
-    /// The VolumeAttributesClass that it is to have.
+    /// Requested VolumeAttributesClass.
     pub volume_attributes_class_name: Option<String>,
     /// `Filesystem` or `Block`.
     pub volume_mode: Option<String>,
-    /// The volume that it is bound to, or is to be.
+    /// Name of the bound volume, or of the volume to bind.
     pub volume_name: Option<String>,
 }
 
-/// What became of a claim.
+/// Status of a claim.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeClaimStatus {
-    /// `allocatedResources.storage`, in bytes: what it is being grown to.
+    /// `allocatedResources.storage`, in bytes: target size of an expansion.
     #[serde(default, rename = "allocatedResources", deserialize_with = "quantities::storage")]
     pub allocated: Option<u64>,
-    /// `allocatedResourceStatuses.storage`: how its growth stands.
+    /// `allocatedResourceStatuses.storage`: state of the expansion.
     #[serde(default, rename = "allocatedResourceStatuses", deserialize_with = "quantities::state")]
     pub allocated_state: Option<String>,
     /// `capacity.storage`, in bytes.
     #[serde(default, deserialize_with = "quantities::storage")]
     pub capacity: Option<u64>,
-    /// Its conditions.
+    /// Conditions.
     #[serde(default, deserialize_with = "list")]
     pub conditions: Vec<PersistentVolumeClaimCondition>,
-    /// The VolumeAttributesClass that it has.
+    /// Current VolumeAttributesClass.
     pub current_volume_attributes_class_name: Option<String>,
-    /// How a change to another VolumeAttributesClass stands.
+    /// State of a change of the VolumeAttributesClass.
     pub modify_volume_status: Option<Box<ModifyVolumeStatus>>,
     /// `Pending`, `Bound` or `Lost`.
     pub phase: Option<String>,
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_claim_is_read_with_its_sizes_in_bytes() {
+    fn a_claim_is_decoded_with_sizes_in_bytes() {
         let claim: PersistentVolumeClaim = serde_json::from_value(json!({
             "metadata": {"name": "c", "namespace": "n", "managedFields": [{"manager": "m"}]},
             "spec": {

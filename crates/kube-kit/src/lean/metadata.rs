@@ -1,4 +1,4 @@
-//! Metadata without managed fields.
+//! Partial metadata: without managed fields.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -10,11 +10,11 @@ use serde::{Deserialize, Deserializer};
 
 use super::list;
 
-/// Of any object, nothing but its metadata.
+/// An object of any type, reduced to its metadata.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(bound = "")]
 pub struct Metadata<K> {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     #[serde(default, deserialize_with = "read")]
     pub metadata: ObjectMeta,
     #[serde(skip)]
@@ -50,7 +50,7 @@ impl<K: Resource> Resource for Metadata<K> {
     }
 }
 
-/// What `kubectl apply` remembers: a copy of the whole object.
+/// Annotation of `kubectl apply`: a copy of the whole object.
 const LAST_APPLIED: &str = "kubectl.kubernetes.io/last-applied-configuration";
 
 #[derive(Deserialize)]

@@ -1,4 +1,4 @@
-//! Node.
+//! Partial Node.
 
 use k8s_openapi::api::core::v1::{self, Taint};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -9,7 +9,7 @@ use super::metadata;
 /// A Node.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Node {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     pub metadata: ObjectMeta,
     /// `spec.taints`.
     pub taints: Vec<Taint>,

@@ -1,4 +1,4 @@
-//! Pod.
+//! Partial Pod.
 
 use k8s_openapi::api::core::v1;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -10,9 +10,9 @@ use super::metadata;
 /// A Pod.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Pod {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     pub metadata: ObjectMeta,
-    /// Those of `spec.volumes` that are claims.
+    /// Items of `spec.volumes` that are claims.
     pub volumes: Vec<PodVolume>,
     /// `status.phase`.
     pub phase: Option<String>,
@@ -23,9 +23,9 @@ super::resource!(Pod, v1::Pod);
 /// A volume of a pod that is a claim.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PodVolume {
-    /// The claim of this name.
+    /// Name of a claim.
     Claim(String),
-    /// A claim of the pod's own; this is the volume's name.
+    /// Volume name of a generic ephemeral volume.
     Ephemeral(String),
 }
 

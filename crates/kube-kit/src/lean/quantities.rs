@@ -1,4 +1,4 @@
-//! The bytes of storage among the resources of an object.
+//! Storage quantities in resource lists.
 
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::{Deserialize, Deserializer};
@@ -10,7 +10,7 @@ struct Resources {
     storage: Option<Quantity>,
 }
 
-/// Decodes `{storage: …}`; none where it says none, or nothing that is a number.
+/// Decodes `{storage: …}`; None if missing or not a number.
 pub(super) fn storage<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     let resources = Option::<Resources>::deserialize(deserializer)?;
     Ok(resources.and_then(|resources| quantity::value(&resources.storage?)))
@@ -22,7 +22,7 @@ struct Requirements {
     requests: Option<u64>,
 }
 
-/// Decodes `{requests: {storage: …}}`; none where it says none, or nothing that is a number.
+/// Decodes `{requests: {storage: …}}`; None if missing or not a number.
 pub(super) fn requested<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
     Ok(Option::<Requirements>::deserialize(deserializer)?.and_then(|requirements| requirements.requests))
 }
@@ -32,7 +32,7 @@ struct States {
     storage: Option<String>,
 }
 
-/// Decodes the word in `{storage: …}`.
+/// Decodes the string in `{storage: …}`.
 pub(super) fn state<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
     Ok(Option::<States>::deserialize(deserializer)?.and_then(|states| states.storage))
 }

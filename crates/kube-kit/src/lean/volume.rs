@@ -1,4 +1,4 @@
-//! PersistentVolume.
+//! Partial PersistentVolume.
 
 use std::collections::BTreeMap;
 
@@ -11,32 +11,32 @@ use super::{list, metadata, or_default, quantities};
 /// A PersistentVolume.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 pub struct PersistentVolume {
-    /// Its metadata, without managed fields.
+    /// Metadata without managed fields.
     #[serde(default, deserialize_with = "metadata::read")]
     pub metadata: ObjectMeta,
-    /// What it is.
+    /// Specification.
     #[serde(default, deserialize_with = "or_default")]
     pub spec: PersistentVolumeSpec,
-    /// How it is.
+    /// Status.
     #[serde(default, deserialize_with = "or_default")]
     pub status: PersistentVolumeStatus,
 }
 
 super::resource!(PersistentVolume, v1::PersistentVolume);
 
-/// What a volume is.
+/// Specification of a volume.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeSpec {
-    /// Access modes, as Kubernetes writes them.
+    /// Access modes.
     #[serde(default, deserialize_with = "list")]
     pub access_modes: Vec<String>,
     /// `capacity.storage`, in bytes.
     #[serde(default, deserialize_with = "quantities::storage")]
     pub capacity: Option<u64>,
-    /// The claim that it is bound to, or is for.
+    /// Bound claim, or the claim for which the volume is reserved.
     pub claim_ref: Option<ClaimReference>,
-    /// The CSI driver's volume; none where it is of another kind.
+    /// CSI volume source; None for other volume types.
     pub csi: Option<CsiSource>,
     /// `Delete` or `Retain`.
     pub persistent_volume_reclaim_policy: Option<String>,
@@ -44,42 +44,42 @@ pub struct PersistentVolumeSpec {
     pub volume_mode: Option<String>,
 }
 
-/// How a volume is.
+/// Status of a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct PersistentVolumeStatus {
-    /// `Available`, `Bound`, `Released` and such.
+    /// `Available`, `Bound`, `Released` etc.
     pub phase: Option<String>,
 }
 
-/// The claim that a volume is bound to, or is for.
+/// Reference to a claim.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct ClaimReference {
-    /// Its name.
+    /// Name.
     pub name: Option<String>,
-    /// Its namespace.
+    /// Namespace.
     pub namespace: Option<String>,
-    /// Its UID, once it is bound.
+    /// UID, once bound.
     pub uid: Option<String>,
 }
 
-/// A volume of a CSI driver.
+/// CSI volume source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CsiSource {
-    /// The driver.
+    /// Driver name.
     pub driver: String,
-    /// What the driver calls it.
+    /// Volume handle.
     pub volume_handle: String,
-    /// Whether it is only ever attached for reading.
+    /// Whether the volume is read-only.
     #[serde(default, deserialize_with = "or_default")]
     pub read_only: bool,
-    /// What the driver is told of it, in the order of the keys: a map of one would take up half a KiB.
+    /// Volume attributes, sorted by key. A map with one entry would use half a KiB.
     #[serde(default, deserialize_with = "attributes")]
     pub volume_attributes: Vec<(String, String)>,
 }
 
 impl CsiSource {
-    /// What the driver is told of it under this key.
+    /// Returns a volume attribute.
     pub fn attribute(&self, key: &str) -> Option<&str> {
         self.volume_attributes.iter().find(|(there, _)| there == key).map(|(_, value)| value.as_str())
     }
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_of_a_driver_and_one_of_another_kind_are_read() {
+    fn csi_volumes_and_other_volumes_are_decoded() {
         let volume: PersistentVolume = serde_json::from_value(json!({
             "metadata": {"name": "pv-1"},
             "spec": {

@@ -1,4 +1,4 @@
-//! The flags of leader election.
+//! Flags of leader election.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,26 +8,26 @@ use prometheus_client::registry::Registry;
 
 use super::Election;
 
-/// Where a pod finds the namespace that it runs in.
+/// File with the namespace of the pod.
 const OWN_NAMESPACE: &str = "/var/run/secrets/kubernetes.io/serviceaccount/namespace";
 
-/// Which replica runs the reconcilers.
+/// Flags of leader election.
 #[derive(Debug, Clone, clap::Args)]
 pub struct LeaseArgs {
-    /// Run reconcilers only in the replica that holds a Lease; calls are served by all. Without a namespace for the
-    /// Lease, there is no election, and there must be one replica only.
+    /// Run the reconcilers only in the replica that holds the Lease; all replicas serve calls. Without a namespace for the
+    /// Lease, leader election is disabled, and only one replica may run.
     #[arg(long, action = clap::ArgAction::Set, default_value_t = true, value_name = "BOOL")]
     leader_elect: bool,
-    /// Namespace of the Lease; where no kubeconfig is given, that of the pod.
+    /// Namespace of the Lease. [default: the pod's namespace, if no kubeconfig is given]
     #[arg(long, value_name = "NAMESPACE")]
     lease_namespace: Option<String>,
-    /// How long the Lease must rest before another replica takes it, in seconds.
+    /// Time without a renewal after which another replica may acquire the Lease, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = seconds())]
     lease_duration: u64,
-    /// How long the leader tries to renew the Lease before it stops, in seconds: less than the duration.
+    /// Time without a successful renewal after which the leader stops, in seconds: less than the lease duration.
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = seconds())]
     lease_renew_deadline: u64,
-    /// How often the leader renews the Lease, in seconds: less than half of the deadline.
+    /// Interval of renewals, in seconds: less than half of the renew deadline.
     #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = seconds())]
     lease_retry_period: u64,
 }
@@ -36,27 +36,27 @@ fn seconds() -> clap::builder::RangedU64ValueParser {
     clap::value_parser!(u64).range(1..=3600)
 }
 
-/// How long things take in an election.
+/// Timings of leader election.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Timings {
-    /// How long the Lease must rest before another takes it.
+    /// Time without a renewal after which another replica may acquire the Lease.
     pub(super) duration: Duration,
-    /// How long the leader goes on without a renewal.
+    /// Time without a successful renewal after which the leader stops.
     pub(super) renew_deadline: Duration,
-    /// How often it renews.
+    /// Interval of renewals.
     pub(super) retry_period: Duration,
 }
 
 impl Timings {
-    /// How long one request may take: a renewal can be tried again before the deadline.
+    /// Time limit of a request: allows one retry before the deadline.
     pub(super) fn attempt(&self) -> Duration {
         self.renew_deadline / 2
     }
 }
 
 impl LeaseArgs {
-    /// The election by a Lease called `component` in the cluster of `client`. `kubeconfig` is what that was made from:
-    /// with one, the pod's own namespace may be of another cluster. Fails where the timings don't go together.
+    /// Creates the election by the Lease `component` in the cluster of `client`. If `kubeconfig` is given, the pod's namespace
+    /// is not used, because the pod may run in another cluster. Fails if the timings are inconsistent.
     pub fn election(
         &self,
         component: &'static str,
@@ -66,7 +66,7 @@ impl LeaseArgs {
     ) -> Result<Election, String> {
         let (namespace, timings) = self.read(kubeconfig)?;
         if namespace.is_none() {
-            tracing::info!("no leader election: there must be no other replica");
+            tracing::info!("leader election is disabled: only one replica may run");
         }
         Ok(Election::new(component, client, namespace, timings, registry))
     }
@@ -79,14 +79,14 @@ impl LeaseArgs {
         };
         if timings.renew_deadline >= timings.duration {
             return Err(format!(
-                "--lease-renew-deadline {} must be less than --lease-duration {}: else two replicas could lead at once",
+                "--lease-renew-deadline {} must be less than --lease-duration {}: otherwise two replicas could be leader at the same time",
                 self.lease_renew_deadline, self.lease_duration
             ));
         }
         if timings.retry_period * 2 >= timings.renew_deadline {
             return Err(format!(
-                "--lease-retry-period {} must be less than half of --lease-renew-deadline {}: else one lost request \
-                 ends the lead",
+                "--lease-retry-period {} must be less than half of --lease-renew-deadline {}: otherwise one failed request \
+                 could end the leadership",
                 self.lease_retry_period, self.lease_renew_deadline
             ));
         }
@@ -116,14 +116,14 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_election_where_a_namespace_is_known_and_it_is_not_switched_off() {
+    fn the_election_is_enabled_if_it_has_a_namespace_and_is_not_disabled() {
         assert_eq!(read(&[]).unwrap().0, None);
         assert_eq!(read(&["--lease-namespace=a"]).unwrap().0.as_deref(), Some("a"));
         assert_eq!(read(&["--lease-namespace=a", "--leader-elect=false"]).unwrap().0, None);
     }
 
     #[test]
-    fn timings_by_which_two_could_lead_are_refused() {
+    fn timings_that_permit_two_leaders_are_refused() {
         let (_, timings) = read(&[]).unwrap();
         assert_eq!((timings.duration.as_secs(), timings.retry_period.as_secs()), (15, 2));
         assert!(read(&["--lease-duration=10"]).unwrap_err().contains("--lease-duration 10"));

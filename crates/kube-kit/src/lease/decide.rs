@@ -1,4 +1,4 @@
-//! What a replica does about a Lease that it sees.
+//! Decisions of leader election about an observed Lease.
 
 use std::time::Duration;
 
@@ -9,22 +9,21 @@ use tokio::time::Instant;
 
 use super::Timings;
 
-/// What a replica does that does not hold the Lease.
+/// Next step of a replica that does not hold the Lease.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// Tries to take it.
+    /// Try to acquire the Lease.
     Take,
-    /// Nothing before this time, unless the Lease changes.
+    /// Wait until this time, or until the Lease changes.
     Wait(Instant),
 }
 
-/// Who holds a Lease, if anyone does.
+/// Holder of a Lease.
 pub(super) fn holder(lease: Option<&LeaseSpec>) -> Option<&str> {
     lease?.holder_identity.as_deref().filter(|holder| !holder.is_empty())
 }
 
-/// What to do about a Lease that has not changed since some time. Its holder has said how long it may rest;
-/// where it has not, that is `duration`.
+/// Next step for a Lease that has been unchanged since some time. The Lease's own duration takes precedence over `duration`.
 pub(super) fn next(
     lease: Option<&LeaseSpec>,
     unchanged_since: Instant,
@@ -34,12 +33,12 @@ pub(super) fn next(
     if holder(lease).is_none() {
         return Step::Take;
     }
-    let said = lease.and_then(|lease| lease.lease_duration_seconds).and_then(|said| u64::try_from(said).ok());
-    let ends = unchanged_since + said.map_or(duration, Duration::from_secs);
+    let set = lease.and_then(|lease| lease.lease_duration_seconds).and_then(|set| u64::try_from(set).ok());
+    let ends = unchanged_since + set.map_or(duration, Duration::from_secs);
     if now >= ends { Step::Take } else { Step::Wait(ends) }
 }
 
-/// The Lease as held by `identity` from now on. The times are for people.
+/// The Lease as acquired or renewed by `identity`. The timestamps are informational.
 pub(super) fn claimed(lease: Option<&LeaseSpec>, identity: &str, timings: &Timings) -> LeaseSpec {
     let mut spec = lease.cloned().unwrap_or_default();
     let now = MicroTime(Timestamp::now());
@@ -53,7 +52,7 @@ pub(super) fn claimed(lease: Option<&LeaseSpec>, identity: &str, timings: &Timin
     spec
 }
 
-/// The Lease as nobody's.
+/// The Lease without a holder.
 pub(super) fn released(lease: Option<&LeaseSpec>) -> LeaseSpec {
     LeaseSpec { holder_identity: None, ..lease.cloned().unwrap_or_default() }
 }
@@ -73,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_that_nobody_holds_is_taken_at_once() {
+    fn a_lease_without_a_holder_is_acquired_immediately() {
         let now = Instant::now();
         let released = released(Some(&held_by("a", Some(15))));
         let empty = LeaseSpec { holder_identity: Some(String::new()), ..LeaseSpec::default() };
@@ -83,23 +82,19 @@ mod tests {
     }
 
     #[test]
-    fn a_held_lease_is_taken_once_it_rested_for_as_long_as_its_holder_said() {
+    fn a_held_lease_is_acquired_after_the_duration_that_its_holder_set() {
         let since = Instant::now();
-        for (said, rests) in [(Some(40), 40), (Some(3), 3), (None, 15), (Some(-1), 15)] {
-            let lease = held_by("a", said);
+        for (set, rests) in [(Some(40), 40), (Some(3), 3), (None, 15), (Some(-1), 15)] {
+            let lease = held_by("a", set);
             let ends = since + Duration::from_secs(rests);
             let just_before = ends - Duration::from_millis(1);
-            assert_eq!(
-                next(Some(&lease), since, TIMINGS.duration, just_before),
-                Step::Wait(ends),
-                "{said:?}"
-            );
-            assert_eq!(next(Some(&lease), since, TIMINGS.duration, ends), Step::Take, "{said:?}");
+            assert_eq!(next(Some(&lease), since, TIMINGS.duration, just_before), Step::Wait(ends), "{set:?}");
+            assert_eq!(next(Some(&lease), since, TIMINGS.duration, ends), Step::Take, "{set:?}");
         }
     }
 
     #[test]
-    fn wall_clocks_of_others_decide_nothing() {
+    fn timestamps_of_other_replicas_are_ignored() {
         let since = Instant::now();
         for text in ["1970-01-01T00:00:00Z", "2999-01-01T00:00:00Z"] {
             let mut lease = held_by("a", Some(15));
@@ -110,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn a_renewal_is_no_transition_and_a_change_of_holder_is() {
+    fn a_change_of_holder_is_a_transition_and_a_renewal_is_not() {
         let first = claimed(None, "a", &TIMINGS);
         assert_eq!((holder(Some(&first)), first.lease_transitions), (Some("a"), Some(0)));
         let renewed = claimed(Some(&first), "a", &TIMINGS);
@@ -122,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_keep_in_the_lease_stays() {
+    fn other_fields_of_the_lease_are_kept() {
         let lease = LeaseSpec { strategy: Some("OldestEmulationVersion".into()), ..held_by("a", None) };
         assert_eq!(claimed(Some(&lease), "b", &TIMINGS).strategy, lease.strategy);
         assert_eq!(released(Some(&lease)).strategy, lease.strategy);

@@ -1,4 +1,4 @@
-//! Keys that are looked at when their time comes.
+//! Delayed keys of a work queue.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -8,28 +8,28 @@ use futures::StreamExt;
 use tokio::time::Instant;
 use tokio_util::time::{DelayQueue, delay_queue};
 
-/// Keys with their times.
-pub(super) struct Later<K> {
+/// Keys with their timers.
+pub(super) struct DelayedKeys<K> {
     times: DelayQueue<K>,
     timers: HashMap<K, delay_queue::Key>,
 }
 
-impl<K> Default for Later<K> {
+impl<K> Default for DelayedKeys<K> {
     fn default() -> Self {
         Self { times: DelayQueue::new(), timers: HashMap::new() }
     }
 }
 
-impl<K: Clone + Eq + Hash> Later<K> {
-    /// Looks at the key when so much time has passed, or earlier where it was to be looked at earlier.
-    pub(super) fn look_within(&mut self, key: K, delay: Duration) {
+impl<K: Clone + Eq + Hash> DelayedKeys<K> {
+    /// Schedules the key after a delay, or earlier if it is already scheduled for an earlier time.
+    pub(super) fn schedule(&mut self, key: K, delay: Duration) {
         match self.timers.contains_key(&key) {
             true => self.bring_forward(&key, delay),
             false => drop(self.timers.insert(key.clone(), self.times.insert(key, delay))),
         }
     }
 
-    /// Where the key waits for a later time.
+    /// Reschedules the key if it is scheduled for a later time.
     pub(super) fn bring_forward(&mut self, key: &K, delay: Duration) {
         let soon = Instant::now() + delay;
         if let Some(timer) = self.timers.get(key)
@@ -39,24 +39,24 @@ impl<K: Clone + Eq + Hash> Later<K> {
         }
     }
 
-    /// The key is looked at now.
-    pub(super) fn forget(&mut self, key: &K) {
+    /// Cancels the key's timer.
+    pub(super) fn cancel(&mut self, key: &K) {
         if let Some(timer) = self.timers.remove(key) {
             self.times.remove(&timer);
-            self.give_back();
+            self.release_memory();
         }
     }
 
-    /// The next whose time has come; None where there is none.
+    /// Returns the next key whose timer fires; None without timers.
     pub(super) async fn next(&mut self) -> Option<K> {
         let key = self.times.next().await?.into_inner();
         self.timers.remove(&key);
-        self.give_back();
+        self.release_memory();
         Some(key)
     }
 
-    /// What was needed for many is not kept for none.
-    fn give_back(&mut self) {
+    /// Releases memory when there are no timers.
+    fn release_memory(&mut self) {
         if self.timers.is_empty() {
             *self = Self::default();
         }

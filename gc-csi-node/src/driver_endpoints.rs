@@ -1,5 +1,5 @@
-//! The names under which the driver serves kubelet: its own, and one that volumes of an older driver
-//! still carry. Both are one Node service, with one set of locks, behind sockets of their own.
+//! Driver endpoints: the CSI sockets for the driver's own name and, optionally, a legacy driver name that existing
+//! volumes carry. All endpoints share one Node service and one set of volume locks.
 
 use std::path::{Path, PathBuf};
 
@@ -10,21 +10,21 @@ use kube_kit::health::Health;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
 
-/// One name of the driver, and where it is served.
+/// CSI endpoint of one driver name.
 #[derive(Debug, Clone)]
-pub(crate) struct Face {
-    /// The name.
+pub(crate) struct DriverEndpoint {
+    /// Driver name.
     pub(crate) driver: String,
-    /// Where CSI is served.
-    pub(crate) endpoint: Endpoint,
-    /// Where kubelet learns of it, unless somebody else tells it.
+    /// CSI socket.
+    pub(crate) csi_socket: Endpoint,
+    /// Registration socket for kubelet; None if node-driver-registrar registers the driver.
     pub(crate) registration: Option<Endpoint>,
-    /// Path of the CSI socket as kubelet sees it.
-    pub(crate) as_kubelet_sees: PathBuf,
+    /// Host path of the CSI socket, for kubelet.
+    pub(crate) kubelet_endpoint: PathBuf,
 }
 
-impl Face {
-    /// `registration` and `kubelet_endpoint` are as the flags gave them.
+impl DriverEndpoint {
+    /// `registration` and `kubelet_endpoint` are the values of the flags.
     pub(crate) fn new(
         driver: &str,
         endpoint: Endpoint,
@@ -36,8 +36,8 @@ impl Face {
             Some("none") => None,
             Some(path) => Some(path.to_owned()),
             None => {
-                // kubelet's gRPC makes an HTTP authority of this path, with `/` as `%2F`; Rust's `http` takes
-                // `%` only before an `@`.
+                // kubelet's gRPC client uses this path as an HTTP authority, with `/` as `%2F`; Rust's `http` accepts `%` only
+                // before an `@`.
                 let file = format!("plugins_registry/nestor@{driver}-reg.sock");
                 Some(kubelet_dir.join(file).display().to_string())
             }
@@ -46,12 +46,11 @@ impl Face {
             .map(|path| path.parse())
             .transpose()
             .map_err(|error: String| anyhow::anyhow!("registration socket of {driver}: {error}"))?;
-        let as_kubelet_sees = kubelet_endpoint.unwrap_or_else(|| endpoint.path().to_owned());
-        Ok(Self { driver: driver.to_owned(), endpoint, registration, as_kubelet_sees })
+        let kubelet_endpoint = kubelet_endpoint.unwrap_or_else(|| endpoint.path().to_owned());
+        Ok(Self { driver: driver.to_owned(), csi_socket: endpoint, registration, kubelet_endpoint })
     }
 
-    /// Serves `routes` under this name until `stop`. kubelet is told once callers can connect; what it
-    /// makes of the driver shows in `ready`.
+    /// Serves `routes` until `stop`. Registers with kubelet after the CSI socket listens; `ready` shows the registration.
     pub(crate) async fn serve(
         &self,
         routes: Routes,
@@ -59,15 +58,15 @@ impl Face {
         calls: CallMetrics,
         stop: CancellationToken,
     ) -> anyhow::Result<()> {
-        // Bound before kubelet is told: it calls at once.
-        let socket = server::bind(&self.endpoint).await?;
+        // Bind before the registration: kubelet calls the driver immediately.
+        let socket = server::bind(&self.csi_socket).await?;
         let serve_csi = socket.serve(routes, calls.clone(), stop.clone());
         let serve_registration = async {
             let Some(endpoint) = &self.registration else { return Ok(()) };
-            let name = format!("kubelet knows {}", self.driver);
+            let name = format!("registration of {}", self.driver);
             let accepted = ready.check(name, "kubelet has not registered the driver yet");
-            let sees = self.as_kubelet_sees.display().to_string();
-            let registration = Registration::new(self.driver.as_str(), sees, accepted);
+            let kubelet_endpoint = self.kubelet_endpoint.display().to_string();
+            let registration = Registration::new(self.driver.as_str(), kubelet_endpoint, accepted);
             let routes = Routes::new(RegistrationServer::new(registration));
             server::serve(endpoint, routes, calls, stop.clone()).await
         };

@@ -1,8 +1,8 @@
-//! All informers of a process, so that whoever begins to lead brings them to the API server's present first.
+//! Relist of all informers of a process when it becomes the leader.
 //!
-//! A watch may be behind by as long as a broken link goes unnoticed, and a replica that stood by has not noticed. Whether
-//! one is behind can't be told by comparing versions: a server that was restored from a backup counts from lower ones
-//! again, and bookmarks come once a minute. So everything is listed anew, which costs what a start of the process costs.
+//! A store may be stale for as long as a broken connection is undetected, also in a standby replica. Resource versions cannot
+//! show that: a server restored from a backup starts again from lower ones, and bookmarks come once a minute. All informers
+//! therefore list again, which costs as much as a restart of the process.
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::Informer;
 
-/// The informers of a process, as far as it needs their watches to be ready.
+/// Informers of a process whose watches are required for readiness.
 #[derive(Clone, Default)]
 pub(crate) struct Informers(Arc<Mutex<Vec<Relist>>>);
 
@@ -34,15 +34,19 @@ impl Informers {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(relist);
     }
 
-    /// Waits until all show nothing that is older than this call.
-    pub(crate) async fn reach_the_present(&self) {
-        let begun = Instant::now();
+    /// Waits until all stores are at least as current as this call.
+    pub(crate) async fn relist_all(&self) {
+        let started = Instant::now();
         let relisted: Vec<_> = {
             let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            all.iter().map(|relist| relist(begun)).collect()
+            all.iter().map(|relist| relist(started)).collect()
         };
         let informers = relisted.len();
         join_all(relisted).await;
-        tracing::info!(informers, "read everything anew in {:.1?}: reconciling begins", begun.elapsed());
+        tracing::info!(
+            informers,
+            "relisted all informers in {:.1?}, starting to reconcile",
+            started.elapsed()
+        );
     }
 }

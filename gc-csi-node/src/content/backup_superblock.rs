@@ -1,8 +1,8 @@
-//! What is left of a filesystem whose beginning is lost: its backup superblocks.
+//! Backup superblocks: evidence of a filesystem whose primary superblock is lost.
 //!
-//! A disk whose first MiB was overwritten looks empty to blkid, and yet all of its data may be there. So
-//! before a disk is formatted, a block is read at each place where a filesystem keeps a copy of its
-//! superblock, and at thousands of others all over the disk. A blank disk reads as zeros at every one.
+//! A disk whose first MiB was overwritten looks empty to blkid, although its data may be intact. Before a disk is
+//! formatted, the driver therefore reads a block at each possible offset of a backup superblock, and at thousands of
+//! other offsets all over the disk. On a blank disk, all of them are zero.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,37 +12,37 @@ use std::os::unix::fs::FileExt;
 
 use crate::filesystem::Filesystem;
 
-/// How much is read at each place, in bytes.
+/// Number of bytes to read at each offset.
 const BLOCK: usize = 4096;
-/// At most so many places are spread evenly over a disk.
+/// Maximum number of evenly spaced samples.
 const SAMPLES: u64 = 4096;
-/// The least distance of two of them: an AG of an xfs on a disk of whole MiB begins at a multiple of it.
-const LEAST_STEP: u64 = 256 << 10;
-/// mkfs.xfs divides a disk by the processors of the machine; more than these have disks so large that each
-/// part has the most that it can.
-const MOST_AGS: u64 = 64;
-/// Where btrfs keeps the copies of its superblock (btrfs(5), "Superblock").
-const BTRFS_COPIES: [u64; 2] = [64 << 20, 256 << 30];
+/// Minimum distance of samples. xfs allocation groups (AGs) on a disk of whole MiB start at multiples of it.
+const MIN_STEP: u64 = 256 << 10;
+/// mkfs.xfs derives the number of AGs from the number of CPUs. Disks with more AGs than this are so large that every AG has
+/// the maximum size.
+const MAX_AGS: u64 = 64;
+/// Offsets of btrfs's backup superblocks (btrfs(5), "Superblock").
+const BTRFS_BACKUPS: [u64; 2] = [64 << 20, 256 << 30];
 
-/// Something that is left of a filesystem.
+/// A backup superblock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Remains {
-    /// Of which.
+pub(crate) struct BackupSuperblock {
+    /// Filesystem type.
     pub(crate) filesystem: Filesystem,
-    /// Where it is, in bytes.
+    /// Offset in bytes.
     pub(crate) at: u64,
-    /// Block size of an ext4, in bytes.
+    /// Block size in bytes (ext4 only).
     block_size: Option<u64>,
 }
 
-impl fmt::Display for Remains {
+impl fmt::Display for BackupSuperblock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} backup superblock at byte {}", self.filesystem, self.at)
     }
 }
 
-impl Remains {
-    /// The command that brings the filesystem back.
+impl BackupSuperblock {
+    /// Command that repairs the filesystem.
     pub(crate) fn repair(&self) -> String {
         match (self.filesystem, self.block_size) {
             (Filesystem::Ext4, Some(size)) => format!("e2fsck -b {} -B {size}", self.at / size),
@@ -52,7 +52,7 @@ impl Remains {
         }
     }
 
-    /// What this block of a disk is, if it is a superblock. `at` is where it is.
+    /// Parses a block at offset `at` as a superblock.
     fn known(block: &[u8], at: u64) -> Option<Self> {
         let has = |place: usize, magic: &[u8]| block.get(place..place + magic.len()) == Some(magic);
         let found = |filesystem, block_size| Some(Self { filesystem, at, block_size });
@@ -68,47 +68,48 @@ impl Remains {
     }
 }
 
-/// What was found on a disk that should be blank.
+/// Data found on a disk that reads as empty to blkid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Found {
-    /// Something of a filesystem.
-    Remains(Remains),
-    /// Data that nothing knows, at this byte.
+pub(super) enum NonzeroData {
+    /// Backup superblock.
+    BackupSuperblock(BackupSuperblock),
+    /// Unknown data at this offset in bytes.
     Data(u64),
 }
 
-/// Looks for what is not zero on a disk of `size` bytes; what is known comes before what is not. Blocks.
-pub(super) fn look(file: &File, size: u64) -> io::Result<Option<Found>> {
+/// Searches a disk of `size` bytes for nonzero data. A backup superblock takes precedence over unknown data. Blocks.
+pub(super) fn search(file: &File, size: u64) -> io::Result<Option<NonzeroData>> {
     let mut data = None;
     let mut block = [0; BLOCK];
-    for at in places(size) {
+    for at in offsets(size) {
         file.read_exact_at(&mut block, at)?;
         let Some(first) = block.iter().position(|byte| *byte != 0) else { continue };
-        // An ext4 of 1 KiB blocks begins its groups with the second block.
-        let known = [0, 1024].into_iter().find_map(|skip| Remains::known(&block[skip..], at + skip as u64));
-        if let Some(remains) = known {
-            return Ok(Some(Found::Remains(remains)));
+        // With 1 KiB blocks, ext4's block groups start at the second block.
+        let known =
+            [0, 1024].into_iter().find_map(|skip| BackupSuperblock::known(&block[skip..], at + skip as u64));
+        if let Some(backup) = known {
+            return Ok(Some(NonzeroData::BackupSuperblock(backup)));
         }
-        data = data.or(Some(Found::Data(at + first as u64)));
+        data = data.or(Some(NonzeroData::Data(at + first as u64)));
     }
     Ok(data)
 }
 
-/// Where to look, in order: whole blocks that lie on the disk.
-fn places(size: u64) -> BTreeSet<u64> {
-    let step = (size / SAMPLES).next_power_of_two().max(LEAST_STEP);
+/// Offsets to read: aligned blocks within the disk.
+fn offsets(size: u64) -> BTreeSet<u64> {
+    let step = (size / SAMPLES).next_power_of_two().max(MIN_STEP);
     let samples = (0..size).step_by(usize::try_from(step).unwrap_or(usize::MAX));
-    let ags = (2..=MOST_AGS).flat_map(|parts| {
+    let ags = (2..=MAX_AGS).flat_map(|parts| {
         let blocks = size / BLOCK as u64;
         [blocks / parts, blocks.div_ceil(parts)].map(|blocks| blocks * BLOCK as u64)
     });
-    let all = samples.chain(ags).chain(ext4_copies(size)).chain(BTRFS_COPIES);
+    let all = samples.chain(ags).chain(ext4_backups(size)).chain(BTRFS_BACKUPS);
     all.map(|at| at / BLOCK as u64 * BLOCK as u64).filter(|at| at + BLOCK as u64 <= size).collect()
 }
 
-/// The block groups in which ext4 keeps copies (`sparse_super`: 1 and the powers of 3, 5 and 7), for each size of blocks
+/// Block groups in which ext4 keeps backup superblocks (`sparse_super`: 1 and powers of 3, 5 and 7), for each block size
 /// that mke2fs chooses. A group has as many blocks as one block has bits.
-fn ext4_copies(size: u64) -> impl Iterator<Item = u64> {
+fn ext4_backups(size: u64) -> impl Iterator<Item = u64> {
     let groups = move |group: u64| {
         let most = size / group;
         let powers = move |base: u64| {
@@ -126,8 +127,8 @@ mod tests {
 
     use super::*;
 
-    /// What is found of a filesystem on `mib` MiB whose first and last MiB were zeroed.
-    fn left(mib: u64, program: &str, args: &[&str]) -> Option<Found> {
+    /// Creates a filesystem on `mib` MiB, zeroes the first and last MiB, and returns what is found.
+    fn left(mib: u64, program: &str, args: &[&str]) -> Option<NonzeroData> {
         let image = tempfile::NamedTempFile::new().unwrap();
         let (file, size) = (image.as_file(), mib << 20);
         file.set_len(size).unwrap();
@@ -136,12 +137,12 @@ mod tests {
         for end in [0, size - (1 << 20)] {
             file.write_all_at(&[0; 1 << 20], end).unwrap();
         }
-        look(file, size).unwrap()
+        search(file, size).unwrap()
     }
 
     #[test]
-    fn a_filesystem_without_its_ends_is_known_by_its_backups() {
-        for (mib, program, args, says) in [
+    fn a_filesystem_with_zeroed_ends_is_found_by_its_backup_superblocks() {
+        for (mib, program, args, expected) in [
             (4096, "mkfs.ext4", &["-q", "-F"][..], "e2fsck -b 32768 -B 4096"),
             (64, "mkfs.ext4", &["-q", "-F", "-b", "1024"], "e2fsck -b 8193 -B 1024"),
             (200, "mkfs.ext4", &["-q", "-F", "-b", "2048"], "e2fsck -b 16384 -B 2048"),
@@ -151,37 +152,37 @@ mod tests {
             (300, "mkfs.btrfs", &["-q"], "btrfs rescue super-recover"),
         ] {
             let found = left(mib, program, args);
-            let Some(Found::Remains(remains)) = found else {
+            let Some(NonzeroData::BackupSuperblock(backup)) = found else {
                 panic!("{program} {args:?} on {mib}: {found:?}")
             };
-            assert_eq!(remains.repair(), says, "{remains}");
+            assert_eq!(backup.repair(), expected, "{backup}");
         }
     }
 
     #[test]
-    fn a_large_disk_has_the_places_of_every_filesystem_and_not_too_many() {
+    fn offsets_include_all_backup_superblocks_of_a_large_disk_and_are_limited() {
         let (gib, tib) = (1 << 30, 1 << 40);
         for size in [16 << 20, 5_000_000_512, gib, 100 * gib, 16 * tib] {
-            let places = places(size);
+            let offsets = offsets(size);
             assert!(
-                places.len() < 9000 && places.iter().all(|at| at + 4096 <= size),
+                offsets.len() < 9000 && offsets.iter().all(|at| at + 4096 <= size),
                 "{size}: {}",
-                places.len()
+                offsets.len()
             );
         }
-        let places = places(16 * tib);
+        let offsets = offsets(16 * tib);
         for at in [128 << 20, 343 * (128 << 20), tib, 64 << 20, 256 * gib] {
-            assert!(places.contains(&at), "{at}");
+            assert!(offsets.contains(&at), "{at}");
         }
     }
 
     #[test]
-    fn zeros_are_nothing_and_anything_else_is_something() {
+    fn zeros_are_empty_and_other_bytes_are_data() {
         let image = tempfile::NamedTempFile::new().unwrap();
         let (file, size) = (image.as_file(), 64 << 20);
         file.set_len(size).unwrap();
-        assert_eq!(look(file, size).unwrap(), None);
+        assert_eq!(search(file, size).unwrap(), None);
         file.write_all_at(b"x", (32 << 20) + 5).unwrap();
-        assert_eq!(look(file, size).unwrap(), Some(Found::Data((32 << 20) + 5)));
+        assert_eq!(search(file, size).unwrap(), Some(NonzeroData::Data((32 << 20) + 5)));
     }
 }

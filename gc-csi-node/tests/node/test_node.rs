@@ -1,5 +1,5 @@
-//! A machine for the driver: a folder with kubelet's folders and by-id names in it, loop devices as
-//! disks, and the real binary. Everything is taken away again when it is dropped.
+//! Test node: a temporary directory with kubelet's directories and disk names, loop devices as disks, and the real
+//! program. Everything is removed on drop.
 
 use std::fmt::Write as _;
 use std::io::{Read, Write};
@@ -15,49 +15,49 @@ use tokio::net::TcpSocket;
 use tonic::Status;
 use tonic::transport::Channel;
 
-/// How long a driver may take to start or to stop.
+/// Time limit for the driver's start and stop.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Held while a process begins: until it is a program of its own, it has open whatever any test has open just then, and
-/// keeps the mount of that from being taken away.
-static BEGINNING: Mutex<()> = Mutex::new(());
+/// Held while a process is spawned: between fork and exec, it inherits the open files of other tests, which would prevent
+/// unmounts.
+static SPAWN_LOCK: Mutex<()> = Mutex::new(());
 
-pub(crate) struct Machine {
+pub(crate) struct TestNode {
     root: tempfile::TempDir,
     driver: Option<Child>,
     loops: Vec<PathBuf>,
-    /// Has the port of the driver's pages, so that nobody else is given it. It never listens: that is the driver's to do.
+    /// Reserves the port of the driver's HTTP endpoint. Never listens, because the driver does.
     http: TcpSocket,
 }
 
-/// A disk of the machine, and the volume on it.
+/// A disk and its volume.
 #[derive(Clone)]
 pub(crate) struct Disk {
     pub(crate) id: String,
     pub(crate) uuid: String,
     pub(crate) image: PathBuf,
     pub(crate) device: PathBuf,
-    /// The proof that it was blank before it was plugged. It permits one formatting.
+    /// ID of the attestation that the disk was blank before it was attached. Permits one format.
     pub(crate) attestation: Option<String>,
-    /// The volume's secret.
+    /// Format token: the volume's secret.
     pub(crate) token: Option<String>,
 }
 
-impl Machine {
-    /// A machine whose driver runs.
+impl TestNode {
+    /// A node with a running driver.
     pub(crate) async fn start() -> Self {
-        let mut machine = Self::new();
-        machine.start_driver(None).await;
-        machine
+        let mut node = Self::new();
+        node.start_driver(None).await;
+        node
     }
 
-    /// A machine without a driver yet.
+    /// A node without a running driver.
     pub(crate) fn new() -> Self {
         let root = tempfile::Builder::new().prefix("nestor-node-").tempdir().unwrap();
-        for folder in
+        for dir in
             ["by-id", "kubelet/plugins", "kubelet/plugins_registry", "kubelet/pods", "images", "fail-points"]
         {
-            std::fs::create_dir_all(root.path().join(folder)).unwrap();
+            std::fs::create_dir_all(root.path().join(dir)).unwrap();
         }
         let http = TcpSocket::new_v4().unwrap();
         http.set_reuseaddr(true).unwrap();
@@ -77,12 +77,12 @@ impl Machine {
         self.path("kubelet/plugins_registry/nestor@guest.csi.nestor.dev-reg.sock")
     }
 
-    /// Starts the driver; tools in `tools` come before the system's. Returns once it answers.
+    /// Starts the driver and waits until it answers. Commands in `tools` precede the system's.
     pub(crate) async fn start_driver(&mut self, tools: Option<&Path>) {
         self.start_driver_with(tools, &[]).await;
     }
 
-    /// Starts the driver with more flags.
+    /// Starts the driver with additional flags.
     pub(crate) async fn start_driver_with(&mut self, tools: Option<&Path>, flags: &[&str]) {
         let path = std::env::var("PATH").unwrap_or_default();
         let path = tools.map_or_else(|| path.clone(), |tools| format!("{}:{path}", tools.display()));
@@ -100,13 +100,13 @@ impl Machine {
             .env("NESTOR_LOG", "debug")
             .env(fail_point::FOLDER, self.path("fail-points"))
             .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap());
-        self.driver = Some(begin(&mut driver));
+        self.driver = Some(spawn(&mut driver));
         for socket in [self.socket(), self.registration_socket()] {
             self.connect(&socket).await;
         }
     }
 
-    /// A connection to one of the driver's sockets, as soon as it serves it.
+    /// Connects to one of the driver's sockets; waits until it listens.
     pub(crate) async fn connect(&self, socket: &Path) -> Channel {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -118,7 +118,7 @@ impl Machine {
         }
     }
 
-    /// Asks the driver to stop, and returns its exit code.
+    /// Sends SIGTERM to the driver and returns its exit code.
     pub(crate) async fn stop_driver(&mut self) -> Option<i32> {
         let driver = self.driver.as_ref().unwrap();
         rustix::process::kill_process(
@@ -129,7 +129,7 @@ impl Machine {
         self.wait_for_driver().await
     }
 
-    /// Waits for the driver's end.
+    /// Waits until the driver exits.
     pub(crate) async fn wait_for_driver(&mut self) -> Option<i32> {
         let mut driver = self.driver.take().unwrap();
         let deadline = Instant::now() + LIMIT;
@@ -137,8 +137,8 @@ impl Machine {
             if let Some(status) = driver.try_wait().unwrap() {
                 return status.code();
             }
-            assert!(Instant::now() < deadline, "the driver does not end:\n{}", self.log());
-            // Not blocking: the connections of this side must answer the driver's good-bye.
+            assert!(Instant::now() < deadline, "the driver does not exit:\n{}", self.log());
+            // Not blocking: open connections must complete the driver's shutdown.
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -147,11 +147,11 @@ impl Machine {
         std::fs::read_to_string(self.path("log")).unwrap_or_default()
     }
 
-    pub(crate) async fn node(&self) -> NodeClient<Channel> {
+    pub(crate) async fn client(&self) -> NodeClient<Channel> {
         NodeClient::new(csi::client::connect(&self.socket()).await.unwrap())
     }
 
-    /// Status and body of a page of the driver's HTTP port, as soon as it serves it.
+    /// Gets the status and body of an HTTP path; waits until the driver listens.
     pub(crate) fn get(&self, page: &str) -> (u16, String) {
         let deadline = Instant::now() + LIMIT;
         let mut stream = loop {
@@ -168,7 +168,7 @@ impl Machine {
         (status, answer.split_once("\r\n\r\n").unwrap().1.to_owned())
     }
 
-    /// An image file of `mib` MiB that is not a disk yet, and is attested blank.
+    /// Creates an image file of `mib` MiB, attested blank and not attached.
     pub(crate) fn image(&self, mib: u64) -> Disk {
         let uuid = uuid::Uuid::new_v4().to_string();
         let id = format!("pvc-{}", &uuid[..8]);
@@ -178,24 +178,24 @@ impl Machine {
         Disk { id, uuid, image, device: PathBuf::new(), attestation: random(), token: random() }
     }
 
-    /// Plugs an image: a loop device, and its name under by-id.
-    pub(crate) fn plug(&mut self, mut disk: Disk, options: &[&str]) -> Disk {
-        let said = said_by("losetup", &[&["--find", "--show"], options].concat(), &disk.image);
-        disk.device = PathBuf::from(said.trim());
+    /// Attaches an image: creates a loop device and its name in by-id.
+    pub(crate) fn attach(&mut self, mut disk: Disk, options: &[&str]) -> Disk {
+        let output = output_of("losetup", &[&["--find", "--show"], options].concat(), &disk.image);
+        disk.device = PathBuf::from(output.trim());
         self.loops.push(disk.device.clone());
         self.name(&disk);
         disk
     }
 
-    /// Takes a disk out again, and its bytes.
-    pub(crate) fn remove(&mut self, disk: &Disk) {
+    /// Detaches a disk and deletes its image.
+    pub(crate) fn detach(&mut self, disk: &Disk) {
         std::fs::remove_file(self.link(disk)).unwrap();
         tool("losetup", &["--detach"], &disk.device);
         self.loops.retain(|device| *device != disk.device);
         std::fs::remove_file(&disk.image).unwrap();
     }
 
-    /// Gives a device its name.
+    /// Creates the name of a device.
     pub(crate) fn name(&self, disk: &Disk) {
         symlink(&disk.device, self.link(disk)).unwrap();
     }
@@ -204,31 +204,31 @@ impl Machine {
         self.path("by-id").join(&crds::names::disk_by_id(&disk.uuid)[0])
     }
 
-    /// An empty disk.
+    /// Attaches an empty disk.
     pub(crate) fn disk(&mut self, mib: u64) -> Disk {
         let image = self.image(mib);
-        self.plug(image, &[])
+        self.attach(image, &[])
     }
 
-    /// Makes a disk larger under its device, as the hypervisor does.
-    pub(crate) fn enlarge(&self, disk: &Disk, mib: u64) {
+    /// Resizes an attached disk, as the hypervisor does.
+    pub(crate) fn resize(&self, disk: &Disk, mib: u64) {
         std::fs::File::options().write(true).open(&disk.image).unwrap().set_len(mib << 20).unwrap();
         tool("losetup", &["--set-capacity"], &disk.device);
     }
 
-    /// A disk of `mib` MiB with what is on `source` by now.
+    /// Attaches a disk of `mib` MiB with a copy of `source`'s current content.
     pub(crate) fn copy(&mut self, source: &Disk, mib: u64) -> Disk {
         let image = Disk { attestation: None, ..self.image(mib) };
         let from = format!("if={}", source.image.display());
         let to = PathBuf::from(format!("of={}", image.image.display()));
         tool("dd", &["bs=1M", "conv=notrunc,sparse", "status=none", &from], &to);
-        self.plug(image, &[])
+        self.attach(image, &[])
     }
 
-    /// Expands the volume at `path` to at least `mib` MiB, and returns its bytes.
+    /// Expands the volume at `path` to at least `mib` MiB and returns its size in bytes.
     pub(crate) async fn expand(&self, disk: &Disk, path: &Path, mib: u64) -> Result<i64, Status> {
         let request = self.expand_request(disk, path, mib);
-        Ok(self.node().await.node_expand_volume(request).await?.into_inner().capacity_bytes)
+        Ok(self.client().await.node_expand_volume(request).await?.into_inner().capacity_bytes)
     }
 
     pub(crate) fn expand_request(
@@ -248,32 +248,32 @@ impl Machine {
     }
 
     pub(crate) fn staging(&self, disk: &Disk) -> PathBuf {
-        let folder = self.path("kubelet/plugins").join(&disk.id);
-        std::fs::create_dir_all(&folder).unwrap();
-        folder.join("globalmount")
+        let dir = self.path("kubelet/plugins").join(&disk.id);
+        std::fs::create_dir_all(&dir).unwrap();
+        dir.join("globalmount")
     }
 
     pub(crate) fn target(&self, disk: &Disk, pod: &str) -> PathBuf {
-        let folder = self.path("kubelet/pods").join(pod).join(&disk.id);
-        std::fs::create_dir_all(&folder).unwrap();
-        folder.join("mount")
+        let dir = self.path("kubelet/pods").join(pod).join(&disk.id);
+        std::fs::create_dir_all(&dir).unwrap();
+        dir.join("mount")
     }
 
-    pub(crate) async fn stage(&self, disk: &Disk, wanted: proto::VolumeCapability) -> Result<(), Status> {
-        let request = self.stage_request(disk, wanted);
-        self.node().await.node_stage_volume(request).await.map(drop)
+    pub(crate) async fn stage(&self, disk: &Disk, capability: proto::VolumeCapability) -> Result<(), Status> {
+        let request = self.stage_request(disk, capability);
+        self.client().await.node_stage_volume(request).await.map(drop)
     }
 
     pub(crate) fn stage_request(
         &self,
         disk: &Disk,
-        wanted: proto::VolumeCapability,
+        capability: proto::VolumeCapability,
     ) -> proto::NodeStageVolumeRequest {
         proto::NodeStageVolumeRequest {
             volume_id: disk.id.clone(),
             publish_context: context(disk),
             staging_target_path: text(&self.staging(disk)),
-            volume_capability: Some(wanted),
+            volume_capability: Some(capability),
             ..proto::NodeStageVolumeRequest::default()
         }
     }
@@ -283,15 +283,15 @@ impl Machine {
             volume_id: disk.id.clone(),
             staging_target_path: text(&self.staging(disk)),
         };
-        wait_for_beginners();
-        self.node().await.node_unstage_volume(request).await.map(drop)
+        wait_for_spawning_processes();
+        self.client().await.node_unstage_volume(request).await.map(drop)
     }
 
     pub(crate) async fn publish(
         &self,
         disk: &Disk,
         pod: &str,
-        wanted: proto::VolumeCapability,
+        capability: proto::VolumeCapability,
         readonly: bool,
     ) -> Result<PathBuf, Status> {
         let target = self.target(disk, pod);
@@ -300,11 +300,11 @@ impl Machine {
             publish_context: context(disk),
             staging_target_path: text(&self.staging(disk)),
             target_path: text(&target),
-            volume_capability: Some(wanted),
+            volume_capability: Some(capability),
             readonly,
             ..proto::NodePublishVolumeRequest::default()
         };
-        self.node().await.node_publish_volume(request).await.map(|_| target)
+        self.client().await.node_publish_volume(request).await.map(|_| target)
     }
 
     pub(crate) async fn unpublish(&self, disk: &Disk, pod: &str) -> Result<(), Status> {
@@ -312,8 +312,8 @@ impl Machine {
             volume_id: disk.id.clone(),
             target_path: text(&self.target(disk, pod)),
         };
-        wait_for_beginners();
-        self.node().await.node_unpublish_volume(request).await.map(drop)
+        wait_for_spawning_processes();
+        self.client().await.node_unpublish_volume(request).await.map(drop)
     }
 
     pub(crate) async fn stats(
@@ -326,15 +326,15 @@ impl Machine {
             volume_path: text(path),
             ..proto::NodeGetVolumeStatsRequest::default()
         };
-        self.node().await.node_get_volume_stats(request).await.map(tonic::Response::into_inner)
+        self.client().await.node_get_volume_stats(request).await.map(tonic::Response::into_inner)
     }
 
-    /// The options of what is mounted at `path`.
+    /// Options of the first mount at `path`.
     pub(crate) fn mounted(&self, path: &Path) -> Option<String> {
         self.mounts_at(path).into_iter().next()
     }
 
-    /// The options of each mount at `path`.
+    /// Options of each mount at `path`.
     pub(crate) fn mounts_at(&self, path: &Path) -> Vec<String> {
         let path = path.parent().unwrap().canonicalize().unwrap().join(path.file_name().unwrap());
         let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
@@ -344,7 +344,7 @@ impl Machine {
     }
 }
 
-impl Drop for Machine {
+impl Drop for TestNode {
     fn drop(&mut self) {
         if let Some(mut driver) = self.driver.take() {
             let _ = driver.kill();
@@ -363,7 +363,7 @@ impl Drop for Machine {
         }
         for device in &self.loops {
             let mut detach = Command::new("losetup");
-            let _ = begin(detach.arg("--detach").arg(device).stderr(Stdio::null())).wait();
+            let _ = spawn(detach.arg("--detach").arg(device).stderr(Stdio::null())).wait();
         }
     }
 }
@@ -381,7 +381,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// A capability for a filesystem.
+/// A filesystem capability.
 pub(crate) fn filesystem(
     fs_type: &str,
     mode: proto::volume_capability::access_mode::Mode,
@@ -394,7 +394,7 @@ pub(crate) fn filesystem(
     }
 }
 
-/// A capability for a block device.
+/// A block device capability.
 pub(crate) fn block(mode: proto::volume_capability::access_mode::Mode) -> proto::VolumeCapability {
     use proto::volume_capability::{AccessMode, AccessType, BlockVolume};
     proto::VolumeCapability {
@@ -403,27 +403,27 @@ pub(crate) fn block(mode: proto::volume_capability::access_mode::Mode) -> proto:
     }
 }
 
-/// Starts a process. Nothing else may: see [`BEGINNING`].
-pub(crate) fn begin(command: &mut Command) -> Child {
-    let _alone = BEGINNING.lock().unwrap_or_else(PoisonError::into_inner);
+/// Spawns a process. All tests must use this function, see [`SPAWN_LOCK`].
+pub(crate) fn spawn(command: &mut Command) -> Child {
+    let _alone = SPAWN_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     command.spawn().unwrap()
 }
 
-/// Waits until no process has anything open of what the tests have closed by now.
-fn wait_for_beginners() {
-    drop(BEGINNING.lock().unwrap_or_else(PoisonError::into_inner));
+/// Waits until no process that is being spawned holds files that the tests have closed.
+fn wait_for_spawning_processes() {
+    drop(SPAWN_LOCK.lock().unwrap_or_else(PoisonError::into_inner));
 }
 
-/// Runs a tool of the system.
+/// Runs a command.
 pub(crate) fn tool(program: &str, args: &[&str], device: &Path) {
-    said_by(program, args, device);
+    output_of(program, args, device);
 }
 
-/// Runs a tool of the system, and returns what it says.
-fn said_by(program: &str, args: &[&str], device: &Path) -> String {
+/// Runs a command and returns its output.
+fn output_of(program: &str, args: &[&str], device: &Path) -> String {
     let mut command = Command::new(program);
     command.args(args).arg(device).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let output = begin(&mut command).wait_with_output().unwrap();
+    let output = spawn(&mut command).wait_with_output().unwrap();
     assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }

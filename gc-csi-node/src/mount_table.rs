@@ -1,4 +1,4 @@
-//! What is mounted where, as the kernel says it in `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+//! Mount table of the driver's mount namespace, from `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
 
 use std::ffi::OsString;
 use std::fmt;
@@ -9,22 +9,22 @@ use std::path::{Path, PathBuf};
 
 const MOUNTINFO: &str = "/proc/self/mountinfo";
 
-/// A device's number: what two paths to one device have in common.
+/// Device number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct DeviceNumber {
-    /// Which driver.
+    /// Major number: the driver.
     pub(crate) major: u32,
-    /// Which of its devices.
+    /// Minor number: the device.
     pub(crate) minor: u32,
 }
 
 impl DeviceNumber {
-    /// From a raw `dev_t`.
+    /// Converts a raw `dev_t`.
     pub(crate) fn from_raw(raw: u64) -> Self {
         Self { major: rustix::fs::major(raw), minor: rustix::fs::minor(raw) }
     }
 
-    /// The number of the block device at `path`, when there is one.
+    /// Returns the number of the block device at `path`, or None if it is not one.
     pub(crate) fn of_block_device(path: &Path) -> Option<Self> {
         let found = std::fs::metadata(path).ok()?;
         found.file_type().is_block_device().then(|| Self::from_raw(found.rdev()))
@@ -37,38 +37,38 @@ impl fmt::Display for DeviceNumber {
     }
 }
 
-/// One mount.
+/// A mount.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
-    /// Device number of the filesystem; anonymous (major 0) for btrfs and those without a device.
+    /// Device number of the filesystem; anonymous (major 0) for btrfs and filesystems without a device.
     pub(crate) device: DeviceNumber,
-    /// Which folder or file of the filesystem is mounted.
+    /// Directory or file within the filesystem that is mounted.
     pub(crate) root: PathBuf,
-    /// Where.
+    /// Mount point.
     pub(crate) point: PathBuf,
     /// Options of this mount.
     pub(crate) options: Vec<String>,
-    /// Type of the filesystem.
+    /// Filesystem type.
     pub(crate) fs_type: String,
-    /// What was mounted; a device's path where there is one.
+    /// Mount source: the device's path if the filesystem has one.
     pub(crate) source: PathBuf,
-    /// Options of the filesystem, the same for all of its mounts.
+    /// Superblock options, common to all mounts of the filesystem.
     pub(crate) super_options: Vec<String>,
 }
 
 impl Mount {
-    /// Whether this mount is read-only.
+    /// Whether the mount is read-only.
     pub(crate) fn is_read_only(&self) -> bool {
         self.options.iter().any(|option| option == "ro")
     }
 
-    /// Whether what is mounted was removed from its folder: so does the kernel show the node of a device
-    /// that left. Another device may have its number by now.
-    pub(crate) fn shows_a_removed_file(&self) -> bool {
+    /// Whether the mounted file was deleted. The kernel shows the bind-mounted node of a removed device so; its device number
+    /// may belong to another device.
+    pub(crate) fn is_deleted(&self) -> bool {
         self.root.as_os_str().as_bytes().ends_with(b"//deleted")
     }
 
-    /// Number of the block device beneath. btrfs has an anonymous number, but names its device.
+    /// Number of the block device. btrfs has an anonymous number, so it is taken from the mount source.
     pub(crate) fn block_device(&self) -> Option<DeviceNumber> {
         match self.device.major {
             0 => DeviceNumber::of_block_device(&self.source),
@@ -76,44 +76,44 @@ impl Mount {
         }
     }
 
-    /// Whether the two show the same part of the same filesystem.
-    pub(crate) fn shows_the_same_as(&self, other: &Self) -> bool {
+    /// Whether both mounts show the same directory of the same filesystem.
+    pub(crate) fn has_same_root_as(&self, other: &Self) -> bool {
         self.device == other.device && self.root == other.root && self.fs_type == other.fs_type
     }
 }
 
-/// Why the mounts could not be known.
+/// Failure to read the mount table.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum MountsError {
-    /// The kernel's list cannot be read.
-    #[error("cannot read {MOUNTINFO}: {0}")]
+pub(crate) enum MountTableError {
+    /// The file cannot be read.
+    #[error("failed to read {MOUNTINFO}: {0}")]
     Read(#[from] io::Error),
-    /// The kernel's list is not understood.
-    #[error("line {0} of {MOUNTINFO} is not understood: {1:?}")]
+    /// A line cannot be parsed.
+    #[error("failed to parse line {0} of {MOUNTINFO}: {1:?}")]
     Malformed(usize, String),
 }
 
-/// All mounts, in the order in which they were made.
+/// All mounts, in mount order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct MountTable(Vec<Mount>);
 
 impl MountTable {
-    /// Reads the kernel's list. Blocks.
-    pub(crate) fn read() -> Result<Self, MountsError> {
+    /// Reads the kernel's mount table. Blocks.
+    pub(crate) fn read() -> Result<Self, MountTableError> {
         Self::parse(&std::fs::read(MOUNTINFO)?)
     }
 
-    /// Understands the kernel's list.
-    pub(crate) fn parse(text: &[u8]) -> Result<Self, MountsError> {
+    /// Parses the format of mountinfo.
+    pub(crate) fn parse(text: &[u8]) -> Result<Self, MountTableError> {
         let lines = text.split(|byte| *byte == b'\n').enumerate().filter(|(_, line)| !line.is_empty());
         let mount = |(at, line): (usize, &[u8])| {
             parse_line(line)
-                .ok_or_else(|| MountsError::Malformed(at + 1, String::from_utf8_lossy(line).into_owned()))
+                .ok_or_else(|| MountTableError::Malformed(at + 1, String::from_utf8_lossy(line).into_owned()))
         };
         lines.map(mount).collect::<Result<_, _>>().map(Self)
     }
 
-    /// What is mounted at `path`: the uppermost, where several mounts lie on each other.
+    /// Returns the topmost mount at `path`.
     pub(crate) fn at(&self, path: &Path) -> Option<&Mount> {
         self.0.iter().rev().find(|mount| mount.point == path)
     }
@@ -123,31 +123,31 @@ impl MountTable {
         self.0.iter()
     }
 
-    /// Whether the kernel stopped writing to the filesystem of `mount`, as it does when it met an error:
-    /// the filesystem is read-only though a mount of it is not, or ext4 says so in newer kernels.
-    pub(crate) fn fell_read_only(&self, mount: &Mount) -> bool {
-        let says = |option: &str| mount.super_options.iter().any(|there| there == option);
+    /// Whether the kernel made the filesystem of `mount` read-only after an error: the superblock is read-only although a
+    /// mount is not, or ext4 reports it as an option (newer kernels).
+    pub(crate) fn became_read_only(&self, mount: &Mount) -> bool {
+        let has_option = |option: &str| mount.super_options.iter().any(|found| found == option);
         let is_same = |other: &&Mount| other.device == mount.device && other.fs_type == mount.fs_type;
         let writable = || self.0.iter().filter(is_same).any(|other| !other.is_read_only());
-        says("emergency_ro") || says("shutdown") || (says("ro") && writable())
+        has_option("emergency_ro") || has_option("shutdown") || (has_option("ro") && writable())
     }
 
-    /// Other mounts of the filesystem of `mount`, below `folder`.
-    pub(crate) fn others_of<'a>(
+    /// Returns the other mounts of the same filesystem, below `dir`.
+    pub(crate) fn other_mounts_of<'a>(
         &'a self,
         mount: &'a Mount,
-        folder: &'a Path,
+        dir: &'a Path,
     ) -> impl Iterator<Item = &'a Mount> {
         self.0.iter().filter(move |other| {
             other.device == mount.device
                 && other.fs_type == mount.fs_type
                 && other.point != mount.point
-                && other.point.starts_with(folder)
+                && other.point.starts_with(dir)
         })
     }
 }
 
-/// Fields: id, parent, device, root, point, options, any number of tags, "-", type, source, super options.
+/// Fields: id, parent, device, root, mount point, options, optional fields, "-", type, source, superblock options.
 fn parse_line(line: &[u8]) -> Option<Mount> {
     let mut fields = line.split(|byte| *byte == b' ');
     let (_id, _parent) = (fields.next()?, fields.next()?);
@@ -166,7 +166,7 @@ fn list(field: &[u8]) -> Vec<String> {
     String::from_utf8_lossy(field).split(',').map(str::to_owned).collect()
 }
 
-/// The kernel writes space, tab, newline, backslash and '#' as a backslash and three octal digits.
+/// Decodes octal escapes: the kernel escapes space, tab, newline, backslash and '#'.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut plain = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -196,32 +196,33 @@ mod tests {
         33 22 8:32 / /pods/two rw - xfs /dev/sdd rw\n";
 
     #[test]
-    fn escaped_paths_and_optional_fields_are_understood() {
+    fn escaped_paths_and_optional_fields_are_parsed() {
         let table = MountTable::parse(TABLE).unwrap();
         let odd = table.at(Path::new("/a b\\c")).unwrap();
         assert_eq!(odd.device, DeviceNumber { major: 8, minor: 16 });
-        assert!(table.fell_read_only(odd) && !odd.is_read_only());
+        assert!(table.became_read_only(odd) && !odd.is_read_only());
         assert_eq!(table.at(Path::new("/")).unwrap().fs_type, "ext4");
     }
 
     #[test]
-    fn the_uppermost_mount_counts() {
+    fn at_returns_the_topmost_mount() {
         let table = MountTable::parse(TABLE).unwrap();
         assert_eq!(table.at(Path::new("/pods/two")).unwrap().fs_type, "xfs");
         assert!(table.at(Path::new("/pods")).is_none());
     }
 
     #[test]
-    fn other_mounts_of_a_filesystem_are_found_below_a_folder() {
+    fn other_mounts_of_a_filesystem_are_found_below_a_directory() {
         let table = MountTable::parse(TABLE).unwrap();
         let mount = table.at(Path::new("/a b\\c")).unwrap();
-        let others: Vec<_> = table.others_of(mount, Path::new("/pods")).map(|m| m.point.clone()).collect();
+        let others: Vec<_> =
+            table.other_mounts_of(mount, Path::new("/pods")).map(|m| m.point.clone()).collect();
         assert_eq!(others, [PathBuf::from("/pods/one")]);
-        assert_eq!(table.others_of(mount, Path::new("/elsewhere")).count(), 0);
+        assert_eq!(table.other_mounts_of(mount, Path::new("/elsewhere")).count(), 0);
     }
 
     #[test]
-    fn a_filesystem_that_the_kernel_stopped_writing_to_is_told_from_one_that_is_meant_to_be_read() {
+    fn a_filesystem_made_read_only_by_an_error_differs_from_one_mounted_read_only() {
         let table = MountTable::parse(
             b"30 22 8:16 / /staging rw - xfs /dev/sdb ro\n\
             31 22 8:16 / /pods/reader ro - xfs /dev/sdb ro\n\
@@ -230,19 +231,21 @@ mod tests {
             34 22 8:64 / /pods/well rw - ext4 /dev/sde rw,errors=remount-ro\n",
         )
         .unwrap();
-        let fell = |path| table.fell_read_only(table.at(Path::new(path)).unwrap());
-        assert!(fell("/staging") && fell("/pods/reader") && fell("/pods/ext"));
-        assert!(!fell("/pods/asked") && !fell("/pods/well"));
+        let became_read_only = |path| table.became_read_only(table.at(Path::new(path)).unwrap());
+        assert!(
+            became_read_only("/staging") && became_read_only("/pods/reader") && became_read_only("/pods/ext")
+        );
+        assert!(!became_read_only("/pods/asked") && !became_read_only("/pods/well"));
     }
 
     #[test]
-    fn a_line_that_is_not_understood_is_named() {
+    fn the_error_contains_the_line_that_cannot_be_parsed() {
         let error = MountTable::parse(b"22 1 254:1 / / rw - ext4 /dev/vda1 rw\n1 2 3\n").unwrap_err();
-        assert_eq!(error.to_string(), "line 2 of /proc/self/mountinfo is not understood: \"1 2 3\"");
+        assert_eq!(error.to_string(), "failed to parse line 2 of /proc/self/mountinfo: \"1 2 3\"");
     }
 
     #[test]
-    fn the_kernels_own_list_is_understood() {
+    fn the_kernels_mount_table_is_parsed() {
         assert!(MountTable::read().unwrap().at(Path::new("/")).is_some());
     }
 }

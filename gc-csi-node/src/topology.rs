@@ -1,5 +1,5 @@
-//! In which zone the machine is, for the scheduler: by flag, or by the label of the machine's Node,
-//! which the controller sets from the VirtualMachine.
+//! Topology of the node: its zone, from a flag or from the zone label of the guest Node, which the controller plugin
+//! copies from the VirtualMachine.
 
 use std::time::Duration;
 
@@ -10,12 +10,11 @@ use kube::{Api, Client};
 use kube_kit::client::chain;
 use tokio::time::Instant;
 
-/// How often the label is looked for while a call waits for it. Not a watch, which a Node's own identity
-/// may not have; and the call is rare.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Interval at which a call polls for a missing label. Polling needs no permission to watch Nodes, and the call is rare.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Takes a flag's value that can be a label's.
-pub(crate) fn parse(value: &str) -> Result<String, String> {
+/// Validates the flag's value as a label value.
+pub(crate) fn parse_zone(value: &str) -> Result<String, String> {
     let is_edge = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
     let is_label = value.len() <= 63
         && is_edge(value.chars().next())
@@ -24,34 +23,34 @@ pub(crate) fn parse(value: &str) -> Result<String, String> {
     if is_label {
         Ok(value.to_owned())
     } else {
-        Err("a zone has 1 to 63 letters, digits, '-', '_' or '.', starting and ending with a letter or digit"
+        Err("a zone consists of 1 to 63 letters, digits, '-', '_' or '.', and starts and ends with a letter or digit"
             .to_owned())
     }
 }
 
-/// Where the zone is known from.
+/// Source of the node's zone.
 #[derive(Clone)]
-pub(crate) enum Zone {
-    /// There are no zones.
+pub(crate) enum ZoneSource {
+    /// The driver reports no zone.
     None,
-    /// The flag says.
-    Given(String),
-    /// The label of the machine's Node says.
-    OfNode(Client),
+    /// Flag --zone.
+    Flag(String),
+    /// Label of the guest Node.
+    NodeLabel(Client),
 }
 
-impl std::fmt::Debug for Zone {
+impl std::fmt::Debug for ZoneSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::None => f.write_str("None"),
-            Self::Given(zone) => f.debug_tuple("Given").field(zone).finish(),
-            Self::OfNode(_) => f.write_str("OfNode"),
+            Self::Flag(zone) => f.debug_tuple("Flag").field(zone).finish(),
+            Self::NodeLabel(_) => f.write_str("NodeLabel"),
         }
     }
 }
 
-impl Zone {
-    /// Where the machine called `node` is; a label that is missing is waited for until `until`.
+impl ZoneSource {
+    /// Topology of Node `node`. Waits for a missing label until `until`.
     pub(crate) async fn topology(
         &self,
         node: &str,
@@ -59,12 +58,17 @@ impl Zone {
     ) -> Result<Option<proto::Topology>, Status> {
         let zone = match self {
             Self::None => return Ok(None),
-            Self::Given(zone) => zone.clone(),
-            Self::OfNode(client) => {
+            Self::Flag(zone) => zone.clone(),
+            Self::NodeLabel(client) => {
                 let wait = wait_for_label(Api::all(client.clone()), node, until);
                 match tokio::time::timeout_at(until, wait).await {
                     Ok(zone) => zone?,
-                    Err(_) => return Err(unavailable(node, "the guest cluster's API does not answer")),
+                    Err(_) => {
+                        return Err(unavailable(
+                            node,
+                            "the API server of the guest cluster does not respond",
+                        ));
+                    }
                 }
             }
         };
@@ -74,22 +78,22 @@ impl Zone {
 
 async fn wait_for_label(nodes: Api<Node>, node: &str, until: Instant) -> Result<String, Status> {
     loop {
-        let why = match nodes.get(node).await {
+        let reason = match nodes.get(node).await {
             Ok(found) => match found.metadata.labels.and_then(|mut labels| labels.remove(LABEL_ZONE)) {
                 Some(zone) if !zone.is_empty() => return Ok(zone),
-                _ => format!("it has no label {LABEL_ZONE} yet, which gc-csi's controller sets"),
+                _ => format!("it has no label {LABEL_ZONE} yet; the controller plugin (gc-csi) sets it"),
             },
             Err(kube::Error::Api(refused)) => refused.message,
             Err(error) => chain(&error),
         };
-        let again = Instant::now() + LOOK_AGAIN;
+        let again = Instant::now() + POLL_INTERVAL;
         if again >= until {
-            return Err(unavailable(node, &why));
+            return Err(unavailable(node, &reason));
         }
         tokio::time::sleep_until(again).await;
     }
 }
 
-fn unavailable(node: &str, why: &str) -> Status {
-    Status::unavailable(format!("the zone of Node {node} of the guest cluster is not known: {why}"))
+fn unavailable(node: &str, reason: &str) -> Status {
+    Status::unavailable(format!("the zone of guest Node {node} is unknown: {reason}"))
 }

@@ -1,15 +1,15 @@
-//! Who uses a filesystem, for the error of an unmount that is refused. Best effort: only processes of
-//! the driver's own PID namespace are seen.
+//! Processes that use a mount, as fuser(1) lists them, for the error of a refused unmount. Best effort: only processes in
+//! the driver's PID namespace are visible.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use super::mounts::Mount;
+use super::mount_table::Mount;
 
-const MAX_NAMED: usize = 5;
+const MAX_PROCESSES: usize = 5;
 
-/// Text that goes after "in use": who, or nothing when nobody is seen. Blocks.
-pub(crate) fn of(mount: &Mount) -> String {
+/// Text to append to "in use": " by NAME (pid PID), …", or empty if no process is visible. Blocks.
+pub(crate) fn describe(mount: &Mount) -> String {
     let Ok(device) = std::fs::metadata(&mount.point).map(|found| found.dev()) else { return String::new() };
     let on_it = |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.dev() == device);
     let uses = |process: &Path| {
@@ -21,7 +21,7 @@ pub(crate) fn of(mount: &Mount) -> String {
     let pids = processes.flatten().filter(|p| p.file_name().to_string_lossy().parse::<u32>().is_ok());
     let named: Vec<String> = pids
         .filter(|process| uses(&process.path()))
-        .take(MAX_NAMED)
+        .take(MAX_PROCESSES)
         .map(|process| {
             let command = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
             format!("{} (pid {})", command.trim(), process.file_name().to_string_lossy())

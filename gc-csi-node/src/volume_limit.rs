@@ -1,42 +1,39 @@
-//! How many volumes the machine takes: what its disk controllers take, less the disks that are none of
-//! the driver's.
+//! Volume limit of the node: number of disks that its disk controllers support, minus disks that are not CSI volumes.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use super::disk;
-use super::mounts::MountTable;
+use super::mount_table::MountTable;
 
-/// Where the kernel shows its disk controllers.
+/// sysfs directory of SCSI hosts.
 const SCSI_HOSTS: &str = "/sys/class/scsi_host";
 
-/// Controllers that disks are plugged into while a machine runs, by their drivers' names, and how many
-/// disks each is given: one for each target, of which the infra uses 255 of a virtio-scsi controller,
-/// and of which VMware's pvscsi has 64.
+/// Drivers of hot-plug disk controllers, and the number of disks per controller: one per target. The storage infra uses
+/// 255 targets of a virtio-scsi controller; VMware's pvscsi has 64.
 const CONTROLLERS: [(&str, i64); 2] = [("virtio_scsi", 255), ("vmw_pvscsi", 64)];
 
-/// How many volumes the machine takes; none where it has no controller that is known, so that there is
-/// no limit to tell. Blocks.
+/// Maximum number of volumes on this node; None, that is no limit, if it has no known hot-plug controller. Blocks.
 pub(crate) fn max_volumes(kubelet_dir: &Path) -> Option<i64> {
     let controllers = controllers(Path::new(SCSI_HOSTS));
     let disks = MountTable::read().map(|table| disks_of_others(&table, kubelet_dir)).unwrap_or_default();
-    room(&controllers, &disks)
+    limit(&controllers, &disks)
 }
 
-/// Names of the SCSI hosts that take disks, and how many.
-fn controllers(folder: &Path) -> Vec<(String, i64)> {
-    let hosts = std::fs::read_dir(folder).into_iter().flatten().flatten();
+/// Names of the hot-plug SCSI hosts, and the number of disks of each.
+fn controllers(dir: &Path) -> Vec<(String, i64)> {
+    let hosts = std::fs::read_dir(dir).into_iter().flatten().flatten();
     hosts
         .filter_map(|host| {
             let driver = std::fs::read_to_string(host.path().join("proc_name")).ok()?;
-            let (_, room) = CONTROLLERS.iter().find(|(name, _)| *name == driver.trim())?;
-            Some((host.file_name().to_string_lossy().into_owned(), *room))
+            let (_, capacity) = CONTROLLERS.iter().find(|(name, _)| *name == driver.trim())?;
+            Some((host.file_name().to_string_lossy().into_owned(), *capacity))
         })
         .collect()
 }
 
-/// Folders in sysfs of the disks that are mounted outside of kubelet's folder: the machine's own. An
-/// unmounted disk may be a volume that is attached already.
+/// sysfs directories of the disks mounted outside of kubelet's directory: the node's own disks. An unmounted disk may be
+/// an attached volume.
 fn disks_of_others(table: &MountTable, kubelet_dir: &Path) -> BTreeSet<PathBuf> {
     let others =
         table.iter().filter(|mount| mount.point == kubelet_dir || !mount.point.starts_with(kubelet_dir));
@@ -44,7 +41,7 @@ fn disks_of_others(table: &MountTable, kubelet_dir: &Path) -> BTreeSet<PathBuf> 
     devices.map(|device| whole_disk(&device)).collect()
 }
 
-/// The disk's folder for the folder of a partition, which lies in it.
+/// Returns the sysfs directory of the whole disk for that of a partition or disk.
 fn whole_disk(device: &Path) -> PathBuf {
     match device.parent() {
         Some(disk) if device.join("partition").exists() => disk.to_owned(),
@@ -52,13 +49,13 @@ fn whole_disk(device: &Path) -> PathBuf {
     }
 }
 
-fn room(controllers: &[(String, i64)], others: &BTreeSet<PathBuf>) -> Option<i64> {
-    let all: i64 = controllers.iter().map(|(_, room)| room).sum();
+fn limit(controllers: &[(String, i64)], others: &BTreeSet<PathBuf>) -> Option<i64> {
+    let all: i64 = controllers.iter().map(|(_, capacity)| capacity).sum();
     let is_on = |disk: &&PathBuf| {
         disk.components().any(|part| controllers.iter().any(|(host, _)| part.as_os_str() == host.as_str()))
     };
     let taken = i64::try_from(others.iter().filter(is_on).count()).unwrap_or(i64::MAX);
-    // Nothing at all would be read as no limit.
+    // CSI defines 0 as "no limit".
     (!controllers.is_empty()).then(|| all.saturating_sub(taken).max(1))
 }
 
@@ -81,20 +78,20 @@ mod tests {
     }
 
     #[test]
-    fn disks_of_others_take_room_on_their_own_controllers_only() {
+    fn only_disks_on_the_same_controllers_reduce_the_limit() {
         let controllers = [("host1".to_owned(), 255), ("host2".to_owned(), 64)];
         let disks = BTreeSet::from([
             PathBuf::from("/sys/devices/pci0000:00/0000:00:05.0/virtio1/host1/target1:0:0/1:0:0:0/block/sda"),
             PathBuf::from("/sys/devices/pci0000:00/ata1/host0/target0:0:0/0:0:0:0/block/sdb"),
             PathBuf::from("/sys/devices/pci0000:00/0000:00:04.0/virtio2/block/vda"),
         ]);
-        assert_eq!(room(&controllers, &disks), Some(318));
-        assert_eq!(room(&controllers, &BTreeSet::new()), Some(319));
-        assert_eq!(room(&[], &disks), None);
+        assert_eq!(limit(&controllers, &disks), Some(318));
+        assert_eq!(limit(&controllers, &BTreeSet::new()), Some(319));
+        assert_eq!(limit(&[], &disks), None);
     }
 
     #[test]
-    fn a_partition_takes_its_disks_place() {
+    fn a_partition_counts_as_its_disk() {
         let root = tempfile::tempdir().unwrap();
         let (disk, part) = (root.path().join("sda"), root.path().join("sda/sda1"));
         std::fs::create_dir_all(&part).unwrap();

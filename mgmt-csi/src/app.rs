@@ -1,4 +1,4 @@
-//! Wiring: flags, and who gets what.
+//! Wiring: flags, and the start of all components.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -42,27 +42,26 @@ pub struct Args {
     kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     infra: InfraArgs,
-    /// How many requests about VolumeAttachments are made to the management API at once. What waits for the infra is
-    /// bounded for each machine instead.
+    /// Maximum number of concurrent requests to the management API for VolumeAttachments. Calls to the storage infra are
+    /// limited per VM instead.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
     parallel_attachments: u16,
-    /// What to do about a machine whose node the guest says is out of service, and that keeps a disk which is to leave.
+    /// What to do with a VM whose guest node has the out-of-service taint and that does not release a disk to detach.
     #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
     fence: Fence,
     #[command(flatten)]
     repair: repair::Options,
-    /// Publish what new volumes can have, as CSIStorageCapacity objects in this namespace. Without it, nothing is
-    /// published.
+    /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.
     #[arg(long, value_name = "NAMESPACE")]
     capacity_namespace: Option<String>,
-    /// Serve /healthz, /readyz and /metrics here.
+    /// Address on which to serve /healthz, /readyz and /metrics.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
 
-/// Runs the driver until `stop`, or until a part of it fails.
+/// Runs the driver until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
     let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
@@ -78,12 +77,12 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let copies = (cluster.claims(), cluster.volumes());
     let cluster = claims.watch(attach.watch(cluster));
     let (alive, ready) = (Health::default(), Health::default());
-    // Stands until every other check is there: between two of them, all that there are may pass.
+    // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("mgmt-csi", "not started yet");
-    let reachable = ready.check("management cluster", "not asked yet");
-    let infra_answers = ready.check("storage infra", "not asked yet");
+    let reachable = ready.check("management cluster", "not checked yet");
+    let infra_answers = ready.check("storage infra", "not checked yet");
 
-    // The driver can take calls at once, whatever else is down: they say what is wrong themselves.
+    // The driver serves calls at once, even if a dependency is down: each call returns its own error.
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
@@ -100,7 +99,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let _all_stop = stop_with_me(&stop);
         http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
-            .with_context(|| format!("cannot serve health and metrics on {address}"))
+            .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
     let (to_claims, to_capacity, to_orders) = (claims.news(), capacity.news(), attach.news());
     let work = async {
@@ -115,7 +114,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
         let leading = async {
             let Some(attachments) = attachments.await else { return };
-            // What writes by itself, in one replica at a time.
+            // Reconcilers that write: they run in the leader only.
             let term = || async {
                 let publish = async {
                     if let Some(capacity) = &capacity {
@@ -137,7 +136,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             },
             stop.clone(),
         );
-        // Comes to its turn once each of the others has begun.
+        // `biased` polls this last, once each of the others has started.
         let begun = async { wired.pass() };
         tokio::join!(biased; leading, reading, news, begun);
     };
@@ -146,7 +145,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     csi.and(http)
 }
 
-/// A part that ends takes the others along.
+/// Stops all components when the guard is dropped.
 fn stop_with_me(stop: &CancellationToken) -> DropGuard {
     stop.clone().drop_guard()
 }

@@ -1,5 +1,5 @@
-//! Nestor's CSI driver for the management cluster: makes volumes in the storage infra for csi-provisioner,
-//! and plugs them into virtual machines for `VolumeAttachment`s.
+//! CSI driver for the management cluster: creates volumes in the storage infra for csi-provisioner, and attaches them to
+//! VMs for `VolumeAttachment`s.
 
 pub mod app;
 pub mod attach;

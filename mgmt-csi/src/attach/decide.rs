@@ -1,18 +1,17 @@
-//! The transition logic of one `VolumeAttachment`, without I/O: from what is known, the next step. The
-//! reconciler does the step, adds what came of it to what is known, and asks again, until there is nothing
-//! left to do.
+//! Decision function of the attach reconciler, without I/O: from the state of one `VolumeAttachment` to the next step. The
+//! reconciler executes the step, adds its result to the inputs, and decides again until nothing is left to do.
 //!
-//! What it keeps, in any order of steps, failures and restarts:
-//! - the infra is asked to plug only while the finalizer is held;
-//! - the finalizer is dropped only after the infra said in this very pass that the disk is gone, also one that an
-//!   earlier order of this name left behind;
-//! - the disk of an earlier order is touched only after the API server said that this order is the one of its name now,
-//!   so that the earlier one is over;
-//! - `attached` is written only from the infra's own word, and a failure that says nothing of the disk
-//!   doesn't take it back;
-//! - what is written already is not written again.
+//! Invariants, for any sequence of steps, failures and restarts:
+//! - the storage infra is asked to attach only while the finalizer is set;
+//! - the finalizer is removed only after the storage infra confirmed in the same pass that the disk is detached, including
+//!   a disk left behind by a predecessor, that is an earlier VolumeAttachment of the same name;
+//! - the disk of a predecessor is touched only after the API server returned this VolumeAttachment under that name, so
+//!   that the predecessor no longer exists;
+//! - `attached` is set only from an answer of the storage infra, and a failure that does not tell the state of the disk
+//!   does not reset it;
+//! - a status that is already written is not written again.
 //!
-//! The model of the whole protocol (crate `model`) runs this very function.
+//! The protocol model (crate `model`) runs this function.
 
 use crds::VolumeAttachmentStatus;
 use infra_api::{AttachmentId, AttachmentSpec};
@@ -22,84 +21,84 @@ use super::failure::{Again, Disk, Failure};
 use super::status;
 use crate::infra::PluggedDisk;
 
-/// What is known of one order.
+/// Inputs of a decision about one VolumeAttachment.
 #[derive(Debug, Clone, PartialEq)]
 pub struct View {
-    /// Whether it is being deleted.
+    /// Whether `deletionTimestamp` is set.
     pub deleting: bool,
-    /// Whether the finalizer is there.
+    /// Whether the finalizer is set.
     pub held: bool,
-    /// Its generation.
+    /// `metadata.generation`.
     pub generation: i64,
-    /// Whether it was first seen only now, so that the claim's or volume's news may be on their way.
+    /// Whether it was first observed a moment ago, so that the caches of claims and volumes may lag behind it.
     pub fresh: bool,
-    /// What was answered so far.
+    /// Current status.
     pub status: VolumeAttachmentStatus,
-    /// What the infra is to do, from the order, its claim and its volume; or why that can't be said.
+    /// Desired attachment, resolved from the VolumeAttachment, its claim and its volume; or why it cannot be resolved.
     pub target: Result<AttachmentSpec, Failure>,
-    /// What was learned in this pass.
+    /// Result of the last step in this pass.
     pub infra: Infra,
 }
 
-/// What was learned in this pass.
+/// Result of the last step in the current pass.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Infra {
-    /// Nothing: the infra was not asked.
+    /// No call was made yet.
     Unasked,
-    /// The infra was asked to plug, and its answer was not waited for.
+    /// The attach call was sent; its result is not known.
     Asked,
-    /// The disk is plugged.
+    /// The disk is attached.
     Plugged(PluggedDisk),
-    /// The order was told to go in the infra, so it can't be carried out under its id any more.
+    /// The storage infra has deleted the attachment ID. IDs are never reused, so attaching needs a new VolumeAttachment.
     Ended,
-    /// Another order of the same name has the disk in the machine.
+    /// The storage infra has an attachment of another VolumeAttachment of the same name for this VM.
     Namesake(AttachmentId),
-    /// That one is over: the API server says that this order is the one of its name.
+    /// That attachment belongs to a predecessor: the API server returned this VolumeAttachment under the name.
     Over(AttachmentId),
-    /// The disk is gone.
+    /// The disk of this VolumeAttachment is detached.
     Unplugged,
-    /// So are those of all other orders of the same name.
+    /// No VolumeAttachment of this name has a disk attached.
     Clear,
-    /// It failed.
+    /// The call failed.
     Failed(Failure),
 }
 
-/// What to do next.
+/// Next step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Step {
     /// Add the finalizer.
     Hold,
-    /// Ask the infra to plug.
+    /// Attach the disk.
     Plug {
-        /// What.
+        /// Desired attachment.
         spec: AttachmentSpec,
-        /// Whose disk it may take over: that of an order that is over.
+        /// Attachment of a predecessor to replace, keeping its disk attached.
         replaces: Option<AttachmentId>,
     },
-    /// Ask the infra to unplug.
+    /// Detach the disk.
     Unplug,
-    /// Ask the infra whether another order of the same name has a disk in the machine.
+    /// List the VM's attachments and look for one of another VolumeAttachment of the same name.
     Look,
-    /// Read from the API server whether this order is still the one of its name.
+    /// Read this VolumeAttachment from the API server, to confirm that the other one is a predecessor.
     Confirm(AttachmentId),
-    /// Ask the infra to unplug the disk of an order that is over.
+    /// Detach the disk of a predecessor.
     UnplugEarlier(AttachmentId),
-    /// Write this answer.
+    /// Write this status.
     Report(VolumeAttachmentStatus),
-    /// Delete the order: whoever made it makes a new one, which gets a new id.
+    /// Delete the VolumeAttachment, so that the VM Operator creates a new one with a new attachment ID.
     Renew,
-    /// Drop the finalizer.
+    /// Remove the finalizer.
     Release,
-    /// Nothing for a moment: the watches of claims and volumes may be behind that of orders.
+    /// Wait for a moment: the caches of claims and volumes may lag behind that of VolumeAttachments.
     Settle,
-    /// Nothing, until an object changes.
+    /// Wait until an object changes.
     Done,
-    /// Nothing now; begin again after a while.
+    /// Retry with backoff.
     Retry(Failure),
 }
 
-/// What to do for an order that is not there any more, and perhaps another one of its name is: the disk that was asked
-/// for in this pass is nobody's. Only under its own id, so that it can't be another order's.
+/// Next step for a VolumeAttachment that no longer exists: a disk whose attach was requested in this pass is detached. The
+/// attachment ID contains the UID, so this cannot affect another VolumeAttachment of the same name.
 pub fn decide_gone(learned: &Infra) -> Step {
     match learned {
         Infra::Unasked | Infra::Unplugged | Infra::Clear => Step::Done,
@@ -112,7 +111,7 @@ pub fn decide_gone(learned: &Infra) -> Step {
     }
 }
 
-/// The next step.
+/// Decides the next step.
 pub fn decide(view: &View, now: &Time) -> Step {
     if view.deleting { decide_deleting(view, now) } else { decide_wanted(view, now) }
 }
@@ -147,7 +146,7 @@ fn decide_deleting(view: &View, now: &Time) -> Step {
     }
     match &view.infra {
         Infra::Unasked | Infra::Asked | Infra::Plugged(_) | Infra::Ended => Step::Unplug,
-        // A disk that was plugged by this order is no other's.
+        // A disk that this VolumeAttachment had attached belongs to no other one.
         Infra::Unplugged if !view.status.attached => Step::Look,
         Infra::Namesake(other) => Step::Confirm(other.clone()),
         Infra::Over(earlier) => Step::UnplugEarlier(earlier.clone()),
@@ -156,8 +155,8 @@ fn decide_deleting(view: &View, now: &Time) -> Step {
     }
 }
 
-/// A wanted disk that fails. One that is known to be plugged is not put in doubt by not knowing: an infra
-/// that is away for a while, or a claim that went away under a plugged disk, changes nothing in the machine.
+/// An attach failed. If the disk is reported as attached and the failure does not tell its state, the status stays: an
+/// unreachable storage infra or a deleted claim does not detach the disk.
 fn failed(view: &View, failure: &Failure, now: &Time) -> Step {
     if view.status.attached && failure.disk == Disk::Unknown {
         return again(failure);
@@ -212,7 +211,7 @@ mod tests {
         }
     }
 
-    /// Does every step as the API server and an infra that always says `infra` would; gives the steps.
+    /// Executes all steps against an API server that accepts everything and a storage infra that always answers `infra`.
     fn run(view: &mut View, infra: &Infra, now: i64) -> Vec<Step> {
         view.infra = Infra::Unasked;
         let mut steps = Vec::new();
@@ -248,7 +247,7 @@ mod tests {
     }
 
     fn away() -> Infra {
-        Infra::Failed(AttachError::Trouble(Trouble::Unreachable("nobody answers".into())).into())
+        Infra::Failed(AttachError::Trouble(Trouble::Unreachable("connection refused".into())).into())
     }
 
     #[test]
@@ -264,14 +263,14 @@ mod tests {
     }
 
     #[test]
-    fn after_a_restart_an_attached_disk_is_looked_at_and_nothing_is_written() {
+    fn after_a_restart_an_attached_disk_is_checked_and_nothing_is_written() {
         let mut view = new_order();
         run(&mut view, &plugged(), 5);
         assert!(matches!(run(&mut view, &plugged(), 9)[..], [Step::Plug { .. }]));
     }
 
     #[test]
-    fn an_order_without_our_finalizer_gets_it_before_the_infra_is_touched() {
+    fn a_missing_finalizer_is_added_before_the_infra_is_called() {
         let mut view = View { held: false, ..new_order() };
         assert!(matches!(
             run(&mut view, &plugged(), 5)[..],
@@ -280,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_written_once_and_with_the_time_it_was_first_seen() {
+    fn a_failure_is_written_once_with_the_time_of_its_first_occurrence() {
         let mut view = new_order();
         assert!(matches!(run(&mut view, &in_use(), 5)[..], [Step::Plug { .. }, Step::Report(_)]));
         assert!(matches!(run(&mut view, &in_use(), 9)[..], [Step::Plug { .. }]));
@@ -291,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn an_infra_that_is_away_does_not_put_a_plugged_disk_in_doubt_but_its_word_does() {
+    fn an_unreachable_infra_does_not_reset_attached_but_an_answer_does() {
         let mut view = new_order();
         run(&mut view, &plugged(), 5);
         assert!(matches!(run(&mut view, &away(), 9)[..], [Step::Plug { .. }]));
@@ -303,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_claim_is_told_without_asking_the_infra() {
+    fn a_missing_claim_is_reported_without_a_call_to_the_infra() {
         let mut view = new_order();
         view.target = Err(Failure::of_objects("ClaimNotFound", "no claim".into()));
         assert!(matches!(run(&mut view, &plugged(), 5)[..], [Step::Report(_)]));
@@ -311,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_is_just_being_bound_is_not_called_missing() {
+    fn an_unbound_claim_of_a_new_attachment_is_not_reported_at_once() {
         let mut view = View { fresh: true, ..new_order() };
         view.target = Err(Failure::of_objects("ClaimNotBound", "not bound".into()));
         assert_eq!(decide(&view, &at(5)), Step::Settle);
@@ -330,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn the_finalizer_stays_until_the_infra_says_that_the_disk_is_gone() {
+    fn the_finalizer_stays_until_the_infra_confirms_the_detach() {
         let mut view = new_order();
         run(&mut view, &plugged(), 5);
         view.deleting = true;
@@ -338,13 +337,13 @@ mod tests {
         assert!(matches!(run(&mut view, &failed, 9)[..], [Step::Unplug, Step::Report(_)]));
         assert!(view.held && view.status.attached);
         assert_eq!(view.status.error.as_ref().unwrap().reason, "DetachFailed");
-        // What was said in an attach that a deletion overtook is not an answer to the detach.
+        // The result of an attach that a deletion overtook does not answer the detach.
         view.infra = plugged();
         assert_eq!(decide(&view, &at(9)), Step::Unplug);
     }
 
     #[test]
-    fn a_detach_of_what_was_never_plugged_looks_for_what_an_earlier_order_left() {
+    fn a_detach_of_a_disk_never_attached_checks_for_a_predecessor() {
         let mut view = View { deleting: true, ..new_order() };
         assert_eq!(run(&mut view, &Infra::Unplugged, 9), [Step::Unplug, Step::Look, Step::Release]);
         let earlier = AttachmentId::new("a.b.c").unwrap();
@@ -355,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn the_disk_of_an_order_that_is_over_is_taken_over() {
+    fn the_disk_of_a_predecessor_is_taken_over() {
         let earlier = AttachmentId::new("a.b.c").unwrap();
         let view = View { infra: Infra::Namesake(earlier.clone()), ..new_order() };
         assert_eq!(decide(&view, &at(5)), Step::Confirm(earlier.clone()));
@@ -364,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_whose_id_is_over_makes_room_for_a_new_one() {
+    fn an_attachment_whose_id_was_deleted_is_recreated() {
         let mut view = View { infra: Infra::Ended, ..new_order() };
         assert_eq!(decide(&view, &at(5)), Step::Renew);
         view.deleting = true;
@@ -372,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_plugged_for_an_order_that_is_gone_is_unplugged() {
+    fn the_disk_of_a_vanished_attachment_is_detached() {
         assert_eq!(decide_gone(&Infra::Unasked), Step::Done);
         assert_eq!(decide_gone(&Infra::Unplugged), Step::Done);
         for asked in [Infra::Asked, plugged(), away()] {

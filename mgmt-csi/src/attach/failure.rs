@@ -1,43 +1,43 @@
-//! Why an order can't be carried out, in the words of `status.error`.
+//! Failures of attach and detach, as `status.error` reports them.
 
 use kube_kit::text::one_line;
 
 use crate::infra::{AttachError, DetachError};
 
-/// What a failure says of the disk.
+/// State of the disk after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Disk {
-    /// It is not plugged by this order.
+    /// Not attached for this VolumeAttachment.
     Absent,
-    /// Nothing: it is as it was, or not.
+    /// Unknown: it may or may not have changed.
     Unknown,
 }
 
-/// When to try again.
+/// When to retry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Again {
-    /// When one of the objects changes: nothing else can help.
+    /// When one of the objects changes: retrying earlier cannot succeed.
     OnChange,
-    /// After a while, since nobody tells when the cause is gone.
+    /// With backoff: no event reports that the cause is gone.
     Later,
 }
 
-/// One failure.
+/// A failed attach or detach.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
 #[error("{reason}: {message}")]
 pub struct Failure {
-    /// One CamelCase word.
+    /// Reason in CamelCase.
     pub reason: &'static str,
-    /// The whole story. The same failure has the same text.
+    /// Human-readable message. The same failure always has the same message.
     pub message: String,
-    /// What it says of the disk.
+    /// State of the disk.
     pub disk: Disk,
-    /// When to try again.
+    /// When to retry.
     pub again: Again,
 }
 
 impl Failure {
-    /// A failure that lies in the objects: the infra was not asked.
+    /// A failure found in the objects, before any call to the storage infra.
     pub fn of_objects(reason: &'static str, message: String) -> Self {
         let message = one_line(&message).into_owned();
         Self { reason, message, disk: Disk::Unknown, again: Again::OnChange }
@@ -51,7 +51,7 @@ impl From<AttachError> for Failure {
             AttachError::NodeNotFound(_) => ("NodeNotFound", Disk::Absent),
             AttachError::InUse(_) => ("VolumeInUse", Disk::Absent),
             AttachError::Conflict(_) => ("AttachmentConflict", Disk::Absent),
-            AttachError::Ended(_) => ("AttachmentEnded", Disk::Absent),
+            AttachError::Ended(_) => ("AttachmentDeleted", Disk::Absent),
             AttachError::NodeNotRunning(_) => ("NodeNotRunning", Disk::Absent),
             AttachError::TooManyDisks(_) => ("TooManyDisks", Disk::Absent),
             AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),

@@ -1,5 +1,5 @@
-//! Whether a disk may be taken from its machine by force: where the guest says that the machine is lost, and the platform
-//! team lets that count.
+//! Fencing of VMs that are out of service: whether a disk may be detached by force, because the guest node has the
+//! out-of-service taint and `--fence` allows it.
 
 use std::sync::Arc;
 
@@ -12,26 +12,26 @@ use kube_kit::informer::{Informer, Key};
 use tokio::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
-/// What to do about a machine that the guest says is lost, and that keeps a disk which is to leave.
+/// Action on a VM that is out of service and does not release a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Fence {
-    /// Switch it off.
+    /// Power the VM off.
     PowerOff,
-    /// Wait until it lets go of the disk, or is off.
+    /// Wait until the VM releases the disk or is powered off.
     Never,
 }
 
-/// The machines that are said to be lost; none where that doesn't count.
+/// The VMs that are out of service; empty if fencing is disabled.
 #[derive(Debug, Clone)]
 pub(super) struct Lost(Option<Informer<VirtualMachine>>);
 
 impl Lost {
-    /// No machine is.
+    /// Fencing is disabled.
     pub(super) fn none() -> Self {
         Self(None)
     }
 
-    /// Watches the machines; `changed` is told the key of each that is said to be lost from now on.
+    /// Watches the VirtualMachines; calls `changed` with the key of each that goes out of service.
     pub(super) fn watch(
         client: &Client,
         version: &str,
@@ -52,7 +52,7 @@ impl Lost {
         Self(Some(machines))
     }
 
-    /// Whether an order's machine is said to be lost.
+    /// Whether the VM of a VolumeAttachment is out of service.
     pub(super) fn has_machine_of(&self, order: &VolumeAttachment) -> bool {
         let machine = self
             .0
@@ -62,7 +62,7 @@ impl Lost {
         is_lost(order, machine.as_deref())
     }
 
-    /// Waits until an order's machine is said to be lost, or for ever.
+    /// Waits until the VM of a VolumeAttachment is out of service; never returns if that does not happen.
     pub(super) async fn gets_machine_of(&self, order: &VolumeAttachment) {
         if let Some((machines, owner)) = self.0.as_ref().zip(machine_of(order)) {
             let far = Instant::now() + Duration::from_secs(24 * 60 * 60);
@@ -77,7 +77,7 @@ impl Lost {
     }
 }
 
-/// The machine that an order was made for.
+/// The ownerReference to the VirtualMachine of a VolumeAttachment.
 pub(crate) fn machine_of(order: &VolumeAttachment) -> Option<&OwnerReference> {
     let owners = order.metadata.owner_references.as_deref().unwrap_or_default();
     owners.iter().find(|owner| owner.kind == "VirtualMachine")
@@ -87,7 +87,7 @@ fn key(order: &VolumeAttachment, owner: &OwnerReference) -> Key {
     Key::new(order.metadata.namespace.clone().unwrap_or_default(), owner.name.clone())
 }
 
-/// Whether it is the order's own machine that is said to be lost, and not another of its name.
+/// Whether this VM is the owner of the VolumeAttachment, by UID, and is out of service.
 fn is_lost(order: &VolumeAttachment, machine: Option<&VirtualMachine>) -> bool {
     let owner = machine_of(order).map(|owner| &owner.uid);
     machine.is_some_and(|machine| owner == machine.metadata.uid.as_ref() && is_said(machine))
@@ -98,7 +98,7 @@ fn is_said(machine: &VirtualMachine) -> bool {
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
-/// Keeps identity, and whether it is said to be lost.
+/// Drops all fields but the identity and the out-of-service annotation.
 fn trim(machine: &mut VirtualMachine) {
     let mut meta = std::mem::take(&mut machine.metadata);
     machine.types = None;
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_orders_own_machine_is_lost_when_it_is_said_of_it_and_where_that_counts() {
+    fn only_the_owning_vm_is_out_of_service_and_only_if_fencing_is_enabled() {
         let said = json!({ANNOTATION_OUT_OF_SERVICE: "n1"});
         let lost = |machines: Vec<VirtualMachine>| Lost(Some(Informer::fixed(machines)));
         assert!(lost(vec![machine("u1", said.clone())]).has_machine_of(&order()));

@@ -1,4 +1,4 @@
-//! What this process remembers of orders beyond the orders themselves. In the normal life of an order, that is nothing.
+//! Tracker of per-VolumeAttachment state that is not in the objects. It is empty while nothing is pending.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,25 +13,25 @@ use kube_kit::memory::give_back;
 use super::order::is_held;
 use crate::infra::{Named, order_of};
 
-/// How long the watches of claims and volumes may be behind that of orders.
+/// How long the caches of claims and volumes may lag behind that of VolumeAttachments.
 pub(super) const SETTLE: Duration = Duration::from_millis(300);
 
-/// The memories of all orders.
+/// Tracks all VolumeAttachments.
 #[derive(Debug, Default)]
 pub(super) struct Memories(Mutex<Memory>);
 
 #[derive(Debug, Default)]
 struct Memory {
-    /// When those were first seen that have no answer yet.
+    /// When each VolumeAttachment without a status was first observed.
     first_seen: HashMap<Key, Instant>,
-    /// The answers that were written, or are being written, and whose echo in the watch is still to come.
+    /// Statuses written, or being written, whose watch event has not arrived yet.
     answers: HashMap<Key, VolumeAttachmentStatus>,
-    /// Those whose disk is to leave, and did not.
+    /// VolumeAttachments whose detach failed.
     stuck: HashSet<Key>,
 }
 
 impl Memories {
-    /// Takes note of a change. Whether it asks for a look at the order.
+    /// Records a change. Returns whether the VolumeAttachment must be reconciled.
     pub(super) fn is_news(&self, change: &Change<'_, VolumeAttachment>) -> bool {
         let mut memory = self.all();
         let Some(new) = change.new else {
@@ -72,12 +72,12 @@ impl Memories {
             || (is_answered && !is_echo)
     }
 
-    /// Whether an order without an answer was first seen only now.
+    /// Whether a VolumeAttachment without a status was first observed less than [`SETTLE`] ago.
     pub(super) fn is_fresh(&self, key: &Key) -> bool {
         self.all().first_seen.get(key).is_some_and(|at| at.elapsed() < SETTLE)
     }
 
-    /// An answer that is about to be written, or that was not taken.
+    /// Records a status that is about to be written, or with `None` that the write failed.
     pub(super) fn answering(&self, key: &Key, answer: Option<VolumeAttachmentStatus>) {
         let mut memory = self.all();
         match answer {
@@ -86,8 +86,8 @@ impl Memories {
         };
     }
 
-    /// The orders whose disk was to leave, and did not, and which that may be that has left now: the one of its name, or
-    /// all where it tells none.
+    /// VolumeAttachments with a failed detach that the deletion of this attachment ID may have completed: the one that the ID
+    /// names, or all if the ID does not give a name.
     pub(super) fn stuck(&self, left: &str) -> Vec<Key> {
         let memory = self.all();
         match AttachmentId::new(left).ok().as_ref().and_then(order_of) {
@@ -102,7 +102,7 @@ impl Memories {
 }
 
 impl Memory {
-    /// What was needed for many orders is not kept for few.
+    /// Returns memory that is no longer needed.
     fn give_back(&mut self) {
         give_back(&mut self.first_seen);
         give_back(&mut self.answers);
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_echo_of_an_answer_is_no_news_and_nothing_is_kept_after_it() {
+    fn the_watch_event_of_an_own_status_write_is_ignored_and_its_state_dropped() {
         let key = Key::new("guest", "a");
         let mut watch = Watch { memories: Memories::default(), now: None };
         assert!(watch.tells(Some(order(json!({}), Value::Null))));
@@ -164,14 +164,14 @@ mod tests {
         let memory = watch.memories.all();
         assert!(memory.answers.is_empty() && memory.first_seen.is_empty() && memory.stuck.is_empty());
         drop(memory);
-        // Somebody else's word, and then none, are.
+        // A status written by another client, and its removal, are not ignored.
         assert!(watch.tells(Some(order(json!({}), json!({"attached": false})))));
         assert!(watch.tells(Some(order(json!({}), Value::Null))));
         assert!(!watch.tells(Some(order(json!({"resourceVersion": "9"}), Value::Null))));
     }
 
     #[test]
-    fn a_disk_that_did_not_leave_is_remembered_until_it_has() {
+    fn a_failed_detach_is_tracked_until_the_attachment_is_gone() {
         let mut watch = Watch { memories: Memories::default(), now: None };
         let leaving = json!({"deletionTimestamp": "2026-01-01T00:00:00Z"});
         let error = json!({"attached": true, "error": {
@@ -182,9 +182,9 @@ mod tests {
         assert!(watch.memories.stuck(&of("a")).is_empty());
         assert!(watch.tells(Some(order(leaving, error))));
         assert_eq!(watch.memories.stuck(&of("a")), [Key::new("guest", "a")]);
-        // Another's is no reason to try this one again.
+        // The detach of another attachment does not retry this one.
         assert!(watch.memories.stuck(&of("b")).is_empty());
-        assert_eq!(watch.memories.stuck("somebody's").len(), 1);
+        assert_eq!(watch.memories.stuck("unparsable").len(), 1);
         assert!(!watch.tells(None));
         assert!(watch.memories.stuck(&of("a")).is_empty());
     }

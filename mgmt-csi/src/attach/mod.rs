@@ -1,4 +1,5 @@
-//! Carries out `VolumeAttachment`s: plugs and unplugs disks through the infra and writes what came of it.
+//! Attach controller: reconciles `VolumeAttachment`s by attaching and detaching disks through the storage infra, and writes
+//! their status.
 
 pub mod decide;
 pub mod failure;
@@ -39,7 +40,7 @@ use order::{is_attached, is_carried_out};
 use reconcile::Reconciler;
 use turns::Turns;
 
-/// The reconciler, registered but not started.
+/// The controller, not started yet.
 #[derive(Debug)]
 pub struct Attach {
     repair: Repair,
@@ -51,7 +52,7 @@ pub struct Attach {
     by_claim: Arc<Index>,
 }
 
-/// The reconciler, with its watches.
+/// The controller, with its watches started.
 pub struct Orders {
     repair: Repair,
     reconciler: Arc<Reconciler>,
@@ -66,7 +67,7 @@ impl std::fmt::Debug for Orders {
 }
 
 impl Attach {
-    /// Registers the metrics. `parallel` requests about orders are made to the API server at once.
+    /// Registers the metrics. `parallel` is the maximum number of concurrent API requests for VolumeAttachments.
     pub fn new(registry: &mut Registry, parallel: usize, fence: Fence, repair: repair::Options) -> Self {
         Self {
             repair: Repair::new(registry, repair),
@@ -79,7 +80,7 @@ impl Attach {
         }
     }
 
-    /// What is to be told of the infra's news: an order that waits for its disk to leave learns at once that it has.
+    /// Handler for storage infra events: retries failed detaches as soon as the storage infra deletes the attachment.
     pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
         let (memories, queue, repair) = (self.memories.clone(), self.queue.clone(), self.repair.news());
         move |news| {
@@ -93,7 +94,7 @@ impl Attach {
         }
     }
 
-    /// Looks at an order again whenever what its claim is bound to changes.
+    /// Reconciles a VolumeAttachment whenever its claim or its claim's volume changes.
     pub fn watch(&self, cluster: Cluster) -> Cluster {
         let told = tell_orders_of_claim(&self.by_claim, &self.queue);
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
@@ -117,7 +118,7 @@ impl Attach {
         })
     }
 
-    /// Starts watching, until `stop`. `ready` gets a check for each watch. None when `stop` came first.
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. None if `stop` came first.
     pub async fn start(
         self,
         client: Client,
@@ -139,7 +140,7 @@ impl Attach {
                 if memories.is_news(change) {
                     queue.push(change.key.clone());
                 }
-                // A disk that left one machine may be what another waits for.
+                // Another VM may be waiting for the disk that was detached.
                 if let (Some(gone), None) = (change.old, change.new) {
                     for waiting in by_claim.members(&target::claim_key(gone)) {
                         if orders.get(&waiting).is_some_and(|order| !is_attached(&order)) {
@@ -160,7 +161,7 @@ impl Attach {
         let lost = match fence {
             Fence::Never => Lost::none(),
             Fence::PowerOff => {
-                let asked = ready.check("version of VirtualMachine", "not asked yet");
+                let asked = ready.check("version of VirtualMachine", "not checked yet");
                 let newest = newest_virtual_machine_version;
                 let version = versions::served(&client, VIRTUAL_MACHINE_GROUP, newest, &asked, &stop);
                 let version = version.await?;
@@ -188,24 +189,25 @@ impl Attach {
 }
 
 impl Orders {
-    /// Carries orders out until the process is stopped. Those that wait to be tried again are looked at as soon as
-    /// `infra_back` is notified.
+    /// Reconciles VolumeAttachments until the process is stopped. Those in backoff are retried as soon as `infra_back` is
+    /// notified. `alongside` runs once the caches are synced, and is dropped when the last reconcile ends.
     pub async fn run(&self, infra_back: &Notify) {
         let Reconciler { orders, claims, volumes, stop, .. } = &*self.reconciler;
-        // An order must not be called claimless because the claims were not read yet.
+        // Unsynced caches would report existing claims as missing.
         tokio::select! {
             () = stop.cancelled() => return,
             _ = async { tokio::join!(orders.informer().synced(), claims.synced(), volumes.informer().synced()) } => {}
         }
         let worker = self.queue.worker();
         let all = orders.informer().list();
-        tracing::info!(attachments = all.len(), "carrying out VolumeAttachments");
-        // The others are compared with what the infra has, all at once.
+        tracing::info!(attachments = all.len(), "reconciling VolumeAttachments");
+        // Reconciled ones are compared with the storage infra's list, in one call.
         for order in all.iter().filter(|order| !is_carried_out(order)) {
             self.queue.push(Key::of(&**order));
         }
         let look_again = push_unfinished(orders, &self.queue, infra_back);
-        // Each machine's line bounds what waits for the infra, so that one that hangs takes no place from the others.
+        // No limit on workers: the limiter per VM bounds the calls to the storage infra, so that a VM that hangs does not
+        // block others.
         let lane = |key: &Key| orders.get(key).map_or_else(|| key.clone(), |order| order::lane(&order));
         let work = worker.run_fair(usize::MAX, Retry::default(), stop.clone(), lane, |key| {
             let reconciler = self.reconciler.clone();
@@ -221,7 +223,7 @@ impl Orders {
             events: self.reconciler.events.clone(),
             carry_out: self.queue.clone(),
         };
-        // What is being carried out when the process is told to stop is what ends this.
+        // On `stop`, the reconciles in progress are awaited and the rest is dropped.
         tokio::select! {
             () = work => {}
             _ = async { tokio::join!(look_again, self.repair.run(&known, stop.clone())) } => {}
@@ -229,12 +231,12 @@ impl Orders {
     }
 }
 
-/// How many requests are made at once, of `parallel` in all.
+/// Limits of concurrent API requests: in total, per namespace and per VM.
 fn requests(parallel: usize) -> Limits {
     Limits { total: parallel, namespace: parallel.div_ceil(2), object: parallel.div_ceil(16) }
 }
 
-/// Asks for a look at every order that is not carried out, each time the infra is back.
+/// Requeues every unreconciled VolumeAttachment each time the storage infra is reachable again.
 async fn push_unfinished(orders: &Latest<VolumeAttachment>, queue: &Queue<Key>, infra_back: &Notify) {
     loop {
         infra_back.notified().await;
@@ -246,7 +248,7 @@ async fn push_unfinished(orders: &Latest<VolumeAttachment>, queue: &Queue<Key>, 
     }
 }
 
-/// Asks for a look at what is to leave a machine.
+/// Returns a handler that requeues the terminating VolumeAttachments of a VM.
 fn tell_orders_of_machine(
     orders: &Arc<Latest<VolumeAttachment>>,
     queue: &Queue<Key>,

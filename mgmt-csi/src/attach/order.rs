@@ -1,4 +1,4 @@
-//! A `VolumeAttachment` as this driver keeps it, and what it says.
+//! Accessors of the `VolumeAttachment` object, and types shared by the attach controller and the repair loop.
 
 use crds::names::FINALIZER_DETACH;
 use crds::{VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS, VolumeAttachment};
@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::fence::machine_of;
 
-/// Keeps what this driver reads.
+/// Drops all fields that this driver does not read.
 pub(super) fn trim(order: &mut VolumeAttachment) {
     let meta = std::mem::take(&mut order.metadata);
     order.metadata = ObjectMeta {
@@ -24,7 +24,7 @@ pub(super) fn trim(order: &mut VolumeAttachment) {
         owner_references: meta.owner_references,
         ..Default::default()
     };
-    // A list has room for more when it was read.
+    // Decoded vectors have spare capacity.
     if let Some(owners) = &mut order.metadata.owner_references {
         owners.iter_mut().for_each(|owner| owner.api_version = String::new());
         owners.shrink_to_fit();
@@ -37,17 +37,17 @@ pub(super) fn trim(order: &mut VolumeAttachment) {
     }
 }
 
-/// Whether the disk was told to be plugged.
+/// Whether `status.attached` is true.
 pub(super) fn is_attached(order: &VolumeAttachment) -> bool {
     order.status.as_ref().is_some_and(|status| status.attached)
 }
 
-/// Whether it has this driver's finalizer.
+/// Whether the finalizer is set.
 pub(super) fn is_held(order: &VolumeAttachment) -> bool {
     order.metadata.finalizers.as_deref().unwrap_or_default().iter().any(|one| one == FINALIZER_DETACH)
 }
 
-/// Whether it was carried out, as far as it says itself, so that only the infra can tell of something to do.
+/// Whether the object alone shows nothing to do: attached at its current generation, without an error, and not deleted.
 pub(crate) fn is_carried_out(order: &VolumeAttachment) -> bool {
     let answered = |status: &crds::VolumeAttachmentStatus| {
         status.attached && status.error.is_none() && status.observed_generation == order.metadata.generation
@@ -57,21 +57,21 @@ pub(crate) fn is_carried_out(order: &VolumeAttachment) -> bool {
         && order.status.as_ref().is_some_and(answered)
 }
 
-/// The machine in the words of people, who know its name, and of the infra, which knows its UUID.
+/// Name and UUID of the VM, for messages.
 pub(super) fn machine(order: &VolumeAttachment) -> String {
     match machine_of(order) {
         Some(owner) => format!("VirtualMachine {} ({})", owner.name, order.spec.node_uuid),
-        None => format!("machine {}", order.spec.node_uuid),
+        None => format!("VM {}", order.spec.node_uuid),
     }
 }
 
-/// Whose it is: its machine's, by which requests about it take turns.
+/// Key of the VM, by which API requests are limited.
 pub(super) fn lane(order: &VolumeAttachment) -> Key {
     let namespace = order.metadata.namespace.clone().unwrap_or_default();
     Key::new(namespace, machine_of(order).map_or(&order.spec.node_uuid, |owner| &owner.name))
 }
 
-/// What an event about its machine refers to; None where it has none.
+/// Object reference to the VirtualMachine, for events; None without an owner.
 pub(super) fn machine_reference(order: &VolumeAttachment) -> Option<ObjectReference> {
     let owner = machine_of(order)?;
     Some(ObjectReference {
@@ -84,7 +84,7 @@ pub(super) fn machine_reference(order: &VolumeAttachment) -> Option<ObjectRefere
     })
 }
 
-/// What an event about it refers to.
+/// Object reference to the VolumeAttachment, for events.
 pub(super) fn reference(order: &VolumeAttachment) -> ObjectReference {
     ObjectReference {
         api_version: Some(VolumeAttachment::api_version(&()).into_owned()),
@@ -97,7 +97,7 @@ pub(super) fn reference(order: &VolumeAttachment) -> ObjectReference {
     }
 }
 
-/// Makes a patch fail when the name stands for another object by now.
+/// JSON patch operation that fails if the name belongs to another object by now.
 pub(super) fn same_object(order: &VolumeAttachment) -> serde_json::Value {
     json!({"op": "test", "path": "/metadata/uid", "value": order.metadata.uid})
 }
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_order_is_carried_out_when_it_is_held_answered_and_wanted_as_it_is() {
+    fn an_attachment_is_reconciled_when_finalizer_status_and_generation_are_current() {
         let order = |metadata: serde_json::Value, status: serde_json::Value| -> VolumeAttachment {
             let spec = json!({"nodeUUID": "n", "volumeName": "data"});
             let mut order: VolumeAttachment =
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_of_an_order_is_enough_to_carry_it_out() {
+    fn trimming_keeps_the_fields_that_the_reconciler_needs() {
         let mut order: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {
                 "name": "a", "namespace": "guest", "uid": "u", "generation": 1, "labels": {"l": "v"},

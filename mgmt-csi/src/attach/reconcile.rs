@@ -1,4 +1,5 @@
-//! Does the steps of [`decide`] for one order: the only place that writes to `VolumeAttachment`s.
+//! Reconciler of one `VolumeAttachment`: executes the steps of [`decide`]. Nothing else in mgmt-csi writes
+//! `VolumeAttachment`s.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,26 +33,26 @@ use super::turns::{Turn, Turns, Work};
 use crate::cluster::{self, Volumes};
 use crate::infra::{AttachError, DetachError, ReadError, StorageInfra, Trouble, attachment_id, is_namesake};
 
-/// How long one pass waits for the infra. It goes on by itself; the next pass picks the result up.
+/// Timeout of one call to the storage infra. The operation continues there; the next call returns its result.
 const WAIT: Duration = Duration::from_secs(30);
-/// Longer than anything that is waited for.
+/// Deadline of waits that end only by an event.
 const FAR: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Why a pass ended early.
+/// Why a reconcile must be retried.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Unfinished {
-    /// The order can't be carried out now.
+    /// Attach or detach failed.
     #[error(transparent)]
     Failure(#[from] Failure),
-    /// The API server didn't answer.
-    #[error("cannot read the order: {0}")]
+    /// The read from the API server failed.
+    #[error("failed to read the VolumeAttachment: {0}")]
     Read(String),
-    /// The API server didn't take a write.
-    #[error("cannot write {what}: {reason}")]
+    /// The write to the API server failed.
+    #[error("failed to {what}: {reason}")]
     Write { what: &'static str, reason: String },
 }
 
-/// Carries orders out.
+/// Shared state of all reconciles.
 pub(super) struct Reconciler {
     pub(super) client: Client,
     pub(super) infra: Arc<dyn StorageInfra>,
@@ -60,7 +61,7 @@ pub(super) struct Reconciler {
     pub(super) volumes: Volumes,
     pub(super) memories: Arc<Memories>,
     pub(super) turns: Turns,
-    /// Bounds the requests to the API server and shares them out; nothing that waits for the infra.
+    /// Limits concurrent requests to the API server; calls to the storage infra do not count.
     pub(super) requests: Gate,
     pub(super) lost: Lost,
     pub(super) events: Events,
@@ -69,7 +70,7 @@ pub(super) struct Reconciler {
 }
 
 impl Reconciler {
-    /// One pass over one order. Many may wait in it, so what is large and short is kept in a box of its own.
+    /// Reconciles one VolumeAttachment. Many of these futures wait at the same time, so large, short-lived parts are boxed.
     pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, Unfinished> {
         let Some((uid, machine)) = self
             .orders
@@ -82,10 +83,10 @@ impl Reconciler {
         let mut learned = Infra::Unasked;
         let mut turn: Option<Turn> = None;
         loop {
-            // Read anew before each step: the order can be deleted while the infra works, and even be replaced.
+            // Read before each step: the object can be deleted, or replaced, during a call to the storage infra.
             let order = self.orders.get(key).filter(|order| order.metadata.uid.as_ref() == Some(&uid));
             let Some(order) = order else {
-                // What is left takes a turn of its own: with this one held, all who hold one could wait for the next.
+                // `gone` acquires a slot of its own; holding this one meanwhile could deadlock.
                 drop(turn);
                 return Box::pin(self.gone(key, &id, &machine, &learned)).await;
             };
@@ -98,10 +99,10 @@ impl Reconciler {
                         biased;
                         () = self.stop.cancelled() => return Ok(Next::Wait),
                         taken = self.turns.take(&key.namespace, &machine, work) => turn = Some(taken),
-                        // Leaves the line.
+                        // Gives up the place in the queue.
                         () = self.deleted(key, &uid), if work == Work::Plug => {}
                     }
-                    // That can have taken long.
+                    // The object may have changed meanwhile.
                     continue;
                 }
             }
@@ -111,7 +112,7 @@ impl Reconciler {
                     let started = Instant::now();
                     let answer = tokio::select! {
                         () = self.stop.cancelled() => return Ok(Next::Wait),
-                        // The infra takes the detach that follows even while it is still plugging.
+                        // The storage infra accepts the following detach even during an attach.
                         () = self.deleted(key, &uid) => continue,
                         answer = self.infra.attach(&id, &spec, replaces.as_ref(), WAIT) => answer,
                     };
@@ -134,7 +135,7 @@ impl Reconciler {
                     !self.stop.is_cancelled()
                 }
                 Step::UnplugEarlier(earlier) => {
-                    tracing::warn!(attachment = %key, %earlier, "unplugging the disk of an earlier order");
+                    tracing::warn!(attachment = %key, %earlier, "detaching the disk of a predecessor");
                     learned = match Box::pin(self.unplug_of(&order, &earlier)).await {
                         Infra::Unplugged => Infra::Unasked,
                         failed => failed,
@@ -142,7 +143,7 @@ impl Reconciler {
                     !self.stop.is_cancelled()
                 }
                 Step::Look => {
-                    // An order without a machine's UUID was never more than refused.
+                    // Without a valid node UUID, nothing was ever attached.
                     let found = match order.spec.node_uuid.parse() {
                         Ok(node) => self.namesake(key, &uid, node).await,
                         Err(_) => Ok(None),
@@ -185,7 +186,7 @@ impl Reconciler {
         }
     }
 
-    /// Ends a pass whose order is gone.
+    /// Cleans up after a VolumeAttachment that no longer exists.
     async fn gone(
         &self,
         key: &Key,
@@ -198,8 +199,8 @@ impl Reconciler {
                 () = self.stop.cancelled() => return Ok(Next::Wait),
                 turn = self.turns.take(&key.namespace, machine, Work::Unplug) => turn,
             };
-            tracing::warn!(attachment = %key, %id, "the order is gone; unplugging what was asked for it");
-            // If it fails: what is left over is found later.
+            tracing::warn!(attachment = %key, %id, "the VolumeAttachment is gone; detaching its disk");
+            // If this fails, the repair loop finds the dangling attachment later.
             if let Infra::Failed(failure) = self.detach(id, false).await {
                 tracing::warn!(attachment = %key, %id, "{failure}");
             }
@@ -207,20 +208,20 @@ impl Reconciler {
         Ok(Next::Wait)
     }
 
-    /// Unplugs under an id from an order's machine, by force where that is said to be lost.
+    /// Detaches an attachment ID from the VM of a VolumeAttachment, by force if that VM is out of service.
     async fn unplug_of(&self, order: &VolumeAttachment, id: &AttachmentId) -> Infra {
         if !self.lost.has_machine_of(order) {
             tokio::select! {
                 answer = self.detach(id, false) => return answer,
-                // A call that says so joins the one under way.
+                // The call with fencing joins the one in progress.
                 () = self.lost.gets_machine_of(order) => {}
             }
         }
-        tracing::warn!(attachment = %id, machine = machine(order), "the machine is said to be lost: its disk is taken by force where it is kept");
+        tracing::warn!(attachment = %id, machine = machine(order), "the VM is out of service; detaching its disk by force");
         self.detach(id, true).await
     }
 
-    /// Unplugs under an id; `Infra::Unasked` when the process is to stop.
+    /// Detaches an attachment ID; `Infra::Unasked` if the process is stopping.
     async fn detach(&self, id: &AttachmentId, fence: bool) -> Infra {
         let started = Instant::now();
         let answer = tokio::select! {
@@ -234,19 +235,19 @@ impl Reconciler {
         }
     }
 
-    /// What another order of the same name has in the machine.
+    /// The attachment of another VolumeAttachment of the same name for this VM.
     async fn namesake(&self, key: &Key, uid: &str, node: Uuid) -> Result<Option<Attachment>, ReadError> {
         let deadline = tokio::time::Instant::now() + WAIT;
         let found = self.infra.list_attachments(Some(node), deadline).await?;
         Ok(found.into_iter().find(|other| is_namesake(&other.id, key, uid)))
     }
 
-    /// Waits until a request about an order may be made.
+    /// Waits until an API request for the VolumeAttachment may start.
     async fn place(&self, order: &VolumeAttachment) -> Permit {
         self.requests.enter(&order::lane(order)).await
     }
 
-    /// Whether the API server itself says that the order is there.
+    /// Whether the API server, not the cache, returns this VolumeAttachment.
     async fn confirm(&self, key: &Key, order: &VolumeAttachment, uid: &str) -> Result<bool, Unfinished> {
         let _place = self.place(order).await;
         let found =
@@ -254,10 +255,10 @@ impl Reconciler {
         let Some(order) = found.filter(|order| order.metadata.uid.as_deref() == Some(uid)) else {
             return Ok(false);
         };
-        self.take(Ok(order), "nothing")
+        self.take(Ok(order), "read the VolumeAttachment")
     }
 
-    /// Waits until the order is being deleted, or gone, or another one.
+    /// Waits until the VolumeAttachment is terminating, gone or replaced.
     async fn deleted(&self, key: &Key, uid: &str) {
         let is_deleted = |order: Option<&Arc<VolumeAttachment>>| {
             let wanted = order.is_some_and(|order| {
@@ -282,7 +283,7 @@ impl Reconciler {
         }
     }
 
-    /// Writes the whole status at once, so that nothing of an older one stays behind.
+    /// Replaces the whole status, so that no field of an older one remains.
     async fn answer(
         &self,
         key: &Key,
@@ -294,14 +295,14 @@ impl Reconciler {
         let patch =
             json_patch(json!([same_object(order), {"op": "add", "path": "/status", "value": status}]));
         let written = self.api(key).patch_status(&key.name, &PatchParams::default(), &patch).await;
-        let taken = self.take(written, "the status");
+        let taken = self.take(written, "write the status");
         if matches!(taken, Ok(true)) {
             tracing::info!(
                 attachment = %key,
                 node = order.spec.node_uuid,
                 disk = status.disk_uuid,
                 error = status.error.as_ref().map(|error| error.reason.as_str()),
-                "answered"
+                "wrote the status"
             );
         } else {
             self.memories.answering(key, None);
@@ -317,7 +318,7 @@ impl Reconciler {
         let patch = json_patch(json!([same_object(order), add]));
         let _place = self.place(order).await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
-        self.take(written, "the finalizer")
+        self.take(written, "add the finalizer")
     }
 
     async fn release(&self, key: &Key, order: &VolumeAttachment) -> Result<(), Unfinished> {
@@ -331,11 +332,11 @@ impl Reconciler {
         ]));
         let _place = self.place(order).await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &patch).await;
-        // Finalizers of others keep it.
+        // Finalizers of others keep the object.
         let is_over = written
             .as_ref()
             .is_ok_and(|left| left.metadata.deletion_timestamp.is_some() && left.finalizers().is_empty());
-        self.take(written, "the finalizer away")?;
+        self.take(written, "remove the finalizer")?;
         if is_over {
             self.orders.ended(order.clone());
         }
@@ -343,20 +344,24 @@ impl Reconciler {
         Ok(())
     }
 
-    /// Deletes an order that can't be carried out any more; its disk is not in the machine.
+    /// Deletes a VolumeAttachment whose attachment ID was deleted in the storage infra; its disk is not attached.
     async fn renew(&self, key: &Key, order: &VolumeAttachment) -> Result<bool, Unfinished> {
-        tracing::warn!(attachment = %key, "the storage infra has ended this attachment; deleting the order, so that it is made anew");
+        tracing::warn!(attachment = %key, "the storage infra has deleted this attachment ID; deleting the VolumeAttachment, so that the VM Operator recreates it");
         let preconditions = Preconditions { uid: order.metadata.uid.clone(), resource_version: None };
         let deletion = DeleteParams::default().preconditions(preconditions);
         let _place = self.place(order).await;
         match self.api(key).delete(&key.name, &deletion).await {
-            Ok(left) => left.left().map_or(Ok(false), |order| self.take(Ok(order), "the deletion")),
+            Ok(left) => {
+                left.left().map_or(Ok(false), |order| self.take(Ok(order), "delete the VolumeAttachment"))
+            }
             Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(false),
-            Err(error) => Err(Unfinished::Write { what: "the deletion", reason: chain(&error) }),
+            Err(error) => {
+                Err(Unfinished::Write { what: "delete the VolumeAttachment", reason: chain(&error) })
+            }
         }
     }
 
-    /// Keeps what a write answered. False when the order is gone, and needs nothing more.
+    /// Stores the response of a write in the mutation cache. False if the object is gone.
     fn take(&self, written: kube::Result<VolumeAttachment>, what: &'static str) -> Result<bool, Unfinished> {
         match written {
             Ok(mut order) => {
@@ -369,20 +374,20 @@ impl Reconciler {
         }
     }
 
-    /// An event where the people who wait for the disk look: on the claim, or else on the order; where many of one machine
-    /// fail alike, on the machine.
+    /// Emits an event for a failure: on the claim, or else on the VolumeAttachment; on the VM if many of its disks fail for
+    /// the same cause.
     fn tell(&self, order: &VolumeAttachment, deleting: bool, status: &VolumeAttachmentStatus) {
-        // An attach that went well is told by the status alone: it costs the management API four writes, and no event.
+        // A successful attach emits no event: the status reports it, and the four API writes per attach are the limit.
         let Some(error) = &status.error else { return };
         let machine = machine(order);
         let (action, reason, note) = match deleting {
             true => {
-                let note = format!("cannot unplug the disk from {machine}: {}", error.message);
+                let note = format!("failed to detach the disk from {machine}: {}", error.message);
                 ("Detach", "VolumeDetachFailed", note)
             }
             false => {
                 let note =
-                    format!("cannot plug the disk into {machine}: {}: {}", error.reason, error.message);
+                    format!("failed to attach the disk to {machine}: {}: {}", error.reason, error.message);
                 ("Attach", "VolumeAttachFailed", note)
             }
         };
@@ -400,7 +405,7 @@ impl Reconciler {
     }
 }
 
-/// What turn a step needs.
+/// Kind of call that a step makes.
 fn work_of(step: &Step) -> Option<Work> {
     match step {
         Step::Plug { .. } => Some(Work::Plug),
@@ -413,7 +418,7 @@ fn json_patch(operations: serde_json::Value) -> Patch<()> {
     Patch::Json(serde_json::from_value(operations).expect("the operations above are a JSON patch"))
 }
 
-/// Now, in the whole seconds that Kubernetes keeps, so that a time written compares equal to the time read.
+/// The current time in whole seconds, as Kubernetes stores it, so that a written time compares equal when read back.
 fn now() -> Time {
     let now = Timestamp::now();
     Time(Timestamp::from_second(now.as_second()).unwrap_or(now))

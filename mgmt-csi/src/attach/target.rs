@@ -1,4 +1,5 @@
-//! From an order to what the infra is to do: claim → volume → handle. Pure; the objects come from caches.
+//! Resolution of a VolumeAttachment to the desired attachment in the storage infra: claim → volume → handle. Reads caches
+//! only.
 
 use crds::names::MANAGEMENT_DRIVER;
 use crds::{VolumeAttachment, VolumeAttachmentSpec};
@@ -10,12 +11,12 @@ use super::failure::Failure;
 use super::order::is_attached;
 use crate::cluster::{Volumes, is_bound_back, volume_name};
 
-/// The claim that an order is about.
+/// Key of the claim that a VolumeAttachment names.
 pub(super) fn claim_key(order: &VolumeAttachment) -> Key {
     Key::new(order.metadata.namespace.clone().unwrap_or_default(), order.spec.volume_name.clone())
 }
 
-/// What the infra is to do for an order, by what is known of its claim and volume.
+/// Desired attachment of a VolumeAttachment, from its claim and volume in the caches.
 pub(crate) fn target_of(
     order: &VolumeAttachment,
     claims: &Informer<PersistentVolumeClaim>,
@@ -27,7 +28,7 @@ pub(crate) fn target_of(
     target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(order))
 }
 
-/// What the infra is to do for an order whose disk is, or is not, plugged already.
+/// Desired attachment; `plugged` tells whether the disk is attached already.
 fn target(
     order: &VolumeAttachmentSpec,
     claim_key: &Key,
@@ -39,7 +40,7 @@ fn target(
         return Err(Failure::of_objects(
             "ClaimNotFound",
             format!(
-                "PersistentVolumeClaim {claim_key} is not in the management cluster; the attach goes on once it is there"
+                "PersistentVolumeClaim {claim_key} does not exist in the management cluster; the disk is attached once it exists"
             ),
         ));
     };
@@ -47,7 +48,7 @@ fn target(
         return Err(Failure::of_objects(
             "ClaimTerminating",
             format!(
-                "PersistentVolumeClaim {claim_key} is being deleted in the management cluster: its volume is not attached any more"
+                "PersistentVolumeClaim {claim_key} is being deleted in the management cluster; its volume can no longer be attached"
             ),
         ));
     }
@@ -56,8 +57,8 @@ fn target(
         Failure::of_objects(
             "ClaimNotBound",
             format!(
-                "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the attach goes on \
-                 once it is bound (see the claim's events)"
+                "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the disk is \
+                 attached once the claim is bound (see the claim's events)"
             ),
         )
     })?;
@@ -65,11 +66,11 @@ fn target(
         return Err(Failure::of_objects(
             "VolumeNotFound",
             format!(
-                "PersistentVolume {name} of claim {claim_key} is not in the management cluster; restore it"
+                "PersistentVolume {name} of claim {claim_key} does not exist in the management cluster; restore it"
             ),
         ));
     };
-    // The claim's author chooses spec.volumeName; only the volume's own word makes it theirs.
+    // The claim's author can set spec.volumeName to any volume; only the volume's claimRef proves the binding.
     if !is_bound_back(volume, claim) {
         return Err(Failure::of_objects(
             "ClaimNotBound",
@@ -80,22 +81,22 @@ fn target(
         Failure::of_objects(
             "ForeignVolume",
             format!(
-                "PersistentVolume {name} of claim {claim_key} is not of driver {MANAGEMENT_DRIVER}, so its disk can't be \
-                 plugged into a machine: use a claim of a StorageClass with that provisioner"
+                "PersistentVolume {name} of claim {claim_key} does not belong to driver {MANAGEMENT_DRIVER}, so it \
+                 cannot be attached to a VM; use a claim of a StorageClass with that provisioner"
             ),
         )
     })?;
     let volume = VolumeId::new(csi.volume_handle.as_str()).map_err(|invalid| {
         Failure::of_objects(
             "VolumeNotFound",
-            format!("PersistentVolume {name} has an impossible handle: {invalid}"),
+            format!("PersistentVolume {name} has an invalid volume handle: {invalid}"),
         )
     })?;
     let node = order.node_uuid.parse().map_err(|_| {
         Failure::of_objects(
             "NodeNotFound",
             format!(
-                "spec.nodeUUID {:?} is not a UUID, so it is no machine of the storage infra",
+                "spec.nodeUUID {:?} is not a UUID, so the storage infra has no such node",
                 order.node_uuid
             ),
         )
@@ -104,17 +105,17 @@ fn target(
     Ok(AttachmentSpec { volume, node, read_only: order.read_only, access })
 }
 
-/// Who may have the volume at the same time, by what the claim's author asked for.
+/// Sharing of the volume between VMs, from the access modes and the volume mode of the claim.
 fn access(claim: &PersistentVolumeClaim, read_only: bool) -> Access {
     let has = |mode: &str| claim.spec.access_modes.iter().any(|one| one == mode);
     let raw = claim.spec.volume_mode.as_deref() == Some("Block");
     if has("ReadWriteMany") && raw {
-        // Also to read only: all who have the volume at once must have it in the same way.
+        // Read-only attachments too: all concurrent attachments of a volume must have the same access.
         Access::MultiNode
     } else if has("ReadOnlyMany") && read_only {
         Access::MultiNodeReadOnly
     } else {
-        // With ReadWriteMany too: several writers would ruin a filesystem, whatever the claim says.
+        // Also for ReadWriteMany on a filesystem: several writers would corrupt it.
         Access::SingleNode
     }
 }
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_claim_gives_the_infra_volume() {
+    fn a_bound_claim_resolves_to_its_volume() {
         let spec = resolve(claim(), volume(), false).unwrap();
         assert_eq!((spec.volume.as_str(), spec.access), ("pvc-9", Access::SingleNode));
         assert_eq!(resolve(claim(), volume(), true).unwrap().access, Access::MultiNodeReadOnly);
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn several_writers_need_a_raw_device_and_several_readers_read_only_orders() {
+    fn several_writers_need_a_raw_device_and_several_readers_need_read_only_attachments() {
         let of = |modes: Value, mode: &str, read_only| {
             let mut claim = claim();
             claim["spec"]["accessModes"] = modes;
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn each_unresolvable_object_has_its_own_reason() {
         let mut pending = claim();
         pending["status"]["phase"] = json!("Pending");
         let mut foreign = volume();

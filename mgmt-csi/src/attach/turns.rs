@@ -1,24 +1,23 @@
-//! Turns at a machine: how many calls that change its disks wait for the infra at once. A machine that hangs holds up
-//! its own line, and no other's.
+//! Concurrency limiter per VM for attach and detach calls to the storage infra. A VM that hangs blocks only its own calls.
 
 use kube_kit::fair::{Gate, Limits, Permit};
 use kube_kit::informer::Key;
 
-/// How many plugs, and how many unplugs, are under way at once for one machine.
+/// Maximum number of concurrent attach calls, and of concurrent detach calls, per VM.
 pub(super) const AT_ONCE: usize = 16;
 
-/// How many calls are under way at once for all machines: well under the 4096 that the infra takes on one connection,
-/// so that there is room for its events and for what finds out whether it is there. One namespace has at most half of them.
+/// Maximum number of concurrent calls for all VMs: well under the 4096 that storage-infra accepts on one connection, which
+/// leaves capacity for its event stream and the reachability probe. A namespace can use half of them.
 const IN_ALL: usize = 2048;
 
-/// What a turn is for. Plugs and unplugs don't wait for each other: the one is often what ends the other.
+/// Kind of call. Attach and detach calls do not wait for each other: one often unblocks the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Work {
     Plug,
     Unplug,
 }
 
-/// The lines of all machines, each served in the order in which it was joined. Only those that somebody is in are kept.
+/// Limits of all VMs. Waiters are served first in, first out; a VM without calls takes no memory.
 #[derive(Debug, Clone)]
 pub(super) struct Turns(Gate);
 
@@ -28,7 +27,7 @@ impl Default for Turns {
     }
 }
 
-/// One's turn, until it is dropped.
+/// Permission for one call, released on drop.
 #[derive(Debug)]
 pub(super) struct Turn {
     work: Work,
@@ -36,7 +35,7 @@ pub(super) struct Turn {
 }
 
 impl Turns {
-    /// Waits for a turn at `machine`, of a namespace. Whoever stops waiting has left the line.
+    /// Waits until a call for this VM may start. Dropping the future gives up the place.
     pub(super) async fn take(&self, namespace: &str, machine: &str, work: Work) -> Turn {
         let line = Key::new(namespace, format!("{machine} {work:?}"));
         Turn { work, _permit: self.0.enter(&line).await }
@@ -44,7 +43,7 @@ impl Turns {
 }
 
 impl Turn {
-    /// What it is for.
+    /// Kind of call.
     pub(super) fn work(&self) -> Work {
         self.work
     }
@@ -65,7 +64,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_machine_that_hangs_holds_up_its_own_plugs_alone() {
+    async fn a_vm_that_hangs_blocks_only_its_own_attaches() {
         let turns = Turns::default();
         let held = full(&turns, "a").await;
         let mut waiting = Box::pin(turns.take(NAMESPACE, "a", Work::Plug));
@@ -80,7 +79,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_namespace_and_all_together_have_a_bound_and_what_waits_in_a_line_does_not_count() {
+    async fn calls_are_limited_per_namespace_and_in_total_without_counting_waiters() {
         let turns = Turns::default();
         let (mut held, mut lines) = (Vec::new(), Vec::new());
         for number in 0..IN_ALL / AT_ONCE {
@@ -93,23 +92,23 @@ mod tests {
             let mut waiting = Box::pin(async move { turns.take(namespace, &machine, Work::Plug).await });
             assert!(poll!(&mut waiting).is_pending());
             lines.push(waiting);
-            // What a task may do at a stretch is bounded, too.
+            // tokio's cooperative budget would make further polls return pending.
             yield_now().await;
         }
         let mut same = Box::pin(turns.take("one", "other", Work::Plug));
         let mut other = Box::pin(turns.take("three", "other", Work::Plug));
         assert!(poll!(&mut same).is_pending() && poll!(&mut other).is_pending());
-        // One of the second namespace, which has no line but those that are full.
+        // A waiter of the second namespace, whose VMs are all at their limits.
         drop(lines.remove(IN_ALL / AT_ONCE - 1));
         held.pop();
-        assert!(poll!(&mut same).is_pending(), "its namespace has as much as it may have");
+        assert!(poll!(&mut same).is_pending(), "its namespace is at its limit");
         assert!(poll!(&mut other).is_ready());
         drop((same, other, lines, held));
         assert!(turns.0.is_idle());
     }
 
     #[tokio::test]
-    async fn turns_come_in_order_and_who_leaves_the_line_is_passed_over() {
+    async fn waiters_are_served_in_order_and_dropped_ones_are_skipped() {
         let turns = Turns::default();
         let mut held = full(&turns, "a").await;
         let mut line: Vec<_> = (0..3).map(|_| Box::pin(turns.take(NAMESPACE, "a", Work::Plug))).collect();

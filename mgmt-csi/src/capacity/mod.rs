@@ -1,6 +1,5 @@
-//! Publishes what new volumes can have, per StorageClass and zone, as `CSIStorageCapacity` objects: guests read
-//! them, since they can't ask the infra. csi-provisioner can't do it here, as there is no node plugin in the
-//! management cluster to tell it of zones.
+//! Capacity publisher: writes the free capacity per StorageClass and zone as `CSIStorageCapacity` objects, which guests
+//! read. csi-provisioner cannot publish it, because the management cluster has no node plugin that reports zones.
 
 mod compute;
 mod publish;
@@ -22,11 +21,11 @@ use tokio_util::sync::CancellationToken;
 use crate::infra::{News, StorageInfra};
 use publish::Publisher;
 
-/// How long news are collected before they are acted on.
+/// Delay during which changes are collected.
 const COLLECT: Duration = Duration::from_secs(2);
-/// How long after a failure it is tried again.
+/// Delay before a retry.
 const AGAIN: Duration = Duration::from_secs(10);
-/// How long the infra may take for one answer.
+/// Timeout of one call to the storage infra.
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// The publisher, not started yet.
@@ -35,7 +34,7 @@ pub struct Capacity {
     news: Arc<Notify>,
 }
 
-/// The publisher, with its watches.
+/// The publisher, with its watches started.
 pub struct Publishing {
     news: Arc<Notify>,
     classes: Informer<StorageClass>,
@@ -51,7 +50,7 @@ impl std::fmt::Debug for Publishing {
 }
 
 impl Capacity {
-    /// Takes the infra's news.
+    /// Handler for storage infra events.
     pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
         let notify = self.news.clone();
         move |news| {
@@ -67,7 +66,7 @@ impl Capacity {
         }
     }
 
-    /// Starts watching, until `stop`; what is published is in `namespace`. `ready` gets a check for each watch.
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. Publishes to `namespace`.
     pub fn start(
         self,
         client: Client,
@@ -108,14 +107,14 @@ impl Publishing {
             () = stop.cancelled() => return,
             _ = async { tokio::join!(classes.synced(), publisher.published.synced()) } => {}
         }
-        // What went before this was another replica's business.
+        // The previous leader may have missed changes.
         news.notify_one();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = news.notified() => {}
             }
-            // A burst of new volumes is one change of what is left.
+            // A burst of new volumes is published once.
             tokio::select! {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep(COLLECT) => {}
@@ -125,7 +124,7 @@ impl Publishing {
                 Err(error) => Err(error.to_string()),
             };
             if let Err(reason) = done {
-                tracing::warn!("cannot publish storage capacity: {reason}; trying again in {AGAIN:?}");
+                tracing::warn!("failed to publish storage capacity: {reason}; retrying in {AGAIN:?}");
                 news.notify_one();
                 tokio::select! {
                     () = stop.cancelled() => return,

@@ -1,4 +1,4 @@
-//! Which volumes are not well, as the infra says: read once, and then kept up by its events.
+//! Volume conditions reported by the storage infra: listed once, then updated by its events.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -15,10 +15,10 @@ use tokio::time::Instant;
 use super::bound::Bound;
 use crate::infra::{News, ReadError, StorageInfra};
 
-/// How long the infra may take for one answer.
+/// Timeout of one call to the storage infra.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// What to read of the infra.
+/// What to read from the storage infra.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) enum Look {
     Everything,
@@ -34,7 +34,7 @@ impl fmt::Display for Look {
     }
 }
 
-/// What is to be read after each of the infra's news. A pool that fails is told of by each of its volumes.
+/// Handler that queues a read for each storage infra event. A failed pool causes an event for each of its volumes.
 pub(super) fn news(
     looks: Queue<Look>,
     conditions: Conditions,
@@ -44,7 +44,7 @@ pub(super) fn news(
         News::Everything => looks.push(Look::Everything),
         News::One(Event { kind: EventKind::Volume, id, change }) => {
             let Ok(id) = VolumeId::new(id.as_str()) else { return };
-            // In the normal life of a volume, these two say nothing of how it is.
+            // In the normal lifecycle of a volume, these two do not change its condition.
             let says_nothing = match change {
                 Change::Created => true,
                 Change::Deleted => bound.claims_of(&id).is_empty(),
@@ -58,17 +58,17 @@ pub(super) fn news(
     }
 }
 
-/// Whether one volume is well.
+/// Condition of one volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Condition {
-    /// The infra was not asked yet.
+    /// Not read yet.
     Unknown,
     Normal,
-    /// And what is wrong.
+    /// Unhealthy, with a message.
     Abnormal(String),
 }
 
-/// The volumes that are not well, and why; nothing at all before the first look.
+/// The unhealthy volumes and their messages; None before the first list.
 #[derive(Debug, Clone)]
 pub(super) struct Conditions {
     abnormal: Arc<RwLock<Option<HashMap<VolumeId, String>>>>,
@@ -80,7 +80,7 @@ impl Conditions {
         let count = Gauge::default();
         registry.register(
             "volumes_abnormal",
-            "Volumes that are not well, as the storage infra says, or that it has lost",
+            "Volumes that the storage infra reports as unhealthy, or that it has lost",
             count.clone(),
         );
         Self { abnormal: Arc::default(), count }
@@ -93,8 +93,8 @@ impl Conditions {
         message.map_or(Condition::Normal, Condition::Abnormal)
     }
 
-    /// Reads, and asks for a look at the claims whose volume's condition is another than before. After the very first
-    /// reading that can be any, by what an earlier process wrote.
+    /// Reads conditions, and queues the claims whose volume's condition changed. After the first list, queues all claims,
+    /// because an earlier process may have written any condition.
     pub(super) async fn look(
         &self,
         infra: &dyn StorageInfra,
@@ -104,7 +104,7 @@ impl Conditions {
     ) -> Result<Next, ReadError> {
         let changed = match look {
             Look::Everything => {
-                // Before the volumes are read: what is bound by now is there by then.
+                // Computed before the volumes are listed: volumes bound now must be in the later list.
                 let expected = bound.ids();
                 self.replace(read_all(infra, expected).await?)
             }
@@ -123,7 +123,7 @@ impl Conditions {
         Ok(Next::Wait)
     }
 
-    /// Asks the infra itself whether what is known of a volume is so now.
+    /// Whether the cached condition of a volume matches the storage infra now.
     pub(super) async fn is_so(
         &self,
         infra: &dyn StorageInfra,
@@ -135,14 +135,14 @@ impl Conditions {
         Ok(known == trouble.map_or(Condition::Normal, Condition::Abnormal))
     }
 
-    /// Forgets a volume that nothing in the cluster names any more.
+    /// Drops a volume whose PersistentVolume is gone.
     pub(super) fn forget(&self, handle: &str) {
         if let Ok(id) = VolumeId::new(handle) {
             self.put(&id, None);
         }
     }
 
-    /// The volumes that changed; None when nothing was known before.
+    /// Replaces all conditions. Returns the volumes that changed; None on the first call.
     fn replace(&self, now: HashMap<VolumeId, String>) -> Option<Vec<VolumeId>> {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let before = abnormal.replace(now.clone());
@@ -153,7 +153,7 @@ impl Conditions {
         Some(now.keys().filter(differs).chain(gone).cloned().collect())
     }
 
-    /// Whether that is new. Before the first look at everything it is not kept: that look is to come.
+    /// Sets the condition of one volume. Returns whether it changed. Ignored before the first list.
     fn put(&self, id: &VolumeId, trouble: Option<String>) -> bool {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let Some(abnormal) = abnormal.as_mut() else { return false };
@@ -166,7 +166,7 @@ impl Conditions {
     }
 }
 
-/// What is wrong with a volume now, if anything is.
+/// Reads the message of a volume if it is unhealthy.
 async fn read_one(
     infra: &dyn StorageInfra,
     id: &VolumeId,
@@ -174,12 +174,12 @@ async fn read_one(
 ) -> Result<Option<String>, ReadError> {
     Ok(match infra.get_volume(id, Instant::now() + ANSWER).await? {
         Some(volume) => trouble_of(&volume),
-        // Nobody deletes the volume of a claim that is there.
+        // The volume of an existing claim is never deleted on purpose.
         None => (!bound.claims_of(id).is_empty()).then(|| lost(id)),
     })
 }
 
-/// Reads all volumes; an `expected` one that is not among them is lost.
+/// Lists all volumes; an `expected` volume that is not listed is lost.
 async fn read_all(
     infra: &dyn StorageInfra,
     mut expected: HashSet<VolumeId>,
@@ -204,14 +204,14 @@ async fn read_all(
 
 fn lost(id: &VolumeId) -> String {
     format!(
-        "the storage infra has no volume {id} any more: somebody deleted it there, or its catalog was restored"
+        "the storage infra no longer has volume {id}: it was deleted there, or the catalog was restored from a backup"
     )
 }
 
-/// What is wrong with a volume, if anything is.
+/// The message of a volume if it is unhealthy.
 fn trouble_of(volume: &Volume) -> Option<String> {
     let condition = &volume.condition;
-    let silent = || "the storage infra does not say why".to_owned();
+    let silent = || "the storage infra gives no reason".to_owned();
     (!condition.healthy).then(|| condition.message.clone().unwrap_or_else(silent))
 }
 
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changed_is_told_and_nothing_is_known_before_the_first_look() {
+    fn only_changes_are_reported_and_nothing_before_the_first_list() {
         let conditions = Conditions::register(&mut Registry::default());
         assert!(!conditions.put(&id("a"), Some("broken".into())));
         assert_eq!(conditions.of("a"), Condition::Unknown);

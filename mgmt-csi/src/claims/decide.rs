@@ -1,4 +1,4 @@
-//! What is to be written to one claim, without I/O.
+//! Decision what to write to one claim, without I/O.
 
 use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
@@ -8,22 +8,22 @@ use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use super::conditions::Condition;
 use crate::cluster::{annotation, is_bound_back};
 
-/// The value of the annotation, and of the policy that it repeats.
+/// Value of the annotation and of the reclaim policy.
 const RETAIN: &str = "Retain";
-/// Reasons of the condition and of the events.
+/// Reasons of the condition and of its events.
 pub(super) const ABNORMAL: &str = "VolumeConditionAbnormal";
 pub(super) const NORMAL: &str = "VolumeConditionNormal";
 
-/// What is to be written; mostly nothing.
+/// Changes to write; usually none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Changes {
-    /// The annotation's new value, or that it goes.
+    /// New value of the annotation; `Some(None)` removes it.
     pub(super) reclaim_policy: Option<Option<&'static str>>,
-    /// The condition.
+    /// New condition.
     pub(super) healthy: Option<PersistentVolumeClaimCondition>,
 }
 
-/// Compares what the claim says with what is so. `volume` is that which the claim names.
+/// Compares the annotation and the condition of the claim with its volume.
 pub(super) fn changes(
     claim: &PersistentVolumeClaim,
     volume: &PersistentVolume,
@@ -41,12 +41,12 @@ pub(super) fn changes(
     }
 }
 
-/// Whether the volume stays when its claim goes.
+/// Whether the volume outlives its claim.
 pub(super) fn is_kept(volume: &PersistentVolume) -> bool {
     volume.spec.persistent_volume_reclaim_policy.as_deref() == Some(RETAIN)
 }
 
-/// The condition to write, if what is told is not so. A volume that was always well has none.
+/// The condition to write, if it differs from the present one. A volume that was always healthy has none.
 fn healthy(
     told: Option<&PersistentVolumeClaimCondition>,
     condition: &Condition,
@@ -56,7 +56,7 @@ fn healthy(
     let (status, reason, message) = match condition {
         Condition::Unknown => return None,
         Condition::Normal if was.is_none_or(|was| was == "True") => return None,
-        Condition::Normal => ("True", NORMAL, "the volume is well again"),
+        Condition::Normal => ("True", NORMAL, "the volume is healthy again"),
         Condition::Abnormal(message) => ("False", ABNORMAL, message.as_str()),
     };
     if let Some(told) = told
@@ -76,7 +76,7 @@ fn healthy(
     })
 }
 
-/// What the claim says of what this room keeps on it.
+/// The annotation and the condition that this controller maintains on the claim.
 pub(super) fn told_of(
     claim: &PersistentVolumeClaim,
 ) -> (Option<String>, Option<PersistentVolumeClaimCondition>) {
@@ -130,14 +130,14 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_volume_costs_no_write() {
+    fn a_healthy_volume_with_policy_delete_causes_no_write() {
         for condition in [Condition::Unknown, Condition::Normal] {
             assert_eq!(changes(&claim(), &volume("Delete", "u1"), &condition, &at(1)), Changes::default());
         }
     }
 
     #[test]
-    fn retain_is_told_and_taken_back_once_each() {
+    fn retain_is_written_and_removed_once_each() {
         let mut claim = claim();
         let (keep, drop) = (volume("Retain", "u1"), volume("Delete", "u1"));
         let told = changes(&claim, &keep, &Condition::Unknown, &at(1));
@@ -151,22 +151,22 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_of_another_claim_says_nothing() {
+    fn a_volume_bound_to_another_claim_is_ignored() {
         let broken = Condition::Abnormal("broken".into());
         assert_eq!(changes(&claim(), &volume("Retain", "u2"), &broken, &at(1)), Changes::default());
     }
 
     #[test]
-    fn a_sick_volume_is_told_once_with_its_time_and_then_that_it_is_well_again() {
+    fn an_unhealthy_volume_is_reported_once_and_then_its_recovery() {
         let (mut claim, volume) = (claim(), volume("Delete", "u1"));
         let mut step = |condition: &Condition, now| {
             let changes = changes(&claim, &volume, condition, &at(now));
             write(&mut claim, changes.clone());
             changes.healthy
         };
-        let broken = Condition::Abnormal("pool p is away".into());
+        let broken = Condition::Abnormal("pool p is unavailable".into());
         let told = step(&broken, 5).unwrap();
-        assert_eq!((told.status.as_str(), told.message.as_deref()), ("False", Some("pool p is away")));
+        assert_eq!((told.status.as_str(), told.message.as_deref()), ("False", Some("pool p is unavailable")));
         assert_eq!(step(&broken, 6), None);
         let other = step(&Condition::Abnormal("the file is gone".into()), 7).unwrap();
         assert_eq!(other.last_transition_time, Some(at(5)));

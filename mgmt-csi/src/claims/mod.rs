@@ -1,5 +1,5 @@
-//! Keeps on every bound claim what the guest can't see otherwise: whether its volume is kept when the claim goes,
-//! and whether the volume is well. In the normal life of a volume that is nothing, and costs no write.
+//! Claim controller: shows guests on their claims what they cannot read otherwise, the reclaim policy `Retain` of the volume
+//! as an annotation and an unhealthy volume as a condition. A healthy volume with policy `Delete` needs no write.
 
 mod bound;
 mod conditions;
@@ -26,13 +26,13 @@ use conditions::{Condition, Conditions, Look};
 use decide::told_of;
 use reconcile::Reconciler;
 
-/// How many requests about claims are made to the API server at once.
+/// Maximum number of concurrent API requests.
 const PARALLEL: usize = 8;
 
-/// For how many claims the infra is asked at once whether their volume is as is to be told.
+/// Maximum number of concurrent reads of volume conditions before a write.
 const ASKING: usize = 32;
 
-/// The reconciler, registered but not started.
+/// The controller, not started yet.
 pub struct Keeper {
     conditions: Conditions,
     bound: Bound,
@@ -57,7 +57,7 @@ impl Keeper {
         }
     }
 
-    /// Looks at a claim again whenever it is bound otherwise, or what is kept on it changes.
+    /// Reconciles a claim whenever its binding, annotation or condition changes.
     pub fn watch(&self, cluster: Cluster) -> Cluster {
         let (bound, queue, look) = (self.bound.clone(), self.queue.clone(), self.look_at_restored());
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
@@ -96,12 +96,12 @@ impl Keeper {
         })
     }
 
-    /// Looks at the volume of a pair that was bound before it was first seen, as after the cluster's state was put back:
-    /// the infra, which says nothing of it now, may have lost it long ago.
+    /// Returns a handler that reads the condition of a volume that was already bound when first observed, as after a restore
+    /// of the cluster: the storage infra may have lost it long ago and emits no event for it now.
     fn look_at_restored(&self) -> impl Fn(&PersistentVolume) + Send + Sync + use<> {
         let (bound, conditions, looks) = (self.bound.clone(), self.conditions.clone(), self.looks.clone());
         move |volume| {
-            // The first look at everything is to come.
+            // Before the first list, which covers it.
             let known = |handle: &&str| conditions.of(handle) != Condition::Unknown;
             let id = cluster::handle(&volume.spec).filter(known).map(VolumeId::new);
             if let Some(Ok(id)) = id
@@ -112,19 +112,19 @@ impl Keeper {
         }
     }
 
-    /// Takes the infra's news.
+    /// Handler for storage infra events.
     pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
         conditions::news(self.looks.clone(), self.conditions.clone(), self.bound.clone())
     }
 
-    /// Reads how the volumes are, until `stop`: what every replica does, and writes nothing. It is done before the
-    /// infra's first news.
+    /// Reads volume conditions until `stop`. Every replica runs this; it writes nothing. It starts before the first event of
+    /// the storage infra.
     pub async fn read(&self, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
         let looker = self.looks.worker();
         if !self.synced(&stop).await {
             return;
         }
-        // One at a time, so that what is read later is also kept later.
+        // One at a time, so that an older read never overwrites a newer one.
         let look = |look| {
             let (conditions, infra, bound, queue) = (&self.conditions, &infra, &self.bound, &self.queue);
             async move { conditions.look(&**infra, look, bound, queue).await }
@@ -132,7 +132,7 @@ impl Keeper {
         looker.run(1, Retry::default(), stop, look).await;
     }
 
-    /// Keeps claims until `stop`.
+    /// Reconciles claims until `stop`. Only the leader runs this.
     pub async fn keep(&self, client: Client, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
         if !self.synced(&stop).await {
             return;
@@ -151,7 +151,7 @@ impl Keeper {
         for claim in self.bound.claims.informer().list() {
             self.queue.push(Key::of(&*claim));
         }
-        // What waits for the infra takes no place from what doesn't.
+        // No limit on workers: those that wait for the storage infra must not block the others.
         let keep = worker.run(usize::MAX, Retry::default(), stop, |key| {
             let reconciler = &reconciler;
             async move { reconciler.reconcile(&key).await }
@@ -159,8 +159,7 @@ impl Keeper {
         keep.await;
     }
 
-    /// A claim must not be taken for one without a volume because the volumes were not read yet. False when `stop` came
-    /// first.
+    /// Waits until the caches are synced, since unsynced ones would show claims without volumes. False if `stop` came first.
     async fn synced(&self, stop: &CancellationToken) -> bool {
         let (claims, volumes) = (self.bound.claims.informer(), self.bound.volumes.informer());
         tokio::select! {

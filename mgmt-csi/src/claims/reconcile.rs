@@ -1,4 +1,4 @@
-//! Writes what [`changes`] says to one claim.
+//! Reconciler of one claim: writes the [`changes`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,18 +24,18 @@ use super::decide::{ABNORMAL, NORMAL, changes, is_kept};
 use crate::cluster::{self, reference, trim_claim};
 use crate::infra::StorageInfra;
 
-/// How long the watch may be behind a write that was in the way.
+/// Delay before a retry after a conflict: the cache lags behind the write of another client.
 const BEHIND: Duration = Duration::from_millis(300);
 
-/// The API server didn't do it.
+/// A request failed.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {what} of the claim: {reason}")]
+#[error("failed to {what} of the claim: {reason}")]
 pub(super) struct Failed {
     what: &'static str,
     reason: String,
 }
 
-/// Keeps claims.
+/// Shared state of all reconciles.
 pub(super) struct Reconciler {
     pub(super) client: Client,
     pub(super) infra: Arc<dyn StorageInfra>,
@@ -43,14 +43,14 @@ pub(super) struct Reconciler {
     pub(super) conditions: Conditions,
     pub(super) looks: Queue<Look>,
     pub(super) events: Events,
-    /// Bounds the requests to the API server.
+    /// Limits requests to the API server.
     pub(super) requests: Semaphore,
-    /// Bounds those to the infra.
+    /// Limits calls to the storage infra.
     pub(super) asking: Semaphore,
 }
 
 impl Reconciler {
-    /// One pass over one claim.
+    /// Reconciles one claim.
     pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, Failed> {
         let Some(claim) =
             self.bound.claims.get(key).filter(|claim| claim.metadata.deletion_timestamp.is_none())
@@ -63,7 +63,7 @@ impl Reconciler {
         let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
         let changes = changes(&claim, &volume, &condition, &now());
         if let Some(policy) = changes.reclaim_policy
-            // gc-csi wrote it in advance, by the class, and the claim may have found another driver's volume since.
+            // gc-csi sets it in advance, by the class; the claim may have been bound to another driver's volume since.
             && (handle.is_some() || policy.is_none())
             && (policy.is_some() || !self.is_kept(&volume).await?)
         {
@@ -72,8 +72,8 @@ impl Reconciler {
         let (Some(condition), Some(Ok(id))) = (changes.healthy, handle.map(VolumeId::new)) else {
             return Ok(Next::Wait);
         };
-        // What the claim says may be the newer word, of another replica that the infra's event reached first, or of
-        // one whose stream of events is not broken; each would take back what the other wrote.
+        // The claim's condition may be newer than this replica's cache: another replica may have received the event first.
+        // Without this check, two replicas would revert each other's writes.
         let is_so = {
             let _place = self.asking.acquire().await;
             self.conditions.is_so(&*self.infra, &id, &self.bound).await
@@ -88,8 +88,8 @@ impl Reconciler {
         }
     }
 
-    /// Whether the volume is to be kept by what the API server says now. The watch of volumes may be behind that of
-    /// claims, on which another replica wrote, and a claim without the annotation may be deleted by its guest at once.
+    /// Whether the reclaim policy is Retain, read from the API server. The cache of volumes may lag behind a write of another
+    /// replica to the claim, and the guest may delete a claim as soon as the annotation is removed.
     async fn is_kept(&self, volume: &PersistentVolume) -> Result<bool, Failed> {
         let name = volume.metadata.name.as_deref().unwrap_or_default();
         let _place = self.requests.acquire().await;
@@ -112,7 +112,7 @@ impl Reconciler {
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
         self.take(written, "write the reclaim policy", || {
             let policy = policy.unwrap_or("Delete");
-            tracing::info!(claim = %key, policy, "told the claim its volume's reclaim policy");
+            tracing::info!(claim = %key, policy, "annotated the claim with the reclaim policy of its volume");
         })
     }
 
@@ -122,25 +122,25 @@ impl Reconciler {
         claim: &PersistentVolumeClaim,
         condition: &PersistentVolumeClaimCondition,
     ) -> Result<Next, Failed> {
-        // Of a strategic patch the API server takes list entries by their key, which is the type here.
+        // A strategic merge patch merges conditions by their key, the type.
         let patch = json!({"metadata": same_object(claim), "status": {"conditions": [condition]}});
         let _place = self.requests.acquire().await;
         let written =
             self.api(key).patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await;
         self.take(written, "write the condition", || {
             let message = condition.message.as_deref().unwrap_or_default();
-            let note = format!("the storage infra says: {message}");
+            let note = format!("the storage infra reports: {message}");
             if condition.status == "False" {
-                tracing::warn!(claim = %key, message, "the volume is not well");
+                tracing::warn!(claim = %key, message, "the volume is unhealthy");
                 self.events.warning(reference(claim), "Watch", ABNORMAL, note);
             } else {
-                tracing::info!(claim = %key, "the volume is well again");
+                tracing::info!(claim = %key, "the volume is healthy again");
                 self.events.normal(reference(claim), "Watch", NORMAL, note);
             }
         })
     }
 
-    /// Keeps what a write answered, and says when to look again.
+    /// Stores the response of a write in the mutation cache. Returns when to reconcile again.
     fn take(
         &self,
         written: kube::Result<PersistentVolumeClaim>,
@@ -152,11 +152,11 @@ impl Reconciler {
                 trim_claim(&mut claim);
                 self.bound.claims.changed(claim);
                 done();
-                // There may be more to write, on what was answered.
+                // There may be another change to write.
                 Ok(Next::After(Duration::ZERO))
             }
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(Next::Wait),
-            // Somebody was faster, such as another replica with the very same.
+            // A conflict: another client wrote first, perhaps another replica the same change.
             Err(kube::Error::Api(status)) if status.code == 409 => Ok(Next::After(BEHIND)),
             Err(error) => Err(Failed { what, reason: chain(&error) }),
         }
@@ -167,12 +167,12 @@ impl Reconciler {
     }
 }
 
-/// Makes a patch fail when the claim is another by now, or not as it was.
+/// Patch metadata that fails if the claim was replaced or changed since the read.
 fn same_object(claim: &PersistentVolumeClaim) -> serde_json::Value {
     json!({"uid": claim.metadata.uid, "resourceVersion": claim.metadata.resource_version})
 }
 
-/// Now, in the whole seconds that Kubernetes keeps, so that a time written compares equal to the time read.
+/// The current time in whole seconds, as Kubernetes stores it, so that a written time compares equal when read back.
 fn now() -> Time {
     let now = Timestamp::now();
     Time(Timestamp::from_second(now.as_second()).unwrap_or(now))

@@ -12,12 +12,12 @@ use super::parameters::Parameters;
 use super::{Controller, access, claims, limits, to_proto};
 use crate::infra::volume_id;
 
-/// The size of a volume for which none is asked, in bytes.
+/// Size of a volume without a requested size, in bytes.
 const DEFAULT_SIZE: u64 = 1 << 30;
 
 impl Controller {
-    /// Makes the volume. What is refused for good leaves nothing behind: the caller does not ask again, and where an
-    /// earlier try made the volume, or that is not known, it is told to.
+    /// Creates the volume. A final error is returned only if no volume exists, because csi-provisioner does not retry after
+    /// it; if an earlier request created the volume, or that is unknown, the error is retryable.
     pub(super) async fn create(
         &self,
         request: &proto::CreateVolumeRequest,
@@ -34,17 +34,17 @@ impl Controller {
         }
     }
 
-    /// A refusal as the caller may hear it: as one to ask again after, where the volume may be there.
+    /// Turns a final error into a retryable one if the volume exists or may exist.
     async fn unless_there(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
         match self.infra.get_volume(id, deadline).await {
             Ok(None) => refusal,
             Ok(Some(volume)) => Status::aborted(format!(
-                "{}; an earlier try left volume {id} ({}): delete the claim, and it goes",
+                "{}; an earlier request created volume {id} ({}); delete the claim to delete the volume",
                 refusal.message(),
                 volume.state
             )),
             Err(error) => Status::aborted(format!(
-                "{}; and it is not known whether an earlier try left volume {id}: {error}",
+                "{}; it is unknown whether an earlier request created volume {id}: {error}",
                 refusal.message()
             )),
         }
@@ -83,21 +83,21 @@ impl Controller {
             placement,
             source,
             qos,
-            // Only where it is asked for: nobody can then plug the others twice by mistake.
+            // Only for volumes that request it, so that no other can be attached twice by mistake.
             shareable: access::is_shared(&capabilities),
             labels,
         };
         let mut volume = self.infra.create_volume(id, &spec, deadline).await?;
         if !size.admits(volume.capacity_bytes) {
             return Err(Status::already_exists(format!(
-                "volume {id} exists with {} bytes, which is not what is asked for: {} bytes at least{}",
+                "volume {id} exists with {} bytes, but the request is for at least {} bytes{}",
                 volume.capacity_bytes,
                 size.required,
-                size.limit.map(|limit| format!(", {limit} at most")).unwrap_or_default(),
+                size.limit.map(|limit| format!(" and at most {limit}")).unwrap_or_default(),
             )));
         }
         if volume.qos != spec.qos {
-            // An earlier try was made with another VolumeAttributesClass.
+            // An earlier request had another VolumeAttributesClass.
             volume = self.infra.limit_volume(id, &spec.qos, deadline).await?;
         }
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
@@ -107,7 +107,8 @@ impl Controller {
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
     }
 
-    /// How large the volume must and may be. What a volume that is there began with may be gone or have grown since.
+    /// Required size and limit of the volume. If the volume exists, its source is not checked: it may be deleted or larger by
+    /// now.
     async fn size(
         &self,
         id: &VolumeId,
@@ -130,18 +131,18 @@ impl Controller {
             }
         };
         let least = least.ok_or_else(|| {
-            Status::not_found(format!("the storage infra has no {what} to make volume {id} from"))
+            Status::not_found(format!("the storage infra has no {what}, the source of volume {id}"))
         })?;
         beginning_with(&format!("volume {id}"), range, &what, least)
     }
 
-    /// The volume that an earlier try made for a claim that is gone by now, and with it what it asked for: csi-provisioner
-    /// calls until it has the volume, so that it can delete it.
+    /// The volume that an earlier request created for a claim that is gone by now. csi-provisioner retries until it gets the
+    /// volume, and then deletes it.
     async fn made_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
         match self.infra.get_volume(id, deadline).await? {
             Some(volume) if volume.state == VolumeState::Ready => Ok(Some(volume)),
             Some(volume) => Err(Status::aborted(format!(
-                "the storage infra is not done: volume {id} is {}",
+                "the storage infra has not finished yet: volume {id} is {}",
                 volume.state
             ))),
             None => Ok(None),
@@ -149,8 +150,8 @@ impl Controller {
     }
 }
 
-/// Whether csi-provisioner takes a code for the end of a request of which nothing is left. ALREADY_EXISTS says itself that
-/// something is.
+/// Whether csi-provisioner treats a code as final, with no volume left behind. ALREADY_EXISTS itself means that a volume
+/// exists.
 fn says_that_nothing_is_there(code: Code) -> bool {
     !matches!(
         code,
@@ -158,7 +159,7 @@ fn says_that_nothing_is_there(code: Code) -> bool {
     )
 }
 
-/// How large a volume must and may be that begins with `least` bytes of something.
+/// Required size and limit of a volume whose source has `least` bytes.
 fn beginning_with(
     volume: &str,
     range: Option<&proto::CapacityRange>,
@@ -168,7 +169,7 @@ fn beginning_with(
     let size = Size::from_range(range, least)?;
     if size.required < least {
         return Err(Status::out_of_range(format!(
-            "{volume} is to have {} bytes, but {source}, which it begins with, has {least}: ask for {least} bytes or more",
+            "{volume} is requested with {} bytes, but its source {source} has {least}; request at least {least} bytes",
             size.required
         )));
     }
@@ -177,7 +178,7 @@ fn beginning_with(
 
 fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Status> {
     match &source.r#type {
-        None => Err(Status::invalid_argument("volume content source names neither a snapshot nor a volume")),
+        None => Err(Status::invalid_argument("volume_content_source has neither a snapshot nor a volume")),
         Some(Content::Snapshot(SnapshotSource { snapshot_id })) => {
             let id = required("volume_content_source.snapshot.snapshot_id", snapshot_id)?;
             SnapshotId::new(id)
@@ -206,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_is_at_least_as_large_as_what_it_begins_with() {
+    fn a_volume_is_at_least_as_large_as_its_source() {
         let of = |required_bytes, limit_bytes| {
             let range = proto::CapacityRange { required_bytes, limit_bytes };
             beginning_with("volume v", Some(&range), "snapshot s", 10)
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_comes_back_as_it_was_named_and_one_that_cannot_be_is_not_found() {
+    fn a_source_is_returned_unchanged_and_an_invalid_id_is_not_found() {
         let named = |content| proto::VolumeContentSource { r#type: Some(content) };
         let snapshot = |id: &str| named(Content::Snapshot(SnapshotSource { snapshot_id: id.into() }));
         let volume = |id: &str| named(Content::Volume(FromVolume { volume_id: id.into() }));

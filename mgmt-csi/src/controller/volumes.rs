@@ -1,4 +1,4 @@
-//! The PersistentVolumes of a volume that is to be deleted: all of them must have been let go.
+//! Deletion guard: a volume is deleted only if all PersistentVolumes with its handle are Released with policy Delete.
 
 use crds::names::MANAGEMENT_DRIVER;
 use futures::future::try_join_all;
@@ -11,7 +11,7 @@ use tonic::Status;
 
 use crate::cluster::{self, Volumes};
 
-/// How many PersistentVolumes are read at once.
+/// Page size when listing PersistentVolumes.
 const PAGE: u32 = 500;
 
 /// Reads PersistentVolumes.
@@ -22,11 +22,11 @@ pub(super) struct PersistentVolumes {
 }
 
 impl PersistentVolumes {
-    /// Refuses the deletion of the volume of this handle where one of its PersistentVolumes, as they are now, keeps it.
+    /// Refuses the deletion of a volume if one of its PersistentVolumes keeps it.
     ///
-    /// csi-provisioner asks for the PersistentVolume that it saw released, and the others may be anybody's. The watch tells
-    /// of changes in their order: where it shows a released one, it shows all that were made before that. What it shows of
-    /// them is read anew.
+    /// csi-provisioner calls for the PersistentVolume that it observed as released; others may have the same handle. A watch
+    /// delivers changes in order: a cache that shows the released one also has all that were created before. These are then
+    /// read from the API server.
     pub(super) async fn refuse_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
         let reading = async {
             let seen = self.seen.of_handle(handle);
@@ -37,12 +37,12 @@ impl PersistentVolumes {
         };
         let now = timeout_at(deadline, reading).await.map_err(|_| {
             Status::deadline_exceeded(format!(
-                "the management cluster did not say in time which PersistentVolumes name volume {handle}"
+                "timed out reading the PersistentVolumes of volume {handle} in the management cluster"
             ))
         })?;
         let now = now.map_err(|error| {
             Status::unavailable(format!(
-                "cannot read the PersistentVolumes of volume {handle} in the management cluster: {}",
+                "failed to read the PersistentVolumes of volume {handle} in the management cluster: {}",
                 chain(&error)
             ))
         })?;
@@ -52,7 +52,7 @@ impl PersistentVolumes {
         }
     }
 
-    /// Those that were seen, as they are now.
+    /// The present state of cached PersistentVolumes, from the API server.
     async fn read(&self, seen: &[std::sync::Arc<PersistentVolume>]) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let names = seen.iter().filter_map(|volume| volume.metadata.name.clone());
@@ -63,7 +63,7 @@ impl PersistentVolumes {
         Ok(try_join_all(read).await?.into_iter().flatten().collect())
     }
 
-    /// All of a handle, though the watch shows none that was released: it may be behind.
+    /// All PersistentVolumes with a handle, from the API server, because the cache shows no released one and may lag.
     async fn find(&self, handle: &str) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
@@ -79,7 +79,7 @@ impl PersistentVolumes {
     }
 }
 
-/// Why a PersistentVolume keeps the volume of a handle, if it does.
+/// Why a PersistentVolume keeps the volume with this handle; None if it does not.
 fn kept_by(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let phase = volume.status.phase.as_deref().unwrap_or("Pending");
     let policy = volume.spec.persistent_volume_reclaim_policy.as_deref().unwrap_or("Retain");
@@ -90,8 +90,8 @@ fn kept_by(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let claim = cluster::claim_of(&volume.spec);
     let claim = claim.map_or_else(String::new, |claim| format!(" of PersistentVolumeClaim {claim}"));
     Some(format!(
-        "volume {handle} of {MANAGEMENT_DRIVER} is that of PersistentVolume {name}{claim} too, which is {phase} and says \
-         {policy}, so it was left alone: it is deleted when PersistentVolume {name} is deleted, or is Released and says Delete"
+        "volume {handle} of {MANAGEMENT_DRIVER} is not deleted, because PersistentVolume {name}{claim} also refers to it and \
+         is {phase} with reclaim policy {policy}; delete PersistentVolume {name}, or release it with reclaim policy Delete"
     ))
 }
 
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_released_volume_that_says_delete_lets_its_bytes_go() {
+    fn only_released_volumes_with_policy_delete_allow_the_deletion() {
         let kept = |handle: &str, policy: &str, phase: &str| {
             let volume = serde_json::from_value(json!({
                 "metadata": {"name": "pv-1"},

@@ -1,4 +1,4 @@
-//! Follows the infra's stream of events, so that nobody has to ask it now and then.
+//! Event subscription of the storage infra: one stream for all components, reopened when it breaks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,19 +9,20 @@ use tokio_util::sync::CancellationToken;
 
 use super::{StorageInfra, Trouble};
 
-/// The first and the longest pause before the stream is opened again.
+/// First and maximum delay before the stream is reopened.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(4));
 
-/// What there is to know anew.
+/// What changed in the storage infra.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum News<'a> {
-    /// Anything can have changed: read it all. The first news, and that after each gap.
+    /// Anything may have changed: list everything. Sent first, and after each gap in the stream.
     Everything,
-    /// This has changed.
+    /// One object changed.
     One(&'a Event),
 }
 
-/// Tells of every change until `stop`. Whoever reads on being told misses nothing: the stream is open by then.
+/// Calls `tell` for every change until `stop`. The stream is open before the first call, so a handler that lists on it misses
+/// no change.
 pub async fn follow(infra: Arc<dyn StorageInfra>, tell: impl Fn(News<'_>), stop: CancellationToken) {
     let mut pause = PAUSES.0;
     loop {
@@ -30,10 +31,10 @@ pub async fn follow(infra: Arc<dyn StorageInfra>, tell: impl Fn(News<'_>), stop:
             ended = read(&*infra, &tell, &mut pause) => ended,
         };
         match ended {
-            Ok(()) => tracing::debug!("the storage infra ended its stream of events; opening it again"),
-            // Said once; `/readyz` goes on saying that the infra is away.
+            Ok(()) => tracing::debug!("the storage infra closed its event stream; reopening it"),
+            // Logged once; `/readyz` shows that the storage infra is unreachable.
             Err(trouble) if pause == PAUSES.0 => {
-                tracing::warn!("no events from the storage infra: {trouble}; trying again");
+                tracing::warn!("no events from the storage infra: {trouble}; retrying");
             }
             Err(trouble) => tracing::debug!("no events from the storage infra: {trouble}"),
         }

@@ -1,4 +1,4 @@
-//! The REST API as a [`StorageInfra`].
+//! REST client implementation of [`StorageInfra`].
 
 use std::future::Future;
 use std::time::Duration;
@@ -18,20 +18,20 @@ use super::{
     SnapshotError, StorageInfra, Trouble,
 };
 
-/// How long the infra may take to say that it is there.
+/// Timeout of a reachability probe.
 const PING: Duration = Duration::from_secs(5);
 
-/// Speaks to a storage infra over its REST API.
+/// A storage infra behind the REST API.
 #[derive(Debug, Clone)]
 pub struct Rest(Client);
 
 impl Rest {
-    /// With a client that is set up.
+    /// Wraps a client.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
 
-    /// A call that ends by `deadline` in any case.
+    /// Awaits a call until `deadline`.
     async fn by<T, E>(
         &self,
         deadline: Instant,
@@ -43,7 +43,8 @@ impl Rest {
         match tokio::time::timeout_at(deadline, call).await {
             Ok(answer) => answer.map_err(E::from),
             Err(_) => Err(E::from(Trouble::TimedOut(format!(
-                "the storage infra at {} did not answer in time; the work may go on there, and the same call finds it",
+                "the storage infra at {} did not answer in time; the operation may continue there, and a retry of the same \
+                 call returns its result",
                 self.0.url()
             )))),
         }
@@ -169,7 +170,7 @@ impl StorageInfra for Rest {
     }
 }
 
-/// What is left until `deadline`.
+/// Time left until `deadline`.
 fn until(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }

@@ -1,5 +1,5 @@
-//! What is to be done about a disk in the infra for which there is no order, without I/O. It is unplugged only when all
-//! who could want it were asked and don't.
+//! Decision about a dangling attachment, that is one without a VolumeAttachment, without I/O. It is detached only if neither
+//! a VolumeAttachment nor a VirtualMachine requests the disk.
 
 use std::time::Duration;
 
@@ -11,39 +11,39 @@ use kube_kit::informer::Key;
 
 use crate::infra::{attachment_id, namespace_of};
 
-/// What is known of an attachment.
+/// Inputs of the decision.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Facts<'a> {
     pub(crate) attachment: &'a Attachment,
-    /// The claim whose PersistentVolume names the volume; None where there is none.
+    /// The claim of the PersistentVolume with this volume handle, if there is one.
     pub(crate) claim: Option<&'a Key>,
-    /// When that PersistentVolume was made, by the API server's clock; None where that can't be told.
+    /// Creation time of that PersistentVolume by the API server's clock, if known.
     pub(crate) volume_made: Option<Timestamp>,
-    /// By how much the clocks of the API server and of the infra may differ.
+    /// Maximum clock skew between the API server and the storage infra.
     pub(crate) clock_skew: Duration,
-    /// The orders of at least the claim's namespace.
+    /// VolumeAttachments of at least the namespace of the claim.
     pub(crate) orders: &'a [VolumeAttachment],
-    /// The machines of at least the claim's namespace; None where they can't be asked for.
+    /// VirtualMachines of at least the namespace of the claim; None if the cluster does not serve them.
     pub(crate) machines: Option<&'a [VirtualMachine]>,
 }
 
-/// What is to be done.
+/// The decision.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// There is an order for it.
+    /// It has a VolumeAttachment: nothing to do.
     Ordered,
-    /// Nobody wants it.
+    /// Nothing requests it: detach it.
     Detach,
-    /// It may be wanted, or isn't ours: one CamelCase word, and a sentence.
+    /// Leave it: it may be requested, or mgmt-csi did not create it. A CamelCase reason and a message.
     Leave(&'static str, String),
 }
 
-/// The id under which an order is carried out.
+/// Attachment ID of a VolumeAttachment.
 pub(crate) fn id_of(order: &VolumeAttachment) -> AttachmentId {
     attachment_id(&Key::of(order), order.metadata.uid.as_deref().unwrap_or_default())
 }
 
-/// What is to be done about an attachment.
+/// Decides about an attachment.
 pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
     let Facts { attachment, claim, volume_made, clock_skew, orders, machines } = *facts;
     if orders.iter().any(|order| id_of(order) == attachment.id) {
@@ -53,16 +53,15 @@ pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
     let volume = &attachment.volume;
     let Some(namespace) = namespace_of(&attachment.id) else {
         return Verdict::Leave(
-            "NotOurs",
-            format!("mgmt-csi did not plug volume {volume} into machine {node}"),
+            "NotManaged",
+            format!("mgmt-csi did not attach volume {volume} to node {node}"),
         );
     };
     let Some(claim) = claim.filter(|claim| claim.namespace == namespace) else {
         return Verdict::Leave(
-            "VolumeUnknown",
+            "PersistentVolumeNotFound",
             format!(
-                "no PersistentVolume of a claim in namespace {namespace} names volume {volume}, so it can't be said who \
-                 wants it"
+                "no PersistentVolume of a claim in namespace {namespace} has volume handle {volume}, so its users are unknown"
             ),
         );
     };
@@ -73,12 +72,12 @@ pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
             && order.spec.node_uuid.eq_ignore_ascii_case(&node)
     });
     if let Some(order) = again {
-        let text = format!("VolumeAttachment {} wants the disk of claim {claim} there", Key::of(order));
-        return Verdict::Leave("OrderedAnew", text);
+        let text = format!("VolumeAttachment {} requests claim {claim} on the same node", Key::of(order));
+        return Verdict::Leave("AttachmentRecreated", text);
     }
     let Some(machines) = machines else {
-        let text = "the cluster does not say which machines there are".to_owned();
-        return Verdict::Leave("MachinesUnknown", text);
+        let text = "the cluster serves no supported version of VirtualMachine".to_owned();
+        return Verdict::Leave("VirtualMachinesUnknown", text);
     };
     let wanting = machines.iter().find(|machine| {
         let uuid = machine.status.as_ref().and_then(crds::node_uuid);
@@ -91,14 +90,14 @@ pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
     match wanting {
         Some(machine) => {
             let text = format!("VirtualMachine {} has claim {claim} in spec.volumes", Key::of(machine));
-            Verdict::Leave("Wanted", text)
+            Verdict::Leave("InVirtualMachineSpec", text)
         }
-        // The cluster had forgotten the volume, so it can have forgotten who uses it.
+        // The cluster's state lost the volume, as after a restore, so it may have lost its users too.
         None if may_be_older(attachment, volume_made, clock_skew) => Verdict::Leave(
-            "VolumeMadeAnew",
+            "PersistentVolumeRecreated",
             format!(
-                "its PersistentVolume may have been made after the disk was plugged, as far as two clocks that differ by \
-                 {} at most can tell; whoever uses it has yet to order it",
+                "its PersistentVolume may have been created after the disk was attached (assuming a clock skew of at most {}), \
+                 so the VolumeAttachment may not be recreated yet",
                 duration::show(clock_skew)
             ),
         ),
@@ -106,8 +105,8 @@ pub(crate) fn judge(facts: &Facts<'_>) -> Verdict {
     }
 }
 
-/// Whether a disk may have been plugged before its PersistentVolume was made; also where that can't be told. The infra and
-/// the API server each say when by a clock of their own.
+/// Whether a disk may have been attached before its PersistentVolume was created; true if unknown. The two timestamps come
+/// from the clocks of the storage infra and of the API server.
 fn may_be_older(attachment: &Attachment, volume_made: Option<Timestamp>, clock_skew: Duration) -> bool {
     let plugged = attachment.created_at.parse::<Timestamp>();
     let surely_after = |(plugged, made): (Timestamp, Timestamp)| {
@@ -152,7 +151,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Before the disk was plugged.
+    /// A time before the disk was attached.
     fn before() -> Option<Timestamp> {
         Some("2025-12-31T23:59:59Z".parse().unwrap())
     }
@@ -171,25 +170,25 @@ mod tests {
 
     fn reason(verdict: Verdict) -> &'static str {
         match verdict {
-            Verdict::Ordered => "Ordered",
+            Verdict::Ordered => "HasAttachment",
             Verdict::Detach => "Detach",
             Verdict::Leave(reason, _) => reason,
         }
     }
 
     #[test]
-    fn a_disk_is_unplugged_only_when_no_order_and_no_machine_wants_it() {
+    fn a_disk_is_detached_only_if_no_volume_attachment_and_no_vm_requests_it() {
         let other = "8f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
         assert_eq!(verdict(&[order(UID, "data", NODE)], Some(&[])), Verdict::Ordered);
-        assert_eq!(reason(verdict(&[order(other, "data", NODE)], Some(&[]))), "OrderedAnew");
+        assert_eq!(reason(verdict(&[order(other, "data", NODE)], Some(&[]))), "AttachmentRecreated");
         assert_eq!(
             reason(verdict(&[order(other, "data", other), order(other, "x", NODE)], None)),
-            "MachinesUnknown"
+            "VirtualMachinesUnknown"
         );
         for (uuid, claim, expected) in [
-            (json!(NODE.to_uppercase()), "data", "Wanted"),
-            // A machine that doesn't say which it is may be this one.
-            (Value::Null, "data", "Wanted"),
+            (json!(NODE.to_uppercase()), "data", "InVirtualMachineSpec"),
+            // A VM without a UUID may be this one.
+            (Value::Null, "data", "InVirtualMachineSpec"),
             (json!(other), "data", "Detach"),
             (json!(NODE), "other", "Detach"),
         ] {
@@ -198,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_of_somebody_else_is_left_alone() {
+    fn a_foreign_attachment_is_left_alone() {
         let judge = |id: &str, claim: Option<&Key>| {
             let attachment = attachment(id);
             reason(judge(&Facts {
@@ -211,15 +210,15 @@ mod tests {
             }))
         };
         let (claim, elsewhere) = (Key::new("guest", "data"), Key::new("other", "data"));
-        assert_eq!(judge("by-hand", Some(&claim)), "NotOurs");
+        assert_eq!(judge("by-hand", Some(&claim)), "NotManaged");
         let ours = format!("guest.vm-1-abc.{UID}");
-        assert_eq!(judge(&ours, None), "VolumeUnknown");
-        assert_eq!(judge(&ours, Some(&elsewhere)), "VolumeUnknown");
+        assert_eq!(judge(&ours, None), "PersistentVolumeNotFound");
+        assert_eq!(judge(&ours, Some(&elsewhere)), "PersistentVolumeNotFound");
         assert_eq!(judge(&ours, Some(&claim)), "Detach");
     }
 
     #[test]
-    fn a_disk_that_was_there_before_its_volumes_objects_is_left_alone() {
+    fn a_disk_attached_before_its_volume_was_created_is_left_alone() {
         let (attachment, claim) = (attachment(&format!("guest.vm-1-abc.{UID}")), Key::new("guest", "data"));
         let judge = |volume_made: Option<&str>, skew: u64| {
             let volume_made = volume_made.map(|time| time.parse().unwrap());
@@ -232,11 +231,11 @@ mod tests {
                 machines: Some(&[]),
             }))
         };
-        assert_eq!(judge(Some("2026-01-01T00:00:01Z"), 0), "VolumeMadeAnew");
-        assert_eq!(judge(None, 0), "VolumeMadeAnew");
+        assert_eq!(judge(Some("2026-01-01T00:00:01Z"), 0), "PersistentVolumeRecreated");
+        assert_eq!(judge(None, 0), "PersistentVolumeRecreated");
         assert_eq!(judge(Some("2025-12-31T23:59:59Z"), 0), "Detach");
         // The infra's clock may be ahead of the API server's.
-        assert_eq!(judge(Some("2025-12-31T23:59:59Z"), 30), "VolumeMadeAnew");
+        assert_eq!(judge(Some("2025-12-31T23:59:59Z"), 30), "PersistentVolumeRecreated");
         assert_eq!(judge(Some("2025-12-31T23:59:30Z"), 30), "Detach");
     }
 }

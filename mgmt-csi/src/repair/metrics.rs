@@ -1,4 +1,4 @@
-//! How often something was put right, and how much is left to people.
+//! Metrics of the repair loop.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -11,12 +11,12 @@ struct Labels {
     kind: &'static str,
 }
 
-/// An attachment that its order counts on was missing in the infra.
+/// Label value: an attachment with an attached VolumeAttachment was missing in the storage infra.
 pub(super) const LOST_ATTACHMENT: &str = "lost_attachment";
-/// A disk that nothing orders was unplugged.
+/// Label value: a dangling attachment was detached.
 pub(super) const STRAY_ATTACHMENT: &str = "stray_attachment";
 
-/// Repairs by kind, and what was left alone.
+/// Repairs by kind, and the current number of dangling attachments.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     repairs: Family<Labels, Counter>,
@@ -28,15 +28,15 @@ impl Metrics {
         let (repairs, strays) = (Family::<Labels, Counter>::default(), Gauge::default());
         registry.register(
             "repairs",
-            "What was in the storage infra otherwise than ordered, and was put right",
+            "Repaired differences between the storage infra and the VolumeAttachments by kind",
             repairs.clone(),
         );
         registry.register(
             "stray_attachments",
-            "Attachments of the storage infra for which there is no order",
+            "Attachments in the storage infra without a VolumeAttachment",
             strays.clone(),
         );
-        // They are there from the beginning, so that an alert sees the first.
+        // Exported as 0 from the start, so that an alert on increase() sees the first repair.
         for kind in [LOST_ATTACHMENT, STRAY_ATTACHMENT] {
             drop(repairs.get_or_create(&Labels { kind }));
         }

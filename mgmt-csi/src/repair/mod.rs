@@ -1,8 +1,9 @@
-//! Holds what the infra has against what is ordered, and puts right what differs: a disk that an order counts on and the
-//! infra lost is plugged again, and one that nothing orders is unplugged where nobody can want it.
+//! Repair loop: compares the attachments of the storage infra with the VolumeAttachments and repairs differences. A disk
+//! that a VolumeAttachment reports as attached and the storage infra lost is attached again; a dangling attachment, which has
+//! no VolumeAttachment, is detached if nothing can need it.
 //!
-//! The infra's events ask for the looks; besides, everything is compared now and then. That takes one call to the infra
-//! and time in proportion to what there is, and asks nothing of the API server while nothing differs.
+//! Events of the storage infra trigger checks of single objects; everything is compared periodically. A full comparison takes
+//! one call to the storage infra and linear time, and no API server request while nothing differs.
 
 mod judge;
 mod metrics;
@@ -38,43 +39,43 @@ use crate::infra::{DetachError, Named, News, ReadError, StorageInfra, is_namesak
 use judge::id_of;
 use metrics::{LOST_ATTACHMENT, Metrics};
 
-/// How long the infra may take for one answer.
+/// Timeout of one call to the storage infra.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How many looks go on at once: a machine that does not let go of a disk holds up one of them.
+/// Maximum number of concurrent checks. A VM that does not release a disk blocks one of them.
 const LOOKS_AT_ONCE: usize = 16;
 
-/// Flags of the comparison.
+/// Flags of the repair loop.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// How long a disk must be plugged that nothing orders before it is unplugged.
+    /// Grace period before a disk without a VolumeAttachment is detached.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     repair_grace: Duration,
-    /// How often everything in the storage infra is compared with what is ordered. What its events tell is looked at at
-    /// once.
+    /// Interval between full comparisons of the storage infra with the VolumeAttachments. Events of the storage infra are
+    /// handled at once.
     #[arg(long, value_name = "DURATION", default_value = "5m", value_parser = duration::parse)]
     repair_interval: Duration,
     #[command(flatten)]
     clocks: ClockArgs,
 }
 
-/// Flags about the clocks of others.
+/// Flags about clock skew.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct ClockArgs {
-    /// By how much the clocks of the API server and of the storage infra may differ. What came first of an object of each
-    /// is told only where more than this lies between them; else nothing is detached or removed.
+    /// Maximum clock skew between the API server and the storage infra. Timestamps of the two that are closer than this
+    /// count as unordered, and then nothing is detached or removed.
     #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = duration::parse)]
     max_clock_skew: Duration,
 }
 
-/// What is to be compared.
+/// What to check.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Look {
     Everything,
-    /// An attachment that changed, or is gone.
+    /// An attachment that was changed or deleted.
     Attachment(AttachmentId),
-    /// A volume that may not be well.
+    /// A volume that may be unhealthy.
     Volume(VolumeId),
-    /// A node whose VM may be in another state.
+    /// A node whose VM state may have changed.
     Node(Uuid),
 }
 
@@ -89,23 +90,23 @@ impl fmt::Display for Look {
     }
 }
 
-/// Why a comparison must be repeated.
+/// Why a check must be retried.
 #[derive(Debug, thiserror::Error)]
 enum Failed {
-    #[error("cannot compare it with what is ordered: {0}")]
+    #[error("failed to compare it with the VolumeAttachments: {0}")]
     Read(#[from] ReadError),
-    #[error("cannot compare it with what is ordered: {0}")]
+    #[error("failed to compare it with the VolumeAttachments: {0}")]
     Cluster(String),
-    #[error("cannot unplug it: {0}")]
+    #[error("failed to detach it: {0}")]
     Detach(#[from] DetachError),
 }
 
-/// The cluster's side of the comparison, and by whom orders are carried out.
+/// Caches of the management cluster, and the queue of the attach controller.
 pub(crate) struct Known {
     pub(crate) client: Client,
     pub(crate) infra: Arc<dyn StorageInfra>,
     pub(crate) orders: Arc<Latest<VolumeAttachment>>,
-    /// The orders of each claim.
+    /// VolumeAttachments by claim.
     pub(crate) by_claim: Arc<Index>,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
     pub(crate) volumes: Volumes,
@@ -113,13 +114,13 @@ pub(crate) struct Known {
     pub(crate) carry_out: Queue<Key>,
 }
 
-/// The comparison, registered but not started.
+/// The repair loop, not started yet.
 #[derive(Debug)]
 pub struct Repair {
     options: Options,
     metrics: Metrics,
     looks: Queue<Look>,
-    /// Since when each attachment was seen without an order, and what was told of it.
+    /// Dangling attachments: since when each was observed, and the last note reported about it.
     strays: Mutex<HashMap<AttachmentId, (Instant, Option<String>)>>,
     states: power::States,
 }
@@ -137,7 +138,7 @@ impl Repair {
         }
     }
 
-    /// What is to be told of the infra's news.
+    /// Handler for storage infra events.
     pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
         let looks = self.looks.clone();
         move |news| match news {
@@ -165,9 +166,9 @@ impl Repair {
         }
     }
 
-    /// Compares until `stop`; the cluster was read by now.
+    /// Runs until `stop`. The caches must be synced.
     pub(crate) async fn run(&self, known: &Known, stop: CancellationToken) {
-        // Whoever leads again has not seen what went on meanwhile: the grace of each begins anew.
+        // A new leader did not observe what happened before: grace periods start again.
         self.strays.lock().unwrap_or_else(PoisonError::into_inner).clear();
         let looker = self.looks.worker();
         self.looks.push(Look::Everything);
@@ -182,7 +183,7 @@ impl Repair {
         looker.run(LOOKS_AT_ONCE, Retry::default(), stop, work).await;
     }
 
-    /// An attachment that the infra says has changed, or is gone. Mostly, its order is still to be answered, or going too.
+    /// Checks an attachment that was changed or deleted. Usually its VolumeAttachment is not attached yet, or is terminating.
     async fn look_at_attachment(&self, known: &Known, id: &AttachmentId) -> Result<Next, Failed> {
         let Some(order) = known.order(id).filter(|order| counts_on(order)) else { return Ok(Next::Wait) };
         let node = order.spec.node_uuid.parse().ok();
@@ -193,7 +194,7 @@ impl Repair {
         }
         let (key, uid) = (Key::of(&*order), order.metadata.uid.as_deref().unwrap_or_default());
         if there.iter().any(|attachment| is_namesake(&attachment.id, &key, uid)) {
-            // Not lost: it is there for another order of this name, as after a restore, and is taken over.
+            // Not lost: it belongs to a predecessor of the same name, as after a restore, and is taken over.
             known.carry_out.push(key);
         } else {
             self.lost(known, &order);
@@ -201,7 +202,7 @@ impl Repair {
         Ok(Next::Wait)
     }
 
-    /// A volume that changed: where a machine lost its disk, its order is carried out again, which tells how that goes.
+    /// Checks a volume that changed: if it is unhealthy, its VolumeAttachments are reconciled again, which reports a lost disk.
     async fn look_at_volume(&self, known: &Known, id: &VolumeId) -> Result<Next, Failed> {
         let orders = known.orders_of(id);
         if orders.is_empty() {
@@ -216,13 +217,12 @@ impl Repair {
         Ok(Next::Wait)
     }
 
-    /// Tells of a lost attachment, and has the order carried out again.
+    /// Reports a lost attachment and requeues its VolumeAttachment.
     fn lost(&self, known: &Known, order: &VolumeAttachment) {
         let key = Key::of(order);
         let note = format!(
-            "the storage infra has lost the attachment of this volume to machine {}, which VolumeAttachment {key} says is \
-             there: it is to be attached again, and the VolumeAttachment's status says how that went; what used it \
-             meanwhile may have to be restarted",
+            "the storage infra lost the attachment of this volume to node {}, although VolumeAttachment {key} is attached; \
+             attaching it again, see the status of the VolumeAttachment; pods that used the volume may have to be restarted",
             order.spec.node_uuid
         );
         tracing::warn!(attachment = %key, "{note}");
@@ -233,18 +233,18 @@ impl Repair {
 }
 
 impl Known {
-    /// The order that is carried out under this id.
+    /// The VolumeAttachment of this attachment ID.
     fn order(&self, id: &AttachmentId) -> Option<Arc<VolumeAttachment>> {
         let is_its = |order: &VolumeAttachment| id_of(order) == *id;
         let key = match order_of(id)? {
             Named::Order(key) => key,
-            // A name that is too long for an id, and so none of ours: that of any order may be it.
+            // The name is too long for an ID, so search all.
             Named::Hash => Key::of(&*self.orders.informer().find(is_its)?),
         };
         self.orders.get(&key).filter(|order| is_its(order))
     }
 
-    /// The orders that say the disk of a volume is plugged.
+    /// The attached VolumeAttachments of a volume.
     fn orders_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
         let claims =
             self.volumes.of_handle(id.as_str()).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
@@ -252,8 +252,7 @@ impl Known {
         orders.filter_map(|order| self.orders.get(&order)).filter(|order| counts_on(order)).collect()
     }
 
-    /// Has an order carried out again that the infra's attachment is not right for: the infra's own word on it comes
-    /// with that.
+    /// Requeues a VolumeAttachment whose attachment in the storage infra differs from it.
     fn compare(&self, order: &VolumeAttachment, attachment: &Attachment) {
         let wanted = target_of(order, &self.claims, &self.volumes).ok();
         if !is_as_told(order, attachment, wanted.as_ref()) {
@@ -261,7 +260,7 @@ impl Known {
         }
     }
 
-    /// A warning on a claim, where it is there.
+    /// Emits a warning event on a claim, if it exists.
     fn tell(&self, claim: &Key, reason: &str, note: String) {
         if let Some(claim) = self.claims.get(claim) {
             self.events.warning(cluster::reference(&claim), "Repair", reason, note);
@@ -269,17 +268,18 @@ impl Known {
     }
 }
 
-/// Whether the infra has an order's disk as the order says, and as it is wanted where that can be told.
+/// Whether an attachment in the storage infra matches the status of its VolumeAttachment, and the desired attachment if that
+/// can be resolved.
 fn is_as_told(order: &VolumeAttachment, attachment: &Attachment, wanted: Option<&AttachmentSpec>) -> bool {
     let told = order.status.as_ref().and_then(|status| status.disk_uuid.as_deref());
     attachment.state == AttachmentState::Attached
-        // A running machine may have lost the disk, and not taken it again.
+        // A message means that a running VM lost the disk and it could not be attached again.
         && attachment.message.is_none()
         && told == Some(attachment.disk_uuid.to_string().as_str())
         && wanted.is_none_or(|wanted| *wanted == attachment.spec())
 }
 
-/// Whether an order says that its disk is plugged, and is there to stay.
+/// Whether a VolumeAttachment is attached and not terminating.
 fn counts_on(order: &VolumeAttachment) -> bool {
     order.status.as_ref().is_some_and(|status| status.attached) && order.metadata.deletion_timestamp.is_none()
 }
@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_is_as_told_when_it_is_there_as_wanted_under_the_uuid_that_was_told() {
+    fn an_attachment_matches_if_state_disk_uuid_and_desired_spec_are_equal() {
         const DISK: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
         let attachment = |state: &str, message: Option<&str>| -> Attachment {
             serde_json::from_value(json!({
@@ -312,7 +312,11 @@ mod tests {
         assert!(is_as_told(&order(Some(DISK)), &there, Some(&there.spec())));
         let otherwise = AttachmentSpec { read_only: true, ..there.spec() };
         assert!(!is_as_told(&order(Some(DISK)), &there, Some(&otherwise)));
-        assert!(!is_as_told(&order(Some(DISK)), &attachment("attached", Some("cannot plug it again")), None));
+        assert!(!is_as_told(
+            &order(Some(DISK)),
+            &attachment("attached", Some("failed to attach it again")),
+            None
+        ));
         assert!(!is_as_told(&order(Some(DISK)), &attachment("attaching", None), None));
         assert!(!is_as_told(&order(Some("another")), &there, None));
         assert!(!is_as_told(&order(None), &there, None));

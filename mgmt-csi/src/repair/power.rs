@@ -1,5 +1,5 @@
-//! What the storage infra learns of a VM that stops, is saved, or runs again becomes an event on its VirtualMachine: who
-//! owns `status.powerState`, the VM operator, may notice only minutes later.
+//! Power state events: when the storage infra reports that a VM stopped, was saved or runs again, mgmt-csi emits an event on
+//! its VirtualMachine. The VM Operator, which owns `status.powerState`, may notice only minutes later.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -14,12 +14,12 @@ use uuid::Uuid;
 use super::{ANSWER, Failed, Known, Repair};
 use crate::attach::fence::machine_of;
 
-/// What was reported last of each VM.
+/// Last reported state of each VM.
 #[derive(Debug, Default)]
 pub(super) struct States(Mutex<HashMap<Uuid, NodeState>>);
 
 impl States {
-    /// Whether this is to be reported: a change, but not that a VM runs of which nothing else was reported.
+    /// Whether to report this state: it changed, and it is not the first report of a running VM.
     fn is_news(&self, node: Uuid, state: NodeState) -> bool {
         let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = states.insert(node, state).unwrap_or(NodeState::Running);
@@ -28,7 +28,7 @@ impl States {
 }
 
 impl Repair {
-    /// A node that changed: where its VM has disks of ours, its state is reported on it.
+    /// Reports the state of a node that changed, if its VM has disks of this driver.
     pub(super) async fn look_at_node(&self, known: &Known, node: Uuid) -> Result<Next, Failed> {
         let text = node.to_string();
         let Some(attachment) = known.orders.informer().find(|one| one.spec.node_uuid == text) else {
@@ -50,7 +50,7 @@ impl Repair {
     }
 }
 
-/// The VirtualMachine that an attachment was made for.
+/// Object reference to the VirtualMachine of a VolumeAttachment.
 fn reference(attachment: &VolumeAttachment) -> Option<ObjectReference> {
     let owner = machine_of(attachment)?;
     Some(ObjectReference {
@@ -63,22 +63,22 @@ fn reference(attachment: &VolumeAttachment) -> Option<ObjectReference> {
     })
 }
 
-/// The reason and the text of the event.
+/// Reason and note of the event.
 fn report(node: &Node) -> (&'static str, String) {
     let (reason, what) = match node.state {
-        NodeState::Running => ("Running", "runs: its disks are plugged again where they are wanted"),
+        NodeState::Running => ("Running", "runs; its requested disks are attached again"),
         NodeState::Off => (
             "PoweredOff",
-            "is off; its disks are plugged again when it runs, or free when they are asked for",
+            "is powered off; its disks are attached again when it runs, and can be attached to other VMs",
         ),
-        NodeState::Saved => ("Saved", "is saved, and keeps its disks"),
+        NodeState::Saved => ("Saved", "is saved to disk and keeps its volumes"),
         NodeState::Gone => {
-            ("Gone", "is gone from its hypervisor; its disks are free when they are asked for")
+            ("Gone", "no longer exists on its hypervisor; its disks can be attached to other VMs")
         }
-        NodeState::Unknown => ("StateUnknown", "is in a state that is not known, and keeps its disks"),
+        NodeState::Unknown => ("StateUnknown", "is in an unknown state and keeps its disks"),
     };
     let more = node.message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
-    let note = format!("the storage infra sees at hypervisor {} that this VM {what}{more}", node.hypervisor);
+    let note = format!("according to hypervisor {}, this VM {what}{more}", node.hypervisor);
     (reason, note)
 }
 
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_change_is_reported_once_and_a_vm_that_ran_all_along_is_not() {
+    fn a_change_is_reported_once_and_the_first_running_state_is_not() {
         let (states, node) = (States::default(), Uuid::from_u128(1));
         for (state, is_news) in [
             (NodeState::Running, false),
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn the_event_is_on_the_vm_of_the_attachment_and_says_what_the_infra_says() {
+    fn the_event_refers_to_the_vm_and_contains_the_message_of_the_infra() {
         let owner = json!({"apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1"});
         let attachment: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {"name": "vm-1", "namespace": "guest", "ownerReferences": [owner]},

@@ -1,4 +1,4 @@
-//! The comparison of everything, and what is done about disks that nothing orders.
+//! Full comparison with the storage infra, and the handling of dangling attachments.
 
 use std::collections::HashMap;
 use std::sync::{MutexGuard, PoisonError};
@@ -23,16 +23,16 @@ use super::{ANSWER, Failed, Known, Repair, counts_on};
 use crate::attach::order::is_carried_out;
 use crate::cluster;
 
-/// How long the infra may take to unplug a disk; it goes on by itself.
+/// Timeout of a detach call. The detach continues in the storage infra.
 const UNPLUG: Duration = Duration::from_secs(30);
 
-/// How many strays are looked at at once.
+/// Maximum number of dangling attachments that are handled at the same time.
 const STRAYS_AT_ONCE: usize = 8;
 
-/// How soon all is counted again after a disk was unplugged.
+/// Delay of the next full comparison after a detach.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// What became of a stray.
+/// Result of handling a dangling attachment.
 enum Done {
     Unplugged,
     Nothing,
@@ -41,15 +41,15 @@ enum Done {
 type Strays = HashMap<AttachmentId, (Instant, Option<String>)>;
 
 impl Repair {
-    /// Compares all attachments of the infra with all orders.
+    /// Compares all attachments of the storage infra with all VolumeAttachments.
     pub(super) async fn sweep(&self, known: &Known) -> Result<Next, Failed> {
-        // Before the attachments are read: an order that says so by now has its attachment by then.
+        // Listed before the attachments: a VolumeAttachment that is attached now has its attachment in the later list.
         let orders = known.orders.informer().list();
         let attachments = known.infra.list_attachments(None, Instant::now() + ANSWER).await?;
         let there: HashMap<&AttachmentId, &Attachment> =
             attachments.iter().map(|attachment| (&attachment.id, attachment)).collect();
         for order in &orders {
-            // Mostly they are being carried out; one whose change was not told would wait for ever.
+            // Usually it is being reconciled already; this covers a lost event.
             if !is_carried_out(order) {
                 known.carry_out.push(Key::of(&**order));
             }
@@ -76,7 +76,7 @@ impl Repair {
                 next = next.min(left);
             }
         }
-        // One that can't be looked at, or does not leave, doesn't keep the others from it.
+        // One that cannot be checked or detached does not block the others.
         let looks = over.into_iter().map(|stray| self.look_at_stray(known, stray));
         let mut looks = futures::stream::iter(looks).buffer_unordered(STRAYS_AT_ONCE);
         let mut failed = None;
@@ -90,7 +90,7 @@ impl Repair {
         failed.map_or(Ok(Next::After(next)), Err)
     }
 
-    /// How long each stray is still given.
+    /// Remaining grace period of each dangling attachment.
     fn due(&self, strays: &[&Attachment]) -> Vec<Duration> {
         let mut seen = self.seen();
         seen.retain(|id, _| strays.iter().any(|stray| stray.id == *id));
@@ -120,21 +120,19 @@ impl Repair {
                 known.infra.detach(&stray.id, false, UNPLUG).await?;
                 self.metrics.repaired(STRAY_ATTACHMENT);
                 let note = format!(
-                    "volume {} was plugged into machine {} though no VolumeAttachment and no VirtualMachine had asked \
-                     for it for {}: it was unplugged",
+                    "detached volume {} from node {}: no VolumeAttachment and no VirtualMachine had requested it for {}",
                     stray.volume,
                     stray.node,
                     duration::show(self.options.repair_grace)
                 );
-                (Done::Unplugged, "StrayAttachmentRemoved", note)
+                (Done::Unplugged, "DanglingAttachmentRemoved", note)
             }
             Verdict::Leave(reason, why) => {
                 let note = format!(
-                    "volume {} is plugged into machine {} and no VolumeAttachment is there for it; it was left alone: \
-                     {reason}: {why}",
+                    "volume {} is attached to node {} without a VolumeAttachment; it was left alone: {reason}: {why}",
                     stray.volume, stray.node
                 );
-                (Done::Nothing, "StrayAttachment", note)
+                (Done::Nothing, "DanglingAttachment", note)
             }
         };
         if self.is_news(&stray.id, &note) {
@@ -157,7 +155,7 @@ impl Repair {
     }
 }
 
-/// The claim of a stray's volume, as its PersistentVolume says now, and when that was made.
+/// The claim and the creation time of the PersistentVolume of a dangling attachment, read from the API server.
 async fn claim_now(known: &Known, stray: &Attachment) -> Result<Option<(Key, Option<Timestamp>)>, Failed> {
     let handle = Some(stray.volume.as_str());
     let Some(seen) = known.volumes.of_handle(stray.volume.as_str()).into_iter().next() else {
@@ -172,7 +170,7 @@ async fn claim_now(known: &Known, stray: &Attachment) -> Result<Option<(Key, Opt
     Ok(volume.and_then(|volume| Some((cluster::claim_of(&volume.spec)?, made(&volume)))))
 }
 
-/// The orders of a namespace; none where there is no namespace.
+/// The VolumeAttachments of a namespace, read from the API server; none for an empty namespace.
 async fn orders_now(client: &Client, namespace: &str) -> Result<Vec<VolumeAttachment>, Failed> {
     if namespace.is_empty() {
         return Ok(Vec::new());
@@ -184,7 +182,7 @@ async fn orders_now(client: &Client, namespace: &str) -> Result<Vec<VolumeAttach
     Ok(list.items)
 }
 
-/// The machines of a namespace; None where the cluster has no such objects.
+/// The VirtualMachines of a namespace, read from the API server; None if the cluster does not serve them.
 async fn machines_now(client: &Client, namespace: &str) -> Result<Option<Vec<VirtualMachine>>, Failed> {
     if namespace.is_empty() {
         return Ok(None);
@@ -192,7 +190,7 @@ async fn machines_now(client: &Client, namespace: &str) -> Result<Option<Vec<Vir
     machines(client, Some(namespace)).await.map_err(Failed::Cluster)
 }
 
-/// The machines of a namespace, or all; None where the cluster has no such objects.
+/// The VirtualMachines of a namespace, or all; None if the cluster does not serve them.
 pub(super) async fn machines(
     client: &Client,
     namespace: Option<&str>,

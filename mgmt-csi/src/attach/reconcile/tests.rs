@@ -1,3 +1,5 @@
+//! Tests of the reconciler against a fake storage infra.
+
 use std::collections::HashSet;
 use std::convert::Infallible;
 use std::sync::Mutex;
@@ -27,10 +29,10 @@ use crate::infra::{
 const NODE: &str = "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const NEXT_UID: &str = "8f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
-/// The one whose disk leaves.
+/// The attachment whose detach succeeds.
 const LAST: &str = "last";
 
-/// An order whose disk is to leave, or the next one of its name.
+/// A terminating attachment, or the next one of its name.
 fn order(name: &str, uid: &str, version: &str) -> VolumeAttachment {
     serde_json::from_value(json!({
         "metadata": {
@@ -43,7 +45,7 @@ fn order(name: &str, uid: &str, version: &str) -> VolumeAttachment {
     .unwrap()
 }
 
-/// An infra whose detaches all fail but one, and whose orders are gone by the time they do.
+/// A storage infra in which all detaches but one fail, after the VolumeAttachment is gone.
 struct Failing {
     orders: Arc<Latest<VolumeAttachment>>,
     asked: Mutex<HashSet<String>>,
@@ -54,7 +56,9 @@ struct Failing {
 #[async_trait]
 impl StorageInfra for Failing {
     async fn detach(&self, id: &AttachmentId, _: bool, _: Duration) -> Result<(), DetachError> {
-        let Some(Named::Order(key)) = order_of(id) else { panic!("{id} is no order's") };
+        let Some(Named::Order(key)) = order_of(id) else {
+            panic!("{id} is not derived from a VolumeAttachment")
+        };
         if key.name == LAST {
             self.left.store(true, Ordering::SeqCst);
             return Ok(());
@@ -157,7 +161,7 @@ impl StorageInfra for Failing {
     }
 }
 
-/// An API server that has nothing.
+/// An API server without objects.
 fn empty() -> Client {
     let status =
         json!({"kind": "Status", "status": "Failure", "reason": "NotFound", "message": "", "code": 404});
@@ -169,8 +173,8 @@ fn empty() -> Client {
 }
 
 #[tokio::test(start_paused = true)]
-async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
-    let mut names: Vec<String> = (0..AT_ONCE).map(|n| format!("order-{n}")).collect();
+async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
+    let mut names: Vec<String> = (0..AT_ONCE).map(|n| format!("attachment-{n}")).collect();
     names.push(LAST.to_owned());
     let orders = names.iter().map(|name| order(name, UID, "1"));
     let orders = Arc::new(Latest::new(Informer::fixed(orders)));
@@ -198,14 +202,14 @@ async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
     };
     let keys: Vec<Key> = names.iter().map(|name| Key::new("guest", name)).collect();
     let passes = join_all(keys.iter().map(|key| reconciler.reconcile(key)));
-    for pass in timeout(2 * WAIT, passes).await.expect("they wait for each other's turns") {
+    for pass in timeout(2 * WAIT, passes).await.expect("deadlock on slots") {
         assert_eq!(pass.unwrap(), Next::Wait);
     }
     assert!(infra.left.load(Ordering::SeqCst));
 }
 
 #[test]
-fn an_order_that_waits_is_small() {
+fn the_future_of_a_reconcile_is_small() {
     fn size<'a, F: Future>(_: impl Fn(&'a Reconciler, &'a Key) -> F) -> usize {
         size_of::<F>()
     }

@@ -1,4 +1,5 @@
-//! What nothing uses, found without I/O. Each says whether it can be removed, or why a person must decide.
+//! Search for orphans in the inventory, without I/O. Each orphan is either removable, or has the reason why an operator must
+//! decide.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -19,12 +20,12 @@ use crate::cluster::{self, is_bound_back, volume_name};
 use crate::infra::volume_id;
 use crate::repair::judge::{Facts, Verdict, judge};
 
-/// What kind of thing is orphaned.
+/// Kind of the orphaned object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
-    /// A claim of a guest.
+    /// PersistentVolumeClaim of a guest.
     Claim,
-    /// A released PersistentVolume.
+    /// Released PersistentVolume.
     Volume,
     InfraVolume,
     InfraSnapshot,
@@ -43,15 +44,15 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Whether it can be removed.
+/// Whether an orphan can be removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Removal {
     Delete,
-    /// And why not.
+    /// It cannot, for this reason.
     Keep(String),
 }
 
-/// One thing that nothing uses.
+/// An unused object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Orphan {
     pub(super) kind: Kind,
@@ -60,29 +61,29 @@ pub(super) struct Orphan {
     pub(super) uid: Option<String>,
     pub(super) resource_version: Option<String>,
     pub(super) bytes: Option<u64>,
-    /// Since it is an orphan, or, where nobody wrote that down, since it is there.
+    /// Time since it became an orphan, or since its creation if that is not recorded.
     pub(super) age: Option<Duration>,
-    /// One CamelCase word.
+    /// Reason in CamelCase.
     pub(super) reason: String,
-    /// Why it is called an orphan.
+    /// Why it is an orphan.
     pub(super) message: String,
     pub(super) removal: Removal,
 }
 
 impl Orphan {
-    /// Namespace and name.
+    /// `<namespace>/<name>`, or the name alone.
     pub(super) fn full_name(&self) -> String {
         Key::new(self.namespace.clone().unwrap_or_default(), self.name.clone()).to_string()
     }
 
-    /// Whether both are about the same thing.
+    /// Whether both describe the same object.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         self.kind == other.kind && self.full_name() == other.full_name() && self.uid == other.uid
     }
 }
 
-/// All that nothing uses, by kind and name. Where the infra is not `exclusive`ly this cluster's, what this one does not
-/// know there may be another's.
+/// All orphans, sorted by kind and name. Unless the storage infra is `exclusive` to this cluster, unknown volumes and
+/// snapshots are kept: they may belong to another cluster.
 pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
     let mut found: Vec<Orphan> = world.claims.iter().filter_map(|claim| of_claim(world, claim)).collect();
     found.extend(world.volumes.iter().filter_map(|volume| of_volume(world, volume)));
@@ -109,7 +110,7 @@ pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
             && orphan.removal == Removal::Delete
         {
             orphan.removal = Removal::Keep(
-                "another cluster may use it: where none uses this infra, say so with --exclusive-infra"
+                "another cluster may use it; if no other cluster uses this storage infra, set --exclusive-infra"
                     .to_owned(),
             );
         }
@@ -118,8 +119,8 @@ pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
     found
 }
 
-/// The volume that is made, or was just made, for a claim that waits. csi-provisioner names it after the claim, as its
-/// `--volume-name-prefix` is by default.
+/// ID of the volume that is being created for a pending claim. csi-provisioner derives the name from the UID of the claim,
+/// with the default `--volume-name-prefix`.
 fn to_come(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default())))
@@ -141,9 +142,11 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     {
         (Some(since), _) => {
             let reason = marked(ANNOTATION_ORPHANED_REASON).unwrap_or("VolumeGone");
-            (since, reason, "no PersistentVolume of its guest names it any more")
+            (since, reason, "no PersistentVolume of its guest refers to it any more")
         }
-        (None, Some(since)) => (since, "Retained", "its guest let go of it with reclaim policy Retain"),
+        (None, Some(since)) => {
+            (since, "Retained", "its guest PersistentVolume with reclaim policy Retain was deleted")
+        }
         (None, None) => return None,
     };
     let volume = world.volumes.iter().find(|volume| {
@@ -166,19 +169,21 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     });
     let removal = if reason != "VolumeGone" {
         Removal::Keep(match reason {
-            "Retained" => "its guest said Retain: delete the claim by hand".to_owned(),
-            _ => "the guest's claim still says that it has this volume".to_owned(),
+            "Retained" => "reclaim policy Retain in its guest: delete the claim manually".to_owned(),
+            _ => "the guest PVC still refers to this volume".to_owned(),
         })
     } else if claim.metadata.deletion_timestamp.is_some() {
         Removal::Keep("it is being deleted".to_owned())
     } else if policy != Some("Delete") {
-        Removal::Keep("its PersistentVolume is gone or says Retain: delete the claim by hand".to_owned())
+        Removal::Keep(
+            "its PersistentVolume is gone or has reclaim policy Retain: delete the claim manually".to_owned(),
+        )
     } else if let Some(order) = order {
-        Removal::Keep(format!("VolumeAttachment {} has it", order.name_any()))
+        Removal::Keep(format!("VolumeAttachment {} refers to it", order.name_any()))
     } else if let Some(machine) = wanting {
-        Removal::Keep(format!("VirtualMachine {} has it in spec.volumes", machine.name_any()))
+        Removal::Keep(format!("VirtualMachine {} lists it in spec.volumes", machine.name_any()))
     } else if let Some(attachment) = plugged {
-        Removal::Keep(format!("the infra has it attached to machine {}", attachment.node))
+        Removal::Keep(format!("it is attached to node {} in the storage infra", attachment.node))
     } else if !consumers.is_empty() {
         Removal::Keep(format!("other guests use it: {}", consumers.join(", ")))
     } else {
@@ -220,12 +225,12 @@ fn of_volume(world: &World, volume: &Volume) -> Option<Orphan> {
         reason: "Released".to_owned(),
         message: format!("its claim{was} is gone"),
         removal: Removal::Keep(format!(
-            "reclaim policy Retain: delete the PersistentVolume by hand, and volume {handle} of the infra is listed here"
+            "reclaim policy Retain: delete the PersistentVolume manually; then volume {handle} of the storage infra is listed"
         )),
     })
 }
 
-/// The claim that something in the infra was made for, as its maker wrote on it.
+/// The object for which a volume or snapshot was created, from the labels that mgmt-csi set.
 fn maker(labels: &Labels, of: &str) -> Option<Key> {
     Some(Key::new(labels.get("namespace")?.clone(), labels.get(of)?.clone()))
 }
@@ -234,14 +239,14 @@ fn of_infra_volume(world: &World, volume: &InfraVolume) -> Orphan {
     let claim = maker(&volume.labels, "pvc");
     let is_there = claim.as_ref().is_some_and(|claim| world.claims.iter().any(|one| Key::of(one) == *claim));
     let removal = match &claim {
-        None => Removal::Keep("it does not say that mgmt-csi made it for a claim".to_owned()),
+        None => Removal::Keep("its labels do not name a claim for which mgmt-csi created it".to_owned()),
         Some(claim) if is_there => Removal::Keep(format!(
-            "claim {claim}, for which it was made, is there: restore the PersistentVolume"
+            "claim {claim}, for which it was created, exists: restore the PersistentVolume"
         )),
         Some(_) if !volume.attached_to.is_empty() => Removal::Keep("it is attached".to_owned()),
         Some(_) => Removal::Delete,
     };
-    let made_for = claim.map_or_else(String::new, |claim| format!("; it was made for claim {claim}"));
+    let made_for = claim.map_or_else(String::new, |claim| format!("; it was created for claim {claim}"));
     Orphan {
         kind: Kind::InfraVolume,
         namespace: None,
@@ -251,7 +256,7 @@ fn of_infra_volume(world: &World, volume: &InfraVolume) -> Orphan {
         bytes: Some(volume.capacity_bytes),
         age: since(world.now, Some(&volume.created_at)),
         reason: "NoPersistentVolume".to_owned(),
-        message: format!("no PersistentVolume of this cluster names it{made_for}"),
+        message: format!("no PersistentVolume of this cluster refers to it{made_for}"),
         removal,
     }
 }
@@ -260,9 +265,12 @@ fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
     let made_for = maker(&snapshot.labels, "snapshot");
     let removal = match &made_for {
         Some(_) => Removal::Delete,
-        None => Removal::Keep("it does not say that mgmt-csi took it for a VolumeSnapshot".to_owned()),
+        None => {
+            Removal::Keep("its labels do not name a VolumeSnapshot for which mgmt-csi created it".to_owned())
+        }
     };
-    let made_for = made_for.map_or_else(String::new, |name| format!("; it was taken for {name}"));
+    let made_for =
+        made_for.map_or_else(String::new, |name| format!("; it was created for VolumeSnapshot {name}"));
     Orphan {
         kind: Kind::InfraSnapshot,
         namespace: None,
@@ -272,7 +280,7 @@ fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
         bytes: Some(snapshot.capacity_bytes),
         age: since(world.now, Some(&snapshot.created_at)),
         reason: "NoSnapshotContent".to_owned(),
-        message: format!("no VolumeSnapshotContent of this cluster names it{made_for}"),
+        message: format!("no VolumeSnapshotContent of this cluster refers to it{made_for}"),
         removal,
     }
 }
@@ -289,7 +297,7 @@ fn of_infra_attachment(world: &World, attachment: &Attachment, volume: Option<&V
     };
     let (reason, removal) = match judge(&facts) {
         Verdict::Ordered => return None,
-        Verdict::Detach => ("NoOrder", Removal::Delete),
+        Verdict::Detach => ("NoVolumeAttachment", Removal::Delete),
         Verdict::Leave(reason, why) => (reason, Removal::Keep(why)),
     };
     Some(Orphan {
@@ -302,7 +310,7 @@ fn of_infra_attachment(world: &World, attachment: &Attachment, volume: Option<&V
         age: since(world.now, Some(&attachment.created_at)),
         reason: reason.to_owned(),
         message: format!(
-            "no VolumeAttachment is there for volume {} in machine {}",
+            "volume {} is attached to node {} without a VolumeAttachment",
             attachment.volume, attachment.node
         ),
         removal,
@@ -367,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn an_orphaned_claim_goes_unless_its_policy_its_guest_or_another_guest_keeps_it() {
+    fn an_orphaned_claim_is_removable_unless_its_policy_or_a_guest_keeps_it() {
         let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
         let with = |more: Value| {
             let mut all = orphaned.clone();
@@ -389,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn an_orphaned_claim_that_a_machine_has_or_wants_is_kept_whatever_its_mark_says() {
+    fn an_orphaned_claim_that_a_vm_has_or_requests_is_kept() {
         let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
         let bound = || World {
             claims: vec![claim(orphaned.clone(), "Bound")],
@@ -417,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn an_infra_volume_is_an_orphan_only_when_nothing_names_it_or_will() {
+    fn an_infra_volume_is_an_orphan_only_if_no_volume_and_no_pending_claim_needs_it() {
         let labels = json!({"namespace": "guest", "pvc": "data"});
         let found = |claims: Vec<PersistentVolumeClaim>, volumes: Vec<Volume>, labels: &Value| {
             let infra_volumes = vec![infra_volume(labels.clone())];
@@ -429,11 +437,14 @@ mod tests {
         assert!(is_kept(&found(vec![claim(json!({}), "Lost")], Vec::new(), &labels)));
         assert!(is_kept(&found(Vec::new(), Vec::new(), &json!({}))));
         let infra_volumes = vec![infra_volume(labels)];
-        assert!(is_kept(&find(&World { infra_volumes, ..world() }, false)), "it may be another cluster's");
+        assert!(
+            is_kept(&find(&World { infra_volumes, ..world() }, false)),
+            "it may belong to another cluster"
+        );
     }
 
     #[test]
-    fn a_released_volume_that_is_to_be_kept_is_listed_and_never_removed() {
+    fn a_released_volume_with_policy_retain_is_listed_and_never_removable() {
         let found = |policy, phase| find(&World { volumes: vec![volume(policy, phase)], ..world() }, true);
         assert!(is_kept(&found("Retain", "Released")));
         assert!(found("Retain", "Bound").is_empty() && found("Delete", "Released").is_empty());

@@ -22,14 +22,14 @@ use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 
-use crate::attach::Attach;
-use crate::attach::fence::Fence;
+use crate::attachment::AttachController;
+use crate::attachment::fence::Fence;
 use crate::capacity::Capacity;
-use crate::claims::Keeper;
+use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
-use crate::infra::{InfraArgs, StorageInfra, follow, monitor};
-use crate::repair;
+use crate::infra::{InfraArgs, StorageInfra, monitor, subscribe};
+use crate::repair::{self, Repair};
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
@@ -68,13 +68,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
 
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
-    let attach = Attach::new(&mut registry, args.parallel_attachments.into(), args.fence, args.repair);
+    let attach = AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence);
+    let repair = Repair::new(&mut registry, args.repair);
     let election = args.lease.election("mgmt-csi", &client, args.kubeconfig.as_deref(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
-    let claims = Keeper::new(&mut registry, &cluster);
+    let claims = ClaimController::new(&mut registry, &cluster);
     let capacity = Capacity::default();
-    let copies = (cluster.claims(), cluster.volumes());
+    let caches = (cluster.claims(), cluster.volumes());
     let cluster = claims.watch(attach.watch(cluster));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
@@ -86,7 +87,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
-    let controller = Controller::new(infra.clone(), client.clone(), copies.clone());
+    let controller = Controller::new(infra.clone(), client.clone(), caches.clone());
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();
@@ -101,19 +102,25 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let (to_claims, to_capacity, to_orders) = (claims.news(), capacity.news(), attach.news());
+    let on_infra_event = (
+        claims.on_infra_event(),
+        repair.on_infra_event(),
+        attach.on_infra_event(),
+        capacity.on_infra_event(),
+    );
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
             return;
         }
         cluster.start(&ready, &stop);
-        let attachments = attach.start(client.clone(), copies, infra.clone(), &ready, stop.clone());
+        let attachments = attach.start(client.clone(), caches, infra.clone(), &ready, stop.clone());
         let capacity = args
             .capacity_namespace
             .as_deref()
             .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
         let leading = async {
             let Some(attachments) = attachments.await else { return };
+            let shared = attachments.shared();
             // Reconcilers that write: they run in the leader only.
             let term = || async {
                 let publish = async {
@@ -121,24 +128,26 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
                         capacity.run().await;
                     }
                 };
-                let keep = claims.keep(client.clone(), infra.clone(), stop.clone());
-                tokio::join!(attachments.run(&infra_back), keep, publish);
+                let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
+                let claims = claims.run(client.clone(), infra.clone(), stop.clone());
+                tokio::join!(attach, claims, publish);
             };
             election.lead(&ready, &stop, term).await;
         };
-        let reading = claims.read(infra.clone(), stop.clone());
-        let news = follow(
+        let conditions = claims.refresh_conditions(infra.clone(), stop.clone());
+        let events = subscribe(
             infra.clone(),
-            |news| {
-                to_claims(news);
-                to_orders(news);
-                to_capacity(news);
+            |event| {
+                on_infra_event.0(event);
+                on_infra_event.1(event);
+                on_infra_event.2(event);
+                on_infra_event.3(event);
             },
             stop.clone(),
         );
         // `biased` polls this last, once each of the others has started.
-        let begun = async { wired.pass() };
-        tokio::join!(biased; leading, reading, news, begun);
+        let started = async { wired.pass() };
+        tokio::join!(biased; leading, conditions, events, started);
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
     let (csi, http, (), ()) = tokio::join!(csi, http, work, watch_infra);

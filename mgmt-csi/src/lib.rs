@@ -2,10 +2,11 @@
 //! VMs for `VolumeAttachment`s.
 
 pub mod app;
-pub mod attach;
+pub mod attachment;
 pub mod capacity;
 pub mod claims;
 pub mod cluster;
 pub mod controller;
 pub mod infra;
 pub mod repair;
+pub mod volume_attachment;

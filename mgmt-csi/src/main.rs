@@ -23,23 +23,23 @@ fn command() -> Command {
 
 fn main() -> ExitCode {
     let matches = command().get_matches();
-    let asked = match matches.subcommand() {
-        Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Asked::Orphans),
-        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Asked::Driver),
+    let invocation = match matches.subcommand() {
+        Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Invocation::Orphans),
+        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Invocation::Driver),
     };
     let logs = LogArgs::from_arg_matches(matches.subcommand().map_or(&matches, |(_, matches)| matches));
-    let (asked, logs) = match (asked, logs) {
-        (Ok(asked), Ok(logs)) => (asked, logs),
+    let (invocation, logs) = match (invocation, logs) {
+        (Ok(invocation), Ok(logs)) => (invocation, logs),
         (Err(error), _) | (_, Err(error)) => error.format(&mut command()).exit(),
     };
-    match asked {
-        Asked::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
-        Asked::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
+    match invocation {
+        Invocation::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
+        Invocation::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
     }
 }
 
 /// The parsed command.
-enum Asked {
+enum Invocation {
     Driver(Box<app::Args>),
     Orphans(orphans::Args),
 }

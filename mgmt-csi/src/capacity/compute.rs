@@ -22,7 +22,7 @@ pub(super) struct Entry {
 }
 
 /// One entry per class of this driver and zone; also one without a zone if there are pools without a zone, or no pools.
-pub(super) fn wanted(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
+pub(super) fn desired(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
     let mut zones: BTreeSet<Option<&str>> = pools.iter().map(zone_of).collect();
     if zones.is_empty() {
         zones.insert(None);
@@ -100,7 +100,7 @@ mod tests {
             class("foreign", "other", json!({})),
         ];
         assert_eq!(
-            numbers(&wanted(&classes, &pools)),
+            numbers(&desired(&classes, &pools)),
             [
                 ("any", None, 3, 3),
                 ("any", Some("a"), 15, 7),
@@ -122,7 +122,7 @@ mod tests {
         cordoned.cordoned = true;
         sick.healthy = false;
         let pools = [cordoned, sick, pool("p", None, 4), pool("q", None, 8)];
-        assert_eq!(numbers(&wanted(&classes, &pools)), [("any", None, 4, 4), ("bad", None, 0, 0)]);
-        assert_eq!(numbers(&wanted(&classes[..1], &[])), [("any", None, 0, 0)]);
+        assert_eq!(numbers(&desired(&classes, &pools)), [("any", None, 4, 4), ("bad", None, 0, 0)]);
+        assert_eq!(numbers(&desired(&classes[..1], &[])), [("any", None, 0, 0)]);
     }
 }

@@ -35,19 +35,20 @@ pub(super) struct Publisher {
 impl Publisher {
     /// Creates, updates and deletes objects. Continues after a failure, and returns the last one.
     pub(super) async fn publish(&self, entries: Vec<Entry>) -> Result<(), String> {
-        let wanted: HashMap<String, Entry> = entries.into_iter().map(|entry| (name(&entry), entry)).collect();
+        let desired: HashMap<String, Entry> =
+            entries.into_iter().map(|entry| (name(&entry), entry)).collect();
         let published = self.published.list();
         let mut outcome = Ok(());
         for old in &published {
-            if !wanted.contains_key(&old.name_any()) {
+            if !desired.contains_key(&old.name_any()) {
                 let removed = self.api.delete(&old.name_any(), &DeleteParams::default()).await;
-                keep(&mut outcome, "remove", &old.name_any(), removed.map(drop));
+                record(&mut outcome, "remove", &old.name_any(), removed.map(drop));
             }
         }
-        for (name, entry) in &wanted {
+        for (name, entry) in &desired {
             let old = published.iter().find(|old| old.name_any() == *name);
             let written = match old {
-                Some(old) if says(old, entry) => continue,
+                Some(old) if matches(old, entry) => continue,
                 Some(_) => {
                     let patch = Patch::Merge(json!({
                         "capacity": number(entry.free_bytes),
@@ -57,14 +58,14 @@ impl Publisher {
                 }
                 None => self.api.create(&PostParams::default(), &object(name, entry)).await,
             };
-            keep(&mut outcome, "write", name, written.map(drop));
+            record(&mut outcome, "write", name, written.map(drop));
         }
         outcome
     }
 }
 
 /// Records a failure. AlreadyExists and NotFound do not count: another replica wrote first, and the watch shows the result.
-fn keep(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::Result<()>) {
+fn record(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::Result<()>) {
     match result {
         Ok(()) => {}
         Err(kube::Error::Api(status)) if status.is_already_exists() || status.is_not_found() => {}
@@ -81,7 +82,7 @@ fn name(entry: &Entry) -> String {
     format!("nestor-{}", &hash[..32])
 }
 
-fn says(object: &CSIStorageCapacity, entry: &Entry) -> bool {
+fn matches(object: &CSIStorageCapacity, entry: &Entry) -> bool {
     object.capacity.as_ref().and_then(quantity::value) == Some(entry.free_bytes)
         && object.maximum_volume_size.as_ref().and_then(quantity::value) == Some(entry.max_volume_bytes)
 }
@@ -116,10 +117,10 @@ mod tests {
         let mut entry = Entry { class: "c".into(), zone: None, free_bytes: 5000, max_volume_bytes: 1 << 30 };
         let mut published = object(&name(&entry), &entry);
         published.capacity = Some(Quantity("5k".into()));
-        assert!(says(&published, &entry));
+        assert!(matches(&published, &entry));
         assert_eq!(published.node_topology, Some(LabelSelector::default()));
         entry.max_volume_bytes += 1;
-        assert!(!says(&published, &entry));
+        assert!(!matches(&published, &entry));
         let everywhere = name(&entry);
         entry.zone = Some("a".into());
         assert_ne!(name(&entry), everywhere);

@@ -33,11 +33,11 @@ pub(super) fn changes(
     if !is_bound_back(&volume.spec, claim) {
         return Changes::default();
     }
-    let wanted = is_kept(volume).then_some(RETAIN);
-    let told = annotation(claim, ANNOTATION_RECLAIM_POLICY);
+    let desired = is_kept(volume).then_some(RETAIN);
+    let current = annotation(claim, ANNOTATION_RECLAIM_POLICY);
     Changes {
-        reclaim_policy: (told != wanted).then_some(wanted),
-        healthy: healthy(told_condition(claim), condition, now),
+        reclaim_policy: (current != desired).then_some(desired),
+        healthy: healthy(current_condition(claim), condition, now),
     }
 }
 
@@ -48,24 +48,26 @@ pub(super) fn is_kept(volume: &PersistentVolume) -> bool {
 
 /// The condition to write, if it differs from the present one. A volume that was always healthy has none.
 fn healthy(
-    told: Option<&PersistentVolumeClaimCondition>,
+    current: Option<&PersistentVolumeClaimCondition>,
     condition: &Condition,
     now: &Time,
 ) -> Option<PersistentVolumeClaimCondition> {
-    let was = told.map(|told| told.status.as_str());
+    let was = current.map(|current| current.status.as_str());
     let (status, reason, message) = match condition {
         Condition::Unknown => return None,
         Condition::Normal if was.is_none_or(|was| was == "True") => return None,
         Condition::Normal => ("True", NORMAL, "the volume is healthy again"),
         Condition::Abnormal(message) => ("False", ABNORMAL, message.as_str()),
     };
-    if let Some(told) = told
-        && told.status == status
-        && told.message.as_deref() == Some(message)
+    if let Some(current) = current
+        && current.status == status
+        && current.message.as_deref() == Some(message)
     {
         return None;
     }
-    let since = told.filter(|told| told.status == status).and_then(|told| told.last_transition_time.clone());
+    let since = current
+        .filter(|current| current.status == status)
+        .and_then(|current| current.last_transition_time.clone());
     Some(PersistentVolumeClaimCondition {
         type_: CONDITION_HEALTHY.to_owned(),
         status: status.to_owned(),
@@ -77,14 +79,14 @@ fn healthy(
 }
 
 /// The annotation and the condition that this controller maintains on the claim.
-pub(super) fn told_of(
+pub(super) fn reported(
     claim: &PersistentVolumeClaim,
 ) -> (Option<String>, Option<PersistentVolumeClaimCondition>) {
     let policy = annotation(claim, ANNOTATION_RECLAIM_POLICY).map(str::to_owned);
-    (policy, told_condition(claim).cloned())
+    (policy, current_condition(claim).cloned())
 }
 
-fn told_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
+fn current_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
     claim.status.conditions.iter().find(|condition| condition.type_ == CONDITION_HEALTHY)
 }
 
@@ -140,9 +142,9 @@ mod tests {
     fn retain_is_written_and_removed_once_each() {
         let mut claim = claim();
         let (keep, drop) = (volume("Retain", "u1"), volume("Delete", "u1"));
-        let told = changes(&claim, &keep, &Condition::Unknown, &at(1));
-        assert_eq!(told.reclaim_policy, Some(Some("Retain")));
-        write(&mut claim, told);
+        let current = changes(&claim, &keep, &Condition::Unknown, &at(1));
+        assert_eq!(current.reclaim_policy, Some(Some("Retain")));
+        write(&mut claim, current);
         assert_eq!(changes(&claim, &keep, &Condition::Normal, &at(2)), Changes::default());
         let back = changes(&claim, &drop, &Condition::Normal, &at(3));
         assert_eq!(back.reclaim_policy, Some(None));
@@ -165,8 +167,11 @@ mod tests {
             changes.healthy
         };
         let broken = Condition::Abnormal("pool p is unavailable".into());
-        let told = step(&broken, 5).unwrap();
-        assert_eq!((told.status.as_str(), told.message.as_deref()), ("False", Some("pool p is unavailable")));
+        let current = step(&broken, 5).unwrap();
+        assert_eq!(
+            (current.status.as_str(), current.message.as_deref()),
+            ("False", Some("pool p is unavailable"))
+        );
         assert_eq!(step(&broken, 6), None);
         let other = step(&Condition::Abnormal("the file is gone".into()), 7).unwrap();
         assert_eq!(other.last_transition_time, Some(at(5)));

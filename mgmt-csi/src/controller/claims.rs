@@ -16,13 +16,13 @@ use tonic::Status;
 use crate::cluster::annotation;
 
 /// How long to wait for a claim to appear in the cache before it is read from the API server.
-const BEHIND: Duration = Duration::from_millis(200);
+const CACHE_LAG: Duration = Duration::from_millis(200);
 
 /// Reads and annotates claims.
 #[derive(Clone)]
 pub(super) struct Claims {
     pub(super) client: Client,
-    pub(super) seen: Informer<PersistentVolumeClaim>,
+    pub(super) cache: Informer<PersistentVolumeClaim>,
 }
 
 impl Claims {
@@ -33,9 +33,9 @@ impl Claims {
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, Status> {
         // The cache of csi-provisioner can be ahead of ours.
-        let soon = deadline.min(Instant::now() + BEHIND);
-        if let Some(seen) = self.seen.wait_for(key, soon, |claim| Some(claim?.clone())).await {
-            return Ok(Some(seen));
+        let soon = deadline.min(Instant::now() + CACHE_LAG);
+        if let Some(cache) = self.cache.wait_for(key, soon, |claim| Some(claim?.clone())).await {
+            return Ok(Some(cache));
         }
         match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
             Ok(Ok(found)) => Ok(found.map(Arc::new)),
@@ -50,7 +50,7 @@ impl Claims {
     }
 
     /// Writes the accessible zone of the volume to its claim, unless it is set already.
-    pub(super) async fn tell_zone(
+    pub(super) async fn annotate_zone(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
@@ -106,7 +106,7 @@ pub(super) fn requested_zones(key: &Key, claim: &PersistentVolumeClaim) -> Resul
 mod tests {
     use super::*;
 
-    fn asked(zones: &str) -> Result<Vec<String>, Status> {
+    fn requested(zones: &str) -> Result<Vec<String>, Status> {
         let mut claim = PersistentVolumeClaim::default();
         claim.metadata.annotations = Some([(ANNOTATION_REQUESTED_ZONES.to_owned(), zones.to_owned())].into());
         requested_zones(&Key::new("guest-a", "data"), &claim)
@@ -114,12 +114,16 @@ mod tests {
 
     #[test]
     fn zones_keep_their_order_and_too_many_are_refused() {
-        assert_eq!(asked("b, a,,").unwrap(), ["b", "a"]);
-        assert_eq!(asked(&vec!["z"; MAX_REQUESTED_ZONES].join(",")).unwrap().len(), MAX_REQUESTED_ZONES);
-        for (zones, said) in [(vec!["z"; 17_000].join(","), "17000 zones"), ("z".repeat(64), "64 bytes")] {
-            let status = asked(&zones).unwrap_err();
+        assert_eq!(requested("b, a,,").unwrap(), ["b", "a"]);
+        assert_eq!(requested(&vec!["z"; MAX_REQUESTED_ZONES].join(",")).unwrap().len(), MAX_REQUESTED_ZONES);
+        for (zones, expected) in [(vec!["z"; 17_000].join(","), "17000 zones"), ("z".repeat(64), "64 bytes")]
+        {
+            let status = requested(&zones).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
-            assert!(status.message().contains(said) && status.message().contains("guest-a/data"), "{status}");
+            assert!(
+                status.message().contains(expected) && status.message().contains("guest-a/data"),
+                "{status}"
+            );
         }
     }
 

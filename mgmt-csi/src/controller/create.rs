@@ -26,16 +26,16 @@ impl Controller {
         let name = required("name", &request.name)?;
         let id = volume_id(name);
         let _guard = self.locks.acquire(id.as_str())?;
-        match self.make(&id, name, request, deadline).await {
-            Err(refusal) if says_that_nothing_is_there(refusal.code()) => {
-                Err(self.unless_there(&id, refusal, deadline).await)
+        match self.create_volume(&id, name, request, deadline).await {
+            Err(refusal) if is_final(refusal.code()) => {
+                Err(self.retryable_if_created(&id, refusal, deadline).await)
             }
-            made => made,
+            created => created,
         }
     }
 
     /// Turns a final error into a retryable one if the volume exists or may exist.
-    async fn unless_there(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
+    async fn retryable_if_created(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
         match self.infra.get_volume(id, deadline).await {
             Ok(None) => refusal,
             Ok(Some(volume)) => Status::aborted(format!(
@@ -50,7 +50,7 @@ impl Controller {
         }
     }
 
-    async fn make(
+    async fn create_volume(
         &self,
         id: &VolumeId,
         name: &str,
@@ -71,9 +71,9 @@ impl Controller {
         if let Some((key, claim)) = &claim {
             placement.zones = claims::requested_zones(key, claim)?;
         } else if claim_key.is_some()
-            && let Some(made) = self.made_before(id, deadline).await?
+            && let Some(created) = self.created_before(id, deadline).await?
         {
-            return Ok(to_proto(&Volume { source, ..made }));
+            return Ok(to_proto(&Volume { source, ..created }));
         }
         let qos = limits::read(&request.mutable_parameters)?;
         let size = self.size(id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
@@ -101,7 +101,7 @@ impl Controller {
             volume = self.infra.limit_volume(id, &spec.qos, deadline).await?;
         }
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
-            self.claims.tell_zone(key, claim, zone, deadline).await?;
+            self.claims.annotate_zone(key, claim, zone, deadline).await?;
         }
         tracing::info!(volume = %id, name, bytes = volume.capacity_bytes, pool = %volume.pool, "created");
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
@@ -117,10 +117,10 @@ impl Controller {
         deadline: Instant,
     ) -> Result<Size, Status> {
         let Some(source) = source else { return Size::from_range(range, DEFAULT_SIZE) };
-        if let Some(made) = self.infra.get_volume(id, deadline).await? {
-            return Size::from_range(range, made.capacity_bytes);
+        if let Some(created) = self.infra.get_volume(id, deadline).await? {
+            return Size::from_range(range, created.capacity_bytes);
         }
-        let (what, least) = match source {
+        let (what, source_bytes) = match source {
             VolumeSource::Snapshot(id) => {
                 let snapshot = self.infra.get_snapshot(id, deadline).await?;
                 (format!("snapshot {id}"), snapshot.map(|snapshot| snapshot.capacity_bytes))
@@ -130,15 +130,15 @@ impl Controller {
                 (format!("volume {id}"), volume.map(|volume| volume.capacity_bytes))
             }
         };
-        let least = least.ok_or_else(|| {
+        let source_bytes = source_bytes.ok_or_else(|| {
             Status::not_found(format!("the storage infra has no {what}, the source of volume {id}"))
         })?;
-        beginning_with(&format!("volume {id}"), range, &what, least)
+        size_with_source(&format!("volume {id}"), range, &what, source_bytes)
     }
 
     /// The volume that an earlier request created for a claim that is gone by now. csi-provisioner retries until it gets the
     /// volume, and then deletes it.
-    async fn made_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
+    async fn created_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
         match self.infra.get_volume(id, deadline).await? {
             Some(volume) if volume.state == VolumeState::Ready => Ok(Some(volume)),
             Some(volume) => Err(Status::aborted(format!(
@@ -152,24 +152,24 @@ impl Controller {
 
 /// Whether csi-provisioner treats a code as final, with no volume left behind. ALREADY_EXISTS itself means that a volume
 /// exists.
-fn says_that_nothing_is_there(code: Code) -> bool {
+fn is_final(code: Code) -> bool {
     !matches!(
         code,
         Code::Unavailable | Code::Aborted | Code::Cancelled | Code::DeadlineExceeded | Code::AlreadyExists
     )
 }
 
-/// Required size and limit of a volume whose source has `least` bytes.
-fn beginning_with(
+/// Required size and limit of a volume whose source has `source_bytes` bytes.
+fn size_with_source(
     volume: &str,
     range: Option<&proto::CapacityRange>,
     source: &str,
-    least: u64,
+    source_bytes: u64,
 ) -> Result<Size, Status> {
-    let size = Size::from_range(range, least)?;
-    if size.required < least {
+    let size = Size::from_range(range, source_bytes)?;
+    if size.required < source_bytes {
         return Err(Status::out_of_range(format!(
-            "{volume} is requested with {} bytes, but its source {source} has {least}; request at least {least} bytes",
+            "{volume} is requested with {} bytes, but its source {source} has {source_bytes}; request at least {source_bytes} bytes",
             size.required
         )));
     }
@@ -210,9 +210,9 @@ mod tests {
     fn a_volume_is_at_least_as_large_as_its_source() {
         let of = |required_bytes, limit_bytes| {
             let range = proto::CapacityRange { required_bytes, limit_bytes };
-            beginning_with("volume v", Some(&range), "snapshot s", 10)
+            size_with_source("volume v", Some(&range), "snapshot s", 10)
         };
-        assert_eq!(beginning_with("volume v", None, "snapshot s", 10).unwrap().required, 10);
+        assert_eq!(size_with_source("volume v", None, "snapshot s", 10).unwrap().required, 10);
         assert_eq!(of(0, 20).unwrap(), Size { required: 10, limit: Some(20) });
         assert_eq!(of(15, 0).unwrap().required, 15);
         for short in [of(9, 0), of(0, 9), of(9, 20)] {

@@ -1,15 +1,15 @@
 //! CSI Controller service: translates requests to storage infra operations, and their results to responses.
 
 mod access;
-mod change;
 mod claims;
 mod create;
+mod deletion_guard;
 mod limits;
+mod modify;
 mod pages;
 pub(crate) mod parameters;
 mod service;
 mod snapshots;
-mod volumes;
 
 use std::sync::Arc;
 
@@ -25,14 +25,14 @@ use tonic::Status;
 use crate::cluster::Volumes;
 use crate::infra::StorageInfra;
 use claims::Claims;
-use volumes::PersistentVolumes;
+use deletion_guard::DeletionGuard;
 
 /// The Controller service.
 #[derive(Clone)]
 pub struct Controller {
     infra: Arc<dyn StorageInfra>,
     claims: Claims,
-    volumes: PersistentVolumes,
+    deletion_guard: DeletionGuard,
     locks: VolumeLocks,
 }
 
@@ -49,8 +49,13 @@ impl Controller {
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
     ) -> Self {
-        let volumes = PersistentVolumes { client: client.clone(), seen: volumes };
-        Self { infra, claims: Claims { client, seen: claims }, volumes, locks: VolumeLocks::default() }
+        let deletion_guard = DeletionGuard { client: client.clone(), cache: volumes };
+        Self {
+            infra,
+            claims: Claims { client, cache: claims },
+            deletion_guard,
+            locks: VolumeLocks::default(),
+        }
     }
 
     /// The volume with an ID from a request. An invalid ID is not found.

@@ -52,7 +52,7 @@ impl proto::controller_server::Controller for Controller {
         // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
-            self.volumes.refuse_kept(handle, deadline).await?;
+            self.deletion_guard.refuse_if_kept(handle, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");
         }
@@ -114,7 +114,7 @@ impl proto::controller_server::Controller for Controller {
         &self,
         request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
-        let capacity = self.grow(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        let capacity = self.expand(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
         Ok(Response::new(proto::ControllerExpandVolumeResponse {
             capacity_bytes: bytes(capacity),
             // Management nodes never mount; the guest driver expands the filesystem.

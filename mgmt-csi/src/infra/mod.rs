@@ -3,9 +3,9 @@
 
 mod args;
 mod error;
+mod events;
 mod monitor;
 mod names;
-mod news;
 mod rest;
 
 use std::time::Duration;
@@ -21,17 +21,19 @@ use uuid::Uuid;
 
 pub use args::InfraArgs;
 pub use error::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
-    Trouble,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
+    SnapshotError,
 };
+pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;
-pub use names::{Named, attachment_id, is_namesake, namespace_of, order_of, snapshot_id, volume_id};
-pub use news::{News, follow};
+pub use names::{
+    ParsedId, attachment_id, has_same_name, namespace_of, parse_attachment_id, snapshot_id, volume_id,
+};
 pub use rest::Rest;
 
 /// An attached disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PluggedDisk {
+pub struct AttachedDisk {
     /// UUID under which the guest finds it.
     pub uuid: Uuid,
     /// ID of the attestation that it held no data before it was attached, if there is one.
@@ -40,7 +42,7 @@ pub struct PluggedDisk {
     pub format_token: Option<FormatToken>,
 }
 
-impl From<Attachment> for PluggedDisk {
+impl From<Attachment> for AttachedDisk {
     fn from(attachment: Attachment) -> Self {
         let Attachment { disk_uuid: uuid, blank_attestation, format_token, .. } = attachment;
         Self { uuid, blank_attestation, format_token }
@@ -74,12 +76,12 @@ pub trait StorageInfra: Send + Sync + 'static {
     ) -> Result<List<Volume>, ReadError>;
 
     /// Expands a volume, online if it is attached; succeeds if it has that size already.
-    async fn grow_volume(
+    async fn expand_volume(
         &self,
         id: &VolumeId,
         size: &VolumeSize,
         deadline: Instant,
-    ) -> Result<Volume, GrowError>;
+    ) -> Result<Volume, ExpandError>;
 
     /// Sets the QoS limits of a volume, online if it is attached.
     async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError>;
@@ -120,7 +122,7 @@ pub trait StorageInfra: Send + Sync + 'static {
         spec: &AttachmentSpec,
         replaces: Option<&AttachmentId>,
         wait: Duration,
-    ) -> Result<PluggedDisk, AttachError>;
+    ) -> Result<AttachedDisk, AttachError>;
 
     /// Detaches a disk. Returns once it is detached; succeeds if there is no such attachment. The ID is deleted then and
     /// cannot be attached again. With `fence`, a VM that does not release the disk is powered off.
@@ -137,8 +139,8 @@ pub trait StorageInfra: Send + Sync + 'static {
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError>;
 
     /// Stream of changes, until it ends or fails. Earlier changes must be read after the stream is open.
-    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble>;
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate>;
 
     /// Probes whether the storage infra answers.
-    async fn ping(&self) -> Result<(), Trouble>;
+    async fn ping(&self) -> Result<(), Indeterminate>;
 }

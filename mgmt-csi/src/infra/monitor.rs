@@ -30,11 +30,11 @@ pub async fn monitor(infra: Arc<dyn StorageInfra>, check: Check, back: &Notify, 
                 }
                 check.pass();
             }
-            Err(trouble) => {
+            Err(error) => {
                 if !std::mem::replace(&mut failing, true) {
-                    tracing::warn!("{trouble}");
+                    tracing::warn!("{error}");
                 }
-                check.fail(trouble.to_string());
+                check.fail(error.to_string());
             }
         }
         tokio::select! {

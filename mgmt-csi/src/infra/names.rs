@@ -41,18 +41,18 @@ fn id<T>(csi_name: &str, new: impl Fn(String) -> Result<T, InvalidId>) -> T {
 /// Attachment ID of a `VolumeAttachment`: `<namespace>.<name>.<UID>`. A namespace has no dot, so different names give
 /// different IDs. Because of the UID, a late request for a deleted VolumeAttachment cannot affect its successor of the same
 /// name.
-pub fn attachment_id(order: &Key, uid: &str) -> AttachmentId {
+pub fn attachment_id(attachment: &Key, uid: &str) -> AttachmentId {
     // At most 63 characters of namespace, 64 of hash, 36 of UID: shorter than the maximum length of an ID.
-    AttachmentId::new(format!("{}.{uid}", name_part(order))).unwrap_or_else(|_| {
-        AttachmentId::new(format!("{}.{}", order.namespace, hash(&format!("{}.{uid}", order.name))))
+    AttachmentId::new(format!("{}.{uid}", name_part(attachment))).unwrap_or_else(|_| {
+        AttachmentId::new(format!("{}.{}", attachment.namespace, hash(&format!("{}.{uid}", attachment.name))))
             .expect("a namespace and a hash are a valid ID")
     })
 }
 
 /// Whether an ID belongs to another VolumeAttachment of the same name. Only one object of a name exists at a time: once the
 /// API server has returned this one, the other one is gone.
-pub fn is_namesake(id: &AttachmentId, order: &Key, uid: &str) -> bool {
-    let other = id.as_str().strip_prefix(&name_part(order)).and_then(|rest| rest.strip_prefix('.'));
+pub fn has_same_name(id: &AttachmentId, attachment: &Key, uid: &str) -> bool {
+    let other = id.as_str().strip_prefix(&name_part(attachment)).and_then(|rest| rest.strip_prefix('.'));
     other.is_some_and(|other| is_uid(other) && other != uid)
 }
 
@@ -65,31 +65,31 @@ pub fn namespace_of(id: &AttachmentId) -> Option<&str> {
 
 /// The VolumeAttachment that an ID was derived from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Named {
+pub enum ParsedId {
     /// Its namespace and name.
-    Order(Key),
+    Name(Key),
     /// Unknown: its name is too long for an ID, which contains a hash instead.
-    Hash,
+    Hashed,
 }
 
 /// The VolumeAttachment that an ID was derived from; None for an ID that was not derived by this driver.
-pub fn order_of(id: &AttachmentId) -> Option<Named> {
+pub fn parse_attachment_id(id: &AttachmentId) -> Option<ParsedId> {
     let namespace = namespace_of(id)?;
     let (rest, _) = id.as_str().rsplit_once('.')?;
     let name = rest.strip_prefix(namespace)?.strip_prefix('.')?;
     if name.len() == HASH && name.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return Some(Named::Hash);
+        return Some(ParsedId::Hashed);
     }
-    Some(Named::Order(Key::new(namespace, name)))
+    Some(ParsedId::Name(Key::new(namespace, name)))
 }
 
-fn name_part(order: &Key) -> String {
+fn name_part(attachment: &Key) -> String {
     // Names chosen by the shim have at most 61 characters; only VolumeAttachments of other creators exceed this.
     const LONGEST: usize = 100;
-    if order.name.len() > LONGEST {
-        return format!("{}.{}", order.namespace, hash(&order.name));
+    if attachment.name.len() > LONGEST {
+        return format!("{}.{}", attachment.namespace, hash(&attachment.name));
     }
-    format!("{}.{}", order.namespace, order.name)
+    format!("{}.{}", attachment.namespace, attachment.name)
 }
 
 fn is_uid(text: &str) -> bool {
@@ -133,18 +133,18 @@ mod tests {
     #[test]
     fn an_attachment_id_gives_its_namespace_and_its_name() {
         for name in ["vm-1.x", &"a".repeat(253)] {
-            let order = Key::new("guest-a", name);
-            let id = attachment_id(&order, UID);
+            let attachment = Key::new("guest-a", name);
+            let id = attachment_id(&attachment, UID);
             assert_eq!(namespace_of(&id), Some("guest-a"));
-            assert!(is_namesake(&id, &order, NEXT) && !is_namesake(&id, &order, UID));
-            assert!(!is_namesake(&id, &Key::new("guest-a", "vm-1"), NEXT));
-            assert!(!is_namesake(&id, &Key::new("guest", name), NEXT));
-            let named = if name.len() > 100 { Named::Hash } else { Named::Order(order) };
-            assert_eq!(order_of(&id), Some(named));
+            assert!(has_same_name(&id, &attachment, NEXT) && !has_same_name(&id, &attachment, UID));
+            assert!(!has_same_name(&id, &Key::new("guest-a", "vm-1"), NEXT));
+            assert!(!has_same_name(&id, &Key::new("guest", name), NEXT));
+            let named = if name.len() > 100 { ParsedId::Hashed } else { ParsedId::Name(attachment) };
+            assert_eq!(parse_attachment_id(&id), Some(named));
         }
         for other in ["bench-1", "a.b", "a.b.c"] {
             let id = AttachmentId::new(other).unwrap();
-            assert_eq!((namespace_of(&id), order_of(&id)), (None, None));
+            assert_eq!((namespace_of(&id), parse_attachment_id(&id)), (None, None));
         }
     }
 }

@@ -14,18 +14,18 @@ struct Labels {
 /// Label value: an attachment with an attached VolumeAttachment was missing in the storage infra.
 pub(super) const LOST_ATTACHMENT: &str = "lost_attachment";
 /// Label value: a dangling attachment was detached.
-pub(super) const STRAY_ATTACHMENT: &str = "stray_attachment";
+pub(super) const DANGLING_ATTACHMENT: &str = "stray_attachment";
 
 /// Repairs by kind, and the current number of dangling attachments.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     repairs: Family<Labels, Counter>,
-    strays: Gauge,
+    dangling: Gauge,
 }
 
 impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Self {
-        let (repairs, strays) = (Family::<Labels, Counter>::default(), Gauge::default());
+        let (repairs, dangling) = (Family::<Labels, Counter>::default(), Gauge::default());
         registry.register(
             "repairs",
             "Repaired differences between the storage infra and the VolumeAttachments by kind",
@@ -34,20 +34,20 @@ impl Metrics {
         registry.register(
             "stray_attachments",
             "Attachments in the storage infra without a VolumeAttachment",
-            strays.clone(),
+            dangling.clone(),
         );
         // Exported as 0 from the start, so that an alert on increase() sees the first repair.
-        for kind in [LOST_ATTACHMENT, STRAY_ATTACHMENT] {
+        for kind in [LOST_ATTACHMENT, DANGLING_ATTACHMENT] {
             drop(repairs.get_or_create(&Labels { kind }));
         }
-        Self { repairs, strays }
+        Self { repairs, dangling }
     }
 
     pub(super) fn repaired(&self, kind: &'static str) {
         self.repairs.get_or_create(&Labels { kind }).inc();
     }
 
-    pub(super) fn strays(&self, count: usize) {
-        self.strays.set(i64::try_from(count).unwrap_or(i64::MAX));
+    pub(super) fn set_dangling(&self, count: usize) {
+        self.dangling.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 }

@@ -5,11 +5,11 @@
 //! Events of the storage infra trigger checks of single objects; everything is compared periodically. A full comparison takes
 //! one call to the storage infra and linear time, and no API server request while nothing differs.
 
-mod judge;
+mod dangling;
+mod decide;
 mod metrics;
 pub mod orphans;
 mod power;
-mod strays;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,29 +20,25 @@ use crds::VolumeAttachment;
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, VolumeId,
 };
-use kube::Client;
 use kube_kit::duration;
-use kube_kit::events::Events;
-use kube_kit::index::Index;
-use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::informer::Key;
 use kube_kit::queue::{Next, Queue, Retry};
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::attach::target::target_of;
-use crate::cluster::{self, Volumes};
-use crate::infra::{DetachError, Named, News, ReadError, StorageInfra, is_namesake, order_of};
-use judge::id_of;
+use crate::cluster;
+use crate::infra::{DetachError, InfraEvent, ParsedId, ReadError, has_same_name, parse_attachment_id};
+use crate::volume_attachment::Shared;
+use crate::volume_attachment::resolve::resolve;
+use decide::id_of;
 use metrics::{LOST_ATTACHMENT, Metrics};
 
 /// Timeout of one call to the storage infra.
-const ANSWER: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum number of concurrent checks. A VM that does not release a disk blocks one of them.
-const LOOKS_AT_ONCE: usize = 16;
+const CONCURRENT_CHECKS: usize = 16;
 
 /// Flags of the repair loop.
 #[derive(Debug, Clone, clap::Args)]
@@ -69,8 +65,8 @@ pub struct ClockArgs {
 
 /// What to check.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Look {
-    Everything,
+enum Check {
+    All,
     /// An attachment that was changed or deleted.
     Attachment(AttachmentId),
     /// A volume that may be unhealthy.
@@ -79,10 +75,10 @@ enum Look {
     Node(Uuid),
 }
 
-impl fmt::Display for Look {
+impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Everything => f.write_str("all attachments of the storage infra"),
+            Self::All => f.write_str("all attachments of the storage infra"),
             Self::Attachment(id) => write!(f, "attachment {id} of the storage infra"),
             Self::Volume(id) => write!(f, "volume {id} of the storage infra"),
             Self::Node(uuid) => write!(f, "node {uuid} of the storage infra"),
@@ -92,7 +88,7 @@ impl fmt::Display for Look {
 
 /// Why a check must be retried.
 #[derive(Debug, thiserror::Error)]
-enum Failed {
+enum CheckError {
     #[error("failed to compare it with the VolumeAttachments: {0}")]
     Read(#[from] ReadError),
     #[error("failed to compare it with the VolumeAttachments: {0}")]
@@ -101,27 +97,14 @@ enum Failed {
     Detach(#[from] DetachError),
 }
 
-/// Caches of the management cluster, and the queue of the attach controller.
-pub(crate) struct Known {
-    pub(crate) client: Client,
-    pub(crate) infra: Arc<dyn StorageInfra>,
-    pub(crate) orders: Arc<Latest<VolumeAttachment>>,
-    /// VolumeAttachments by claim.
-    pub(crate) by_claim: Arc<Index>,
-    pub(crate) claims: Informer<PersistentVolumeClaim>,
-    pub(crate) volumes: Volumes,
-    pub(crate) events: Events,
-    pub(crate) carry_out: Queue<Key>,
-}
-
 /// The repair loop, not started yet.
 #[derive(Debug)]
 pub struct Repair {
     options: Options,
     metrics: Metrics,
-    looks: Queue<Look>,
+    checks: Queue<Check>,
     /// Dangling attachments: since when each was observed, and the last note reported about it.
-    strays: Mutex<HashMap<AttachmentId, (Instant, Option<String>)>>,
+    dangling: Mutex<HashMap<AttachmentId, (Instant, Option<String>)>>,
     states: power::States,
 }
 
@@ -132,136 +115,145 @@ impl Repair {
         Self {
             options,
             metrics,
-            looks: Queue::default(),
-            strays: Mutex::default(),
+            checks: Queue::default(),
+            dangling: Mutex::default(),
             states: Default::default(),
         }
     }
 
     /// Handler for storage infra events.
-    pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
-        let looks = self.looks.clone();
-        move |news| match news {
-            News::Everything => looks.push(Look::Everything),
-            News::One(Event {
+    pub fn on_infra_event(&self) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
+        let checks = self.checks.clone();
+        move |event| match event {
+            InfraEvent::Resync => checks.push(Check::All),
+            InfraEvent::Object(Event {
                 kind: EventKind::Attachment,
                 id,
                 change: Change::Updated | Change::Deleted,
             }) => {
                 if let Ok(id) = AttachmentId::new(id.as_str()) {
-                    looks.push(Look::Attachment(id));
+                    checks.push(Check::Attachment(id));
                 }
             }
-            News::One(Event { kind: EventKind::Volume, id, change: Change::Updated }) => {
+            InfraEvent::Object(Event { kind: EventKind::Volume, id, change: Change::Updated }) => {
                 if let Ok(id) = VolumeId::new(id.as_str()) {
-                    looks.push(Look::Volume(id));
+                    checks.push(Check::Volume(id));
                 }
             }
-            News::One(Event { kind: EventKind::Node, id, change: Change::Updated }) => {
+            InfraEvent::Object(Event { kind: EventKind::Node, id, change: Change::Updated }) => {
                 if let Ok(uuid) = id.parse() {
-                    looks.push(Look::Node(uuid));
+                    checks.push(Check::Node(uuid));
                 }
             }
-            News::One(_) => {}
+            InfraEvent::Object(_) => {}
         }
     }
 
     /// Runs until `stop`. The caches must be synced.
-    pub(crate) async fn run(&self, known: &Known, stop: CancellationToken) {
+    pub(crate) async fn run(&self, shared: &Shared, stop: CancellationToken) {
         // A new leader did not observe what happened before: grace periods start again.
-        self.strays.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        let looker = self.looks.worker();
-        self.looks.push(Look::Everything);
-        let work = |look| async move {
-            match look {
-                Look::Everything => self.sweep(known).await,
-                Look::Attachment(id) => self.look_at_attachment(known, &id).await,
-                Look::Volume(id) => self.look_at_volume(known, &id).await,
-                Look::Node(uuid) => self.look_at_node(known, uuid).await,
+        self.dangling.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        let worker = self.checks.worker();
+        self.checks.push(Check::All);
+        let work = |check| async move {
+            match check {
+                Check::All => self.compare_all(shared).await,
+                Check::Attachment(id) => self.check_attachment(shared, &id).await,
+                Check::Volume(id) => self.check_volume(shared, &id).await,
+                Check::Node(uuid) => self.check_node(shared, uuid).await,
             }
         };
-        looker.run(LOOKS_AT_ONCE, Retry::default(), stop, work).await;
+        worker.run(CONCURRENT_CHECKS, Retry::default(), stop, work).await;
     }
 
     /// Checks an attachment that was changed or deleted. Usually its VolumeAttachment is not attached yet, or is terminating.
-    async fn look_at_attachment(&self, known: &Known, id: &AttachmentId) -> Result<Next, Failed> {
-        let Some(order) = known.order(id).filter(|order| counts_on(order)) else { return Ok(Next::Wait) };
-        let node = order.spec.node_uuid.parse().ok();
-        let there = known.infra.list_attachments(node, Instant::now() + ANSWER).await?;
-        if let Some(attachment) = there.iter().find(|attachment| attachment.id == *id) {
-            known.compare(&order, attachment);
+    async fn check_attachment(&self, shared: &Shared, id: &AttachmentId) -> Result<Next, CheckError> {
+        let Some(attachment) = shared.attachment(id).filter(|attachment| is_expected(attachment)) else {
+            return Ok(Next::Wait);
+        };
+        let node = attachment.spec.node_uuid.parse().ok();
+        let listed = shared.infra.list_attachments(node, Instant::now() + TIMEOUT).await?;
+        if let Some(infra_attachment) = listed.iter().find(|infra_attachment| infra_attachment.id == *id) {
+            shared.requeue_if_different(&attachment, infra_attachment);
             return Ok(Next::Wait);
         }
-        let (key, uid) = (Key::of(&*order), order.metadata.uid.as_deref().unwrap_or_default());
-        if there.iter().any(|attachment| is_namesake(&attachment.id, &key, uid)) {
+        let (key, uid) = (Key::of(&*attachment), attachment.metadata.uid.as_deref().unwrap_or_default());
+        if listed.iter().any(|infra_attachment| has_same_name(&infra_attachment.id, &key, uid)) {
             // Not lost: it belongs to a predecessor of the same name, as after a restore, and is taken over.
-            known.carry_out.push(key);
+            shared.queue.push(key);
         } else {
-            self.lost(known, &order);
+            self.report_lost(shared, &attachment);
         }
         Ok(Next::Wait)
     }
 
     /// Checks a volume that changed: if it is unhealthy, its VolumeAttachments are reconciled again, which reports a lost disk.
-    async fn look_at_volume(&self, known: &Known, id: &VolumeId) -> Result<Next, Failed> {
-        let orders = known.orders_of(id);
-        if orders.is_empty() {
+    async fn check_volume(&self, shared: &Shared, id: &VolumeId) -> Result<Next, CheckError> {
+        let attachments = shared.attachments_of(id);
+        if attachments.is_empty() {
             return Ok(Next::Wait);
         }
-        let volume = known.infra.get_volume(id, Instant::now() + ANSWER).await?;
+        let volume = shared.infra.get_volume(id, Instant::now() + TIMEOUT).await?;
         if volume.is_some_and(|volume| !volume.condition.healthy) {
-            for order in orders {
-                known.carry_out.push(Key::of(&*order));
+            for attachment in attachments {
+                shared.queue.push(Key::of(&*attachment));
             }
         }
         Ok(Next::Wait)
     }
 
     /// Reports a lost attachment and requeues its VolumeAttachment.
-    fn lost(&self, known: &Known, order: &VolumeAttachment) {
-        let key = Key::of(order);
+    fn report_lost(&self, shared: &Shared, attachment: &VolumeAttachment) {
+        let key = Key::of(attachment);
         let note = format!(
             "the storage infra lost the attachment of this volume to node {}, although VolumeAttachment {key} is attached; \
              attaching it again, see the status of the VolumeAttachment; pods that used the volume may have to be restarted",
-            order.spec.node_uuid
+            attachment.spec.node_uuid
         );
         tracing::warn!(attachment = %key, "{note}");
-        known.tell(&Key::new(key.namespace.clone(), order.spec.volume_name.clone()), "AttachmentLost", note);
+        shared.warn_claim(
+            &Key::new(key.namespace.clone(), attachment.spec.volume_name.clone()),
+            "AttachmentLost",
+            note,
+        );
         self.metrics.repaired(LOST_ATTACHMENT);
-        known.carry_out.push(key);
+        shared.queue.push(key);
     }
 }
 
-impl Known {
+impl Shared {
     /// The VolumeAttachment of this attachment ID.
-    fn order(&self, id: &AttachmentId) -> Option<Arc<VolumeAttachment>> {
-        let is_its = |order: &VolumeAttachment| id_of(order) == *id;
-        let key = match order_of(id)? {
-            Named::Order(key) => key,
+    fn attachment(&self, id: &AttachmentId) -> Option<Arc<VolumeAttachment>> {
+        let is_its = |attachment: &VolumeAttachment| id_of(attachment) == *id;
+        let key = match parse_attachment_id(id)? {
+            ParsedId::Name(key) => key,
             // The name is too long for an ID, so search all.
-            Named::Hash => Key::of(&*self.orders.informer().find(is_its)?),
+            ParsedId::Hashed => Key::of(&*self.attachments.informer().find(is_its)?),
         };
-        self.orders.get(&key).filter(|order| is_its(order))
+        self.attachments.get(&key).filter(|attachment| is_its(attachment))
     }
 
     /// The attached VolumeAttachments of a volume.
-    fn orders_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
+    fn attachments_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
         let claims =
             self.volumes.of_handle(id.as_str()).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
-        let orders = claims.flat_map(|claim| self.by_claim.members(&claim));
-        orders.filter_map(|order| self.orders.get(&order)).filter(|order| counts_on(order)).collect()
+        let attachments = claims.flat_map(|claim| self.by_claim.members(&claim));
+        attachments
+            .filter_map(|attachment| self.attachments.get(&attachment))
+            .filter(|attachment| is_expected(attachment))
+            .collect()
     }
 
     /// Requeues a VolumeAttachment whose attachment in the storage infra differs from it.
-    fn compare(&self, order: &VolumeAttachment, attachment: &Attachment) {
-        let wanted = target_of(order, &self.claims, &self.volumes).ok();
-        if !is_as_told(order, attachment, wanted.as_ref()) {
-            self.carry_out.push(Key::of(order));
+    fn requeue_if_different(&self, attachment: &VolumeAttachment, infra_attachment: &Attachment) {
+        let desired = resolve(attachment, &self.claims, &self.volumes).ok();
+        if !matches(attachment, infra_attachment, desired.as_ref()) {
+            self.queue.push(Key::of(attachment));
         }
     }
 
     /// Emits a warning event on a claim, if it exists.
-    fn tell(&self, claim: &Key, reason: &str, note: String) {
+    fn warn_claim(&self, claim: &Key, reason: &str, note: String) {
         if let Some(claim) = self.claims.get(claim) {
             self.events.warning(cluster::reference(&claim), "Repair", reason, note);
         }
@@ -270,18 +262,23 @@ impl Known {
 
 /// Whether an attachment in the storage infra matches the status of its VolumeAttachment, and the desired attachment if that
 /// can be resolved.
-fn is_as_told(order: &VolumeAttachment, attachment: &Attachment, wanted: Option<&AttachmentSpec>) -> bool {
-    let told = order.status.as_ref().and_then(|status| status.disk_uuid.as_deref());
-    attachment.state == AttachmentState::Attached
+fn matches(
+    attachment: &VolumeAttachment,
+    infra_attachment: &Attachment,
+    desired: Option<&AttachmentSpec>,
+) -> bool {
+    let reported = attachment.status.as_ref().and_then(|status| status.disk_uuid.as_deref());
+    infra_attachment.state == AttachmentState::Attached
         // A message means that a running VM lost the disk and it could not be attached again.
-        && attachment.message.is_none()
-        && told == Some(attachment.disk_uuid.to_string().as_str())
-        && wanted.is_none_or(|wanted| *wanted == attachment.spec())
+        && infra_attachment.message.is_none()
+        && reported == Some(infra_attachment.disk_uuid.to_string().as_str())
+        && desired.is_none_or(|desired| *desired == infra_attachment.spec())
 }
 
 /// Whether a VolumeAttachment is attached and not terminating.
-fn counts_on(order: &VolumeAttachment) -> bool {
-    order.status.as_ref().is_some_and(|status| status.attached) && order.metadata.deletion_timestamp.is_none()
+fn is_expected(attachment: &VolumeAttachment) -> bool {
+    attachment.status.as_ref().is_some_and(|status| status.attached)
+        && attachment.metadata.deletion_timestamp.is_none()
 }
 
 #[cfg(test)]
@@ -293,32 +290,32 @@ mod tests {
     #[test]
     fn an_attachment_matches_if_state_disk_uuid_and_desired_spec_are_equal() {
         const DISK: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
-        let attachment = |state: &str, message: Option<&str>| -> Attachment {
+        let infra_attachment = |state: &str, message: Option<&str>| -> Attachment {
             serde_json::from_value(json!({
                 "id": "a", "volume": "v", "node": DISK, "readOnly": false, "access": "single-node", "state": state,
                 "diskUuid": DISK, "message": message, "createdAt": "2026-01-01T00:00:00Z",
             }))
             .unwrap()
         };
-        let order = |disk: Option<&str>| -> VolumeAttachment {
+        let attachment = |disk: Option<&str>| -> VolumeAttachment {
             serde_json::from_value(json!({
                 "metadata": {"name": "a"}, "spec": {"nodeUUID": DISK, "volumeName": "data"},
                 "status": {"attached": true, "diskUUID": disk},
             }))
             .unwrap()
         };
-        let there = attachment("attached", None);
-        assert!(is_as_told(&order(Some(DISK)), &there, None));
-        assert!(is_as_told(&order(Some(DISK)), &there, Some(&there.spec())));
-        let otherwise = AttachmentSpec { read_only: true, ..there.spec() };
-        assert!(!is_as_told(&order(Some(DISK)), &there, Some(&otherwise)));
-        assert!(!is_as_told(
-            &order(Some(DISK)),
-            &attachment("attached", Some("failed to attach it again")),
+        let listed = infra_attachment("attached", None);
+        assert!(matches(&attachment(Some(DISK)), &listed, None));
+        assert!(matches(&attachment(Some(DISK)), &listed, Some(&listed.spec())));
+        let otherwise = AttachmentSpec { read_only: true, ..listed.spec() };
+        assert!(!matches(&attachment(Some(DISK)), &listed, Some(&otherwise)));
+        assert!(!matches(
+            &attachment(Some(DISK)),
+            &infra_attachment("attached", Some("failed to attach it again")),
             None
         ));
-        assert!(!is_as_told(&order(Some(DISK)), &attachment("attaching", None), None));
-        assert!(!is_as_told(&order(Some("another")), &there, None));
-        assert!(!is_as_told(&order(None), &there, None));
+        assert!(!matches(&attachment(Some(DISK)), &infra_attachment("attaching", None), None));
+        assert!(!matches(&attachment(Some("another")), &listed, None));
+        assert!(!matches(&attachment(None), &listed, None));
     }
 }

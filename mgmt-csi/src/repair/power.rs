@@ -11,8 +11,8 @@ use kube_kit::queue::Next;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{ANSWER, Failed, Known, Repair};
-use crate::attach::fence::machine_of;
+use super::{CheckError, Repair, TIMEOUT};
+use crate::volume_attachment::{Shared, vm_owner};
 
 /// Last reported state of each VM.
 #[derive(Debug, Default)]
@@ -20,7 +20,7 @@ pub(super) struct States(Mutex<HashMap<Uuid, NodeState>>);
 
 impl States {
     /// Whether to report this state: it changed, and it is not the first report of a running VM.
-    fn is_news(&self, node: Uuid, state: NodeState) -> bool {
+    fn should_report(&self, node: Uuid, state: NodeState) -> bool {
         let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = states.insert(node, state).unwrap_or(NodeState::Running);
         before != state
@@ -29,21 +29,22 @@ impl States {
 
 impl Repair {
     /// Reports the state of a node that changed, if its VM has disks of this driver.
-    pub(super) async fn look_at_node(&self, known: &Known, node: Uuid) -> Result<Next, Failed> {
+    pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<Next, CheckError> {
         let text = node.to_string();
-        let Some(attachment) = known.orders.informer().find(|one| one.spec.node_uuid == text) else {
-            return Ok(Next::Wait);
-        };
-        let (Some(vm), Some(found)) =
-            (reference(&attachment), known.infra.get_node(node, Instant::now() + ANSWER).await?)
+        let Some(infra_attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text)
         else {
             return Ok(Next::Wait);
         };
-        if self.states.is_news(node, found.state) {
+        let (Some(vm), Some(found)) =
+            (reference(&infra_attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
+        else {
+            return Ok(Next::Wait);
+        };
+        if self.states.should_report(node, found.state) {
             let (reason, note) = report(&found);
             match found.state {
-                NodeState::Running => known.events.normal(vm, "Watch", reason, note),
-                _ => known.events.warning(vm, "Watch", reason, note),
+                NodeState::Running => shared.events.normal(vm, "Watch", reason, note),
+                _ => shared.events.warning(vm, "Watch", reason, note),
             }
         }
         Ok(Next::Wait)
@@ -51,13 +52,13 @@ impl Repair {
 }
 
 /// Object reference to the VirtualMachine of a VolumeAttachment.
-fn reference(attachment: &VolumeAttachment) -> Option<ObjectReference> {
-    let owner = machine_of(attachment)?;
+fn reference(infra_attachment: &VolumeAttachment) -> Option<ObjectReference> {
+    let owner = vm_owner(infra_attachment)?;
     Some(ObjectReference {
         api_version: Some(owner.api_version.clone()),
         kind: Some(owner.kind.clone()),
         name: Some(owner.name.clone()),
-        namespace: attachment.metadata.namespace.clone(),
+        namespace: infra_attachment.metadata.namespace.clone(),
         uid: Some(owner.uid.clone()),
         ..Default::default()
     })
@@ -91,27 +92,27 @@ mod tests {
     #[test]
     fn a_change_is_reported_once_and_the_first_running_state_is_not() {
         let (states, node) = (States::default(), Uuid::from_u128(1));
-        for (state, is_news) in [
+        for (state, should_report) in [
             (NodeState::Running, false),
             (NodeState::Off, true),
             (NodeState::Off, false),
             (NodeState::Running, true),
             (NodeState::Running, false),
         ] {
-            assert_eq!(states.is_news(node, state), is_news, "{state}");
+            assert_eq!(states.should_report(node, state), should_report, "{state}");
         }
-        assert!(states.is_news(Uuid::from_u128(2), NodeState::Saved));
+        assert!(states.should_report(Uuid::from_u128(2), NodeState::Saved));
     }
 
     #[test]
     fn the_event_refers_to_the_vm_and_contains_the_message_of_the_infra() {
         let owner = json!({"apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1"});
-        let attachment: VolumeAttachment = serde_json::from_value(json!({
+        let infra_attachment: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {"name": "vm-1", "namespace": "guest", "ownerReferences": [owner]},
             "spec": {"nodeUUID": "u", "volumeName": "data"},
         }))
         .unwrap();
-        let vm = reference(&attachment).unwrap();
+        let vm = reference(&infra_attachment).unwrap();
         assert_eq!(
             (vm.name.as_deref(), vm.namespace.as_deref(), vm.uid.as_deref()),
             (Some("vm"), Some("guest"), Some("u1"))

@@ -3,19 +3,19 @@
 use infra_api::{ClientError, Problem, ProblemCode, What};
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
-    Trouble,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
+    SnapshotError,
 };
 
-impl From<ClientError> for Trouble {
+impl From<ClientError> for Indeterminate {
     fn from(error: ClientError) -> Self {
-        trouble(&error)
+        indeterminate(&error)
     }
 }
 
 impl From<ClientError> for CreateError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             // A missing pool is an invalid parameter.
             ProblemCode::NotFound if is_source(problem) => Self::SourceNotFound(text(problem)),
@@ -29,14 +29,14 @@ impl From<ClientError> for CreateError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for DeleteError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::InUse => Self::InUse(text(problem)),
             ProblemCode::Invalid
@@ -48,14 +48,14 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for SnapshotError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
@@ -67,14 +67,14 @@ impl From<ClientError> for SnapshotError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
-impl From<ClientError> for GrowError {
+impl From<ClientError> for ExpandError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
@@ -87,14 +87,14 @@ impl From<ClientError> for GrowError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for LimitError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
@@ -106,14 +106,14 @@ impl From<ClientError> for LimitError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for ReadError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(text(problem)),
             ProblemCode::Exists
@@ -124,20 +124,20 @@ impl From<ClientError> for ReadError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for AttachError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match (problem.code, problem.what) {
             (ProblemCode::NotFound, Some(What::Volume)) => Self::VolumeNotFound(text(problem)),
             (ProblemCode::NotFound, Some(What::Node)) => Self::NodeNotFound(text(problem)),
             (ProblemCode::InUse, _) => Self::InUse(text(problem)),
             (ProblemCode::Exists, _) => Self::Conflict(text(problem)),
-            (ProblemCode::Ended, _) => Self::Ended(text(problem)),
+            (ProblemCode::Ended, _) => Self::IdDeleted(text(problem)),
             (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(text(problem)),
             (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(text(problem)),
             (ProblemCode::Invalid, _) => Self::Invalid(text(problem)),
@@ -148,7 +148,7 @@ impl From<ClientError> for AttachError {
                 | ProblemCode::Unavailable
                 | ProblemCode::Internal,
                 _,
-            ) => Self::Trouble(Trouble::Failed(text(problem))),
+            ) => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
@@ -156,7 +156,11 @@ impl From<ClientError> for AttachError {
 impl From<ClientError> for DetachError {
     fn from(error: ClientError) -> Self {
         // Only a success from the storage infra completes a detach; after any other answer its result is unknown.
-        Self(error.problem().map_or_else(|| trouble(&error), |problem| Trouble::Failed(text(problem))))
+        Self(
+            error
+                .problem()
+                .map_or_else(|| indeterminate(&error), |problem| Indeterminate::Failed(text(problem))),
+        )
     }
 }
 
@@ -166,24 +170,24 @@ fn is_source(problem: &Problem) -> bool {
 }
 
 /// Converts an error that has no problem document.
-fn trouble(error: &ClientError) -> Trouble {
+fn indeterminate(error: &ClientError) -> Indeterminate {
     match error {
-        ClientError::Problem { problem, .. } => Trouble::Failed(text(problem)),
-        ClientError::Connect { server, source, .. } => Trouble::Unreachable(format!(
+        ClientError::Problem { problem, .. } => Indeterminate::Failed(text(problem)),
+        ClientError::Connect { server, source, .. } => Indeterminate::Unreachable(format!(
             "failed to connect to the storage infra at {server}: {}",
             kube_kit::client::chain(source)
         )),
-        ClientError::Config(text) => Trouble::Unreachable(text.clone()),
-        ClientError::Timeout { server, .. } => Trouble::TimedOut(format!(
+        ClientError::Config(text) => Indeterminate::Unreachable(text.clone()),
+        ClientError::Timeout { server, .. } => Indeterminate::TimedOut(format!(
             "the storage infra at {server} did not answer in time; the operation may continue there"
         )),
         ClientError::UnderWay { how_far, .. } => {
-            Trouble::TimedOut(format!("the storage infra has not finished yet: {how_far}"))
+            Indeterminate::TimedOut(format!("the storage infra has not finished yet: {how_far}"))
         }
-        ClientError::Interrupted { server, .. } => Trouble::Failed(format!(
+        ClientError::Interrupted { server, .. } => Indeterminate::Failed(format!(
             "the connection to the storage infra at {server} was lost before the answer; the operation may have happened"
         )),
-        ClientError::Malformed { call, status, expected, reason, .. } => Trouble::Failed(format!(
+        ClientError::Malformed { call, status, expected, reason, .. } => Indeterminate::Failed(format!(
             "the answer of the storage infra to {call} (HTTP {status}) is not a {expected}: {reason}; check that \
              --infra-url is the storage infra API in a supported version"
         )),
@@ -239,13 +243,13 @@ mod tests {
                 Status::from(CreateError::from(problem(code))),
                 DeleteError::from(problem(code)).into(),
                 SnapshotError::from(problem(code)).into(),
-                GrowError::from(problem(code)).into(),
+                ExpandError::from(problem(code)).into(),
                 LimitError::from(problem(code)).into(),
                 ReadError::from(problem(code)).into(),
             ] {
                 assert!(not_final.contains(&status.code()), "{code}: {status}");
             }
-            assert!(matches!(AttachError::from(problem(code)), AttachError::Trouble(_)), "{code}");
+            assert!(matches!(AttachError::from(problem(code)), AttachError::Indeterminate(_)), "{code}");
         }
     }
 
@@ -265,7 +269,7 @@ mod tests {
 
     #[test]
     fn a_volume_that_cannot_be_expanded_while_attached_gives_failed_precondition() {
-        let status = Status::from(GrowError::from(problem(ProblemCode::InUse)));
+        let status = Status::from(ExpandError::from(problem(ProblemCode::InUse)));
         assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "text"));
     }
 

@@ -8,7 +8,7 @@ use tonic::Status;
 /// The result is unknown: the operation may have happened or may still happen. No final code may be returned; a retry of the
 /// same call returns the result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Trouble {
+pub enum Indeterminate {
     /// The connection failed.
     #[error("{0}")]
     Unreachable(String),
@@ -20,12 +20,12 @@ pub enum Trouble {
     Failed(String),
 }
 
-impl From<Trouble> for Status {
-    fn from(trouble: Trouble) -> Self {
-        match trouble {
+impl From<Indeterminate> for Status {
+    fn from(error: Indeterminate) -> Self {
+        match error {
             // The sidecars treat both codes as "may still be running" and retry with the same name.
-            Trouble::Unreachable(text) | Trouble::Failed(text) => Status::unavailable(text),
-            Trouble::TimedOut(text) => Status::deadline_exceeded(text),
+            Indeterminate::Unreachable(text) | Indeterminate::Failed(text) => Status::unavailable(text),
+            Indeterminate::TimedOut(text) => Status::deadline_exceeded(text),
         }
     }
 }
@@ -47,7 +47,7 @@ pub enum CreateError {
     OutOfSpace(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<CreateError> for Status {
@@ -61,7 +61,7 @@ impl From<CreateError> for Status {
             CreateError::Different(text) => Status::already_exists(text),
             // Nothing was created. csi-provisioner retries, because capacity may become available.
             CreateError::OutOfSpace(text) => Status::resource_exhausted(text),
-            CreateError::Trouble(trouble) => trouble.into(),
+            CreateError::Indeterminate(inner) => inner.into(),
         }
     }
 }
@@ -74,7 +74,7 @@ pub enum DeleteError {
     InUse(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<DeleteError> for Status {
@@ -82,7 +82,7 @@ impl From<DeleteError> for Status {
         match error {
             // The specification's code for a volume in use. Nothing was deleted.
             DeleteError::InUse(text) => Status::failed_precondition(text),
-            DeleteError::Trouble(trouble) => trouble.into(),
+            DeleteError::Indeterminate(inner) => inner.into(),
         }
     }
 }
@@ -107,7 +107,7 @@ pub enum SnapshotError {
     OutOfSpace(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<SnapshotError> for Status {
@@ -120,14 +120,14 @@ impl From<SnapshotError> for Status {
             // Nothing was created, and csi-snapshotter retries. With RESOURCE_EXHAUSTED, csi-snapshotter would assume that the
             // snapshot may still be in progress, and would not let it be deleted.
             SnapshotError::InUse(text) | SnapshotError::OutOfSpace(text) => Status::failed_precondition(text),
-            SnapshotError::Trouble(trouble) => trouble.into(),
+            SnapshotError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
 /// Failure of an expansion.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum GrowError {
+pub enum ExpandError {
     /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
@@ -142,20 +142,20 @@ pub enum GrowError {
     OutOfSpace(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
-impl From<GrowError> for Status {
-    fn from(error: GrowError) -> Self {
+impl From<ExpandError> for Status {
+    fn from(error: ExpandError) -> Self {
         match error {
-            GrowError::Invalid(text) => Status::invalid_argument(text),
-            GrowError::VolumeNotFound(text) => Status::not_found(text),
+            ExpandError::Invalid(text) => Status::invalid_argument(text),
+            ExpandError::VolumeNotFound(text) => Status::not_found(text),
             // The specification's code for a volume that must be unpublished first.
-            GrowError::InUse(text) => Status::failed_precondition(text),
+            ExpandError::InUse(text) => Status::failed_precondition(text),
             // csi-resizer treats RESOURCE_EXHAUSTED as "may still be expanding", and then the claim cannot be reset to a
             // smaller size. OUT_OF_RANGE means that nothing happened.
-            GrowError::OutOfSpace(text) => Status::out_of_range(text),
-            GrowError::Trouble(trouble) => trouble.into(),
+            ExpandError::OutOfSpace(text) => Status::out_of_range(text),
+            ExpandError::Indeterminate(inner) => inner.into(),
         }
     }
 }
@@ -171,7 +171,7 @@ pub enum LimitError {
     VolumeNotFound(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<LimitError> for Status {
@@ -179,7 +179,7 @@ impl From<LimitError> for Status {
         match error {
             LimitError::Invalid(text) => Status::invalid_argument(text),
             LimitError::VolumeNotFound(text) => Status::not_found(text),
-            LimitError::Trouble(trouble) => trouble.into(),
+            LimitError::Indeterminate(inner) => inner.into(),
         }
     }
 }
@@ -192,25 +192,25 @@ pub enum ReadError {
     Invalid(String),
     /// The storage infra gave no answer.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<ReadError> for Status {
     fn from(error: ReadError) -> Self {
         match error {
             ReadError::Invalid(text) => Status::invalid_argument(text),
-            ReadError::Trouble(trouble) => trouble.into(),
+            ReadError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// Failure of an attach. All but [`AttachError::Trouble`] imply that the disk is not attached under this ID.
+/// Failure of an attach. All but [`AttachError::Indeterminate`] imply that the disk is not attached under this ID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
     /// The volume does not exist.
     #[error("{0}")]
     VolumeNotFound(String),
-    /// The infra has no such node.
+    /// The node is not registered in the storage infra.
     #[error("{0}")]
     NodeNotFound(String),
     /// The volume is attached to another VM.
@@ -221,7 +221,7 @@ pub enum AttachError {
     Conflict(String),
     /// The attachment ID was deleted and cannot be reused.
     #[error("{0}")]
-    Ended(String),
+    IdDeleted(String),
     /// The VM is not running.
     #[error("{0}")]
     NodeNotRunning(String),
@@ -233,10 +233,10 @@ pub enum AttachError {
     Invalid(String),
     /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 /// Failure of a detach: the disk may still be attached.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
-pub struct DetachError(#[from] pub Trouble);
+pub struct DetachError(#[from] pub Indeterminate);

@@ -2,8 +2,8 @@
 //! automatically; `--remove` removes what the list shows as removable, by default as a dry run.
 
 mod find;
+mod inventory;
 mod print;
-mod world;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,13 +22,13 @@ use tokio::time::Instant;
 use super::ClockArgs;
 use crate::infra::{InfraArgs, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
+use inventory::Inventory;
 use print::Format;
-use world::World;
 
 /// Timeout of one removal.
-const REMOVED: Duration = Duration::from_secs(60);
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum age of the inventory on which a removal is decided.
-const FRESH: Duration = Duration::from_secs(5);
+const MAX_AGE: Duration = Duration::from_secs(5);
 
 /// Flags of `mgmt-csi orphans`.
 #[derive(Debug, clap::Args)]
@@ -101,8 +101,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 }
 
 async fn read(client: &Client, infra: &dyn StorageInfra, limits: &Limits) -> anyhow::Result<Vec<Orphan>> {
-    let world = World::read(client, infra, limits.clock_skew).await?;
-    let mut orphans = find(&world, limits.exclusive);
+    let inventory = Inventory::read(client, infra, limits.clock_skew).await?;
+    let mut orphans = find(&inventory, limits.exclusive);
     // An age is the difference between a server's timestamp and the clock of this process.
     let is_old = |orphan: &Orphan, least: Duration| {
         orphan.age.is_some_and(|age| age >= least.saturating_add(limits.clock_skew))
@@ -115,15 +115,15 @@ async fn read(client: &Client, infra: &dyn StorageInfra, limits: &Limits) -> any
 /// Removes orphans one by one, each only if it is still removable.
 async fn remove(client: &Client, infra: &dyn StorageInfra, orphans: &[Orphan], limits: &Limits) -> Outcomes {
     let mut outcomes = Outcomes::new();
-    let mut latest: Option<(Instant, Vec<Orphan>)> = None;
+    let mut cached: Option<(Instant, Vec<Orphan>)> = None;
     for orphan in orphans.iter().filter(|orphan| orphan.removal == Removal::Delete) {
         let outcome = async {
-            if latest.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() > FRESH) {
+            if cached.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() > MAX_AGE) {
                 let began = Instant::now();
                 let orphans = read(client, infra, limits).await.map_err(|error| format!("{error:#}"))?;
-                latest = Some((began, orphans));
+                cached = Some((began, orphans));
             }
-            let still = latest.iter().flat_map(|(_, orphans)| orphans).find(|now| now.is_same(orphan));
+            let still = cached.iter().flat_map(|(_, orphans)| orphans).find(|now| now.is_same(orphan));
             match still.filter(|now| now.removal == Removal::Delete) {
                 Some(now) => remove_one(client, infra, now).await.map_err(|error| format!("{error:#}")),
                 None => Err("skipped: it has changed since it was listed".to_owned()),
@@ -135,7 +135,7 @@ async fn remove(client: &Client, infra: &dyn StorageInfra, orphans: &[Orphan], l
 }
 
 async fn remove_one(client: &Client, infra: &dyn StorageInfra, orphan: &Orphan) -> anyhow::Result<()> {
-    let deadline = Instant::now() + REMOVED;
+    let deadline = Instant::now() + REMOVAL_TIMEOUT;
     match orphan.kind {
         Kind::Claim => {
             let namespace = orphan.namespace.as_deref().context("the claim has no namespace")?;
@@ -151,7 +151,9 @@ async fn remove_one(client: &Client, infra: &dyn StorageInfra, orphan: &Orphan) 
         }
         Kind::InfraVolume => Ok(infra.delete_volume(&VolumeId::new(&*orphan.name)?, deadline).await?),
         Kind::InfraSnapshot => Ok(infra.delete_snapshot(&SnapshotId::new(&*orphan.name)?, deadline).await?),
-        Kind::InfraAttachment => Ok(infra.detach(&AttachmentId::new(&*orphan.name)?, false, REMOVED).await?),
+        Kind::InfraAttachment => {
+            Ok(infra.detach(&AttachmentId::new(&*orphan.name)?, false, REMOVAL_TIMEOUT).await?)
+        }
         Kind::Volume => bail!("PersistentVolumes are never removed by this command"),
     }
 }

@@ -46,7 +46,7 @@ fn table(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             orphan.bytes.map_or("-".to_owned(), |bytes| quantity::of(bytes).0),
             orphan.age.map_or("-".to_owned(), duration::show),
             orphan.reason.clone(),
-            what_to_do(orphan, remove, outcomes),
+            action(orphan, remove, outcomes),
         ]
     });
     let rows: Vec<[String; 6]> = std::iter::once(HEAD.map(str::to_owned)).chain(rows).collect();
@@ -70,7 +70,7 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             "reason": orphan.reason,
             "message": orphan.message,
             "removable": orphan.removal == Removal::Delete,
-            "whatToDo": what_to_do(orphan, remove, outcomes),
+            "whatToDo": action(orphan, remove, outcomes),
         });
         if let Some(outcome) = outcomes.get(&(orphan.kind, orphan.full_name())) {
             item["removed"] = json!(outcome.is_ok());
@@ -82,7 +82,7 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
 }
 
 /// The action taken or proposed, or the reason for keeping the object.
-fn what_to_do(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
+fn action(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
     match (&orphan.removal, outcomes.get(&(orphan.kind, orphan.full_name()))) {
         (_, Some(Ok(()))) => "removed".to_owned(),
         (_, Some(Err(error))) => format!("not removed: {error}"),

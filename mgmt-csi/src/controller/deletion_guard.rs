@@ -16,23 +16,23 @@ const PAGE: u32 = 500;
 
 /// Reads PersistentVolumes.
 #[derive(Clone)]
-pub(super) struct PersistentVolumes {
+pub(super) struct DeletionGuard {
     pub(super) client: Client,
-    pub(super) seen: Volumes,
+    pub(super) cache: Volumes,
 }
 
-impl PersistentVolumes {
+impl DeletionGuard {
     /// Refuses the deletion of a volume if one of its PersistentVolumes keeps it.
     ///
     /// csi-provisioner calls for the PersistentVolume that it observed as released; others may have the same handle. A watch
     /// delivers changes in order: a cache that shows the released one also has all that were created before. These are then
     /// read from the API server.
-    pub(super) async fn refuse_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
+    pub(super) async fn refuse_if_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
         let reading = async {
-            let seen = self.seen.of_handle(handle);
-            match seen.iter().any(|volume| kept_by(handle, volume).is_none()) {
-                true => self.read(&seen).await,
-                false => self.find(handle).await,
+            let cache = self.cache.of_handle(handle);
+            match cache.iter().any(|volume| reason_to_keep(handle, volume).is_none()) {
+                true => self.read_cached(&cache).await,
+                false => self.list(handle).await,
             }
         };
         let now = timeout_at(deadline, reading).await.map_err(|_| {
@@ -46,25 +46,28 @@ impl PersistentVolumes {
                 chain(&error)
             ))
         })?;
-        match now.iter().find_map(|volume| kept_by(handle, volume)) {
+        match now.iter().find_map(|volume| reason_to_keep(handle, volume)) {
             Some(why) => Err(Status::failed_precondition(why)),
             None => Ok(()),
         }
     }
 
     /// The present state of cached PersistentVolumes, from the API server.
-    async fn read(&self, seen: &[std::sync::Arc<PersistentVolume>]) -> kube::Result<Vec<PersistentVolume>> {
+    async fn read_cached(
+        &self,
+        cache: &[std::sync::Arc<PersistentVolume>],
+    ) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
-        let names = seen.iter().filter_map(|volume| volume.metadata.name.clone());
-        let read = names.map(|name| {
+        let names = cache.iter().filter_map(|volume| volume.metadata.name.clone());
+        let read_cached = names.map(|name| {
             let api = api.clone();
             async move { api.get_opt(&name).await }
         });
-        Ok(try_join_all(read).await?.into_iter().flatten().collect())
+        Ok(try_join_all(read_cached).await?.into_iter().flatten().collect())
     }
 
     /// All PersistentVolumes with a handle, from the API server, because the cache shows no released one and may lag.
-    async fn find(&self, handle: &str) -> kube::Result<Vec<PersistentVolume>> {
+    async fn list(&self, handle: &str) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         let mut found = Vec::new();
@@ -80,7 +83,7 @@ impl PersistentVolumes {
 }
 
 /// Why a PersistentVolume keeps the volume with this handle; None if it does not.
-fn kept_by(handle: &str, volume: &PersistentVolume) -> Option<String> {
+fn reason_to_keep(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let phase = volume.status.phase.as_deref().unwrap_or("Pending");
     let policy = volume.spec.persistent_volume_reclaim_policy.as_deref().unwrap_or("Retain");
     if cluster::handle(&volume.spec) != Some(handle) || (phase == "Released" && policy == "Delete") {
@@ -113,7 +116,7 @@ mod tests {
                 },
                 "status": {"phase": phase},
             }));
-            kept_by("v", &volume.unwrap())
+            reason_to_keep("v", &volume.unwrap())
         };
         assert_eq!(kept("v", "Delete", "Released"), None);
         assert_eq!(kept("another", "Retain", "Bound"), None);

@@ -18,56 +18,57 @@ use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::infra::{ReadError, StorageInfra, snapshot_id};
-use crate::repair::strays::machines;
+use crate::repair::dangling::list_vms;
 
 /// Timeout of one call to the storage infra.
-const ANSWER: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A PersistentVolume with its status.
 pub(super) type Volume = Object<PersistentVolumeSpec, PersistentVolumeStatus>;
 
 /// All objects of both sides.
-pub(super) struct World {
+pub(super) struct Inventory {
     pub(super) now: Timestamp,
     /// Maximum clock skew between the API server and the storage infra.
     pub(super) clock_skew: Duration,
     pub(super) claims: Vec<PersistentVolumeClaim>,
     pub(super) volumes: Vec<Volume>,
-    pub(super) orders: Vec<VolumeAttachment>,
+    pub(super) attachments: Vec<VolumeAttachment>,
     /// None if the cluster does not serve VirtualMachines.
-    pub(super) machines: Option<Vec<VirtualMachine>>,
+    pub(super) vms: Option<Vec<VirtualMachine>>,
     /// IDs of the snapshots of all VolumeSnapshotContents of this driver, including those not taken yet.
     pub(super) known_snapshots: HashSet<SnapshotId>,
     pub(super) infra_volumes: Vec<InfraVolume>,
     pub(super) infra_snapshots: Vec<Snapshot>,
-    pub(super) attachments: Vec<Attachment>,
+    pub(super) infra_attachments: Vec<Attachment>,
 }
 
-impl World {
+impl Inventory {
     /// Reads the storage infra first, so that the later lists of the cluster include the objects that refer to it.
     pub(super) async fn read(
         client: &Client,
         infra: &dyn StorageInfra,
         clock_skew: Duration,
     ) -> anyhow::Result<Self> {
-        let infra_volumes =
-            pages(async |after: Option<&str>| infra.list_volumes(None, after, Instant::now() + ANSWER).await);
+        let infra_volumes = pages(async |after: Option<&str>| {
+            infra.list_volumes(None, after, Instant::now() + TIMEOUT).await
+        });
         let infra_volumes = infra_volumes.await?;
         let infra_snapshots = pages(async |after: Option<&str>| {
-            infra.list_snapshots(None, None, after, Instant::now() + ANSWER).await
+            infra.list_snapshots(None, None, after, Instant::now() + TIMEOUT).await
         });
         let infra_snapshots = infra_snapshots.await?;
-        let attachments = infra.list_attachments(None, Instant::now() + ANSWER).await?;
+        let infra_attachments = infra.list_attachments(None, Instant::now() + TIMEOUT).await?;
         let volumes = ApiResource::erase::<PersistentVolume>(&());
         Ok(Self {
             claims: all(Api::all(client.clone()), "PersistentVolumeClaims").await?,
             volumes: all(Api::all_with(client.clone(), &volumes), "PersistentVolumes").await?,
-            orders: all(Api::all(client.clone()), "VolumeAttachments").await?,
-            machines: machines(client, None).await.map_err(|error| anyhow!("failed to list {error}"))?,
+            attachments: all(Api::all(client.clone()), "VolumeAttachments").await?,
+            vms: list_vms(client, None).await.map_err(|error| anyhow!("failed to list {error}"))?,
             known_snapshots: known_snapshots(client).await?,
             infra_volumes,
             infra_snapshots,
-            attachments,
+            infra_attachments,
             clock_skew,
             now: Timestamp::now(),
         })

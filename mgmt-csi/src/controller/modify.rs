@@ -11,7 +11,7 @@ use super::{Controller, limits};
 impl Controller {
     /// Expands the volume and returns its size in bytes. A volume that is larger already keeps its size, which is success by
     /// the CSI specification.
-    pub(super) async fn grow(
+    pub(super) async fn expand(
         &self,
         request: &proto::ControllerExpandVolumeRequest,
         deadline: Instant,
@@ -32,11 +32,11 @@ impl Controller {
             )));
         }
         // Called also if the size is already reached: attached VMs may not have been notified yet.
-        let wanted =
+        let desired =
             VolumeSize { capacity_bytes: size.required.max(volume.capacity_bytes), limit_bytes: size.limit };
-        let grown = self.infra.grow_volume(&volume.id, &wanted, deadline).await?;
-        tracing::info!(volume = %grown.id, before = volume.capacity_bytes, bytes = grown.capacity_bytes, "expanded");
-        Ok(grown.capacity_bytes)
+        let expanded = self.infra.expand_volume(&volume.id, &desired, deadline).await?;
+        tracing::info!(volume = %expanded.id, before = volume.capacity_bytes, bytes = expanded.capacity_bytes, "expanded");
+        Ok(expanded.capacity_bytes)
     }
 
     /// Sets the QoS limits of the volume.

@@ -8,44 +8,44 @@ use kube_kit::informer::{Informer, Key};
 use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use super::failure::Failure;
-use super::order::is_attached;
+use super::is_attached;
 use crate::cluster::{Volumes, is_bound_back, volume_name};
 
 /// Key of the claim that a VolumeAttachment names.
-pub(super) fn claim_key(order: &VolumeAttachment) -> Key {
-    Key::new(order.metadata.namespace.clone().unwrap_or_default(), order.spec.volume_name.clone())
+pub(crate) fn claim_key(attachment: &VolumeAttachment) -> Key {
+    Key::new(attachment.metadata.namespace.clone().unwrap_or_default(), attachment.spec.volume_name.clone())
 }
 
 /// Desired attachment of a VolumeAttachment, from its claim and volume in the caches.
-pub(crate) fn target_of(
-    order: &VolumeAttachment,
+pub(crate) fn resolve(
+    attachment: &VolumeAttachment,
     claims: &Informer<PersistentVolumeClaim>,
     volumes: &Volumes,
 ) -> Result<AttachmentSpec, Failure> {
-    let claim_key = claim_key(order);
+    let claim_key = claim_key(attachment);
     let claim = claims.get(&claim_key);
     let volume = claim.as_deref().and_then(volume_name).and_then(|name| volumes.get(name));
-    target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(order))
+    target(&attachment.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(attachment))
 }
 
-/// Desired attachment; `plugged` tells whether the disk is attached already.
+/// Desired attachment; `already_attached` tells whether the disk is attached already.
 fn target(
-    order: &VolumeAttachmentSpec,
+    attachment: &VolumeAttachmentSpec,
     claim_key: &Key,
     claim: Option<&PersistentVolumeClaim>,
     volume: Option<&PersistentVolume>,
-    plugged: bool,
+    already_attached: bool,
 ) -> Result<AttachmentSpec, Failure> {
     let Some(claim) = claim else {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "ClaimNotFound",
             format!(
                 "PersistentVolumeClaim {claim_key} does not exist in the management cluster; the disk is attached once it exists"
             ),
         ));
     };
-    if claim.metadata.deletion_timestamp.is_some() && !plugged {
-        return Err(Failure::of_objects(
+    if claim.metadata.deletion_timestamp.is_some() && !already_attached {
+        return Err(Failure::from_objects(
             "ClaimTerminating",
             format!(
                 "PersistentVolumeClaim {claim_key} is being deleted in the management cluster; its volume can no longer be attached"
@@ -54,7 +54,7 @@ fn target(
     }
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     let name = volume_name(claim).filter(|_| phase == "Bound").ok_or_else(|| {
-        Failure::of_objects(
+        Failure::from_objects(
             "ClaimNotBound",
             format!(
                 "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the disk is \
@@ -63,7 +63,7 @@ fn target(
         )
     })?;
     let Some(volume) = volume.map(|volume| &volume.spec) else {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "VolumeNotFound",
             format!(
                 "PersistentVolume {name} of claim {claim_key} does not exist in the management cluster; restore it"
@@ -72,13 +72,13 @@ fn target(
     };
     // The claim's author can set spec.volumeName to any volume; only the volume's claimRef proves the binding.
     if !is_bound_back(volume, claim) {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "ClaimNotBound",
             format!("PersistentVolume {name} is not bound to claim {claim_key}, though the claim names it"),
         ));
     }
     let csi = volume.csi.as_ref().filter(|csi| csi.driver == MANAGEMENT_DRIVER).ok_or_else(|| {
-        Failure::of_objects(
+        Failure::from_objects(
             "ForeignVolume",
             format!(
                 "PersistentVolume {name} of claim {claim_key} does not belong to driver {MANAGEMENT_DRIVER}, so it \
@@ -87,22 +87,22 @@ fn target(
         )
     })?;
     let volume = VolumeId::new(csi.volume_handle.as_str()).map_err(|invalid| {
-        Failure::of_objects(
+        Failure::from_objects(
             "VolumeNotFound",
             format!("PersistentVolume {name} has an invalid volume handle: {invalid}"),
         )
     })?;
-    let node = order.node_uuid.parse().map_err(|_| {
-        Failure::of_objects(
+    let node = attachment.node_uuid.parse().map_err(|_| {
+        Failure::from_objects(
             "NodeNotFound",
             format!(
                 "spec.nodeUUID {:?} is not a UUID, so the storage infra has no such node",
-                order.node_uuid
+                attachment.node_uuid
             ),
         )
     })?;
-    let access = access(claim, order.read_only);
-    Ok(AttachmentSpec { volume, node, read_only: order.read_only, access })
+    let access = access(claim, attachment.read_only);
+    Ok(AttachmentSpec { volume, node, read_only: attachment.read_only, access })
 }
 
 /// Sharing of the volume between VMs, from the access modes and the volume mode of the claim.
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    fn order(read_only: bool) -> VolumeAttachmentSpec {
+    fn attachment(read_only: bool) -> VolumeAttachmentSpec {
         VolumeAttachmentSpec {
             node_uuid: "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab".into(),
             volume_name: "data".into(),
@@ -155,7 +155,7 @@ mod tests {
     fn resolve(claim: Value, volume: Value, read_only: bool) -> Result<AttachmentSpec, Failure> {
         let claim: Option<PersistentVolumeClaim> = serde_json::from_value(claim).unwrap();
         let volume: Option<PersistentVolume> = serde_json::from_value(volume).unwrap();
-        target(&order(read_only), &Key::new("guest", "data"), claim.as_ref(), volume.as_ref(), false)
+        target(&attachment(read_only), &Key::new("guest", "data"), claim.as_ref(), volume.as_ref(), false)
     }
 
     #[test]

@@ -12,6 +12,8 @@ use kube_kit::informer::{Informer, Key};
 use tokio::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
+use crate::volume_attachment::vm_owner;
+
 /// Action on a VM that is out of service and does not release a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Fence {
@@ -23,11 +25,11 @@ pub enum Fence {
 
 /// The VMs that are out of service; empty if fencing is disabled.
 #[derive(Debug, Clone)]
-pub(super) struct Lost(Option<Informer<VirtualMachine>>);
+pub(super) struct OutOfService(Option<Informer<VirtualMachine>>);
 
-impl Lost {
+impl OutOfService {
     /// Fencing is disabled.
-    pub(super) fn none() -> Self {
+    pub(super) fn disabled() -> Self {
         Self(None)
     }
 
@@ -40,36 +42,37 @@ impl Lost {
         changed: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
         let api = Api::all_with(client.clone(), &virtual_machine_resource(version));
-        let machines = Informer::builder(format!("VirtualMachines ({version})"), api)
+        let vms = Informer::builder(format!("VirtualMachines ({version})"), api)
             .trim(trim)
             .on_change(move |change| {
-                let said = |machine: Option<&Arc<VirtualMachine>>| machine.is_some_and(|one| is_said(one));
-                if said(change.new) && !said(change.old) {
+                let annotated =
+                    |vm: Option<&Arc<VirtualMachine>>| vm.is_some_and(|one| is_out_of_service(one));
+                if annotated(change.new) && !annotated(change.old) {
                     changed(change.key);
                 }
             })
             .start(check, stop.clone());
-        Self(Some(machines))
+        Self(Some(vms))
     }
 
     /// Whether the VM of a VolumeAttachment is out of service.
-    pub(super) fn has_machine_of(&self, order: &VolumeAttachment) -> bool {
-        let machine = self
+    pub(super) fn has_vm_of(&self, attachment: &VolumeAttachment) -> bool {
+        let vm = self
             .0
             .as_ref()
-            .zip(machine_of(order))
-            .and_then(|(machines, owner)| machines.get(&key(order, owner)));
-        is_lost(order, machine.as_deref())
+            .zip(vm_owner(attachment))
+            .and_then(|(vms, owner)| vms.get(&key(attachment, owner)));
+        owner_is_out_of_service(attachment, vm.as_deref())
     }
 
     /// Waits until the VM of a VolumeAttachment is out of service; never returns if that does not happen.
-    pub(super) async fn gets_machine_of(&self, order: &VolumeAttachment) {
-        if let Some((machines, owner)) = self.0.as_ref().zip(machine_of(order)) {
+    pub(super) async fn wait_for_vm_of(&self, attachment: &VolumeAttachment) {
+        if let Some((vms, owner)) = self.0.as_ref().zip(vm_owner(attachment)) {
             let far = Instant::now() + Duration::from_secs(24 * 60 * 60);
-            let said = |machine: Option<&Arc<VirtualMachine>>| {
-                is_lost(order, machine.map(|machine| &**machine)).then_some(())
+            let annotated = |vm: Option<&Arc<VirtualMachine>>| {
+                owner_is_out_of_service(attachment, vm.map(|vm| &**vm)).then_some(())
             };
-            if machines.wait_for(&key(order, owner), far, said).await.is_some() {
+            if vms.wait_for(&key(attachment, owner), far, annotated).await.is_some() {
                 return;
             }
         }
@@ -77,32 +80,26 @@ impl Lost {
     }
 }
 
-/// The ownerReference to the VirtualMachine of a VolumeAttachment.
-pub(crate) fn machine_of(order: &VolumeAttachment) -> Option<&OwnerReference> {
-    let owners = order.metadata.owner_references.as_deref().unwrap_or_default();
-    owners.iter().find(|owner| owner.kind == "VirtualMachine")
-}
-
-fn key(order: &VolumeAttachment, owner: &OwnerReference) -> Key {
-    Key::new(order.metadata.namespace.clone().unwrap_or_default(), owner.name.clone())
+fn key(attachment: &VolumeAttachment, owner: &OwnerReference) -> Key {
+    Key::new(attachment.metadata.namespace.clone().unwrap_or_default(), owner.name.clone())
 }
 
 /// Whether this VM is the owner of the VolumeAttachment, by UID, and is out of service.
-fn is_lost(order: &VolumeAttachment, machine: Option<&VirtualMachine>) -> bool {
-    let owner = machine_of(order).map(|owner| &owner.uid);
-    machine.is_some_and(|machine| owner == machine.metadata.uid.as_ref() && is_said(machine))
+fn owner_is_out_of_service(attachment: &VolumeAttachment, vm: Option<&VirtualMachine>) -> bool {
+    let owner = vm_owner(attachment).map(|owner| &owner.uid);
+    vm.is_some_and(|vm| owner == vm.metadata.uid.as_ref() && is_out_of_service(vm))
 }
 
-fn is_said(machine: &VirtualMachine) -> bool {
-    let annotations = machine.metadata.annotations.as_ref();
+fn is_out_of_service(vm: &VirtualMachine) -> bool {
+    let annotations = vm.metadata.annotations.as_ref();
     annotations.is_some_and(|annotations| annotations.contains_key(ANNOTATION_OUT_OF_SERVICE))
 }
 
 /// Drops all fields but the identity and the out-of-service annotation.
-fn trim(machine: &mut VirtualMachine) {
-    let mut meta = std::mem::take(&mut machine.metadata);
-    machine.types = None;
-    machine.metadata = ObjectMeta {
+fn trim(vm: &mut VirtualMachine) {
+    let mut meta = std::mem::take(&mut vm.metadata);
+    vm.types = None;
+    vm.metadata = ObjectMeta {
         name: meta.name,
         namespace: meta.namespace,
         uid: meta.uid,
@@ -111,11 +108,11 @@ fn trim(machine: &mut VirtualMachine) {
             .annotations
             .as_mut()
             .and_then(|annotations| annotations.remove_entry(ANNOTATION_OUT_OF_SERVICE))
-            .map(|said| [said].into()),
+            .map(|annotated| [annotated].into()),
         ..Default::default()
     };
-    machine.spec.volumes = Vec::new();
-    machine.status = None;
+    vm.spec.volumes = Vec::new();
+    vm.status = None;
 }
 
 #[cfg(test)]
@@ -124,7 +121,7 @@ mod tests {
 
     use super::*;
 
-    fn machine(uid: &str, annotations: serde_json::Value) -> VirtualMachine {
+    fn vm(uid: &str, annotations: serde_json::Value) -> VirtualMachine {
         serde_json::from_value(json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "spec": {},
             "metadata": {"name": "vm", "namespace": "guest", "uid": uid, "annotations": annotations},
@@ -132,7 +129,7 @@ mod tests {
         .unwrap()
     }
 
-    fn order() -> VolumeAttachment {
+    fn attachment() -> VolumeAttachment {
         let owner = json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1",
         });
@@ -145,17 +142,17 @@ mod tests {
 
     #[test]
     fn only_the_owning_vm_is_out_of_service_and_only_if_fencing_is_enabled() {
-        let said = json!({ANNOTATION_OUT_OF_SERVICE: "n1"});
-        let lost = |machines: Vec<VirtualMachine>| Lost(Some(Informer::fixed(machines)));
-        assert!(lost(vec![machine("u1", said.clone())]).has_machine_of(&order()));
-        assert!(!lost(vec![machine("u1", json!({"other": "x"}))]).has_machine_of(&order()));
-        assert!(!lost(vec![machine("u2", said.clone())]).has_machine_of(&order()));
-        assert!(!lost(Vec::new()).has_machine_of(&order()));
-        assert!(!Lost::none().has_machine_of(&order()));
-        let mut kept = machine("u1", json!({ANNOTATION_OUT_OF_SERVICE: "n1", "other": "x"}));
+        let annotated = json!({ANNOTATION_OUT_OF_SERVICE: "n1"});
+        let out_of_service = |vms: Vec<VirtualMachine>| OutOfService(Some(Informer::fixed(vms)));
+        assert!(out_of_service(vec![vm("u1", annotated.clone())]).has_vm_of(&attachment()));
+        assert!(!out_of_service(vec![vm("u1", json!({"other": "x"}))]).has_vm_of(&attachment()));
+        assert!(!out_of_service(vec![vm("u2", annotated.clone())]).has_vm_of(&attachment()));
+        assert!(!out_of_service(Vec::new()).has_vm_of(&attachment()));
+        assert!(!OutOfService::disabled().has_vm_of(&attachment()));
+        let mut kept = vm("u1", json!({ANNOTATION_OUT_OF_SERVICE: "n1", "other": "x"}));
         trim(&mut kept);
-        assert!(lost(vec![kept]).has_machine_of(&order()));
-        let ownerless = VolumeAttachment { metadata: Default::default(), ..order() };
-        assert!(!lost(vec![machine("u1", said)]).has_machine_of(&ownerless));
+        assert!(out_of_service(vec![kept]).has_vm_of(&attachment()));
+        let ownerless = VolumeAttachment { metadata: Default::default(), ..attachment() };
+        assert!(!out_of_service(vec![vm("u1", annotated)]).has_vm_of(&ownerless));
     }
 }

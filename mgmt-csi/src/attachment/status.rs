@@ -4,16 +4,16 @@
 use crds::{AttachError, VolumeAttachmentStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use super::failure::{Disk, Failure};
-use crate::infra::PluggedDisk;
+use crate::infra::AttachedDisk;
+use crate::volume_attachment::failure::{Disk, Failure};
 
 /// Condition type.
 const ATTACHED: &str = "Attached";
 
 /// Status of an attached disk.
-pub(super) fn plugged(
+pub(super) fn attached(
     before: &VolumeAttachmentStatus,
-    disk: &PluggedDisk,
+    disk: &AttachedDisk,
     generation: i64,
     now: &Time,
 ) -> VolumeAttachmentStatus {

@@ -15,11 +15,11 @@ pub enum Disk {
 
 /// When to retry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Again {
+pub enum RetryWhen {
     /// When one of the objects changes: retrying earlier cannot succeed.
     OnChange,
     /// With backoff: no event reports that the cause is gone.
-    Later,
+    Backoff,
 }
 
 /// A failed attach or detach.
@@ -33,14 +33,14 @@ pub struct Failure {
     /// State of the disk.
     pub disk: Disk,
     /// When to retry.
-    pub again: Again,
+    pub retry: RetryWhen,
 }
 
 impl Failure {
     /// A failure found in the objects, before any call to the storage infra.
-    pub fn of_objects(reason: &'static str, message: String) -> Self {
+    pub fn from_objects(reason: &'static str, message: String) -> Self {
         let message = one_line(&message).into_owned();
-        Self { reason, message, disk: Disk::Unknown, again: Again::OnChange }
+        Self { reason, message, disk: Disk::Unknown, retry: RetryWhen::OnChange }
     }
 }
 
@@ -51,20 +51,20 @@ impl From<AttachError> for Failure {
             AttachError::NodeNotFound(_) => ("NodeNotFound", Disk::Absent),
             AttachError::InUse(_) => ("VolumeInUse", Disk::Absent),
             AttachError::Conflict(_) => ("AttachmentConflict", Disk::Absent),
-            AttachError::Ended(_) => ("AttachmentDeleted", Disk::Absent),
+            AttachError::IdDeleted(_) => ("AttachmentDeleted", Disk::Absent),
             AttachError::NodeNotRunning(_) => ("NodeNotRunning", Disk::Absent),
             AttachError::TooManyDisks(_) => ("TooManyDisks", Disk::Absent),
             AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),
-            AttachError::Trouble(_) => ("AttachFailed", Disk::Unknown),
+            AttachError::Indeterminate(_) => ("AttachFailed", Disk::Unknown),
         };
         let message = one_line(&error.to_string()).into_owned();
-        Self { reason, message, disk, again: Again::Later }
+        Self { reason, message, disk, retry: RetryWhen::Backoff }
     }
 }
 
 impl From<DetachError> for Failure {
     fn from(error: DetachError) -> Self {
         let message = one_line(&error.to_string()).into_owned();
-        Self { reason: "DetachFailed", message, disk: Disk::Unknown, again: Again::Later }
+        Self { reason: "DetachFailed", message, disk: Disk::Unknown, retry: RetryWhen::Backoff }
     }
 }

@@ -12,12 +12,12 @@ use crate::cluster::{self, Volumes};
 
 /// Caches of claims and volumes.
 #[derive(Debug, Clone)]
-pub(super) struct Bound {
+pub(super) struct Bindings {
     pub(super) claims: Arc<Latest<PersistentVolumeClaim>>,
     pub(super) volumes: Volumes,
 }
 
-impl Bound {
+impl Bindings {
     /// The claims bound to a volume of the storage infra: normally one.
     pub(super) fn claims_of(&self, id: &VolumeId) -> Vec<Key> {
         self.volumes.of_handle(id.as_str()).iter().filter_map(|volume| self.claim_of(volume)).collect()
@@ -25,10 +25,10 @@ impl Bound {
 
     /// IDs of all volumes that are bound to claims.
     pub(super) fn ids(&self) -> HashSet<VolumeId> {
-        let bound = |volume: &Arc<PersistentVolume>| {
+        let bindings = |volume: &Arc<PersistentVolume>| {
             self.claim_of(volume).and(VolumeId::new(cluster::handle(&volume.spec)?).ok())
         };
-        self.volumes.informer().list().iter().filter_map(bound).collect()
+        self.volumes.informer().list().iter().filter_map(bindings).collect()
     }
 
     /// The claim of a volume, if both are bound to each other.

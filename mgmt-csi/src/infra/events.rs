@@ -7,36 +7,40 @@ use futures::StreamExt;
 use infra_api::{Event, EventKind};
 use tokio_util::sync::CancellationToken;
 
-use super::{StorageInfra, Trouble};
+use super::{Indeterminate, StorageInfra};
 
 /// First and maximum delay before the stream is reopened.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(4));
 
 /// What changed in the storage infra.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum News<'a> {
+pub enum InfraEvent<'a> {
     /// Anything may have changed: list everything. Sent first, and after each gap in the stream.
-    Everything,
+    Resync,
     /// One object changed.
-    One(&'a Event),
+    Object(&'a Event),
 }
 
-/// Calls `tell` for every change until `stop`. The stream is open before the first call, so a handler that lists on it misses
+/// Calls `handler` for every change until `stop`. The stream is open before the first call, so a handler that lists on it misses
 /// no change.
-pub async fn follow(infra: Arc<dyn StorageInfra>, tell: impl Fn(News<'_>), stop: CancellationToken) {
+pub async fn subscribe(
+    infra: Arc<dyn StorageInfra>,
+    handler: impl Fn(InfraEvent<'_>),
+    stop: CancellationToken,
+) {
     let mut pause = PAUSES.0;
     loop {
         let ended = tokio::select! {
             () = stop.cancelled() => return,
-            ended = read(&*infra, &tell, &mut pause) => ended,
+            ended = read(&*infra, &handler, &mut pause) => ended,
         };
         match ended {
             Ok(()) => tracing::debug!("the storage infra closed its event stream; reopening it"),
             // Logged once; `/readyz` shows that the storage infra is unreachable.
-            Err(trouble) if pause == PAUSES.0 => {
-                tracing::warn!("no events from the storage infra: {trouble}; retrying");
+            Err(error) if pause == PAUSES.0 => {
+                tracing::warn!("no events from the storage infra: {error}; retrying");
             }
-            Err(trouble) => tracing::debug!("no events from the storage infra: {trouble}"),
+            Err(error) => tracing::debug!("no events from the storage infra: {error}"),
         }
         tokio::select! {
             () = stop.cancelled() => return,
@@ -48,16 +52,16 @@ pub async fn follow(infra: Arc<dyn StorageInfra>, tell: impl Fn(News<'_>), stop:
 
 async fn read(
     infra: &dyn StorageInfra,
-    tell: &impl Fn(News<'_>),
+    handler: &impl Fn(InfraEvent<'_>),
     pause: &mut Duration,
-) -> Result<(), Trouble> {
+) -> Result<(), Indeterminate> {
     let mut events = infra.events().await?;
     *pause = PAUSES.0;
-    tell(News::Everything);
+    handler(InfraEvent::Resync);
     while let Some(event) = events.next().await {
         match event? {
-            Event { kind: EventKind::Resync, .. } => tell(News::Everything),
-            event => tell(News::One(&event)),
+            Event { kind: EventKind::Resync, .. } => handler(InfraEvent::Resync),
+            event => handler(InfraEvent::Object(&event)),
         }
     }
     Ok(())

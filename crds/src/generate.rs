@@ -1,4 +1,4 @@
-//! The CustomResourceDefinitions, made from the types.
+//! Generator of the CustomResourceDefinitions.
 
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use crate::virtual_machine::{MOST_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
 use crate::volume_attachment::VolumeAttachment;
 
-/// Every CustomResourceDefinition as (file name, YAML text), as `crds/yaml/` must hold them.
+/// All CustomResourceDefinitions as (file name, YAML text): the expected contents of `crds/yaml/`.
 pub fn all() -> Vec<(String, String)> {
     [virtual_machine(), volume_attachment()]
         .into_iter()
@@ -21,7 +21,7 @@ pub fn all() -> Vec<(String, String)> {
         .collect()
 }
 
-/// One schema under all versions: the newest is stored, all are served, and no conversion is needed.
+/// All versions have the same schema and are served, so no conversion is needed; the newest is the storage version.
 fn virtual_machine() -> Value {
     let mut crd = to_value(&VirtualMachineDefinition::crd());
     let mut version = crd["spec"]["versions"][0].take();
@@ -33,7 +33,7 @@ fn virtual_machine() -> Value {
         volumes["x-kubernetes-list-map-keys"] = json!(["name"]);
         volumes["items"]["x-kubernetes-preserve-unknown-fields"] = json!(true);
     }
-    // Not of the status, which also has the disks that are leaving.
+    // No limit on the status: it also lists the disks that are being detached.
     schema["spec"]["properties"]["volumes"]["maxItems"] = json!(MOST_VOLUMES);
     let versions: Vec<Value> = VIRTUAL_MACHINE_VERSIONS
         .iter()
@@ -54,7 +54,7 @@ fn volume_attachment() -> Value {
     let schema = &mut crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"];
     schema["spec"]["x-kubernetes-validations"] = json!([{
         "rule": "self == oldSelf",
-        "message": "spec is immutable: delete this VolumeAttachment and let the VM Operator make another",
+        "message": "spec is immutable; delete this VolumeAttachment, and the VM Operator creates a new one",
     }]);
     for (field, longest) in [("nodeUUID", 128), ("volumeName", 253)] {
         schema["spec"]["properties"][field]["minLength"] = json!(1);
@@ -73,7 +73,7 @@ fn to_value<T: serde::Serialize>(crd: &T) -> Value {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_committed_definitions_are_those_of_the_types() {
+    fn the_committed_definitions_match_the_types() {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("yaml");
         let mut expected = Vec::new();
         for (name, yaml) in super::all() {
@@ -83,10 +83,7 @@ mod tests {
         }
         for entry in std::fs::read_dir(&folder).unwrap() {
             let name = entry.unwrap().file_name().into_string().unwrap();
-            assert!(
-                expected.contains(&name),
-                "crds/yaml/{name} belongs to no type: run `cargo lab generate`"
-            );
+            assert!(expected.contains(&name), "crds/yaml/{name} has no type: run `cargo lab generate`");
         }
     }
 }

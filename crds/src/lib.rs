@@ -1,8 +1,6 @@
-//! The objects of the management cluster that both drivers and the VM Operator speak through,
-//! and the names, labels and annotations that every part must derive in the same way.
+//! Custom resources, names, labels and annotations shared by the drivers, the VM Operator shim and the tests.
 //!
-//! Nothing here does I/O. The CustomResourceDefinitions under `crds/yaml/` are generated from these
-//! types by `cargo lab generate`.
+//! No I/O. `cargo lab generate` writes the CustomResourceDefinitions under `crds/yaml/` from these types.
 
 pub mod generate;
 pub mod names;

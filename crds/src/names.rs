@@ -1,7 +1,7 @@
-//! Names, labels and annotations: the one place that decides each.
+//! Names, labels and annotations of Nestor's objects.
 //!
-//! Names that are made from others are deterministic, so that any process, after any crash, comes to
-//! the same object; and they are hashed with lengths, so that no two sources can meet in one name.
+//! Derived names are deterministic, so that every process computes the same name, also after a crash. Their hashes include
+//! the length of each source, so that different sources give different names.
 
 use sha2::{Digest, Sha256};
 
@@ -10,112 +10,113 @@ pub const GUEST_DRIVER: &str = "guest.csi.nestor.dev";
 /// CSI driver name of the management tier.
 pub const MANAGEMENT_DRIVER: &str = "mgmt.csi.nestor.dev";
 
-/// Label on every management object that a guest cluster owns; its value is the guest's cluster ID.
+/// Label on every management object of a guest cluster: the cluster ID of the guest.
 pub const LABEL_CLUSTER_ID: &str = "nestor.dev/cluster-id";
-/// Prefix of the label by which a platform team shares a claim with a guest: `share.nestor.dev/<ID>: rw|ro`.
+/// Prefix of the label with which a platform team shares a claim with a guest: `share.nestor.dev/<cluster ID>: rw|ro`.
 pub const LABEL_SHARE_PREFIX: &str = "share.nestor.dev/";
-/// Annotation on a management claim: name of the guest's claim.
+/// Annotation on a management claim: name of the guest PVC.
 pub const ANNOTATION_GUEST_PVC: &str = "nestor.dev/guest-pvc";
-/// Annotation on a management claim: namespace of the guest's claim.
+/// Annotation on a management claim: namespace of the guest PVC.
 pub const ANNOTATION_GUEST_NAMESPACE: &str = "nestor.dev/guest-namespace";
-/// Annotation on a management claim: name of the guest's PersistentVolume.
+/// Annotation on a management claim: name of the guest PV.
 pub const ANNOTATION_GUEST_PV: &str = "nestor.dev/guest-pv";
-/// Annotation on a management claim: StorageClass of the guest's claim.
+/// Annotation on a management claim: StorageClass of the guest PVC.
 pub const ANNOTATION_GUEST_STORAGE_CLASS: &str = "nestor.dev/guest-storage-class";
-/// Annotation on a management VolumeSnapshot: name of the guest's VolumeSnapshot.
+/// Annotation on a management VolumeSnapshot: name of the guest VolumeSnapshot.
 pub const ANNOTATION_GUEST_SNAPSHOT: &str = "nestor.dev/guest-snapshot";
-/// Annotation on a management claim, as JSON: the guest's pods that use it, where that is asked for.
+/// Annotation on a management claim: guest pods that use it, as JSON; only where this reporting is enabled.
 pub const ANNOTATION_GUEST_PODS: &str = "nestor.dev/guest-pods";
-/// Annotation on a management claim: the zones, best first and separated by commas, from which its volume must be
-/// reachable. Written by gc-csi, read by mgmt-csi. At most [`MAX_REQUESTED_ZONES`] are taken.
+/// Annotation on a management claim: comma-separated zones, preferred first, from which its volume must be accessible.
+/// At most [`MAX_REQUESTED_ZONES`]. Written by gc-csi, read by mgmt-csi.
 pub const ANNOTATION_REQUESTED_ZONES: &str = "nestor.dev/requested-zones";
-/// The most zones that a claim may ask for.
+/// Maximum number of zones in [`ANNOTATION_REQUESTED_ZONES`].
 pub const MAX_REQUESTED_ZONES: usize = 64;
-/// The most bytes of a zone's name: those of a label's value.
+/// Maximum length of a zone name in bytes: that of a label value.
 pub const MAX_ZONE: usize = 63;
-/// Annotation on a management claim: the zones from which its volume can be reached. Written by mgmt-csi; without it,
-/// from every zone.
+/// Annotation on a management claim: zones from which its volume is accessible. Written by mgmt-csi. Absent: all zones.
 pub const ANNOTATION_ACCESSIBLE_ZONES: &str = "nestor.dev/accessible-zones";
-/// Annotation on a management claim whose PersistentVolume is to be kept: `Retain`. Written by mgmt-csi, since a guest
-/// can't read PersistentVolumes; without it, the volume goes with the claim.
+/// Annotation on a management claim: `Retain` if that is the reclaim policy of its PersistentVolume. Written by mgmt-csi,
+/// because a guest cannot read management PersistentVolumes. Absent: the volume is deleted with the claim.
 pub const ANNOTATION_RECLAIM_POLICY: &str = "nestor.dev/reclaim-policy";
-/// Annotation on a management claim whose guest PersistentVolume is to be kept: `Retain`, as that said while it was
-/// there. Written by gc-csi; without it, the volume was to go with the guest's claim.
+/// Annotation on a management claim: `Retain` if that is, or last was, the reclaim policy of the guest PV. Written by
+/// gc-csi. Absent: the volume is deleted with the guest PVC.
 pub const ANNOTATION_GUEST_RECLAIM_POLICY: &str = "nestor.dev/guest-reclaim-policy";
-/// Annotation on a management claim that nothing in its guest names any more though nobody asked for that: since when,
-/// RFC 3339. Written and taken back by gc-csi.
+/// Annotation on an orphaned management claim, to which nothing in its guest refers although no deletion was requested:
+/// start time, RFC 3339. Written and removed by gc-csi.
 pub const ANNOTATION_ORPHANED_SINCE: &str = "nestor.dev/orphaned-since";
-/// Annotation beside `nestor.dev/orphaned-since`: why the claim is called an orphan, one CamelCase word.
+/// Annotation next to `nestor.dev/orphaned-since`: reason in CamelCase.
 pub const ANNOTATION_ORPHANED_REASON: &str = "nestor.dev/orphaned-reason";
-/// Annotation on a management claim whose guest PersistentVolume said Retain and is gone: since when, RFC 3339. It is no
-/// orphan. Written and taken back by gc-csi.
+/// Annotation on a management claim whose guest PV had reclaim policy Retain and was deleted: start time, RFC 3339. Such a
+/// claim is not an orphan. Written and removed by gc-csi.
 pub const ANNOTATION_RETAINED_SINCE: &str = "nestor.dev/retained-since";
-/// Prefix of the annotation on a shared claim by which a guest says that it uses it: `consumer.nestor.dev/<ID>`.
+/// Prefix of the annotation with which a guest registers as consumer of a shared claim:
+/// `consumer.nestor.dev/<cluster ID>`.
 pub const ANNOTATION_CONSUMER_PREFIX: &str = "consumer.nestor.dev/";
-/// Annotation on a management claim or VolumeSnapshot: ID of the guest whose gc-csi made it. Unlike the label, it does
-/// not change when the platform team gives the object to another guest.
+/// Annotation on a management claim or VolumeSnapshot: cluster ID of the guest whose gc-csi created it. Unlike the label,
+/// it does not change when the platform team reassigns the object to another guest.
 pub const ANNOTATION_MADE_BY: &str = "nestor.dev/made-by";
-/// Annotation on a management claim or VolumeSnapshot: UID of the Cluster object with which it is deleted. The
-/// ownerReference with that UID is gc-csi's; others are not.
+/// Annotation on a management claim or VolumeSnapshot: UID of the Cluster object in the ownerReference that gc-csi set.
+/// gc-csi does not touch other ownerReferences.
 pub const ANNOTATION_DELETED_WITH: &str = "nestor.dev/deleted-with";
-/// API group of the Cluster object (Cluster API) that stands for a guest in the management cluster.
+/// API group of the Cluster object (Cluster API) of a guest in the management cluster.
 pub const CLUSTER_GROUP: &str = "cluster.x-k8s.io";
-/// Annotation on a `VirtualMachine` whose guest node is tainted as out of service: its disks may be taken from it by force.
-/// Written and removed by gc-csi, read by mgmt-csi; its value is the guest node's UID.
+/// Annotation on a `VirtualMachine` whose guest node has the out-of-service taint: UID of the guest Node. Its disks may be
+/// detached by force. Written and removed by gc-csi, read by mgmt-csi.
 pub const ANNOTATION_OUT_OF_SERVICE: &str = "nestor.dev/out-of-service";
-/// Annotation on a `VirtualMachine`: the `resourceVersion` onto which gc-csi wrote it. It changes whenever an attach finds its
-/// entry in `spec.volumes`, so that no removal goes in that was decided on before.
+/// Annotation on a `VirtualMachine`: the `resourceVersion` at which gc-csi wrote it. gc-csi updates it whenever an attach
+/// finds its entry in `spec.volumes`, so that a removal decided on earlier fails with a conflict.
 pub const ANNOTATION_VOLUMES_CONFIRMED: &str = "nestor.dev/volumes-confirmed";
-/// Taint by which people say of a guest's node that it is lost (Kubernetes, "Non-graceful node shutdown").
+/// Taint with which an operator declares a node out of service (Kubernetes, "Non-graceful node shutdown").
 pub const TAINT_OUT_OF_SERVICE: &str = "node.kubernetes.io/out-of-service";
-/// Type of the condition on claims of both tiers that says whether the volume is well.
+/// Condition type on claims of both tiers: whether the volume is healthy.
 pub const CONDITION_HEALTHY: &str = "nestor.dev/Healthy";
-/// Label of nodes and segment key of volumes: the zone.
+/// Node label and topology segment key of the zone.
 pub const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
-/// Finalizer on a `VolumeAttachment`: the disk may still be plugged. Held by mgmt-csi.
+/// Finalizer on a `VolumeAttachment` whose disk may still be attached. Set and removed by mgmt-csi.
 pub const FINALIZER_DETACH: &str = "nestor.dev/detach";
-/// StorageClass parameter in a guest: the management StorageClass to use.
+/// Guest StorageClass parameter: name of the management StorageClass.
 pub const PARAMETER_MANAGEMENT_CLASS: &str = "managementStorageClass";
-/// VolumeSnapshotClass parameter in a guest: the management VolumeSnapshotClass to use.
+/// Guest VolumeSnapshotClass parameter: name of the management VolumeSnapshotClass.
 pub const PARAMETER_MANAGEMENT_SNAPSHOT_CLASS: &str = "managementSnapshotClass";
-/// VolumeAttributesClass parameter in a guest: the management VolumeAttributesClass to use.
+/// Guest VolumeAttributesClass parameter: name of the management VolumeAttributesClass.
 pub const PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: &str = "managementVolumeAttributesClass";
-/// StorageClass parameter in the management cluster: whether several machines may write to a raw block volume at once.
+/// Management StorageClass parameter: whether several VMs may write to a raw block volume at once.
 pub const PARAMETER_SHAREABLE: &str = "shareable";
-/// Key in a guest PersistentVolume's `spec.csi.volumeAttributes`: the management PersistentVolume that it is pinned to.
-/// As an annotation on the guest PersistentVolume, it overrides that, or pins one that has no such attribute.
+/// Key in `spec.csi.volumeAttributes` of a guest PV: name of the management PV to which it is pinned. As an annotation on
+/// the guest PV, it overrides the attribute, or pins a PV that does not have it.
 pub const MANAGEMENT_VOLUME: &str = "nestor.dev/management-pv";
-/// Key in a publish context: the UUID by which the machine finds the disk.
+/// Publish context key: UUID under which the node finds the disk.
 pub const CONTEXT_DISK_UUID: &str = "diskUUID";
-/// Key in a publish context: the management PersistentVolume whose disk was attached.
+/// Publish context key: name of the management PV whose disk was attached.
 pub const CONTEXT_MANAGEMENT_VOLUME: &str = "managementPV";
-/// Key in a publish context: the pin among the volume's attributes that an annotation overrode, where one did.
+/// Publish context key: the pin in the volume attributes, if an annotation overrides it.
 pub const CONTEXT_OVERRIDDEN_PIN: &str = "overriddenManagementPV";
-/// Key in a publish context: identifies the proof that the disk held no data before it was plugged. Absent without one.
+/// Publish context key: ID of the attestation that the disk held no data before it was attached; absent without one.
 pub const CONTEXT_BLANK_ATTESTATION: &str = "blankAttestation";
-/// Key in a publish context: the volume's secret, for the mark of a formatting under way.
+/// Publish context key: secret of the volume, for the marker of a format in progress.
 pub const CONTEXT_FORMAT_TOKEN: &str = "formatToken";
 
-/// Longest name of an object that must also be a DNS label.
+/// Maximum length of an object name that must be a DNS label.
 pub const MAX_LABEL: usize = 63;
 
-/// Name of the management claim for a guest volume: `<prefix>-<hash of cluster ID and CSI name>`.
+/// Name of the management claim of a guest volume: `<prefix>-<hash of cluster ID and CSI name>`.
 pub fn management_pvc(prefix: &str, cluster_id: &str, csi_name: &str) -> String {
     format!("{prefix}-{}", digest(&[cluster_id, csi_name], 32))
 }
 
-/// Name of the management VolumeSnapshot for a guest snapshot: `snap-<hash of cluster ID and CSI name>`.
+/// Name of the management VolumeSnapshot of a guest snapshot: `snap-<hash of cluster ID and CSI name>`.
 pub fn management_snapshot(cluster_id: &str, csi_name: &str) -> String {
     format!("snap-{}", digest(&["snapshot", cluster_id, csi_name], 32))
 }
 
-/// Name of the `VolumeAttachment` for a claim on a machine. The machine's name leads, for people.
+/// Name of the `VolumeAttachment` of a claim on a VM: `<VM name, cut>-<hash of VM and claim>`.
 pub fn volume_attachment(vm: &str, claim: &str) -> String {
     let readable: String = vm.chars().take(40).map(|c| if c == '.' { '-' } else { c }).collect();
     format!("{}-{}", readable.trim_end_matches('-'), digest(&[vm, claim], 20))
 }
 
-/// Name of the entry in `VirtualMachine.spec.volumes` for a claim: the claim's own where it fits.
+/// Name of the entry in `VirtualMachine.spec.volumes` for a claim: the claim name if it is a DNS label, else shortened with
+/// a hash.
 pub fn volume_entry(claim: &str) -> String {
     if claim.len() <= MAX_LABEL && !claim.contains('.') {
         return claim.to_owned();
@@ -124,18 +125,17 @@ pub fn volume_entry(claim: &str) -> String {
     format!("{}-{}", readable.trim_end_matches('-'), digest(&[claim], 20))
 }
 
-/// What the VM Operator puts behind an entry's name in `status.volumes` from when the entry is out of the spec until its
-/// disk is gone.
+/// Suffix of an entry name in `status.volumes`, from the removal of the entry from the spec until its disk is detached.
 const DETACHING: &str = ":detaching";
 
-/// Name under which `status.volumes` shows the disk of an entry that is out of the spec.
+/// Name in `status.volumes` of an entry that was removed from the spec.
 pub fn detaching_entry(entry: &str) -> String {
     format!("{entry}{DETACHING}")
 }
 
-/// The entries whose disk a name in `status.volumes` may show: that name itself, or the one before `:detaching`. Where
-/// several disks of one entry are leaving, the vSphere CSI driver also puts a number before that: which of the two it
-/// is, nobody can tell.
+/// Candidate spec entries of a name in `status.volumes`: the name itself, or the part before `:detaching`. If several disks
+/// of one entry are being detached, the vSphere CSI driver inserts `-<number>` before the suffix; such a name is ambiguous,
+/// and both candidates are returned.
 pub fn entries_shown(name: &str) -> impl Iterator<Item = &str> {
     let base = name.strip_suffix(DETACHING);
     let numbered = base.and_then(|base| base.rsplit_once('-'));
@@ -144,7 +144,7 @@ pub fn entries_shown(name: &str) -> impl Iterator<Item = &str> {
     [base.or(Some(name)), unnumbered].into_iter().flatten()
 }
 
-/// Names under `/dev/disk/by-id` that a disk with this UUID can have, by bus: SCSI with a 64-bit WWN,
+/// Possible names of a disk under `/dev/disk/by-id`, by bus: SCSI with a 64-bit WWN,
 /// SCSI with a 128-bit one, virtio-blk (serials are cut at 20 bytes), NVMe.
 pub fn disk_by_id(disk_uuid: &str) -> [String; 4] {
     let uuid = disk_uuid.to_ascii_lowercase();
@@ -154,14 +154,14 @@ pub fn disk_by_id(disk_uuid: &str) -> [String; 4] {
     [format!("wwn-0x{wwn}"), format!("wwn-0x{hex}"), format!("virtio-{serial}"), format!("nvme-uuid.{uuid}")]
 }
 
-/// Why a text can't be a cluster ID.
+/// The text is not a valid cluster ID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "cluster ID {0:?} is not a label value: 1 to 63 letters, digits, '-', '_' or '.', starting and ending with a letter or digit"
 )]
 pub struct InvalidClusterId(String);
 
-/// The identity of a guest cluster: unique in the management cluster, and a legal label value.
+/// ID of a guest cluster: unique in the management cluster, and a valid label value.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ClusterId(String);
 
@@ -191,7 +191,7 @@ impl std::str::FromStr for ClusterId {
     }
 }
 
-/// The first `digits` hex digits of a SHA-256 over the parts, each with its length before it.
+/// The first `digits` hex digits of a SHA-256 over the parts, each prefixed with its length.
 fn digest(parts: &[&str], digits: usize) -> String {
     let mut hasher = Sha256::new();
     for part in parts {
@@ -215,14 +215,14 @@ mod tests {
     }
 
     #[test]
-    fn any_csi_name_becomes_a_dns_label() {
+    fn any_csi_name_gives_a_dns_label() {
         for csi in ["pvc-1", "", "Ünï cödé/../\u{0}", &"x".repeat(300)] {
             assert!(is_label(&management_pvc("pvc", "cluster", csi)), "{csi}");
         }
     }
 
     #[test]
-    fn neighbours_do_not_meet_in_one_name() {
+    fn different_sources_give_different_names() {
         assert_ne!(management_pvc("pvc", "a", "bc"), management_pvc("pvc", "ab", "c"));
         assert_ne!(volume_attachment("a-b", "c"), volume_attachment("a", "b-c"));
         let long = "c".repeat(200);
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn attachment_and_entry_names_are_labels_for_the_longest_sources() {
+    fn attachment_and_entry_names_are_labels_even_for_the_longest_sources() {
         let (vm, claim) = ("v.".repeat(120), "c.".repeat(120));
         assert!(is_label(&volume_attachment(&vm, &claim)));
         assert!(is_label(&volume_entry(&claim)));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_leaves_is_shown_under_its_entrys_name_and_a_suffix() {
+    fn a_detaching_disk_has_the_name_of_its_entry_with_a_suffix() {
         let shown = |name| entries_shown(name).collect::<Vec<_>>();
         assert_eq!(shown("pvc-1"), ["pvc-1"]);
         assert_eq!(detaching_entry("pvc-1"), "pvc-1:detaching");
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_looked_for_under_the_names_its_uuid_takes_on_each_bus() {
+    fn disk_by_id_gives_the_names_for_each_bus() {
         let names = disk_by_id("6F9C1B2A-0D3E-4F5A-8B7C-1234567890AB");
         assert_eq!(
             names,

@@ -1,28 +1,28 @@
 //! `VirtualMachine` of `vmoperator.vmware.com`: the subset of its fields that Nestor reads or writes.
 //!
 //! The same subset exists in every version from v1alpha2 to v1alpha6, so one Rust type serves all of
-//! them and the version is chosen at run time. `sharingMode` and `diskMode` of an entry are written only where
-//! v1alpha6 is served, the first version in which they have their place for good. All other fields belong to the VM Operator: they are
-//! preserved by the schema and never written, because every write is a patch of the fields below.
+//! them and the version is chosen at run time. `sharingMode` and `diskMode` of a volume entry are written only where
+//! v1alpha6 is served, the first version in which these fields are final. All other fields belong to the VM Operator:
+//! the schema preserves them and Nestor never writes them, because every write is a patch of the fields below.
 
 use kube::CustomResource;
 use kube::core::{ApiResource, GroupVersionKind, Object};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The API group of virtual machines.
+/// API group of `VirtualMachine`.
 pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
 
-/// The versions that carry the subset, newest first.
+/// API versions that have these fields, newest first.
 pub const VIRTUAL_MACHINE_VERSIONS: [&str; 5] = ["v1alpha6", "v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
 
-/// How many entries `spec.volumes` can have: as many disks as a virtual SCSI controller takes, and a root disk.
+/// Maximum number of entries in `spec.volumes`: as many disks as a virtual SCSI controller takes, and a root disk.
 pub const MOST_VOLUMES: usize = 256;
 
-/// A virtual machine, in whichever version [`virtual_machine_resource`] names.
+/// A `VirtualMachine`, in the version that [`virtual_machine_resource`] names.
 pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
 
-/// What is wanted of a virtual machine.
+/// Desired state of a virtual machine.
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[kube(
     group = "vmoperator.vmware.com",
@@ -38,85 +38,87 @@ pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
 )]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineSpec {
-    /// Disks that should be plugged into the machine.
+    /// Volumes to attach to the VM, keyed by `name`. At most 256.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "null_is_empty")]
     pub volumes: Vec<VirtualMachineVolume>,
 }
 
-/// One wanted disk.
+/// One volume to attach.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineVolume {
-    /// Key of the entry within the machine.
+    /// Name of the volume entry, unique within the VM. Example: `pvc-0a1b2c3d`.
     pub name: String,
-    /// The claim whose volume is plugged. Entries of other kinds are not Nestor's.
+    /// PersistentVolumeClaim whose volume is attached. Nestor ignores entries without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
-    /// `MultiWriter` for a disk that several machines write to. Read by the upstream VM Operator alone.
+    /// `MultiWriter` for a disk that several VMs write to. Read by the upstream VM Operator only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sharing_mode: Option<String>,
-    /// How the disk is attached. Read by the upstream VM Operator alone.
+    /// Disk mode, for instance `IndependentPersistent`. Read by the upstream VM Operator only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_mode: Option<String>,
 }
 
-/// A claim in the machine's own namespace.
+/// A PersistentVolumeClaim in the namespace of the VM.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeClaimSource {
-    /// Name of the PersistentVolumeClaim.
+    /// Name of the PersistentVolumeClaim. Example: `pvc-0a1b2c3d`.
     pub claim_name: String,
-    /// Plug the disk so that the machine can't write to it.
+    /// Whether the disk is attached read-only. Default: `false`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
 }
 
-/// What was seen of a virtual machine.
+/// Observed state of a virtual machine.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineStatus {
-    /// UUID of the machine in its infrastructure.
+    /// UUID of the VM in its hypervisor. Used to identify the VM if `biosUUID` is empty.
     #[serde(default, rename = "instanceUUID", skip_serializing_if = "Option::is_none")]
     pub instance_uuid: Option<String>,
-    /// UUID that the machine's firmware shows (DMI product UUID).
+    /// UUID that the firmware of the VM reports (DMI product UUID). Example: `42103d4a-9a5f-4b51-8f5c-0c9f7a4c1e11`.
     #[serde(default, rename = "biosUUID", skip_serializing_if = "Option::is_none")]
     pub bios_uuid: Option<String>,
-    /// Zone that the machine runs in.
+    /// Zone in which the VM runs, as in the node label `topology.kubernetes.io/zone`. Example: `zone-a`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
-    /// `PoweredOn`, `PoweredOff` or `Suspended`.
+    /// Power state: `PoweredOn`, `PoweredOff` or `Suspended`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_state: Option<String>,
-    /// Disks, as they are.
+    /// Observed state of the volumes, including those that are being detached.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "null_is_empty")]
     pub volumes: Vec<VirtualMachineVolumeStatus>,
 }
 
-/// One disk, as it is.
+/// Observed state of one volume.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineVolumeStatus {
-    /// Name of the entry in `spec.volumes`; with `:detaching` behind it once the entry is out of there.
+    /// Name of the entry in `spec.volumes`, with the suffix `:detaching` once the entry was removed from there. Example:
+    /// `pvc-0a1b2c3d:detaching`.
     pub name: String,
-    /// Whether the disk is plugged.
+    /// Whether the disk is attached.
     #[serde(default)]
     pub attached: bool,
-    /// UUID by which the machine finds the disk.
+    /// UUID under which the guest finds the disk, for instance as its serial or WWN in `/dev/disk/by-id`. Example:
+    /// `6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab`.
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
-    /// Present where the disk was proven to hold no data before it was plugged: identifies that proof, which permits one
-    /// formatting.
+    /// ID of the storage infra's attestation that the disk held no data before it was attached. It permits the node plugin
+    /// to format the disk once; without it, a disk is never formatted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_attestation: Option<String>,
-    /// The volume's secret, for the mark of a formatting under way. Not for pods.
+    /// Secret of the volume with which the node plugin marks a disk that it is formatting. Do not expose it to pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format_token: Option<String>,
-    /// Why the disk is not plugged or not unplugged.
+    /// Human-readable message of the failed attach or detach; absent if it did not fail.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// The resource of a `VirtualMachine` in `version`.
+/// API resource of `VirtualMachine` in `version`.
 pub fn virtual_machine_resource(version: &str) -> ApiResource {
     ApiResource::from_gvk_with_plural(
         &GroupVersionKind::gvk(VIRTUAL_MACHINE_GROUP, version, "VirtualMachine"),
@@ -124,12 +126,12 @@ pub fn virtual_machine_resource(version: &str) -> ApiResource {
     )
 }
 
-/// The newest version of `VirtualMachine` that carries the subset, out of those that a cluster serves.
+/// Newest supported version of `VirtualMachine` among the versions that a cluster serves.
 pub fn newest_virtual_machine_version(served: &[String]) -> Option<&'static str> {
     VIRTUAL_MACHINE_VERSIONS.into_iter().find(|known| served.iter().any(|version| version == known))
 }
 
-/// The UUID by which the infra knows a machine: the firmware's, or else the instance's; lower case.
+/// UUID by which the storage infra identifies a VM: `biosUUID`, or else `instanceUUID`; lower case.
 pub fn node_uuid(status: &VirtualMachineStatus) -> Option<String> {
     [&status.bios_uuid, &status.instance_uuid]
         .into_iter()
@@ -151,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_version_that_is_served_and_known_is_chosen() {
+    fn the_newest_served_and_supported_version_is_chosen() {
         let newest = |served: &[&str]| {
             newest_virtual_machine_version(&served.iter().map(|v| (*v).to_owned()).collect::<Vec<_>>())
         };
@@ -160,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_with_foreign_volumes_and_null_lists_is_read() {
+    fn a_vm_with_foreign_volumes_and_null_lists_is_decoded() {
         let vm: VirtualMachine = serde_json::from_value(serde_json::json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha4", "kind": "VirtualMachine",
             "metadata": {"name": "a"},

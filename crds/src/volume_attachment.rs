@@ -1,13 +1,13 @@
-//! `VolumeAttachment` of `nestor.dev`: the VM Operator's order to plug one volume into one machine,
-//! and mgmt-csi's answer.
+//! `VolumeAttachment` of `nestor.dev`: the request to attach one volume to one VM, created by the VM Operator and
+//! reconciled by mgmt-csi.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The order: which volume, to which machine. It never changes once written; a different order is a
-/// different object.
+/// Requests that one volume be attached to one VM. The VM Operator creates the object; mgmt-csi attaches the disk and
+/// reports in the status. The spec is immutable.
 #[derive(CustomResource, Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[kube(
     group = "nestor.dev",
@@ -27,52 +27,56 @@ use serde::{Deserialize, Serialize};
 )]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeAttachmentSpec {
-    /// UUID of the machine in the infra.
+    /// UUID of the VM in the storage infra: `status.biosUUID` of the VirtualMachine, or else its `status.instanceUUID`,
+    /// in lower case. Example: `42103d4a-9a5f-4b51-8f5c-0c9f7a4c1e11`.
     #[serde(rename = "nodeUUID")]
     pub node_uuid: String,
-    /// Name of the management PersistentVolumeClaim, in the same namespace.
+    /// Name of the PersistentVolumeClaim in the namespace of this object. It must be bound to a PersistentVolume of driver
+    /// `mgmt.csi.nestor.dev`. Example: `pvc-0a1b2c3d`.
     pub volume_name: String,
-    /// Plug the disk so that the machine can't write to it.
+    /// Whether the disk is attached read-only. Default: `false`.
     #[serde(default)]
     pub read_only: bool,
 }
 
-/// The answer, written by mgmt-csi alone.
+/// Observed state of the attachment. Only mgmt-csi writes it.
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VolumeAttachmentStatus {
-    /// Whether the infra said that the disk is plugged.
+    /// Whether the disk is attached to the VM, as last reported by the storage infra.
     #[serde(default)]
     pub attached: bool,
-    /// UUID by which the machine finds the disk.
+    /// UUID under which the guest finds the disk, for instance as its serial or WWN in `/dev/disk/by-id`. Present while
+    /// attached. Example: `6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab`.
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
-    /// Present where the disk was proven to hold no data before it was plugged: identifies that proof, which permits one
-    /// formatting.
+    /// ID of the storage infra's attestation that the disk held no data before it was attached. It permits the node plugin
+    /// to format the disk once; without it, a disk is never formatted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_attestation: Option<String>,
-    /// The volume's secret, for the mark of a formatting under way. Not for pods.
+    /// Secret of the volume with which the node plugin marks a disk that it is formatting. Do not expose it to pods.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format_token: Option<String>,
-    /// Generation of the order that this answers.
+    /// `metadata.generation` that mgmt-csi last reconciled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
-    /// Why the last try failed; absent when it did not.
+    /// Failure of the last attach or detach; absent if it succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<AttachError>,
-    /// `Attached`, with the reason and the text of the last change.
+    /// Conditions. mgmt-csi sets type `Attached`: `True` while the disk is attached, with the reason and the message of the
+    /// last result.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
 
-/// Why a try to plug or unplug failed.
+/// Failure of an attach or detach.
 #[derive(Serialize, Deserialize, Clone, Debug, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct AttachError {
-    /// One CamelCase word for programs.
+    /// Machine-readable reason in CamelCase. Example: `VolumeInUse`.
     pub reason: String,
-    /// The whole story, for people.
+    /// Human-readable failure message: the object, the cause and what to do.
     pub message: String,
-    /// When this failure was first seen.
+    /// Time at which this failure first occurred (RFC 3339).
     pub time: Time,
 }

@@ -1,4 +1,4 @@
-//! Wiring: flags, and who gets what.
+//! Wiring: flags, and the start of all components.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -22,14 +22,14 @@ use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 
-use crate::attach::Attach;
-use crate::attach::fence::Fence;
+use crate::attachment::AttachController;
+use crate::attachment::fence::Fence;
 use crate::capacity::Capacity;
-use crate::claims::Keeper;
+use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
-use crate::infra::{InfraArgs, StorageInfra, follow, monitor};
-use crate::repair;
+use crate::infra::{InfraArgs, StorageInfra, monitor, subscribe};
+use crate::repair::{self, Repair};
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
@@ -42,52 +42,52 @@ pub struct Args {
     kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     infra: InfraArgs,
-    /// How many requests about VolumeAttachments are made to the management API at once. What waits for the infra is
-    /// bounded for each machine instead.
+    /// Maximum number of concurrent requests to the management API for VolumeAttachments. Calls to the storage infra are
+    /// limited per VM instead.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..))]
     parallel_attachments: u16,
-    /// What to do about a machine whose node the guest says is out of service, and that keeps a disk which is to leave.
+    /// What to do with a VM whose guest node has the out-of-service taint and that does not release a disk to detach.
     #[arg(long, value_enum, default_value_t = Fence::PowerOff)]
     fence: Fence,
     #[command(flatten)]
     repair: repair::Options,
-    /// Publish what new volumes can have, as CSIStorageCapacity objects in this namespace. Without it, nothing is
-    /// published.
+    /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.
     #[arg(long, value_name = "NAMESPACE")]
     capacity_namespace: Option<String>,
-    /// Serve /healthz, /readyz and /metrics here.
+    /// Address on which to serve /healthz, /readyz and /metrics.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
 
-/// Runs the driver until `stop`, or until a part of it fails.
+/// Runs the driver until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
     let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
 
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
-    let attach = Attach::new(&mut registry, args.parallel_attachments.into(), args.fence, args.repair);
+    let attach = AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence);
+    let repair = Repair::new(&mut registry, args.repair);
     let election = args.lease.election("mgmt-csi", &client, args.kubeconfig.as_deref(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
-    let claims = Keeper::new(&mut registry, &cluster);
+    let claims = ClaimController::new(&mut registry, &cluster);
     let capacity = Capacity::default();
-    let copies = (cluster.claims(), cluster.volumes());
+    let caches = (cluster.claims(), cluster.volumes());
     let cluster = claims.watch(attach.watch(cluster));
     let (alive, ready) = (Health::default(), Health::default());
-    // Stands until every other check is there: between two of them, all that there are may pass.
+    // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("mgmt-csi", "not started yet");
-    let reachable = ready.check("management cluster", "not asked yet");
-    let infra_answers = ready.check("storage infra", "not asked yet");
+    let reachable = ready.check("management cluster", "not checked yet");
+    let infra_answers = ready.check("storage infra", "not checked yet");
 
-    // The driver can take calls at once, whatever else is down: they say what is wrong themselves.
+    // The driver serves calls at once, even if a dependency is down: each call returns its own error.
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
-    let controller = Controller::new(infra.clone(), client.clone(), copies.clone());
+    let controller = Controller::new(infra.clone(), client.clone(), caches.clone());
     let routes = Routes::new(IdentityServer::new(identity)).add_service(ControllerServer::new(controller));
 
     let infra_back = Notify::new();
@@ -100,53 +100,61 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         let _all_stop = stop_with_me(&stop);
         http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
-            .with_context(|| format!("cannot serve health and metrics on {address}"))
+            .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let (to_claims, to_capacity, to_orders) = (claims.news(), capacity.news(), attach.news());
+    let on_infra_event = (
+        claims.on_infra_event(),
+        repair.on_infra_event(),
+        attach.on_infra_event(),
+        capacity.on_infra_event(),
+    );
     let work = async {
         if !wait_until_reachable(&client, "management", &reachable, &stop).await {
             return;
         }
         cluster.start(&ready, &stop);
-        let attachments = attach.start(client.clone(), copies, infra.clone(), &ready, stop.clone());
+        let attachments = attach.start(client.clone(), caches, infra.clone(), &ready, stop.clone());
         let capacity = args
             .capacity_namespace
             .as_deref()
             .map(|namespace| capacity.start(client.clone(), namespace, infra.clone(), &ready, stop.clone()));
         let leading = async {
             let Some(attachments) = attachments.await else { return };
-            // What writes by itself, in one replica at a time.
+            let shared = attachments.shared();
+            // Reconcilers that write: they run in the leader only.
             let term = || async {
                 let publish = async {
                     if let Some(capacity) = &capacity {
                         capacity.run().await;
                     }
                 };
-                let keep = claims.keep(client.clone(), infra.clone(), stop.clone());
-                tokio::join!(attachments.run(&infra_back), keep, publish);
+                let attach = attachments.run(&infra_back, repair.run(&shared, stop.clone()));
+                let claims = claims.run(client.clone(), infra.clone(), stop.clone());
+                tokio::join!(attach, claims, publish);
             };
             election.lead(&ready, &stop, term).await;
         };
-        let reading = claims.read(infra.clone(), stop.clone());
-        let news = follow(
+        let conditions = claims.refresh_conditions(infra.clone(), stop.clone());
+        let events = subscribe(
             infra.clone(),
-            |news| {
-                to_claims(news);
-                to_orders(news);
-                to_capacity(news);
+            |event| {
+                on_infra_event.0(event);
+                on_infra_event.1(event);
+                on_infra_event.2(event);
+                on_infra_event.3(event);
             },
             stop.clone(),
         );
-        // Comes to its turn once each of the others has begun.
-        let begun = async { wired.pass() };
-        tokio::join!(biased; leading, reading, news, begun);
+        // `biased` polls this last, once each of the others has started.
+        let started = async { wired.pass() };
+        tokio::join!(biased; leading, conditions, events, started);
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
     let (csi, http, (), ()) = tokio::join!(csi, http, work, watch_infra);
     csi.and(http)
 }
 
-/// A part that ends takes the others along.
+/// Stops all components when the guard is dropped.
 fn stop_with_me(stop: &CancellationToken) -> DropGuard {
     stop.clone().drop_guard()
 }

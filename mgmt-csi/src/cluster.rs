@@ -1,4 +1,4 @@
-//! The claims and volumes of the management cluster, watched once for all rooms that need them.
+//! Informers for the PersistentVolumeClaims and PersistentVolumes of the management cluster, shared by all components.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ use kube_kit::lean::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// The watches, not started yet.
+/// The informers, not started yet.
 pub struct Cluster {
     claims: Builder<PersistentVolumeClaim>,
     volumes: Builder<PersistentVolume>,
     by_handle: Arc<Index>,
 }
 
-/// The volumes, by name and by the infra's id.
+/// PersistentVolumes, indexed by name and by volume handle.
 #[derive(Debug, Clone)]
 pub struct Volumes {
     informer: Informer<PersistentVolume>,
@@ -33,17 +33,17 @@ pub struct Volumes {
 }
 
 impl Volumes {
-    /// The copy itself.
+    /// The informer.
     pub fn informer(&self) -> &Informer<PersistentVolume> {
         &self.informer
     }
 
-    /// One volume.
+    /// The PersistentVolume of this name.
     pub fn get(&self, name: &str) -> Option<Arc<PersistentVolume>> {
         self.informer.get(&Key::cluster(name))
     }
 
-    /// Those of a handle: one, unless several PersistentVolumes name it.
+    /// The PersistentVolumes with this volume handle: normally one.
     pub fn of_handle(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
         let names = self.by_handle.members(&Key::cluster(handle));
         names.iter().filter_map(|name| self.informer.get(name)).collect()
@@ -57,7 +57,7 @@ impl std::fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    /// Watches through `client`.
+    /// Informers that use `client`.
     pub fn new(client: &Client) -> Self {
         let by_handle = Arc::<Index>::default();
         let indexed = by_handle.clone();
@@ -73,17 +73,17 @@ impl Cluster {
         }
     }
 
-    /// The claims; none before the start.
+    /// The claims; empty before the start.
     pub fn claims(&self) -> Informer<PersistentVolumeClaim> {
         self.claims.informer()
     }
 
-    /// The volumes; none before the start.
+    /// The volumes; empty before the start.
     pub fn volumes(&self) -> Volumes {
         Volumes { informer: self.volumes.informer(), by_handle: self.by_handle.clone() }
     }
 
-    /// Is told of every change of a claim.
+    /// Calls `handler` for every change of a claim.
     #[must_use]
     pub fn on_claim(
         mut self,
@@ -93,7 +93,7 @@ impl Cluster {
         self
     }
 
-    /// Is told of every change of a volume.
+    /// Calls `handler` for every change of a volume.
     #[must_use]
     pub fn on_volume(
         mut self,
@@ -103,7 +103,7 @@ impl Cluster {
         self
     }
 
-    /// Starts watching, until `stop`. `ready` gets a check for each watch.
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`.
     pub fn start(self, ready: &Health, stop: &CancellationToken) {
         let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
         self.claims.start(check("PersistentVolumeClaims"), stop.clone());
@@ -111,18 +111,19 @@ impl Cluster {
     }
 }
 
-/// Name of the volume that a claim says it is bound to.
+/// `spec.volumeName` of a claim, if set.
 pub(crate) fn volume_name(claim: &PersistentVolumeClaim) -> Option<&str> {
     claim.spec.volume_name.as_deref().filter(|name| !name.is_empty())
 }
 
-/// The claim that a volume says it is bound to.
+/// `spec.claimRef` of a volume, if set.
 pub(crate) fn claim_of(volume: &PersistentVolumeSpec) -> Option<Key> {
     let claim = volume.claim_ref.as_ref()?;
     Some(Key::new(claim.namespace.clone()?, claim.name.clone()?))
 }
 
-/// Whether a volume says that it is bound to this very claim. What the claim says is its author's choice.
+/// Whether the volume's `claimRef` has the UID and the name of this claim. The claim's own `volumeName` proves nothing:
+/// its author can set it to any volume.
 pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVolumeClaim) -> bool {
     volume.claim_ref.as_ref().is_some_and(|back| {
         back.uid == claim.metadata.uid
@@ -131,18 +132,18 @@ pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVol
     })
 }
 
-/// The handle of a volume of this driver.
+/// The volume handle, if the volume belongs to this driver.
 pub(crate) fn handle(volume: &PersistentVolumeSpec) -> Option<&str> {
     let csi = volume.csi.as_ref()?;
     (csi.driver == MANAGEMENT_DRIVER).then_some(csi.volume_handle.as_str())
 }
 
-/// An annotation's value.
+/// The value of an annotation of a claim.
 pub(crate) fn annotation<'a>(claim: &'a PersistentVolumeClaim, key: &str) -> Option<&'a str> {
     claim.metadata.annotations.as_ref()?.get(key).map(String::as_str)
 }
 
-/// What an event about a claim refers to.
+/// Object reference to a claim, for events.
 pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
     ObjectReference {
         api_version: Some("v1".to_owned()),
@@ -155,7 +156,7 @@ pub(crate) fn reference(claim: &PersistentVolumeClaim) -> ObjectReference {
     }
 }
 
-/// Keeps of a claim what this driver reads.
+/// Drops all fields of a claim that this driver does not read.
 pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     let annotations = claim.metadata.annotations.take().map(|mut all| {
         let read = [ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, ANNOTATION_ACCESSIBLE_ZONES];
@@ -180,7 +181,7 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
         conditions: status.conditions,
         ..Default::default()
     };
-    // It had room for those that went.
+    // `retain` keeps the vector's original allocation.
     claim.status.conditions.shrink_to_fit();
 }
 

@@ -1,4 +1,4 @@
-//! `mgmt-csi`, and `mgmt-csi orphans`.
+//! Command line of `mgmt-csi`: the driver, and the subcommand `orphans`.
 
 use std::process::ExitCode;
 
@@ -7,10 +7,10 @@ use mgmt_csi::{app, repair::orphans};
 use process_kit::process;
 use process_kit::telemetry::LogArgs;
 
-/// The flags of the driver stand beside the subcommand, which needs none of them.
+/// The driver's flags are required only without a subcommand.
 fn command() -> Command {
     let about =
-        "Lists what nothing uses in the management cluster and the storage infra, and removes it on request";
+        "Lists unused objects of the management cluster and the storage infra, and removes them on request";
     let orphans = orphans::Args::augment_args(Command::new("orphans").about(about));
     let driver = Command::new("mgmt-csi")
         .version(env!("CARGO_PKG_VERSION"))
@@ -23,23 +23,23 @@ fn command() -> Command {
 
 fn main() -> ExitCode {
     let matches = command().get_matches();
-    let asked = match matches.subcommand() {
-        Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Asked::Orphans),
-        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Asked::Driver),
+    let invocation = match matches.subcommand() {
+        Some((_, matches)) => orphans::Args::from_arg_matches(matches).map(Invocation::Orphans),
+        None => app::Args::from_arg_matches(&matches).map(Box::new).map(Invocation::Driver),
     };
     let logs = LogArgs::from_arg_matches(matches.subcommand().map_or(&matches, |(_, matches)| matches));
-    let (asked, logs) = match (asked, logs) {
-        (Ok(asked), Ok(logs)) => (asked, logs),
+    let (invocation, logs) = match (invocation, logs) {
+        (Ok(invocation), Ok(logs)) => (invocation, logs),
         (Err(error), _) | (_, Err(error)) => error.format(&mut command()).exit(),
     };
-    match asked {
-        Asked::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
-        Asked::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
+    match invocation {
+        Invocation::Driver(args) => process::run(&logs, 2, |stop| app::run(*args, stop)),
+        Invocation::Orphans(args) => process::run(&logs, 1, |_| orphans::run(args)),
     }
 }
 
-/// What is to be done.
-enum Asked {
+/// The parsed command.
+enum Invocation {
     Driver(Box<app::Args>),
     Orphans(orphans::Args),
 }
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_driver_needs_its_flags_and_the_subcommand_only_its_own() {
+    fn the_subcommand_does_not_require_the_flags_of_the_driver() {
         command().debug_assert();
         let infra = ["--infra-url=https://i", "--infra-ca=a", "--infra-cert=b", "--infra-key=c"];
         let read = |words: &[&str]| command().try_get_matches_from([&["mgmt-csi"], words].concat());
@@ -57,7 +57,7 @@ mod tests {
         assert!(read(&[&["--endpoint=unix:///x"], &infra[..]].concat()).is_ok());
         let orphans = |words: &[&str]| read(&[&["orphans"], &infra[..], words].concat());
         assert!(orphans(&[]).is_ok());
-        assert!(orphans(&["--remove"]).is_err(), "what is removed has an age");
+        assert!(orphans(&["--remove"]).is_err(), "--remove requires --older-than");
         let matches = orphans(&["--remove", "--older-than=30d", "--dry-run=false"]).unwrap();
         let (_, matches) = matches.subcommand().unwrap();
         assert!(orphans::Args::from_arg_matches(matches).is_ok());

@@ -274,7 +274,7 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
 
-        for (name, text) in [("node", "not a UUID"), ("volume", "is not in the management cluster")] {
+        for (name, text) in [("node", "not a UUID"), ("volume", "does not exist in the management cluster")] {
             let name = format!("{odd}-{name}");
             eventually(&format!("VolumeAttachment {name} says what is wrong"), PATIENCE, || async {
                 let order = s.attachments().get(&name).await?;

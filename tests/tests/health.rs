@@ -164,8 +164,8 @@ async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -
 
         pool.show()?;
         shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["well"]).await?;
-        told_below(&s, &handle, "VolumeConditionNormal", &["well"]).await?;
+        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
+        told_below(&s, &handle, "VolumeConditionNormal", &["healthy"]).await?;
         says(&s.driver, &handle, None, &[&node.name]).await?;
         says_below(&management, infra.id.as_str(), None).await?;
         counted(&s, false).await?;
@@ -221,8 +221,8 @@ async fn a_volume_whose_file_is_missing_is_told_alone_with_the_file_and_its_pool
         says(&s.driver, &healthy, None, &[]).await?;
         drop(away);
         shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["well"]).await?;
-        reported_on_pod(&s, "user", "VolumeConditionNormal", &["data", "well"]).await?;
+        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
+        reported_on_pod(&s, "user", "VolumeConditionNormal", &["data", "healthy"]).await?;
         assert_eq!(told(&s.guest_claims().get("healthy").await?), None);
         Ok(())
     })
@@ -285,7 +285,7 @@ async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
     machine.signal(s, Signal::CONT)?;
     shows(s, "data", &handle, "True", &[]).await?;
     ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not plugged again");
-    told_above(s, "data", "VolumeConditionNormal", &["well"]).await?;
+    told_above(s, "data", "VolumeConditionNormal", &["healthy"]).await?;
     says(&s.driver, &handle, None, &[name]).await?;
     s.order_detach(&order).await
 }

@@ -126,7 +126,7 @@ async fn a_class_that_the_management_tier_cannot_have_is_told_in_its_words_until
         s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": good})).await?;
         let handle = handle(&s.bound("data").await?.1)?;
         choose(&s, "data", &odd).await?;
-        let (reason, _) = s.told("data", &[&odd, "speed", "is not known"]).await?;
+        let (reason, _) = s.told("data", &[&odd, "speed", "unknown"]).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         eventually("the guest's claim calls it infeasible", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();

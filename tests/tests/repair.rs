@@ -162,10 +162,10 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
         s.add_entry(&node.name, entry(&wanted)).await?;
         let foreign = plug(&s, &unique("somebody"), &by_hand, &node).await?;
 
-        let told = told_below(&s, &left, &["no VolumeAttachment", "unplugged"]).await?;
-        assert_eq!(told, "StrayAttachmentRemoved");
-        assert_eq!(told_below(&s, &wanted, &["left alone", "OrderedAnew"]).await?, "StrayAttachment");
-        assert_eq!(told_below(&s, &by_hand, &["left alone", "NotOurs"]).await?, "StrayAttachment");
+        let told = told_below(&s, &left, &["no VolumeAttachment", "detached"]).await?;
+        assert_eq!(told, "DanglingAttachmentRemoved");
+        assert_eq!(told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?, "DanglingAttachment");
+        assert_eq!(told_below(&s, &by_hand, &["left alone", "NotManaged"]).await?, "DanglingAttachment");
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();
         assert!(!there.contains(&&stray), "{there:?}");

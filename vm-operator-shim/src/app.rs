@@ -1,4 +1,4 @@
-//! Wiring: flags, watches, and the queue of machines.
+//! Wiring: flags, watches, and the queue of VMs.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -25,19 +25,19 @@ use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
-use crate::absent::Absent;
-use crate::allowance::{Allowance, Rate};
+use crate::attach_limiter::{AttachLimiter, RateArgs};
 use crate::attachments::{self, Attachments};
-use crate::machine::{self, Machine};
+use crate::missing_claims::MissingClaims;
 use crate::reconcile::{Metrics, Reconciler};
+use crate::vm::{self, Vm};
 
-/// How many machines are worked on at once.
+/// Maximum number of VMs that are reconciled at the same time.
 const PARALLEL: usize = 32;
 
-/// How many requests are made at once: in all, for the VMs of one namespace, and for one VM.
+/// Maximum number of concurrent API requests: in total, per namespace and per VM.
 const REQUESTS: Limits = Limits { total: 32, namespace: 16, object: 4 };
 
-/// A claim, of which only its existence counts.
+/// A claim, as metadata only: the shim checks its existence.
 type Claim = Metadata<PersistentVolumeClaim>;
 
 /// Flags of `vm-operator-shim`.
@@ -46,16 +46,16 @@ pub struct Args {
     /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
     #[arg(long, value_name = "FILE")]
     kubeconfig: Option<PathBuf>,
-    /// Serve /healthz, /readyz and /metrics here.
+    /// Address on which to serve /healthz, /readyz and /metrics.
     #[arg(long, value_name = "ADDR:PORT")]
     http_listen: Option<SocketAddr>,
     #[command(flatten)]
-    rate: Rate,
+    rate: RateArgs,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
 
-/// Runs the shim until `stop`, or until a part of it fails.
+/// Runs the shim until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let client =
         connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "vm-operator-shim").await?;
@@ -66,38 +66,38 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let election = election.map_err(anyhow::Error::msg)?;
     let (alive, ready) = (Health::default(), Health::default());
     let checks = Checks {
-        version: ready.check("version of VirtualMachine", "not asked yet"),
-        machines: ready.check("watch of VirtualMachines", "not started yet"),
+        version: ready.check("version of VirtualMachine", "not checked yet"),
+        vms: ready.check("watch of VirtualMachines", "not started yet"),
         attachments: ready.check("watch of VolumeAttachments", "not started yet"),
         claims: ready.check("watch of PersistentVolumeClaims", "not started yet"),
     };
-    let parts = Parts { client, metrics, allowance: Allowance::new(args.rate) };
+    let components = Components { client, metrics, attach_limiter: AttachLimiter::new(args.rate) };
     let http = async {
         let Some(address) = args.http_listen else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
         http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
-            .with_context(|| format!("cannot serve health and metrics on {address}"))
+            .with_context(|| format!("failed to serve health and metrics on {address}"))
     };
-    let (http, ()) = tokio::join!(http, serve_machines(parts, checks, election, &ready, stop.clone()));
+    let (http, ()) = tokio::join!(http, run_controller(components, checks, election, &ready, stop.clone()));
     http
 }
 
 struct Checks {
     version: Check,
-    machines: Check,
+    vms: Check,
     attachments: Check,
     claims: Check,
 }
 
-struct Parts {
+struct Components {
     client: Client,
     metrics: Metrics,
-    allowance: Allowance,
+    attach_limiter: AttachLimiter,
 }
 
-async fn serve_machines(
-    Parts { client, metrics, allowance }: Parts,
+async fn run_controller(
+    Components { client, metrics, attach_limiter }: Components,
     checks: Checks,
     election: Election,
     ready: &Health,
@@ -114,31 +114,31 @@ async fn serve_machines(
     let resource = virtual_machine_resource(version);
     let queue = Queue::<Key>::default();
 
-    let builder = Informer::<Machine>::builder(
+    let builder = Informer::<Vm>::builder(
         format!("VirtualMachines ({version})"),
         Api::all_with(client.clone(), &resource),
     );
-    let machines = Arc::new(Latest::new(builder.informer()));
+    let vms = Arc::new(Latest::new(builder.informer()));
     let handler = {
-        let (machines, queue) = (machines.clone(), queue.clone());
-        move |change: &Change<'_, Machine>| {
-            machines.seen(change);
+        let (vms, queue) = (vms.clone(), queue.clone());
+        move |change: &Change<'_, Vm>| {
+            vms.seen(change);
             queue.push(change.key.clone());
         }
     };
-    // What was written may be gone without a change that says so: in a break of the watch, or with an older state of the
-    // server.
-    let look_at_all = || {
-        let (machines, queue) = (machines.clone(), queue.clone());
-        move || machines.informer().list().iter().for_each(|machine| queue.push(Key::of(&**machine)))
+    // After a relist, own writes may be lost without a change event: the watch was interrupted, or the API server was restored
+    // to an older state.
+    let requeue_all = || {
+        let (vms, queue) = (vms.clone(), queue.clone());
+        move || vms.informer().list().iter().for_each(|vm| queue.push(Key::of(&**vm)))
     };
-    let back = queue.clone();
+    let queue_on_reconnect = queue.clone();
     builder
-        .trim(machine::trim)
+        .trim(vm::trim)
         .on_change(handler)
-        .on_return(move || back.hurry())
-        .on_read(look_at_all())
-        .start(checks.machines, stop.clone());
+        .on_return(move || queue_on_reconnect.hurry())
+        .on_read(requeue_all())
+        .start(checks.vms, stop.clone());
 
     let builder = Informer::<VolumeAttachment>::builder("VolumeAttachments", Api::all(client.clone()));
     let informer = builder.informer();
@@ -146,48 +146,48 @@ async fn serve_machines(
     let handler = {
         let (attachments, queue) = (attachments.clone(), queue.clone());
         move |change: &Change<'_, VolumeAttachment>| {
-            for machine in attachments.seen(change) {
-                queue.push(machine);
+            for vm in attachments.seen(change) {
+                queue.push(vm);
             }
         }
     };
     builder
         .trim(attachments::trim)
         .on_change(handler)
-        .on_read(look_at_all())
+        .on_read(requeue_all())
         .start(checks.attachments, stop.clone());
 
-    let absent = Arc::new(Absent::default());
-    let claims = watch_claims(&client, &absent, &queue, checks.claims, &stop);
+    let missing_claims = Arc::new(MissingClaims::default());
+    let claims = watch_claims(&client, &missing_claims, &queue, checks.claims, &stop);
 
-    // A disk must not be called gone because the attachments were not read yet, nor a claim.
+    // Unsynced caches would show existing attachments and claims as missing.
     tokio::select! {
         () = stop.cancelled() => return,
-        _ = async { tokio::join!(machines.informer().synced(), informer.synced(), claims.synced()) } => {}
+        _ = async { tokio::join!(vms.informer().synced(), informer.synced(), claims.synced()) } => {}
     }
     tracing::info!(
         version,
-        machines = machines.informer().len(),
+        vms = vms.informer().len(),
         attachments = informer.len(),
-        "serving machines"
+        "reconciling VirtualMachines"
     );
     let reconciler = Arc::new(Reconciler {
         events: Events::new(client.clone(), "vm-operator-shim"),
         client,
         resource,
         claims,
-        absent,
-        allowance,
+        missing_claims,
+        attach_limiter,
         requests: Gate::new(REQUESTS),
-        machines,
+        vms,
         attachments,
-        gathering: Default::default(),
+        status_delay: Default::default(),
         metrics,
     });
     let term = || {
         let worker = queue.worker();
-        for machine in reconciler.machines.informer().list() {
-            queue.push(Key::of(&*machine));
+        for vm in reconciler.vms.informer().list() {
+            queue.push(Key::of(&*vm));
         }
         worker.run_fair(PARALLEL, Retry::default(), stop.clone(), Key::clone, |key| {
             let reconciler = reconciler.clone();
@@ -197,15 +197,15 @@ async fn serve_machines(
     election.lead(ready, &stop, term).await;
 }
 
-/// Watches which claims there are. The machines that miss one are looked at when it comes.
+/// Watches the claims. When a missing claim is created, the VMs that name it are requeued.
 fn watch_claims(
     client: &Client,
-    absent: &Arc<Absent>,
+    missing_claims: &Arc<MissingClaims>,
     queue: &Queue<Key>,
     check: Check,
     stop: &CancellationToken,
 ) -> Informer<Claim> {
-    let (absent, queue) = (absent.clone(), queue.clone());
+    let (missing_claims, queue) = (missing_claims.clone(), queue.clone());
     Informer::<Claim>::builder("PersistentVolumeClaims", Api::all(client.clone()))
         .metadata_only()
         .trim(|claim| {
@@ -219,7 +219,7 @@ fn watch_claims(
         })
         .on_change(move |change| {
             if change.old.is_none() {
-                absent.waiting_for(change.key).into_iter().for_each(|machine| queue.push(machine));
+                missing_claims.waiting_for(change.key).into_iter().for_each(|vm| queue.push(vm));
             }
         })
         .start(check, stop.clone())

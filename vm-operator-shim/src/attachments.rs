@@ -1,4 +1,4 @@
-//! The `VolumeAttachment`s of each machine, with the shim's own latest writes among them.
+//! Index of the `VolumeAttachment`s by VM, over a mutation cache that includes the shim's own writes.
 
 use std::sync::Arc;
 
@@ -10,61 +10,62 @@ use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::latest::Latest;
 
-use crate::machine::Machine;
 use crate::plan::ANNOTATION_ENTRY;
+use crate::vm::Vm;
 
+/// VolumeAttachments by VM.
 #[derive(Debug)]
 pub(crate) struct Attachments {
     latest: Latest<VolumeAttachment>,
-    by_machine: Index,
+    by_vm: Index,
 }
 
 impl Attachments {
-    /// Over `informer`, whose changes must be passed to [`Self::seen`].
+    /// Creates the index over `informer`, whose changes must be passed to [`Self::seen`].
     pub(crate) fn new(informer: Informer<VolumeAttachment>) -> Self {
-        Self { latest: Latest::new(informer), by_machine: Index::default() }
+        Self { latest: Latest::new(informer), by_vm: Index::default() }
     }
 
-    /// Takes note of a change; gives the machines that it concerns.
+    /// Records a change and returns the VMs that it concerns.
     pub(crate) fn seen(&self, change: &Change<'_, VolumeAttachment>) -> Vec<Key> {
         self.latest.seen(change);
-        let new = change.new.and_then(|attachment| machine_of(attachment));
-        let old =
-            change.old.and_then(|attachment| machine_of(attachment)).filter(|old| Some(old) != new.as_ref());
-        self.by_machine.put(change.key, new.clone());
+        let new = change.new.and_then(|attachment| vm_of(attachment));
+        let old = change.old.and_then(|attachment| vm_of(attachment)).filter(|old| Some(old) != new.as_ref());
+        self.by_vm.put(change.key, new.clone());
         old.into_iter().chain(new).collect()
     }
 
-    /// All that name `vm` as their owner, or have a name that one of its claims takes.
-    pub(crate) fn of(&self, vm_key: &Key, vm: &Machine) -> Vec<Arc<VolumeAttachment>> {
+    /// All VolumeAttachments that have `vm` as owner, or the name for one of its claims.
+    pub(crate) fn of(&self, vm_key: &Key, vm: &Vm) -> Vec<Arc<VolumeAttachment>> {
         let claims = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
         let mut keys: Vec<Key> = claims
             .map(|claim| names::volume_attachment(&vm_key.name, &claim.claim_name))
             .map(|name| Key::new(vm_key.namespace.clone(), name))
-            .chain(self.by_machine.members(vm_key))
+            .chain(self.by_vm.members(vm_key))
             .collect();
         keys.sort();
         keys.dedup();
         keys.iter().filter_map(|key| self.latest.get(key)).collect()
     }
 
-    /// Takes the answer to a create.
+    /// Records the response of a create.
     pub(crate) fn created(&self, mut attachment: VolumeAttachment) {
         trim(&mut attachment);
-        if let Some(machine) = machine_of(&attachment) {
-            self.by_machine.put(&Key::of(&attachment), Some(machine));
+        if let Some(vm) = vm_of(&attachment) {
+            self.by_vm.put(&Key::of(&attachment), Some(vm));
         }
         self.latest.created(attachment);
     }
 
-    /// Takes the answer to a delete that left the object for its finalizers.
+    /// Records the response of a delete that left the object terminating.
     pub(crate) fn deleting(&self, mut attachment: VolumeAttachment) {
         trim(&mut attachment);
         self.latest.changed(attachment);
     }
 }
 
-/// Keeps what the shim reads. The entry's name is mostly that which its claim's name gives, and a map is large.
+/// Drops all fields that the shim does not read. The entry annotation is dropped if it equals the default name for the claim,
+/// to save memory.
 pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     let mut meta = std::mem::take(&mut attachment.metadata);
     attachment.metadata = ObjectMeta {
@@ -85,7 +86,7 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     };
     if let Some(owners) = &mut attachment.metadata.owner_references {
         owners.iter_mut().for_each(|owner| owner.api_version = String::new());
-        // A list has room for more when it was read.
+        // Decoded vectors have spare capacity.
         owners.shrink_to_fit();
     }
     if let Some(status) = &mut attachment.status {
@@ -93,7 +94,7 @@ pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     }
 }
 
-fn machine_of(attachment: &VolumeAttachment) -> Option<Key> {
+fn vm_of(attachment: &VolumeAttachment) -> Option<Key> {
     let owner = attachment.owner_references().iter().find(|owner| owner.kind == "VirtualMachine")?;
     Some(Key::new(attachment.meta().namespace.clone()?, owner.name.clone()))
 }
@@ -105,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entrys_name_is_kept_where_the_claims_does_not_give_it() {
+    fn the_entry_annotation_is_kept_unless_it_is_the_default() {
         for (entry, is_kept) in [("pvc-1", false), ("disk", true)] {
             let mut attachment: VolumeAttachment = serde_json::from_value(json!({
                 "metadata": {
@@ -117,7 +118,7 @@ mod tests {
             }))
             .unwrap();
             trim(&mut attachment);
-            assert_eq!(machine_of(&attachment), Some(Key::new("guest", "vm")));
+            assert_eq!(vm_of(&attachment), Some(Key::new("guest", "vm")));
             let mut kept = json!({
                 "name": "a", "namespace": "guest", "uid": "u", "resourceVersion": "7",
                 "ownerReferences": [{"apiVersion": "", "kind": "VirtualMachine", "name": "vm", "uid": "m"}],

@@ -1,10 +1,10 @@
-//! Stands in for the VM Operator where none is installed: `VirtualMachine.spec.volumes` becomes
-//! `VolumeAttachment`s, and their answers become `VirtualMachine.status.volumes`. Nothing else.
+//! VM Operator shim: replaces the VM Operator where none is installed. It creates and deletes `VolumeAttachment`s from
+//! `VirtualMachine.spec.volumes`, and copies their status to `VirtualMachine.status.volumes`.
 
-mod absent;
-mod allowance;
 pub mod app;
+mod attach_limiter;
 mod attachments;
-pub mod machine;
+mod missing_claims;
 pub mod plan;
 mod reconcile;
+pub mod vm;

@@ -1,4 +1,4 @@
-//! `vm-operator-shim`.
+//! Command line of `vm-operator-shim`.
 
 use std::process::ExitCode;
 
@@ -10,7 +10,8 @@ use process_kit::telemetry::LogArgs;
 #[command(
     name = "vm-operator-shim",
     version,
-    about = "VirtualMachine.spec.volumes to VolumeAttachment to status.volumes, where no VM Operator is installed"
+    about = "Replaces the VM Operator where none is installed: creates and deletes VolumeAttachments from \
+             VirtualMachine.spec.volumes, and copies their status to VirtualMachine.status.volumes"
 )]
 struct Cli {
     #[command(flatten)]

@@ -1,8 +1,8 @@
-//! What one machine needs, without I/O: from the machine and the `VolumeAttachment`s that carry its names,
-//! to what must be created, deleted and told.
+//! Plan for one VM, without I/O: from the VM and its `VolumeAttachment`s to the VolumeAttachments to create and delete, and
+//! the status to write.
 //!
-//! The plan is made of what should be, not of what changed, so that it comes to the same end from any
-//! state, after any crash, and from a copy of the objects that is a little old.
+//! The plan is level-triggered: it is computed from the desired state, not from changes, so that it converges from any
+//! state, after a crash, and from slightly stale caches.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -13,53 +13,50 @@ use kube::{Resource, ResourceExt};
 use process_kit::text::one_line;
 use serde_json::{Value, json};
 
-use crate::machine::{Machine, MachineStatus};
+use crate::vm::{Vm, VmStatus};
 
-/// Annotation on a `VolumeAttachment`: name of the entry in `spec.volumes` that it was made for, by which
-/// the disk is told of after that entry has left.
+/// Annotation on a `VolumeAttachment`: name of its entry in `spec.volumes`, for `status.volumes` after that entry was removed.
 pub const ANNOTATION_ENTRY: &str = "nestor.dev/volume-entry";
 
-/// The fields of a status entry that the shim writes.
+/// Fields of a status entry that the shim writes.
 const OWN_FIELDS: [&str; 6] = ["name", "attached", "diskUUID", "blankAttestation", "formatToken", "error"];
 
-/// Those that say of a disk that is plugged how its machine finds it and what it may do with it.
+/// Fields that are copied from the status of the VolumeAttachment.
 const DISK_FIELDS: [&str; 3] = ["diskUUID", "blankAttestation", "formatToken"];
 
-/// How many entries of one machine are attached: as many disks as a virtual SCSI controller has, and as the schema of
-/// [`crds::VirtualMachine`] takes.
-pub const MOST_ENTRIES: usize = crds::MOST_VOLUMES;
+/// Maximum number of entries that are attached per VM, as in the schema of [`crds::VirtualMachine`].
+pub const MAX_ENTRIES: usize = crds::MOST_VOLUMES;
 
-/// What keeps an entry from being attached.
+/// Why an entry has no VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
-    /// Its claim is not there: nothing is made for it.
+    /// Its claim does not exist, so no VolumeAttachment is created.
     ClaimMissing,
-    /// Nothing is made or told of it yet.
-    Waits,
-    /// The attachment could not be created, and why.
+    /// Its claim may not be in the cache yet: nothing is created or reported.
+    CacheLag,
+    /// Creating the VolumeAttachment failed, with this message.
     Refused(String),
 }
 
-/// What to do for one machine.
+/// Writes for one VM.
 #[derive(Debug, Default)]
 pub struct Plan {
-    /// Attachments to create.
+    /// VolumeAttachments to create.
     pub create: Vec<VolumeAttachment>,
-    /// Attachments to delete, as they are known.
+    /// VolumeAttachments to delete, as cached.
     pub delete: Vec<VolumeAttachment>,
-    /// The list to write to `status.volumes`, where it differs from what is there.
+    /// New `status.volumes`, if it differs from the present one.
     pub status: Option<Vec<Value>>,
-    /// Whether there will be more to tell soon: orders are being carried out.
-    pub under_way: bool,
-    /// Whether the list says nothing new but the names of disks that are leaving.
+    /// Whether attaches or detaches are in progress, so that the status will change again soon.
+    pub in_progress: bool,
+    /// Whether the status differs only in the `:detaching` suffix of entries.
     pub only_renames: bool,
 }
 
-/// The plan for `vm`, given all attachments in its namespace that name it as their owner or have a name
-/// that one of its claims takes. `obstacles` tells, by claim, what keeps one that has no attachment from having it.
-/// `api_version` is the one under which the machine is served.
+/// Computes the plan for `vm`. `attachments` are all VolumeAttachments that have the VM as owner, or the name for one of its
+/// claims. `obstacles` are, by claim, the reasons why an entry has no VolumeAttachment. `api_version` is that of the VM.
 pub fn plan(
-    vm: &Machine,
+    vm: &Vm,
     api_version: &str,
     attachments: &[impl AsRef<VolumeAttachment>],
     obstacles: &BTreeMap<String, Obstacle>,
@@ -71,70 +68,69 @@ pub fn plan(
     let node_uuid = status.node_uuid();
     let before = &status.entries()[..];
     let attached: BTreeSet<&str> = before.iter().filter(|one| one["attached"] == true).map(name_of).collect();
-    let mut told: Vec<(String, Value)> = Vec::new();
-    let mut wanted = BTreeSet::new();
+    let mut reported: Vec<(String, Value)> = Vec::new();
+    let mut desired = BTreeSet::new();
 
-    // A machine that is being deleted wants nothing any more.
+    // A VM that is being deleted requests no disks.
     let entries = if vm.metadata.deletion_timestamp.is_some() { &[][..] } else { &vm.spec.volumes[..] };
-    let holders = holders(vm, entries, &by_name);
+    let attaching_entries = attaching_entries(vm, entries, &by_name);
     for (number, entry) in entries.iter().enumerate() {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
-        let holder = holders.get(&*claim.claim_name).copied().unwrap_or(&entry.name);
-        if holder != entry.name {
+        let attaching_entry = attaching_entries.get(&*claim.claim_name).copied().unwrap_or(&entry.name);
+        if attaching_entry != entry.name {
             let text = format!(
-                "ClaimAttachedTwice: claim {} is attached to this VirtualMachine by entry {holder}, and a claim can have \
-                 one: take one of the two entries out",
+                "ClaimAttachedTwice: claim {} is already attached to this VirtualMachine by entry {attaching_entry}; remove one of the \
+                 two entries",
                 claim.claim_name
             );
-            told.push((entry.name.clone(), failed(&entry.name, &text)));
+            reported.push((entry.name.clone(), failed(&entry.name, &text)));
             continue;
         }
         let name = names::volume_attachment(&vm.name_any(), &claim.claim_name);
-        wanted.insert(name.clone());
+        desired.insert(name.clone());
         match by_name.get(&name) {
             Some(found) if !is_owned(found, vm) => {
                 let text = format!(
                     "AttachmentNotOwned: VolumeAttachment {name} belongs to {}, not to this VirtualMachine; the disk is \
-                     plugged once that is gone",
+                     attached once that VolumeAttachment is deleted",
                     owner(found)
                 );
-                told.push((entry.name.clone(), failed(&entry.name, &text)));
+                reported.push((entry.name.clone(), failed(&entry.name, &text)));
             }
             Some(found) => {
-                // The order can't be changed: another machine UUID or mode is another order.
+                // The spec is immutable: a changed VM UUID or read-only mode needs a new VolumeAttachment.
                 let stale = found.spec.read_only != claim.read_only
                     || node_uuid
                         .as_ref()
                         .is_some_and(|uuid| *uuid != found.spec.node_uuid.to_ascii_lowercase());
                 if stale || is_deleting(found) {
-                    told.push(detaching(found));
+                    reported.push(detaching(found));
                 } else {
-                    told.extend(mirror(&entry.name, found).map(|value| (entry.name.clone(), value)));
+                    reported.extend(mirror(&entry.name, found).map(|value| (entry.name.clone(), value)));
                 }
                 if stale && !is_deleting(found) {
                     plan.delete.push((*found).clone());
                 }
             }
-            // One that has its disk keeps it.
-            None if number >= MOST_ENTRIES => {
+            // An entry beyond the limit that is attached already stays attached.
+            None if number >= MAX_ENTRIES => {
                 let text = format!(
-                    "TooManyVolumes: a VirtualMachine can have {MOST_ENTRIES} entries in spec.volumes, and this one has {}: take \
-                     entries out",
+                    "TooManyVolumes: spec.volumes has {} entries, but at most {MAX_ENTRIES} can be attached; remove entries",
                     entries.len()
                 );
-                told.push((entry.name.clone(), failed(&entry.name, &text)));
+                reported.push((entry.name.clone(), failed(&entry.name, &text)));
             }
             None => {
-                // A disk that is there is carried on with, whatever became of its claim: only so can it be taken out.
+                // An attached disk gets its VolumeAttachment even if its claim is gone; without one, it could not be detached.
                 let obstacle = obstacles.get(&claim.claim_name).filter(|obstacle| {
                     matches!(obstacle, Obstacle::Refused(_)) || !attached.contains(&*entry.name)
                 });
                 if let Some(text) =
                     obstacle.and_then(|obstacle| obstacle_text(vm, &claim.claim_name, obstacle))
                 {
-                    told.push((entry.name.clone(), failed(&entry.name, &text)));
+                    reported.push((entry.name.clone(), failed(&entry.name, &text)));
                 }
-                // Without a UUID there is nothing to say to the infra yet: the machine's next change counts.
+                // Without a UUID, the VM cannot be identified yet; its next change triggers another plan.
                 if let Some(node_uuid) = &node_uuid
                     && matches!(obstacle, None | Some(Obstacle::Refused(_)))
                 {
@@ -149,50 +145,52 @@ pub fn plan(
         }
     }
 
-    // What leaves stays in the status until it is really gone.
-    for found in by_name.values().filter(|found| is_owned(found, vm) && !wanted.contains(&found.name_any())) {
+    // A disk that is being detached stays in the status until its VolumeAttachment is gone.
+    for found in by_name.values().filter(|found| is_owned(found, vm) && !desired.contains(&found.name_any()))
+    {
         if !is_deleting(found) {
             plan.delete.push((*found).clone());
         }
-        told.push(detaching(found));
+        reported.push(detaching(found));
     }
 
-    plan.under_way = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
-    let after = merge(vm, before, told);
-    plan.only_renames = after.len() == before.len() && says_nothing_new(&after, before);
+    plan.in_progress = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
+    let after = merge(vm, before, reported);
+    plan.only_renames = after.len() == before.len() && has_only_renames(&after, before);
     plan.status = (after != before).then_some(after);
     plan
 }
 
-/// Whether a plan is carried out only as the VM is now, by one read for all of it. A deletion takes a disk away, and the
-/// watch may be behind an entry that was put in again.
-pub fn must_be_confirmed(vm: &Machine, plan: &Plan) -> bool {
-    !plan.delete.is_empty() || plan.create.iter().any(|order| was_told(vm, order))
+/// Whether the VM must be read from the API server before the plan is executed. A deletion detaches a disk, and the cache may
+/// not show yet that its entry was added again.
+pub fn needs_fresh_read(vm: &Vm, plan: &Plan) -> bool {
+    !plan.delete.is_empty() || plan.create.iter().any(|attachment| was_reported_attached(vm, attachment))
 }
 
-/// Whether a machine was told that the disk of an order is there. An order that is not there any more though its disk is
-/// has gone by itself: where the API server has forgotten it, as after a restore from a backup, it has forgotten the
-/// entry too, and what is known of the machine is from before. An order that is made from that, and deleted as soon as
-/// the machine is read anew, would unplug the disk.
-fn was_told(vm: &Machine, order: &VolumeAttachment) -> bool {
-    let Some(entry) = order.annotations().get(ANNOTATION_ENTRY) else { return false };
-    let told = vm.status.as_ref().map(MachineStatus::entries).unwrap_or_default();
-    let shown = [entry.clone(), names::detaching_entry(entry)];
-    told.iter().any(|one| one["attached"] == true && shown.iter().any(|name| one["name"] == name.as_str()))
+/// Whether the status of the VM reports the disk of a VolumeAttachment to create as attached. If so, the VolumeAttachment was
+/// lost, as after a restore of the API server from a backup. The restore may have removed the entry too, and the cached VM is
+/// from before. Creating the VolumeAttachment from a stale entry, and deleting it after the next read, would detach the disk.
+fn was_reported_attached(vm: &Vm, attachment: &VolumeAttachment) -> bool {
+    let Some(entry) = attachment.annotations().get(ANNOTATION_ENTRY) else { return false };
+    let reported = vm.status.as_ref().map(VmStatus::entries).unwrap_or_default();
+    let possible_names = [entry.clone(), names::detaching_entry(entry)];
+    reported
+        .iter()
+        .any(|one| one["attached"] == true && possible_names.iter().any(|name| one["name"] == name.as_str()))
 }
 
-/// Whether each entry was told of in the same words, if by the name that it had before its disk began to leave.
-fn says_nothing_new(after: &[Value], before: &[Value]) -> bool {
+/// Whether all entries are unchanged except for the `:detaching` suffix of their names.
+fn has_only_renames(after: &[Value], before: &[Value]) -> bool {
     let mut names = HashMap::new();
-    for (at, told) in before.iter().enumerate() {
-        names.insert(name_of(told).to_owned(), at);
-        names.entry(names::detaching_entry(name_of(told))).or_insert(at);
+    for (at, reported) in before.iter().enumerate() {
+        names.insert(name_of(reported).to_owned(), at);
+        names.entry(names::detaching_entry(name_of(reported))).or_insert(at);
     }
     after.iter().all(|entry| {
         names.get(name_of(entry)).is_some_and(|at| {
-            let mut told = before[*at].clone();
-            told["name"] = entry["name"].clone();
-            told == *entry
+            let mut reported = before[*at].clone();
+            reported["name"] = entry["name"].clone();
+            reported == *entry
         })
     })
 }
@@ -201,33 +199,33 @@ fn name_of(entry: &Value) -> &str {
     entry["name"].as_str().unwrap_or_default()
 }
 
-/// The new list: entries of others as they are, ours as told, each where it was.
-fn merge(vm: &Machine, before: &[Value], told: Vec<(String, Value)>) -> Vec<Value> {
-    let wanted: HashMap<&str, &VirtualMachineVolume> =
+/// Merges the shim's entries with those of other writers, which stay unchanged; each keeps its position.
+fn merge(vm: &Vm, before: &[Value], reported: Vec<(String, Value)>) -> Vec<Value> {
+    let desired: HashMap<&str, &VirtualMachineVolume> =
         vm.spec.volumes.iter().map(|volume| (volume.name.as_str(), volume)).collect();
     let mut places: HashMap<String, Vec<usize>> = HashMap::new();
-    // The first comes first out of each list.
-    for (at, (name, _)) in told.iter().enumerate().rev() {
+    // Reversed, so that `pop` returns the first position.
+    for (at, (name, _)) in reported.iter().enumerate().rev() {
         places.entry(name.clone()).or_default().push(at);
     }
-    let mut told: Vec<Option<Value>> = told.into_iter().map(|(_, value)| Some(value)).collect();
+    let mut reported: Vec<Option<Value>> = reported.into_iter().map(|(_, value)| Some(value)).collect();
     let mut after = Vec::new();
     for entry in before {
         let place = places.get_mut(name_of(entry)).and_then(Vec::pop);
-        match place.and_then(|at| told[at].take()) {
+        match place.and_then(|at| reported[at].take()) {
             Some(value) => after.push(value),
-            None if is_foreign(wanted.get(name_of(entry)).copied(), entry) => after.push(entry.clone()),
+            None if is_foreign(desired.get(name_of(entry)).copied(), entry) => after.push(entry.clone()),
             None => {}
         }
     }
-    after.extend(told.into_iter().flatten());
+    after.extend(reported.into_iter().flatten());
     after
 }
 
-/// Whether an entry of the status is somebody else's: its volume is not a claim, or it has fields that the
-/// shim doesn't write.
-fn is_foreign(wanted: Option<&VirtualMachineVolume>, entry: &Value) -> bool {
-    match wanted {
+/// Whether a status entry belongs to another writer: its volume is not a claim, or it has fields that the shim does not
+/// write.
+fn is_foreign(desired: Option<&VirtualMachineVolume>, entry: &Value) -> bool {
+    match desired {
         Some(volume) => volume.persistent_volume_claim.is_none(),
         None => entry
             .as_object()
@@ -235,27 +233,27 @@ fn is_foreign(wanted: Option<&VirtualMachineVolume>, entry: &Value) -> bool {
     }
 }
 
-/// What is told of an entry that has no attachment; None where that is nothing yet.
-fn obstacle_text(vm: &Machine, claim: &str, obstacle: &Obstacle) -> Option<String> {
+/// Error text for an entry without a VolumeAttachment; None if there is nothing to report yet.
+fn obstacle_text(vm: &Vm, claim: &str, obstacle: &Obstacle) -> Option<String> {
     match obstacle {
-        Obstacle::Waits => None,
+        Obstacle::CacheLag => None,
         Obstacle::Refused(text) => Some(text.clone()),
         Obstacle::ClaimMissing => Some(format!(
-            "ClaimNotFound: PersistentVolumeClaim {}/{claim} is not in the management cluster; the attach goes on once it \
-             is there",
+            "ClaimNotFound: PersistentVolumeClaim {}/{claim} does not exist in the management cluster; the disk is attached \
+             once it exists",
             vm.namespace().unwrap_or_default()
         )),
     }
 }
 
-/// A status entry from the answer to an order; None while there is none.
+/// Status entry from the status of a VolumeAttachment; None without a status.
 fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
     let status = attachment.status.as_ref()?;
     let mut value = json!({"name": entry, "attached": status.attached});
     let disk = [&status.disk_uuid, &status.blank_attestation, &status.format_token];
-    for (field, told) in DISK_FIELDS.into_iter().zip(disk) {
-        if let Some(told) = told {
-            value[field] = json!(told);
+    for (field, reported) in DISK_FIELDS.into_iter().zip(disk) {
+        if let Some(reported) = reported {
+            value[field] = json!(reported);
         }
     }
     if let Some(error) = &status.error {
@@ -264,38 +262,38 @@ fn mirror(entry: &str, attachment: &VolumeAttachment) -> Option<Value> {
     Some(value)
 }
 
-/// The same of an order that ends, under the name that the upstream VM Operator gives such a disk: it must not look like
-/// the answer to an entry that was put in again since.
+/// Status entry of a VolumeAttachment that is being deleted, under the name that the upstream VM Operator uses. The suffix
+/// distinguishes it from the status of an entry that was added again.
 fn detaching(attachment: &VolumeAttachment) -> (String, Value) {
     let entry = names::detaching_entry(&entry_of(attachment));
     let value = mirror(&entry, attachment).unwrap_or_else(|| json!({"name": entry, "attached": false}));
     (entry, value)
 }
 
-/// The entry that an order was made for.
+/// Name of the entry for which a VolumeAttachment was created.
 fn entry_of(attachment: &VolumeAttachment) -> String {
     let named = attachment.annotations().get(ANNOTATION_ENTRY).cloned();
     named.unwrap_or_else(|| names::volume_entry(&attachment.spec.volume_name))
 }
 
-/// The entry that has each claim: where several name one, that which its order was made for, or else the first. A disk
-/// must not change its mode, or leave, because somebody put in another entry.
-fn holders<'a>(
-    vm: &Machine,
+/// The entry that attaches each claim. If several entries name a claim, it is the one for which its VolumeAttachment was
+/// created, or else the first: adding an entry must not detach the disk or change its mode.
+fn attaching_entries<'a>(
+    vm: &Vm,
     entries: &'a [VirtualMachineVolume],
     by_name: &BTreeMap<String, &VolumeAttachment>,
 ) -> BTreeMap<&'a str, &'a str> {
-    let mut holders = BTreeMap::new();
+    let mut attaching_entries = BTreeMap::new();
     for entry in entries {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
         let found = by_name.get(&names::volume_attachment(&vm.name_any(), &claim.claim_name));
         if found.is_some_and(|found| is_owned(found, vm) && entry_of(found) == entry.name) {
-            holders.insert(&*claim.claim_name, &*entry.name);
+            attaching_entries.insert(&*claim.claim_name, &*entry.name);
         } else {
-            holders.entry(&*claim.claim_name).or_insert(&entry.name);
+            attaching_entries.entry(&*claim.claim_name).or_insert(&entry.name);
         }
     }
-    holders
+    attaching_entries
 }
 
 fn failed(entry: &str, text: &str) -> Value {
@@ -303,7 +301,7 @@ fn failed(entry: &str, text: &str) -> Value {
 }
 
 fn attachment(
-    vm: &Machine,
+    vm: &Vm,
     api_version: &str,
     name: String,
     entry: &str,
@@ -324,14 +322,14 @@ fn attachment(
         labels: cluster.map(|label| [label].into()),
         annotations: Some([(ANNOTATION_ENTRY.to_owned(), entry.to_owned())].into()),
         owner_references: Some(vec![owner]),
-        // Set here, so that mgmt-csi needs no write of its own before it begins.
+        // Set at creation, which saves mgmt-csi a write.
         finalizers: Some(vec![FINALIZER_DETACH.to_owned()]),
         ..Default::default()
     };
     VolumeAttachment { metadata, spec, status: None }
 }
 
-fn is_owned(attachment: &VolumeAttachment, vm: &Machine) -> bool {
+fn is_owned(attachment: &VolumeAttachment, vm: &Vm) -> bool {
     vm.metadata.uid.is_some()
         && attachment.owner_references().iter().any(|owner| Some(&owner.uid) == vm.metadata.uid.as_ref())
 }
@@ -340,7 +338,7 @@ fn is_deleting(attachment: &VolumeAttachment) -> bool {
     attachment.meta().deletion_timestamp.is_some()
 }
 
-/// Whether an order is being carried out: it has no answer yet, or its disk leaves and nothing is known to keep it.
+/// Whether an attach or detach is in progress: there is no status yet, or the detach has not failed so far.
 fn is_under_way(attachment: &VolumeAttachment) -> bool {
     match &attachment.status {
         None => true,
@@ -350,7 +348,7 @@ fn is_under_way(attachment: &VolumeAttachment) -> bool {
 
 fn owner(attachment: &VolumeAttachment) -> String {
     attachment.owner_references().first().map_or_else(
-        || "nobody".to_owned(),
+        || "no owner".to_owned(),
         |owner| format!("{} {} with UID {}", owner.kind, owner.name, owner.uid),
     )
 }

@@ -1,3 +1,5 @@
+//! Tests of the plan.
+
 use std::sync::Arc;
 
 use serde_json::from_value;
@@ -7,7 +9,7 @@ use super::*;
 const VERSION: &str = "vmoperator.vmware.com/v1alpha5";
 const UUID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 
-fn machine(volumes: Value, status: Value) -> Machine {
+fn new_vm(volumes: Value, status: Value) -> Vm {
     from_value(json!({
         "apiVersion": VERSION, "kind": "VirtualMachine",
         "metadata": {"name": "vm", "namespace": "guest", "uid": "vm-uid", "labels": {LABEL_CLUSTER_ID: "c1"}},
@@ -21,13 +23,14 @@ fn claim(name: &str) -> Value {
     json!({"name": name, "persistentVolumeClaim": {"claimName": name}})
 }
 
-/// What the API server has of what a plan creates.
-fn stored(vm: &Machine, entry: &str, status: Value) -> Arc<VolumeAttachment> {
-    let order = machine(json!([claim(entry)]), json!(null));
-    let mut made = plan(&order, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::new()).create.remove(0);
-    made.metadata.owner_references.as_mut().unwrap()[0].uid = vm.uid().unwrap();
-    made.status = from_value(status).unwrap();
-    Arc::new(made)
+/// The VolumeAttachment that a plan creates, as stored by the API server.
+fn stored(vm: &Vm, entry: &str, status: Value) -> Arc<VolumeAttachment> {
+    let attachment = new_vm(json!([claim(entry)]), json!(null));
+    let mut created =
+        plan(&attachment, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::new()).create.remove(0);
+    created.metadata.owner_references.as_mut().unwrap()[0].uid = vm.uid().unwrap();
+    created.status = from_value(status).unwrap();
+    Arc::new(created)
 }
 
 fn deleting(attachment: &Arc<VolumeAttachment>) -> Arc<VolumeAttachment> {
@@ -36,12 +39,12 @@ fn deleting(attachment: &Arc<VolumeAttachment>) -> Arc<VolumeAttachment> {
     Arc::new(attachment)
 }
 
-fn of(vm: &Machine, attachments: &[Arc<VolumeAttachment>]) -> Plan {
+fn of(vm: &Vm, attachments: &[Arc<VolumeAttachment>]) -> Plan {
     plan(vm, VERSION, attachments, &BTreeMap::new())
 }
 
-/// Where there is this obstacle to claim `a`, and no attachment.
-fn facing(vm: &Machine, obstacle: Obstacle) -> Plan {
+/// The plan with this obstacle to claim `a`, and no VolumeAttachment.
+fn with_obstacle(vm: &Vm, obstacle: Obstacle) -> Plan {
     plan(vm, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::from([("a".to_owned(), obstacle)]))
 }
 
@@ -51,7 +54,7 @@ fn attached() -> Value {
     })
 }
 
-fn told(name: &str) -> Value {
+fn reported(name: &str) -> Value {
     json!({"name": name, "attached": true, "diskUUID": "d1", "blankAttestation": "b1", "formatToken": "t1"})
 }
 
@@ -60,15 +63,15 @@ fn nothing(plan: &Plan) -> bool {
 }
 
 #[test]
-fn a_new_entry_is_one_create_with_all_it_needs_and_no_other_write() {
-    let plan = of(&machine(json!([claim("data")]), json!(null)), &[]);
+fn a_new_entry_needs_one_create_and_no_other_write() {
+    let plan = of(&new_vm(json!([claim("data")]), json!(null)), &[]);
     assert!(plan.delete.is_empty() && plan.status.is_none());
-    let [made] = &plan.create[..] else { panic!("{plan:?}") };
-    assert_eq!(made.name_any(), names::volume_attachment("vm", "data"));
-    assert_eq!((made.spec.node_uuid.as_str(), made.spec.volume_name.as_str()), (UUID, "data"));
-    assert_eq!(made.finalizers(), [FINALIZER_DETACH]);
-    assert_eq!(made.labels()[LABEL_CLUSTER_ID], "c1");
-    let owner = &made.owner_references()[0];
+    let [created] = &plan.create[..] else { panic!("{plan:?}") };
+    assert_eq!(created.name_any(), names::volume_attachment("vm", "data"));
+    assert_eq!((created.spec.node_uuid.as_str(), created.spec.volume_name.as_str()), (UUID, "data"));
+    assert_eq!(created.finalizers(), [FINALIZER_DETACH]);
+    assert_eq!(created.labels()[LABEL_CLUSTER_ID], "c1");
+    let owner = &created.owner_references()[0];
     assert_eq!(
         (owner.uid.as_str(), owner.controller, owner.block_owner_deletion),
         ("vm-uid", Some(true), Some(false))
@@ -76,57 +79,57 @@ fn a_new_entry_is_one_create_with_all_it_needs_and_no_other_write() {
 }
 
 #[test]
-fn many_answers_are_told_in_one_write_which_is_not_repeated() {
-    let vm = machine(json!([claim("a"), claim("b")]), json!(null));
+fn many_statuses_are_written_at_once_and_not_repeated() {
+    let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
     let error = json!({"attached": false, "error": {"reason": "VolumeInUse", "message": "on vm-2", "time": "2026-01-01T00:00:00Z"}});
     let attachments = [stored(&vm, "a", attached()), stored(&vm, "b", error)];
     let status = of(&vm, &attachments).status.unwrap();
     let failed = json!({"name": "b", "attached": false, "error": "VolumeInUse: on vm-2"});
-    assert_eq!(status, [told("a"), failed]);
-    let vm = machine(json!([claim("a"), claim("b")]), json!(status));
+    assert_eq!(status, [reported("a"), failed]);
+    let vm = new_vm(json!([claim("a"), claim("b")]), json!(status));
     assert!(nothing(&of(&vm, &attachments)));
 }
 
 #[test]
-fn an_order_without_an_answer_is_not_told() {
-    let vm = machine(json!([claim("a")]), json!(null));
+fn an_attachment_without_a_status_is_not_reported() {
+    let vm = new_vm(json!([claim("a")]), json!(null));
     assert!(nothing(&of(&vm, &[stored(&vm, "a", json!(null))])));
 }
 
 #[test]
-fn a_leaving_disk_is_told_of_under_another_name_until_its_order_is_gone() {
-    let vm = machine(json!([]), json!([told("a")]));
-    let order = stored(&vm, "a", attached());
-    let first = of(&vm, std::slice::from_ref(&order));
+fn a_detaching_disk_is_reported_under_another_name_until_its_attachment_is_gone() {
+    let vm = new_vm(json!([]), json!([reported("a")]));
+    let attachment = stored(&vm, "a", attached());
+    let first = of(&vm, std::slice::from_ref(&attachment));
     assert_eq!(first.delete.len(), 1);
     assert!(first.only_renames);
-    assert_eq!(first.status.unwrap(), [told("a:detaching")]);
-    let mut stuck = (*order).clone();
+    assert_eq!(first.status.unwrap(), [reported("a:detaching")]);
+    let mut stuck = (*attachment).clone();
     let error = json!({"reason": "DetachFailed", "message": "busy", "time": "2026-01-01T00:00:00Z"});
     stuck.status.as_mut().unwrap().error = from_value(error).unwrap();
     assert!(!of(&vm, &[Arc::new(stuck)]).only_renames);
-    let vm = machine(json!([]), json!([told("a:detaching")]));
-    assert!(nothing(&of(&vm, &[deleting(&order)])));
+    let vm = new_vm(json!([]), json!([reported("a:detaching")]));
+    assert!(nothing(&of(&vm, &[deleting(&attachment)])));
     assert_eq!(of(&vm, &[]).status, Some(vec![]));
 }
 
 #[test]
-fn a_leaving_disk_that_was_never_told_of_is_told_of_now() {
-    let vm = machine(json!([]), json!(null));
-    let order = stored(&vm, "a", json!(null));
-    assert_eq!(of(&vm, &[order]).status.unwrap(), [json!({"name": "a:detaching", "attached": false})]);
+fn a_detaching_disk_that_was_never_reported_is_reported_now() {
+    let vm = new_vm(json!([]), json!(null));
+    let attachment = stored(&vm, "a", json!(null));
+    assert_eq!(of(&vm, &[attachment]).status.unwrap(), [json!({"name": "a:detaching", "attached": false})]);
 }
 
 #[test]
-fn a_leaving_disk_is_no_answer_to_an_entry_that_was_put_in_again() {
-    let vm = machine(json!([]), json!([]));
-    let order = stored(&vm, "a", attached());
-    assert_eq!(of(&vm, std::slice::from_ref(&order)).status.unwrap(), [told("a:detaching")]);
-    let again = machine(json!([claim("a")]), json!([told("a")]));
-    assert_eq!(of(&again, &[deleting(&order)]).status.unwrap(), [told("a:detaching")]);
-    // Only the next order's disk is the answer to that.
-    let again = machine(json!([claim("a")]), json!([told("a:detaching")]));
-    assert_eq!(of(&again, &[order]).status.unwrap(), [told("a")]);
+fn a_detaching_disk_is_not_the_status_of_an_entry_that_was_added_again() {
+    let vm = new_vm(json!([]), json!([]));
+    let attachment = stored(&vm, "a", attached());
+    assert_eq!(of(&vm, std::slice::from_ref(&attachment)).status.unwrap(), [reported("a:detaching")]);
+    let again = new_vm(json!([claim("a")]), json!([reported("a")]));
+    assert_eq!(of(&again, &[deleting(&attachment)]).status.unwrap(), [reported("a:detaching")]);
+    // Only the disk of the next attachment is its status.
+    let again = new_vm(json!([claim("a")]), json!([reported("a:detaching")]));
+    assert_eq!(of(&again, &[attachment]).status.unwrap(), [reported("a")]);
 }
 
 /// Two entries for one claim.
@@ -136,138 +139,138 @@ fn twice(first: &str, second: &str) -> Value {
 }
 
 #[test]
-fn a_claim_that_two_entries_name_is_attached_by_the_first_and_refused_to_the_second() {
-    let vm = machine(twice("a", "b"), json!(null));
+fn a_claim_in_two_entries_is_attached_by_the_first_and_the_second_gets_an_error() {
+    let vm = new_vm(twice("a", "b"), json!(null));
     let plan = of(&vm, &[]);
     assert_eq!(plan.create.len(), 1);
     assert!(!plan.create[0].spec.read_only);
-    let order = stored(&vm, "a", attached());
-    let plan = of(&vm, std::slice::from_ref(&order));
+    let attachment = stored(&vm, "a", attached());
+    let plan = of(&vm, std::slice::from_ref(&attachment));
     assert!(plan.create.is_empty() && plan.delete.is_empty());
     let status = plan.status.unwrap();
-    assert_eq!(status[0], told("a"));
+    assert_eq!(status[0], reported("a"));
     assert_eq!((&status[1]["name"], &status[1]["attached"]), (&json!("b"), &json!(false)));
     let error = status[1]["error"].as_str().unwrap();
     assert!(error.starts_with("ClaimAttachedTwice") && error.contains("by entry a"), "{error}");
 }
 
 #[test]
-fn a_disk_stays_as_it_is_when_another_entry_is_put_in_before_its_own() {
-    let vm = machine(twice("b", "a"), json!([told("a")]));
-    let mut order = (*stored(&vm, "a", attached())).clone();
-    order.spec.read_only = true;
-    let order = Arc::new(order);
-    let plan = of(&vm, std::slice::from_ref(&order));
+fn an_attached_disk_is_unaffected_by_another_entry_added_before_its_own() {
+    let vm = new_vm(twice("b", "a"), json!([reported("a")]));
+    let mut attachment = (*stored(&vm, "a", attached())).clone();
+    attachment.spec.read_only = true;
+    let attachment = Arc::new(attachment);
+    let plan = of(&vm, std::slice::from_ref(&attachment));
     assert!(plan.create.is_empty() && plan.delete.is_empty());
     let status = plan.status.unwrap();
-    assert_eq!(status[0], told("a"));
+    assert_eq!(status[0], reported("a"));
     assert!(status[1]["error"].as_str().unwrap().contains("by entry a"));
-    // Once its own entry is out, the other's mode counts.
-    let vm = machine(json!([twice("b", "a")[0]]), json!([told("a")]));
-    let plan = of(&vm, &[order]);
+    // Once its own entry is removed, the mode of the other one applies.
+    let vm = new_vm(json!([twice("b", "a")[0]]), json!([reported("a")]));
+    let plan = of(&vm, &[attachment]);
     assert_eq!((plan.create.len(), plan.delete.len()), (0, 1));
-    assert_eq!(plan.status.unwrap(), [told("a:detaching")]);
+    assert_eq!(plan.status.unwrap(), [reported("a:detaching")]);
 }
 
 #[test]
-fn foreign_volumes_are_kept_as_they_are() {
+fn foreign_volumes_stay_unchanged() {
     let boot = json!({"name": "boot", "type": "Classic", "attached": true, "limit": "10Gi"});
     let plain = json!({"name": "scratch", "attached": true});
-    let vm = machine(json!([{"name": "scratch", "other": {}}]), json!([boot, told("gone"), plain]));
+    let vm = new_vm(json!([{"name": "scratch", "other": {}}]), json!([boot, reported("gone"), plain]));
     assert_eq!(of(&vm, &[]).status.unwrap(), [boot, plain]);
 }
 
 #[test]
-fn another_mode_or_machine_uuid_is_another_order() {
-    let vm = machine(json!([claim("a")]), json!([told("a")]));
-    let mut order = (*stored(&vm, "a", attached())).clone();
-    order.spec.read_only = true;
-    let order = Arc::new(order);
-    let first = of(&vm, std::slice::from_ref(&order));
+fn another_mode_or_vm_uuid_needs_a_new_attachment() {
+    let vm = new_vm(json!([claim("a")]), json!([reported("a")]));
+    let mut attachment = (*stored(&vm, "a", attached())).clone();
+    attachment.spec.read_only = true;
+    let attachment = Arc::new(attachment);
+    let first = of(&vm, std::slice::from_ref(&attachment));
     assert_eq!((first.delete.len(), first.create.len()), (1, 0));
-    assert_eq!(first.status.unwrap(), [told("a:detaching")]);
-    let vm = machine(json!([claim("a")]), json!([told("a:detaching")]));
-    assert!(nothing(&of(&vm, &[deleting(&order)])));
+    assert_eq!(first.status.unwrap(), [reported("a:detaching")]);
+    let vm = new_vm(json!([claim("a")]), json!([reported("a:detaching")]));
+    assert!(nothing(&of(&vm, &[deleting(&attachment)])));
     assert_eq!(of(&vm, &[]).create.len(), 1);
 }
 
 #[test]
-fn there_is_more_to_come_while_an_order_has_no_answer_or_its_disk_leaves() {
-    let vm = machine(json!([claim("a"), claim("b")]), json!(null));
+fn a_plan_is_in_progress_until_every_attach_and_detach_has_a_result() {
+    let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
     let (done, asked) = (stored(&vm, "a", attached()), stored(&vm, "b", json!(null)));
-    assert!(!of(&vm, std::slice::from_ref(&done)).under_way);
-    assert!(of(&vm, &[done.clone(), asked]).under_way);
-    assert!(of(&vm, &[deleting(&done)]).under_way);
-    // Nobody knows how long these take.
+    assert!(!of(&vm, std::slice::from_ref(&done)).in_progress);
+    assert!(of(&vm, &[done.clone(), asked]).in_progress);
+    assert!(of(&vm, &[deleting(&done)]).in_progress);
+    // A failed detach may take arbitrarily long.
     let error = json!({"reason": "DetachFailed", "message": "busy", "time": "2026-01-01T00:00:00Z"});
     let stuck = stored(&vm, "a", json!({"attached": true, "error": error}));
-    assert!(!of(&vm, &[deleting(&stuck)]).under_way);
+    assert!(!of(&vm, &[deleting(&stuck)]).in_progress);
 }
 
 #[test]
-fn a_machine_without_a_uuid_waits() {
-    let mut vm = machine(json!([claim("a")]), json!(null));
+fn a_vm_without_a_uuid_waits() {
+    let mut vm = new_vm(json!([claim("a")]), json!(null));
     vm.status = None;
     assert!(nothing(&of(&vm, &[])));
 }
 
 #[test]
-fn a_machine_that_is_being_deleted_gives_its_disks_back() {
-    let mut vm = machine(json!([claim("a")]), json!([told("a")]));
+fn the_disks_of_a_vm_that_is_being_deleted_are_detached() {
+    let mut vm = new_vm(json!([claim("a")]), json!([reported("a")]));
     vm.metadata.deletion_timestamp = from_value(json!("2026-01-01T00:00:00Z")).unwrap();
     let plan = of(&vm, &[stored(&vm, "a", attached())]);
     assert_eq!((plan.delete.len(), plan.create.len()), (1, 0));
 }
 
 #[test]
-fn the_order_of_an_earlier_machine_of_the_same_name_is_left_alone() {
-    let vm = machine(json!([claim("a")]), json!(null));
-    let mut order = (*stored(&vm, "a", attached())).clone();
-    order.metadata.owner_references.as_mut().unwrap()[0].uid = "earlier".into();
-    let plan = of(&vm, &[Arc::new(order)]);
+fn the_attachment_of_an_earlier_vm_of_the_same_name_is_left_alone() {
+    let vm = new_vm(json!([claim("a")]), json!(null));
+    let mut attachment = (*stored(&vm, "a", attached())).clone();
+    attachment.metadata.owner_references.as_mut().unwrap()[0].uid = "earlier".into();
+    let plan = of(&vm, &[Arc::new(attachment)]);
     assert!(plan.create.is_empty() && plan.delete.is_empty());
     assert!(plan.status.unwrap()[0]["error"].as_str().unwrap().starts_with("AttachmentNotOwned"));
 }
 
 #[test]
-fn an_order_that_the_api_server_refuses_is_told() {
-    let vm = machine(json!([claim("a")]), json!(null));
-    let plan = facing(&vm, Obstacle::Refused("quota".to_owned()));
-    assert_eq!(plan.create.len(), 1, "it is tried again");
+fn a_failed_create_is_reported() {
+    let vm = new_vm(json!([claim("a")]), json!(null));
+    let plan = with_obstacle(&vm, Obstacle::Refused("quota".to_owned()));
+    assert_eq!(plan.create.len(), 1, "it is retried");
     assert_eq!(plan.status.unwrap(), [json!({"name": "a", "attached": false, "error": "quota"})]);
 }
 
 #[test]
-fn nothing_is_made_for_a_claim_that_is_missing_and_the_entry_says_so() {
-    let vm = machine(json!([claim("a"), claim("b")]), json!(null));
-    let plan = facing(&vm, Obstacle::ClaimMissing);
+fn a_missing_claim_gets_no_attachment_and_an_error() {
+    let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
+    let plan = with_obstacle(&vm, Obstacle::ClaimMissing);
     assert_eq!(plan.create.iter().map(|one| &*one.spec.volume_name).collect::<Vec<_>>(), ["b"]);
     let status = plan.status.unwrap();
     let error = status[0]["error"].as_str().unwrap();
     assert!(status.len() == 1 && error.starts_with("ClaimNotFound") && error.contains("guest/a"), "{error}");
-    // It may only be late.
-    let plan = facing(&vm, Obstacle::Waits);
+    // The cache may lag.
+    let plan = with_obstacle(&vm, Obstacle::CacheLag);
     assert!(plan.create.len() == 1 && plan.status.is_none());
 }
 
 #[test]
-fn a_disk_whose_claim_has_gone_missing_stays_as_it_is() {
-    let vm = machine(json!([claim("a")]), json!([told("a")]));
+fn an_attached_disk_whose_claim_is_gone_stays_attached() {
+    let vm = new_vm(json!([claim("a")]), json!([reported("a")]));
     let missing = BTreeMap::from([("a".to_owned(), Obstacle::ClaimMissing)]);
     assert!(nothing(&plan(&vm, VERSION, &[stored(&vm, "a", attached())], &missing)));
-    // Also where its attachment was lost: without one it could not be taken out any more.
-    assert_eq!(facing(&vm, Obstacle::ClaimMissing).create.len(), 1);
+    // Also if its VolumeAttachment was lost: without one, it could not be detached any more.
+    assert_eq!(with_obstacle(&vm, Obstacle::ClaimMissing).create.len(), 1);
 }
 
 #[test]
-fn entries_beyond_the_bound_get_an_error_and_nothing_is_made_for_them_but_none_loses_its_disk() {
-    let names: Vec<String> = (0..MOST_ENTRIES + 2).map(|number| format!("d{number}")).collect();
-    let vm = machine(names.iter().map(|name| claim(name)).collect(), json!(null));
-    let held = stored(&vm, &names[MOST_ENTRIES], attached());
+fn entries_beyond_the_limit_get_an_error_unless_they_are_attached() {
+    let names: Vec<String> = (0..MAX_ENTRIES + 2).map(|number| format!("d{number}")).collect();
+    let vm = new_vm(names.iter().map(|name| claim(name)).collect(), json!(null));
+    let held = stored(&vm, &names[MAX_ENTRIES], attached());
     let plan = of(&vm, &[held]);
-    assert_eq!((plan.create.len(), plan.delete.len()), (MOST_ENTRIES, 0));
+    assert_eq!((plan.create.len(), plan.delete.len()), (MAX_ENTRIES, 0));
     let status = plan.status.unwrap();
-    assert_eq!(status[0], told(&names[MOST_ENTRIES]));
+    assert_eq!(status[0], reported(&names[MAX_ENTRIES]));
     let error = status[1]["error"].as_str().unwrap();
     assert!(error.starts_with("TooManyVolumes") && status.len() == 2, "{status:?}");
 }

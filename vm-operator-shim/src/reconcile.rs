@@ -1,4 +1,4 @@
-//! Carries out the plan of one machine: the only place that writes.
+//! Reconciler of one VM: executes its plan. Nothing else in the shim writes objects.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,33 +24,33 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
 
-use crate::absent::{Absent, Missing};
-use crate::allowance::{Allowance, YOUNG};
+use crate::attach_limiter::{AttachLimiter, RECENT};
 use crate::attachments::Attachments;
-use crate::machine::{self, Machine};
-use crate::plan::{MOST_ENTRIES, Obstacle, Plan, must_be_confirmed, plan};
+use crate::missing_claims::{Missing, MissingClaims};
+use crate::plan::{MAX_ENTRIES, Obstacle, Plan, needs_fresh_read, plan};
+use crate::vm::Vm;
 
-/// How long an answer waits for those that are still to come, so that many are told in few writes. By the time of the
-/// first write, whoever ordered them together has put all of them into the spec, and is not in its way.
-const GATHER: Duration = Duration::from_millis(50);
+/// Delay during which status changes are batched while attaches or detaches are in progress. It also keeps the status write
+/// from conflicting with a client that is still adding entries to the spec.
+const BATCH_DELAY: Duration = Duration::from_millis(50);
 
-/// How long the new name of a disk that is leaving waits: mostly it is gone by then, which is told anyway.
-const LEAVING: Duration = Duration::from_secs(1);
+/// Delay before the `:detaching` suffix is written. Usually the disk is detached by then, which saves this write.
+const RENAME_DELAY: Duration = Duration::from_secs(1);
 
-/// After which time a machine is looked at again about which somebody else's write was not seen yet. Mostly it is by then.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+/// Delay before a retry after a conflict. Usually the cache shows the other write by then.
+const CONFLICT_DELAY: Duration = Duration::from_secs(1);
 
-/// Why a pass over a machine must be repeated.
+/// Why a reconcile must be retried.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unfinished {
-    /// Some attachments could not be created or deleted.
+pub(crate) enum ReconcileError {
+    /// VolumeAttachments could not be created or deleted.
     #[error("{}", .0.join("; "))]
     Attachments(Vec<String>),
-    /// The machine could not be read.
-    #[error("cannot read the machine: {0}")]
+    /// The VM could not be read.
+    #[error("failed to read the VirtualMachine: {0}")]
     Read(String),
     /// The status could not be written.
-    #[error("cannot write status.volumes: {0}")]
+    #[error("failed to write status.volumes: {0}")]
     Status(String),
 }
 
@@ -81,17 +81,17 @@ impl Metrics {
     }
 }
 
-/// Since when each machine has something to be told that waits for more.
+/// Batching of status writes: since when each VM has an unwritten status change.
 #[derive(Debug, Default)]
-pub(crate) struct Gathering(Mutex<HashMap<Key, Instant>>);
+pub(crate) struct StatusDelay(Mutex<HashMap<Key, Instant>>);
 
-impl Gathering {
-    /// How long what is to be told must wait, if it must.
-    fn left(&self, key: &Key, more_to_come: bool, wait: Duration) -> Option<Duration> {
+impl StatusDelay {
+    /// Remaining delay before the status is written; None if it is to be written now.
+    fn remaining(&self, key: &Key, more_to_come: bool, wait: Duration) -> Option<Duration> {
         let mut since = self.since();
         if more_to_come {
-            let begun = *since.entry(key.clone()).or_insert_with(Instant::now);
-            let left = wait.checked_sub(begun.elapsed()).filter(|left| !left.is_zero());
+            let first = *since.entry(key.clone()).or_insert_with(Instant::now);
+            let left = wait.checked_sub(first.elapsed()).filter(|left| !left.is_zero());
             if left.is_some() {
                 return left;
             }
@@ -100,7 +100,7 @@ impl Gathering {
         None
     }
 
-    /// There is nothing to be told.
+    /// Records that the VM has no status change to write.
     fn ended(&self, key: &Key) {
         self.since().remove(key);
     }
@@ -113,129 +113,129 @@ impl Gathering {
 pub(crate) struct Reconciler {
     pub(crate) client: Client,
     pub(crate) resource: ApiResource,
-    pub(crate) machines: Arc<Latest<Machine>>,
+    pub(crate) vms: Arc<Latest<Vm>>,
     pub(crate) attachments: Arc<Attachments>,
     pub(crate) claims: Informer<Metadata<PersistentVolumeClaim>>,
-    pub(crate) absent: Arc<Absent>,
-    pub(crate) allowance: Allowance,
-    /// Bounds the requests to the API server, and shares them out.
+    pub(crate) missing_claims: Arc<MissingClaims>,
+    pub(crate) attach_limiter: AttachLimiter,
+    /// Limits concurrent requests to the API server, fairly between VMs.
     pub(crate) requests: Gate,
-    pub(crate) gathering: Gathering,
+    pub(crate) status_delay: StatusDelay,
     pub(crate) metrics: Metrics,
     pub(crate) events: Events,
 }
 
 impl Reconciler {
-    /// One pass over one machine.
-    pub(crate) async fn reconcile(&self, key: &Key) -> Result<Next, Unfinished> {
-        let Some(vm) = self.machines.get(key) else {
-            // The garbage collector deletes what the machine owned.
-            self.gathering.ended(key);
-            self.absent.forget(key);
+    /// Reconciles one VM.
+    pub(crate) async fn reconcile(&self, key: &Key) -> Result<Next, ReconcileError> {
+        let Some(vm) = self.vms.get(key) else {
+            // The garbage collector deletes the VolumeAttachments of the VM.
+            self.status_delay.ended(key);
+            self.missing_claims.forget(key);
             return Ok(Next::Wait);
         };
         let (mut vm, mut missing) = (vm.clone(), self.missing(key, &vm));
-        let mut orders = self.plan(key, &vm, &missing.obstacles);
-        let is_confirmed = must_be_confirmed(&vm, &orders);
+        let mut plan = self.plan(key, &vm, &missing.obstacles);
+        let is_confirmed = needs_fresh_read(&vm, &plan);
         if is_confirmed {
             let Some(now) = self.read(key).await? else { return Ok(Next::Wait) };
             vm = Arc::new(now);
             missing = self.missing(key, &vm);
-            orders = self.plan(key, &vm, &missing.obstacles);
+            plan = self.plan(key, &vm, &missing.obstacles);
         }
         self.report(&vm, &missing);
-        let mut next = missing.look_within.map_or(Next::Wait, Next::After);
-        if self.delay(key, &vm, &mut orders) {
-            next = Next::After(self.allowance.wait());
+        let mut next = missing.recheck_after.map_or(Next::Wait, Next::After);
+        if self.delay(key, &vm, &mut plan) {
+            next = Next::After(self.attach_limiter.wait());
         }
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
-        let creates = join_all(orders.create.iter().map(|order| self.create(key, &api, order)));
-        let deletes = join_all(orders.delete.iter().map(|order| self.delete(key, &api, order)));
+        let creates = join_all(plan.create.iter().map(|attachment| self.create(key, &api, attachment)));
+        let deletes = join_all(plan.delete.iter().map(|attachment| self.delete(key, &api, attachment)));
         let (created, deleted) = futures::join!(creates, deletes);
 
         let mut problems: Vec<String> = deleted.into_iter().filter_map(Result::err).collect();
-        for (order, outcome) in orders.create.iter().zip(created) {
+        for (attachment, outcome) in plan.create.iter().zip(created) {
             match outcome {
                 Ok(true) => {}
-                Ok(false) => next = sooner(next, LOOK_AGAIN),
+                Ok(false) => next = sooner(next, CONFLICT_DELAY),
                 Err(problem) => {
                     let text = format!("AttachmentRefused: {problem}");
-                    missing.obstacles.insert(order.spec.volume_name.clone(), Obstacle::Refused(text));
+                    missing.obstacles.insert(attachment.spec.volume_name.clone(), Obstacle::Refused(text));
                     problems.push(problem);
                 }
             }
         }
 
-        // The writes above changed what is to be told.
-        let vm = if is_confirmed { vm } else { self.machines.get(key).unwrap_or(vm) };
-        let Plan { status, under_way, only_renames, .. } = self.plan(key, &vm, &missing.obstacles);
-        let wait = if only_renames { LEAVING } else { GATHER };
+        // Plan again: the writes above may have changed the status.
+        let vm = if is_confirmed { vm } else { self.vms.get(key).unwrap_or(vm) };
+        let Plan { status, in_progress, only_renames, .. } = self.plan(key, &vm, &missing.obstacles);
+        let wait = if only_renames { RENAME_DELAY } else { BATCH_DELAY };
         match status {
-            None => self.gathering.ended(key),
-            // A pass that failed is repeated late, so it tells what it has.
-            Some(volumes) => match self.gathering.left(key, under_way && problems.is_empty(), wait) {
+            None => self.status_delay.ended(key),
+            // After a failure the next reconcile is in backoff, so the status is written now.
+            Some(volumes) => match self.status_delay.remaining(key, in_progress && problems.is_empty(), wait)
+            {
                 Some(left) => next = sooner(next, left),
                 None => {
                     let written = self.write_status(key, &vm, &volumes).await?;
                     if !written {
-                        next = sooner(next, LOOK_AGAIN);
+                        next = sooner(next, CONFLICT_DELAY);
                     }
                 }
             },
         }
-        if problems.is_empty() { Ok(next) } else { Err(Unfinished::Attachments(problems)) }
+        if problems.is_empty() { Ok(next) } else { Err(ReconcileError::Attachments(problems)) }
     }
 
-    fn plan(&self, key: &Key, vm: &Machine, obstacles: &BTreeMap<String, Obstacle>) -> Plan {
+    fn plan(&self, key: &Key, vm: &Vm, obstacles: &BTreeMap<String, Obstacle>) -> Plan {
         plan(vm, &self.resource.api_version, &self.attachments.of(key, vm), obstacles)
     }
 
-    /// The claims that a machine names and that are not there.
-    fn missing(&self, key: &Key, vm: &Machine) -> Missing {
+    /// The claims that a VM names and that do not exist.
+    fn missing(&self, key: &Key, vm: &Vm) -> Missing {
         let exists = |claim: &str| self.claims.get(&Key::new(&*key.namespace, claim)).is_some();
-        self.absent.of(key, vm, exists)
+        self.missing_claims.of(key, vm, exists)
     }
 
-    /// Takes out of a plan what the machine may not attach yet. Whether there was any.
-    fn delay(&self, key: &Key, vm: &Machine, orders: &mut Plan) -> bool {
-        let oldest = Timestamp::now() - YOUNG;
-        let is_young = |order: &&VolumeAttachment| {
-            order.metadata.creation_timestamp.as_ref().is_some_and(|at| at.0 > oldest)
+    /// Removes from a plan the attaches that exceed the rate limit. Returns whether there were any.
+    fn delay(&self, key: &Key, vm: &Vm, plan: &mut Plan) -> bool {
+        let oldest = Timestamp::now() - RECENT;
+        let is_recent = |attachment: &&VolumeAttachment| {
+            attachment.metadata.creation_timestamp.as_ref().is_some_and(|at| at.0 > oldest)
         };
-        self.allowance.taken_back(key, orders.delete.iter().filter(is_young).count());
-        let wanted = orders.create.len();
-        orders.create.truncate(self.allowance.take(key, wanted));
-        let delayed = wanted - orders.create.len();
+        self.attach_limiter.record_removals(key, plan.delete.iter().filter(is_recent).count());
+        let desired = plan.create.len();
+        plan.create.truncate(self.attach_limiter.acquire(key, desired));
+        let delayed = desired - plan.create.len();
         if delayed > 0 {
-            let rate = self.allowance.rate();
+            let rate = self.attach_limiter.rate();
             let note = format!(
-                "disks of this VirtualMachine are attached and taken back too fast: beyond {} at once, {} a second are \
-                 attached; {delayed} wait",
+                "attach rate limit of this VirtualMachine exceeded (burst {}, then {} disks per second): {delayed} attaches \
+                 are delayed",
                 rate.burst, rate.per_second
             );
             self.events.warning_once(self.reference(vm), "Attach", "AttachDelayed", note);
-            tracing::debug!(machine = %key, delayed, "attaching later");
+            tracing::debug!(vm = %key, delayed, "attaches delayed");
         }
         delayed > 0
     }
 
-    /// One event for all claims that are missing, and one for all entries that are too many.
-    fn report(&self, vm: &Machine, missing: &Missing) {
+    /// Emits one event for all missing claims, and one for the entries beyond the limit.
+    fn report(&self, vm: &Vm, missing: &Missing) {
         let claims = missing.claims();
         if !claims.is_empty() {
             let note = format!("{} claims not found: {}", claims.len(), listed(&claims, claims.len()));
             self.events.warning_once(self.reference(vm), "Attach", "ClaimNotFound", note);
         }
         let entries = vm.spec.volumes.len();
-        if entries > MOST_ENTRIES {
-            let note = format!(
-                "spec.volumes has {entries} entries, and the disks of {MOST_ENTRIES} can be attached"
-            );
+        if entries > MAX_ENTRIES {
+            let note =
+                format!("spec.volumes has {entries} entries, but at most {MAX_ENTRIES} can be attached");
             self.events.warning_once(self.reference(vm), "Attach", "TooManyVolumes", note);
         }
     }
 
-    fn reference(&self, vm: &Machine) -> ObjectReference {
+    fn reference(&self, vm: &Vm) -> ObjectReference {
         ObjectReference {
             api_version: Some(self.resource.api_version.clone()),
             kind: Some(self.resource.kind.clone()),
@@ -246,42 +246,42 @@ impl Reconciler {
         }
     }
 
-    /// The machine as the API server has it now.
-    async fn read(&self, key: &Key) -> Result<Option<Machine>, Unfinished> {
-        let api = Api::<Machine>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
+    /// Reads the VM from the API server.
+    async fn read(&self, key: &Key) -> Result<Option<Vm>, ReconcileError> {
+        let api = Api::<Vm>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
         let _permit = self.requests.enter(key).await;
-        let mut found = api.get_opt(&key.name).await.map_err(|error| Unfinished::Read(chain(&error)))?;
+        let mut found = api.get_opt(&key.name).await.map_err(|error| ReconcileError::Read(chain(&error)))?;
         if let Some(vm) = &mut found {
-            machine::trim(vm);
+            crate::vm::trim(vm);
         }
         Ok(found)
     }
 
-    /// False when one of this name is there already.
+    /// Creates a VolumeAttachment. False if one of this name exists.
     async fn create(
         &self,
         key: &Key,
         api: &Api<VolumeAttachment>,
-        order: &VolumeAttachment,
+        attachment: &VolumeAttachment,
     ) -> Result<bool, String> {
-        let name = order.name_any();
+        let name = attachment.name_any();
         let _permit = self.requests.enter(key).await;
-        let outcome = api.create(&PostParams::default(), order).await;
+        let outcome = api.create(&PostParams::default(), attachment).await;
         self.metrics.count("create", outcome.is_ok());
         match outcome {
             Ok(made) => {
                 tracing::info!(
                     attachment = name,
-                    claim = order.spec.volume_name,
-                    node = order.spec.node_uuid,
+                    claim = attachment.spec.volume_name,
+                    node = attachment.spec.node_uuid,
                     "created"
                 );
                 self.attachments.created(made);
                 Ok(true)
             }
-            // The watch is behind; its next event says whose it is.
+            // The cache lags; the next watch event shows the existing one.
             Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(false),
-            Err(error) => Err(format!("cannot create VolumeAttachment {name}: {}", chain(&error))),
+            Err(error) => Err(format!("failed to create VolumeAttachment {name}: {}", chain(&error))),
         }
     }
 
@@ -289,20 +289,20 @@ impl Reconciler {
         &self,
         key: &Key,
         api: &Api<VolumeAttachment>,
-        order: &VolumeAttachment,
+        attachment: &VolumeAttachment,
     ) -> Result<(), String> {
-        let name = order.name_any();
+        let name = attachment.name_any();
         let _permit = self.requests.enter(key).await;
-        // Never the next one of the same name.
-        let preconditions = Preconditions { uid: order.uid(), resource_version: None };
+        // The precondition protects a successor of the same name.
+        let preconditions = Preconditions { uid: attachment.uid(), resource_version: None };
         let outcome = api.delete(&name, &DeleteParams::default().preconditions(preconditions)).await;
         self.metrics.count("delete", outcome.is_ok());
         match outcome {
             Ok(left) => {
                 tracing::info!(
                     attachment = name,
-                    claim = order.spec.volume_name,
-                    node = order.spec.node_uuid,
+                    claim = attachment.spec.volume_name,
+                    node = attachment.spec.node_uuid,
                     "deleted"
                 );
                 if let Some(left) = left.left() {
@@ -311,14 +311,14 @@ impl Reconciler {
                 Ok(())
             }
             Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(()),
-            Err(error) => Err(format!("cannot delete VolumeAttachment {name}: {}", chain(&error))),
+            Err(error) => Err(format!("failed to delete VolumeAttachment {name}: {}", chain(&error))),
         }
     }
 
-    /// Writes what is to be told, onto the machine as it was when that was decided: a write that comes late must not
-    /// tell of a disk that has left since. False when the machine is another by now.
-    async fn write_status(&self, key: &Key, vm: &Machine, volumes: &[Value]) -> Result<bool, Unfinished> {
-        let api = Api::<Machine>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
+    /// Writes the status with the `resourceVersion` on which it was planned: a late write must not report a disk that has been
+    /// detached since. False on a conflict.
+    async fn write_status(&self, key: &Key, vm: &Vm, volumes: &[Value]) -> Result<bool, ReconcileError> {
+        let api = Api::<Vm>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
         let seen = json!({"uid": vm.metadata.uid, "resourceVersion": vm.metadata.resource_version});
         let patch = Patch::Merge(json!({"metadata": seen, "status": {"volumes": volumes}}));
         let _permit = self.requests.enter(key).await;
@@ -326,13 +326,13 @@ impl Reconciler {
         self.metrics.count("status", outcome.is_ok());
         match outcome {
             Ok(mut vm) => {
-                tracing::info!(machine = %key, volumes = volumes.len(), "told");
-                machine::trim(&mut vm);
-                self.machines.changed(vm);
+                tracing::info!(vm = %key, volumes = volumes.len(), "wrote the status");
+                crate::vm::trim(&mut vm);
+                self.vms.changed(vm);
                 Ok(true)
             }
             Err(kube::Error::Api(status)) if status.is_not_found() || status.is_conflict() => Ok(false),
-            Err(error) => Err(Unfinished::Status(chain(&error))),
+            Err(error) => Err(ReconcileError::Status(chain(&error))),
         }
     }
 }
@@ -349,15 +349,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_told_waits_only_while_there_is_more_to_come_and_not_for_long() {
-        let (gathering, key) = (Gathering::default(), Key::new("guest", "vm"));
-        assert_eq!(gathering.left(&key, false, GATHER), None);
-        assert!(gathering.left(&key, true, GATHER).is_some());
-        assert!(gathering.left(&key, true, GATHER).is_some());
-        assert_eq!(gathering.left(&key, false, GATHER), None);
-        gathering.since().insert(key.clone(), Instant::now().checked_sub(GATHER).unwrap());
-        assert!(gathering.left(&key, true, LEAVING).is_some(), "a new name waits longer");
-        assert_eq!(gathering.left(&key, true, GATHER), None);
-        assert!(gathering.since().is_empty());
+    fn a_status_change_waits_only_while_more_is_in_progress_and_not_for_long() {
+        let (status_delay, key) = (StatusDelay::default(), Key::new("guest", "vm"));
+        assert_eq!(status_delay.remaining(&key, false, BATCH_DELAY), None);
+        assert!(status_delay.remaining(&key, true, BATCH_DELAY).is_some());
+        assert!(status_delay.remaining(&key, true, BATCH_DELAY).is_some());
+        assert_eq!(status_delay.remaining(&key, false, BATCH_DELAY), None);
+        status_delay.since().insert(key.clone(), Instant::now().checked_sub(BATCH_DELAY).unwrap());
+        assert!(status_delay.remaining(&key, true, RENAME_DELAY).is_some(), "a rename waits longer");
+        assert_eq!(status_delay.remaining(&key, true, BATCH_DELAY), None);
+        assert!(status_delay.since().is_empty());
     }
 }

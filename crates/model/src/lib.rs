@@ -1,70 +1,69 @@
-//! A model of the attach protocol, for `stateright`: what the guest, gc-csi, the VM Operator, mgmt-csi and the infra do, in
-//! every order, with caches that are old, events that come late or not at all, processes that die or are paused and go
-//! on, requests whose callers have left, and people who edit objects.
+//! Model of the attach protocol for the `stateright` model checker. It explores the steps of the guest, gc-csi, the VM Operator,
+//! mgmt-csi and storage-infra in every order, with stale caches, late and lost events, crashed and paused processes, calls
+//! whose callers are gone, and manual edits of objects.
 //!
-//! The rules that decide are not written here again: they are the pure functions that the parts run
-//! ([`gc_csi::machine`], [`vm_operator_shim::plan`], [`mgmt_csi::attach::decide`],
-//! [`storage_infra::service::admission`]); see [`objects`]. What the model adds is who knows what when ([`state`]), and
-//! what can happen ([`steps`]).
+//! The decisions are not modelled again: the model calls the pure functions of the components ([`gc_csi::machine`],
+//! [`vm_operator_shim::plan`], [`mgmt_csi::attachment::decide`], [`storage_infra::service::admission`]); see [`objects`]. The
+//! model adds which component knows what ([`state`]), and what can happen ([`steps`]).
 //!
-//! | property | what it says |
+//! | property | meaning |
 //! | --- | --- |
-//! | never two writers | the disk is in one machine at most |
-//! | nobody is told what is not so | an attach is answered when the disk is there, a detach when it is gone |
-//! | nothing is lost | what was told to be attached, and is still wanted, is plugged |
-//! | nothing is stuck | from every state, without further faults, all that is wished comes about, and nothing else is left |
+//! | never two writers | the disk is attached to at most one VM |
+//! | results are true | an attach succeeds only if the disk is attached, a detach only if it is detached |
+//! | attached disks stay attached | a disk that was reported as attached and is still requested is attached |
+//! | every state converges | without further faults, every state reaches the requested one, and nothing else is left |
 
+pub mod convergence;
 pub mod objects;
-pub mod settle;
 pub mod state;
 pub mod steps;
 
 use std::sync::Arc;
 
-use settle::Settled;
+use convergence::Converged;
 use state::{Budget, State};
 use stateright::{Model, Property};
 use steps::{Action, Rules};
 
-/// The protocol with a budget of faults.
+/// The protocol with a budget of events and faults.
 #[derive(Debug, Clone)]
 pub struct Protocol {
     budget: Budget,
     rules: Rules,
-    settled: Arc<Settled>,
+    converged: Arc<Converged>,
 }
 
 impl Protocol {
-    /// With the rules as the parts have them.
+    /// With all rules of the implementation.
     pub fn new(budget: Budget) -> Self {
-        Self::with(budget, Rules::KEPT)
+        Self::with(budget, Rules::ALL)
     }
 
-    /// With some rule broken.
+    /// With other rules.
     pub fn with(budget: Budget, rules: Rules) -> Self {
-        Self { budget, rules, settled: Arc::default() }
+        Self { budget, rules, converged: Arc::default() }
     }
 }
 
-/// The disk is in one machine at most.
+/// The disk is attached to at most one VM.
 pub const TWO_WRITERS: &str = "never two writers";
-/// An attach is answered when the disk is there, a detach when it is gone.
-pub const TOLD: &str = "nobody is told what is not so";
-/// What was told to be attached, and is still wanted, is plugged.
-pub const LOST: &str = "nothing is lost";
-/// From every state all that is wished comes about, and nothing else is left.
-pub const STUCK: &str = "nothing is stuck";
+/// An attach succeeds only if the disk is attached, a detach only if it is detached.
+pub const TRUE_RESULTS: &str = "results are true";
+/// A disk that was reported as attached and is still requested is attached.
+pub const STAYS_ATTACHED: &str = "attached disks stay attached";
+/// Every state reaches the requested one without further faults, and nothing else is left.
+pub const CONVERGES: &str = "every state converges";
 
 impl Model for Protocol {
     type State = State;
     type Action = Action;
 
     fn init_states(&self) -> Vec<State> {
-        vec![State::new(objects::nothing_told(), self.budget, !self.rules.list_anew)]
+        vec![State::new(objects::empty_status(), self.budget, !self.rules.list_on_lease)]
     }
 
     fn actions(&self, state: &State, actions: &mut Vec<Action>) {
-        steps::possible(state, self.rules, actions);
+        steps::enabled(state, self.rules, actions);
     }
 
     fn next_state(&self, last: &State, action: Action) -> Option<State> {
@@ -73,21 +72,23 @@ impl Model for Protocol {
 
     fn properties(&self) -> Vec<Property<Self>> {
         let mut properties = vec![
-            Property::always(TWO_WRITERS, |_, state: &State| state.infra.plugged != [true; state::MACHINES]),
-            Property::always(STUCK, |model: &Self, state| {
-                let Budget { machines, callers, forced, edits, .. } = model.budget;
-                let may_time_out = machines > 1 || callers + forced + edits > 0;
-                model.settled.settles(state, model.rules, may_time_out)
+            Property::always(TWO_WRITERS, |_, state: &State| state.infra.attached != [true; state::VMS]),
+            Property::always(CONVERGES, |model: &Self, state| {
+                let Budget { vms, leader_changes, forced_deletions, manual_edits, .. } = model.budget;
+                let may_time_out = vms > 1 || leader_changes + forced_deletions + manual_edits > 0;
+                model.converged.converges(state, model.rules, may_time_out)
             }),
         ];
-        // Who edits objects by hand takes disks away from those who were told that they have them, and a VM Operator
-        // that comes late with a new order gives them what they were told is gone; both must only end well.
-        if self.budget.edits == 0 {
-            properties.push(Property::always(LOST, |_, state: &State| {
-                (0..state::MACHINES)
-                    .all(|at| state.wishes[at] != state::Wish::Attached || state.infra.plugged[at])
+        // Manual edits detach disks that were reported as attached, and a late create of the VM Operator attaches a disk that
+        // was reported as detached. With manual edits, only convergence is required.
+        if self.budget.manual_edits == 0 {
+            properties.push(Property::always(STAYS_ATTACHED, |_, state: &State| {
+                (0..state::VMS).all(|at| {
+                    state.guest_attachments[at] != state::GuestAttachment::Attached
+                        || state.infra.attached[at]
+                })
             }));
-            properties.push(Property::always(TOLD, |_, state: &State| !state.lied));
+            properties.push(Property::always(TRUE_RESULTS, |_, state: &State| !state.false_result));
         }
         properties
     }

@@ -1,5 +1,5 @@
-//! Between the model's small states and the real objects: each rule here is asked with the objects that the parts would
-//! have, and its answer is made small again. Rules are pure, so what they answered once is remembered.
+//! Adapter between model states and the decision functions of the components: builds the real objects, calls the function, and
+//! reduces its result to model types. The functions are pure, so results are memoized.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
@@ -15,15 +15,15 @@ use infra_api::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube_kit::informer::Key;
-use mgmt_csi::attach::decide::{self, Step, View};
-use mgmt_csi::attach::failure::Failure;
-use mgmt_csi::infra::{AttachError, DetachError, PluggedDisk, Trouble, attachment_id, is_namesake};
+use mgmt_csi::attachment::decide::{self, Inputs, Step};
+use mgmt_csi::infra::{AttachError, AttachedDisk, DetachError, Indeterminate, attachment_id, has_same_name};
+use mgmt_csi::volume_attachment::failure::Failure;
 use serde_json::{Value, json};
 use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
 use storage_infra::service::admission::{Admission, Facts, Wish, admit};
 use uuid::Uuid;
-use vm_operator_shim::machine::Machine as ShimMachine;
-use vm_operator_shim::plan::{must_be_confirmed, plan};
+use vm_operator_shim::plan::{needs_fresh_read, plan};
+use vm_operator_shim::vm::Vm as ShimVm;
 
 use crate::state::*;
 
@@ -33,10 +33,10 @@ const DISK: Uuid = Uuid::from_u128(0xd15c);
 const API_VERSION: &str = "vmoperator.vmware.com/v1alpha5";
 const NOW: &str = "2026-01-01T00:00:00Z";
 
-/// Values that states refer to by number.
-struct Kept<T>(Mutex<Vec<T>>);
+/// Interned values, to which states refer by number.
+struct Interned<T>(Mutex<Vec<T>>);
 
-impl<T: Clone + PartialEq> Kept<T> {
+impl<T: Clone + PartialEq> Interned<T> {
     const fn new() -> Self {
         Self(Mutex::new(Vec::new()))
     }
@@ -55,80 +55,80 @@ impl<T: Clone + PartialEq> Kept<T> {
     }
 }
 
-static TOLD: Kept<Vec<Value>> = Kept::new();
-static STATUS: Kept<Option<VolumeAttachmentStatus>> = Kept::new();
-static TEXTS: Kept<String> = Kept::new();
+static VM_STATUS: Interned<Vec<Value>> = Interned::new();
+static STATUS: Interned<Option<VolumeAttachmentStatus>> = Interned::new();
+static TEXTS: Interned<String> = Interned::new();
 
 /// The empty `status.volumes`.
-pub fn nothing_told() -> Ref {
-    TOLD.put(Vec::new())
+pub fn empty_status() -> Ref {
+    VM_STATUS.put(Vec::new())
 }
 
-/// The status of an order that nobody has answered.
-pub fn unanswered() -> Ref {
+/// The status of a new VolumeAttachment.
+pub fn no_status() -> Ref {
     STATUS.put(None)
 }
 
-macro_rules! remembered {
-    ($key:ty => $answer:ty, $asked:expr, $rule:expr) => {{
-        thread_local!(static MEMORY: RefCell<HashMap<$key, $answer>> = RefCell::default());
-        remember(&MEMORY, $asked, $rule)
+macro_rules! memoized {
+    ($key:ty => $answer:ty, $input:expr, $rule:expr) => {{
+        thread_local!(static MEMO: RefCell<HashMap<$key, $answer>> = RefCell::default());
+        memoize(&MEMO, $input, $rule)
     }};
 }
 
-fn remember<K: Hash + Eq + Copy, V: Copy>(
+fn memoize<K: Hash + Eq + Copy, V: Copy>(
     memory: &'static std::thread::LocalKey<RefCell<HashMap<K, V>>>,
-    asked: K,
+    input: K,
     rule: impl FnOnce(K) -> V,
 ) -> V {
-    if let Some(answer) = memory.with_borrow(|memory| memory.get(&asked).copied()) {
+    if let Some(answer) = memory.with_borrow(|memory| memory.get(&input).copied()) {
         return answer;
     }
-    let answer = rule(asked);
-    memory.with_borrow_mut(|memory| memory.insert(asked, answer));
+    let answer = rule(input);
+    memory.with_borrow_mut(|memory| memory.insert(input, answer));
     answer
 }
 
-fn name(machine: Machine) -> String {
-    format!("vm-{machine}")
+fn name(vm_index: VmIndex) -> String {
+    format!("vm-{vm_index}")
 }
 
-fn node(machine: Machine) -> Uuid {
-    Uuid::from_u128(machine as u128 + 1)
+fn node(vm_index: VmIndex) -> Uuid {
+    Uuid::from_u128(vm_index as u128 + 1)
 }
 
 fn uid(uid: Uid) -> String {
     Uuid::from_u128(0x1000 + u128::from(uid)).to_string()
 }
 
-fn key(machine: Machine) -> Key {
-    Key::new(NAMESPACE, names::volume_attachment(&name(machine), CLAIM))
+fn key(vm_index: VmIndex) -> Key {
+    Key::new(NAMESPACE, names::volume_attachment(&name(vm_index), CLAIM))
 }
 
-fn id(machine: Machine, of: Uid) -> AttachmentId {
-    attachment_id(&key(machine), &uid(of))
+fn id(vm_index: VmIndex, of: Uid) -> AttachmentId {
+    attachment_id(&key(vm_index), &uid(of))
 }
 
-fn spec(machine: Machine) -> AttachmentSpec {
+fn spec(vm_index: VmIndex) -> AttachmentSpec {
     let volume = VolumeId::new("volume").expect("a legal id");
-    AttachmentSpec { volume, node: node(machine), read_only: false, access: Access::SingleNode }
+    AttachmentSpec { volume, node: node(vm_index), read_only: false, access: Access::SingleNode }
 }
 
 fn time() -> Time {
     Time(NOW.parse().expect("a legal time"))
 }
 
-fn document(machine: Machine, vm: Vm, resource_version: &str) -> Value {
+fn document(vm_index: VmIndex, vm: Vm, resource_version: &str) -> Value {
     let entry = json!({"name": names::volume_entry(CLAIM), "persistentVolumeClaim": {"claimName": CLAIM}});
     json!({
         "apiVersion": API_VERSION, "kind": "VirtualMachine",
         "metadata": {
-            "name": name(machine), "namespace": NAMESPACE, "uid": format!("uid-of-{}", name(machine)),
+            "name": name(vm_index), "namespace": NAMESPACE, "uid": format!("uid-of-{}", name(vm_index)),
             "generation": vm.generation, "resourceVersion": resource_version,
             "annotations": {ANNOTATION_VOLUMES_CONFIRMED: vm.confirmed.to_string()},
         },
         "spec": {"volumes": if vm.entry { vec![entry] } else { Vec::new() }},
-        "status": {"instanceUUID": node(machine).to_string(), "volumes": TOLD.get(vm.told)},
+        "status": {"instanceUUID": node(vm_index).to_string(), "volumes": VM_STATUS.get(vm.status)},
     })
 }
 
@@ -136,19 +136,19 @@ fn object<T: serde::de::DeserializeOwned>(document: Value) -> T {
     serde_json::from_value(document).expect("the object is as its type says")
 }
 
-fn virtual_machine(machine: Machine, vm: Vm) -> VirtualMachine {
-    object(document(machine, vm, "1"))
+fn virtual_machine(vm_index: VmIndex, vm: Vm) -> VirtualMachine {
+    object(document(vm_index, vm, "1"))
 }
 
-fn committed(machine: Machine, generation: u8) -> Committed {
-    Committed { uid: format!("uid-of-{}", name(machine)), generation: generation.into() }
+fn committed(vm_index: VmIndex, generation: u8) -> Committed {
+    Committed { uid: format!("uid-of-{}", name(vm_index)), generation: generation.into() }
 }
 
 // ---- gc-csi ----
 
 /// [`machine::begin`].
-pub fn begin(at: Machine, vm: Vm, other: Vm) -> Begin {
-    remembered!((Machine, Vm, Vm) => Begin, (at, vm, other), |(at, vm, other)| {
+pub fn begin(at: VmIndex, vm: Vm, other: Vm) -> Begin {
+    memoized!((VmIndex, Vm, Vm) => Begin, (at, vm, other), |(at, vm, other)| {
         let entry = names::volume_entry(CLAIM);
         let is_elsewhere = machine::holds(&virtual_machine(1 - at, other), CLAIM, &entry);
         machine::begin(&virtual_machine(at, vm), CLAIM, false, is_elsewhere)
@@ -156,48 +156,47 @@ pub fn begin(at: Machine, vm: Vm, other: Vm) -> Begin {
 }
 
 /// [`machine::may_be_added`].
-pub fn may_be_added(at: Machine, vm: Vm) -> bool {
-    remembered!((Machine, Vm) => bool, (at, vm), |(at, vm)| {
+pub fn may_be_added(at: VmIndex, vm: Vm) -> bool {
+    memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
         machine::may_be_added(Some(&virtual_machine(at, vm)), CLAIM, &names::volume_entry(CLAIM))
     })
 }
 
 /// [`machine::is_involved`].
-pub fn is_involved(at: Machine, vm: Vm) -> bool {
-    remembered!((Machine, Vm) => bool, (at, vm), |(at, vm)| {
+pub fn is_involved(at: VmIndex, vm: Vm) -> bool {
+    memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
         machine::is_involved(&virtual_machine(at, vm), CLAIM, &names::volume_entry(CLAIM))
     })
 }
 
-/// What a change comes to.
+/// Result of a patch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Patched {
-    /// There is nothing to change in the machine as it was seen.
+    /// The copy of the VM needs no change.
     Nothing,
-    /// The API server takes the patch; whether the entry is there then.
+    /// The API server accepts the patch; whether the entry exists afterwards.
     Entry(bool),
-    /// The API server takes the patch, which says that the entry was found.
+    /// The API server accepts the patch, which confirms the entry.
     Confirmed,
-    /// The machine is not as it was seen.
+    /// The API server rejects the patch: the VM has changed.
     Refused,
-    /// An earlier use has not ended.
+    /// An earlier detach of the volume has not ended.
     Leaving,
 }
 
-/// [`machine::plan`] on a machine as it was seen, carried out on the machine as it is; without the guard of its removals
-/// where that rule is broken.
-pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Patched {
-    type Asked = (Machine, Seen, Kind, Vm, bool);
+/// [`machine::plan`] on a copy of the VM, applied to the present VM; without the guard of removals if that rule is broken.
+pub fn patch(at: VmIndex, base: CachedVm, kind: Kind, now: Vm, guarded: bool) -> Patched {
+    type Input = (VmIndex, CachedVm, Kind, Vm, bool);
     const GUARDS: [&str; 2] = ["/metadata/generation", "/metadata/annotations/nestor.dev~1volumes-confirmed"];
-    remembered!(Asked => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
+    memoized!(Input => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
         let name = names::volume_entry(CLAIM);
         let change = match kind {
             Kind::Publish => Change::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false },
             Kind::Unpublish => Change::Remove { name },
         };
-        let version = if base.fresh { "now" } else { "then" };
-        let seen: VirtualMachine = object(document(at, base.vm, version));
-        let mut plan = machine::plan(&self::name(at), &seen, &[change]);
+        let version = if base.is_current { "now" } else { "then" };
+        let cached: VirtualMachine = object(document(at, base.vm, version));
+        let mut plan = machine::plan(&self::name(at), &cached, &[change]);
         if !guarded && kind == Kind::Unpublish {
             plan.operations.retain(|operation| !GUARDS.contains(&operation.path().as_str()));
         }
@@ -212,7 +211,7 @@ pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Pat
         let patched = json_patch::patch(&mut stored, &plan.operations);
         match patched {
             Ok(()) if stored["metadata"]["annotations"] != annotations => Patched::Confirmed,
-            // The API server refuses two entries of one name.
+            // The API server rejects two entries of one name.
             Ok(()) => match stored["spec"]["volumes"].as_array().map_or(0, Vec::len) {
                 0 => Patched::Entry(false),
                 1 => Patched::Entry(true),
@@ -223,15 +222,18 @@ pub fn patch(at: Machine, base: Seen, kind: Kind, now: Vm, guarded: bool) -> Pat
     })
 }
 
-/// The error that a machine tells of its disk.
-pub fn told_error(told: Ref) -> Option<Ref> {
-    TOLD.get(told).iter().find_map(|entry| entry["error"].as_str().map(|text| TEXTS.put(text.to_owned())))
+/// The error in the status of the VM.
+pub fn error_in_status(status: Ref) -> Option<Ref> {
+    VM_STATUS
+        .get(status)
+        .iter()
+        .find_map(|entry| entry["error"].as_str().map(|text| TEXTS.put(text.to_owned())))
 }
 
-/// [`machine::attached`] and [`machine::detached`]: whether the call ended, and if so whether well.
-pub fn ended(at: Machine, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> Option<bool> {
-    type Asked = (Machine, Kind, Vm, u8, Option<Ref>);
-    remembered!(Asked => Option<bool>, (at, kind, vm, since, known), |(at, kind, vm, since, known)| {
+/// [`machine::attached`] and [`machine::detached`]: whether the call has ended, and if so whether successfully.
+pub fn ended(at: VmIndex, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> Option<bool> {
+    type Input = (VmIndex, Kind, Vm, u8, Option<Ref>);
+    memoized!(Input => Option<bool>, (at, kind, vm, since, known), |(at, kind, vm, since, known)| {
         let (vm, since) = (virtual_machine(at, vm), committed(at, since));
         let (entry, known) = (names::volume_entry(CLAIM), known.map(|known| TEXTS.get(known)));
         match kind {
@@ -246,150 +248,155 @@ pub fn ended(at: Machine, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> 
 
 // ---- the VM Operator ----
 
-fn volume_attachment(machine: Machine, order: Order) -> VolumeAttachment {
+fn volume_attachment(vm_index: VmIndex, attachment: Attachment) -> VolumeAttachment {
     let owner = json!({
-        "apiVersion": API_VERSION, "kind": "VirtualMachine", "name": name(machine),
-        "uid": format!("uid-of-{}", name(machine)),
+        "apiVersion": API_VERSION, "kind": "VirtualMachine", "name": name(vm_index),
+        "uid": format!("uid-of-{}", name(vm_index)),
     });
     let mut made: VolumeAttachment = object(json!({
         "apiVersion": "nestor.dev/v1alpha1", "kind": "VolumeAttachment",
         "metadata": {
-            "name": key(machine).name, "namespace": NAMESPACE, "uid": uid(order.uid), "ownerReferences": [owner],
-            "finalizers": if order.held { vec![FINALIZER_DETACH] } else { Vec::new() },
-            "deletionTimestamp": order.deleting.then_some(NOW),
+            "name": key(vm_index).name, "namespace": NAMESPACE, "uid": uid(attachment.uid), "ownerReferences": [owner],
+            "finalizers": if attachment.has_finalizer { vec![FINALIZER_DETACH] } else { Vec::new() },
+            "deletionTimestamp": attachment.deleting.then_some(NOW),
         },
-        "spec": {"nodeUUID": node(machine).to_string(), "volumeName": CLAIM},
+        "spec": {"nodeUUID": node(vm_index).to_string(), "volumeName": CLAIM},
     }));
-    made.status = STATUS.get(order.status);
+    made.status = STATUS.get(attachment.status);
     made
 }
 
-/// The first write of [`plan`] that is due, and [`must_be_confirmed`]: orders come before the status.
-pub fn shim_write(at: Machine, vm: Seen, order: Option<Order>) -> Option<(ShimWrite, bool)> {
-    type Asked = (Machine, Seen, Option<Order>);
-    remembered!(Asked => Option<(ShimWrite, bool)>, (at, vm, order), |(at, vm, order)| {
-        let machine: ShimMachine = object(document(at, vm.vm, "1"));
-        let orders: Vec<Arc<VolumeAttachment>> =
-            order.iter().map(|order| Arc::new(volume_attachment(at, *order))).collect();
-        let plan = plan(&machine, API_VERSION, &orders, &BTreeMap::new());
-        let is_confirmed = must_be_confirmed(&machine, &plan);
+/// The first write of [`plan`], and [`needs_fresh_read`]. VolumeAttachments are written before the status.
+pub fn shim_write(at: VmIndex, vm: CachedVm, attachment: Option<Attachment>) -> Option<(ShimWrite, bool)> {
+    type Input = (VmIndex, CachedVm, Option<Attachment>);
+    memoized!(Input => Option<(ShimWrite, bool)>, (at, vm, attachment), |(at, vm, attachment)| {
+        let vm_index: ShimVm = object(document(at, vm.vm, "1"));
+        let attachments: Vec<Arc<VolumeAttachment>> =
+            attachment.iter().map(|attachment| Arc::new(volume_attachment(at, *attachment))).collect();
+        let plan = plan(&vm_index, API_VERSION, &attachments, &BTreeMap::new());
+        let is_confirmed = needs_fresh_read(&vm_index, &plan);
         if let Some(delete) = plan.delete.first() {
-            assert_eq!(delete.metadata.uid, order.map(|order| uid(order.uid)), "only what was seen is deleted");
-            return order.map(|order| (ShimWrite::Delete(order.uid), is_confirmed));
+            assert_eq!(delete.metadata.uid, attachment.map(|attachment| uid(attachment.uid)), "only the cached attachment is deleted");
+            return attachment.map(|attachment| (ShimWrite::Delete(attachment.uid), is_confirmed));
         }
         if let Some(create) = plan.create.first() {
             assert_eq!(create.metadata.finalizers.as_deref(), Some(&[FINALIZER_DETACH.to_owned()][..]));
             return Some((ShimWrite::Create, is_confirmed));
         }
-        plan.status.map(|told| (ShimWrite::Tell { told: TOLD.put(told), fresh: vm.fresh }, false))
+        plan.status.map(|status| (ShimWrite::WriteStatus { status: VM_STATUS.put(status), is_current: vm.is_current }, false))
     })
 }
 
 // ---- mgmt-csi ----
 
-/// What mgmt-csi does next, as the model carries it out.
+/// Next step of mgmt-csi.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Next {
-    /// Asks the infra.
-    Ask(Uid, Ask),
-    /// Does a write, or reads the order.
-    Do(Doing),
-    /// Ends the pass.
+    /// Calls the storage infra.
+    Send(Uid, Operation),
+    /// Writes or reads an object.
+    Do(Activity),
+    /// Ends the reconcile.
     End,
 }
 
-fn infra(machine: Machine, learned: Learned) -> decide::Infra {
-    use decide::Infra;
-    let trouble = || Trouble::Failed("trouble".to_owned());
-    match learned {
-        Learned::Unasked => Infra::Unasked,
-        Learned::Asked => Infra::Asked,
-        Learned::Plugged => {
-            Infra::Plugged(PluggedDisk { uuid: DISK, blank_attestation: None, format_token: None })
+fn observed_by_mgmt(vm_index: VmIndex, observed: Observed) -> decide::Observed {
+    let indeterminate = || Indeterminate::Failed("trouble".to_owned());
+    match observed {
+        Observed::Unknown => decide::Observed::Unknown,
+        Observed::AttachSent => decide::Observed::AttachSent,
+        Observed::Attached => decide::Observed::Attached(AttachedDisk {
+            uuid: DISK,
+            blank_attestation: None,
+            format_token: None,
+        }),
+        Observed::IdDeleted => decide::Observed::IdDeleted,
+        Observed::SameName(uid) => decide::Observed::SameName(id(vm_index, uid)),
+        Observed::Predecessor(uid) => decide::Observed::Predecessor(id(vm_index, uid)),
+        Observed::Detached => decide::Observed::Detached,
+        Observed::NoneAttached => decide::Observed::NoneAttached,
+        Observed::InUse => decide::Observed::Failed(Failure::from(AttachError::InUse("in use".to_owned()))),
+        Observed::AttachIndeterminate => {
+            decide::Observed::Failed(Failure::from(AttachError::Indeterminate(indeterminate())))
         }
-        Learned::Ended => Infra::Ended,
-        Learned::Namesake(uid) => Infra::Namesake(id(machine, uid)),
-        Learned::Over(uid) => Infra::Over(id(machine, uid)),
-        Learned::Unplugged => Infra::Unplugged,
-        Learned::Clear => Infra::Clear,
-        Learned::InUse => Infra::Failed(Failure::from(AttachError::InUse("in use".to_owned()))),
-        Learned::AttachTrouble => Infra::Failed(Failure::from(AttachError::Trouble(trouble()))),
-        Learned::DetachTrouble => Infra::Failed(Failure::from(DetachError(trouble()))),
+        Observed::DetachIndeterminate => {
+            decide::Observed::Failed(Failure::from(DetachError(indeterminate())))
+        }
     }
 }
 
-/// [`decide::decide`] for an order, as it was seen; [`decide::decide_gone`] where it is gone or another.
-pub fn decide(at: Machine, pass: Pass, order: Option<Order>) -> Next {
-    remembered!((Machine, Pass, Option<Order>) => Next, (at, pass, order), |(at, pass, order)| {
-        let learned = infra(at, pass.learned);
-        let Some(order) = order else {
-            return match decide::decide_gone(&learned) {
-                Step::Unplug => Next::Ask(pass.uid, Ask::Delete),
+/// [`decide::decide`] for a cached VolumeAttachment; [`decide::decide_gone`] if it is gone or replaced.
+pub fn decide(at: VmIndex, reconcile: Reconcile, attachment: Option<Attachment>) -> Next {
+    memoized!((VmIndex, Reconcile, Option<Attachment>) => Next, (at, reconcile, attachment), |(at, reconcile, attachment)| {
+        let observed = observed_by_mgmt(at, reconcile.observed);
+        let Some(attachment) = attachment else {
+            return match decide::decide_gone(&observed) {
+                Step::Detach => Next::Send(reconcile.uid, Operation::Delete),
                 _ => Next::End,
             };
         };
-        let view = View {
-            deleting: order.deleting,
-            held: order.held,
+        let inputs = Inputs {
+            deleting: attachment.deleting,
+            has_finalizer: attachment.has_finalizer,
             generation: 1,
-            fresh: false,
-            status: STATUS.get(order.status).unwrap_or_default(),
-            target: Ok(spec(at)),
-            infra: learned,
+            is_new: false,
+            status: STATUS.get(attachment.status).unwrap_or_default(),
+            desired: Ok(spec(at)),
+            observed,
         };
-        let earlier = |other: &AttachmentId| match pass.learned {
-            Learned::Namesake(uid) | Learned::Over(uid) if id(at, uid) == *other => uid,
-            learned => panic!("{other} is not what was learned: {learned:?}"),
+        let earlier = |other: &AttachmentId| match reconcile.observed {
+            Observed::SameName(uid) | Observed::Predecessor(uid) if id(at, uid) == *other => uid,
+            observed => panic!("{other} was not observed: {observed:?}"),
         };
-        match decide::decide(&view, &time()) {
-            Step::Hold => Next::Do(Doing::Hold),
-            Step::Plug { spec: asked, replaces } => {
-                assert_eq!(asked, spec(at));
-                Next::Ask(pass.uid, Ask::Put(replaces.as_ref().map(earlier)))
+        match decide::decide(&inputs, &time()) {
+            Step::AddFinalizer => Next::Do(Activity::AddFinalizer),
+            Step::Attach { spec: input, replaces } => {
+                assert_eq!(input, spec(at));
+                Next::Send(reconcile.uid, Operation::Put(replaces.as_ref().map(earlier)))
             }
-            Step::Unplug => Next::Ask(pass.uid, Ask::Delete),
-            Step::Look => Next::Do(Doing::Look),
-            Step::Confirm(other) => Next::Do(Doing::Confirm(earlier(&other))),
-            Step::UnplugEarlier(other) => Next::Ask(earlier(&other), Ask::Delete),
-            Step::Report(status) => Next::Do(Doing::Report(STATUS.put(Some(status)))),
-            Step::Renew => Next::Do(Doing::Renew),
-            Step::Release => Next::Do(Doing::Release),
-            Step::Settle | Step::Done | Step::Retry(_) => Next::End,
+            Step::Detach => Next::Send(reconcile.uid, Operation::Delete),
+            Step::FindSameName => Next::Do(Activity::FindSameName),
+            Step::ConfirmPredecessor(other) => Next::Do(Activity::ConfirmPredecessor(earlier(&other))),
+            Step::DetachPredecessor(other) => Next::Send(earlier(&other), Operation::Delete),
+            Step::WriteStatus(status) => Next::Do(Activity::WriteStatus(STATUS.put(Some(status)))),
+            Step::Recreate => Next::Do(Activity::Recreate),
+            Step::RemoveFinalizer => Next::Do(Activity::RemoveFinalizer),
+            Step::AwaitCaches | Step::Done | Step::Retry(_) => Next::End,
         }
     })
 }
 
-/// [`is_namesake`].
-pub fn is_other_order_of_name(machine: Machine, mine: Uid, row: (Machine, Uid)) -> bool {
-    type Asked = (Machine, Uid, (Machine, Uid));
-    remembered!(Asked => bool, (machine, mine, row), |(machine, mine, row)| {
-        is_namesake(&id(row.0, row.1), &key(machine), &uid(mine))
+/// [`has_same_name`].
+pub fn has_same_name_in_infra(vm_index: VmIndex, mine: Uid, row: (VmIndex, Uid)) -> bool {
+    type Input = (VmIndex, Uid, (VmIndex, Uid));
+    memoized!(Input => bool, (vm_index, mine, row), |(vm_index, mine, row)| {
+        has_same_name(&id(row.0, row.1), &key(vm_index), &uid(mine))
     })
 }
 
-// ---- the infra ----
+// ---- storage-infra ----
 
-/// What the infra says to a wish for an attachment.
+/// Decision of storage-infra about a requested attachment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admitted {
-    /// It is there.
+    /// It exists.
     There,
-    /// It is to be made.
+    /// It is created.
     New,
-    /// It takes the place of that one.
+    /// It replaces this one.
     Instead(Uid),
-    /// No.
-    Refused(Learned),
+    /// It is refused.
+    Refused(Observed),
 }
 
 fn row(row: &Row) -> AttachmentRow {
-    let AttachmentSpec { volume, node, read_only, access } = spec(row.machine);
+    let AttachmentSpec { volume, node, read_only, access } = spec(row.vm_index);
     let state = match row.state {
         RowState::Attaching => AttachmentState::Attaching,
         RowState::Attached => AttachmentState::Attached,
         RowState::Detaching => AttachmentState::Detaching,
     };
-    let id = id(row.machine, row.uid);
+    let id = id(row.vm_index, row.uid);
     let created_at = NOW.to_owned();
     let blank = Blank::No;
     AttachmentRow { id, volume, node, read_only, access, state, message: None, created_at, blank }
@@ -422,20 +429,20 @@ fn volume() -> VolumeRow {
     }
 }
 
-/// [`admit`], by what the catalog has.
-pub fn admission(at: Machine, of: Uid, replaces: Option<Uid>, catalog: &Infra) -> Admitted {
+/// [`admit`] with the contents of the catalog.
+pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -> Admitted {
     let wanted = id(at, of);
     let (own, others): (Vec<AttachmentRow>, Vec<AttachmentRow>) =
         catalog.rows.iter().map(row).partition(|row| row.id == wanted);
-    let node_spec = |machine| NodeSpec {
-        name: name(machine),
+    let node_spec = |vm_index| NodeSpec {
+        name: name(vm_index),
         hypervisor: "hypervisor".to_owned(),
         zone: None,
         labels: Labels::new(),
     };
     let facts = Facts {
         row: own.into_iter().next(),
-        ended: catalog.ended.contains(&(at, of)),
+        ended: catalog.deleted_ids.contains(&(at, of)),
         volume: Some(volume()),
         node: Some(NodeRow { uuid: node(at), spec: node_spec(at) }),
         copies: Vec::new(),
@@ -448,11 +455,11 @@ pub fn admission(at: Machine, of: Uid, replaces: Option<Uid>, catalog: &Infra) -
         (Ok(Admission::There(_)), _) => Admitted::There,
         (Ok(Admission::New(_)), _) => Admitted::New,
         (Ok(Admission::Instead { .. }), Some(earlier)) => Admitted::Instead(earlier),
-        (Ok(Admission::Instead { of, .. }), None) => panic!("took the disk of {of} unasked"),
+        (Ok(Admission::Instead { of, .. }), None) => panic!("took over the disk of {of} without being asked"),
         (Err(failure), _) => Admitted::Refused(match failure.code() {
-            ProblemCode::InUse => Learned::InUse,
-            ProblemCode::Ended => Learned::Ended,
-            ProblemCode::Unavailable => Learned::AttachTrouble,
+            ProblemCode::InUse => Observed::InUse,
+            ProblemCode::Ended => Observed::IdDeleted,
+            ProblemCode::Unavailable => Observed::AttachIndeterminate,
             other => panic!("the model has no such failure: {other}: {failure}"),
         }),
     }

@@ -1,31 +1,31 @@
-//! Explores the protocol, and proves that the model finds what is broken.
+//! Model checking of the attach protocol, and proofs that the properties detect broken rules.
 
 use std::time::Instant;
 
 use model::state::Budget;
 use model::steps::Rules;
-use model::{LOST, Protocol, STUCK, TOLD, TWO_WRITERS};
+use model::{CONVERGES, Protocol, STAYS_ATTACHED, TRUE_RESULTS, TWO_WRITERS};
 use stateright::{Checker, HasDiscoveries, Model};
 
-/// One node that comes once, and nothing goes wrong.
-const ONE: Budget = Budget { wishes: 1, ..Budget::NOTHING };
-/// Two nodes that come once each.
-const TWO: Budget = Budget { machines: 2, wishes: 2, ..ONE };
+/// One node attaches the volume once, without faults.
+const ONE: Budget = Budget { guest_attachments: 1, ..Budget::NOTHING };
+/// Two nodes attach the volume once each.
+const TWO: Budget = Budget { vms: 2, guest_attachments: 2, ..ONE };
 
 fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// How many steps are made from state to state, unless `NESTOR_MODEL_STATES` says otherwise: what is nearest to the
-/// beginning goes first. `cargo lab test --all` goes through more than most budgets have.
+/// Maximum number of transitions, explored breadth first, unless `NESTOR_MODEL_STATES` is set. `cargo lab test --all` explores
+/// most budgets completely.
 const STEPS: usize = 150_000;
 
-/// Explores the states that can be reached, and fails where a property doesn't hold in one of them.
+/// Explores the reachable states, and panics if a property is violated in one of them.
 fn holds(budget: Budget) {
-    holds_with(Rules::KEPT, budget);
+    holds_with(Rules::ALL, budget);
 }
 
-/// The same with a rule broken that another one makes up for.
+/// The same with a broken rule that another rule compensates.
 fn holds_with(rules: Rules, budget: Budget) {
     let most = std::env::var("NESTOR_MODEL_STATES").map_or(STEPS, |most| most.parse().expect("a number"));
     let begun = Instant::now();
@@ -34,143 +34,165 @@ fn holds_with(rules: Rules, budget: Budget) {
     let (states, steps, depth) = (checker.unique_state_count(), checker.state_count(), checker.max_depth());
     let extent = if steps < most { "all" } else { "the nearest" };
     let took = begun.elapsed().as_secs_f64();
-    eprintln!(
-        "{budget:?}: {states} states ({extent}), {steps} steps between them, up to {depth} deep, {took:.1} s"
-    );
-    for property in [TWO_WRITERS, STUCK, TOLD, LOST] {
-        if let Some(way) = checker.discoveries().remove(property) {
-            let end = format!("{:#?}", way.last_state());
-            let way: Vec<String> = way.into_actions().iter().map(|action| format!("{action:?}")).collect();
-            panic!("not so: {property}\n{}\n{end}", way.join("\n"));
+    eprintln!("{budget:?}: {states} states ({extent}), {steps} transitions, depth {depth}, {took:.1} s");
+    for property in [TWO_WRITERS, CONVERGES, TRUE_RESULTS, STAYS_ATTACHED] {
+        if let Some(path) = checker.discoveries().remove(property) {
+            let end = format!("{:#?}", path.last_state());
+            let path: Vec<String> = path.into_actions().iter().map(|action| format!("{action:?}")).collect();
+            panic!("property violated: {property}\n{}\n{end}", path.join("\n"));
         }
     }
     assert!(checker.is_done() || steps >= most, "not all states were explored");
 }
 
-/// Explores until one of these properties fails.
+/// Explores until one of these properties is violated; panics if none is.
 fn fails(broken: Rules, budget: Budget, properties: &[&'static str]) {
     let checker = Protocol::with(budget, broken).checker().threads(threads());
     let any = HasDiscoveries::AnyOf(properties.iter().copied().collect());
     let checker = checker.finish_when(any).spawn_bfs().join();
     let found = checker.discoveries();
     let found = properties.iter().find_map(|property| Some((property, found.get(property)?)));
-    let (property, way) = found.unwrap_or_else(|| panic!("none of {properties:?} fails with {broken:?}"));
-    let steps = way.clone().into_actions();
-    eprintln!("with {broken:?} it is not so: {property}, after {} steps: {steps:?}", steps.len());
+    let (property, path) =
+        found.unwrap_or_else(|| panic!("none of {properties:?} is violated with {broken:?}"));
+    let steps = path.clone().into_actions();
+    eprintln!(
+        "with {broken:?}, this property is violated after {} steps: {property}: {steps:?}",
+        steps.len()
+    );
 }
 
 #[test]
-fn all_comes_about_with_a_node_that_comes_again() {
-    holds(Budget { wishes: 2, replicas: 2, ..ONE });
+fn every_state_converges_when_a_node_attaches_again() {
+    holds(Budget { guest_attachments: 2, replicas: 2, ..ONE });
 }
 
 #[test]
-fn all_comes_about_though_what_was_given_up_arrives_after_what_followed() {
-    holds(Budget { wishes: 2, replicas: 2, timeouts: 1, ..ONE });
+fn every_state_converges_when_a_timed_out_request_arrives_after_its_successor() {
+    holds(Budget { guest_attachments: 2, replicas: 2, timeouts: 1, ..ONE });
 }
 
 #[test]
-fn all_comes_about_though_any_part_dies_while_a_node_comes_again() {
-    holds(Budget { wishes: 2, crashes: 1, ..ONE });
+fn every_state_converges_when_a_component_crashes_while_a_node_attaches_again() {
+    holds(Budget { guest_attachments: 2, crashes: 1, ..ONE });
 }
 
 #[test]
-fn all_comes_about_with_two_nodes_that_want_the_volume() {
+fn every_state_converges_when_two_nodes_request_the_volume() {
     holds(TWO);
 }
 
 #[test]
-fn all_comes_about_though_any_part_dies() {
+fn every_state_converges_when_a_component_crashes() {
     holds(Budget { crashes: 1, ..ONE });
 }
 
 #[test]
-fn all_comes_about_though_callers_give_up() {
+fn every_state_converges_when_calls_time_out() {
     holds(Budget { timeouts: 1, replicas: 2, ..ONE });
 }
 
 #[test]
-fn all_comes_about_though_somebody_edits_objects() {
-    holds(Budget { edits: 1, ..ONE });
+fn every_state_converges_when_an_operator_edits_objects() {
+    holds(Budget { manual_edits: 1, ..ONE });
 }
 
 #[test]
-fn what_one_caller_gave_up_on_does_not_touch_what_the_next_one_gets() {
-    holds(Budget { wishes: 2, replicas: 2, callers: 1, ..ONE });
+fn late_calls_of_a_former_leader_do_not_affect_those_of_the_next() {
+    holds(Budget { guest_attachments: 2, replicas: 2, leader_changes: 1, ..ONE });
 }
 
 #[test]
-fn all_comes_about_though_somebody_removes_the_guests_attachment_by_force() {
-    holds(Budget { wishes: 2, replicas: 2, forced: 1, ..ONE });
+fn every_state_converges_when_the_guest_attachment_is_deleted_by_force() {
+    holds(Budget { guest_attachments: 2, replicas: 2, forced_deletions: 1, ..ONE });
 }
 
 #[test]
-fn a_removal_that_an_attach_which_found_its_entry_does_not_end_is_found() {
-    let broken = Rules { confirm_entries: false, ..Rules::KEPT };
-    fails(broken, Budget { wishes: 2, replicas: 2, forced: 1, ..ONE }, &[LOST]);
+fn the_model_detects_a_removal_that_a_confirmed_entry_does_not_stop() {
+    let broken = Rules { confirm_entries: false, ..Rules::ALL };
+    fails(
+        broken,
+        Budget { guest_attachments: 2, replicas: 2, forced_deletions: 1, ..ONE },
+        &[STAYS_ATTACHED],
+    );
 }
 
 #[test]
-fn a_removal_that_is_planned_again_whatever_the_guest_wants_is_found() {
-    let broken = Rules { ask_before_removals: false, ..Rules::KEPT };
-    fails(broken, Budget { wishes: 2, replicas: 2, forced: 1, ..ONE }, &[LOST]);
+fn the_model_detects_a_removal_that_is_retried_without_a_check_of_the_guest() {
+    let broken = Rules { check_guest_before_removals: false, ..Rules::ALL };
+    fails(
+        broken,
+        Budget { guest_attachments: 2, replicas: 2, forced_deletions: 1, ..ONE },
+        &[STAYS_ATTACHED],
+    );
 }
 
 #[test]
-fn a_new_leader_that_begins_with_what_it_saw_long_ago_is_found() {
-    let broken = Rules { list_anew: false, confirm_deletions: false, ..Rules::KEPT };
-    fails(broken, Budget { crashes: 1, ..ONE }, &[LOST, TOLD, STUCK]);
+fn the_model_detects_a_new_leader_with_stale_caches() {
+    let broken = Rules { list_on_lease: false, read_before_deletions: false, ..Rules::ALL };
+    fails(broken, Budget { crashes: 1, ..ONE }, &[STAYS_ATTACHED, TRUE_RESULTS, CONVERGES]);
 }
 
 #[test]
-fn a_new_leader_that_reads_before_deletions_alone_is_found() {
-    let broken = Rules { list_anew: false, ..Rules::KEPT };
-    fails(broken, Budget { crashes: 1, ..ONE }, &[TOLD]);
+fn the_model_detects_a_new_leader_that_reads_only_before_deletions() {
+    let broken = Rules { list_on_lease: false, ..Rules::ALL };
+    fails(broken, Budget { crashes: 1, ..ONE }, &[TRUE_RESULTS]);
 }
 
 #[test]
-fn a_list_at_the_beginning_of_a_term_is_enough() {
-    holds_with(Rules { confirm_deletions: false, ..Rules::KEPT }, Budget { crashes: 1, ..ONE });
+fn a_list_at_the_start_of_a_term_is_sufficient() {
+    holds_with(Rules { read_before_deletions: false, ..Rules::ALL }, Budget { crashes: 1, ..ONE });
 }
 
 #[test]
-fn a_finalizer_that_goes_before_the_disk_is_found() {
-    let broken = Rules { unplug_before_release: false, ..Rules::KEPT };
-    fails(broken, ONE, &[TOLD, STUCK]);
+fn the_model_detects_a_finalizer_removed_before_the_detach() {
+    let broken = Rules { detach_before_finalizer_removal: false, ..Rules::ALL };
+    fails(broken, ONE, &[TRUE_RESULTS, CONVERGES]);
 }
 
 #[test]
-fn ids_that_are_the_same_for_every_order_of_a_name_are_found() {
-    let broken = Rules { ids_of_one_order: false, ..Rules::KEPT };
-    fails(broken, Budget { wishes: 2, timeouts: 1, ..ONE }, &[LOST, TOLD, STUCK]);
+fn the_model_detects_attachment_ids_without_a_uid() {
+    let broken = Rules { ids_contain_uid: false, ..Rules::ALL };
+    fails(
+        broken,
+        Budget { guest_attachments: 2, timeouts: 1, ..ONE },
+        &[STAYS_ATTACHED, TRUE_RESULTS, CONVERGES],
+    );
 }
 
 #[test]
-fn an_infra_that_forgets_what_is_over_is_found() {
-    let broken = Rules { remember_ended: false, clear_strays: false, ..Rules::KEPT };
-    fails(broken, Budget { timeouts: 1, ..ONE }, &[STUCK, TOLD]);
+fn the_model_detects_an_infra_that_reuses_deleted_ids() {
+    let broken = Rules { remember_deleted_ids: false, detach_dangling: false, ..Rules::ALL };
+    fails(broken, Budget { timeouts: 1, ..ONE }, &[CONVERGES, TRUE_RESULTS]);
 }
 
 #[test]
-fn an_infra_that_lets_two_machines_have_a_disk_is_found() {
-    let broken = Rules { admit_one: false, ..Rules::KEPT };
+fn the_model_detects_an_infra_that_attaches_a_disk_to_two_vms() {
+    let broken = Rules { attach_to_one_vm: false, ..Rules::ALL };
     fails(broken, TWO, &[TWO_WRITERS]);
 }
 
 #[test]
-fn a_status_that_is_written_onto_whatever_is_there_is_found() {
-    let broken = Rules { guard_status: false, ..Rules::KEPT };
-    fails(broken, Budget { wishes: 2, crashes: 1, ..ONE }, &[TOLD, LOST, STUCK]);
+fn the_model_detects_status_writes_without_a_resource_version() {
+    let broken = Rules { guard_status: false, ..Rules::ALL };
+    fails(
+        broken,
+        Budget { guest_attachments: 2, crashes: 1, ..ONE },
+        &[TRUE_RESULTS, STAYS_ATTACHED, CONVERGES],
+    );
 }
 
 #[test]
-fn a_removal_that_comes_late_into_what_was_put_in_again_is_found() {
-    let broken = Rules { guard_removals: false, ..Rules::KEPT };
-    fails(broken, Budget { wishes: 2, replicas: 2, timeouts: 1, ..ONE }, &[LOST, TOLD, STUCK]);
+fn the_model_detects_a_late_removal_of_an_entry_that_was_added_again() {
+    let broken = Rules { guard_removals: false, ..Rules::ALL };
+    fails(
+        broken,
+        Budget { guest_attachments: 2, replicas: 2, timeouts: 1, ..ONE },
+        &[STAYS_ATTACHED, TRUE_RESULTS, CONVERGES],
+    );
 }
 
 #[test]
-fn disks_that_nothing_looks_for_are_found() {
-    let broken = Rules { clear_strays: false, ..Rules::KEPT };
-    fails(broken, Budget { edits: 2, ..ONE }, &[STUCK]);
+fn the_model_detects_dangling_attachments_that_are_not_detached() {
+    let broken = Rules { detach_dangling: false, ..Rules::ALL };
+    fails(broken, Budget { manual_edits: 2, ..ONE }, &[CONVERGES]);
 }

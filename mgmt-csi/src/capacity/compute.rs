@@ -1,4 +1,4 @@
-//! What is to be published, from the classes and the pools. Pure.
+//! Computation of the capacities to publish, from the StorageClasses and the pools. No I/O.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -9,28 +9,27 @@ use k8s_openapi::api::storage::v1::StorageClass;
 
 use crate::controller::parameters::Parameters;
 
-/// What new volumes of one class can have in one zone.
+/// Capacity for new volumes of one class in one zone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     pub(super) class: String,
-    /// None: what can be reached from everywhere.
+    /// None: capacity accessible from all zones.
     pub(super) zone: Option<String>,
-    /// The sum over all pools.
+    /// Sum over all pools, in bytes.
     pub(super) free_bytes: u64,
-    /// The largest volume.
+    /// Size of the largest possible volume, in bytes.
     pub(super) max_volume_bytes: u64,
 }
 
-/// One entry per class of this driver and zone, and one without zone where there are pools without zone, or none at
-/// all.
-pub(super) fn wanted(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
+/// One entry per class of this driver and zone; also one without a zone if there are pools without a zone, or no pools.
+pub(super) fn desired(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry> {
     let mut zones: BTreeSet<Option<&str>> = pools.iter().map(zone_of).collect();
     if zones.is_empty() {
         zones.insert(None);
     }
     let ours = classes.iter().filter(|class| class.provisioner == MANAGEMENT_DRIVER);
     let entry = |class: &StorageClass, zone: Option<&str>| {
-        // A class that no volume can be made of has no capacity.
+        // A class with invalid parameters has no capacity.
         let parameters = class.parameters.clone().unwrap_or_default().into_iter().collect();
         let placement = Parameters::read(&parameters).ok().map(|read| read.placement);
         let free = || {
@@ -48,7 +47,7 @@ pub(super) fn wanted(classes: &[Arc<StorageClass>], pools: &[Pool]) -> Vec<Entry
     ours.flat_map(|class| zones.iter().map(move |zone| entry(class, *zone))).collect()
 }
 
-/// Whether the pool takes new volumes that are placed so, by the rules of the infra's `GET /v1/capacity`.
+/// Whether the pool accepts new volumes with this placement, by the rules of `GET /v1/capacity` in the storage infra API.
 fn takes(pool: &Pool, placement: &Placement, zone: Option<&str>) -> bool {
     pool.healthy
         && !pool.cordoned
@@ -92,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn each_class_has_an_entry_per_zone_with_the_pools_that_it_and_the_zone_reach() {
+    fn each_class_has_an_entry_per_zone_with_the_pools_accessible_from_it() {
         let pools =
             [pool("a1", Some("a"), 5), pool("a2", Some("a"), 7), pool("b", Some("b"), 9), pool("x", None, 3)];
         let classes = [
@@ -101,7 +100,7 @@ mod tests {
             class("foreign", "other", json!({})),
         ];
         assert_eq!(
-            numbers(&wanted(&classes, &pools)),
+            numbers(&desired(&classes, &pools)),
             [
                 ("any", None, 3, 3),
                 ("any", Some("a"), 15, 7),
@@ -114,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn pools_that_take_nothing_and_classes_of_which_no_volume_can_be_made_have_no_capacity() {
+    fn unusable_pools_and_invalid_classes_have_no_capacity() {
         let classes = [
             class("any", MANAGEMENT_DRIVER, json!({"pool.tier": "p"})),
             class("bad", MANAGEMENT_DRIVER, json!({"replicas": "3"})),
@@ -123,7 +122,7 @@ mod tests {
         cordoned.cordoned = true;
         sick.healthy = false;
         let pools = [cordoned, sick, pool("p", None, 4), pool("q", None, 8)];
-        assert_eq!(numbers(&wanted(&classes, &pools)), [("any", None, 4, 4), ("bad", None, 0, 0)]);
-        assert_eq!(numbers(&wanted(&classes[..1], &[])), [("any", None, 0, 0)]);
+        assert_eq!(numbers(&desired(&classes, &pools)), [("any", None, 4, 4), ("bad", None, 0, 0)]);
+        assert_eq!(numbers(&desired(&classes[..1], &[])), [("any", None, 0, 0)]);
     }
 }

@@ -1,6 +1,5 @@
-//! Publishes what new volumes can have, per StorageClass and zone, as `CSIStorageCapacity` objects: guests read
-//! them, since they can't ask the infra. csi-provisioner can't do it here, as there is no node plugin in the
-//! management cluster to tell it of zones.
+//! Capacity publisher: writes the free capacity per StorageClass and zone as `CSIStorageCapacity` objects, which guests
+//! read. csi-provisioner cannot publish it, because the management cluster has no node plugin that reports zones.
 
 mod compute;
 mod publish;
@@ -19,25 +18,25 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::infra::{News, StorageInfra};
+use crate::infra::{InfraEvent, StorageInfra};
 use publish::Publisher;
 
-/// How long news are collected before they are acted on.
-const COLLECT: Duration = Duration::from_secs(2);
-/// How long after a failure it is tried again.
-const AGAIN: Duration = Duration::from_secs(10);
-/// How long the infra may take for one answer.
-const ANSWER: Duration = Duration::from_secs(30);
+/// Delay during which changes are collected.
+const COLLECT_DELAY: Duration = Duration::from_secs(2);
+/// Delay before a retry.
+const RETRY_DELAY: Duration = Duration::from_secs(10);
+/// Timeout of one call to the storage infra.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The publisher, not started yet.
 #[derive(Debug, Default)]
 pub struct Capacity {
-    news: Arc<Notify>,
+    changed: Arc<Notify>,
 }
 
-/// The publisher, with its watches.
+/// The publisher, with its watches started.
 pub struct Publishing {
-    news: Arc<Notify>,
+    changed: Arc<Notify>,
     classes: Informer<StorageClass>,
     publisher: Publisher,
     infra: Arc<dyn StorageInfra>,
@@ -51,23 +50,23 @@ impl std::fmt::Debug for Publishing {
 }
 
 impl Capacity {
-    /// Takes the infra's news.
-    pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
-        let notify = self.news.clone();
-        move |news| {
-            let counts = match news {
-                News::Everything => true,
-                News::One(event) => {
+    /// Handler for storage infra events.
+    pub fn on_infra_event(&self) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
+        let notify = self.changed.clone();
+        move |event| {
+            let is_relevant = match event {
+                InfraEvent::Resync => true,
+                InfraEvent::Object(event) => {
                     matches!(event.kind, EventKind::Pool | EventKind::Volume | EventKind::Snapshot)
                 }
             };
-            if counts {
+            if is_relevant {
                 notify.notify_one();
             }
         }
     }
 
-    /// Starts watching, until `stop`; what is published is in `namespace`. `ready` gets a check for each watch.
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. Publishes to `namespace`.
     pub fn start(
         self,
         client: Client,
@@ -77,7 +76,7 @@ impl Capacity {
         stop: CancellationToken,
     ) -> Publishing {
         let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
-        let notify = self.news.clone();
+        let notify = self.changed.clone();
         let classes = Informer::builder("StorageClasses", Api::all(client.clone()))
             .trim(trim_class)
             .on_change(move |change: &Change<'_, StorageClass>| {
@@ -89,47 +88,47 @@ impl Capacity {
                 }
             })
             .start(check("StorageClasses"), stop.clone());
-        let notify = self.news.clone();
+        let notify = self.changed.clone();
         let api = Api::<CSIStorageCapacity>::namespaced(client, namespace);
         let published =
             Informer::builder("CSIStorageCapacities", Api::namespaced(api.clone().into_client(), namespace))
                 .config(watcher::Config::default().labels(&publish::selector()))
                 .on_change(move |_: &Change<'_, CSIStorageCapacity>| notify.notify_one())
                 .start(check("CSIStorageCapacities"), stop.clone());
-        Publishing { news: self.news, classes, publisher: Publisher { api, published }, infra, stop }
+        Publishing { changed: self.changed, classes, publisher: Publisher { api, published }, infra, stop }
     }
 }
 
 impl Publishing {
     /// Publishes until the process is stopped.
     pub async fn run(&self) {
-        let Self { news, classes, publisher, infra, stop } = self;
+        let Self { changed, classes, publisher, infra, stop } = self;
         tokio::select! {
             () = stop.cancelled() => return,
             _ = async { tokio::join!(classes.synced(), publisher.published.synced()) } => {}
         }
-        // What went before this was another replica's business.
-        news.notify_one();
+        // The previous leader may have missed changes.
+        changed.notify_one();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = news.notified() => {}
+                () = changed.notified() => {}
             }
-            // A burst of new volumes is one change of what is left.
+            // A burst of new volumes is published once.
             tokio::select! {
                 () = stop.cancelled() => return,
-                () = tokio::time::sleep(COLLECT) => {}
+                () = tokio::time::sleep(COLLECT_DELAY) => {}
             }
-            let done = match infra.list_pools(Instant::now() + ANSWER).await {
-                Ok(pools) => publisher.publish(compute::wanted(&classes.list(), &pools)).await,
+            let done = match infra.list_pools(Instant::now() + TIMEOUT).await {
+                Ok(pools) => publisher.publish(compute::desired(&classes.list(), &pools)).await,
                 Err(error) => Err(error.to_string()),
             };
             if let Err(reason) = done {
-                tracing::warn!("cannot publish storage capacity: {reason}; trying again in {AGAIN:?}");
-                news.notify_one();
+                tracing::warn!("failed to publish storage capacity: {reason}; retrying in {RETRY_DELAY:?}");
+                changed.notify_one();
                 tokio::select! {
                     () = stop.cancelled() => return,
-                    () = tokio::time::sleep(AGAIN) => {}
+                    () = tokio::time::sleep(RETRY_DELAY) => {}
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Makes the objects say what they should, writing only what differs.
+//! Writer of `CSIStorageCapacity` objects: creates, updates and deletes only what differs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,12 +16,12 @@ use sha2::{Digest, Sha256};
 
 use super::compute::Entry;
 
-/// Label by which this driver knows its own objects, and its value.
+/// Label of the objects managed by this driver, and its value.
 const MANAGED_BY: (&str, &str) = ("nestor.dev/managed-by", "mgmt-csi");
-/// Label that csi-provisioner also sets, for people who look.
+/// Label that csi-provisioner also sets; informational.
 const DRIVER_NAME: &str = "csi.storage.k8s.io/drivername";
 
-/// Selects this driver's own objects.
+/// Label selector of the objects managed by this driver.
 pub(super) fn selector() -> String {
     format!("{}={}", MANAGED_BY.0, MANAGED_BY.1)
 }
@@ -33,21 +33,22 @@ pub(super) struct Publisher {
 }
 
 impl Publisher {
-    /// Creates, changes and removes objects. Goes on after a failure, and gives the last one.
+    /// Creates, updates and deletes objects. Continues after a failure, and returns the last one.
     pub(super) async fn publish(&self, entries: Vec<Entry>) -> Result<(), String> {
-        let wanted: HashMap<String, Entry> = entries.into_iter().map(|entry| (name(&entry), entry)).collect();
+        let desired: HashMap<String, Entry> =
+            entries.into_iter().map(|entry| (name(&entry), entry)).collect();
         let published = self.published.list();
         let mut outcome = Ok(());
         for old in &published {
-            if !wanted.contains_key(&old.name_any()) {
+            if !desired.contains_key(&old.name_any()) {
                 let removed = self.api.delete(&old.name_any(), &DeleteParams::default()).await;
-                keep(&mut outcome, "remove", &old.name_any(), removed.map(drop));
+                record(&mut outcome, "remove", &old.name_any(), removed.map(drop));
             }
         }
-        for (name, entry) in &wanted {
+        for (name, entry) in &desired {
             let old = published.iter().find(|old| old.name_any() == *name);
             let written = match old {
-                Some(old) if says(old, entry) => continue,
+                Some(old) if matches(old, entry) => continue,
                 Some(_) => {
                     let patch = Patch::Merge(json!({
                         "capacity": number(entry.free_bytes),
@@ -57,29 +58,31 @@ impl Publisher {
                 }
                 None => self.api.create(&PostParams::default(), &object(name, entry)).await,
             };
-            keep(&mut outcome, "write", name, written.map(drop));
+            record(&mut outcome, "write", name, written.map(drop));
         }
         outcome
     }
 }
 
-/// Remembers a failure. One that says that another replica was faster is none: the watch tells what it wrote.
-fn keep(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::Result<()>) {
+/// Records a failure. AlreadyExists and NotFound do not count: another replica wrote first, and the watch shows the result.
+fn record(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube::Result<()>) {
     match result {
         Ok(()) => {}
         Err(kube::Error::Api(status)) if status.is_already_exists() || status.is_not_found() => {}
-        Err(error) => *outcome = Err(format!("cannot {what} CSIStorageCapacity {name}: {}", chain(&error))),
+        Err(error) => {
+            *outcome = Err(format!("failed to {what} CSIStorageCapacity {name}: {}", chain(&error)))
+        }
     }
 }
 
-/// The same for the same class and zone. A class's name has no slash.
+/// Name of the object for a class and zone. Class names contain no slash, so the hashed text is unambiguous.
 fn name(entry: &Entry) -> String {
     let source = format!("{}/{}", entry.class, entry.zone.as_deref().unwrap_or_default());
     let hash = format!("{:x}", Sha256::digest(source.as_bytes()));
     format!("nestor-{}", &hash[..32])
 }
 
-fn says(object: &CSIStorageCapacity, entry: &Entry) -> bool {
+fn matches(object: &CSIStorageCapacity, entry: &Entry) -> bool {
     object.capacity.as_ref().and_then(quantity::value) == Some(entry.free_bytes)
         && object.maximum_volume_size.as_ref().and_then(quantity::value) == Some(entry.max_volume_bytes)
 }
@@ -96,7 +99,7 @@ fn object(name: &str, entry: &Entry) -> CSIStorageCapacity {
         storage_class_name: entry.class.clone(),
         capacity: Some(number(entry.free_bytes)),
         maximum_volume_size: Some(number(entry.max_volume_bytes)),
-        // An empty selector is every node.
+        // An empty selector selects every node.
         node_topology: Some(LabelSelector { match_labels: zone, match_expressions: None }),
     }
 }
@@ -110,14 +113,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_says_what_its_entry_says_however_the_api_server_writes_numbers() {
+    fn an_object_matches_its_entry_in_any_quantity_notation() {
         let mut entry = Entry { class: "c".into(), zone: None, free_bytes: 5000, max_volume_bytes: 1 << 30 };
         let mut published = object(&name(&entry), &entry);
         published.capacity = Some(Quantity("5k".into()));
-        assert!(says(&published, &entry));
+        assert!(matches(&published, &entry));
         assert_eq!(published.node_topology, Some(LabelSelector::default()));
         entry.max_volume_bytes += 1;
-        assert!(!says(&published, &entry));
+        assert!(!matches(&published, &entry));
         let everywhere = name(&entry);
         entry.zone = Some("a".into());
         assert_ne!(name(&entry), everywhere);

@@ -1,4 +1,4 @@
-//! Which volumes are not well, as the infra says: read once, and then kept up by its events.
+//! Volume conditions reported by the storage infra: listed once, then updated by its events.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -12,63 +12,63 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use super::bound::Bound;
-use crate::infra::{News, ReadError, StorageInfra};
+use super::bindings::Bindings;
+use crate::infra::{InfraEvent, ReadError, StorageInfra};
 
-/// How long the infra may take for one answer.
+/// Timeout of one call to the storage infra.
 const ANSWER: Duration = Duration::from_secs(30);
 
-/// What to read of the infra.
+/// What to read from the storage infra.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(super) enum Look {
-    Everything,
+pub(super) enum Refresh {
+    All,
     One(VolumeId),
 }
 
-impl fmt::Display for Look {
+impl fmt::Display for Refresh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Everything => f.write_str("all volumes of the storage infra"),
+            Self::All => f.write_str("all volumes of the storage infra"),
             Self::One(id) => write!(f, "volume {id} of the storage infra"),
         }
     }
 }
 
-/// What is to be read after each of the infra's news. A pool that fails is told of by each of its volumes.
-pub(super) fn news(
-    looks: Queue<Look>,
+/// Handler that queues a read for each storage infra event. A failed pool causes an event for each of its volumes.
+pub(super) fn on_infra_event(
+    refreshes: Queue<Refresh>,
     conditions: Conditions,
-    bound: Bound,
-) -> impl Fn(News<'_>) + Send + Sync + use<> {
-    move |news| match news {
-        News::Everything => looks.push(Look::Everything),
-        News::One(Event { kind: EventKind::Volume, id, change }) => {
+    bindings: Bindings,
+) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
+    move |event| match event {
+        InfraEvent::Resync => refreshes.push(Refresh::All),
+        InfraEvent::Object(Event { kind: EventKind::Volume, id, change }) => {
             let Ok(id) = VolumeId::new(id.as_str()) else { return };
-            // In the normal life of a volume, these two say nothing of how it is.
-            let says_nothing = match change {
+            // In the normal lifecycle of a volume, these two do not change its condition.
+            let is_irrelevant = match change {
                 Change::Created => true,
-                Change::Deleted => bound.claims_of(&id).is_empty(),
+                Change::Deleted => bindings.claims_of(&id).is_empty(),
                 Change::Updated => false,
             };
-            if !says_nothing || conditions.of(id.as_str()) != Condition::Normal {
-                looks.push(Look::One(id));
+            if !is_irrelevant || conditions.of(id.as_str()) != Condition::Normal {
+                refreshes.push(Refresh::One(id));
             }
         }
-        News::One(_) => {}
+        InfraEvent::Object(_) => {}
     }
 }
 
-/// Whether one volume is well.
+/// Condition of one volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Condition {
-    /// The infra was not asked yet.
+    /// Not read yet.
     Unknown,
     Normal,
-    /// And what is wrong.
+    /// Unhealthy, with a message.
     Abnormal(String),
 }
 
-/// The volumes that are not well, and why; nothing at all before the first look.
+/// The unhealthy volumes and their messages; None before the first list.
 #[derive(Debug, Clone)]
 pub(super) struct Conditions {
     abnormal: Arc<RwLock<Option<HashMap<VolumeId, String>>>>,
@@ -80,7 +80,7 @@ impl Conditions {
         let count = Gauge::default();
         registry.register(
             "volumes_abnormal",
-            "Volumes that are not well, as the storage infra says, or that it has lost",
+            "Volumes that the storage infra reports as unhealthy, or that it has lost",
             count.clone(),
         );
         Self { abnormal: Arc::default(), count }
@@ -93,29 +93,29 @@ impl Conditions {
         message.map_or(Condition::Normal, Condition::Abnormal)
     }
 
-    /// Reads, and asks for a look at the claims whose volume's condition is another than before. After the very first
-    /// reading that can be any, by what an earlier process wrote.
-    pub(super) async fn look(
+    /// Reads conditions, and queues the claims whose volume's condition changed. After the first list, queues all claims,
+    /// because an earlier process may have written any condition.
+    pub(super) async fn refresh(
         &self,
         infra: &dyn StorageInfra,
-        look: Look,
-        bound: &Bound,
+        refresh: Refresh,
+        bindings: &Bindings,
         claims: &Queue<Key>,
     ) -> Result<Next, ReadError> {
-        let changed = match look {
-            Look::Everything => {
-                // Before the volumes are read: what is bound by now is there by then.
-                let expected = bound.ids();
+        let changed = match refresh {
+            Refresh::All => {
+                // Computed before the volumes are listed: volumes bound now must be in the later list.
+                let expected = bindings.ids();
                 self.replace(read_all(infra, expected).await?)
             }
-            Look::One(id) => {
-                let trouble = read_one(infra, &id, bound).await?;
-                Some(if self.put(&id, trouble) { vec![id] } else { Vec::new() })
+            Refresh::One(id) => {
+                let message = read_one(infra, &id, bindings).await?;
+                Some(if self.put(&id, message) { vec![id] } else { Vec::new() })
             }
         };
         let keys: Vec<Key> = match changed {
-            Some(volumes) => volumes.iter().flat_map(|id| bound.claims_of(id)).collect(),
-            None => bound.claims.informer().list().iter().map(|claim| Key::of(&**claim)).collect(),
+            Some(volumes) => volumes.iter().flat_map(|id| bindings.claims_of(id)).collect(),
+            None => bindings.claims.informer().list().iter().map(|claim| Key::of(&**claim)).collect(),
         };
         for key in keys {
             claims.push(key);
@@ -123,26 +123,26 @@ impl Conditions {
         Ok(Next::Wait)
     }
 
-    /// Asks the infra itself whether what is known of a volume is so now.
-    pub(super) async fn is_so(
+    /// Whether the cached condition of a volume matches the storage infra now.
+    pub(super) async fn is_current(
         &self,
         infra: &dyn StorageInfra,
         id: &VolumeId,
-        bound: &Bound,
+        bindings: &Bindings,
     ) -> Result<bool, ReadError> {
-        let known = self.of(id.as_str());
-        let trouble = read_one(infra, id, bound).await?;
-        Ok(known == trouble.map_or(Condition::Normal, Condition::Abnormal))
+        let cached = self.of(id.as_str());
+        let message = read_one(infra, id, bindings).await?;
+        Ok(cached == message.map_or(Condition::Normal, Condition::Abnormal))
     }
 
-    /// Forgets a volume that nothing in the cluster names any more.
+    /// Drops a volume whose PersistentVolume is gone.
     pub(super) fn forget(&self, handle: &str) {
         if let Ok(id) = VolumeId::new(handle) {
             self.put(&id, None);
         }
     }
 
-    /// The volumes that changed; None when nothing was known before.
+    /// Replaces all conditions. Returns the volumes that changed; None on the first call.
     fn replace(&self, now: HashMap<VolumeId, String>) -> Option<Vec<VolumeId>> {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let before = abnormal.replace(now.clone());
@@ -153,33 +153,33 @@ impl Conditions {
         Some(now.keys().filter(differs).chain(gone).cloned().collect())
     }
 
-    /// Whether that is new. Before the first look at everything it is not kept: that look is to come.
-    fn put(&self, id: &VolumeId, trouble: Option<String>) -> bool {
+    /// Sets the condition of one volume. Returns whether it changed. Ignored before the first list.
+    fn put(&self, id: &VolumeId, message: Option<String>) -> bool {
         let mut abnormal = self.abnormal.write().unwrap_or_else(PoisonError::into_inner);
         let Some(abnormal) = abnormal.as_mut() else { return false };
-        let before = match trouble.clone() {
+        let before = match message.clone() {
             Some(message) => abnormal.insert(id.clone(), message),
             None => abnormal.remove(id),
         };
         self.count.set(i64::try_from(abnormal.len()).unwrap_or(i64::MAX));
-        before != trouble
+        before != message
     }
 }
 
-/// What is wrong with a volume now, if anything is.
+/// Reads the message of a volume if it is unhealthy.
 async fn read_one(
     infra: &dyn StorageInfra,
     id: &VolumeId,
-    bound: &Bound,
+    bindings: &Bindings,
 ) -> Result<Option<String>, ReadError> {
     Ok(match infra.get_volume(id, Instant::now() + ANSWER).await? {
-        Some(volume) => trouble_of(&volume),
-        // Nobody deletes the volume of a claim that is there.
-        None => (!bound.claims_of(id).is_empty()).then(|| lost(id)),
+        Some(volume) => message_of(&volume),
+        // The volume of an existing claim is never deleted on purpose.
+        None => (!bindings.claims_of(id).is_empty()).then(|| lost_message(id)),
     })
 }
 
-/// Reads all volumes; an `expected` one that is not among them is lost.
+/// Lists all volumes; an `expected` volume that is not listed is lost.
 async fn read_all(
     infra: &dyn StorageInfra,
     mut expected: HashSet<VolumeId>,
@@ -190,29 +190,29 @@ async fn read_all(
         let page = infra.list_volumes(None, next.as_deref(), Instant::now() + ANSWER).await?;
         for volume in page.items {
             expected.remove(&volume.id);
-            if let Some(trouble) = trouble_of(&volume) {
-                abnormal.insert(volume.id, trouble);
+            if let Some(message) = message_of(&volume) {
+                abnormal.insert(volume.id, message);
             }
         }
         next = page.next;
         if next.is_none() {
-            abnormal.extend(expected.into_iter().map(|id| (id.clone(), lost(&id))));
+            abnormal.extend(expected.into_iter().map(|id| (id.clone(), lost_message(&id))));
             return Ok(abnormal);
         }
     }
 }
 
-fn lost(id: &VolumeId) -> String {
+fn lost_message(id: &VolumeId) -> String {
     format!(
-        "the storage infra has no volume {id} any more: somebody deleted it there, or its catalog was restored"
+        "the storage infra no longer has volume {id}: it was deleted there, or the catalog was restored from a backup"
     )
 }
 
-/// What is wrong with a volume, if anything is.
-fn trouble_of(volume: &Volume) -> Option<String> {
+/// The message of a volume if it is unhealthy.
+fn message_of(volume: &Volume) -> Option<String> {
     let condition = &volume.condition;
-    let silent = || "the storage infra does not say why".to_owned();
-    (!condition.healthy).then(|| condition.message.clone().unwrap_or_else(silent))
+    let no_reason = || "the storage infra gives no reason".to_owned();
+    (!condition.healthy).then(|| condition.message.clone().unwrap_or_else(no_reason))
 }
 
 #[cfg(test)]
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changed_is_told_and_nothing_is_known_before_the_first_look() {
+    fn only_changes_are_reported_and_nothing_before_the_first_list() {
         let conditions = Conditions::register(&mut Registry::default());
         assert!(!conditions.put(&id("a"), Some("broken".into())));
         assert_eq!(conditions.of("a"), Condition::Unknown);

@@ -1,4 +1,4 @@
-//! What is to be written to one claim, without I/O.
+//! Decision what to write to one claim, without I/O.
 
 use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
@@ -8,22 +8,22 @@ use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 use super::conditions::Condition;
 use crate::cluster::{annotation, is_bound_back};
 
-/// The value of the annotation, and of the policy that it repeats.
+/// Value of the annotation and of the reclaim policy.
 const RETAIN: &str = "Retain";
-/// Reasons of the condition and of the events.
+/// Reasons of the condition and of its events.
 pub(super) const ABNORMAL: &str = "VolumeConditionAbnormal";
 pub(super) const NORMAL: &str = "VolumeConditionNormal";
 
-/// What is to be written; mostly nothing.
+/// Changes to write; usually none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Changes {
-    /// The annotation's new value, or that it goes.
+    /// New value of the annotation; `Some(None)` removes it.
     pub(super) reclaim_policy: Option<Option<&'static str>>,
-    /// The condition.
+    /// New condition.
     pub(super) healthy: Option<PersistentVolumeClaimCondition>,
 }
 
-/// Compares what the claim says with what is so. `volume` is that which the claim names.
+/// Compares the annotation and the condition of the claim with its volume.
 pub(super) fn changes(
     claim: &PersistentVolumeClaim,
     volume: &PersistentVolume,
@@ -33,39 +33,41 @@ pub(super) fn changes(
     if !is_bound_back(&volume.spec, claim) {
         return Changes::default();
     }
-    let wanted = is_kept(volume).then_some(RETAIN);
-    let told = annotation(claim, ANNOTATION_RECLAIM_POLICY);
+    let desired = is_kept(volume).then_some(RETAIN);
+    let current = annotation(claim, ANNOTATION_RECLAIM_POLICY);
     Changes {
-        reclaim_policy: (told != wanted).then_some(wanted),
-        healthy: healthy(told_condition(claim), condition, now),
+        reclaim_policy: (current != desired).then_some(desired),
+        healthy: healthy(current_condition(claim), condition, now),
     }
 }
 
-/// Whether the volume stays when its claim goes.
+/// Whether the volume outlives its claim.
 pub(super) fn is_kept(volume: &PersistentVolume) -> bool {
     volume.spec.persistent_volume_reclaim_policy.as_deref() == Some(RETAIN)
 }
 
-/// The condition to write, if what is told is not so. A volume that was always well has none.
+/// The condition to write, if it differs from the present one. A volume that was always healthy has none.
 fn healthy(
-    told: Option<&PersistentVolumeClaimCondition>,
+    current: Option<&PersistentVolumeClaimCondition>,
     condition: &Condition,
     now: &Time,
 ) -> Option<PersistentVolumeClaimCondition> {
-    let was = told.map(|told| told.status.as_str());
+    let was = current.map(|current| current.status.as_str());
     let (status, reason, message) = match condition {
         Condition::Unknown => return None,
         Condition::Normal if was.is_none_or(|was| was == "True") => return None,
-        Condition::Normal => ("True", NORMAL, "the volume is well again"),
+        Condition::Normal => ("True", NORMAL, "the volume is healthy again"),
         Condition::Abnormal(message) => ("False", ABNORMAL, message.as_str()),
     };
-    if let Some(told) = told
-        && told.status == status
-        && told.message.as_deref() == Some(message)
+    if let Some(current) = current
+        && current.status == status
+        && current.message.as_deref() == Some(message)
     {
         return None;
     }
-    let since = told.filter(|told| told.status == status).and_then(|told| told.last_transition_time.clone());
+    let since = current
+        .filter(|current| current.status == status)
+        .and_then(|current| current.last_transition_time.clone());
     Some(PersistentVolumeClaimCondition {
         type_: CONDITION_HEALTHY.to_owned(),
         status: status.to_owned(),
@@ -76,15 +78,15 @@ fn healthy(
     })
 }
 
-/// What the claim says of what this room keeps on it.
-pub(super) fn told_of(
+/// The annotation and the condition that this controller maintains on the claim.
+pub(super) fn reported(
     claim: &PersistentVolumeClaim,
 ) -> (Option<String>, Option<PersistentVolumeClaimCondition>) {
     let policy = annotation(claim, ANNOTATION_RECLAIM_POLICY).map(str::to_owned);
-    (policy, told_condition(claim).cloned())
+    (policy, current_condition(claim).cloned())
 }
 
-fn told_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
+fn current_condition(claim: &PersistentVolumeClaim) -> Option<&PersistentVolumeClaimCondition> {
     claim.status.conditions.iter().find(|condition| condition.type_ == CONDITION_HEALTHY)
 }
 
@@ -130,19 +132,19 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_volume_costs_no_write() {
+    fn a_healthy_volume_with_policy_delete_causes_no_write() {
         for condition in [Condition::Unknown, Condition::Normal] {
             assert_eq!(changes(&claim(), &volume("Delete", "u1"), &condition, &at(1)), Changes::default());
         }
     }
 
     #[test]
-    fn retain_is_told_and_taken_back_once_each() {
+    fn retain_is_written_and_removed_once_each() {
         let mut claim = claim();
         let (keep, drop) = (volume("Retain", "u1"), volume("Delete", "u1"));
-        let told = changes(&claim, &keep, &Condition::Unknown, &at(1));
-        assert_eq!(told.reclaim_policy, Some(Some("Retain")));
-        write(&mut claim, told);
+        let current = changes(&claim, &keep, &Condition::Unknown, &at(1));
+        assert_eq!(current.reclaim_policy, Some(Some("Retain")));
+        write(&mut claim, current);
         assert_eq!(changes(&claim, &keep, &Condition::Normal, &at(2)), Changes::default());
         let back = changes(&claim, &drop, &Condition::Normal, &at(3));
         assert_eq!(back.reclaim_policy, Some(None));
@@ -151,22 +153,25 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_of_another_claim_says_nothing() {
+    fn a_volume_bound_to_another_claim_is_ignored() {
         let broken = Condition::Abnormal("broken".into());
         assert_eq!(changes(&claim(), &volume("Retain", "u2"), &broken, &at(1)), Changes::default());
     }
 
     #[test]
-    fn a_sick_volume_is_told_once_with_its_time_and_then_that_it_is_well_again() {
+    fn an_unhealthy_volume_is_reported_once_and_then_its_recovery() {
         let (mut claim, volume) = (claim(), volume("Delete", "u1"));
         let mut step = |condition: &Condition, now| {
             let changes = changes(&claim, &volume, condition, &at(now));
             write(&mut claim, changes.clone());
             changes.healthy
         };
-        let broken = Condition::Abnormal("pool p is away".into());
-        let told = step(&broken, 5).unwrap();
-        assert_eq!((told.status.as_str(), told.message.as_deref()), ("False", Some("pool p is away")));
+        let broken = Condition::Abnormal("pool p is unavailable".into());
+        let current = step(&broken, 5).unwrap();
+        assert_eq!(
+            (current.status.as_str(), current.message.as_deref()),
+            ("False", Some("pool p is unavailable"))
+        );
         assert_eq!(step(&broken, 6), None);
         let other = step(&Condition::Abnormal("the file is gone".into()), 7).unwrap();
         assert_eq!(other.last_transition_time, Some(at(5)));

@@ -1,7 +1,7 @@
-//! Keeps on every bound claim what the guest can't see otherwise: whether its volume is kept when the claim goes,
-//! and whether the volume is well. In the normal life of a volume that is nothing, and costs no write.
+//! Claim controller: shows guests on their claims what they cannot read otherwise, the reclaim policy `Retain` of the volume
+//! as an annotation and an unhealthy volume as a condition. A healthy volume with policy `Delete` needs no write.
 
-mod bound;
+mod bindings;
 mod conditions;
 mod decide;
 mod reconcile;
@@ -20,64 +20,67 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use crate::cluster::{self, Cluster};
-use crate::infra::{News, StorageInfra};
-use bound::Bound;
-use conditions::{Condition, Conditions, Look};
-use decide::told_of;
+use crate::infra::{InfraEvent, StorageInfra};
+use bindings::Bindings;
+use conditions::{Condition, Conditions, Refresh};
+use decide::reported;
 use reconcile::Reconciler;
 
-/// How many requests about claims are made to the API server at once.
-const PARALLEL: usize = 8;
+/// Maximum number of concurrent API requests.
+const CONCURRENT_REQUESTS: usize = 8;
 
-/// For how many claims the infra is asked at once whether their volume is as is to be told.
-const ASKING: usize = 32;
+/// Maximum number of concurrent reads of volume conditions before a write.
+const CONCURRENT_INFRA_CALLS: usize = 32;
 
-/// The reconciler, registered but not started.
-pub struct Keeper {
+/// The controller, not started yet.
+pub struct ClaimController {
     conditions: Conditions,
-    bound: Bound,
+    bindings: Bindings,
     queue: Queue<Key>,
-    looks: Queue<Look>,
+    refreshes: Queue<Refresh>,
 }
 
-impl std::fmt::Debug for Keeper {
+impl std::fmt::Debug for ClaimController {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Keeper").finish_non_exhaustive()
     }
 }
 
-impl Keeper {
+impl ClaimController {
     /// Registers the metric.
     pub fn new(registry: &mut Registry, cluster: &Cluster) -> Self {
         Self {
             conditions: Conditions::register(registry),
-            bound: Bound { claims: Arc::new(Latest::new(cluster.claims())), volumes: cluster.volumes() },
+            bindings: Bindings {
+                claims: Arc::new(Latest::new(cluster.claims())),
+                volumes: cluster.volumes(),
+            },
             queue: Queue::default(),
-            looks: Queue::default(),
+            refreshes: Queue::default(),
         }
     }
 
-    /// Looks at a claim again whenever it is bound otherwise, or what is kept on it changes.
+    /// Reconciles a claim whenever its binding, annotation or condition changes.
     pub fn watch(&self, cluster: Cluster) -> Cluster {
-        let (bound, queue, look) = (self.bound.clone(), self.queue.clone(), self.look_at_restored());
+        let (bindings, queue, refresh) = (self.bindings.clone(), self.queue.clone(), self.refresh_restored());
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
-            bound.claims.seen(change);
+            bindings.claims.seen(change);
             let Some(new) = change.new else { return };
             if change.old.is_none()
                 && let Some(volume) = cluster::volume_name(new)
-                && let Some(volume) = bound.volumes.get(volume)
+                && let Some(volume) = bindings.volumes.get(volume)
             {
-                look(&volume);
+                refresh(&volume);
             }
-            let read = |claim: &PersistentVolumeClaim| {
-                (claim.metadata.uid.clone(), cluster::volume_name(claim).map(str::to_owned), told_of(claim))
+            let relevant = |claim: &PersistentVolumeClaim| {
+                (claim.metadata.uid.clone(), cluster::volume_name(claim).map(str::to_owned), reported(claim))
             };
-            if change.old.is_none_or(|old| read(old) != read(new)) {
+            if change.old.is_none_or(|old| relevant(old) != relevant(new)) {
                 queue.push(change.key.clone());
             }
         });
-        let (conditions, queue, look) =
-            (self.conditions.clone(), self.queue.clone(), self.look_at_restored());
+        let (conditions, queue, refresh) =
+            (self.conditions.clone(), self.queue.clone(), self.refresh_restored());
         cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
             if let (Some(old), None) = (change.old, change.new)
                 && let Some(handle) = cluster::handle(&old.spec)
@@ -89,51 +92,53 @@ impl Keeper {
                 && let Some(claim) = cluster::claim_of(&new.spec)
             {
                 if change.old.is_none() {
-                    look(new);
+                    refresh(new);
                 }
                 queue.push(claim);
             }
         })
     }
 
-    /// Looks at the volume of a pair that was bound before it was first seen, as after the cluster's state was put back:
-    /// the infra, which says nothing of it now, may have lost it long ago.
-    fn look_at_restored(&self) -> impl Fn(&PersistentVolume) + Send + Sync + use<> {
-        let (bound, conditions, looks) = (self.bound.clone(), self.conditions.clone(), self.looks.clone());
+    /// Returns a handler that reads the condition of a volume that was already bound when first observed, as after a restore
+    /// of the cluster: the storage infra may have lost it long ago and emits no event for it now.
+    fn refresh_restored(&self) -> impl Fn(&PersistentVolume) + Send + Sync + use<> {
+        let (bindings, conditions, refreshes) =
+            (self.bindings.clone(), self.conditions.clone(), self.refreshes.clone());
         move |volume| {
-            // The first look at everything is to come.
+            // Before the first list, which covers it.
             let known = |handle: &&str| conditions.of(handle) != Condition::Unknown;
             let id = cluster::handle(&volume.spec).filter(known).map(VolumeId::new);
             if let Some(Ok(id)) = id
-                && bound.claim_of(volume).is_some()
+                && bindings.claim_of(volume).is_some()
             {
-                looks.push(Look::One(id));
+                refreshes.push(Refresh::One(id));
             }
         }
     }
 
-    /// Takes the infra's news.
-    pub fn news(&self) -> impl Fn(News<'_>) + Send + Sync + use<> {
-        conditions::news(self.looks.clone(), self.conditions.clone(), self.bound.clone())
+    /// Handler for storage infra events.
+    pub fn on_infra_event(&self) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
+        conditions::on_infra_event(self.refreshes.clone(), self.conditions.clone(), self.bindings.clone())
     }
 
-    /// Reads how the volumes are, until `stop`: what every replica does, and writes nothing. It is done before the
-    /// infra's first news.
-    pub async fn read(&self, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
-        let looker = self.looks.worker();
+    /// Reads volume conditions until `stop`. Every replica runs this; it writes nothing. It starts before the first event of
+    /// the storage infra.
+    pub async fn refresh_conditions(&self, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
+        let worker = self.refreshes.worker();
         if !self.synced(&stop).await {
             return;
         }
-        // One at a time, so that what is read later is also kept later.
-        let look = |look| {
-            let (conditions, infra, bound, queue) = (&self.conditions, &infra, &self.bound, &self.queue);
-            async move { conditions.look(&**infra, look, bound, queue).await }
+        // One at a time, so that an older read never overwrites a newer one.
+        let refresh = |refresh| {
+            let (conditions, infra, bindings, queue) =
+                (&self.conditions, &infra, &self.bindings, &self.queue);
+            async move { conditions.refresh(&**infra, refresh, bindings, queue).await }
         };
-        looker.run(1, Retry::default(), stop, look).await;
+        worker.run(1, Retry::default(), stop, refresh).await;
     }
 
-    /// Keeps claims until `stop`.
-    pub async fn keep(&self, client: Client, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
+    /// Reconciles claims until `stop`. Only the leader runs this.
+    pub async fn run(&self, client: Client, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
         if !self.synced(&stop).await {
             return;
         }
@@ -141,28 +146,27 @@ impl Keeper {
             events: Events::new(client.clone(), "mgmt-csi"),
             client,
             infra,
-            bound: self.bound.clone(),
+            bindings: self.bindings.clone(),
             conditions: self.conditions.clone(),
-            looks: self.looks.clone(),
-            requests: Semaphore::new(PARALLEL),
-            asking: Semaphore::new(ASKING),
+            refreshes: self.refreshes.clone(),
+            requests: Semaphore::new(CONCURRENT_REQUESTS),
+            infra_calls: Semaphore::new(CONCURRENT_INFRA_CALLS),
         };
         let worker = self.queue.worker();
-        for claim in self.bound.claims.informer().list() {
+        for claim in self.bindings.claims.informer().list() {
             self.queue.push(Key::of(&*claim));
         }
-        // What waits for the infra takes no place from what doesn't.
-        let keep = worker.run(usize::MAX, Retry::default(), stop, |key| {
+        // No limit on workers: those that wait for the storage infra must not block the others.
+        let run = worker.run(usize::MAX, Retry::default(), stop, |key| {
             let reconciler = &reconciler;
             async move { reconciler.reconcile(&key).await }
         });
-        keep.await;
+        run.await;
     }
 
-    /// A claim must not be taken for one without a volume because the volumes were not read yet. False when `stop` came
-    /// first.
+    /// Waits until the caches are synced, since unsynced ones would show claims without volumes. False if `stop` came first.
     async fn synced(&self, stop: &CancellationToken) -> bool {
-        let (claims, volumes) = (self.bound.claims.informer(), self.bound.volumes.informer());
+        let (claims, volumes) = (self.bindings.claims.informer(), self.bindings.volumes.informer());
         tokio::select! {
             () = stop.cancelled() => false,
             _ = async { tokio::join!(claims.synced(), volumes.synced()) } => true,

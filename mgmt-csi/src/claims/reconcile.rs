@@ -1,4 +1,4 @@
-//! Writes what [`changes`] says to one claim.
+//! Reconciler of one claim: writes the [`changes`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,52 +18,52 @@ use kube_kit::queue::{Next, Queue};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
-use super::bound::Bound;
-use super::conditions::{Condition, Conditions, Look};
+use super::bindings::Bindings;
+use super::conditions::{Condition, Conditions, Refresh};
 use super::decide::{ABNORMAL, NORMAL, changes, is_kept};
 use crate::cluster::{self, reference, trim_claim};
 use crate::infra::StorageInfra;
 
-/// How long the watch may be behind a write that was in the way.
-const BEHIND: Duration = Duration::from_millis(300);
+/// Delay before a retry after a conflict: the cache lags behind the write of another client.
+const CACHE_LAG: Duration = Duration::from_millis(300);
 
-/// The API server didn't do it.
+/// A request failed.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {what} of the claim: {reason}")]
-pub(super) struct Failed {
+#[error("failed to {what} of the claim: {reason}")]
+pub(super) struct RequestError {
     what: &'static str,
     reason: String,
 }
 
-/// Keeps claims.
+/// Shared state of all reconciles.
 pub(super) struct Reconciler {
     pub(super) client: Client,
     pub(super) infra: Arc<dyn StorageInfra>,
-    pub(super) bound: Bound,
+    pub(super) bindings: Bindings,
     pub(super) conditions: Conditions,
-    pub(super) looks: Queue<Look>,
+    pub(super) refreshes: Queue<Refresh>,
     pub(super) events: Events,
-    /// Bounds the requests to the API server.
+    /// Limits requests to the API server.
     pub(super) requests: Semaphore,
-    /// Bounds those to the infra.
-    pub(super) asking: Semaphore,
+    /// Limits calls to the storage infra.
+    pub(super) infra_calls: Semaphore,
 }
 
 impl Reconciler {
-    /// One pass over one claim.
-    pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, Failed> {
+    /// Reconciles one claim.
+    pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, RequestError> {
         let Some(claim) =
-            self.bound.claims.get(key).filter(|claim| claim.metadata.deletion_timestamp.is_none())
+            self.bindings.claims.get(key).filter(|claim| claim.metadata.deletion_timestamp.is_none())
         else {
             return Ok(Next::Wait);
         };
-        let volume = cluster::volume_name(&claim).and_then(|name| self.bound.volumes.get(name));
+        let volume = cluster::volume_name(&claim).and_then(|name| self.bindings.volumes.get(name));
         let Some(volume) = volume else { return Ok(Next::Wait) };
         let handle = cluster::handle(&volume.spec);
         let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
         let changes = changes(&claim, &volume, &condition, &now());
         if let Some(policy) = changes.reclaim_policy
-            // gc-csi wrote it in advance, by the class, and the claim may have found another driver's volume since.
+            // gc-csi sets it in advance, by the class; the claim may have been bound to another driver's volume since.
             && (handle.is_some() || policy.is_none())
             && (policy.is_some() || !self.is_kept(&volume).await?)
         {
@@ -72,31 +72,33 @@ impl Reconciler {
         let (Some(condition), Some(Ok(id))) = (changes.healthy, handle.map(VolumeId::new)) else {
             return Ok(Next::Wait);
         };
-        // What the claim says may be the newer word, of another replica that the infra's event reached first, or of
-        // one whose stream of events is not broken; each would take back what the other wrote.
-        let is_so = {
-            let _place = self.asking.acquire().await;
-            self.conditions.is_so(&*self.infra, &id, &self.bound).await
+        // The claim's condition may be newer than this replica's cache: another replica may have received the event first.
+        // Without this check, two replicas would revert each other's writes.
+        let is_current = {
+            let _permit = self.infra_calls.acquire().await;
+            self.conditions.is_current(&*self.infra, &id, &self.bindings).await
         };
-        match is_so {
-            Ok(true) => self.tell(key, &claim, &condition).await,
+        match is_current {
+            Ok(true) => self.write_condition(key, &claim, &condition).await,
             Ok(false) => {
-                self.looks.push(Look::One(id));
-                Ok(Next::After(BEHIND))
+                self.refreshes.push(Refresh::One(id));
+                Ok(Next::After(CACHE_LAG))
             }
-            Err(error) => Err(Failed { what: "read the condition of the volume", reason: error.to_string() }),
+            Err(error) => {
+                Err(RequestError { what: "read the condition of the volume", reason: error.to_string() })
+            }
         }
     }
 
-    /// Whether the volume is to be kept by what the API server says now. The watch of volumes may be behind that of
-    /// claims, on which another replica wrote, and a claim without the annotation may be deleted by its guest at once.
-    async fn is_kept(&self, volume: &PersistentVolume) -> Result<bool, Failed> {
+    /// Whether the reclaim policy is Retain, read from the API server. The cache of volumes may lag behind a write of another
+    /// replica to the claim, and the guest may delete a claim as soon as the annotation is removed.
+    async fn is_kept(&self, volume: &PersistentVolume) -> Result<bool, RequestError> {
         let name = volume.metadata.name.as_deref().unwrap_or_default();
-        let _place = self.requests.acquire().await;
-        let read = Api::<PersistentVolume>::all(self.client.clone()).get_opt(name).await;
-        match read {
+        let _permit = self.requests.acquire().await;
+        let found = Api::<PersistentVolume>::all(self.client.clone()).get_opt(name).await;
+        match found {
             Ok(volume) => Ok(volume.is_some_and(|volume| is_kept(&volume))),
-            Err(error) => Err(Failed { what: "read the volume", reason: chain(&error) }),
+            Err(error) => Err(RequestError { what: "read the volume", reason: chain(&error) }),
         }
     }
 
@@ -105,60 +107,60 @@ impl Reconciler {
         key: &Key,
         claim: &PersistentVolumeClaim,
         policy: Option<&str>,
-    ) -> Result<Next, Failed> {
+    ) -> Result<Next, RequestError> {
         let mut patch = json!({"metadata": same_object(claim)});
         patch["metadata"]["annotations"] = json!({ANNOTATION_RECLAIM_POLICY: policy});
-        let _place = self.requests.acquire().await;
+        let _permit = self.requests.acquire().await;
         let written = self.api(key).patch(&key.name, &PatchParams::default(), &Patch::Merge(patch)).await;
-        self.take(written, "write the reclaim policy", || {
+        self.store(written, "write the reclaim policy", || {
             let policy = policy.unwrap_or("Delete");
-            tracing::info!(claim = %key, policy, "told the claim its volume's reclaim policy");
+            tracing::info!(claim = %key, policy, "annotated the claim with the reclaim policy of its volume");
         })
     }
 
-    async fn tell(
+    async fn write_condition(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
         condition: &PersistentVolumeClaimCondition,
-    ) -> Result<Next, Failed> {
-        // Of a strategic patch the API server takes list entries by their key, which is the type here.
+    ) -> Result<Next, RequestError> {
+        // A strategic merge patch merges conditions by their key, the type.
         let patch = json!({"metadata": same_object(claim), "status": {"conditions": [condition]}});
-        let _place = self.requests.acquire().await;
+        let _permit = self.requests.acquire().await;
         let written =
             self.api(key).patch_status(&key.name, &PatchParams::default(), &Patch::Strategic(patch)).await;
-        self.take(written, "write the condition", || {
+        self.store(written, "write the condition", || {
             let message = condition.message.as_deref().unwrap_or_default();
-            let note = format!("the storage infra says: {message}");
+            let note = format!("the storage infra reports: {message}");
             if condition.status == "False" {
-                tracing::warn!(claim = %key, message, "the volume is not well");
+                tracing::warn!(claim = %key, message, "the volume is unhealthy");
                 self.events.warning(reference(claim), "Watch", ABNORMAL, note);
             } else {
-                tracing::info!(claim = %key, "the volume is well again");
+                tracing::info!(claim = %key, "the volume is healthy again");
                 self.events.normal(reference(claim), "Watch", NORMAL, note);
             }
         })
     }
 
-    /// Keeps what a write answered, and says when to look again.
-    fn take(
+    /// Stores the response of a write in the mutation cache. Returns when to reconcile again.
+    fn store(
         &self,
         written: kube::Result<PersistentVolumeClaim>,
         what: &'static str,
         done: impl FnOnce(),
-    ) -> Result<Next, Failed> {
+    ) -> Result<Next, RequestError> {
         match written {
             Ok(mut claim) => {
                 trim_claim(&mut claim);
-                self.bound.claims.changed(claim);
+                self.bindings.claims.changed(claim);
                 done();
-                // There may be more to write, on what was answered.
+                // There may be another change to write.
                 Ok(Next::After(Duration::ZERO))
             }
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(Next::Wait),
-            // Somebody was faster, such as another replica with the very same.
-            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Next::After(BEHIND)),
-            Err(error) => Err(Failed { what, reason: chain(&error) }),
+            // A conflict: another client wrote first, perhaps another replica the same change.
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Next::After(CACHE_LAG)),
+            Err(error) => Err(RequestError { what, reason: chain(&error) }),
         }
     }
 
@@ -167,12 +169,12 @@ impl Reconciler {
     }
 }
 
-/// Makes a patch fail when the claim is another by now, or not as it was.
+/// Patch metadata that fails if the claim was replaced or changed since the read.
 fn same_object(claim: &PersistentVolumeClaim) -> serde_json::Value {
     json!({"uid": claim.metadata.uid, "resourceVersion": claim.metadata.resource_version})
 }
 
-/// Now, in the whole seconds that Kubernetes keeps, so that a time written compares equal to the time read.
+/// The current time in whole seconds, as Kubernetes stores it, so that a written time compares equal when read back.
 fn now() -> Time {
     let now = Timestamp::now();
     Time(Timestamp::from_second(now.as_second()).unwrap_or(now))

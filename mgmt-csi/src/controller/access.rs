@@ -1,14 +1,14 @@
-//! Which ways to use a volume there are.
+//! Supported access modes.
 
 use crds::names::{MANAGEMENT_DRIVER, PARAMETER_SHAREABLE};
 use csi::capability::{Access, Capability, Mode};
 
-/// Whether several machines are to write to the volume at once.
+/// Whether several VMs are to write to the volume at once.
 pub(super) fn is_shared(capabilities: &[Capability]) -> bool {
     capabilities.iter().any(|capability| capability.mode == Mode::MultiNodeMultiWriter)
 }
 
-/// Why a volume that is, or is not, `shareable` can't be used in these ways, if it can't.
+/// Why a volume cannot have these capabilities, given whether it is `shareable`; None if it can.
 pub(super) fn refusal(capabilities: &[Capability], shareable: bool) -> Option<String> {
     capabilities.iter().find_map(|capability| match (capability.mode, &capability.access) {
         (
@@ -21,18 +21,17 @@ pub(super) fn refusal(capabilities: &[Capability], shareable: bool) -> Option<St
         ) => None,
         (Mode::MultiNodeMultiWriter, Access::Block) if shareable => None,
         (Mode::MultiNodeMultiWriter, Access::Block) => Some(format!(
-            "access mode ReadWriteMany: several machines may write to a volume at once only where its StorageClass \
-             allows it; use a class of {MANAGEMENT_DRIVER} with the parameter {PARAMETER_SHAREABLE}: \"true\", or \
-             ReadWriteOnce"
+            "access mode ReadWriteMany: the StorageClass does not allow several VMs to write to a volume; use a class of \
+             {MANAGEMENT_DRIVER} with the parameter {PARAMETER_SHAREABLE}: \"true\", or ReadWriteOnce"
         )),
         (Mode::MultiNodeMultiWriter, Access::Mount { .. }) => Some(
-            "access mode ReadWriteMany with a filesystem: a disk's filesystem is ruined when several machines mount it \
-             to write; use volumeMode Block with software that shares a raw disk, or ReadWriteOnce, or ReadOnlyMany"
+            "access mode ReadWriteMany with a filesystem: several VMs that write to one filesystem corrupt it; use \
+             volumeMode Block with software that supports shared disks, or ReadWriteOnce, or ReadOnlyMany"
                 .to_owned(),
         ),
         (Mode::MultiNodeSingleWriter, _) => Some(
-            "access mode MULTI_NODE_SINGLE_WRITER: the storage infra can't let others read while one machine writes; \
-             use ReadWriteOnce, ReadOnlyMany, or ReadWriteMany with volumeMode Block"
+            "access mode MULTI_NODE_SINGLE_WRITER is not supported by the storage infra; use ReadWriteOnce, ReadOnlyMany, or \
+             ReadWriteMany with volumeMode Block"
                 .to_owned(),
         ),
     })
@@ -43,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn several_writers_are_had_only_on_raw_volumes_of_shareable_classes() {
+    fn several_writers_need_a_raw_volume_of_a_shareable_class() {
         let mount = || Access::Mount { fs_type: String::new(), flags: vec![], group: None };
         let refused = |mode, access, shareable| refusal(&[Capability { access, mode }], shareable);
         assert_eq!(refused(Mode::MultiNodeMultiWriter, Access::Block, true), None);

@@ -1,4 +1,4 @@
-//! The management claim that a volume is made for: which zones it asks for, and being told which it got.
+//! Zone annotations of the management claim: requested zones as input of `CreateVolume`, accessible zones as its result.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use tonic::Status;
 
 use crate::cluster::annotation;
 
-/// How long a claim that is not seen yet is waited for, before it is read.
-const BEHIND: Duration = Duration::from_millis(200);
+/// How long to wait for a claim to appear in the cache before it is read from the API server.
+const CACHE_LAG: Duration = Duration::from_millis(200);
 
 /// Reads and annotates claims.
 #[derive(Clone)]
 pub(super) struct Claims {
     pub(super) client: Client,
-    pub(super) seen: Informer<PersistentVolumeClaim>,
+    pub(super) cache: Informer<PersistentVolumeClaim>,
 }
 
 impl Claims {
@@ -32,25 +32,25 @@ impl Claims {
         key: &Key,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, Status> {
-        // csi-provisioner's watch can be ahead of ours.
-        let soon = deadline.min(Instant::now() + BEHIND);
-        if let Some(seen) = self.seen.wait_for(key, soon, |claim| Some(claim?.clone())).await {
-            return Ok(Some(seen));
+        // The cache of csi-provisioner can be ahead of ours.
+        let soon = deadline.min(Instant::now() + CACHE_LAG);
+        if let Some(cache) = self.cache.wait_for(key, soon, |claim| Some(claim?.clone())).await {
+            return Ok(Some(cache));
         }
         match timeout_at(deadline, self.api(key).get_opt(&key.name)).await {
             Ok(Ok(found)) => Ok(found.map(Arc::new)),
             Ok(Err(error)) => Err(Status::unavailable(format!(
-                "cannot read PersistentVolumeClaim {key} in the management cluster: {}",
+                "failed to read PersistentVolumeClaim {key} in the management cluster: {}",
                 chain(&error)
             ))),
             Err(_) => Err(Status::deadline_exceeded(format!(
-                "the management cluster did not answer in time about PersistentVolumeClaim {key}"
+                "timed out reading PersistentVolumeClaim {key} in the management cluster"
             ))),
         }
     }
 
-    /// Writes to the claim from which zone its volume can be reached, unless it says so already.
-    pub(super) async fn tell_zone(
+    /// Writes the accessible zone of the volume to its claim, unless it is set already.
+    pub(super) async fn annotate_zone(
         &self,
         key: &Key,
         claim: &PersistentVolumeClaim,
@@ -60,7 +60,7 @@ impl Claims {
         if annotation(claim, ANNOTATION_ACCESSIBLE_ZONES) == Some(zone) {
             return Ok(());
         }
-        // A UID in a patch is a condition: another claim of the same name stays as it is.
+        // The UID is a precondition: a new claim of the same name is not changed.
         let patch = Patch::Merge(json!({"metadata": {
             "uid": claim.metadata.uid,
             "annotations": {ANNOTATION_ACCESSIBLE_ZONES: zone},
@@ -68,16 +68,16 @@ impl Claims {
         let params = PatchParams::default();
         match timeout_at(deadline, self.api(key).patch_metadata(&key.name, &params, &patch)).await {
             Ok(Ok(_)) => Ok(()),
-            // Gone: nobody waits for the answer.
+            // The claim is gone.
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => Ok(()),
             Ok(Err(error)) => Err(Status::unavailable(format!(
-                "the volume is made in zone {zone}, but that cannot be written to PersistentVolumeClaim {key} in the \
-                 management cluster: {}",
+                "the volume was created in zone {zone}, but annotating PersistentVolumeClaim {key} in the management \
+                 cluster failed: {}",
                 chain(&error)
             ))),
             Err(_) => Err(Status::deadline_exceeded(format!(
-                "the volume is made in zone {zone}, but the management cluster did not take that for \
-                 PersistentVolumeClaim {key} in time"
+                "the volume was created in zone {zone}, but annotating PersistentVolumeClaim {key} in the management \
+                 cluster timed out"
             ))),
         }
     }
@@ -87,15 +87,15 @@ impl Claims {
     }
 }
 
-/// The zones that a claim asks for, best first; none where any will do. A guest may write what it likes there.
+/// Requested zones of a claim, preferred first; empty if any zone will do. The annotation is untrusted guest input.
 pub(super) fn requested_zones(key: &Key, claim: &PersistentVolumeClaim) -> Result<Vec<String>, Status> {
     let zones = annotation(claim, ANNOTATION_REQUESTED_ZONES).unwrap_or_default().split(',').map(str::trim);
     let zones: Vec<&str> = zones.filter(|zone| !zone.is_empty()).collect();
     let longest = zones.iter().map(|zone| zone.len()).max().unwrap_or(0);
     if zones.len() > MAX_REQUESTED_ZONES || longest > MAX_ZONE {
         return Err(Status::invalid_argument(format!(
-            "annotation {ANNOTATION_REQUESTED_ZONES} of PersistentVolumeClaim {key} names {} zones, the longest of {longest} \
-             bytes: at most {MAX_REQUESTED_ZONES} zones of {MAX_ZONE} bytes each are taken; name those that are best",
+            "annotation {ANNOTATION_REQUESTED_ZONES} of PersistentVolumeClaim {key} has {} zones, the longest of {longest} \
+             bytes; at most {MAX_REQUESTED_ZONES} zones of {MAX_ZONE} bytes each are allowed",
             zones.len()
         )));
     }
@@ -106,25 +106,29 @@ pub(super) fn requested_zones(key: &Key, claim: &PersistentVolumeClaim) -> Resul
 mod tests {
     use super::*;
 
-    fn asked(zones: &str) -> Result<Vec<String>, Status> {
+    fn requested(zones: &str) -> Result<Vec<String>, Status> {
         let mut claim = PersistentVolumeClaim::default();
         claim.metadata.annotations = Some([(ANNOTATION_REQUESTED_ZONES.to_owned(), zones.to_owned())].into());
         requested_zones(&Key::new("guest-a", "data"), &claim)
     }
 
     #[test]
-    fn zones_are_taken_in_their_order_and_too_many_are_refused_by_name() {
-        assert_eq!(asked("b, a,,").unwrap(), ["b", "a"]);
-        assert_eq!(asked(&vec!["z"; MAX_REQUESTED_ZONES].join(",")).unwrap().len(), MAX_REQUESTED_ZONES);
-        for (zones, said) in [(vec!["z"; 17_000].join(","), "17000 zones"), ("z".repeat(64), "64 bytes")] {
-            let status = asked(&zones).unwrap_err();
+    fn zones_keep_their_order_and_too_many_are_refused() {
+        assert_eq!(requested("b, a,,").unwrap(), ["b", "a"]);
+        assert_eq!(requested(&vec!["z"; MAX_REQUESTED_ZONES].join(",")).unwrap().len(), MAX_REQUESTED_ZONES);
+        for (zones, expected) in [(vec!["z"; 17_000].join(","), "17000 zones"), ("z".repeat(64), "64 bytes")]
+        {
+            let status = requested(&zones).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);
-            assert!(status.message().contains(said) && status.message().contains("guest-a/data"), "{status}");
+            assert!(
+                status.message().contains(expected) && status.message().contains("guest-a/data"),
+                "{status}"
+            );
         }
     }
 
     #[test]
-    fn what_a_claim_may_ask_for_is_what_the_infra_takes() {
+    fn the_limits_on_zones_are_those_of_the_infra_api() {
         assert_eq!((MAX_REQUESTED_ZONES, MAX_ZONE), (infra_api::MAX_ZONES, infra_api::MAX_ZONE));
     }
 }

@@ -12,12 +12,12 @@ use super::parameters::Parameters;
 use super::{Controller, access, claims, limits, to_proto};
 use crate::infra::volume_id;
 
-/// The size of a volume for which none is asked, in bytes.
+/// Size of a volume without a requested size, in bytes.
 const DEFAULT_SIZE: u64 = 1 << 30;
 
 impl Controller {
-    /// Makes the volume. What is refused for good leaves nothing behind: the caller does not ask again, and where an
-    /// earlier try made the volume, or that is not known, it is told to.
+    /// Creates the volume. A final error is returned only if no volume exists, because csi-provisioner does not retry after
+    /// it; if an earlier request created the volume, or that is unknown, the error is retryable.
     pub(super) async fn create(
         &self,
         request: &proto::CreateVolumeRequest,
@@ -26,31 +26,31 @@ impl Controller {
         let name = required("name", &request.name)?;
         let id = volume_id(name);
         let _guard = self.locks.acquire(id.as_str())?;
-        match self.make(&id, name, request, deadline).await {
-            Err(refusal) if says_that_nothing_is_there(refusal.code()) => {
-                Err(self.unless_there(&id, refusal, deadline).await)
+        match self.create_volume(&id, name, request, deadline).await {
+            Err(refusal) if is_final(refusal.code()) => {
+                Err(self.retryable_if_created(&id, refusal, deadline).await)
             }
-            made => made,
+            created => created,
         }
     }
 
-    /// A refusal as the caller may hear it: as one to ask again after, where the volume may be there.
-    async fn unless_there(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
+    /// Turns a final error into a retryable one if the volume exists or may exist.
+    async fn retryable_if_created(&self, id: &VolumeId, refusal: Status, deadline: Instant) -> Status {
         match self.infra.get_volume(id, deadline).await {
             Ok(None) => refusal,
             Ok(Some(volume)) => Status::aborted(format!(
-                "{}; an earlier try left volume {id} ({}): delete the claim, and it goes",
+                "{}; an earlier request created volume {id} ({}); delete the claim to delete the volume",
                 refusal.message(),
                 volume.state
             )),
             Err(error) => Status::aborted(format!(
-                "{}; and it is not known whether an earlier try left volume {id}: {error}",
+                "{}; it is unknown whether an earlier request created volume {id}: {error}",
                 refusal.message()
             )),
         }
     }
 
-    async fn make(
+    async fn create_volume(
         &self,
         id: &VolumeId,
         name: &str,
@@ -71,9 +71,9 @@ impl Controller {
         if let Some((key, claim)) = &claim {
             placement.zones = claims::requested_zones(key, claim)?;
         } else if claim_key.is_some()
-            && let Some(made) = self.made_before(id, deadline).await?
+            && let Some(created) = self.created_before(id, deadline).await?
         {
-            return Ok(to_proto(&Volume { source, ..made }));
+            return Ok(to_proto(&Volume { source, ..created }));
         }
         let qos = limits::read(&request.mutable_parameters)?;
         let size = self.size(id, request.capacity_range.as_ref(), source.as_ref(), deadline).await?;
@@ -83,31 +83,32 @@ impl Controller {
             placement,
             source,
             qos,
-            // Only where it is asked for: nobody can then plug the others twice by mistake.
+            // Only for volumes that request it, so that no other can be attached twice by mistake.
             shareable: access::is_shared(&capabilities),
             labels,
         };
         let mut volume = self.infra.create_volume(id, &spec, deadline).await?;
         if !size.admits(volume.capacity_bytes) {
             return Err(Status::already_exists(format!(
-                "volume {id} exists with {} bytes, which is not what is asked for: {} bytes at least{}",
+                "volume {id} exists with {} bytes, but the request is for at least {} bytes{}",
                 volume.capacity_bytes,
                 size.required,
-                size.limit.map(|limit| format!(", {limit} at most")).unwrap_or_default(),
+                size.limit.map(|limit| format!(" and at most {limit}")).unwrap_or_default(),
             )));
         }
         if volume.qos != spec.qos {
-            // An earlier try was made with another VolumeAttributesClass.
+            // An earlier request had another VolumeAttributesClass.
             volume = self.infra.limit_volume(id, &spec.qos, deadline).await?;
         }
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
-            self.claims.tell_zone(key, claim, zone, deadline).await?;
+            self.claims.annotate_zone(key, claim, zone, deadline).await?;
         }
         tracing::info!(volume = %id, name, bytes = volume.capacity_bytes, pool = %volume.pool, "created");
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
     }
 
-    /// How large the volume must and may be. What a volume that is there began with may be gone or have grown since.
+    /// Required size and limit of the volume. If the volume exists, its source is not checked: it may be deleted or larger by
+    /// now.
     async fn size(
         &self,
         id: &VolumeId,
@@ -116,10 +117,10 @@ impl Controller {
         deadline: Instant,
     ) -> Result<Size, Status> {
         let Some(source) = source else { return Size::from_range(range, DEFAULT_SIZE) };
-        if let Some(made) = self.infra.get_volume(id, deadline).await? {
-            return Size::from_range(range, made.capacity_bytes);
+        if let Some(created) = self.infra.get_volume(id, deadline).await? {
+            return Size::from_range(range, created.capacity_bytes);
         }
-        let (what, least) = match source {
+        let (what, source_bytes) = match source {
             VolumeSource::Snapshot(id) => {
                 let snapshot = self.infra.get_snapshot(id, deadline).await?;
                 (format!("snapshot {id}"), snapshot.map(|snapshot| snapshot.capacity_bytes))
@@ -129,19 +130,19 @@ impl Controller {
                 (format!("volume {id}"), volume.map(|volume| volume.capacity_bytes))
             }
         };
-        let least = least.ok_or_else(|| {
-            Status::not_found(format!("the storage infra has no {what} to make volume {id} from"))
+        let source_bytes = source_bytes.ok_or_else(|| {
+            Status::not_found(format!("the storage infra has no {what}, the source of volume {id}"))
         })?;
-        beginning_with(&format!("volume {id}"), range, &what, least)
+        size_with_source(&format!("volume {id}"), range, &what, source_bytes)
     }
 
-    /// The volume that an earlier try made for a claim that is gone by now, and with it what it asked for: csi-provisioner
-    /// calls until it has the volume, so that it can delete it.
-    async fn made_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
+    /// The volume that an earlier request created for a claim that is gone by now. csi-provisioner retries until it gets the
+    /// volume, and then deletes it.
+    async fn created_before(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, Status> {
         match self.infra.get_volume(id, deadline).await? {
             Some(volume) if volume.state == VolumeState::Ready => Ok(Some(volume)),
             Some(volume) => Err(Status::aborted(format!(
-                "the storage infra is not done: volume {id} is {}",
+                "the storage infra has not finished yet: volume {id} is {}",
                 volume.state
             ))),
             None => Ok(None),
@@ -149,26 +150,26 @@ impl Controller {
     }
 }
 
-/// Whether csi-provisioner takes a code for the end of a request of which nothing is left. ALREADY_EXISTS says itself that
-/// something is.
-fn says_that_nothing_is_there(code: Code) -> bool {
+/// Whether csi-provisioner treats a code as final, with no volume left behind. ALREADY_EXISTS itself means that a volume
+/// exists.
+fn is_final(code: Code) -> bool {
     !matches!(
         code,
         Code::Unavailable | Code::Aborted | Code::Cancelled | Code::DeadlineExceeded | Code::AlreadyExists
     )
 }
 
-/// How large a volume must and may be that begins with `least` bytes of something.
-fn beginning_with(
+/// Required size and limit of a volume whose source has `source_bytes` bytes.
+fn size_with_source(
     volume: &str,
     range: Option<&proto::CapacityRange>,
     source: &str,
-    least: u64,
+    source_bytes: u64,
 ) -> Result<Size, Status> {
-    let size = Size::from_range(range, least)?;
-    if size.required < least {
+    let size = Size::from_range(range, source_bytes)?;
+    if size.required < source_bytes {
         return Err(Status::out_of_range(format!(
-            "{volume} is to have {} bytes, but {source}, which it begins with, has {least}: ask for {least} bytes or more",
+            "{volume} is requested with {} bytes, but its source {source} has {source_bytes}; request at least {source_bytes} bytes",
             size.required
         )));
     }
@@ -177,7 +178,7 @@ fn beginning_with(
 
 fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Status> {
     match &source.r#type {
-        None => Err(Status::invalid_argument("volume content source names neither a snapshot nor a volume")),
+        None => Err(Status::invalid_argument("volume_content_source has neither a snapshot nor a volume")),
         Some(Content::Snapshot(SnapshotSource { snapshot_id })) => {
             let id = required("volume_content_source.snapshot.snapshot_id", snapshot_id)?;
             SnapshotId::new(id)
@@ -206,12 +207,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_volume_is_at_least_as_large_as_what_it_begins_with() {
+    fn a_volume_is_at_least_as_large_as_its_source() {
         let of = |required_bytes, limit_bytes| {
             let range = proto::CapacityRange { required_bytes, limit_bytes };
-            beginning_with("volume v", Some(&range), "snapshot s", 10)
+            size_with_source("volume v", Some(&range), "snapshot s", 10)
         };
-        assert_eq!(beginning_with("volume v", None, "snapshot s", 10).unwrap().required, 10);
+        assert_eq!(size_with_source("volume v", None, "snapshot s", 10).unwrap().required, 10);
         assert_eq!(of(0, 20).unwrap(), Size { required: 10, limit: Some(20) });
         assert_eq!(of(15, 0).unwrap().required, 15);
         for short in [of(9, 0), of(0, 9), of(9, 20)] {
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_comes_back_as_it_was_named_and_one_that_cannot_be_is_not_found() {
+    fn a_source_is_returned_unchanged_and_an_invalid_id_is_not_found() {
         let named = |content| proto::VolumeContentSource { r#type: Some(content) };
         let snapshot = |id: &str| named(Content::Snapshot(SnapshotSource { snapshot_id: id.into() }));
         let volume = |id: &str| named(Content::Volume(FromVolume { volume_id: id.into() }));

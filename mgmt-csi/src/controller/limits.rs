@@ -1,4 +1,4 @@
-//! Mutable parameters, that is those of a VolumeAttributesClass, as the infra's QoS.
+//! QoS limits from mutable parameters, that is those of a VolumeAttributesClass.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use tonic::Status;
 const IOPS: &str = "iops";
 const BYTES_PER_SECOND: &str = "bytesPerSecond";
 
-/// The limits that the parameters say. What is absent or 0 is not limited.
+/// Limits from the parameters. Absent or 0: unlimited.
 pub(super) fn read(parameters: &HashMap<String, String>) -> Result<Qos, Status> {
     let mut qos = Qos::default();
     for (key, value) in parameters {
@@ -20,14 +20,14 @@ pub(super) fn read(parameters: &HashMap<String, String>) -> Result<Qos, Status> 
             BYTES_PER_SECOND => &mut qos.bytes_per_second,
             _ => {
                 return Err(Status::invalid_argument(format!(
-                    "mutable parameter {key:?} is not known: a VolumeAttributesClass of {MANAGEMENT_DRIVER} takes \
+                    "unknown mutable parameter {key:?}: a VolumeAttributesClass of {MANAGEMENT_DRIVER} can have \
                      {IOPS:?} and {BYTES_PER_SECOND:?}"
                 )));
             }
         };
         let number = quantity::value(&Quantity(value.clone())).ok_or_else(|| {
             Status::invalid_argument(format!(
-                "mutable parameter {key:?} is {value:?}: give a number or a quantity such as 500 or 100Mi; 0 is no limit"
+                "invalid mutable parameter {key:?}: {value:?} is not a quantity such as 500 or 100Mi (0 means unlimited)"
             ))
         })?;
         *limit = Some(number).filter(|number| *number > 0);
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_numbers_or_quantities_and_nothing_is_no_limit() {
+    fn limits_are_quantities_and_absent_or_zero_is_unlimited() {
         let qos = of(&[("iops", "500"), ("bytesPerSecond", "100Mi")]).unwrap();
         assert_eq!(qos, Qos { iops: Some(500), bytes_per_second: Some(100 << 20) });
         assert!(of(&[]).unwrap().is_unlimited());
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_parameter_or_odd_value_is_refused_by_name() {
+    fn an_error_names_the_unknown_or_invalid_parameter() {
         for (key, value) in [("IOPS", "5"), ("iops", "-1"), ("iops", ""), ("bytesPerSecond", "fast")] {
             let status = of(&[(key, value)]).unwrap_err();
             assert_eq!(status.code(), tonic::Code::InvalidArgument);

@@ -1,15 +1,15 @@
-//! The CSI Controller service: turns requests into operations on the infra, and their results into answers.
+//! CSI Controller service: translates requests to storage infra operations, and their results to responses.
 
 mod access;
-mod change;
 mod claims;
 mod create;
+mod deletion_guard;
 mod limits;
+mod modify;
 mod pages;
 pub(crate) mod parameters;
 mod service;
 mod snapshots;
-mod volumes;
 
 use std::sync::Arc;
 
@@ -25,14 +25,14 @@ use tonic::Status;
 use crate::cluster::Volumes;
 use crate::infra::StorageInfra;
 use claims::Claims;
-use volumes::PersistentVolumes;
+use deletion_guard::DeletionGuard;
 
-/// The service, over any infra.
+/// The Controller service.
 #[derive(Clone)]
 pub struct Controller {
     infra: Arc<dyn StorageInfra>,
     claims: Claims,
-    volumes: PersistentVolumes,
+    deletion_guard: DeletionGuard,
     locks: VolumeLocks,
 }
 
@@ -43,17 +43,22 @@ impl std::fmt::Debug for Controller {
 }
 
 impl Controller {
-    /// The service over `infra`. `claims` and `volumes` are copies of the management cluster's, which `client` reaches.
+    /// Creates the service over `infra`. `claims` and `volumes` are caches of the management cluster, `client` its API.
     pub fn new(
         infra: Arc<dyn StorageInfra>,
         client: Client,
         (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
     ) -> Self {
-        let volumes = PersistentVolumes { client: client.clone(), seen: volumes };
-        Self { infra, claims: Claims { client, seen: claims }, volumes, locks: VolumeLocks::default() }
+        let deletion_guard = DeletionGuard { client: client.clone(), cache: volumes };
+        Self {
+            infra,
+            claims: Claims { client, cache: claims },
+            deletion_guard,
+            locks: VolumeLocks::default(),
+        }
     }
 
-    /// The volume of an id that came from a caller; an id that can't be one has no volume.
+    /// The volume with an ID from a request. An invalid ID is not found.
     async fn find(&self, id: &str, deadline: Instant) -> Result<Volume, Status> {
         let found = match VolumeId::new(id) {
             Ok(id) => self.infra.get_volume(&id, deadline).await?,
@@ -75,7 +80,7 @@ fn to_proto(volume: &Volume) -> proto::Volume {
 fn condition(volume: &Volume) -> proto::VolumeCondition {
     let message = volume.condition.message.clone();
     let otherwise =
-        if volume.condition.healthy { "the volume is well" } else { "the storage infra does not say why" };
+        if volume.condition.healthy { "the volume is healthy" } else { "the storage infra gives no reason" };
     proto::VolumeCondition {
         abnormal: !volume.condition.healthy,
         message: message.unwrap_or_else(|| otherwise.to_owned()),

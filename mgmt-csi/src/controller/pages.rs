@@ -1,4 +1,4 @@
-//! Lists in pages, as the specification asks for them.
+//! Pagination of list calls, by the CSI specification.
 
 use std::future::Future;
 
@@ -7,8 +7,8 @@ use tonic::Status;
 
 use crate::infra::ReadError;
 
-/// Collects the infra's pages into one page of at most `most` items, all where it is 0. `kind` begins every token, so
-/// that a text from elsewhere is not taken for one.
+/// Collects pages of the storage infra into one page of at most `most` items, or all if it is 0. Tokens start with `kind`, so
+/// that foreign tokens are rejected.
 pub(super) async fn collect<T, Answer>(
     kind: &str,
     most: i32,
@@ -19,10 +19,10 @@ where
     Answer: Future<Output = Result<List<T>, ReadError>>,
 {
     let most = u32::try_from(most)
-        .map_err(|_| Status::invalid_argument(format!("max_entries is {most}, and can't be negative")))?;
+        .map_err(|_| Status::invalid_argument(format!("max_entries is {most}, but must not be negative")))?;
     let invalid_token = || {
         Status::aborted(format!(
-            "starting_token {token:?} is not one of this driver's: start again without one"
+            "starting_token {token:?} was not issued by this driver; list again without a token"
         ))
     };
     let prefix = format!("{kind}-after:");
@@ -31,7 +31,7 @@ where
         token => Some(token.strip_prefix(&prefix).ok_or_else(invalid_token)?.to_owned()),
     };
     let mut items = Vec::new();
-    // Without a limit the caller wants everything; the infra gives pages all the same.
+    // Without a limit, all items are returned; the storage infra returns them in pages.
     loop {
         let left = (most > 0).then(|| most.saturating_sub(u32::try_from(items.len()).unwrap_or(u32::MAX)));
         let page = match page(left, next).await {

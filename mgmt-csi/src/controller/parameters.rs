@@ -1,5 +1,4 @@
-//! StorageClass parameters as types. A parameter that nobody knows is refused: a typing error must not
-//! silently place volumes elsewhere.
+//! StorageClass parameters. Unknown ones are refused, so that a typing error does not silently place volumes elsewhere.
 
 use std::collections::HashMap;
 
@@ -8,23 +7,23 @@ use infra_api::{Labels, Placement, PoolName};
 use kube_kit::informer::Key;
 use tonic::Status;
 
-/// Names one pool.
+/// Parameter: name of the pool.
 const POOL: &str = "pool";
-/// Before the key of a label that the pool must have.
+/// Parameter prefix: key of a label that the pool must have.
 const POOL_LABEL: &str = "pool.";
-/// What csi-provisioner adds by itself.
+/// Prefix of the parameters that csi-provisioner adds.
 const PROVISIONER: &str = "csi.storage.k8s.io/";
 
-/// What the parameters of a request say.
+/// Parameters of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Parameters {
-    /// Where the volume goes.
+    /// Placement of the volume.
     pub(crate) placement: Placement,
-    /// Whether several machines may write to raw volumes at once.
+    /// Whether several VMs may write to raw volumes at once.
     pub(super) shareable: bool,
-    /// The claim that it is for, as far as csi-provisioner says so.
+    /// The claim of the volume, if csi-provisioner passes it.
     pub(super) claim: Option<Key>,
-    /// Who it is for, as far as csi-provisioner says so (`--extra-create-metadata`).
+    /// Labels that name the claim and the PV, if csi-provisioner passes them (`--extra-create-metadata`).
     pub(super) labels: Labels,
 }
 
@@ -47,16 +46,16 @@ impl Parameters {
             } else if key == PARAMETER_SHAREABLE {
                 read.shareable = value.parse().map_err(|_| {
                     Status::invalid_argument(format!(
-                        "parameter {PARAMETER_SHAREABLE:?} is {value:?}: give \"true\" or \"false\""
+                        "invalid parameter {PARAMETER_SHAREABLE:?}: {value:?} is neither \"true\" nor \"false\""
                     ))
                 })?;
             } else if let Some(label) = key.strip_prefix(POOL_LABEL).filter(|label| !label.is_empty()) {
                 read.placement.pool_labels.insert(label.to_owned(), value.clone());
             } else {
                 return Err(Status::invalid_argument(format!(
-                    "parameter {key:?} is not known: a StorageClass of {MANAGEMENT_DRIVER} takes {POOL:?} (a pool's \
-                     name), \"{POOL_LABEL}<label>\" (a label that the pool must have) and {PARAMETER_SHAREABLE:?} (true: \
-                     several machines may write to raw volumes at once)"
+                    "unknown parameter {key:?}: a StorageClass of {MANAGEMENT_DRIVER} can have {POOL:?} (name of a pool), \
+                     \"{POOL_LABEL}<label>\" (label that the pool must have) and {PARAMETER_SHAREABLE:?} (\"true\": several \
+                     VMs may write to raw volumes at once)"
                 )));
             }
         }
@@ -79,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn a_class_names_a_pool_or_its_labels() {
+    fn parameters_select_a_pool_or_its_labels() {
         let read = read(&[
             ("pool", "fast"),
             ("pool.topology.kubernetes.io/zone", "a"),
@@ -96,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_or_illegal_parameter_is_refused_by_name() {
+    fn an_error_names_the_unknown_or_invalid_parameter() {
         for (key, value) in
             [("Pool", "fast"), ("pool.", "x"), ("replicas", "3"), ("pool", "../etc"), ("shareable", "yes")]
         {

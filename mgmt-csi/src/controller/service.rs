@@ -1,4 +1,4 @@
-//! The calls, one by one: between the wire and what does the work.
+//! gRPC methods of the Controller service.
 
 use std::time::Duration;
 
@@ -13,11 +13,10 @@ use tonic::{Request, Response, Status};
 use super::parameters::Parameters;
 use super::{Controller, access, bytes, condition, pages, snapshots, to_proto};
 
-/// What a caller that sets no timeout of its own gets.
+/// Timeout of a call without a deadline.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-// GetSnapshot is served but not announced: no sidecar calls it yet, and csi-sanity 5.4 fails on a capability that it
-// does not know.
+// GetSnapshot is implemented but not announced: no sidecar calls it yet, and csi-sanity 5.4 fails on unknown capabilities.
 const CAPABILITIES: [Rpc; 11] = [
     Rpc::CreateDeleteVolume,
     Rpc::CloneVolume,
@@ -29,7 +28,7 @@ const CAPABILITIES: [Rpc; 11] = [
     Rpc::CreateDeleteSnapshot,
     Rpc::ListSnapshots,
     Rpc::GetCapacity,
-    // With this csi-provisioner may pass ReadWriteOncePod, which asks nothing more of the infra.
+    // Lets csi-provisioner pass ReadWriteOncePod, which needs no support from the storage infra.
     Rpc::SingleNodeMultiWriter,
 ];
 
@@ -50,10 +49,10 @@ impl proto::controller_server::Controller for Controller {
         let deadline = deadline::of(&request, TIMEOUT);
         let request = request.into_inner();
         let handle = required("volume_id", &request.volume_id)?;
-        // An id that the infra can't have is the id of nothing, and to delete nothing succeeds.
+        // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
-            self.volumes.refuse_kept(handle, deadline).await?;
+            self.deletion_guard.refuse_if_kept(handle, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");
         }
@@ -86,7 +85,7 @@ impl proto::controller_server::Controller for Controller {
         let entry = |volume: &Volume| proto::list_volumes_response::Entry {
             volume: Some(to_proto(volume)),
             status: Some(proto::list_volumes_response::VolumeStatus {
-                // Machines are not published through this driver's Controller service, so it names none.
+                // This driver attaches through VolumeAttachments, not through ControllerPublishVolume.
                 published_node_ids: Vec::new(),
                 volume_condition: Some(condition(volume)),
             }),
@@ -115,10 +114,10 @@ impl proto::controller_server::Controller for Controller {
         &self,
         request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<Response<proto::ControllerExpandVolumeResponse>, Status> {
-        let capacity = self.grow(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
+        let capacity = self.expand(request.get_ref(), deadline::of(&request, TIMEOUT)).await?;
         Ok(Response::new(proto::ControllerExpandVolumeResponse {
             capacity_bytes: bytes(capacity),
-            // Management nodes never mount; the guest tier grows the filesystem.
+            // Management nodes never mount; the guest driver expands the filesystem.
             node_expansion_required: false,
         }))
     }
@@ -144,7 +143,7 @@ impl proto::controller_server::Controller for Controller {
         request: Request<proto::DeleteSnapshotRequest>,
     ) -> Result<Response<proto::DeleteSnapshotResponse>, Status> {
         let handle = required("snapshot_id", &request.get_ref().snapshot_id)?;
-        // As with volumes: to delete nothing succeeds.
+        // As with volumes, deleting an invalid ID succeeds.
         if let Ok(id) = SnapshotId::new(handle) {
             self.infra.delete_snapshot(&id, deadline::of(&request, TIMEOUT)).await?;
             tracing::info!(snapshot = %id, "deleted");
@@ -186,7 +185,7 @@ impl proto::controller_server::Controller for Controller {
             request.volume_capabilities.iter().map(Capability::try_from).collect::<Result<_, _>>()?;
         let Parameters { placement, shareable, .. } = Parameters::read(&request.parameters)?;
         if access::refusal(&wanted, shareable).is_some() {
-            // The specification: capacity for volumes as described, and there can be none of these.
+            // CSI specification: capacity for volumes with these capabilities, which cannot exist.
             return Ok(Response::new(proto::GetCapacityResponse {
                 maximum_volume_size: Some(0),
                 ..Default::default()

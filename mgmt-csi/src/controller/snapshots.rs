@@ -1,4 +1,4 @@
-//! Snapshots: making, finding, listing.
+//! Snapshot calls: create, get and list.
 
 use csi::proto;
 use csi::request::required;
@@ -10,7 +10,7 @@ use tonic::Status;
 use super::{Controller, bytes, pages};
 use crate::infra::snapshot_id;
 
-/// What csi-snapshotter adds by itself.
+/// Prefix of the parameters that csi-snapshotter adds.
 const SNAPSHOTTER: &str = "csi.storage.k8s.io/";
 
 impl Controller {
@@ -31,7 +31,7 @@ impl Controller {
                 Some(_) => None,
                 None => {
                     return Err(Status::invalid_argument(format!(
-                        "parameter {key:?} is not known: a VolumeSnapshotClass of {} takes none",
+                        "unknown parameter {key:?}: a VolumeSnapshotClass of {} has no parameters",
                         crds::names::MANAGEMENT_DRIVER
                     )));
                 }
@@ -40,7 +40,7 @@ impl Controller {
         let id = snapshot_id(name);
         let spec = SnapshotSpec { volume, labels };
         let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;
-        tracing::info!(snapshot = %id, name, volume = %snapshot.volume, "taken");
+        tracing::info!(snapshot = %id, name, volume = %snapshot.volume, "created");
         to_proto(&snapshot)
     }
 
@@ -55,7 +55,7 @@ impl Controller {
         }
     }
 
-    /// A page of snapshots and the token of the next.
+    /// A page of snapshots, and the token of the next page.
     pub(super) async fn snapshots(
         &self,
         request: &proto::ListSnapshotsRequest,
@@ -71,7 +71,7 @@ impl Controller {
             "" => None,
             of => match VolumeId::new(of) {
                 Ok(volume) => Some(volume),
-                // An id that the infra can't have has no snapshots.
+                // An invalid volume ID has no snapshots.
                 Err(_) => return Ok((Vec::new(), String::new())),
             },
         };
@@ -88,7 +88,7 @@ impl Controller {
 pub(super) fn to_proto(snapshot: &Snapshot) -> Result<proto::Snapshot, Status> {
     let taken: Timestamp = snapshot.created_at.parse().map_err(|error| {
         Status::internal(format!(
-            "the storage infra says that snapshot {} was taken at {:?}, which is no time: {error}",
+            "the storage infra returned an invalid creation time of snapshot {}: {:?}: {error}",
             snapshot.id, snapshot.created_at
         ))
     })?;

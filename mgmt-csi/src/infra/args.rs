@@ -1,4 +1,4 @@
-//! How the storage infra is reached, as flags.
+//! Flags for the connection to the storage infra.
 
 use std::path::PathBuf;
 
@@ -6,25 +6,25 @@ use infra_api::{Client, ClientError, ClientOptions};
 
 use super::Rest;
 
-/// Flags by which the storage infra is reached.
+/// Flags for the connection to the storage infra.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InfraArgs {
-    /// The storage infra, as in `https://infra.example:8443`.
+    /// URL of the storage infra API, for instance https://infra.example:8443.
     #[arg(long, env = "NESTOR_INFRA_URL", value_name = "URL")]
     infra_url: String,
-    /// Certificate authority of the storage infra, PEM.
+    /// CA certificate of the storage infra, PEM.
     #[arg(long, env = "NESTOR_INFRA_CA", value_name = "FILE")]
     infra_ca: PathBuf,
     /// Client certificate for the storage infra, PEM.
     #[arg(long, env = "NESTOR_INFRA_CERT", value_name = "FILE")]
     infra_cert: PathBuf,
-    /// Key of the client certificate, PEM.
+    /// Private key of the client certificate, PEM.
     #[arg(long, env = "NESTOR_INFRA_KEY", value_name = "FILE")]
     infra_key: PathBuf,
 }
 
 impl InfraArgs {
-    /// Sets the client up; the infra need not be there yet.
+    /// Creates the client. It connects with the first call.
     pub fn connect(&self) -> Result<Rest, ClientError> {
         let options =
             ClientOptions::from_files(&self.infra_url, &self.infra_ca, &self.infra_cert, &self.infra_key)?;

@@ -1,11 +1,11 @@
-//! The storage infra as this driver needs it. The driver knows only this trait; the REST API is one
-//! implementation of it, and another infra is another one.
+//! Storage infra interface: the trait through which this driver uses a storage infra, and its implementation for the REST
+//! API.
 
 mod args;
 mod error;
+mod events;
 mod monitor;
 mod names;
-mod news;
 mod rest;
 
 use std::time::Duration;
@@ -21,37 +21,39 @@ use uuid::Uuid;
 
 pub use args::InfraArgs;
 pub use error::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
-    Trouble,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
+    SnapshotError,
 };
+pub use events::{InfraEvent, subscribe};
 pub use monitor::monitor;
-pub use names::{Named, attachment_id, is_namesake, namespace_of, order_of, snapshot_id, volume_id};
-pub use news::{News, follow};
+pub use names::{
+    ParsedId, attachment_id, has_same_name, namespace_of, parse_attachment_id, snapshot_id, volume_id,
+};
 pub use rest::Rest;
 
-/// A disk that is in its machine.
+/// An attached disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PluggedDisk {
-    /// UUID by which the machine finds it.
+pub struct AttachedDisk {
+    /// UUID under which the guest finds it.
     pub uuid: Uuid,
-    /// The proof that it held no data before it was plugged, if there is one.
+    /// ID of the attestation that it held no data before it was attached, if there is one.
     pub blank_attestation: Option<Uuid>,
-    /// The volume's secret for whoever formats it, if that may be done.
+    /// Secret of the volume for the formatting marker, if the disk may be formatted.
     pub format_token: Option<FormatToken>,
 }
 
-impl From<Attachment> for PluggedDisk {
+impl From<Attachment> for AttachedDisk {
     fn from(attachment: Attachment) -> Self {
         let Attachment { disk_uuid: uuid, blank_attestation, format_token, .. } = attachment;
         Self { uuid, blank_attestation, format_token }
     }
 }
 
-/// Where volumes are made and plugged into machines. Every operation can be repeated, and is done only
-/// when it says so.
+/// A storage infra: creates volumes and attaches them to VMs. Every operation is idempotent, and is complete only when it
+/// returns success.
 #[async_trait]
 pub trait StorageInfra: Send + Sync + 'static {
-    /// Makes a volume, or finds the one that the same request made before.
+    /// Creates a volume, or returns the one that an earlier identical request created.
     async fn create_volume(
         &self,
         id: &VolumeId,
@@ -59,13 +61,13 @@ pub trait StorageInfra: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Volume, CreateError>;
 
-    /// Removes a volume; fine when there is none.
+    /// Deletes a volume; succeeds if it does not exist.
     async fn delete_volume(&self, id: &VolumeId, deadline: Instant) -> Result<(), DeleteError>;
 
-    /// One volume, if there is one of that id.
+    /// The volume with this ID, if it exists.
     async fn get_volume(&self, id: &VolumeId, deadline: Instant) -> Result<Option<Volume>, ReadError>;
 
-    /// A page of volumes; `after` is the `next` of the page before.
+    /// A page of volumes; `after` is the `next` of the previous page.
     async fn list_volumes(
         &self,
         limit: Option<u32>,
@@ -73,18 +75,18 @@ pub trait StorageInfra: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<List<Volume>, ReadError>;
 
-    /// Grows a volume, live where it is plugged; fine when it has that size already.
-    async fn grow_volume(
+    /// Expands a volume, online if it is attached; succeeds if it has that size already.
+    async fn expand_volume(
         &self,
         id: &VolumeId,
         size: &VolumeSize,
         deadline: Instant,
-    ) -> Result<Volume, GrowError>;
+    ) -> Result<Volume, ExpandError>;
 
-    /// Limits how fast a volume may be, live where it is plugged.
+    /// Sets the QoS limits of a volume, online if it is attached.
     async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError>;
 
-    /// Keeps a volume's bytes as they are now, or finds the snapshot that the same request made before.
+    /// Creates a snapshot of a volume, or returns the one that an earlier identical request created.
     async fn create_snapshot(
         &self,
         id: &SnapshotId,
@@ -92,13 +94,13 @@ pub trait StorageInfra: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Snapshot, SnapshotError>;
 
-    /// Removes a snapshot; fine when there is none.
+    /// Deletes a snapshot; succeeds if it does not exist.
     async fn delete_snapshot(&self, id: &SnapshotId, deadline: Instant) -> Result<(), DeleteError>;
 
-    /// One snapshot, if there is one of that id.
+    /// The snapshot with this ID, if it exists.
     async fn get_snapshot(&self, id: &SnapshotId, deadline: Instant) -> Result<Option<Snapshot>, ReadError>;
 
-    /// A page of snapshots, of one volume or of all; `after` is the `next` of the page before.
+    /// A page of snapshots, of one volume or of all; `after` is the `next` of the previous page.
     async fn list_snapshots(
         &self,
         volume: Option<&VolumeId>,
@@ -110,36 +112,35 @@ pub trait StorageInfra: Send + Sync + 'static {
     /// All pools.
     async fn list_pools(&self, deadline: Instant) -> Result<Vec<Pool>, ReadError>;
 
-    /// What new volumes can have.
+    /// Free capacity for new volumes.
     async fn capacity(&self, query: &CapacityQuery, deadline: Instant) -> Result<Capacity, ReadError>;
 
-    /// Plugs a volume into a machine, or takes over the disk of the attachment that it replaces, and answers with the
-    /// disk once it is there.
+    /// Attaches a volume to a VM, or takes over the disk of the attachment `replaces`. Returns once the disk is attached.
     async fn attach(
         &self,
         id: &AttachmentId,
         spec: &AttachmentSpec,
         replaces: Option<&AttachmentId>,
         wait: Duration,
-    ) -> Result<PluggedDisk, AttachError>;
+    ) -> Result<AttachedDisk, AttachError>;
 
-    /// Unplugs a disk, and answers once it is gone from the machine; fine when there is no such attachment. The id is
-    /// over then, and can't be attached again. With `fence`, a machine that keeps the disk is switched off for it.
+    /// Detaches a disk. Returns once it is detached; succeeds if there is no such attachment. The ID is deleted then and
+    /// cannot be attached again. With `fence`, a VM that does not release the disk is powered off.
     async fn detach(&self, id: &AttachmentId, fence: bool, wait: Duration) -> Result<(), DetachError>;
 
-    /// All attachments, or those of a machine.
+    /// All attachments, or those of one VM.
     async fn list_attachments(
         &self,
         node: Option<Uuid>,
         deadline: Instant,
     ) -> Result<Vec<Attachment>, ReadError>;
 
-    /// One machine, with what its hypervisor says now, if it is registered.
+    /// The node record of a VM with its current state from the hypervisor, if it is registered.
     async fn get_node(&self, node: Uuid, deadline: Instant) -> Result<Option<Node>, ReadError>;
 
-    /// Changes as they happen, until the stream ends or fails. What happened before is read afterwards.
-    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble>;
+    /// Stream of changes, until it ends or fails. Earlier changes must be read after the stream is open.
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate>;
 
-    /// Whether the infra answers at all.
-    async fn ping(&self) -> Result<(), Trouble>;
+    /// Probes whether the storage infra answers.
+    async fn ping(&self) -> Result<(), Indeterminate>;
 }

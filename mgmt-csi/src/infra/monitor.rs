@@ -1,5 +1,4 @@
-//! Asks the infra now and then whether it answers, for `/readyz`, the people who read it, and
-//! the work that waits for its return.
+//! Reachability probe of the storage infra, for `/readyz` and for work that is retried once it is reachable again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,11 +9,12 @@ use tokio_util::sync::CancellationToken;
 
 use super::StorageInfra;
 
+/// Interval while it is reachable.
 const INTERVAL: Duration = Duration::from_secs(10);
-/// While it doesn't answer, its return should be noticed soon.
+/// Interval while it is unreachable.
 const INTERVAL_FAILING: Duration = Duration::from_secs(1);
 
-/// Keeps `check` up to date until `stop`, and notifies `back` when the infra answers again.
+/// Probes until `stop`: updates `check`, and notifies `back` when the storage infra is reachable again.
 pub async fn monitor(infra: Arc<dyn StorageInfra>, check: Check, back: &Notify, stop: CancellationToken) {
     let mut failing = true;
     loop {
@@ -25,16 +25,16 @@ pub async fn monitor(infra: Arc<dyn StorageInfra>, check: Check, back: &Notify, 
         match answer {
             Ok(()) => {
                 if std::mem::take(&mut failing) {
-                    tracing::info!("the storage infra answers");
+                    tracing::info!("the storage infra is reachable");
                     back.notify_one();
                 }
                 check.pass();
             }
-            Err(trouble) => {
+            Err(error) => {
                 if !std::mem::replace(&mut failing, true) {
-                    tracing::warn!("{trouble}");
+                    tracing::warn!("{error}");
                 }
-                check.fail(trouble.to_string());
+                check.fail(error.to_string());
             }
         }
         tokio::select! {

@@ -1,4 +1,4 @@
-//! The REST API as a [`StorageInfra`].
+//! REST client implementation of [`StorageInfra`].
 
 use std::future::Future;
 use std::time::Duration;
@@ -14,36 +14,37 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, PluggedDisk, ReadError,
-    SnapshotError, StorageInfra, Trouble,
+    AttachError, AttachedDisk, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
+    ReadError, SnapshotError, StorageInfra,
 };
 
-/// How long the infra may take to say that it is there.
+/// Timeout of a reachability probe.
 const PING: Duration = Duration::from_secs(5);
 
-/// Speaks to a storage infra over its REST API.
+/// A storage infra behind the REST API.
 #[derive(Debug, Clone)]
 pub struct Rest(Client);
 
 impl Rest {
-    /// With a client that is set up.
+    /// Wraps a client.
     pub fn new(client: Client) -> Self {
         Self(client)
     }
 
-    /// A call that ends by `deadline` in any case.
+    /// Awaits a call until `deadline`.
     async fn by<T, E>(
         &self,
         deadline: Instant,
         call: impl Future<Output = Result<T, ClientError>>,
     ) -> Result<T, E>
     where
-        E: From<ClientError> + From<Trouble>,
+        E: From<ClientError> + From<Indeterminate>,
     {
         match tokio::time::timeout_at(deadline, call).await {
             Ok(answer) => answer.map_err(E::from),
-            Err(_) => Err(E::from(Trouble::TimedOut(format!(
-                "the storage infra at {} did not answer in time; the work may go on there, and the same call finds it",
+            Err(_) => Err(E::from(Indeterminate::TimedOut(format!(
+                "the storage infra at {} did not answer in time; the operation may continue there, and a retry of the same \
+                 call returns its result",
                 self.0.url()
             )))),
         }
@@ -78,12 +79,12 @@ impl StorageInfra for Rest {
         self.by(deadline, self.0.list_volumes(limit, after)).await
     }
 
-    async fn grow_volume(
+    async fn expand_volume(
         &self,
         id: &VolumeId,
         size: &VolumeSize,
         deadline: Instant,
-    ) -> Result<Volume, GrowError> {
+    ) -> Result<Volume, ExpandError> {
         self.by(deadline, self.0.grow_volume(id, size)).await
     }
 
@@ -132,7 +133,7 @@ impl StorageInfra for Rest {
         spec: &AttachmentSpec,
         replaces: Option<&AttachmentId>,
         wait: Duration,
-    ) -> Result<PluggedDisk, AttachError> {
+    ) -> Result<AttachedDisk, AttachError> {
         let attached = match replaces {
             None => self.0.attach(id, spec, wait).await,
             Some(earlier) => self.0.attach_instead(id, spec, earlier, wait).await,
@@ -160,16 +161,16 @@ impl StorageInfra for Rest {
         self.by(deadline, self.0.get_node(node)).await
     }
 
-    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble> {
-        Ok(self.0.events().await?.map(|event| event.map_err(Trouble::from)).boxed())
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate> {
+        Ok(self.0.events().await?.map(|event| event.map_err(Indeterminate::from)).boxed())
     }
 
-    async fn ping(&self) -> Result<(), Trouble> {
+    async fn ping(&self) -> Result<(), Indeterminate> {
         self.by(Instant::now() + PING, self.0.health()).await.map(|_: infra_api::Health| ())
     }
 }
 
-/// What is left until `deadline`.
+/// Time left until `deadline`.
 fn until(deadline: Instant) -> Duration {
     deadline.saturating_duration_since(Instant::now())
 }

@@ -1,4 +1,4 @@
-//! How often something was put right, and how much is left to people.
+//! Metrics of the repair loop.
 
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
@@ -11,43 +11,43 @@ struct Labels {
     kind: &'static str,
 }
 
-/// An attachment that its order counts on was missing in the infra.
+/// Label value: an attachment with an attached VolumeAttachment was missing in the storage infra.
 pub(super) const LOST_ATTACHMENT: &str = "lost_attachment";
-/// A disk that nothing orders was unplugged.
-pub(super) const STRAY_ATTACHMENT: &str = "stray_attachment";
+/// Label value: a dangling attachment was detached.
+pub(super) const DANGLING_ATTACHMENT: &str = "stray_attachment";
 
-/// Repairs by kind, and what was left alone.
+/// Repairs by kind, and the current number of dangling attachments.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics {
     repairs: Family<Labels, Counter>,
-    strays: Gauge,
+    dangling: Gauge,
 }
 
 impl Metrics {
     pub(super) fn register(registry: &mut Registry) -> Self {
-        let (repairs, strays) = (Family::<Labels, Counter>::default(), Gauge::default());
+        let (repairs, dangling) = (Family::<Labels, Counter>::default(), Gauge::default());
         registry.register(
             "repairs",
-            "What was in the storage infra otherwise than ordered, and was put right",
+            "Repaired differences between the storage infra and the VolumeAttachments by kind",
             repairs.clone(),
         );
         registry.register(
             "stray_attachments",
-            "Attachments of the storage infra for which there is no order",
-            strays.clone(),
+            "Attachments in the storage infra without a VolumeAttachment",
+            dangling.clone(),
         );
-        // They are there from the beginning, so that an alert sees the first.
-        for kind in [LOST_ATTACHMENT, STRAY_ATTACHMENT] {
+        // Exported as 0 from the start, so that an alert on increase() sees the first repair.
+        for kind in [LOST_ATTACHMENT, DANGLING_ATTACHMENT] {
             drop(repairs.get_or_create(&Labels { kind }));
         }
-        Self { repairs, strays }
+        Self { repairs, dangling }
     }
 
     pub(super) fn repaired(&self, kind: &'static str) {
         self.repairs.get_or_create(&Labels { kind }).inc();
     }
 
-    pub(super) fn strays(&self, count: usize) {
-        self.strays.set(i64::try_from(count).unwrap_or(i64::MAX));
+    pub(super) fn set_dangling(&self, count: usize) {
+        self.dangling.set(i64::try_from(count).unwrap_or(i64::MAX));
     }
 }

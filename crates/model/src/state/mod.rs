@@ -1,149 +1,150 @@
-//! Everything that the protocol's parts know at one moment, small enough to have millions of.
+//! Model state: objects, caches and calls in progress of all components, compact enough for millions of states.
 //!
-//! Objects stand here as what of them can differ; [`crate::objects`] makes the real ones of it for the rules. Numbers that
-//! only grow (UIDs, generations) are replaced by their ranks, so that what differs in history alone is the same state.
+//! An object is reduced to the fields that vary; [`crate::objects`] builds the real objects for the decision functions.
+//! Counters (UIDs, generations) are replaced by their ranks, so that states with different histories are equal.
 
-mod normal;
-mod parts;
+mod components;
+mod normalize;
 
 use std::collections::BTreeSet;
 
-pub use parts::*;
+pub use components::*;
 
-/// What may still go wrong, or be wished.
+/// Remaining number of events and faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Budget {
-    /// Machines that may want the volume.
-    pub machines: usize,
-    /// Replicas of gc-csi.
+    /// Number of VMs that may request the volume.
+    pub vms: usize,
+    /// Number of replicas of gc-csi.
     pub replicas: usize,
-    /// Attachments that the guest may ask for.
-    pub wishes: u8,
-    /// Crashes of any part.
+    /// Guest VolumeAttachments that may be created.
+    pub guest_attachments: u8,
+    /// Crashes of any component.
     pub crashes: u8,
-    /// Callers that give up waiting.
+    /// Calls that time out.
     pub timeouts: u8,
-    /// Changes of the csi-attacher that leads: calls of the one before it go on, however late.
-    pub callers: u8,
-    /// The guest's VolumeAttachments that people remove past their finalizer.
-    pub forced: u8,
-    /// Edits by hand.
-    pub edits: u8,
+    /// Leader changes of csi-attacher: calls of the former leader continue, arbitrarily late.
+    pub leader_changes: u8,
+    /// Guest VolumeAttachments that are deleted by removing their finalizer.
+    pub forced_deletions: u8,
+    /// Manual edits of objects.
+    pub manual_edits: u8,
 }
 
 impl Budget {
-    /// One machine, one replica, and nothing happens.
+    /// One VM, one replica, no events.
     pub const NOTHING: Self = Self {
-        machines: 1,
+        vms: 1,
         replicas: 1,
-        wishes: 0,
+        guest_attachments: 0,
         crashes: 0,
         timeouts: 0,
-        callers: 0,
-        forced: 0,
-        edits: 0,
+        leader_changes: 0,
+        forced_deletions: 0,
+        manual_edits: 0,
     };
 }
 
-/// The whole.
+/// The whole state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct State {
-    /// The guest's wishes.
-    pub wishes: [Wish; MACHINES],
-    /// The management API.
+    /// Guest VolumeAttachments.
+    pub guest_attachments: [GuestAttachment; VMS],
+    /// Objects in the management API.
     pub api: Api,
-    /// The replicas of gc-csi.
+    /// Replicas of gc-csi.
     pub gc: [GcCsi; REPLICAS],
     /// The VM Operator.
     pub shim: Shim,
-    /// What the standbys have seen, where a new leader begins with that.
+    /// Caches of the standby VM Operator, if a new leader starts with them.
     pub standby: Option<Shim>,
-    /// Writes of a VM Operator that lost its lease, or crashed with the request on its way.
-    pub late: Option<(Machine, ShimWrite)>,
-    /// The replicas of mgmt-csi.
+    /// In-flight write of a VM Operator that lost its lease or crashed.
+    pub in_flight: Option<(VmIndex, ShimWrite)>,
+    /// Replicas of mgmt-csi.
     pub mgmt: [MgmtCsi; REPLICAS],
-    /// The infra.
+    /// The storage infra.
     pub infra: Infra,
-    /// What may still happen.
+    /// Remaining budget.
     pub budget: Budget,
-    /// The order whose disk the guest was given, until it is told that the disk is gone.
-    pub given: [Option<Uid>; MACHINES],
-    /// Whether a call was ever answered with what was not so.
-    pub lied: bool,
+    /// VolumeAttachment whose disk was reported to the guest as attached, until its detach is reported.
+    pub reported_attached: [Option<Uid>; VMS],
+    /// Whether a call ever returned a false result.
+    pub false_result: bool,
 }
 
 impl State {
-    /// Nothing is wished, nothing is there.
-    pub fn new(nothing_told: Ref, budget: Budget, has_standby: bool) -> Self {
-        let vm = Vm { entry: false, generation: 0, confirmed: 0, told: nothing_told };
-        let seen = [Seen { vm, fresh: true }; MACHINES];
-        let gc = GcCsi { vms: seen, calls: [None; MACHINES] };
-        let shim = Shim { vms: seen, orders: [None; MACHINES] };
-        let mgmt = MgmtCsi { orders: [None; MACHINES], passes: [None; MACHINES] };
+    /// The initial state: no objects, no calls.
+    pub fn new(empty_status: Ref, budget: Budget, has_standby: bool) -> Self {
+        let vm = Vm { entry: false, generation: 0, confirmed: 0, status: empty_status };
+        let cached = [CachedVm { vm, is_current: true }; VMS];
+        let gc = GcCsi { vms: cached, calls: [None; VMS] };
+        let shim = Shim { vms: cached, attachments: [None; VMS] };
+        let mgmt = MgmtCsi { attachments: [None; VMS], reconciles: [None; VMS] };
         Self {
-            wishes: [Wish::None; MACHINES],
-            api: Api { vms: [vm; MACHINES], orders: [None; MACHINES] },
+            guest_attachments: [GuestAttachment::None; VMS],
+            api: Api { vms: [vm; VMS], attachments: [None; VMS] },
             gc: [gc.clone(), gc],
             standby: has_standby.then(|| shim.clone()),
             shim,
-            late: None,
+            in_flight: None,
             mgmt: [mgmt.clone(), mgmt],
             infra: Infra {
                 rows: BTreeSet::new(),
-                ended: BTreeSet::new(),
-                plugged: [false; MACHINES],
-                working: None,
+                deleted_ids: BTreeSet::new(),
+                attached: [false; VMS],
+                unrecorded: None,
                 requests: BTreeSet::new(),
             },
             budget,
-            given: [None; MACHINES],
-            lied: false,
+            reported_attached: [None; VMS],
+            false_result: false,
         }
     }
 
-    /// Changes a machine in the API: what others have seen of it is old from then on.
-    pub fn write_vm(&mut self, machine: Machine, change: impl FnOnce(&mut Vm)) {
-        let before = self.api.vms[machine];
-        change(&mut self.api.vms[machine]);
-        if self.api.vms[machine].entry != before.entry {
-            self.api.vms[machine].generation = before.generation + 1;
+    /// Changes a VM in the API: all cached copies become stale.
+    pub fn write_vm(&mut self, vm_index: VmIndex, change: impl FnOnce(&mut Vm)) {
+        let before = self.api.vms[vm_index];
+        change(&mut self.api.vms[vm_index]);
+        if self.api.vms[vm_index].entry != before.entry {
+            self.api.vms[vm_index].generation = before.generation + 1;
         }
-        for copy in self.copies(machine) {
-            copy.fresh = false;
+        for copy in self.copies(vm_index) {
+            copy.is_current = false;
         }
-        if let Some((of, ShimWrite::Tell { fresh, .. })) = &mut self.late
-            && *of == machine
+        if let Some((of, ShimWrite::WriteStatus { is_current, .. })) = &mut self.in_flight
+            && *of == vm_index
         {
-            *fresh = false;
+            *is_current = false;
         }
     }
 
-    /// Changes the annotation that says that an attach found its entry, to what nobody has seen.
-    pub fn confirm(&mut self, machine: Machine) {
-        self.write_vm(machine, |vm| vm.confirmed += 1);
+    /// Sets the annotation `volumes-confirmed` to a new value.
+    pub fn confirm(&mut self, vm_index: VmIndex) {
+        self.write_vm(vm_index, |vm| vm.confirmed += 1);
     }
 
-    /// The machine as it is now.
-    pub fn seen_now(&self, machine: Machine) -> Seen {
-        Seen { vm: self.api.vms[machine], fresh: true }
+    /// A current copy of the VM.
+    pub fn current_vm(&self, vm_index: VmIndex) -> CachedVm {
+        CachedVm { vm: self.api.vms[vm_index], is_current: true }
     }
 
-    /// Every copy of a machine that somebody may decide on.
-    fn copies(&mut self, machine: Machine) -> impl Iterator<Item = &mut Seen> {
+    /// All cached copies of a VM.
+    fn copies(&mut self, vm_index: VmIndex) -> impl Iterator<Item = &mut CachedVm> {
         let gc = self.gc.iter_mut().flat_map(move |gc| {
-            let base = gc.calls[machine].as_mut().and_then(|call| match &mut call.stage {
+            let base = gc.calls[vm_index].as_mut().and_then(|call| match &mut call.stage {
                 Stage::Commit { base, .. } => Some(base),
                 _ => None,
             });
-            std::iter::once(&mut gc.vms[machine]).chain(base)
+            std::iter::once(&mut gc.vms[vm_index]).chain(base)
         });
-        let standby = self.standby.iter_mut().map(move |standby| &mut standby.vms[machine]);
-        gc.chain(std::iter::once(&mut self.shim.vms[machine])).chain(standby)
+        let standby = self.standby.iter_mut().map(move |standby| &mut standby.vms[vm_index]);
+        gc.chain(std::iter::once(&mut self.shim.vms[vm_index])).chain(standby)
     }
 
-    /// The machines and orders as a new leader has them: as they are now, or as it saw them while it stood by.
-    pub fn seen_by_new_leader(&self) -> Shim {
-        let now = || Shim { vms: [self.seen_now(0), self.seen_now(1)], orders: self.api.orders };
+    /// The caches with which a new leader starts: the present objects, or those it observed as standby.
+    pub fn caches_of_new_leader(&self) -> Shim {
+        let now =
+            || Shim { vms: [self.current_vm(0), self.current_vm(1)], attachments: self.api.attachments };
         self.standby.clone().unwrap_or_else(now)
     }
 
@@ -152,6 +153,6 @@ impl State {
         self.mgmt.reverse();
         let of = |request: Request| Request { from: request.from.map(|from| REPLICAS - 1 - from), ..request };
         self.infra.requests = self.infra.requests.iter().copied().map(of).collect();
-        self.mgmt[0].orders = self.seen_by_new_leader().orders;
+        self.mgmt[0].attachments = self.caches_of_new_leader().attachments;
     }
 }

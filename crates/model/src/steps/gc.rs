@@ -1,4 +1,4 @@
-//! The calls of csi-attacher to gc-csi, and its PATCHes.
+//! Steps of gc-csi: calls from csi-attacher, and PATCHes of VMs.
 
 use gc_csi::machine::Begin;
 
@@ -6,162 +6,166 @@ use super::Rules;
 use crate::objects::{self, Patched};
 use crate::state::*;
 
-/// A call whose caller has left: only a PATCH that is on its way is still something.
-pub(super) fn left(call: Call) -> Option<Call> {
-    matches!(call.stage, Stage::Commit { .. }).then_some(Call { caller: Caller::Nobody, ..call })
+/// A call whose caller is gone: only an in-flight PATCH remains.
+pub(super) fn without_caller(call: Call) -> Option<Call> {
+    matches!(call.stage, Stage::Commit { .. }).then_some(Call { caller: Caller::Gone, ..call })
 }
 
-/// A call whose caller has been replaced, though neither of the two knows; perhaps the replica of gc-csi has stood still
-/// since it came.
-pub(super) fn replaced(call: Call) -> Option<Call> {
+/// A call whose caller has been replaced without either side noticing. The replica of gc-csi may have been paused since its
+/// start.
+pub(super) fn with_former_caller(call: Call) -> Option<Call> {
     if call.caller != Caller::Leader {
         return Some(call);
     }
     let stage = match call.stage {
-        // Nobody hears the answer.
+        // The result is discarded.
         Stage::Wait { .. } => return None,
-        Stage::Begins | Stage::ToAdd | Stage::Commit { live: false, .. } => Stage::Begins,
+        Stage::Start | Stage::WaitToAdd | Stage::Commit { live: false, .. } => Stage::Start,
         stage @ Stage::Commit { .. } => stage,
     };
     Some(Call { caller: Caller::Former, stage, ..call })
 }
 
-/// The entry goes in as soon as it may.
-fn to_add(machine: Machine, seen: Seen) -> Stage {
-    match objects::may_be_added(machine, seen.vm) {
-        true => Stage::Commit { base: seen, live: false },
-        false => Stage::ToAdd,
+/// Plans the patch that adds the entry, or waits until it is allowed.
+fn to_add(vm_index: VmIndex, cached: CachedVm) -> Stage {
+    match objects::may_be_added(vm_index, cached.vm) {
+        true => Stage::Commit { base: cached, live: false },
+        false => Stage::WaitToAdd,
     }
 }
 
-pub(super) fn gc_begins(
+pub(super) fn gc_starts(
     state: &mut State,
-    machine: Machine,
-    replica: Replica,
+    vm_index: VmIndex,
+    replica: ReplicaIndex,
     kind: Kind,
     caller: Caller,
     rules: Rules,
 ) {
-    state.gc[replica].calls[machine] = Some(Call { kind, caller, stage: Stage::Begins });
-    gc_goes_on(state, machine, replica, rules);
+    state.gc[replica].calls[vm_index] = Some(Call { kind, caller, stage: Stage::Start });
+    gc_continues(state, vm_index, replica, rules);
 }
 
-pub(super) fn gc_goes_on(state: &mut State, machine: Machine, replica: Replica, rules: Rules) {
-    let Some(mut call) = state.gc[replica].calls[machine] else { return };
-    let seen = state.gc[replica].vms[machine];
-    let live = state.seen_now(machine);
-    let known = |state: &State| objects::told_error(state.gc[replica].vms[machine].vm.told);
+pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: ReplicaIndex, rules: Rules) {
+    let Some(mut call) = state.gc[replica].calls[vm_index] else { return };
+    let cached = state.gc[replica].vms[vm_index];
+    let live = state.current_vm(vm_index);
+    let known = |state: &State| objects::error_in_status(state.gc[replica].vms[vm_index].vm.status);
     let stage = match (call.stage, call.kind) {
-        (Stage::Begins, Kind::Publish) => first_look(state, machine, replica, call.caller, rules),
-        (Stage::Begins, Kind::Unpublish) => {
+        (Stage::Start, Kind::Publish) => first_look(state, vm_index, replica, call.caller, rules),
+        (Stage::Start, Kind::Unpublish) => {
             let is_involved =
-                objects::is_involved(machine, seen.vm) || objects::is_involved(machine, live.vm);
+                objects::is_involved(vm_index, cached.vm) || objects::is_involved(vm_index, live.vm);
             if !is_involved {
-                return answered(state, machine, replica, call, true);
+                return answered(state, vm_index, replica, call, true);
             }
-            may_leave(state, machine, call.caller, rules).then_some(Stage::Commit { base: seen, live: false })
+            may_leave(state, vm_index, call.caller, rules)
+                .then_some(Stage::Commit { base: cached, live: false })
         }
-        (Stage::ToAdd, _) => Some(to_add(machine, seen)),
+        (Stage::WaitToAdd, _) => Some(to_add(vm_index, cached)),
         (Stage::Commit { base, live: is_live }, kind) => {
-            let patched = objects::patch(machine, base, kind, live.vm, rules.guard_removals);
+            let patched = objects::patch(vm_index, base, kind, live.vm, rules.guard_removals);
             let patched = match patched {
                 Patched::Confirmed if !rules.confirm_entries => Patched::Nothing,
                 patched => patched,
             };
             let since = match patched {
-                // That there is nothing to do is for the API server to say.
+                // That no change is needed counts only for a copy from the API server.
                 Patched::Nothing if is_live => Some(base.vm.generation),
                 Patched::Nothing | Patched::Refused => None,
                 Patched::Leaving => {
-                    state.gc[replica].calls[machine] = None;
+                    state.gc[replica].calls[vm_index] = None;
                     return;
                 }
                 Patched::Entry(entry) => {
-                    state.write_vm(machine, |vm| vm.entry = entry);
-                    Some(state.api.vms[machine].generation)
+                    state.write_vm(vm_index, |vm| vm.entry = entry);
+                    Some(state.api.vms[vm_index].generation)
                 }
                 Patched::Confirmed => {
-                    state.confirm(machine);
-                    Some(state.api.vms[machine].generation)
+                    state.confirm(vm_index);
+                    Some(state.api.vms[vm_index].generation)
                 }
             };
             match since {
                 Some(since) => waits(call.caller, since, known(&*state)),
-                // For who has left, nothing is planned again.
-                None if call.caller == Caller::Nobody => None,
-                None if kind == Kind::Unpublish && !may_leave(state, machine, call.caller, rules) => None,
+                // Without a caller, the patch is not planned again.
+                None if call.caller == Caller::Gone => None,
+                None if kind == Kind::Unpublish && !may_leave(state, vm_index, call.caller, rules) => None,
                 None => Some(Stage::Commit { base: live, live: true }),
             }
         }
-        (Stage::Wait { since, known }, kind) => match objects::ended(machine, kind, seen.vm, since, known) {
-            Some(well) => return answered(state, machine, replica, call, well),
+        (Stage::Wait { since, known }, kind) => match objects::ended(vm_index, kind, cached.vm, since, known)
+        {
+            Some(well) => return answered(state, vm_index, replica, call, well),
             None => Some(call.stage),
         },
     };
-    state.gc[replica].calls[machine] = stage.map(|stage| {
+    state.gc[replica].calls[vm_index] = stage.map(|stage| {
         call.stage = stage;
         call
     });
 }
 
-/// Whether the guest says that an entry may be taken out. It is asked after the look at the machine; that one is taken here
-/// at the same moment changes nothing: a removal goes in only where nothing has changed since the look.
-fn may_leave(state: &State, machine: Machine, caller: Caller, rules: Rules) -> bool {
-    !rules.ask_before_removals
-        || match state.wishes[machine] {
-            Wish::None => true,
-            // The detach is called for, which is not the repair's business.
-            Wish::Leaving => caller != Caller::Repair,
-            Wish::Pending | Wish::Attached => false,
+/// Whether the guest allows the removal of an entry. gc-csi checks this after it read the VM; here both happen at once, which
+/// makes no difference, because a removal patch applies only if nothing has changed since the read.
+fn may_leave(state: &State, vm_index: VmIndex, caller: Caller, rules: Rules) -> bool {
+    !rules.check_guest_before_removals
+        || match state.guest_attachments[vm_index] {
+            GuestAttachment::None => true,
+            // csi-attacher calls detach itself, so the repair does not.
+            GuestAttachment::Deleting => caller != Caller::Repair,
+            GuestAttachment::Pending | GuestAttachment::Attached => false,
         }
 }
 
-/// How an attach begins; None where it is refused, or nobody would hear of its end.
+/// First stage of an attach; None if it is refused, or its result is discarded.
 fn first_look(
     state: &State,
-    machine: Machine,
-    replica: Replica,
+    vm_index: VmIndex,
+    replica: ReplicaIndex,
     caller: Caller,
     rules: Rules,
 ) -> Option<Stage> {
-    let (seen, live) = (state.gc[replica].vms[machine], state.seen_now(machine));
-    match objects::begin(machine, seen.vm, state.gc[replica].vms[1 - machine].vm) {
+    let (cached, live) = (state.gc[replica].vms[vm_index], state.current_vm(vm_index));
+    match objects::begin(vm_index, cached.vm, state.gc[replica].vms[1 - vm_index].vm) {
         Begin::Elsewhere | Begin::Differs(_) => None,
         Begin::Confirm if live.vm.entry && !rules.confirm_entries => {
-            waits(caller, live.vm.generation, objects::told_error(seen.vm.told))
+            waits(caller, live.vm.generation, objects::error_in_status(cached.vm.status))
         }
-        Begin::Confirm | Begin::Add => Some(to_add(machine, seen)),
+        Begin::Confirm | Begin::Add => Some(to_add(vm_index, cached)),
     }
 }
 
-/// What a call waits for after its change; not where nobody hears of it.
+/// Stage after a successful patch; None if the result is discarded.
 fn waits(caller: Caller, since: u8, known: Option<Ref>) -> Option<Stage> {
     (caller == Caller::Leader).then_some(Stage::Wait { since, known })
 }
 
-/// csi-attacher gets an answer.
-fn answered(state: &mut State, machine: Machine, replica: Replica, call: Call, well: bool) {
-    state.gc[replica].calls[machine] = None;
+/// csi-attacher receives the result.
+fn answered(state: &mut State, vm_index: VmIndex, replica: ReplicaIndex, call: Call, well: bool) {
+    state.gc[replica].calls[vm_index] = None;
     if call.caller != Caller::Leader || !well {
         return;
     }
     match call.kind {
         Kind::Publish => {
-            let mut rows = state.infra.rows.iter().filter(|row| row.machine == machine);
-            // While its VolumeAttachment is on its way out, no pod starts on the word of it.
-            state.lied |= !state.infra.plugged[machine] && state.wishes[machine] != Wish::Leaving;
-            state.given[machine] = rows.next().map(|row| row.uid);
-            if state.wishes[machine] == Wish::Pending {
-                state.wishes[machine] = Wish::Attached;
+            let mut rows = state.infra.rows.iter().filter(|row| row.vm_index == vm_index);
+            // While the guest VolumeAttachment is being deleted, no pod starts on this result.
+            state.false_result |= !state.infra.attached[vm_index]
+                && state.guest_attachments[vm_index] != GuestAttachment::Deleting;
+            state.reported_attached[vm_index] = rows.next().map(|row| row.uid);
+            if state.guest_attachments[vm_index] == GuestAttachment::Pending {
+                state.guest_attachments[vm_index] = GuestAttachment::Attached;
             }
         }
         Kind::Unpublish => {
-            // An order that came too late for a wish that was given up may plug the disk for a moment; but what the
-            // guest was given, and pods wrote to, must be gone.
-            let given = state.given[machine].take();
-            let mut rows = state.infra.rows.iter().filter(|row| row.machine == machine);
-            state.lied |= given.is_some() && rows.any(|row| Some(row.uid) == given);
-            state.wishes[machine] = Wish::None;
+            // A late VolumeAttachment of an abandoned attach may attach the disk for a moment; but the disk that was reported
+            // as attached, and that pods wrote to, must be detached.
+            let reported_attached = state.reported_attached[vm_index].take();
+            let mut rows = state.infra.rows.iter().filter(|row| row.vm_index == vm_index);
+            state.false_result |=
+                reported_attached.is_some() && rows.any(|row| Some(row.uid) == reported_attached);
+            state.guest_attachments[vm_index] = GuestAttachment::None;
         }
     }
 }

@@ -1,38 +1,38 @@
-//! What the infra takes, does, notes and answers.
+//! Steps of storage-infra: accept, execute, record and answer requests.
 
 use super::Rules;
-use super::mgmt::{mgmt_decides, namesake};
+use super::mgmt::{find_same_name, mgmt_decides};
 use crate::objects::{self, Admitted};
 use crate::state::*;
 
-/// What is known of a request that nobody answered.
-pub(super) fn trouble(asked: Ask) -> Learned {
-    match asked {
-        Ask::Put(_) => Learned::AttachTrouble,
-        Ask::Delete => Learned::DetachTrouble,
+/// Result of a request without an answer.
+pub(super) fn indeterminate(input: Operation) -> Observed {
+    match input {
+        Operation::Put(_) => Observed::AttachIndeterminate,
+        Operation::Delete => Observed::DetachIndeterminate,
     }
 }
 
-/// A pass that waits for a request learns what came of it.
-pub(super) fn tell(state: &mut State, request: &Request, learned: Learned, rules: Rules) {
+/// Passes the result of a request to the reconcile that waits for it.
+pub(super) fn deliver(state: &mut State, request: &Request, observed: Observed, rules: Rules) {
     let Some(replica) = request.from else { return };
-    let Some(mut pass) = state.mgmt[replica].passes[request.machine] else { return };
-    let is_replacing = matches!(request.ask, Ask::Put(Some(_)));
-    let is_own = pass.uid == request.uid || request.uid == 0;
-    pass.learned = match learned {
-        Learned::InUse if !is_replacing => {
-            let found = namesake(state, request.machine, pass.uid);
-            found.map_or(Learned::InUse, Learned::Namesake)
+    let Some(mut reconcile) = state.mgmt[replica].reconciles[request.vm_index] else { return };
+    let is_replacing = matches!(request.operation, Operation::Put(Some(_)));
+    let is_own = reconcile.uid == request.uid || request.uid == 0;
+    reconcile.observed = match observed {
+        Observed::InUse if !is_replacing => {
+            let found = find_same_name(state, request.vm_index, reconcile.uid);
+            found.map_or(Observed::InUse, Observed::SameName)
         }
-        // That was the disk of an earlier order; now for its own.
-        Learned::Unplugged if !is_own => Learned::Unasked,
-        learned => learned,
+        // The disk of the predecessor is detached; the next step detaches its own.
+        Observed::Detached if !is_own => Observed::Unknown,
+        observed => observed,
     };
-    mgmt_decides(state, request.machine, replica, pass, rules);
+    mgmt_decides(state, request.vm_index, replica, reconcile, rules);
 }
 
 fn row_of(state: &State, request: &Request) -> Option<Row> {
-    let is_own = |row: &&Row| row.machine == request.machine && row.uid == request.uid;
+    let is_own = |row: &&Row| row.vm_index == request.vm_index && row.uid == request.uid;
     state.infra.rows.iter().find(is_own).copied()
 }
 
@@ -41,45 +41,48 @@ fn set_state(state: &mut State, row: Row, to: RowState) {
     state.infra.rows.insert(Row { state: to, ..row });
 }
 
-fn end(state: &mut State, machine: Machine, uid: Uid, rules: Rules) {
-    state.infra.rows.retain(|row| (row.machine, row.uid) != (machine, uid));
-    if rules.remember_ended && rules.ids_of_one_order {
-        state.infra.ended.insert((machine, uid));
+fn delete_row(state: &mut State, vm_index: VmIndex, uid: Uid, rules: Rules) {
+    state.infra.rows.retain(|row| (row.vm_index, row.uid) != (vm_index, uid));
+    if rules.remember_deleted_ids && rules.ids_contain_uid {
+        state.infra.deleted_ids.insert((vm_index, uid));
     }
 }
 
-pub(super) fn infra_takes(state: &mut State, request: Request, rules: Rules) -> Option<()> {
-    let Request { machine, uid, ask, .. } = request;
-    let refused = match ask {
-        Ask::Put(replaces) => {
+pub(super) fn infra_accepts(state: &mut State, request: Request, rules: Rules) -> Option<()> {
+    let Request { vm_index, uid, operation, .. } = request;
+    let refused = match operation {
+        Operation::Put(replaces) => {
             let mut catalog = state.infra.clone();
-            if !rules.admit_one {
-                catalog.rows.retain(|row| row.machine == machine);
+            if !rules.attach_to_one_vm {
+                catalog.rows.retain(|row| row.vm_index == vm_index);
             }
-            match objects::admission(machine, uid, replaces, &catalog) {
+            match objects::admission(vm_index, uid, replaces, &catalog) {
                 Admitted::There => None,
                 Admitted::New => {
-                    state.infra.rows.insert(Row { machine, uid, state: RowState::Attaching });
+                    state.infra.rows.insert(Row { vm_index, uid, state: RowState::Attaching });
                     None
                 }
                 Admitted::Instead(earlier) => {
-                    let row =
-                        *state.infra.rows.iter().find(|row| (row.machine, row.uid) == (machine, earlier))?;
-                    end(state, machine, earlier, rules);
+                    let row = *state
+                        .infra
+                        .rows
+                        .iter()
+                        .find(|row| (row.vm_index, row.uid) == (vm_index, earlier))?;
+                    delete_row(state, vm_index, earlier, rules);
                     state.infra.rows.insert(Row { uid, ..row });
                     None
                 }
-                Admitted::Refused(learned) => Some(learned),
+                Admitted::Refused(observed) => Some(observed),
             }
         }
-        Ask::Delete => match row_of(state, &request) {
+        Operation::Delete => match row_of(state, &request) {
             None => {
-                end(state, machine, uid, rules);
-                Some(Learned::Unplugged)
+                delete_row(state, vm_index, uid, rules);
+                Some(Observed::Detached)
             }
             Some(row) => {
-                // Under the volume's lock.
-                if state.infra.working.is_some() {
+                // The volume is locked.
+                if state.infra.unrecorded.is_some() {
                     return None;
                 }
                 set_state(state, row, RowState::Detaching);
@@ -89,33 +92,33 @@ pub(super) fn infra_takes(state: &mut State, request: Request, rules: Rules) -> 
     };
     state.infra.requests.remove(&request);
     match refused {
-        Some(learned) => tell(state, &request, learned, rules),
-        // Without somebody who waits, there is nothing left to answer.
+        Some(observed) => deliver(state, &request, observed, rules),
+        // Without a waiting caller, no answer is needed.
         None if request.from.is_some() => {
-            state.infra.requests.insert(Request { taken: true, ..request });
+            state.infra.requests.insert(Request { accepted: true, ..request });
         }
         None => {}
     }
     Some(())
 }
 
-/// What a request that was taken came to, if it did.
-pub(super) fn answer(state: &State, request: &Request) -> Option<Learned> {
-    match (request.ask, row_of(state, request).map(|row| row.state)) {
-        (Ask::Put(_), Some(RowState::Attached)) => Some(Learned::Plugged),
-        (Ask::Put(_), Some(RowState::Detaching) | None) => Some(Learned::AttachTrouble),
-        (Ask::Delete, None) => Some(Learned::Unplugged),
-        (Ask::Put(_), Some(RowState::Attaching)) | (Ask::Delete, Some(_)) => None,
+/// Answer to an accepted request, if it is complete.
+pub(super) fn answer(state: &State, request: &Request) -> Option<Observed> {
+    match (request.operation, row_of(state, request).map(|row| row.state)) {
+        (Operation::Put(_), Some(RowState::Attached)) => Some(Observed::Attached),
+        (Operation::Put(_), Some(RowState::Detaching) | None) => Some(Observed::AttachIndeterminate),
+        (Operation::Delete, None) => Some(Observed::Detached),
+        (Operation::Put(_), Some(RowState::Attaching)) | (Operation::Delete, Some(_)) => None,
     }
 }
 
-pub(super) fn infra_notes(state: &mut State, rules: Rules) -> Option<()> {
-    let (machine, uid) = state.infra.working.take()?;
-    let row = state.infra.rows.iter().find(|row| (row.machine, row.uid) == (machine, uid)).copied();
+pub(super) fn infra_records(state: &mut State, rules: Rules) -> Option<()> {
+    let (vm_index, uid) = state.infra.unrecorded.take()?;
+    let row = state.infra.rows.iter().find(|row| (row.vm_index, row.uid) == (vm_index, uid)).copied();
     match row {
         Some(row) if row.state == RowState::Attaching => set_state(state, row, RowState::Attached),
-        Some(row) if row.state == RowState::Detaching => end(state, machine, uid, rules),
-        // It was handed over meanwhile: who has it now plugs it itself.
+        Some(row) if row.state == RowState::Detaching => delete_row(state, vm_index, uid, rules),
+        // The disk was taken over meanwhile; its new attachment attaches it.
         Some(_) | None => {}
     }
     Some(())

@@ -1,126 +1,138 @@
-//! The passes of mgmt-csi over orders.
+//! Steps of mgmt-csi: reconciles of VolumeAttachments.
 
 use super::Rules;
-use super::shim::{delete_order, release};
+use super::shim::{delete_attachment, remove_finalizer};
 use crate::objects::{self, Next};
 use crate::state::*;
 
-pub(super) fn mgmt_goes_on(state: &mut State, machine: Machine, replica: Replica, rules: Rules) {
-    let seen = state.mgmt[replica].orders[machine];
-    let Some(mut pass) = state.mgmt[replica].passes[machine] else {
-        let Some(order) = seen else { return };
-        let begun = Pass { uid: order.uid, learned: Learned::Unasked, doing: Doing::Infra };
-        return mgmt_decides(state, machine, replica, begun, rules);
+pub(super) fn mgmt_continues(state: &mut State, vm_index: VmIndex, replica: ReplicaIndex, rules: Rules) {
+    let cached = state.mgmt[replica].attachments[vm_index];
+    let Some(mut reconcile) = state.mgmt[replica].reconciles[vm_index] else {
+        let Some(attachment) = cached else { return };
+        let begun = Reconcile { uid: attachment.uid, observed: Observed::Unknown, activity: Activity::Infra };
+        return mgmt_decides(state, vm_index, replica, begun, rules);
     };
-    let there = state.api.orders[machine].filter(|order| order.uid == pass.uid);
-    let goes_on = match pass.doing {
-        Doing::Infra => return,
-        Doing::Look => {
-            let found = namesake(state, machine, pass.uid);
-            pass.learned = found.map_or(Learned::Clear, Learned::Namesake);
+    let there = state.api.attachments[vm_index].filter(|attachment| attachment.uid == reconcile.uid);
+    let continues = match reconcile.activity {
+        Activity::Infra => return,
+        Activity::FindSameName => {
+            let found = find_same_name(state, vm_index, reconcile.uid);
+            reconcile.observed = found.map_or(Observed::NoneAttached, Observed::SameName);
             true
         }
-        Doing::Confirm(other) => {
-            pass.learned = Learned::Over(other);
-            keep(state, machine, replica, there)
+        Activity::ConfirmPredecessor(other) => {
+            reconcile.observed = Observed::Predecessor(other);
+            store(state, vm_index, replica, there)
         }
-        Doing::Report(status) => {
-            let answered = there.map(|order| Order { status, ..order });
-            keep_write(state, machine, replica, answered)
+        Activity::WriteStatus(status) => {
+            let answered = there.map(|attachment| Attachment { status, ..attachment });
+            store_write(state, vm_index, replica, answered)
         }
-        Doing::Hold => {
-            let held = there.map(|order| Order { held: true, ..order });
-            keep_write(state, machine, replica, held.filter(|order| !order.deleting))
+        Activity::AddFinalizer => {
+            let has_finalizer = there.map(|attachment| Attachment { has_finalizer: true, ..attachment });
+            store_write(state, vm_index, replica, has_finalizer.filter(|attachment| !attachment.deleting))
         }
-        Doing::Renew => {
+        Activity::Recreate => {
             if there.is_some() {
-                delete_order(state, machine, pass.uid);
+                delete_attachment(state, vm_index, reconcile.uid);
             }
-            let left = state.api.orders[machine].filter(|order| order.uid == pass.uid);
-            keep(state, machine, replica, left)
+            let left = state.api.attachments[vm_index].filter(|attachment| attachment.uid == reconcile.uid);
+            store(state, vm_index, replica, left)
         }
-        Doing::Release => {
-            if there.is_some_and(|order| order.held) {
-                release(state, machine);
+        Activity::RemoveFinalizer => {
+            if there.is_some_and(|attachment| attachment.has_finalizer) {
+                remove_finalizer(state, vm_index);
             }
             false
         }
     };
-    state.mgmt[replica].passes[machine] = None;
-    if goes_on {
-        mgmt_decides(state, machine, replica, pass, rules);
-    } else if state.api.orders[machine].is_none() && pass.learned != Learned::Unplugged {
-        // What the API server doesn't know any more is gone; where another order has the name, that one sees to the disk.
-        mgmt_decides_on(state, machine, replica, pass, None, rules);
+    state.mgmt[replica].reconciles[vm_index] = None;
+    if continues {
+        mgmt_decides(state, vm_index, replica, reconcile, rules);
+    } else if state.api.attachments[vm_index].is_none() && reconcile.observed != Observed::Detached {
+        // The VolumeAttachment is gone. If another one has its name, the reconcile of that one handles the disk.
+        mgmt_decides_on(state, vm_index, replica, reconcile, None, rules);
     }
 }
 
-/// Decides by the order as the watch shows it.
-pub(super) fn mgmt_decides(state: &mut State, machine: Machine, replica: Replica, pass: Pass, rules: Rules) {
-    let own = state.mgmt[replica].orders[machine].filter(|order| order.uid == pass.uid);
-    mgmt_decides_on(state, machine, replica, pass, own, rules);
+/// Decides with the cached VolumeAttachment.
+pub(super) fn mgmt_decides(
+    state: &mut State,
+    vm_index: VmIndex,
+    replica: ReplicaIndex,
+    reconcile: Reconcile,
+    rules: Rules,
+) {
+    let own = state.mgmt[replica].attachments[vm_index].filter(|attachment| attachment.uid == reconcile.uid);
+    mgmt_decides_on(state, vm_index, replica, reconcile, own, rules);
 }
 
 fn mgmt_decides_on(
     state: &mut State,
-    machine: Machine,
-    replica: Replica,
-    mut pass: Pass,
-    own: Option<Order>,
+    vm_index: VmIndex,
+    replica: ReplicaIndex,
+    mut reconcile: Reconcile,
+    own: Option<Attachment>,
     rules: Rules,
 ) {
-    let mut next = objects::decide(machine, pass, own);
-    if !rules.unplug_before_release
-        && let (Next::Ask(_, Ask::Delete), Some(_)) = (next, own)
+    let mut next = objects::decide(vm_index, reconcile, own);
+    if !rules.detach_before_finalizer_removal
+        && let (Next::Send(_, Operation::Delete), Some(_)) = (next, own)
     {
-        next = Next::Do(Doing::Release);
+        next = Next::Do(Activity::RemoveFinalizer);
     }
-    let keep = match next {
+    let next_reconcile = match next {
         Next::End => None,
-        Next::Do(doing) => {
-            pass.doing = doing;
-            Some(pass)
+        Next::Do(activity) => {
+            reconcile.activity = activity;
+            Some(reconcile)
         }
-        Next::Ask(uid, ask) => {
-            let uid = if rules.ids_of_one_order { uid } else { 0 };
-            // An order that is gone has nobody who waits.
+        Next::Send(uid, operation) => {
+            let uid = if rules.ids_contain_uid { uid } else { 0 };
+            // Without a VolumeAttachment, no reconcile waits for the answer.
             let from = own.is_some().then_some(replica);
-            state.infra.requests.insert(Request { from, machine, uid, ask, taken: false });
-            if matches!(ask, Ask::Put(_)) {
-                pass.learned = Learned::Asked;
+            state.infra.requests.insert(Request { from, vm_index, uid, operation, accepted: false });
+            if matches!(operation, Operation::Put(_)) {
+                reconcile.observed = Observed::AttachSent;
             }
-            pass.doing = Doing::Infra;
-            own.is_some().then_some(pass)
+            reconcile.activity = Activity::Infra;
+            own.is_some().then_some(reconcile)
         }
     };
-    state.mgmt[replica].passes[machine] = keep;
+    state.mgmt[replica].reconciles[vm_index] = next_reconcile;
 }
 
-/// What another order of the same name has in the machine.
-pub(super) fn namesake(state: &State, machine: Machine, uid: Uid) -> Option<Uid> {
-    let rows = state.infra.rows.iter().filter(|row| row.machine == machine && row.uid != 0);
-    let mut found = rows.filter(|row| objects::is_other_order_of_name(machine, uid, (row.machine, row.uid)));
+/// Attachment of another VolumeAttachment of the same name for this VM.
+pub(super) fn find_same_name(state: &State, vm_index: VmIndex, uid: Uid) -> Option<Uid> {
+    let rows = state.infra.rows.iter().filter(|row| row.vm_index == vm_index && row.uid != 0);
+    let mut found =
+        rows.filter(|row| objects::has_same_name_in_infra(vm_index, uid, (row.vm_index, row.uid)));
     found.next().map(|row| row.uid)
 }
 
-fn keep_write(state: &mut State, machine: Machine, replica: Replica, written: Option<Order>) -> bool {
+fn store_write(
+    state: &mut State,
+    vm_index: VmIndex,
+    replica: ReplicaIndex,
+    written: Option<Attachment>,
+) -> bool {
     if written.is_some() {
-        state.api.orders[machine] = written;
+        state.api.attachments[vm_index] = written;
     }
-    keep(state, machine, replica, written)
+    store(state, vm_index, replica, written)
 }
 
-/// Keeps what a write or read answered; false when the order is gone.
-fn keep(state: &mut State, machine: Machine, replica: Replica, answer: Option<Order>) -> bool {
+/// Stores the response of a write or read in the cache; false if the VolumeAttachment is gone.
+fn store(state: &mut State, vm_index: VmIndex, replica: ReplicaIndex, answer: Option<Attachment>) -> bool {
     if answer.is_some() {
-        state.mgmt[replica].orders[machine] = answer;
+        state.mgmt[replica].attachments[vm_index] = answer;
     }
     answer.is_some()
 }
 
-/// A pass waits for its request no longer.
-pub(super) fn abandon(state: &mut State, machine: Machine, replica: Replica) -> Option<Request> {
-    let waited = |request: &&Request| request.machine == machine && request.from == Some(replica);
+/// Stops waiting for the request of a reconcile.
+pub(super) fn abandon(state: &mut State, vm_index: VmIndex, replica: ReplicaIndex) -> Option<Request> {
+    let waited = |request: &&Request| request.vm_index == vm_index && request.from == Some(replica);
     let request = *state.infra.requests.iter().find(waited)?;
     state.infra.requests.remove(&request);
     state.infra.requests.insert(Request { from: None, ..request });

@@ -1,186 +1,195 @@
-//! What can happen: the steps of each part, and the faults.
+//! Transitions of the model: the steps of each component, and the faults.
 
+mod enabled;
 mod gc;
 mod infra;
 mod mgmt;
-mod possible;
 mod shim;
 
 use crate::state::*;
-use gc::{gc_begins, gc_goes_on, left, replaced};
-use infra::{answer, infra_notes, infra_takes, tell, trouble};
-use mgmt::{abandon, mgmt_decides, mgmt_goes_on};
-use shim::{delete_order, release, shim_decides, shim_writes};
+use gc::{gc_continues, gc_starts, with_former_caller, without_caller};
+use infra::{answer, deliver, indeterminate, infra_accepts, infra_records};
+use mgmt::{abandon, mgmt_continues, mgmt_decides};
+use shim::{delete_attachment, remove_finalizer, shim_decides, shim_writes};
 
-pub use possible::possible;
+pub use enabled::enabled;
 
-/// One thing that happens.
+/// One transition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// A pod is to run on this node.
-    Want(Machine),
-    /// It is gone from there.
-    Unwant(Machine),
+    /// A pod is scheduled to this node.
+    CreateGuestAttachment(VmIndex),
+    /// The pod is gone from this node.
+    DeleteGuestAttachment(VmIndex),
     /// csi-attacher calls gc-csi.
-    Call(Machine, Replica),
+    AttacherCalls(VmIndex, ReplicaIndex),
     /// csi-attacher's call to gc-csi times out.
-    CallTimesOut(Machine, Replica),
-    /// Another csi-attacher leads; what the one before it called for goes on.
-    CallerChanges,
-    /// Somebody removes the guest's VolumeAttachment past its finalizer.
-    WishIsForced(Machine),
-    /// A watch of gc-csi shows a machine as it is now.
-    GcSees(Machine, Replica),
-    /// A call goes on: its PATCH reaches the API server, or it looks again.
-    GcGoesOn(Machine, Replica),
-    /// gc-csi finds an entry that nothing in the guest stands for, and begins to take it out.
-    GcRepairs(Machine, Replica),
-    /// gc-csi dies and comes back. Its PATCHes may be on their way.
-    GcCrashes(Replica),
-    /// A watch of the VM Operator shows a machine as it is now.
-    ShimSeesMachine(Machine),
-    /// A watch of the VM Operator shows an order as it is now.
-    ShimSeesOrder(Machine),
-    /// The VM Operator writes what it decides on.
-    ShimWrites(Machine),
-    /// The VM Operator loses its lease or dies, and another one begins. What the old one decided on for this machine is on
-    /// its way.
-    ShimCrashes(Option<Machine>),
-    /// That write reaches the API server.
-    LateWrite,
-    /// The watches of those that stand by show everything as it is now.
-    StandbySees,
-    /// A watch of mgmt-csi shows an order as it is now.
-    MgmtSees(Machine, Replica),
-    /// A pass of mgmt-csi begins, or goes on.
-    MgmtGoesOn(Machine, Replica),
-    /// A pass learns from its watch that its order is to go, while it waits for a plug.
-    MgmtLeaves(Machine, Replica),
-    /// A pass's request to the infra times out.
-    MgmtTimesOut(Machine, Replica),
-    /// mgmt-csi dies and comes back.
+    AttacherTimesOut(VmIndex, ReplicaIndex),
+    /// Another csi-attacher becomes leader; calls of the former one continue.
+    AttacherLeaderChanges,
+    /// An operator deletes the guest VolumeAttachment by removing its finalizer.
+    GuestAttachmentIsForceDeleted(VmIndex),
+    /// The cache of gc-csi receives the present VM.
+    GcCacheUpdates(VmIndex, ReplicaIndex),
+    /// A call continues: its PATCH reaches the API server, or it evaluates its cache again.
+    GcContinues(VmIndex, ReplicaIndex),
+    /// gc-csi finds an entry without a counterpart in the guest, and starts its removal.
+    GcRepairs(VmIndex, ReplicaIndex),
+    /// gc-csi restarts. Its PATCHes may be in flight.
+    GcCrashes(ReplicaIndex),
+    /// The cache of the VM Operator receives the present VM.
+    ShimCacheUpdatesVm(VmIndex),
+    /// The cache of the VM Operator receives the present VolumeAttachment.
+    ShimCacheUpdatesAttachment(VmIndex),
+    /// The VM Operator executes its next write.
+    ShimWrites(VmIndex),
+    /// The VM Operator loses its lease or crashes, and another one starts. A write of the old one for this VM is in flight.
+    ShimCrashes(Option<VmIndex>),
+    /// The in-flight write reaches the API server.
+    InFlightWriteArrives,
+    /// The caches of the standby VM Operator receive the present objects.
+    StandbyCacheUpdates,
+    /// The cache of mgmt-csi receives the present VolumeAttachment.
+    MgmtCacheUpdates(VmIndex, ReplicaIndex),
+    /// A reconcile of mgmt-csi starts or continues.
+    MgmtContinues(VmIndex, ReplicaIndex),
+    /// A reconcile that waits for an attach observes that its VolumeAttachment is being deleted.
+    MgmtAbandonsAttach(VmIndex, ReplicaIndex),
+    /// A request of a reconcile to the storage infra times out.
+    MgmtTimesOut(VmIndex, ReplicaIndex),
+    /// mgmt-csi restarts.
     MgmtCrashes,
-    /// mgmt-csi loses its lease, and another replica begins. What it had begun goes on.
+    /// mgmt-csi loses its lease, and another replica starts. The reconciles of the former leader continue.
     MgmtLosesLease,
-    /// mgmt-csi finds a disk that no order stands for.
-    MgmtClears(Machine, Uid),
-    /// The infra takes a request.
-    InfraTakes(Request),
-    /// The infra answers a request.
+    /// mgmt-csi detaches a dangling attachment.
+    MgmtDetachesDangling(VmIndex, Uid),
+    /// The storage infra accepts a request.
+    InfraAccepts(Request),
+    /// The storage infra answers a request.
     InfraAnswers(Request),
-    /// The infra plugs or unplugs the disk of an attachment.
-    InfraActs(Row),
-    /// The infra writes down that it did.
-    InfraNotes,
-    /// The infra dies and comes back.
+    /// The storage infra attaches or detaches a disk at the hypervisor.
+    InfraExecutes(Row),
+    /// The storage infra records the result in its catalog.
+    InfraRecords,
+    /// The storage infra restarts.
     InfraCrashes,
-    /// Somebody takes the entry out of a machine.
-    EntryIsRemoved(Machine),
-    /// Somebody deletes an order.
-    OrderIsDeleted(Machine),
-    /// Somebody takes the finalizer off an order.
-    FinalizerIsRemoved(Machine),
+    /// An operator removes the entry from a VM.
+    EntryIsRemoved(VmIndex),
+    /// An operator deletes a VolumeAttachment.
+    AttachmentIsDeleted(VmIndex),
+    /// An operator removes the finalizer from a VolumeAttachment.
+    FinalizerIsRemoved(VmIndex),
 }
 
-/// Rules that can be broken, to see that the properties would find out.
+/// Rules of the implementation. Tests break single rules, to prove that the properties detect it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Rules {
-    /// The finalizer goes only after the infra has unplugged.
-    pub unplug_before_release: bool,
-    /// An attachment's id has the order's UID in it, and is used once.
-    pub ids_of_one_order: bool,
-    /// The infra refuses ids that are over.
-    pub remember_ended: bool,
-    /// The infra lets only one machine have the volume.
-    pub admit_one: bool,
-    /// The VM Operator's status goes only onto the machine that it was decided on.
+    /// The finalizer is removed only after the storage infra has detached the disk.
+    pub detach_before_finalizer_removal: bool,
+    /// An attachment ID contains the UID of its VolumeAttachment and is never reused.
+    pub ids_contain_uid: bool,
+    /// The storage infra refuses deleted IDs.
+    pub remember_deleted_ids: bool,
+    /// The storage infra attaches the volume to one VM only.
+    pub attach_to_one_vm: bool,
+    /// The VM Operator writes the status with the `resourceVersion` on which it was planned.
     pub guard_status: bool,
-    /// A removal goes only into the spec that it was planned on.
+    /// A removal patch applies only to the spec on which it was planned.
     pub guard_removals: bool,
-    /// An attach that finds its entry there writes that it did.
+    /// An attach that finds its entry updates the annotation `volumes-confirmed`.
     pub confirm_entries: bool,
-    /// Before each removal, the guest is asked whether it wants the disk.
-    pub ask_before_removals: bool,
-    /// Disks that no order stands for are unplugged.
-    pub clear_strays: bool,
-    /// A leader begins with a list of everything that it watches.
-    pub list_anew: bool,
-    /// The VM Operator reads the machine before it takes a disk from it.
-    pub confirm_deletions: bool,
+    /// Before each removal, gc-csi checks that the guest does not request the disk.
+    pub check_guest_before_removals: bool,
+    /// Dangling attachments are detached.
+    pub detach_dangling: bool,
+    /// A new leader starts with a list of all objects.
+    pub list_on_lease: bool,
+    /// The VM Operator reads the VM before it deletes a VolumeAttachment.
+    pub read_before_deletions: bool,
 }
 
 impl Rules {
-    /// As the parts have them.
-    pub const KEPT: Self = Self {
-        unplug_before_release: true,
-        ids_of_one_order: true,
-        remember_ended: true,
-        admit_one: true,
+    /// All rules.
+    pub const ALL: Self = Self {
+        detach_before_finalizer_removal: true,
+        ids_contain_uid: true,
+        remember_deleted_ids: true,
+        attach_to_one_vm: true,
         guard_status: true,
         guard_removals: true,
         confirm_entries: true,
-        ask_before_removals: true,
-        clear_strays: true,
-        list_anew: true,
-        confirm_deletions: true,
+        check_guest_before_removals: true,
+        detach_dangling: true,
+        list_on_lease: true,
+        read_before_deletions: true,
     };
 }
 
-/// What becomes of a state; None where nothing does.
+/// The state after an action; None if it does not change.
 pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
     let mut state = last.clone();
     match action {
-        Action::Want(machine) => {
-            state.budget.wishes -= 1;
-            state.wishes[machine] = Wish::Pending;
+        Action::CreateGuestAttachment(vm_index) => {
+            state.budget.guest_attachments -= 1;
+            state.guest_attachments[vm_index] = GuestAttachment::Pending;
         }
-        Action::Unwant(machine) => state.wishes[machine] = Wish::Leaving,
-        Action::Call(machine, replica) => {
-            let kind = if state.wishes[machine] == Wish::Leaving { Kind::Unpublish } else { Kind::Publish };
-            gc_begins(&mut state, machine, replica, kind, Caller::Leader, rules);
+        Action::DeleteGuestAttachment(vm_index) => {
+            state.guest_attachments[vm_index] = GuestAttachment::Deleting
         }
-        Action::CallTimesOut(machine, replica) => {
+        Action::AttacherCalls(vm_index, replica) => {
+            let kind = if state.guest_attachments[vm_index] == GuestAttachment::Deleting {
+                Kind::Unpublish
+            } else {
+                Kind::Publish
+            };
+            gc_starts(&mut state, vm_index, replica, kind, Caller::Leader, rules);
+        }
+        Action::AttacherTimesOut(vm_index, replica) => {
             state.budget.timeouts -= 1;
-            let call = &mut state.gc[replica].calls[machine];
-            *call = call.and_then(left);
+            let call = &mut state.gc[replica].calls[vm_index];
+            *call = call.and_then(without_caller);
         }
-        Action::CallerChanges => {
-            state.budget.callers -= 1;
-            for machine in 0..MACHINES {
+        Action::AttacherLeaderChanges => {
+            state.budget.leader_changes -= 1;
+            for vm_index in 0..VMS {
                 for gc in &mut state.gc {
-                    gc.calls[machine] = gc.calls[machine].and_then(replaced);
+                    gc.calls[vm_index] = gc.calls[vm_index].and_then(with_former_caller);
                 }
             }
         }
-        Action::WishIsForced(machine) => {
-            state.budget.forced -= 1;
-            state.wishes[machine] = Wish::None;
-            state.given[machine] = None;
+        Action::GuestAttachmentIsForceDeleted(vm_index) => {
+            state.budget.forced_deletions -= 1;
+            state.guest_attachments[vm_index] = GuestAttachment::None;
+            state.reported_attached[vm_index] = None;
             for gc in &mut state.gc {
-                gc.calls[machine] = gc.calls[machine].and_then(replaced);
+                gc.calls[vm_index] = gc.calls[vm_index].and_then(with_former_caller);
             }
         }
-        Action::GcSees(machine, replica) => state.gc[replica].vms[machine] = state.seen_now(machine),
-        Action::GcGoesOn(machine, replica) => gc_goes_on(&mut state, machine, replica, rules),
-        Action::GcRepairs(machine, replica) => {
-            gc_begins(&mut state, machine, replica, Kind::Unpublish, Caller::Repair, rules);
+        Action::GcCacheUpdates(vm_index, replica) => {
+            state.gc[replica].vms[vm_index] = state.current_vm(vm_index)
+        }
+        Action::GcContinues(vm_index, replica) => gc_continues(&mut state, vm_index, replica, rules),
+        Action::GcRepairs(vm_index, replica) => {
+            gc_starts(&mut state, vm_index, replica, Kind::Unpublish, Caller::Repair, rules);
         }
         Action::GcCrashes(replica) => {
             state.budget.crashes -= 1;
-            let vms = [state.seen_now(0), state.seen_now(1)];
-            let calls = state.gc[replica].calls.map(|call| call.and_then(left));
+            let vms = [state.current_vm(0), state.current_vm(1)];
+            let calls = state.gc[replica].calls.map(|call| call.and_then(without_caller));
             state.gc[replica] = GcCsi { vms, calls };
         }
-        Action::ShimSeesMachine(machine) => state.shim.vms[machine] = state.seen_now(machine),
-        Action::ShimSeesOrder(machine) => state.shim.orders[machine] = state.api.orders[machine],
-        Action::ShimWrites(machine) => {
-            let write = shim_decides(&state, machine, rules)?;
-            shim_writes(&mut state, machine, write, rules);
-            // The answer to a write is known at once.
+        Action::ShimCacheUpdatesVm(vm_index) => state.shim.vms[vm_index] = state.current_vm(vm_index),
+        Action::ShimCacheUpdatesAttachment(vm_index) => {
+            state.shim.attachments[vm_index] = state.api.attachments[vm_index]
+        }
+        Action::ShimWrites(vm_index) => {
+            let write = shim_decides(&state, vm_index, rules)?;
+            shim_writes(&mut state, vm_index, write, rules);
+            // The response of a write updates the cache.
             match write {
-                ShimWrite::Tell { .. } => state.shim.vms[machine] = state.seen_now(machine),
+                ShimWrite::WriteStatus { .. } => state.shim.vms[vm_index] = state.current_vm(vm_index),
                 ShimWrite::Create | ShimWrite::Delete(_) => {
-                    state.shim.orders[machine] = state.api.orders[machine];
+                    state.shim.attachments[vm_index] = state.api.attachments[vm_index];
                 }
             }
         }
@@ -188,81 +197,82 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
             state.budget.crashes -= 1;
             if let Some(at) = on_its_way {
                 let write = shim_decides(&state, at, rules)?;
-                state.late = Some((at, write));
+                state.in_flight = Some((at, write));
             }
-            state.shim = state.seen_by_new_leader();
+            state.shim = state.caches_of_new_leader();
         }
-        Action::LateWrite => {
-            let (machine, write) = state.late.take()?;
-            shim_writes(&mut state, machine, write, rules);
+        Action::InFlightWriteArrives => {
+            let (vm_index, write) = state.in_flight.take()?;
+            shim_writes(&mut state, vm_index, write, rules);
         }
-        Action::StandbySees => {
-            let vms = [state.seen_now(0), state.seen_now(1)];
-            state.standby = Some(Shim { vms, orders: state.api.orders });
+        Action::StandbyCacheUpdates => {
+            let vms = [state.current_vm(0), state.current_vm(1)];
+            state.standby = Some(Shim { vms, attachments: state.api.attachments });
         }
-        Action::MgmtSees(machine, replica) => {
-            state.mgmt[replica].orders[machine] = state.api.orders[machine];
+        Action::MgmtCacheUpdates(vm_index, replica) => {
+            state.mgmt[replica].attachments[vm_index] = state.api.attachments[vm_index];
         }
-        Action::MgmtGoesOn(machine, replica) => mgmt_goes_on(&mut state, machine, replica, rules),
-        Action::MgmtLeaves(machine, replica) => {
-            abandon(&mut state, machine, replica);
-            let pass = state.mgmt[replica].passes[machine]?;
-            mgmt_decides(&mut state, machine, replica, pass, rules);
+        Action::MgmtContinues(vm_index, replica) => mgmt_continues(&mut state, vm_index, replica, rules),
+        Action::MgmtAbandonsAttach(vm_index, replica) => {
+            abandon(&mut state, vm_index, replica);
+            let reconcile = state.mgmt[replica].reconciles[vm_index]?;
+            mgmt_decides(&mut state, vm_index, replica, reconcile, rules);
         }
-        Action::MgmtTimesOut(machine, replica) => {
+        Action::MgmtTimesOut(vm_index, replica) => {
             state.budget.timeouts -= 1;
-            let asked = abandon(&mut state, machine, replica)?;
-            let pass = state.mgmt[replica].passes[machine]?;
-            let learned = trouble(asked.ask);
-            mgmt_decides(&mut state, machine, replica, Pass { learned, ..pass }, rules);
+            let request = abandon(&mut state, vm_index, replica)?;
+            let reconcile = state.mgmt[replica].reconciles[vm_index]?;
+            let observed = indeterminate(request.operation);
+            mgmt_decides(&mut state, vm_index, replica, Reconcile { observed, ..reconcile }, rules);
         }
         Action::MgmtCrashes => {
             state.budget.crashes -= 1;
-            for machine in 0..MACHINES {
-                abandon(&mut state, machine, 0);
+            for vm_index in 0..VMS {
+                abandon(&mut state, vm_index, 0);
             }
-            let orders = state.seen_by_new_leader().orders;
-            state.mgmt[0] = MgmtCsi { orders, passes: [None; MACHINES] };
+            let attachments = state.caches_of_new_leader().attachments;
+            state.mgmt[0] = MgmtCsi { attachments, reconciles: [None; VMS] };
         }
         Action::MgmtLosesLease => {
             state.budget.crashes -= 1;
             state.change_leader();
         }
-        Action::MgmtClears(machine, uid) => {
-            let request = Request { from: None, machine, uid, ask: Ask::Delete, taken: false };
+        Action::MgmtDetachesDangling(vm_index, uid) => {
+            let request =
+                Request { from: None, vm_index, uid, operation: Operation::Delete, accepted: false };
             state.infra.requests.insert(request);
         }
-        Action::InfraTakes(request) => infra_takes(&mut state, request, rules)?,
+        Action::InfraAccepts(request) => infra_accepts(&mut state, request, rules)?,
         Action::InfraAnswers(request) => {
-            let learned = answer(&state, &request)?;
+            let observed = answer(&state, &request)?;
             state.infra.requests.remove(&request);
-            tell(&mut state, &request, learned, rules);
+            deliver(&mut state, &request, observed, rules);
         }
-        Action::InfraActs(row) => {
-            state.infra.plugged[row.machine] = row.state == RowState::Attaching;
-            state.infra.working = Some((row.machine, row.uid));
+        Action::InfraExecutes(row) => {
+            state.infra.attached[row.vm_index] = row.state == RowState::Attaching;
+            state.infra.unrecorded = Some((row.vm_index, row.uid));
         }
-        Action::InfraNotes => infra_notes(&mut state, rules)?,
+        Action::InfraRecords => infra_records(&mut state, rules)?,
         Action::InfraCrashes => {
             state.budget.crashes -= 1;
-            state.infra.working = None;
-            // Who waits learns nothing; what was not taken is lost.
+            state.infra.unrecorded = None;
+            // Waiting callers get an indeterminate result; requests that were not accepted are lost.
             for request in std::mem::take(&mut state.infra.requests) {
-                tell(&mut state, &request, trouble(request.ask), rules);
+                deliver(&mut state, &request, indeterminate(request.operation), rules);
             }
         }
-        Action::EntryIsRemoved(machine) => {
-            state.budget.edits -= 1;
-            state.write_vm(machine, |vm| vm.entry = false);
+        Action::EntryIsRemoved(vm_index) => {
+            state.budget.manual_edits -= 1;
+            state.write_vm(vm_index, |vm| vm.entry = false);
         }
-        Action::OrderIsDeleted(machine) => {
-            state.budget.edits -= 1;
-            let uid = state.api.orders[machine]?.uid;
-            delete_order(&mut state, machine, uid);
+        Action::AttachmentIsDeleted(vm_index) => {
+            state.budget.manual_edits -= 1;
+            let uid = state.api.attachments[vm_index]?.uid;
+            delete_attachment(&mut state, vm_index, uid);
         }
-        Action::FinalizerIsRemoved(machine) => {
-            state.budget.edits -= 1;
-            release(&mut state, machine);
+        Action::FinalizerIsRemoved(vm_index) => {
+            state.budget.manual_edits -= 1;
+            remove_finalizer(&mut state, vm_index);
         }
     }
     state.normalize();

@@ -1,47 +1,50 @@
-//! What the VM Operator writes, and what becomes of orders.
+//! Steps of the VM Operator: writes of VolumeAttachments and statuses.
 
 use super::Rules;
 use crate::objects;
 use crate::state::*;
 
-/// The first write that is due; from machines as they were seen or, where that is asked for, as they are.
-pub(super) fn shim_decides(state: &State, machine: Machine, rules: Rules) -> Option<ShimWrite> {
-    let order = state.shim.orders[machine];
-    let (write, must_be_confirmed) = objects::shim_write(machine, state.shim.vms[machine], order)?;
-    match must_be_confirmed && rules.confirm_deletions {
-        true => Some(objects::shim_write(machine, state.seen_now(machine), order)?.0),
+/// The next write, planned on the cached VM, or on the present one if a read is required.
+pub(super) fn shim_decides(state: &State, vm_index: VmIndex, rules: Rules) -> Option<ShimWrite> {
+    let attachment = state.shim.attachments[vm_index];
+    let (write, needs_fresh_read) = objects::shim_write(vm_index, state.shim.vms[vm_index], attachment)?;
+    match needs_fresh_read && rules.read_before_deletions {
+        true => Some(objects::shim_write(vm_index, state.current_vm(vm_index), attachment)?.0),
         false => Some(write),
     }
 }
 
-pub(super) fn shim_writes(state: &mut State, machine: Machine, write: ShimWrite, rules: Rules) {
+pub(super) fn shim_writes(state: &mut State, vm_index: VmIndex, write: ShimWrite, rules: Rules) {
     match write {
-        ShimWrite::Create if state.api.orders[machine].is_none() => {
-            let uid = state.new_uid(machine);
-            let status = objects::unanswered();
-            state.api.orders[machine] = Some(Order { uid, deleting: false, held: true, status });
+        ShimWrite::Create if state.api.attachments[vm_index].is_none() => {
+            let uid = state.new_uid(vm_index);
+            let status = objects::no_status();
+            state.api.attachments[vm_index] =
+                Some(Attachment { uid, deleting: false, has_finalizer: true, status });
         }
-        // The name is taken; the watch will show by whom.
+        // AlreadyExists; the watch will show the existing one.
         ShimWrite::Create => {}
-        ShimWrite::Delete(uid) => delete_order(state, machine, uid),
-        ShimWrite::Tell { told, fresh } if fresh || !rules.guard_status => {
-            state.write_vm(machine, |vm| vm.told = told);
+        ShimWrite::Delete(uid) => delete_attachment(state, vm_index, uid),
+        ShimWrite::WriteStatus { status, is_current } if is_current || !rules.guard_status => {
+            state.write_vm(vm_index, |vm| vm.status = status);
         }
-        ShimWrite::Tell { .. } => {}
+        ShimWrite::WriteStatus { .. } => {}
     }
 }
 
-/// A deletion with the UID as its precondition.
-pub(super) fn delete_order(state: &mut State, machine: Machine, uid: Uid) {
-    let order = &mut state.api.orders[machine];
-    *order = order.and_then(|order| match order.uid == uid {
-        true => order.held.then_some(Order { deleting: true, ..order }),
-        false => Some(order),
+/// Deletes a VolumeAttachment with its UID as precondition.
+pub(super) fn delete_attachment(state: &mut State, vm_index: VmIndex, uid: Uid) {
+    let attachment = &mut state.api.attachments[vm_index];
+    *attachment = attachment.and_then(|attachment| match attachment.uid == uid {
+        true => attachment.has_finalizer.then_some(Attachment { deleting: true, ..attachment }),
+        false => Some(attachment),
     });
 }
 
-/// The finalizer goes, and with it an order that waits only for that.
-pub(super) fn release(state: &mut State, machine: Machine) {
-    let order = &mut state.api.orders[machine];
-    *order = order.filter(|order| !order.deleting).map(|order| Order { held: false, ..order });
+/// Removes the finalizer, which completes a pending deletion.
+pub(super) fn remove_finalizer(state: &mut State, vm_index: VmIndex) {
+    let attachment = &mut state.api.attachments[vm_index];
+    *attachment = attachment
+        .filter(|attachment| !attachment.deleting)
+        .map(|attachment| Attachment { has_finalizer: false, ..attachment });
 }

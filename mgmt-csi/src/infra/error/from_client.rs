@@ -1,42 +1,42 @@
-//! From what the REST API's client says to what each operation can end in.
+//! Conversion of REST client errors to operation errors.
 
 use infra_api::{ClientError, Problem, ProblemCode, What};
 
 use super::{
-    AttachError, CreateError, DeleteError, DetachError, GrowError, LimitError, ReadError, SnapshotError,
-    Trouble,
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
+    SnapshotError,
 };
 
-impl From<ClientError> for Trouble {
+impl From<ClientError> for Indeterminate {
     fn from(error: ClientError) -> Self {
-        trouble(&error)
+        indeterminate(&error)
     }
 }
 
 impl From<ClientError> for CreateError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
-            // A pool that is not there is a wrong parameter.
+            // A missing pool is an invalid parameter.
             ProblemCode::NotFound if is_source(problem) => Self::SourceNotFound(text(problem)),
             ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(text(problem)),
             ProblemCode::Exists => Self::Different(text(problem)),
             ProblemCode::OutOfSpace => Self::OutOfSpace(text(problem)),
-            // Read-only says nothing about an earlier try with this id, so it can't be final either.
+            // ReadOnly does not tell the result of an earlier request with this ID, so it is not final either.
             ProblemCode::InUse
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for DeleteError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::InUse => Self::InUse(text(problem)),
             ProblemCode::Invalid
@@ -48,14 +48,14 @@ impl From<ClientError> for DeleteError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for SnapshotError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
@@ -67,34 +67,34 @@ impl From<ClientError> for SnapshotError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
-impl From<ClientError> for GrowError {
+impl From<ClientError> for ExpandError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
             ProblemCode::InUse => Self::InUse(text(problem)),
             ProblemCode::OutOfSpace => Self::OutOfSpace(text(problem)),
-            // The volume grew between the look at it and this call: the next one finds it so.
+            // Exists: the volume was expanded between the read and this call; a retry succeeds.
             ProblemCode::Exists
             | ProblemCode::Ended
             | ProblemCode::NodeNotRunning
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for LimitError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid => Self::Invalid(text(problem)),
             ProblemCode::NotFound => Self::VolumeNotFound(text(problem)),
@@ -106,14 +106,14 @@ impl From<ClientError> for LimitError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for ReadError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match problem.code {
             ProblemCode::Invalid | ProblemCode::NotFound => Self::Invalid(text(problem)),
             ProblemCode::Exists
@@ -124,20 +124,20 @@ impl From<ClientError> for ReadError {
             | ProblemCode::TooManyDisks
             | ProblemCode::ReadOnly
             | ProblemCode::Unavailable
-            | ProblemCode::Internal => Self::Trouble(Trouble::Failed(text(problem))),
+            | ProblemCode::Internal => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for AttachError {
     fn from(error: ClientError) -> Self {
-        let Some(problem) = error.problem() else { return Self::Trouble(trouble(&error)) };
+        let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match (problem.code, problem.what) {
             (ProblemCode::NotFound, Some(What::Volume)) => Self::VolumeNotFound(text(problem)),
             (ProblemCode::NotFound, Some(What::Node)) => Self::NodeNotFound(text(problem)),
             (ProblemCode::InUse, _) => Self::InUse(text(problem)),
             (ProblemCode::Exists, _) => Self::Conflict(text(problem)),
-            (ProblemCode::Ended, _) => Self::Ended(text(problem)),
+            (ProblemCode::Ended, _) => Self::IdDeleted(text(problem)),
             (ProblemCode::NodeNotRunning, _) => Self::NodeNotRunning(text(problem)),
             (ProblemCode::TooManyDisks, _) => Self::TooManyDisks(text(problem)),
             (ProblemCode::Invalid, _) => Self::Invalid(text(problem)),
@@ -148,53 +148,57 @@ impl From<ClientError> for AttachError {
                 | ProblemCode::Unavailable
                 | ProblemCode::Internal,
                 _,
-            ) => Self::Trouble(Trouble::Failed(text(problem))),
+            ) => Self::Indeterminate(Indeterminate::Failed(text(problem))),
         }
     }
 }
 
 impl From<ClientError> for DetachError {
     fn from(error: ClientError) -> Self {
-        // Only the infra's own "done" ends a detach, so whatever else it says leaves it open.
-        Self(error.problem().map_or_else(|| trouble(&error), |problem| Trouble::Failed(text(problem))))
+        // Only a success from the storage infra completes a detach; after any other answer its result is unknown.
+        Self(
+            error
+                .problem()
+                .map_or_else(|| indeterminate(&error), |problem| Indeterminate::Failed(text(problem))),
+        )
     }
 }
 
-/// Whether a problem is about what a new volume was to begin with.
+/// Whether a problem is about the content source of a new volume.
 fn is_source(problem: &Problem) -> bool {
     matches!(problem.what, Some(What::Volume | What::Snapshot))
 }
 
-/// An error without a problem of the infra's own.
-fn trouble(error: &ClientError) -> Trouble {
+/// Converts an error that has no problem document.
+fn indeterminate(error: &ClientError) -> Indeterminate {
     match error {
-        ClientError::Problem { problem, .. } => Trouble::Failed(text(problem)),
-        ClientError::Connect { server, source, .. } => Trouble::Unreachable(format!(
-            "cannot connect to the storage infra at {server}: {}",
+        ClientError::Problem { problem, .. } => Indeterminate::Failed(text(problem)),
+        ClientError::Connect { server, source, .. } => Indeterminate::Unreachable(format!(
+            "failed to connect to the storage infra at {server}: {}",
             kube_kit::client::chain(source)
         )),
-        ClientError::Config(text) => Trouble::Unreachable(text.clone()),
-        ClientError::Timeout { server, .. } => Trouble::TimedOut(format!(
-            "the storage infra at {server} did not answer in time; the work may go on there"
+        ClientError::Config(text) => Indeterminate::Unreachable(text.clone()),
+        ClientError::Timeout { server, .. } => Indeterminate::TimedOut(format!(
+            "the storage infra at {server} did not answer in time; the operation may continue there"
         )),
         ClientError::UnderWay { how_far, .. } => {
-            Trouble::TimedOut(format!("the storage infra is not done, and goes on: {how_far}"))
+            Indeterminate::TimedOut(format!("the storage infra has not finished yet: {how_far}"))
         }
-        ClientError::Interrupted { server, .. } => Trouble::Failed(format!(
-            "the connection to the storage infra at {server} broke before its answer; the work may have happened"
+        ClientError::Interrupted { server, .. } => Indeterminate::Failed(format!(
+            "the connection to the storage infra at {server} was lost before the answer; the operation may have happened"
         )),
-        ClientError::Malformed { call, status, expected, reason, .. } => Trouble::Failed(format!(
-            "the storage infra's answer to {call} (HTTP {status}) is not a {expected}: {reason}; \
-             is another server or version behind --infra-url?"
+        ClientError::Malformed { call, status, expected, reason, .. } => Indeterminate::Failed(format!(
+            "the answer of the storage infra to {call} (HTTP {status}) is not a {expected}: {reason}; check that \
+             --infra-url is the storage infra API in a supported version"
         )),
     }
 }
 
-/// The problem's text, with the machines it names if the text itself doesn't.
+/// The detail of a problem, with the nodes it lists unless the detail names them.
 fn text(problem: &Problem) -> String {
     let mut text = if problem.detail.is_empty() {
-        // Not our own server's answer: it always says why.
-        format!("the storage infra answered HTTP {} ({}) without saying why", problem.status, problem.code)
+        // storage-infra always sets the detail, so this is another server.
+        format!("the storage infra answered HTTP {} ({}) without a detail", problem.status, problem.code)
     } else {
         problem.detail.clone()
     };
@@ -232,31 +236,31 @@ mod tests {
     ];
 
     #[test]
-    fn what_may_have_happened_is_never_told_as_final() {
+    fn an_unknown_result_never_gives_a_final_code() {
         let not_final = [Code::Unavailable, Code::DeadlineExceeded, Code::Aborted, Code::Cancelled];
         for code in CODES.into_iter().filter(|code| problem(*code).may_have_happened()) {
             for status in [
                 Status::from(CreateError::from(problem(code))),
                 DeleteError::from(problem(code)).into(),
                 SnapshotError::from(problem(code)).into(),
-                GrowError::from(problem(code)).into(),
+                ExpandError::from(problem(code)).into(),
                 LimitError::from(problem(code)).into(),
                 ReadError::from(problem(code)).into(),
             ] {
                 assert!(not_final.contains(&status.code()), "{code}: {status}");
             }
-            assert!(matches!(AttachError::from(problem(code)), AttachError::Trouble(_)), "{code}");
+            assert!(matches!(AttachError::from(problem(code)), AttachError::Indeterminate(_)), "{code}");
         }
     }
 
     #[test]
-    fn a_full_infra_is_resource_exhausted_in_its_own_words() {
+    fn out_of_space_gives_resource_exhausted_with_the_detail() {
         let status = Status::from(CreateError::from(problem(ProblemCode::OutOfSpace)));
         assert_eq!((status.code(), status.message()), (Code::ResourceExhausted, "text"));
     }
 
     #[test]
-    fn a_snapshot_that_was_refused_is_told_as_final_so_that_it_can_be_deleted() {
+    fn a_refused_snapshot_gives_a_final_code_so_that_it_can_be_deleted() {
         for code in [ProblemCode::InUse, ProblemCode::OutOfSpace] {
             let status = Status::from(SnapshotError::from(problem(code)));
             assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "text"), "{code}");
@@ -264,13 +268,13 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_that_cannot_grow_where_it_is_plugged_is_told_as_in_use() {
-        let status = Status::from(GrowError::from(problem(ProblemCode::InUse)));
+    fn a_volume_that_cannot_be_expanded_while_attached_gives_failed_precondition() {
+        let status = Status::from(ExpandError::from(problem(ProblemCode::InUse)));
         assert_eq!((status.code(), status.message()), (Code::FailedPrecondition, "text"));
     }
 
     #[test]
-    fn a_source_that_is_gone_is_told_from_a_pool_that_is_not_there() {
+    fn a_missing_source_and_a_missing_pool_give_different_codes() {
         let of = |what| {
             let problem = Problem::new(ProblemCode::NotFound, "text").about(what, "x");
             let error = ClientError::Problem { call: String::new(), problem: Box::new(problem) };
@@ -282,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_in_use_is_refused_with_the_machines_name() {
+    fn the_deletion_of_a_volume_in_use_names_the_node() {
         let nodes = vec![NodeRef { uuid: uuid::Uuid::nil(), name: "vm-1".into() }];
         let problem = Problem::new(ProblemCode::InUse, "volume v is attached").used_by(nodes);
         let error = ClientError::Problem { call: String::new(), problem: Box::new(problem) };

@@ -1,113 +1,113 @@
-//! What each operation on the infra can end in, and which CSI status that is. The texts carry no times and
-//! counts of tries: the same failure has the same text, and is written to an object once.
+//! Errors of storage infra operations, and their CSI status codes. The texts contain no times and no retry counts: the same
+//! failure has the same text and is written to an object once.
 
 mod from_client;
 
 use tonic::Status;
 
-/// It is open whether the work happened or will happen: nothing final may be said, and the same call
-/// repeated later finds out.
+/// The result is unknown: the operation may have happened or may still happen. No final code may be returned; a retry of the
+/// same call returns the result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Trouble {
-    /// Nobody answers.
+pub enum Indeterminate {
+    /// The connection failed.
     #[error("{0}")]
     Unreachable(String),
-    /// The caller's time is over before the infra is done.
+    /// The caller's deadline passed first.
     #[error("{0}")]
     TimedOut(String),
-    /// The infra says that it can't now, or broke off, or makes no sense.
+    /// The storage infra failed temporarily, broke the connection, or gave an invalid answer.
     #[error("{0}")]
     Failed(String),
 }
 
-impl From<Trouble> for Status {
-    fn from(trouble: Trouble) -> Self {
-        match trouble {
-            // The sidecars take both codes as "may still be running" and call again with the same name.
-            Trouble::Unreachable(text) | Trouble::Failed(text) => Status::unavailable(text),
-            Trouble::TimedOut(text) => Status::deadline_exceeded(text),
+impl From<Indeterminate> for Status {
+    fn from(error: Indeterminate) -> Self {
+        match error {
+            // The sidecars treat both codes as "may still be running" and retry with the same name.
+            Indeterminate::Unreachable(text) | Indeterminate::Failed(text) => Status::unavailable(text),
+            Indeterminate::TimedOut(text) => Status::deadline_exceeded(text),
         }
     }
 }
 
-/// How a create can fail.
+/// Failure of a volume creation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CreateError {
-    /// No infra would take this request.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// What the volume is to begin with is not there.
+    /// The volume content source does not exist.
     #[error("{0}")]
     SourceNotFound(String),
-    /// There is a volume of this id that was asked for otherwise.
+    /// A volume with this ID and other parameters exists.
     #[error("{0}")]
     Different(String),
-    /// No pool can take it.
+    /// No pool has enough capacity.
     #[error("{0}")]
     OutOfSpace(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<CreateError> for Status {
     fn from(error: CreateError) -> Self {
         match error {
-            // Final: the infra did nothing, and repeating it can't help.
+            // Final: the storage infra did nothing, and a retry cannot succeed.
             CreateError::Invalid(text) => Status::invalid_argument(text),
             // Final: the specification's code for a source that does not exist.
             CreateError::SourceNotFound(text) => Status::not_found(text),
             // Final: the specification's code for a name that is taken by an incompatible volume.
             CreateError::Different(text) => Status::already_exists(text),
-            // Nothing was made. csi-provisioner goes on trying, since space may come.
+            // Nothing was created. csi-provisioner retries, because capacity may become available.
             CreateError::OutOfSpace(text) => Status::resource_exhausted(text),
-            CreateError::Trouble(trouble) => trouble.into(),
+            CreateError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How the deletion of a volume or snapshot can fail.
+/// Failure of the deletion of a volume or snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeleteError {
-    /// Something uses it, such as a machine that it is plugged into.
+    /// It is in use, for instance attached to a VM.
     #[error("{0}")]
     InUse(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<DeleteError> for Status {
     fn from(error: DeleteError) -> Self {
         match error {
-            // The specification's code for a volume in use: nothing was touched.
+            // The specification's code for a volume in use. Nothing was deleted.
             DeleteError::InUse(text) => Status::failed_precondition(text),
-            DeleteError::Trouble(trouble) => trouble.into(),
+            DeleteError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How a snapshot can fail.
+/// Failure of a snapshot creation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
-    /// No infra would take this request.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// The infra has no such volume.
+    /// The volume does not exist.
     #[error("{0}")]
     VolumeNotFound(String),
-    /// There is a snapshot of this id, of another volume.
+    /// A snapshot of another volume has this ID.
     #[error("{0}")]
     Different(String),
-    /// The volume can't be copied while a machine may write to it.
+    /// The volume cannot be copied while a VM may write to it.
     #[error("{0}")]
     InUse(String),
-    /// The volume's pool has no room for it.
+    /// The pool of the volume has not enough capacity.
     #[error("{0}")]
     OutOfSpace(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<SnapshotError> for Status {
@@ -117,61 +117,61 @@ impl From<SnapshotError> for Status {
             // The specification's code for a source that does not exist.
             SnapshotError::VolumeNotFound(text) => Status::not_found(text),
             SnapshotError::Different(text) => Status::already_exists(text),
-            // Nothing was made, and csi-snapshotter goes on trying, since space may come and machines go. It takes
-            // RESOURCE_EXHAUSTED for a snapshot that may still be under way, which could then not be deleted.
+            // Nothing was created, and csi-snapshotter retries. With RESOURCE_EXHAUSTED, csi-snapshotter would assume that the
+            // snapshot may still be in progress, and would not let it be deleted.
             SnapshotError::InUse(text) | SnapshotError::OutOfSpace(text) => Status::failed_precondition(text),
-            SnapshotError::Trouble(trouble) => trouble.into(),
+            SnapshotError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How growing can fail.
+/// Failure of an expansion.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum GrowError {
-    /// No infra would take this request.
+pub enum ExpandError {
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// The infra has no such volume.
+    /// The volume does not exist.
     #[error("{0}")]
     VolumeNotFound(String),
-    /// A machine has the volume in a way in which it can't grow: nothing was changed.
+    /// The volume cannot be expanded while attached in its current way. Nothing was changed.
     #[error("{0}")]
     InUse(String),
-    /// The volume's pool has too little room: nothing was changed.
+    /// The pool of the volume has not enough capacity. Nothing was changed.
     #[error("{0}")]
     OutOfSpace(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
-impl From<GrowError> for Status {
-    fn from(error: GrowError) -> Self {
+impl From<ExpandError> for Status {
+    fn from(error: ExpandError) -> Self {
         match error {
-            GrowError::Invalid(text) => Status::invalid_argument(text),
-            GrowError::VolumeNotFound(text) => Status::not_found(text),
+            ExpandError::Invalid(text) => Status::invalid_argument(text),
+            ExpandError::VolumeNotFound(text) => Status::not_found(text),
             // The specification's code for a volume that must be unpublished first.
-            GrowError::InUse(text) => Status::failed_precondition(text),
-            // csi-resizer takes RESOURCE_EXHAUSTED as "may still be growing", and then keeps the claim's author
-            // from going back to a smaller size; OUT_OF_RANGE says that nothing happened.
-            GrowError::OutOfSpace(text) => Status::out_of_range(text),
-            GrowError::Trouble(trouble) => trouble.into(),
+            ExpandError::InUse(text) => Status::failed_precondition(text),
+            // csi-resizer treats RESOURCE_EXHAUSTED as "may still be expanding", and then the claim cannot be reset to a
+            // smaller size. OUT_OF_RANGE means that nothing happened.
+            ExpandError::OutOfSpace(text) => Status::out_of_range(text),
+            ExpandError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How a change of limits can fail.
+/// Failure to set QoS limits.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LimitError {
-    /// No infra would take this request.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// The infra has no such volume.
+    /// The volume does not exist.
     #[error("{0}")]
     VolumeNotFound(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<LimitError> for Status {
@@ -179,65 +179,64 @@ impl From<LimitError> for Status {
         match error {
             LimitError::Invalid(text) => Status::invalid_argument(text),
             LimitError::VolumeNotFound(text) => Status::not_found(text),
-            LimitError::Trouble(trouble) => trouble.into(),
+            LimitError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How a look can fail.
+/// Failure of a read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// The question itself is wrong.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// No answer.
+    /// The storage infra gave no answer.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
 impl From<ReadError> for Status {
     fn from(error: ReadError) -> Self {
         match error {
             ReadError::Invalid(text) => Status::invalid_argument(text),
-            ReadError::Trouble(trouble) => trouble.into(),
+            ReadError::Indeterminate(inner) => inner.into(),
         }
     }
 }
 
-/// How an attach can fail. All but [`AttachError::Trouble`] also say that the disk is not there by this
-/// order.
+/// Failure of an attach. All but [`AttachError::Indeterminate`] imply that the disk is not attached under this ID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
-    /// The infra has no such volume.
+    /// The volume does not exist.
     #[error("{0}")]
     VolumeNotFound(String),
-    /// The infra has no such machine.
+    /// The node is not registered in the storage infra.
     #[error("{0}")]
     NodeNotFound(String),
-    /// Another machine has the volume.
+    /// The volume is attached to another VM.
     #[error("{0}")]
     InUse(String),
-    /// The attachment's id stands for another volume or machine.
+    /// The attachment ID exists with another volume or node.
     #[error("{0}")]
     Conflict(String),
-    /// The attachment of this id was told to go, and won't come back.
+    /// The attachment ID was deleted and cannot be reused.
     #[error("{0}")]
-    Ended(String),
-    /// The machine is off.
+    IdDeleted(String),
+    /// The VM is not running.
     #[error("{0}")]
     NodeNotRunning(String),
-    /// The machine has as many disks as it can.
+    /// The VM has the maximum number of disks.
     #[error("{0}")]
     TooManyDisks(String),
-    /// No infra would take this request.
+    /// The request is invalid.
     #[error("{0}")]
     Invalid(String),
-    /// Unknown what happened.
+    /// The result is unknown.
     #[error(transparent)]
-    Trouble(#[from] Trouble),
+    Indeterminate(#[from] Indeterminate),
 }
 
-/// How a detach can fail: the disk may still be there.
+/// Failure of a detach: the disk may still be attached.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(transparent)]
-pub struct DetachError(#[from] pub Trouble);
+pub struct DetachError(#[from] pub Indeterminate);

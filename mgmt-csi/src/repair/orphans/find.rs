@@ -1,4 +1,5 @@
-//! What nothing uses, found without I/O. Each says whether it can be removed, or why a person must decide.
+//! Search for orphans in the inventory, without I/O. Each orphan is either removable, or has the reason why an operator must
+//! decide.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -14,17 +15,17 @@ use kube::ResourceExt;
 use kube_kit::informer::Key;
 use kube_kit::lean::PersistentVolumeClaim;
 
-use super::world::{Volume, World};
+use super::inventory::{Inventory, Volume};
 use crate::cluster::{self, is_bound_back, volume_name};
 use crate::infra::volume_id;
-use crate::repair::judge::{Facts, Verdict, judge};
+use crate::repair::decide::{Decision, Inputs, decide};
 
-/// What kind of thing is orphaned.
+/// Kind of the orphaned object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
-    /// A claim of a guest.
+    /// PersistentVolumeClaim of a guest.
     Claim,
-    /// A released PersistentVolume.
+    /// Released PersistentVolume.
     Volume,
     InfraVolume,
     InfraSnapshot,
@@ -43,15 +44,15 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Whether it can be removed.
+/// Whether an orphan can be removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Removal {
     Delete,
-    /// And why not.
+    /// It cannot, for this reason.
     Keep(String),
 }
 
-/// One thing that nothing uses.
+/// An unused object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Orphan {
     pub(super) kind: Kind,
@@ -60,56 +61,61 @@ pub(super) struct Orphan {
     pub(super) uid: Option<String>,
     pub(super) resource_version: Option<String>,
     pub(super) bytes: Option<u64>,
-    /// Since it is an orphan, or, where nobody wrote that down, since it is there.
+    /// Time since it became an orphan, or since its creation if that is not recorded.
     pub(super) age: Option<Duration>,
-    /// One CamelCase word.
+    /// Reason in CamelCase.
     pub(super) reason: String,
-    /// Why it is called an orphan.
+    /// Why it is an orphan.
     pub(super) message: String,
     pub(super) removal: Removal,
 }
 
 impl Orphan {
-    /// Namespace and name.
+    /// `<namespace>/<name>`, or the name alone.
     pub(super) fn full_name(&self) -> String {
         Key::new(self.namespace.clone().unwrap_or_default(), self.name.clone()).to_string()
     }
 
-    /// Whether both are about the same thing.
+    /// Whether both describe the same object.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         self.kind == other.kind && self.full_name() == other.full_name() && self.uid == other.uid
     }
 }
 
-/// All that nothing uses, by kind and name. Where the infra is not `exclusive`ly this cluster's, what this one does not
-/// know there may be another's.
-pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
-    let mut found: Vec<Orphan> = world.claims.iter().filter_map(|claim| of_claim(world, claim)).collect();
-    found.extend(world.volumes.iter().filter_map(|volume| of_volume(world, volume)));
+/// All orphans, sorted by kind and name. Unless the storage infra is `exclusive` to this cluster, unknown volumes and
+/// snapshots are kept: they may belong to another cluster.
+pub(super) fn find(inventory: &Inventory, exclusive: bool) -> Vec<Orphan> {
+    let mut found: Vec<Orphan> =
+        inventory.claims.iter().filter_map(|claim| of_claim(inventory, claim)).collect();
+    found.extend(inventory.volumes.iter().filter_map(|volume| of_volume(inventory, volume)));
     let named: HashSet<&str> =
-        world.volumes.iter().filter_map(|volume| cluster::handle(&volume.spec)).collect();
-    let coming: HashSet<VolumeId> = world.claims.iter().filter_map(to_come).collect();
-    found.extend(world.infra_volumes.iter().filter_map(|volume| {
+        inventory.volumes.iter().filter_map(|volume| cluster::handle(&volume.spec)).collect();
+    let coming: HashSet<VolumeId> = inventory.claims.iter().filter_map(pending_volume).collect();
+    found.extend(inventory.infra_volumes.iter().filter_map(|volume| {
         let is_known = named.contains(volume.id.as_str()) || coming.contains(&volume.id);
-        (!is_known).then(|| of_infra_volume(world, volume))
+        (!is_known).then(|| of_infra_volume(inventory, volume))
     }));
-    let unknown = world.infra_snapshots.iter().filter(|one| !world.known_snapshots.contains(&one.id));
-    found.extend(unknown.map(|snapshot| of_infra_snapshot(world, snapshot)));
-    let volumes: HashMap<&str, &Volume> = world
+    let unknown = inventory.infra_snapshots.iter().filter(|one| !inventory.known_snapshots.contains(&one.id));
+    found.extend(unknown.map(|snapshot| of_infra_snapshot(inventory, snapshot)));
+    let volumes: HashMap<&str, &Volume> = inventory
         .volumes
         .iter()
         .filter(|volume| cluster::claim_of(&volume.spec).is_some())
         .filter_map(|volume| Some((cluster::handle(&volume.spec)?, volume)))
         .collect();
-    found.extend(world.attachments.iter().filter_map(|attachment| {
-        of_infra_attachment(world, attachment, volumes.get(attachment.volume.as_str()).copied())
+    found.extend(inventory.infra_attachments.iter().filter_map(|infra_attachment| {
+        of_infra_attachment(
+            inventory,
+            infra_attachment,
+            volumes.get(infra_attachment.volume.as_str()).copied(),
+        )
     }));
     for orphan in found.iter_mut().filter(|_| !exclusive) {
         if [Kind::InfraVolume, Kind::InfraSnapshot].contains(&orphan.kind)
             && orphan.removal == Removal::Delete
         {
             orphan.removal = Removal::Keep(
-                "another cluster may use it: where none uses this infra, say so with --exclusive-infra"
+                "another cluster may use it; if no other cluster uses this storage infra, set --exclusive-infra"
                     .to_owned(),
             );
         }
@@ -118,67 +124,71 @@ pub(super) fn find(world: &World, exclusive: bool) -> Vec<Orphan> {
     found
 }
 
-/// The volume that is made, or was just made, for a claim that waits. csi-provisioner names it after the claim, as its
-/// `--volume-name-prefix` is by default.
-fn to_come(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
+/// ID of the volume that is being created for a pending claim. csi-provisioner derives the name from the UID of the claim,
+/// with the default `--volume-name-prefix`.
+fn pending_volume(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default())))
 }
 
-fn since(now: Timestamp, text: Option<&str>) -> Option<Duration> {
+fn age_of(now: Timestamp, text: Option<&str>) -> Option<Duration> {
     let then: Timestamp = text?.parse().ok()?;
     Duration::try_from(now.duration_since(then)).ok()
 }
 
-fn made(volume: &Volume) -> Option<Timestamp> {
+fn creation_time(volume: &Volume) -> Option<Timestamp> {
     volume.metadata.creation_timestamp.as_ref().map(|time| time.0)
 }
 
-fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
+fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orphan> {
     let key = Key::of(claim);
     let marked = |mark: &str| claim.annotations().get(mark).map(String::as_str);
     let (time, reason, message) = match (marked(ANNOTATION_ORPHANED_SINCE), marked(ANNOTATION_RETAINED_SINCE))
     {
-        (Some(since), _) => {
+        (Some(age_of), _) => {
             let reason = marked(ANNOTATION_ORPHANED_REASON).unwrap_or("VolumeGone");
-            (since, reason, "no PersistentVolume of its guest names it any more")
+            (age_of, reason, "no PersistentVolume of its guest refers to it any more")
         }
-        (None, Some(since)) => (since, "Retained", "its guest let go of it with reclaim policy Retain"),
+        (None, Some(age_of)) => {
+            (age_of, "Retained", "its guest PersistentVolume with reclaim policy Retain was deleted")
+        }
         (None, None) => return None,
     };
-    let volume = world.volumes.iter().find(|volume| {
+    let volume = inventory.volumes.iter().find(|volume| {
         volume.metadata.name.as_deref() == volume_name(claim) && is_bound_back(&volume.spec, claim)
     });
     let policy = volume.and_then(|volume| volume.spec.persistent_volume_reclaim_policy.as_deref());
     let consumers: Vec<&str> =
         claim.annotations().keys().filter_map(|key| key.strip_prefix(ANNOTATION_CONSUMER_PREFIX)).collect();
-    let order = world.orders.iter().find(|order| {
-        order.spec.volume_name == key.name && order.metadata.namespace.as_ref() == Some(&key.namespace)
+    let attachment = inventory.attachments.iter().find(|attachment| {
+        attachment.spec.volume_name == key.name
+            && attachment.metadata.namespace.as_ref() == Some(&key.namespace)
     });
-    let plugged = volume
-        .and_then(|volume| cluster::handle(&volume.spec))
-        .and_then(|handle| world.attachments.iter().find(|attachment| attachment.volume.as_str() == handle));
-    let wanting = world.machines.iter().flatten().find(|machine| {
-        let mut entries =
-            machine.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
-        machine.metadata.namespace.as_ref() == Some(&key.namespace)
+    let attached = volume.and_then(|volume| cluster::handle(&volume.spec)).and_then(|handle| {
+        inventory.infra_attachments.iter().find(|infra_attachment| infra_attachment.volume.as_str() == handle)
+    });
+    let requester = inventory.vms.iter().flatten().find(|vm| {
+        let mut entries = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
+        vm.metadata.namespace.as_ref() == Some(&key.namespace)
             && entries.any(|entry| entry.claim_name == key.name)
     });
     let removal = if reason != "VolumeGone" {
         Removal::Keep(match reason {
-            "Retained" => "its guest said Retain: delete the claim by hand".to_owned(),
-            _ => "the guest's claim still says that it has this volume".to_owned(),
+            "Retained" => "reclaim policy Retain in its guest: delete the claim manually".to_owned(),
+            _ => "the guest PVC still refers to this volume".to_owned(),
         })
     } else if claim.metadata.deletion_timestamp.is_some() {
         Removal::Keep("it is being deleted".to_owned())
     } else if policy != Some("Delete") {
-        Removal::Keep("its PersistentVolume is gone or says Retain: delete the claim by hand".to_owned())
-    } else if let Some(order) = order {
-        Removal::Keep(format!("VolumeAttachment {} has it", order.name_any()))
-    } else if let Some(machine) = wanting {
-        Removal::Keep(format!("VirtualMachine {} has it in spec.volumes", machine.name_any()))
-    } else if let Some(attachment) = plugged {
-        Removal::Keep(format!("the infra has it attached to machine {}", attachment.node))
+        Removal::Keep(
+            "its PersistentVolume is gone or has reclaim policy Retain: delete the claim manually".to_owned(),
+        )
+    } else if let Some(attachment) = attachment {
+        Removal::Keep(format!("VolumeAttachment {} refers to it", attachment.name_any()))
+    } else if let Some(vm) = requester {
+        Removal::Keep(format!("VirtualMachine {} lists it in spec.volumes", vm.name_any()))
+    } else if let Some(infra_attachment) = attached {
+        Removal::Keep(format!("it is attached to node {} in the storage infra", infra_attachment.node))
     } else if !consumers.is_empty() {
         Removal::Keep(format!("other guests use it: {}", consumers.join(", ")))
     } else {
@@ -191,14 +201,14 @@ fn of_claim(world: &World, claim: &PersistentVolumeClaim) -> Option<Orphan> {
         uid: claim.uid(),
         resource_version: claim.resource_version(),
         bytes: claim.status.capacity,
-        age: since(world.now, Some(time)),
+        age: age_of(inventory.now, Some(time)),
         reason: reason.to_owned(),
         message: message.to_owned(),
         removal,
     })
 }
 
-fn of_volume(world: &World, volume: &Volume) -> Option<Orphan> {
+fn of_volume(inventory: &Inventory, volume: &Volume) -> Option<Orphan> {
     let spec = &volume.spec;
     let handle = cluster::handle(spec)?;
     let status = volume.status.as_ref()?;
@@ -207,7 +217,7 @@ fn of_volume(world: &World, volume: &Volume) -> Option<Orphan> {
         return None;
     }
     let released = status.last_phase_transition_time.as_ref().map(|time| time.0);
-    let made = made(volume);
+    let creation_time = creation_time(volume);
     let was = cluster::claim_of(spec).map_or_else(String::new, |claim| format!(" {claim}"));
     Some(Orphan {
         kind: Kind::Volume,
@@ -216,32 +226,35 @@ fn of_volume(world: &World, volume: &Volume) -> Option<Orphan> {
         uid: volume.uid(),
         resource_version: volume.resource_version(),
         bytes: spec.capacity,
-        age: released.or(made).and_then(|then| Duration::try_from(world.now.duration_since(then)).ok()),
+        age: released
+            .or(creation_time)
+            .and_then(|then| Duration::try_from(inventory.now.duration_since(then)).ok()),
         reason: "Released".to_owned(),
         message: format!("its claim{was} is gone"),
         removal: Removal::Keep(format!(
-            "reclaim policy Retain: delete the PersistentVolume by hand, and volume {handle} of the infra is listed here"
+            "reclaim policy Retain: delete the PersistentVolume manually; then volume {handle} of the storage infra is listed"
         )),
     })
 }
 
-/// The claim that something in the infra was made for, as its maker wrote on it.
-fn maker(labels: &Labels, of: &str) -> Option<Key> {
+/// The object for which a volume or snapshot was created, from the labels that mgmt-csi set.
+fn created_for(labels: &Labels, of: &str) -> Option<Key> {
     Some(Key::new(labels.get("namespace")?.clone(), labels.get(of)?.clone()))
 }
 
-fn of_infra_volume(world: &World, volume: &InfraVolume) -> Orphan {
-    let claim = maker(&volume.labels, "pvc");
-    let is_there = claim.as_ref().is_some_and(|claim| world.claims.iter().any(|one| Key::of(one) == *claim));
+fn of_infra_volume(inventory: &Inventory, volume: &InfraVolume) -> Orphan {
+    let claim = created_for(&volume.labels, "pvc");
+    let is_there =
+        claim.as_ref().is_some_and(|claim| inventory.claims.iter().any(|one| Key::of(one) == *claim));
     let removal = match &claim {
-        None => Removal::Keep("it does not say that mgmt-csi made it for a claim".to_owned()),
+        None => Removal::Keep("its labels do not name a claim for which mgmt-csi created it".to_owned()),
         Some(claim) if is_there => Removal::Keep(format!(
-            "claim {claim}, for which it was made, is there: restore the PersistentVolume"
+            "claim {claim}, for which it was created, exists: restore the PersistentVolume"
         )),
         Some(_) if !volume.attached_to.is_empty() => Removal::Keep("it is attached".to_owned()),
         Some(_) => Removal::Delete,
     };
-    let made_for = claim.map_or_else(String::new, |claim| format!("; it was made for claim {claim}"));
+    let created_for = claim.map_or_else(String::new, |claim| format!("; it was created for claim {claim}"));
     Orphan {
         kind: Kind::InfraVolume,
         namespace: None,
@@ -249,20 +262,23 @@ fn of_infra_volume(world: &World, volume: &InfraVolume) -> Orphan {
         uid: None,
         resource_version: None,
         bytes: Some(volume.capacity_bytes),
-        age: since(world.now, Some(&volume.created_at)),
+        age: age_of(inventory.now, Some(&volume.created_at)),
         reason: "NoPersistentVolume".to_owned(),
-        message: format!("no PersistentVolume of this cluster names it{made_for}"),
+        message: format!("no PersistentVolume of this cluster refers to it{created_for}"),
         removal,
     }
 }
 
-fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
-    let made_for = maker(&snapshot.labels, "snapshot");
-    let removal = match &made_for {
+fn of_infra_snapshot(inventory: &Inventory, snapshot: &Snapshot) -> Orphan {
+    let created_for = created_for(&snapshot.labels, "snapshot");
+    let removal = match &created_for {
         Some(_) => Removal::Delete,
-        None => Removal::Keep("it does not say that mgmt-csi took it for a VolumeSnapshot".to_owned()),
+        None => {
+            Removal::Keep("its labels do not name a VolumeSnapshot for which mgmt-csi created it".to_owned())
+        }
     };
-    let made_for = made_for.map_or_else(String::new, |name| format!("; it was taken for {name}"));
+    let created_for =
+        created_for.map_or_else(String::new, |name| format!("; it was created for VolumeSnapshot {name}"));
     Orphan {
         kind: Kind::InfraSnapshot,
         namespace: None,
@@ -270,40 +286,44 @@ fn of_infra_snapshot(world: &World, snapshot: &Snapshot) -> Orphan {
         uid: None,
         resource_version: None,
         bytes: Some(snapshot.capacity_bytes),
-        age: since(world.now, Some(&snapshot.created_at)),
+        age: age_of(inventory.now, Some(&snapshot.created_at)),
         reason: "NoSnapshotContent".to_owned(),
-        message: format!("no VolumeSnapshotContent of this cluster names it{made_for}"),
+        message: format!("no VolumeSnapshotContent of this cluster refers to it{created_for}"),
         removal,
     }
 }
 
-fn of_infra_attachment(world: &World, attachment: &Attachment, volume: Option<&Volume>) -> Option<Orphan> {
+fn of_infra_attachment(
+    inventory: &Inventory,
+    infra_attachment: &Attachment,
+    volume: Option<&Volume>,
+) -> Option<Orphan> {
     let claim = volume.and_then(|volume| cluster::claim_of(&volume.spec));
-    let facts = Facts {
-        attachment,
+    let inputs = Inputs {
+        infra_attachment,
         claim: claim.as_ref(),
-        volume_made: volume.and_then(made),
-        clock_skew: world.clock_skew,
-        orders: &world.orders,
-        machines: world.machines.as_deref(),
+        volume_created: volume.and_then(creation_time),
+        clock_skew: inventory.clock_skew,
+        attachments: &inventory.attachments,
+        vms: inventory.vms.as_deref(),
     };
-    let (reason, removal) = match judge(&facts) {
-        Verdict::Ordered => return None,
-        Verdict::Detach => ("NoOrder", Removal::Delete),
-        Verdict::Leave(reason, why) => (reason, Removal::Keep(why)),
+    let (reason, removal) = match decide(&inputs) {
+        Decision::HasAttachment => return None,
+        Decision::Detach => ("NoVolumeAttachment", Removal::Delete),
+        Decision::Leave(reason, why) => (reason, Removal::Keep(why)),
     };
     Some(Orphan {
         kind: Kind::InfraAttachment,
         namespace: None,
-        name: attachment.id.to_string(),
+        name: infra_attachment.id.to_string(),
         uid: None,
         resource_version: None,
         bytes: None,
-        age: since(world.now, Some(&attachment.created_at)),
+        age: age_of(inventory.now, Some(&infra_attachment.created_at)),
         reason: reason.to_owned(),
         message: format!(
-            "no VolumeAttachment is there for volume {} in machine {}",
-            attachment.volume, attachment.node
+            "volume {} is attached to node {} without a VolumeAttachment",
+            infra_attachment.volume, infra_attachment.node
         ),
         removal,
     })
@@ -315,18 +335,18 @@ mod tests {
 
     use super::*;
 
-    fn world() -> World {
-        World {
+    fn inventory() -> Inventory {
+        Inventory {
             now: "2026-01-02T00:00:00Z".parse().unwrap(),
             clock_skew: Duration::ZERO,
             claims: Vec::new(),
             volumes: Vec::new(),
-            orders: Vec::new(),
-            machines: Some(Vec::new()),
+            attachments: Vec::new(),
+            vms: Some(Vec::new()),
             known_snapshots: HashSet::new(),
             infra_volumes: Vec::new(),
             infra_snapshots: Vec::new(),
-            attachments: Vec::new(),
+            infra_attachments: Vec::new(),
         }
     }
 
@@ -367,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn an_orphaned_claim_goes_unless_its_policy_its_guest_or_another_guest_keeps_it() {
+    fn an_orphaned_claim_is_removable_unless_its_policy_or_a_guest_keeps_it() {
         let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
         let with = |more: Value| {
             let mut all = orphaned.clone();
@@ -376,7 +396,7 @@ mod tests {
         };
         let found = |annotations: Value, policy: &str| {
             let claims = vec![claim(annotations, "Bound")];
-            find(&World { claims, volumes: vec![volume(policy, "Bound")], ..world() }, true)
+            find(&Inventory { claims, volumes: vec![volume(policy, "Bound")], ..inventory() }, true)
         };
         let gone = found(orphaned.clone(), "Delete");
         assert!(!is_kept(&gone));
@@ -389,39 +409,39 @@ mod tests {
     }
 
     #[test]
-    fn an_orphaned_claim_that_a_machine_has_or_wants_is_kept_whatever_its_mark_says() {
+    fn an_orphaned_claim_that_a_vm_has_or_requests_is_kept() {
         let orphaned = json!({ANNOTATION_ORPHANED_SINCE: "2026-01-01T00:00:00Z", ANNOTATION_ORPHANED_REASON: "VolumeGone"});
-        let bound = || World {
+        let bound = || Inventory {
             claims: vec![claim(orphaned.clone(), "Bound")],
             volumes: vec![volume("Delete", "Bound")],
-            ..world()
+            ..inventory()
         };
-        let machine = |claim: &str| {
+        let vm = |claim: &str| {
             serde_json::from_value(json!({
                 "metadata": {"name": "vm-1", "namespace": "guest"},
                 "spec": {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": claim}}]},
             }))
             .unwrap()
         };
-        let with_machine = |claim: &str| World { machines: Some(vec![machine(claim)]), ..bound() };
+        let with_machine = |claim: &str| Inventory { vms: Some(vec![vm(claim)]), ..bound() };
         assert!(is_kept(&find(&with_machine("data"), true)));
         assert!(!is_kept(&find(&with_machine("other"), true)));
-        let attachment = json!({
+        let infra_attachment = json!({
             "id": "by-hand", "volume": "pvc-u1", "node": "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab", "readOnly": false,
             "access": "single-node", "state": "attached", "diskUuid": "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab",
             "createdAt": "2026-01-01T12:00:00Z",
         });
-        let attachments = vec![serde_json::from_value(attachment).unwrap()];
-        let found = find(&World { attachments, ..bound() }, true);
+        let infra_attachments = vec![serde_json::from_value(infra_attachment).unwrap()];
+        let found = find(&Inventory { infra_attachments, ..bound() }, true);
         assert!(is_kept(&found[..1]));
     }
 
     #[test]
-    fn an_infra_volume_is_an_orphan_only_when_nothing_names_it_or_will() {
+    fn an_infra_volume_is_an_orphan_only_if_no_volume_and_no_pending_claim_needs_it() {
         let labels = json!({"namespace": "guest", "pvc": "data"});
         let found = |claims: Vec<PersistentVolumeClaim>, volumes: Vec<Volume>, labels: &Value| {
             let infra_volumes = vec![infra_volume(labels.clone())];
-            find(&World { claims, volumes, infra_volumes, ..world() }, true)
+            find(&Inventory { claims, volumes, infra_volumes, ..inventory() }, true)
         };
         assert!(found(Vec::new(), vec![volume("Delete", "Bound")], &labels).is_empty());
         assert!(found(vec![claim(json!({}), "Pending")], Vec::new(), &labels).is_empty());
@@ -429,12 +449,16 @@ mod tests {
         assert!(is_kept(&found(vec![claim(json!({}), "Lost")], Vec::new(), &labels)));
         assert!(is_kept(&found(Vec::new(), Vec::new(), &json!({}))));
         let infra_volumes = vec![infra_volume(labels)];
-        assert!(is_kept(&find(&World { infra_volumes, ..world() }, false)), "it may be another cluster's");
+        assert!(
+            is_kept(&find(&Inventory { infra_volumes, ..inventory() }, false)),
+            "it may belong to another cluster"
+        );
     }
 
     #[test]
-    fn a_released_volume_that_is_to_be_kept_is_listed_and_never_removed() {
-        let found = |policy, phase| find(&World { volumes: vec![volume(policy, phase)], ..world() }, true);
+    fn a_released_volume_with_policy_retain_is_listed_and_never_removable() {
+        let found =
+            |policy, phase| find(&Inventory { volumes: vec![volume(policy, phase)], ..inventory() }, true);
         assert!(is_kept(&found("Retain", "Released")));
         assert!(found("Retain", "Bound").is_empty() && found("Delete", "Released").is_empty());
     }

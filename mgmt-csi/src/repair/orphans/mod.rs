@@ -1,9 +1,9 @@
-//! `mgmt-csi orphans`: what is there and nothing uses, in the management cluster and in the infra. Nothing of it is ever
-//! removed by itself; a person can have it removed here, after having seen what that would be.
+//! `mgmt-csi orphans`: lists unused objects of the management cluster and the storage infra. Nothing is removed
+//! automatically; `--remove` removes what the list shows as removable, by default as a dry run.
 
 mod find;
+mod inventory;
 mod print;
-mod world;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -22,13 +22,13 @@ use tokio::time::Instant;
 use super::ClockArgs;
 use crate::infra::{InfraArgs, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
+use inventory::Inventory;
 use print::Format;
-use world::World;
 
-/// How long the infra may take for one removal.
-const REMOVED: Duration = Duration::from_secs(60);
-/// How long what was read serves to remove things: each is decided anew on what is so now.
-const FRESH: Duration = Duration::from_secs(5);
+/// Timeout of one removal.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum age of the inventory on which a removal is decided.
+const MAX_AGE: Duration = Duration::from_secs(5);
 
 /// Flags of `mgmt-csi orphans`.
 #[derive(Debug, clap::Args)]
@@ -38,31 +38,30 @@ pub struct Args {
     kubeconfig: Option<PathBuf>,
     #[command(flatten)]
     infra: InfraArgs,
-    /// The shape of what is printed.
+    /// Output format.
     #[arg(short, long, value_enum, default_value_t = Format::Table)]
     output: Format,
-    /// Only these, by name or id.
+    /// Only objects with these names or IDs.
     #[arg(value_name = "NAME")]
     names: Vec<String>,
-    /// Only what is at least so old, as in 12h or 30d, by the clock of this process and with the difference of clocks added.
+    /// Only objects of at least this age, for instance 12h or 30d. The maximum clock skew is added.
     #[arg(long, value_name = "DURATION", value_parser = duration::parse)]
     older_than: Option<Duration>,
     #[command(flatten)]
     clocks: ClockArgs,
-    /// No other cluster uses this storage infra, so that what this one does not know there is nobody's. Without it, no
-    /// volume and no snapshot of the infra is removed.
+    /// Declares that no other cluster uses this storage infra. Without it, no volume and no snapshot of the storage infra
+    /// is removed, because another cluster may use it.
     #[arg(long)]
     exclusive_infra: bool,
-    /// Remove what can be removed, with its data. Needs --older-than, and only says what it would do unless
-    /// --dry-run=false is given.
+    /// Remove the removable objects with their data. Requires --older-than. A dry run unless --dry-run=false is given.
     #[arg(long, requires = "older_than")]
     remove: bool,
-    /// With --remove: only say what would be removed.
+    /// With --remove, only print what would be removed.
     #[arg(long, value_name = "BOOL", requires = "remove", default_value_t = true, action = clap::ArgAction::Set)]
     dry_run: bool,
 }
 
-/// What may be listed, and removed.
+/// Filters of the list.
 #[derive(Debug)]
 struct Limits {
     names: Vec<String>,
@@ -71,10 +70,10 @@ struct Limits {
     clock_skew: Duration,
 }
 
-/// What came of a removal, by the orphan.
+/// Result of each removal.
 type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 
-/// Lists, and removes where that was asked for.
+/// Lists orphans, and removes them if requested.
 pub async fn run(args: Args) -> anyhow::Result<()> {
     let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
     let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
@@ -92,19 +91,19 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     print::print(args.output, &orphans, args.remove, &outcomes)?;
     let removable = orphans.iter().filter(|orphan| orphan.removal == Removal::Delete).count();
     if args.remove && args.dry_run {
-        eprintln!("nothing was removed: {removable} would be with --dry-run=false");
+        eprintln!("dry run: nothing was removed; --dry-run=false would remove {removable}");
     }
     let failed = outcomes.values().filter(|outcome| outcome.is_err()).count();
     if failed > 0 {
-        bail!("{failed} of {removable} could not be removed");
+        bail!("failed to remove {failed} of {removable}");
     }
     Ok(())
 }
 
 async fn read(client: &Client, infra: &dyn StorageInfra, limits: &Limits) -> anyhow::Result<Vec<Orphan>> {
-    let world = World::read(client, infra, limits.clock_skew).await?;
-    let mut orphans = find(&world, limits.exclusive);
-    // Each age is the difference of a time that a server wrote and this process's own.
+    let inventory = Inventory::read(client, infra, limits.clock_skew).await?;
+    let mut orphans = find(&inventory, limits.exclusive);
+    // An age is the difference between a server's timestamp and the clock of this process.
     let is_old = |orphan: &Orphan, least: Duration| {
         orphan.age.is_some_and(|age| age >= least.saturating_add(limits.clock_skew))
     };
@@ -113,21 +112,21 @@ async fn read(client: &Client, infra: &dyn StorageInfra, limits: &Limits) -> any
     Ok(orphans)
 }
 
-/// Removes one after the other, each only where it is still to be removed.
+/// Removes orphans one by one, each only if it is still removable.
 async fn remove(client: &Client, infra: &dyn StorageInfra, orphans: &[Orphan], limits: &Limits) -> Outcomes {
     let mut outcomes = Outcomes::new();
-    let mut latest: Option<(Instant, Vec<Orphan>)> = None;
+    let mut cached: Option<(Instant, Vec<Orphan>)> = None;
     for orphan in orphans.iter().filter(|orphan| orphan.removal == Removal::Delete) {
         let outcome = async {
-            if latest.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() > FRESH) {
+            if cached.as_ref().is_none_or(|(read_at, _)| read_at.elapsed() > MAX_AGE) {
                 let began = Instant::now();
                 let orphans = read(client, infra, limits).await.map_err(|error| format!("{error:#}"))?;
-                latest = Some((began, orphans));
+                cached = Some((began, orphans));
             }
-            let still = latest.iter().flat_map(|(_, orphans)| orphans).find(|now| now.is_same(orphan));
+            let still = cached.iter().flat_map(|(_, orphans)| orphans).find(|now| now.is_same(orphan));
             match still.filter(|now| now.removal == Removal::Delete) {
                 Some(now) => remove_one(client, infra, now).await.map_err(|error| format!("{error:#}")),
-                None => Err("left alone: it is not as it was when it was listed".to_owned()),
+                None => Err("skipped: it has changed since it was listed".to_owned()),
             }
         };
         outcomes.insert((orphan.kind, orphan.full_name()), outcome.await);
@@ -136,12 +135,12 @@ async fn remove(client: &Client, infra: &dyn StorageInfra, orphans: &[Orphan], l
 }
 
 async fn remove_one(client: &Client, infra: &dyn StorageInfra, orphan: &Orphan) -> anyhow::Result<()> {
-    let deadline = Instant::now() + REMOVED;
+    let deadline = Instant::now() + REMOVAL_TIMEOUT;
     match orphan.kind {
         Kind::Claim => {
-            let namespace = orphan.namespace.as_deref().context("a claim without a namespace")?;
+            let namespace = orphan.namespace.as_deref().context("the claim has no namespace")?;
             let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), namespace);
-            // Only as it was seen: a consumer or a mark that came in between would have been overlooked.
+            // The precondition fails if a consumer or an annotation was added since the read.
             let preconditions =
                 Preconditions { uid: orphan.uid.clone(), resource_version: orphan.resource_version.clone() };
             let parameters = DeleteParams::default().preconditions(preconditions);
@@ -152,7 +151,9 @@ async fn remove_one(client: &Client, infra: &dyn StorageInfra, orphan: &Orphan) 
         }
         Kind::InfraVolume => Ok(infra.delete_volume(&VolumeId::new(&*orphan.name)?, deadline).await?),
         Kind::InfraSnapshot => Ok(infra.delete_snapshot(&SnapshotId::new(&*orphan.name)?, deadline).await?),
-        Kind::InfraAttachment => Ok(infra.detach(&AttachmentId::new(&*orphan.name)?, false, REMOVED).await?),
-        Kind::Volume => bail!("a PersistentVolume is never removed here"),
+        Kind::InfraAttachment => {
+            Ok(infra.detach(&AttachmentId::new(&*orphan.name)?, false, REMOVAL_TIMEOUT).await?)
+        }
+        Kind::Volume => bail!("PersistentVolumes are never removed by this command"),
     }
 }

@@ -1,4 +1,4 @@
-//! Orphans, for people and for scripts.
+//! Output of the list of orphans as a table or as JSON.
 
 use std::io::Write;
 
@@ -9,16 +9,16 @@ use serde_json::{Value, json};
 use super::Outcomes;
 use super::find::{Orphan, Removal};
 
-/// The shape of what is printed.
+/// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(super) enum Format {
-    /// For people.
+    /// Human-readable table.
     Table,
-    /// For scripts.
+    /// JSON for scripts.
     Json,
 }
 
-const HEAD: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "WHAT TO DO"];
+const HEAD: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "ACTION"];
 
 /// Writes to standard output.
 pub(super) fn print(
@@ -38,7 +38,7 @@ pub(super) fn print(
 
 fn table(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
     if orphans.is_empty() {
-        return "nothing is orphaned\n".to_owned();
+        return "no orphans found\n".to_owned();
     }
     let rows = orphans.iter().map(|orphan| {
         [
@@ -47,7 +47,7 @@ fn table(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             orphan.bytes.map_or("-".to_owned(), |bytes| quantity::of(bytes).0),
             orphan.age.map_or("-".to_owned(), duration::show),
             orphan.reason.clone(),
-            what_to_do(orphan, remove, outcomes),
+            action(orphan, remove, outcomes),
         ]
     });
     let rows: Vec<[String; 6]> = std::iter::once(HEAD.map(str::to_owned)).chain(rows).collect();
@@ -71,7 +71,7 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             "reason": orphan.reason,
             "message": orphan.message,
             "removable": orphan.removal == Removal::Delete,
-            "whatToDo": what_to_do(orphan, remove, outcomes),
+            "whatToDo": action(orphan, remove, outcomes),
         });
         if let Some(outcome) = outcomes.get(&(orphan.kind, orphan.full_name())) {
             item["removed"] = json!(outcome.is_ok());
@@ -82,8 +82,8 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
     format!("{:#}\n", json!({"items": items}))
 }
 
-/// What was done, would be done, or should be.
-fn what_to_do(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
+/// The action taken or proposed, or the reason for keeping the object.
+fn action(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
     match (&orphan.removal, outcomes.get(&(orphan.kind, orphan.full_name()))) {
         (_, Some(Ok(()))) => "removed".to_owned(),
         (_, Some(Err(error))) => format!("not removed: {error}"),
@@ -116,11 +116,11 @@ mod tests {
     }
 
     #[test]
-    fn a_table_says_what_would_be_done_and_what_was() {
+    fn the_table_shows_proposed_and_completed_actions() {
         let orphans = [orphan("a", Removal::Delete), orphan("b", Removal::Keep("attached".to_owned()))];
         let shown = table(&orphans, true, &Outcomes::new());
         let lines: Vec<&str> = shown.lines().collect();
-        assert_eq!(lines[0], "KIND         NAME  SIZE  AGE  REASON              WHAT TO DO");
+        assert_eq!(lines[0], "KIND         NAME  SIZE  AGE  REASON              ACTION");
         assert_eq!(
             lines[1],
             "InfraVolume  a     4Mi   2h   NoPersistentVolume  would be removed: no PersistentVolume names it"

@@ -1,4 +1,4 @@
-//! The PersistentVolumes of a volume that is to be deleted: all of them must have been let go.
+//! Deletion guard: a volume is deleted only if all PersistentVolumes with its handle are Released with policy Delete.
 
 use crds::names::MANAGEMENT_DRIVER;
 use futures::future::try_join_all;
@@ -11,60 +11,63 @@ use tonic::Status;
 
 use crate::cluster::{self, Volumes};
 
-/// How many PersistentVolumes are read at once.
+/// Page size when listing PersistentVolumes.
 const PAGE: u32 = 500;
 
 /// Reads PersistentVolumes.
 #[derive(Clone)]
-pub(super) struct PersistentVolumes {
+pub(super) struct DeletionGuard {
     pub(super) client: Client,
-    pub(super) seen: Volumes,
+    pub(super) cache: Volumes,
 }
 
-impl PersistentVolumes {
-    /// Refuses the deletion of the volume of this handle where one of its PersistentVolumes, as they are now, keeps it.
+impl DeletionGuard {
+    /// Refuses the deletion of a volume if one of its PersistentVolumes keeps it.
     ///
-    /// csi-provisioner asks for the PersistentVolume that it saw released, and the others may be anybody's. The watch tells
-    /// of changes in their order: where it shows a released one, it shows all that were made before that. What it shows of
-    /// them is read anew.
-    pub(super) async fn refuse_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
+    /// csi-provisioner calls for the PersistentVolume that it observed as released; others may have the same handle. A watch
+    /// delivers changes in order: a cache that shows the released one also has all that were created before. These are then
+    /// read from the API server.
+    pub(super) async fn refuse_if_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
         let reading = async {
-            let seen = self.seen.of_handle(handle);
-            match seen.iter().any(|volume| kept_by(handle, volume).is_none()) {
-                true => self.read(&seen).await,
-                false => self.find(handle).await,
+            let cache = self.cache.of_handle(handle);
+            match cache.iter().any(|volume| reason_to_keep(handle, volume).is_none()) {
+                true => self.read_cached(&cache).await,
+                false => self.list(handle).await,
             }
         };
         let now = timeout_at(deadline, reading).await.map_err(|_| {
             Status::deadline_exceeded(format!(
-                "the management cluster did not say in time which PersistentVolumes name volume {handle}"
+                "timed out reading the PersistentVolumes of volume {handle} in the management cluster"
             ))
         })?;
         let now = now.map_err(|error| {
             Status::unavailable(format!(
-                "cannot read the PersistentVolumes of volume {handle} in the management cluster: {}",
+                "failed to read the PersistentVolumes of volume {handle} in the management cluster: {}",
                 chain(&error)
             ))
         })?;
-        match now.iter().find_map(|volume| kept_by(handle, volume)) {
+        match now.iter().find_map(|volume| reason_to_keep(handle, volume)) {
             Some(why) => Err(Status::failed_precondition(why)),
             None => Ok(()),
         }
     }
 
-    /// Those that were seen, as they are now.
-    async fn read(&self, seen: &[std::sync::Arc<PersistentVolume>]) -> kube::Result<Vec<PersistentVolume>> {
+    /// The present state of cached PersistentVolumes, from the API server.
+    async fn read_cached(
+        &self,
+        cache: &[std::sync::Arc<PersistentVolume>],
+    ) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
-        let names = seen.iter().filter_map(|volume| volume.metadata.name.clone());
-        let read = names.map(|name| {
+        let names = cache.iter().filter_map(|volume| volume.metadata.name.clone());
+        let read_cached = names.map(|name| {
             let api = api.clone();
             async move { api.get_opt(&name).await }
         });
-        Ok(try_join_all(read).await?.into_iter().flatten().collect())
+        Ok(try_join_all(read_cached).await?.into_iter().flatten().collect())
     }
 
-    /// All of a handle, though the watch shows none that was released: it may be behind.
-    async fn find(&self, handle: &str) -> kube::Result<Vec<PersistentVolume>> {
+    /// All PersistentVolumes with a handle, from the API server, because the cache shows no released one and may lag.
+    async fn list(&self, handle: &str) -> kube::Result<Vec<PersistentVolume>> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         let mut found = Vec::new();
@@ -79,8 +82,8 @@ impl PersistentVolumes {
     }
 }
 
-/// Why a PersistentVolume keeps the volume of a handle, if it does.
-fn kept_by(handle: &str, volume: &PersistentVolume) -> Option<String> {
+/// Why a PersistentVolume keeps the volume with this handle; None if it does not.
+fn reason_to_keep(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let phase = volume.status.phase.as_deref().unwrap_or("Pending");
     let policy = volume.spec.persistent_volume_reclaim_policy.as_deref().unwrap_or("Retain");
     if cluster::handle(&volume.spec) != Some(handle) || (phase == "Released" && policy == "Delete") {
@@ -90,8 +93,8 @@ fn kept_by(handle: &str, volume: &PersistentVolume) -> Option<String> {
     let claim = cluster::claim_of(&volume.spec);
     let claim = claim.map_or_else(String::new, |claim| format!(" of PersistentVolumeClaim {claim}"));
     Some(format!(
-        "volume {handle} of {MANAGEMENT_DRIVER} is that of PersistentVolume {name}{claim} too, which is {phase} and says \
-         {policy}, so it was left alone: it is deleted when PersistentVolume {name} is deleted, or is Released and says Delete"
+        "volume {handle} of {MANAGEMENT_DRIVER} is not deleted, because PersistentVolume {name}{claim} also refers to it and \
+         is {phase} with reclaim policy {policy}; delete PersistentVolume {name}, or release it with reclaim policy Delete"
     ))
 }
 
@@ -102,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_released_volume_that_says_delete_lets_its_bytes_go() {
+    fn only_released_volumes_with_policy_delete_allow_the_deletion() {
         let kept = |handle: &str, policy: &str, phase: &str| {
             let volume = serde_json::from_value(json!({
                 "metadata": {"name": "pv-1"},
@@ -113,7 +116,7 @@ mod tests {
                 },
                 "status": {"phase": phase},
             }));
-            kept_by("v", &volume.unwrap())
+            reason_to_keep("v", &volume.unwrap())
         };
         assert_eq!(kept("v", "Delete", "Released"), None);
         assert_eq!(kept("another", "Retain", "Bound"), None);

@@ -1,4 +1,4 @@
-//! Everything that orphans are found in, read once.
+//! Inventory of the management cluster and the storage infra, read once per list of orphans.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -18,56 +18,57 @@ use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
 use crate::infra::{ReadError, StorageInfra, snapshot_id};
-use crate::repair::strays::machines;
+use crate::repair::dangling::list_vms;
 
-/// How long the infra may take for one answer.
-const ANSWER: Duration = Duration::from_secs(60);
+/// Timeout of one call to the storage infra.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A PersistentVolume with its status.
 pub(super) type Volume = Object<PersistentVolumeSpec, PersistentVolumeStatus>;
 
-/// Both sides, as they are.
-pub(super) struct World {
+/// All objects of both sides.
+pub(super) struct Inventory {
     pub(super) now: Timestamp,
-    /// By how much the clocks of the API server and of the infra may differ.
+    /// Maximum clock skew between the API server and the storage infra.
     pub(super) clock_skew: Duration,
     pub(super) claims: Vec<PersistentVolumeClaim>,
     pub(super) volumes: Vec<Volume>,
-    pub(super) orders: Vec<VolumeAttachment>,
-    /// None where the cluster has no such objects.
-    pub(super) machines: Option<Vec<VirtualMachine>>,
-    /// The snapshots of the infra that VolumeSnapshotContents of this driver stand for, or will once they are taken.
+    pub(super) attachments: Vec<VolumeAttachment>,
+    /// None if the cluster does not serve VirtualMachines.
+    pub(super) vms: Option<Vec<VirtualMachine>>,
+    /// IDs of the snapshots of all VolumeSnapshotContents of this driver, including those not taken yet.
     pub(super) known_snapshots: HashSet<SnapshotId>,
     pub(super) infra_volumes: Vec<InfraVolume>,
     pub(super) infra_snapshots: Vec<Snapshot>,
-    pub(super) attachments: Vec<Attachment>,
+    pub(super) infra_attachments: Vec<Attachment>,
 }
 
-impl World {
-    /// Reads the infra first: what was made before that is known to the cluster by then, if it ever will be.
+impl Inventory {
+    /// Reads the storage infra first, so that the later lists of the cluster include the objects that refer to it.
     pub(super) async fn read(
         client: &Client,
         infra: &dyn StorageInfra,
         clock_skew: Duration,
     ) -> anyhow::Result<Self> {
-        let infra_volumes =
-            pages(async |after: Option<&str>| infra.list_volumes(None, after, Instant::now() + ANSWER).await);
+        let infra_volumes = pages(async |after: Option<&str>| {
+            infra.list_volumes(None, after, Instant::now() + TIMEOUT).await
+        });
         let infra_volumes = infra_volumes.await?;
         let infra_snapshots = pages(async |after: Option<&str>| {
-            infra.list_snapshots(None, None, after, Instant::now() + ANSWER).await
+            infra.list_snapshots(None, None, after, Instant::now() + TIMEOUT).await
         });
         let infra_snapshots = infra_snapshots.await?;
-        let attachments = infra.list_attachments(None, Instant::now() + ANSWER).await?;
+        let infra_attachments = infra.list_attachments(None, Instant::now() + TIMEOUT).await?;
         let volumes = ApiResource::erase::<PersistentVolume>(&());
         Ok(Self {
             claims: all(Api::all(client.clone()), "PersistentVolumeClaims").await?,
             volumes: all(Api::all_with(client.clone(), &volumes), "PersistentVolumes").await?,
-            orders: all(Api::all(client.clone()), "VolumeAttachments").await?,
-            machines: machines(client, None).await.map_err(|error| anyhow!("cannot read {error}"))?,
+            attachments: all(Api::all(client.clone()), "VolumeAttachments").await?,
+            vms: list_vms(client, None).await.map_err(|error| anyhow!("failed to list {error}"))?,
             known_snapshots: known_snapshots(client).await?,
             infra_volumes,
             infra_snapshots,
-            attachments,
+            infra_attachments,
             clock_skew,
             now: Timestamp::now(),
         })
@@ -93,21 +94,21 @@ where
     K: DeserializeOwned + Clone + std::fmt::Debug,
 {
     let list = api.list(&ListParams::default()).await;
-    Ok(list.map_err(|error| anyhow!("cannot read {what}: {}", chain(&error)))?.items)
+    Ok(list.map_err(|error| anyhow!("failed to list {what}: {}", chain(&error)))?.items)
 }
 
-/// Where snapshots are not served, there are none.
+/// Empty if the cluster does not serve VolumeSnapshotContents.
 async fn known_snapshots(client: &Client) -> anyhow::Result<HashSet<SnapshotId>> {
     let gvk = GroupVersionKind::gvk("snapshot.storage.k8s.io", "v1", "VolumeSnapshotContent");
     let api: Api<DynamicObject> = Api::all_with(client.clone(), &ApiResource::from_gvk(&gvk));
     match api.list(&ListParams::default()).await {
         Ok(list) => Ok(list.items.iter().flat_map(snapshots_of).collect()),
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(HashSet::new()),
-        Err(error) => Err(anyhow!("cannot read VolumeSnapshotContents: {}", chain(&error))),
+        Err(error) => Err(anyhow!("failed to list VolumeSnapshotContents: {}", chain(&error))),
     }
 }
 
-/// The ids that a content's snapshot has, or gets.
+/// The IDs that the snapshot of a content has, or will have.
 fn snapshots_of(content: &DynamicObject) -> Vec<SnapshotId> {
     if content.data["spec"]["driver"] != MANAGEMENT_DRIVER {
         return Vec::new();
@@ -115,7 +116,7 @@ fn snapshots_of(content: &DynamicObject) -> Vec<SnapshotId> {
     let handles =
         [&content.data["status"]["snapshotHandle"], &content.data["spec"]["source"]["snapshotHandle"]];
     let handles = handles.into_iter().filter_map(|handle| SnapshotId::new(handle.as_str()?).ok());
-    // csi-snapshotter names a snapshot after its VolumeSnapshot, as `--snapshot-name-prefix` is by default.
+    // csi-snapshotter derives the name from the UID of the VolumeSnapshot, with the default `--snapshot-name-prefix`.
     let uid = content.data["spec"]["volumeSnapshotRef"]["uid"].as_str();
     let coming = uid.map(|uid| snapshot_id(&format!("snapshot-{uid}")));
     handles.chain(coming).collect()

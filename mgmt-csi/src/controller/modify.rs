@@ -1,4 +1,4 @@
-//! What changes a volume that is there: growing, and limits.
+//! `ControllerExpandVolume` and `ControllerModifyVolume`.
 
 use csi::proto;
 use csi::request::{Size, required};
@@ -9,9 +9,9 @@ use tonic::Status;
 use super::{Controller, limits};
 
 impl Controller {
-    /// Grows the volume and gives its size in bytes. One that is larger already stays so, which the specification
-    /// calls success.
-    pub(super) async fn grow(
+    /// Expands the volume and returns its size in bytes. A volume that is larger already keeps its size, which is success by
+    /// the CSI specification.
+    pub(super) async fn expand(
         &self,
         request: &proto::ControllerExpandVolumeRequest,
         deadline: Instant,
@@ -27,19 +27,19 @@ impl Controller {
         let volume = self.find(handle, deadline).await?;
         if let Some(limit) = size.limit.filter(|limit| *limit < volume.capacity_bytes) {
             return Err(Status::out_of_range(format!(
-                "volume {} has {} bytes, more than the {limit} that are allowed, and a volume can't shrink",
+                "volume {} has {} bytes, more than the limit of {limit}, and volumes cannot be shrunk",
                 volume.id, volume.capacity_bytes
             )));
         }
-        // Asked for again also at full size: the machines that have it may not know of it yet.
-        let wanted =
+        // Called also if the size is already reached: attached VMs may not have been notified yet.
+        let desired =
             VolumeSize { capacity_bytes: size.required.max(volume.capacity_bytes), limit_bytes: size.limit };
-        let grown = self.infra.grow_volume(&volume.id, &wanted, deadline).await?;
-        tracing::info!(volume = %grown.id, before = volume.capacity_bytes, bytes = grown.capacity_bytes, "grown");
-        Ok(grown.capacity_bytes)
+        let expanded = self.infra.expand_volume(&volume.id, &desired, deadline).await?;
+        tracing::info!(volume = %expanded.id, before = volume.capacity_bytes, bytes = expanded.capacity_bytes, "expanded");
+        Ok(expanded.capacity_bytes)
     }
 
-    /// Limits how fast the volume may be.
+    /// Sets the QoS limits of the volume.
     pub(super) async fn modify(
         &self,
         request: &proto::ControllerModifyVolumeRequest,
@@ -51,7 +51,7 @@ impl Controller {
         let volume = self.find(handle, deadline).await?;
         self.infra.limit_volume(&volume.id, &qos, deadline).await?;
         let (iops, bytes_per_second) = (qos.iops, qos.bytes_per_second);
-        tracing::info!(volume = %volume.id, iops, bytes_per_second, "limited");
+        tracing::info!(volume = %volume.id, iops, bytes_per_second, "QoS limits set");
         Ok(())
     }
 }

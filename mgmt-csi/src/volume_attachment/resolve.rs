@@ -1,4 +1,5 @@
-//! From an order to what the infra is to do: claim → volume → handle. Pure; the objects come from caches.
+//! Resolution of a VolumeAttachment to the desired attachment in the storage infra: claim → volume → handle. Reads caches
+//! only.
 
 use crds::names::MANAGEMENT_DRIVER;
 use crds::{VolumeAttachment, VolumeAttachmentSpec};
@@ -7,114 +8,114 @@ use kube_kit::informer::{Informer, Key};
 use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use super::failure::Failure;
-use super::order::is_attached;
+use super::is_attached;
 use crate::cluster::{Volumes, is_bound_back, volume_name};
 
-/// The claim that an order is about.
-pub(super) fn claim_key(order: &VolumeAttachment) -> Key {
-    Key::new(order.metadata.namespace.clone().unwrap_or_default(), order.spec.volume_name.clone())
+/// Key of the claim that a VolumeAttachment names.
+pub(crate) fn claim_key(attachment: &VolumeAttachment) -> Key {
+    Key::new(attachment.metadata.namespace.clone().unwrap_or_default(), attachment.spec.volume_name.clone())
 }
 
-/// What the infra is to do for an order, by what is known of its claim and volume.
-pub(crate) fn target_of(
-    order: &VolumeAttachment,
+/// Desired attachment of a VolumeAttachment, from its claim and volume in the caches.
+pub(crate) fn resolve(
+    attachment: &VolumeAttachment,
     claims: &Informer<PersistentVolumeClaim>,
     volumes: &Volumes,
 ) -> Result<AttachmentSpec, Failure> {
-    let claim_key = claim_key(order);
+    let claim_key = claim_key(attachment);
     let claim = claims.get(&claim_key);
     let volume = claim.as_deref().and_then(volume_name).and_then(|name| volumes.get(name));
-    target(&order.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(order))
+    target(&attachment.spec, &claim_key, claim.as_deref(), volume.as_deref(), is_attached(attachment))
 }
 
-/// What the infra is to do for an order whose disk is, or is not, plugged already.
+/// Desired attachment; `already_attached` tells whether the disk is attached already.
 fn target(
-    order: &VolumeAttachmentSpec,
+    attachment: &VolumeAttachmentSpec,
     claim_key: &Key,
     claim: Option<&PersistentVolumeClaim>,
     volume: Option<&PersistentVolume>,
-    plugged: bool,
+    already_attached: bool,
 ) -> Result<AttachmentSpec, Failure> {
     let Some(claim) = claim else {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "ClaimNotFound",
             format!(
-                "PersistentVolumeClaim {claim_key} is not in the management cluster; the attach goes on once it is there"
+                "PersistentVolumeClaim {claim_key} does not exist in the management cluster; the disk is attached once it exists"
             ),
         ));
     };
-    if claim.metadata.deletion_timestamp.is_some() && !plugged {
-        return Err(Failure::of_objects(
+    if claim.metadata.deletion_timestamp.is_some() && !already_attached {
+        return Err(Failure::from_objects(
             "ClaimTerminating",
             format!(
-                "PersistentVolumeClaim {claim_key} is being deleted in the management cluster: its volume is not attached any more"
+                "PersistentVolumeClaim {claim_key} is being deleted in the management cluster; its volume can no longer be attached"
             ),
         ));
     }
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     let name = volume_name(claim).filter(|_| phase == "Bound").ok_or_else(|| {
-        Failure::of_objects(
+        Failure::from_objects(
             "ClaimNotBound",
             format!(
-                "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the attach goes on \
-                 once it is bound (see the claim's events)"
+                "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the disk is \
+                 attached once the claim is bound (see the claim's events)"
             ),
         )
     })?;
     let Some(volume) = volume.map(|volume| &volume.spec) else {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "VolumeNotFound",
             format!(
-                "PersistentVolume {name} of claim {claim_key} is not in the management cluster; restore it"
+                "PersistentVolume {name} of claim {claim_key} does not exist in the management cluster; restore it"
             ),
         ));
     };
-    // The claim's author chooses spec.volumeName; only the volume's own word makes it theirs.
+    // The claim's author can set spec.volumeName to any volume; only the volume's claimRef proves the binding.
     if !is_bound_back(volume, claim) {
-        return Err(Failure::of_objects(
+        return Err(Failure::from_objects(
             "ClaimNotBound",
             format!("PersistentVolume {name} is not bound to claim {claim_key}, though the claim names it"),
         ));
     }
     let csi = volume.csi.as_ref().filter(|csi| csi.driver == MANAGEMENT_DRIVER).ok_or_else(|| {
-        Failure::of_objects(
+        Failure::from_objects(
             "ForeignVolume",
             format!(
-                "PersistentVolume {name} of claim {claim_key} is not of driver {MANAGEMENT_DRIVER}, so its disk can't be \
-                 plugged into a machine: use a claim of a StorageClass with that provisioner"
+                "PersistentVolume {name} of claim {claim_key} does not belong to driver {MANAGEMENT_DRIVER}, so it \
+                 cannot be attached to a VM; use a claim of a StorageClass with that provisioner"
             ),
         )
     })?;
     let volume = VolumeId::new(csi.volume_handle.as_str()).map_err(|invalid| {
-        Failure::of_objects(
+        Failure::from_objects(
             "VolumeNotFound",
-            format!("PersistentVolume {name} has an impossible handle: {invalid}"),
+            format!("PersistentVolume {name} has an invalid volume handle: {invalid}"),
         )
     })?;
-    let node = order.node_uuid.parse().map_err(|_| {
-        Failure::of_objects(
+    let node = attachment.node_uuid.parse().map_err(|_| {
+        Failure::from_objects(
             "NodeNotFound",
             format!(
-                "spec.nodeUUID {:?} is not a UUID, so it is no machine of the storage infra",
-                order.node_uuid
+                "spec.nodeUUID {:?} is not a UUID, so the storage infra has no such node",
+                attachment.node_uuid
             ),
         )
     })?;
-    let access = access(claim, order.read_only);
-    Ok(AttachmentSpec { volume, node, read_only: order.read_only, access })
+    let access = access(claim, attachment.read_only);
+    Ok(AttachmentSpec { volume, node, read_only: attachment.read_only, access })
 }
 
-/// Who may have the volume at the same time, by what the claim's author asked for.
+/// Sharing of the volume between VMs, from the access modes and the volume mode of the claim.
 fn access(claim: &PersistentVolumeClaim, read_only: bool) -> Access {
     let has = |mode: &str| claim.spec.access_modes.iter().any(|one| one == mode);
     let raw = claim.spec.volume_mode.as_deref() == Some("Block");
     if has("ReadWriteMany") && raw {
-        // Also to read only: all who have the volume at once must have it in the same way.
+        // Read-only attachments too: all concurrent attachments of a volume must have the same access.
         Access::MultiNode
     } else if has("ReadOnlyMany") && read_only {
         Access::MultiNodeReadOnly
     } else {
-        // With ReadWriteMany too: several writers would ruin a filesystem, whatever the claim says.
+        // Also for ReadWriteMany on a filesystem: several writers would corrupt it.
         Access::SingleNode
     }
 }
@@ -125,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    fn order(read_only: bool) -> VolumeAttachmentSpec {
+    fn attachment(read_only: bool) -> VolumeAttachmentSpec {
         VolumeAttachmentSpec {
             node_uuid: "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab".into(),
             volume_name: "data".into(),
@@ -154,11 +155,11 @@ mod tests {
     fn resolve(claim: Value, volume: Value, read_only: bool) -> Result<AttachmentSpec, Failure> {
         let claim: Option<PersistentVolumeClaim> = serde_json::from_value(claim).unwrap();
         let volume: Option<PersistentVolume> = serde_json::from_value(volume).unwrap();
-        target(&order(read_only), &Key::new("guest", "data"), claim.as_ref(), volume.as_ref(), false)
+        target(&attachment(read_only), &Key::new("guest", "data"), claim.as_ref(), volume.as_ref(), false)
     }
 
     #[test]
-    fn a_bound_claim_gives_the_infra_volume() {
+    fn a_bound_claim_resolves_to_its_volume() {
         let spec = resolve(claim(), volume(), false).unwrap();
         assert_eq!((spec.volume.as_str(), spec.access), ("pvc-9", Access::SingleNode));
         assert_eq!(resolve(claim(), volume(), true).unwrap().access, Access::MultiNodeReadOnly);
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn several_writers_need_a_raw_device_and_several_readers_read_only_orders() {
+    fn several_writers_need_a_raw_device_and_several_readers_need_read_only_attachments() {
         let of = |modes: Value, mode: &str, read_only| {
             let mut claim = claim();
             claim["spec"]["accessModes"] = modes;
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn each_unresolvable_object_has_its_own_reason() {
         let mut pending = claim();
         pending["status"]["phase"] = json!("Pending");
         let mut foreign = volume();

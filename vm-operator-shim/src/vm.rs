@@ -1,5 +1,5 @@
-//! `VirtualMachine` as the shim keeps it: what is needed to decide, with the status entries as they stand,
-//! since those of others must be written back unchanged.
+//! `VirtualMachine` as partial object: the fields that the shim reads. Status entries keep unknown fields, because entries of
+//! other writers must be written back unchanged.
 
 use crds::names::LABEL_CLUSTER_ID;
 use crds::{VirtualMachineSpec, VirtualMachineStatus};
@@ -8,20 +8,20 @@ use kube::core::Object;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A machine, in whichever version the cluster serves.
-pub type Machine = Object<VirtualMachineSpec, MachineStatus>;
+/// A `VirtualMachine`, in the version that the cluster serves.
+pub type Vm = Object<VirtualMachineSpec, VmStatus>;
 
-/// The part of the status that the shim reads.
+/// Status fields that the shim reads.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct MachineStatus {
-    /// UUID of the machine in its infrastructure.
+pub struct VmStatus {
+    /// UUID of the VM in its hypervisor.
     #[serde(default, rename = "instanceUUID", skip_serializing_if = "Option::is_none")]
     pub instance_uuid: Option<String>,
-    /// UUID that the machine's firmware shows.
+    /// UUID that the firmware of the VM reports.
     #[serde(default, rename = "biosUUID", skip_serializing_if = "Option::is_none")]
     pub bios_uuid: Option<String>,
-    /// Entries.
+    /// Entries of `status.volumes`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volumes: Option<Vec<Entry>>,
 }
@@ -30,9 +30,9 @@ pub struct MachineStatus {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Entry {
-    /// One that looks as the shim writes it.
+    /// An entry with the shim's fields only.
     Disk(Disk),
-    /// Any other, as somebody wrote it.
+    /// Any other entry, unchanged.
     Other(Box<Value>),
 }
 
@@ -42,24 +42,24 @@ pub enum Entry {
 pub struct Disk {
     /// Name of the entry in `spec.volumes`.
     pub name: String,
-    /// Whether the disk is plugged.
+    /// Whether the disk is attached.
     pub attached: bool,
-    /// UUID by which the machine finds the disk.
+    /// UUID under which the guest finds the disk.
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
-    /// The proof that the disk held no data before it was plugged.
+    /// ID of the attestation that the disk held no data before it was attached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_attestation: Option<String>,
-    /// The volume's secret for whoever formats it.
+    /// Secret of the volume for the formatting marker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format_token: Option<String>,
-    /// Why the disk is not plugged or not unplugged.
+    /// Message of a failed attach or detach.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
 impl Entry {
-    /// As it is written.
+    /// The entry as JSON.
     pub fn to_value(&self) -> Value {
         match self {
             Self::Disk(disk) => serde_json::json!(disk),
@@ -68,8 +68,8 @@ impl Entry {
     }
 }
 
-impl MachineStatus {
-    /// The UUID by which the infra knows the machine.
+impl VmStatus {
+    /// UUID of the VM in the storage infra.
     pub fn node_uuid(&self) -> Option<String> {
         crds::node_uuid(&VirtualMachineStatus {
             instance_uuid: self.instance_uuid.clone(),
@@ -78,17 +78,17 @@ impl MachineStatus {
         })
     }
 
-    /// The entries, as they are written.
+    /// The entries as JSON.
     pub fn entries(&self) -> Vec<Value> {
         self.volumes.as_deref().unwrap_or_default().iter().map(Entry::to_value).collect()
     }
 }
 
-/// Drops what the shim doesn't read.
-pub(crate) fn trim(machine: &mut Machine) {
-    let mut meta = std::mem::take(&mut machine.metadata);
-    machine.types = None;
-    machine.metadata = ObjectMeta {
+/// Drops all fields that the shim does not read.
+pub(crate) fn trim(vm: &mut Vm) {
+    let mut meta = std::mem::take(&mut vm.metadata);
+    vm.types = None;
+    vm.metadata = ObjectMeta {
         name: meta.name,
         namespace: meta.namespace,
         uid: meta.uid,
@@ -101,9 +101,9 @@ pub(crate) fn trim(machine: &mut Machine) {
             .map(|id| [id].into()),
         ..Default::default()
     };
-    // A list has room for more when it was read.
-    machine.spec.volumes.shrink_to_fit();
-    if let Some(volumes) = machine.status.as_mut().and_then(|status| status.volumes.as_mut()) {
+    // Decoded vectors have spare capacity.
+    vm.spec.volumes.shrink_to_fit();
+    if let Some(volumes) = vm.status.as_mut().and_then(|status| status.volumes.as_mut()) {
         volumes.shrink_to_fit();
     }
 }
@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_entry_is_written_back_as_it_was_read_and_the_shims_own_is_kept_small() {
+    fn every_entry_is_written_back_unchanged() {
         for (entry, own) in [
             (json!({"name": "a", "attached": true, "diskUUID": "d"}), true),
             (
@@ -136,8 +136,8 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_keeps_its_identity_and_its_guest() {
-        let mut machine: Machine = serde_json::from_value(json!({
+    fn trimming_keeps_the_identity_and_the_cluster_id() {
+        let mut vm: Vm = serde_json::from_value(json!({
             "apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "spec": {},
             "metadata": {
                 "name": "vm", "namespace": "guest", "uid": "u", "resourceVersion": "7", "finalizers": ["f"],
@@ -145,10 +145,10 @@ mod tests {
             },
         }))
         .unwrap();
-        trim(&mut machine);
+        trim(&mut vm);
         let kept = json!({
             "name": "vm", "namespace": "guest", "uid": "u", "resourceVersion": "7", "labels": {LABEL_CLUSTER_ID: "c1"},
         });
-        assert_eq!(json!(machine.metadata), kept);
+        assert_eq!(json!(vm.metadata), kept);
     }
 }

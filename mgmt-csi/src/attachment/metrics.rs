@@ -1,4 +1,4 @@
-//! How long the infra takes to plug and unplug, and how often it fails.
+//! Metrics of attach and detach calls to the storage infra.
 
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ struct Labels {
     outcome: &'static str,
 }
 
-/// Durations by operation and outcome.
+/// Call durations by operation and outcome.
 #[derive(Clone, Debug)]
 pub(super) struct Metrics(Family<Labels, Histogram>);
 
@@ -24,7 +24,7 @@ impl Metrics {
         });
         registry.register_with_unit(
             "attachment_operation_duration",
-            "Time of the storage infra's attach and detach calls by outcome",
+            "Duration of attach and detach calls to the storage infra by outcome",
             Unit::Seconds,
             durations.clone(),
         );

@@ -1,46 +1,46 @@
-//! Why an order can't be carried out, in the words of `status.error`.
+//! Failures of attach and detach, as `status.error` reports them.
 
 use process_kit::text::one_line;
 
 use crate::infra::{AttachError, DetachError};
 
-/// What a failure says of the disk.
+/// State of the disk after a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Disk {
-    /// It is not plugged by this order.
+    /// Not attached for this VolumeAttachment.
     Absent,
-    /// Nothing: it is as it was, or not.
+    /// Unknown: it may or may not have changed.
     Unknown,
 }
 
-/// When to try again.
+/// When to retry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Again {
-    /// When one of the objects changes: nothing else can help.
+pub enum RetryWhen {
+    /// When one of the objects changes: retrying earlier cannot succeed.
     OnChange,
-    /// After a while, since nobody tells when the cause is gone.
-    Later,
+    /// With backoff: no event reports that the cause is gone.
+    Backoff,
 }
 
-/// One failure.
+/// A failed attach or detach.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
 #[error("{reason}: {message}")]
 pub struct Failure {
-    /// One CamelCase word.
+    /// Reason in CamelCase.
     pub reason: &'static str,
-    /// The whole story. The same failure has the same text.
+    /// Human-readable message. The same failure always has the same message.
     pub message: String,
-    /// What it says of the disk.
+    /// State of the disk.
     pub disk: Disk,
-    /// When to try again.
-    pub again: Again,
+    /// When to retry.
+    pub retry: RetryWhen,
 }
 
 impl Failure {
-    /// A failure that lies in the objects: the infra was not asked.
-    pub fn of_objects(reason: &'static str, message: String) -> Self {
+    /// A failure found in the objects, before any call to the storage infra.
+    pub fn from_objects(reason: &'static str, message: String) -> Self {
         let message = one_line(&message).into_owned();
-        Self { reason, message, disk: Disk::Unknown, again: Again::OnChange }
+        Self { reason, message, disk: Disk::Unknown, retry: RetryWhen::OnChange }
     }
 }
 
@@ -51,20 +51,20 @@ impl From<AttachError> for Failure {
             AttachError::NodeNotFound(_) => ("NodeNotFound", Disk::Absent),
             AttachError::InUse(_) => ("VolumeInUse", Disk::Absent),
             AttachError::Conflict(_) => ("AttachmentConflict", Disk::Absent),
-            AttachError::Ended(_) => ("AttachmentEnded", Disk::Absent),
+            AttachError::IdDeleted(_) => ("AttachmentDeleted", Disk::Absent),
             AttachError::NodeNotRunning(_) => ("NodeNotRunning", Disk::Absent),
             AttachError::TooManyDisks(_) => ("TooManyDisks", Disk::Absent),
             AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),
-            AttachError::Trouble(_) => ("AttachFailed", Disk::Unknown),
+            AttachError::Indeterminate(_) => ("AttachFailed", Disk::Unknown),
         };
         let message = one_line(&error.to_string()).into_owned();
-        Self { reason, message, disk, again: Again::Later }
+        Self { reason, message, disk, retry: RetryWhen::Backoff }
     }
 }
 
 impl From<DetachError> for Failure {
     fn from(error: DetachError) -> Self {
         let message = one_line(&error.to_string()).into_owned();
-        Self { reason: "DetachFailed", message, disk: Disk::Unknown, again: Again::Later }
+        Self { reason: "DetachFailed", message, disk: Disk::Unknown, retry: RetryWhen::Backoff }
     }
 }

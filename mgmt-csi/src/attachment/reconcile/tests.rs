@@ -1,3 +1,5 @@
+//! Tests of the reconciler against a fake storage infra.
+
 use std::collections::HashSet;
 use std::convert::Infallible;
 use std::sync::Mutex;
@@ -17,21 +19,22 @@ use prometheus_client::registry::Registry;
 use tokio::sync::Barrier;
 use tokio::time::{Instant as Deadline, timeout};
 
-use super::super::turns::AT_ONCE;
+use super::super::limiter::PER_VM;
 use super::*;
 use crate::cluster::Cluster;
 use crate::infra::{
-    CreateError, DeleteError, GrowError, LimitError, Named, PluggedDisk, SnapshotError, order_of,
+    AttachedDisk, CreateError, DeleteError, ExpandError, LimitError, ParsedId, SnapshotError,
+    parse_attachment_id,
 };
 
 const NODE: &str = "7f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const UID: &str = "6f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
 const NEXT_UID: &str = "8f9c1b2a-0d3e-4f5a-8b7c-1234567890ab";
-/// The one whose disk leaves.
+/// The attachment whose detach succeeds.
 const LAST: &str = "last";
 
-/// An order whose disk is to leave, or the next one of its name.
-fn order(name: &str, uid: &str, version: &str) -> VolumeAttachment {
+/// A terminating attachment, or the next one of its name.
+fn attachment(name: &str, uid: &str, version: &str) -> VolumeAttachment {
     serde_json::from_value(json!({
         "metadata": {
             "name": name, "namespace": "guest", "uid": uid, "resourceVersion": version,
@@ -43,27 +46,29 @@ fn order(name: &str, uid: &str, version: &str) -> VolumeAttachment {
     .unwrap()
 }
 
-/// An infra whose detaches all fail but one, and whose orders are gone by the time they do.
+/// A storage infra in which all detaches but one fail, after the VolumeAttachment is gone.
 struct Failing {
-    orders: Arc<Latest<VolumeAttachment>>,
-    asked: Mutex<HashSet<String>>,
-    all_asked: Barrier,
-    left: AtomicBool,
+    attachments: Arc<Latest<VolumeAttachment>>,
+    called: Mutex<HashSet<String>>,
+    all_called: Barrier,
+    succeeded: AtomicBool,
 }
 
 #[async_trait]
 impl StorageInfra for Failing {
     async fn detach(&self, id: &AttachmentId, _: bool, _: Duration) -> Result<(), DetachError> {
-        let Some(Named::Order(key)) = order_of(id) else { panic!("{id} is no order's") };
+        let Some(ParsedId::Name(key)) = parse_attachment_id(id) else {
+            panic!("{id} is not derived from a VolumeAttachment")
+        };
         if key.name == LAST {
-            self.left.store(true, Ordering::SeqCst);
+            self.succeeded.store(true, Ordering::SeqCst);
             return Ok(());
         }
-        if self.asked.lock().unwrap().insert(key.name.clone()) {
-            self.all_asked.wait().await;
-            self.orders.changed(order(&key.name, NEXT_UID, "2"));
+        if self.called.lock().unwrap().insert(key.name.clone()) {
+            self.all_called.wait().await;
+            self.attachments.changed(attachment(&key.name, NEXT_UID, "2"));
         }
-        Err(DetachError(Trouble::Failed("busy".to_owned())))
+        Err(DetachError(Indeterminate::Failed("busy".to_owned())))
     }
 
     async fn create_volume(&self, _: &VolumeId, _: &VolumeSpec, _: Deadline) -> Result<Volume, CreateError> {
@@ -87,7 +92,7 @@ impl StorageInfra for Failing {
         unreachable!()
     }
 
-    async fn grow_volume(&self, _: &VolumeId, _: &VolumeSize, _: Deadline) -> Result<Volume, GrowError> {
+    async fn expand_volume(&self, _: &VolumeId, _: &VolumeSize, _: Deadline) -> Result<Volume, ExpandError> {
         unreachable!()
     }
 
@@ -136,7 +141,7 @@ impl StorageInfra for Failing {
         _: &AttachmentSpec,
         _: Option<&AttachmentId>,
         _: Duration,
-    ) -> Result<PluggedDisk, AttachError> {
+    ) -> Result<AttachedDisk, AttachError> {
         unreachable!()
     }
 
@@ -148,16 +153,16 @@ impl StorageInfra for Failing {
         unreachable!()
     }
 
-    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Trouble>>, Trouble> {
+    async fn events(&self) -> Result<BoxStream<'static, Result<Event, Indeterminate>>, Indeterminate> {
         unreachable!()
     }
 
-    async fn ping(&self) -> Result<(), Trouble> {
+    async fn ping(&self) -> Result<(), Indeterminate> {
         unreachable!()
     }
 }
 
-/// An API server that has nothing.
+/// An API server without objects.
 fn empty() -> Client {
     let status =
         json!({"kind": "Status", "status": "Failure", "reason": "NotFound", "message": "", "code": 404});
@@ -169,16 +174,16 @@ fn empty() -> Client {
 }
 
 #[tokio::test(start_paused = true)]
-async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
-    let mut names: Vec<String> = (0..AT_ONCE).map(|n| format!("order-{n}")).collect();
+async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
+    let mut names: Vec<String> = (0..PER_VM).map(|n| format!("attachment-{n}")).collect();
     names.push(LAST.to_owned());
-    let orders = names.iter().map(|name| order(name, UID, "1"));
-    let orders = Arc::new(Latest::new(Informer::fixed(orders)));
+    let attachments = names.iter().map(|name| attachment(name, UID, "1"));
+    let attachments = Arc::new(Latest::new(Informer::fixed(attachments)));
     let infra = Arc::new(Failing {
-        orders: orders.clone(),
-        asked: Mutex::default(),
-        all_asked: Barrier::new(AT_ONCE),
-        left: AtomicBool::new(false),
+        attachments: attachments.clone(),
+        called: Mutex::default(),
+        all_called: Barrier::new(PER_VM),
+        succeeded: AtomicBool::new(false),
     });
     let client = empty();
     let cluster = Cluster::new(&client);
@@ -186,26 +191,26 @@ async fn orders_that_go_while_their_detaches_fail_keep_no_turn_from_others() {
         events: Events::new(client.clone(), "mgmt-csi"),
         client,
         infra: infra.clone(),
-        orders,
+        attachments,
         claims: cluster.claims(),
         volumes: cluster.volumes(),
-        memories: Arc::default(),
-        turns: Turns::default(),
-        requests: Gate::new(Limits { total: AT_ONCE, namespace: AT_ONCE, object: AT_ONCE }),
-        lost: Lost::none(),
+        tracker: Arc::default(),
+        limiter: VmLimiter::default(),
+        requests: Gate::new(Limits { total: PER_VM, namespace: PER_VM, object: PER_VM }),
+        out_of_service: OutOfService::disabled(),
         metrics: Metrics::register(&mut Registry::default()),
         stop: CancellationToken::new(),
     };
     let keys: Vec<Key> = names.iter().map(|name| Key::new("guest", name)).collect();
     let passes = join_all(keys.iter().map(|key| reconciler.reconcile(key)));
-    for pass in timeout(2 * WAIT, passes).await.expect("they wait for each other's turns") {
+    for pass in timeout(2 * WAIT, passes).await.expect("deadlock on slots") {
         assert_eq!(pass.unwrap(), Next::Wait);
     }
-    assert!(infra.left.load(Ordering::SeqCst));
+    assert!(infra.succeeded.load(Ordering::SeqCst));
 }
 
 #[test]
-fn an_order_that_waits_is_small() {
+fn the_future_of_a_reconcile_is_small() {
     fn size<'a, F: Future>(_: impl Fn(&'a Reconciler, &'a Key) -> F) -> usize {
         size_of::<F>()
     }

@@ -1,19 +1,19 @@
-//! The answer to an order, made from what it was before, so that an unchanged answer compares equal and is
-//! not written again.
+//! Status of a VolumeAttachment, computed from the previous one, so that an unchanged status compares equal and is not
+//! written again.
 
 use crds::{AttachError, VolumeAttachmentStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use super::failure::{Disk, Failure};
-use crate::infra::PluggedDisk;
+use crate::infra::AttachedDisk;
+use crate::volume_attachment::failure::{Disk, Failure};
 
-/// Type of the condition.
+/// Condition type.
 const ATTACHED: &str = "Attached";
 
-/// The disk is plugged.
-pub(super) fn plugged(
+/// Status of an attached disk.
+pub(super) fn attached(
     before: &VolumeAttachmentStatus,
-    disk: &PluggedDisk,
+    disk: &AttachedDisk,
     generation: i64,
     now: &Time,
 ) -> VolumeAttachmentStatus {
@@ -24,11 +24,11 @@ pub(super) fn plugged(
         format_token: disk.format_token.map(|token| token.reveal()),
         observed_generation: Some(generation),
         error: None,
-        conditions: conditions(before, true, "Attached", "the disk is plugged", generation, now),
+        conditions: conditions(before, true, "Attached", "the disk is attached", generation, now),
     }
 }
 
-/// The order failed; of the disk only what the failure says is changed.
+/// Status after a failure: `attached` is reset only if the failure says that the disk is not attached.
 pub(super) fn failed(
     before: &VolumeAttachmentStatus,
     failure: &Failure,
@@ -36,6 +36,11 @@ pub(super) fn failed(
     now: &Time,
 ) -> VolumeAttachmentStatus {
     let attached = before.attached && failure.disk == Disk::Unknown;
+    // The condition's reason says why the disk is or is not attached; `error` says what failed.
+    let (reason, message) = match attached {
+        true => ("Attached", format!("the disk is still attached: {}", failure.message)),
+        false => (failure.reason, failure.message.clone()),
+    };
     let same = |error: &&AttachError| error.reason == failure.reason && error.message == failure.message;
     let time = before.error.as_ref().filter(same).map_or_else(|| now.clone(), |error| error.time.clone());
     VolumeAttachmentStatus {
@@ -49,11 +54,11 @@ pub(super) fn failed(
             message: failure.message.clone(),
             time,
         }),
-        conditions: conditions(before, attached, failure.reason, &failure.message, generation, now),
+        conditions: conditions(before, attached, reason, &message, generation, now),
     }
 }
 
-/// Conditions of other types stay; the time changes with the state only.
+/// Sets the condition and keeps those of other types; `lastTransitionTime` changes with the condition's status only.
 fn conditions(
     before: &VolumeAttachmentStatus,
     attached: bool,

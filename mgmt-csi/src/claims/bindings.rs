@@ -1,4 +1,4 @@
-//! Which claims are bound to which volumes of this driver.
+//! Bindings between claims and volumes of this driver.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -10,28 +10,28 @@ use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
 
 use crate::cluster::{self, Volumes};
 
-/// Claims and volumes.
+/// Caches of claims and volumes.
 #[derive(Debug, Clone)]
-pub(super) struct Bound {
+pub(super) struct Bindings {
     pub(super) claims: Arc<Latest<PersistentVolumeClaim>>,
     pub(super) volumes: Volumes,
 }
 
-impl Bound {
-    /// The claims that a volume of the infra is bound to: one, unless several PersistentVolumes name it.
+impl Bindings {
+    /// The claims bound to a volume of the storage infra: normally one.
     pub(super) fn claims_of(&self, id: &VolumeId) -> Vec<Key> {
         self.volumes.of_handle(id.as_str()).iter().filter_map(|volume| self.claim_of(volume)).collect()
     }
 
-    /// The volumes of the infra that claims are bound to.
+    /// IDs of all volumes that are bound to claims.
     pub(super) fn ids(&self) -> HashSet<VolumeId> {
-        let bound = |volume: &Arc<PersistentVolume>| {
+        let bindings = |volume: &Arc<PersistentVolume>| {
             self.claim_of(volume).and(VolumeId::new(cluster::handle(&volume.spec)?).ok())
         };
-        self.volumes.informer().list().iter().filter_map(bound).collect()
+        self.volumes.informer().list().iter().filter_map(bindings).collect()
     }
 
-    /// The claim that a volume is bound to, and that is bound to it.
+    /// The claim of a volume, if both are bound to each other.
     pub(super) fn claim_of(&self, volume: &PersistentVolume) -> Option<Key> {
         let key = cluster::claim_of(&volume.spec)?;
         let claim = self.claims.get(&key).filter(|claim| claim.metadata.deletion_timestamp.is_none())?;

@@ -1,0 +1,296 @@
+//! Attach controller: reconciles `VolumeAttachment`s by attaching and detaching disks through the storage infra, and writes
+//! their status.
+
+pub mod decide;
+pub mod fence;
+mod limiter;
+mod metrics;
+mod reconcile;
+mod status;
+mod tracker;
+
+use std::sync::Arc;
+
+use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version};
+use infra_api::{Change as InfraChange, Event, EventKind};
+use kube::{Api, Client};
+use kube_kit::events::Events;
+use kube_kit::fair::{Gate, Limits};
+use kube_kit::health::Health;
+use kube_kit::index::Index;
+use kube_kit::informer::{Change, Informer, Key};
+use kube_kit::latest::Latest;
+use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::queue::{Queue, Retry};
+use kube_kit::versions;
+use prometheus_client::registry::Registry;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::cluster::{self, Cluster, Volumes};
+use crate::infra::{InfraEvent, StorageInfra};
+use crate::volume_attachment::resolve::claim_key;
+use crate::volume_attachment::{self, Shared, is_attached, is_reconciled, vm_owner};
+use fence::{Fence, OutOfService};
+use limiter::VmLimiter;
+use metrics::Metrics;
+use reconcile::Reconciler;
+use tracker::Tracker;
+
+/// The controller, not started yet.
+#[derive(Debug)]
+pub struct AttachController {
+    metrics: Metrics,
+    concurrent_requests: usize,
+    fence: Fence,
+    tracker: Arc<Tracker>,
+    queue: Queue<Key>,
+    by_claim: Arc<Index>,
+}
+
+/// The controller, with its watches started.
+pub struct RunningAttachController {
+    reconciler: Arc<Reconciler>,
+    by_claim: Arc<Index>,
+    queue: Queue<Key>,
+}
+
+impl std::fmt::Debug for RunningAttachController {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RunningAttachController").finish_non_exhaustive()
+    }
+}
+
+impl AttachController {
+    /// Registers the metrics. `concurrent_requests` is the maximum number of concurrent API requests for VolumeAttachments.
+    pub fn new(registry: &mut Registry, concurrent_requests: usize, fence: Fence) -> Self {
+        Self {
+            metrics: Metrics::register(registry),
+            concurrent_requests,
+            fence,
+            tracker: Arc::default(),
+            queue: Queue::default(),
+            by_claim: Arc::default(),
+        }
+    }
+
+    /// Handler for storage infra events: retries failed detaches as soon as the storage infra deletes the attachment.
+    pub fn on_infra_event(&self) -> impl Fn(InfraEvent<'_>) + Send + Sync + use<> {
+        let (tracker, queue) = (self.tracker.clone(), self.queue.clone());
+        move |event| {
+            if let InfraEvent::Object(Event {
+                kind: EventKind::Attachment,
+                change: InfraChange::Deleted,
+                id,
+                ..
+            }) = event
+            {
+                tracker.failed_detaches(id).into_iter().for_each(|key| queue.push(key));
+            }
+        }
+    }
+
+    /// Reconciles a VolumeAttachment whenever its claim or its claim's volume changes.
+    pub fn watch(&self, cluster: Cluster) -> Cluster {
+        let requeue = requeue_by_claim(&self.by_claim, &self.queue);
+        let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
+            let bound = |claim: &Arc<PersistentVolumeClaim>| {
+                (claim.metadata.uid.clone(), claim.spec.clone(), claim.status.phase.clone())
+            };
+            if change.old.map(bound) != change.new.map(bound) {
+                requeue(change.key);
+            }
+        });
+        let requeue = requeue_by_claim(&self.by_claim, &self.queue);
+        cluster.on_volume(move |change: &Change<'_, PersistentVolume>| {
+            if change.old.map(|volume| &volume.spec) == change.new.map(|volume| &volume.spec) {
+                return;
+            }
+            for claim in
+                [change.old, change.new].into_iter().flatten().filter_map(|v| cluster::claim_of(&v.spec))
+            {
+                requeue(&claim);
+            }
+        })
+    }
+
+    /// Starts the watches, which run until `stop`, and adds a check for each to `ready`. None if `stop` came first.
+    pub async fn start(
+        self,
+        client: Client,
+        (claims, volumes): (Informer<PersistentVolumeClaim>, Volumes),
+        infra: Arc<dyn StorageInfra>,
+        ready: &Health,
+        stop: CancellationToken,
+    ) -> Option<RunningAttachController> {
+        let Self { metrics, concurrent_requests, fence, tracker, queue, by_claim } = self;
+
+        let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
+        let attachments = Arc::new(Latest::new(builder.informer()));
+        let handler = {
+            let (attachments, tracker) = (attachments.clone(), tracker.clone());
+            let (by_claim, queue) = (by_claim.clone(), queue.clone());
+            move |change: &Change<'_, VolumeAttachment>| {
+                by_claim.put(change.key, change.new.map(|attachment| claim_key(attachment)));
+                attachments.seen(change);
+                if tracker.needs_reconcile(change) {
+                    queue.push(change.key.clone());
+                }
+                // Another VM may be waiting for the disk that was detached.
+                if let (Some(gone), None) = (change.old, change.new) {
+                    for waiting in by_claim.members(&claim_key(gone)) {
+                        if attachments.get(&waiting).is_some_and(|attachment| !is_attached(&attachment)) {
+                            queue.push(waiting);
+                        }
+                    }
+                }
+            }
+        };
+        let check = ready.check("watch of VolumeAttachments", "not started yet");
+        let queue_on_reconnect = queue.clone();
+        builder
+            .trim(volume_attachment::trim)
+            .on_change(handler)
+            .on_return(move || queue_on_reconnect.hurry())
+            .start(check, stop.clone());
+
+        let out_of_service = match fence {
+            Fence::Never => OutOfService::disabled(),
+            Fence::PowerOff => {
+                let version_check = ready.check("version of VirtualMachine", "not checked yet");
+                let newest = newest_virtual_machine_version;
+                let version = versions::served(&client, VIRTUAL_MACHINE_GROUP, newest, &version_check, &stop);
+                let version = version.await?;
+                let check = ready.check("watch of VirtualMachines", "not started yet");
+                OutOfService::watch(
+                    &client,
+                    version,
+                    check,
+                    &stop,
+                    requeue_terminating_of_vm(&attachments, &queue),
+                )
+            }
+        };
+
+        let reconciler = Arc::new(Reconciler {
+            events: Events::new(client.clone(), "mgmt-csi"),
+            client,
+            infra,
+            attachments,
+            claims,
+            volumes,
+            tracker,
+            limiter: VmLimiter::default(),
+            requests: Gate::new(requests(concurrent_requests)),
+            out_of_service,
+            metrics,
+            stop,
+        });
+        Some(RunningAttachController { reconciler, by_claim, queue })
+    }
+}
+
+impl RunningAttachController {
+    /// The state that the repair loop shares with this controller.
+    pub(crate) fn shared(&self) -> Shared {
+        let reconciler = &*self.reconciler;
+        Shared {
+            client: reconciler.client.clone(),
+            infra: reconciler.infra.clone(),
+            attachments: reconciler.attachments.clone(),
+            by_claim: self.by_claim.clone(),
+            claims: reconciler.claims.clone(),
+            volumes: reconciler.volumes.clone(),
+            events: reconciler.events.clone(),
+            queue: self.queue.clone(),
+        }
+    }
+
+    /// Reconciles VolumeAttachments until the process is stopped. Those in backoff are retried as soon as `infra_back` is
+    /// notified. `alongside` runs once the caches are synced, and is dropped when the last reconcile ends.
+    pub async fn run(&self, infra_back: &Notify, alongside: impl Future<Output = ()>) {
+        let Reconciler { attachments, claims, volumes, stop, .. } = &*self.reconciler;
+        // Unsynced caches would report existing claims as missing.
+        tokio::select! {
+            () = stop.cancelled() => return,
+            _ = async { tokio::join!(attachments.informer().synced(), claims.synced(), volumes.informer().synced()) } => {}
+        }
+        let worker = self.queue.worker();
+        let all = attachments.informer().list();
+        tracing::info!(attachments = all.len(), "reconciling VolumeAttachments");
+        // Reconciled ones are compared with the storage infra's list, in one call.
+        for attachment in all.iter().filter(|attachment| !is_reconciled(attachment)) {
+            self.queue.push(Key::of(&**attachment));
+        }
+        let requeue = requeue_unreconciled(attachments, &self.queue, infra_back);
+        // No limit on workers: the limiter per VM bounds the calls to the storage infra, so that a VM that hangs does not
+        // block others.
+        let vm_key = |key: &Key| {
+            attachments
+                .get(key)
+                .map_or_else(|| key.clone(), |attachment| volume_attachment::vm_key(&attachment))
+        };
+        let work = worker.run_fair(usize::MAX, Retry::default(), stop.clone(), vm_key, |key| {
+            let reconciler = self.reconciler.clone();
+            async move { reconciler.reconcile(&key).await }
+        });
+        // On `stop`, the reconciles in progress are awaited and the rest is dropped.
+        tokio::select! {
+            () = work => {}
+            _ = async { tokio::join!(requeue, alongside) } => {}
+        }
+    }
+}
+
+/// Limits of concurrent API requests: in total, per namespace and per VM.
+fn requests(concurrent_requests: usize) -> Limits {
+    Limits {
+        total: concurrent_requests,
+        namespace: concurrent_requests.div_ceil(2),
+        object: concurrent_requests.div_ceil(16),
+    }
+}
+
+/// Requeues every unreconciled VolumeAttachment each time the storage infra is reachable again.
+async fn requeue_unreconciled(
+    attachments: &Latest<VolumeAttachment>,
+    queue: &Queue<Key>,
+    infra_back: &Notify,
+) {
+    loop {
+        infra_back.notified().await;
+        for attachment in attachments.informer().list() {
+            if attachment.metadata.deletion_timestamp.is_some() || !is_attached(&attachment) {
+                queue.push(Key::of(&*attachment));
+            }
+        }
+    }
+}
+
+/// Returns a handler that requeues the terminating VolumeAttachments of a VM.
+fn requeue_terminating_of_vm(
+    attachments: &Arc<Latest<VolumeAttachment>>,
+    queue: &Queue<Key>,
+) -> impl Fn(&Key) + Send + Sync + use<> {
+    let (attachments, queue) = (attachments.clone(), queue.clone());
+    move |vm| {
+        for attachment in attachments.informer().list() {
+            if attachment.metadata.deletion_timestamp.is_some()
+                && attachment.metadata.namespace.as_ref() == Some(&vm.namespace)
+                && vm_owner(&attachment).is_some_and(|owner| owner.name == vm.name)
+            {
+                queue.push(Key::of(&*attachment));
+            }
+        }
+    }
+}
+
+/// Returns a handler that requeues the VolumeAttachments of a claim.
+fn requeue_by_claim(by_claim: &Arc<Index>, queue: &Queue<Key>) -> impl Fn(&Key) + Send + Sync + use<> {
+    let (by_claim, queue) = (by_claim.clone(), queue.clone());
+    move |claim| {
+        for attachment in by_claim.members(claim) {
+            queue.push(attachment);
+        }
+    }
+}

@@ -249,7 +249,8 @@ fn note(known: &mut HashMap<String, Instant>, machine: &VirtualMachine, now: Ins
     let volumes = status.map(|status| status.volumes.as_slice()).unwrap_or_default();
     let plugged = volumes.iter().filter(|disk| disk.attached);
     // A disk that is leaving is still there.
-    let plugged: HashSet<&str> = plugged.filter_map(|disk| names::entries_shown(&disk.name).next()).collect();
+    let plugged: HashSet<&str> =
+        plugged.filter_map(|disk| names::entry_candidates(&disk.name).next()).collect();
     known.retain(|entry, _| plugged.contains(entry.as_str()));
     for entry in plugged {
         known.entry(entry.to_owned()).or_insert(now);

@@ -3,7 +3,7 @@
 use kube::CustomResourceExt;
 use serde_json::{Value, json};
 
-use crate::virtual_machine::{MOST_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
+use crate::virtual_machine::{MAX_VOLUMES, VIRTUAL_MACHINE_VERSIONS, VirtualMachineDefinition};
 use crate::volume_attachment::VolumeAttachment;
 
 /// All CustomResourceDefinitions as (file name, YAML text): the expected contents of `crds/yaml/`.
@@ -34,7 +34,7 @@ fn virtual_machine() -> Value {
         volumes["items"]["x-kubernetes-preserve-unknown-fields"] = json!(true);
     }
     // No limit on the status: it also lists the disks that are being detached.
-    schema["spec"]["properties"]["volumes"]["maxItems"] = json!(MOST_VOLUMES);
+    schema["spec"]["properties"]["volumes"]["maxItems"] = json!(MAX_VOLUMES);
     let versions: Vec<Value> = VIRTUAL_MACHINE_VERSIONS
         .iter()
         .enumerate()

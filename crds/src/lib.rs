@@ -8,7 +8,7 @@ mod virtual_machine;
 mod volume_attachment;
 
 pub use virtual_machine::{
-    MOST_VOLUMES, PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS,
+    MAX_VOLUMES, PersistentVolumeClaimSource, VIRTUAL_MACHINE_GROUP, VIRTUAL_MACHINE_VERSIONS,
     VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,
     VirtualMachineVolumeStatus, newest_virtual_machine_version, node_uuid, virtual_machine_resource,
 };

@@ -136,7 +136,7 @@ pub fn detaching_entry(entry: &str) -> String {
 /// Candidate spec entries of a name in `status.volumes`: the name itself, or the part before `:detaching`. If several disks
 /// of one entry are being detached, the vSphere CSI driver inserts `-<number>` before the suffix; such a name is ambiguous,
 /// and both candidates are returned.
-pub fn entries_shown(name: &str) -> impl Iterator<Item = &str> {
+pub fn entry_candidates(name: &str) -> impl Iterator<Item = &str> {
     let base = name.strip_suffix(DETACHING);
     let numbered = base.and_then(|base| base.rsplit_once('-'));
     let is_number = |digits: &str| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_detaching_disk_has_the_name_of_its_entry_with_a_suffix() {
-        let shown = |name| entries_shown(name).collect::<Vec<_>>();
+        let shown = |name| entry_candidates(name).collect::<Vec<_>>();
         assert_eq!(shown("pvc-1"), ["pvc-1"]);
         assert_eq!(detaching_entry("pvc-1"), "pvc-1:detaching");
         assert_eq!(shown("pvc-1:detaching"), ["pvc-1", "pvc"]);

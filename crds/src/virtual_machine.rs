@@ -17,7 +17,7 @@ pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
 pub const VIRTUAL_MACHINE_VERSIONS: [&str; 5] = ["v1alpha6", "v1alpha5", "v1alpha4", "v1alpha3", "v1alpha2"];
 
 /// Maximum number of entries in `spec.volumes`: as many disks as a virtual SCSI controller takes, and a root disk.
-pub const MOST_VOLUMES: usize = 256;
+pub const MAX_VOLUMES: usize = 256;
 
 /// A `VirtualMachine`, in the version that [`virtual_machine_resource`] names.
 pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;

@@ -13,8 +13,8 @@ use kube_kit::events::Events;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::{
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
     PersistentVolumeSpec,
 };
@@ -45,7 +45,7 @@ pub(crate) struct Guest {
     pub(crate) client: Client,
     pub(crate) claims: Informer<PersistentVolumeClaim>,
     /// Mutation cache: the claims with the conditions that were written last.
-    pub(crate) claim_cache: Arc<Latest<PersistentVolumeClaim>>,
+    pub(crate) claim_cache: Arc<MutationCache<PersistentVolumeClaim>>,
     pub(crate) volumes: Informer<PersistentVolume>,
     pub(crate) classes: Informer<StorageClass>,
     pub(crate) events: Events,
@@ -73,11 +73,11 @@ impl Guest {
         let volumes = Informer::builder("guest PersistentVolumes", Api::all(client.clone()))
             .trim(move |volume| trim_volume(volume, &drivers));
 
-        let claim_cache = Arc::new(Latest::new(claims.informer()));
+        let claim_cache = Arc::new(MutationCache::new(claims.informer()));
         let (cache, bound_to, handle_changed) =
             (claim_cache.clone(), volumes.informer(), volume_changed.clone());
         let claims = claims.on_change(move |change| {
-            cache.seen(change);
+            cache.observe(change);
             let uid = |claim: &Arc<PersistentVolumeClaim>| claim.metadata.uid.clone();
             if change.old.is_some_and(|old| change.new.is_none_or(|new| uid(new) != uid(old))) {
                 claim_gone(change.key);

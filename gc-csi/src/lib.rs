@@ -4,8 +4,8 @@
 mod compatibility;
 pub mod controller;
 mod guest;
-pub mod machine;
 mod management;
 mod pin;
 mod reconcile;
 mod vm_operator;
+pub mod vm_volumes;

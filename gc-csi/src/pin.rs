@@ -4,7 +4,7 @@
 //! PersistentVolume; an annotation can override it.
 
 use crds::names::MANAGEMENT_VOLUME;
-use kube_kit::lean::PersistentVolume;
+use kube_kit::partial::PersistentVolume;
 
 use crate::compatibility::PvRequirements;
 

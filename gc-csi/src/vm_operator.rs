@@ -4,8 +4,8 @@
 use csi::Status;
 use csi::capability::{Access, Capability, Mode};
 use kube::Client;
+use kube_kit::api_versions;
 use kube_kit::health::Health;
-use kube_kit::versions;
 use tokio_util::sync::CancellationToken;
 
 /// First version of `VirtualMachine` that defines `sharingMode` and `diskMode` of an entry.
@@ -50,7 +50,8 @@ impl VmOperator {
             VmOperatorArg::Upstream => false,
             VmOperatorArg::Auto => {
                 let check = ready.check("vm-operator", "not checked yet");
-                versions::serves(client, "nestor.dev/v1alpha1", "volumeattachments", &check, stop).await?
+                api_versions::is_served(client, "nestor.dev/v1alpha1", "volumeattachments", &check, stop)
+                    .await?
             }
         };
         Some(if is_shim { Self::Shim } else { upstream })

@@ -12,7 +12,7 @@ use kube::{Api, Client};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
-use kube_kit::lean::{
+use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
     PersistentVolumeSpec,
 };

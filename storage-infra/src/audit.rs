@@ -20,22 +20,22 @@ pub fn actor() -> Arc<str> {
 }
 
 /// Runs a future on behalf of an actor.
-pub async fn acting<F: Future>(who: Arc<str>, work: F) -> F::Output {
+pub async fn with_actor<F: Future>(who: Arc<str>, work: F) -> F::Output {
     ACTOR.scope(who, work).await
 }
 
 /// Runs blocking work on behalf of an actor.
-pub fn acting_here<T>(who: Arc<str>, work: impl FnOnce() -> T) -> T {
+pub fn with_actor_blocking<T>(who: Arc<str>, work: impl FnOnce() -> T) -> T {
     ACTOR.sync_scope(who, work)
 }
 
 /// Logs an irreversible action on a file.
-pub fn done(act: &str, object: impl Display, path: &Path, why: &str) {
+pub fn log_action(act: &str, object: impl Display, path: &Path, why: &str) {
     tracing::info!(target: "audit", act, %object, path = %path.display(), why, who = %actor(), "done");
 }
 
 /// Logs the removal of an object from the catalog.
-pub fn forgot(object: impl Display, why: &str) {
+pub fn log_removal(object: impl Display, why: &str) {
     tracing::info!(target: "audit", act = "forget", %object, why, who = %actor(), "done");
 }
 
@@ -46,9 +46,9 @@ mod tests {
     #[tokio::test]
     async fn the_actor_is_known_in_async_and_in_blocking_work() {
         assert_eq!(&*actor(), SERVER);
-        let observed = acting("someone".into(), async {
+        let observed = with_actor("someone".into(), async {
             let who = actor();
-            tokio::task::spawn_blocking(move || acting_here(who, actor)).await.unwrap()
+            tokio::task::spawn_blocking(move || with_actor_blocking(who, actor)).await.unwrap()
         });
         assert_eq!(&*observed.await, "someone");
     }

@@ -41,10 +41,12 @@ mod debug {
     use uuid::Uuid;
 
     use crate::engine::{
-        self, Cleared, Contents, Copying, DiskSource, Engine, Files, Method, Object, PoolFacts, Record,
-        Revisions,
+        self, Clearance, Contents, CopyProgress, DiskSource, Engine, Files, Method, Object, PoolFacts,
+        Record, Revisions,
     };
-    use crate::hypervisor::{self, Disk, Hypervisor, NodeFacts, Plugged, Presence, Stalled, Unplugged};
+    use crate::hypervisor::{
+        self, AttachedDisk, DetachOutcome, Disk, Hypervisor, NodeFacts, PausedVm, Presence,
+    };
 
     /// An engine or a hypervisor with fail points.
     pub(super) struct WithFailPoints<T: ?Sized>(pub(super) Arc<T>);
@@ -58,16 +60,16 @@ mod debug {
     }
 
     impl Engine for WithFailPoints<dyn Engine> {
-        fn adopt(&self, pool: &Record) -> engine::Result<()> {
-            engine_effect("adopt", || self.0.adopt(pool))
+        fn claim(&self, pool: &Record) -> engine::Result<()> {
+            engine_effect("adopt", || self.0.claim(pool))
         }
 
         fn release(&self) -> engine::Result<()> {
             engine_effect("release", || self.0.release())
         }
 
-        fn served_elsewhere(&self) -> Option<String> {
-            self.0.served_elsewhere()
+        fn other_server(&self) -> Option<String> {
+            self.0.other_server()
         }
 
         fn files(&self, object: &Object) -> engine::Result<Files> {
@@ -78,40 +80,40 @@ mod debug {
             self.0.revisions()
         }
 
-        fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> engine::Result<()> {
+        fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> engine::Result<()> {
             engine_effect("create", || self.0.create(cleared, bytes, record))
         }
 
-        fn fill(
+        fn create_from(
             &self,
-            cleared: &Cleared,
+            cleared: &Clearance,
             from: &DiskSource,
             bytes: u64,
             method: Method,
             record: &Record,
-            copying: &Copying,
+            copying: &CopyProgress,
         ) -> engine::Result<()> {
-            engine_effect("fill", || self.0.fill(cleared, from, bytes, method, record, copying))
+            engine_effect("fill", || self.0.create_from(cleared, from, bytes, method, record, copying))
         }
 
-        fn note(&self, record: &Record) -> engine::Result<()> {
+        fn write_record(&self, record: &Record) -> engine::Result<()> {
             // The engine has these fail points itself: only it knows whether it writes anything.
-            self.0.note(record)
+            self.0.write_record(record)
         }
 
-        fn discard(&self, cleared: &Cleared) -> engine::Result<()> {
-            engine_effect("discard", || self.0.discard(cleared))
+        fn remove_incomplete(&self, cleared: &Clearance) -> engine::Result<()> {
+            engine_effect("discard", || self.0.remove_incomplete(cleared))
         }
 
-        fn noted(&self, object: &Object) -> engine::Result<Option<Record>> {
-            self.0.noted(object)
+        fn read_record(&self, object: &Object) -> engine::Result<Option<Record>> {
+            self.0.read_record(object)
         }
 
-        fn grow(&self, id: &VolumeId, bytes: u64) -> engine::Result<()> {
-            engine_effect("grow", || self.0.grow(id, bytes))
+        fn expand(&self, id: &VolumeId, bytes: u64) -> engine::Result<()> {
+            engine_effect("grow", || self.0.expand(id, bytes))
         }
 
-        fn remove(&self, cleared: &Cleared) -> engine::Result<()> {
+        fn remove(&self, cleared: &Clearance) -> engine::Result<()> {
             engine_effect("remove", || self.0.remove(cleared))
         }
 
@@ -154,12 +156,12 @@ mod debug {
 
     #[async_trait]
     impl Hypervisor for WithFailPoints<dyn Hypervisor> {
-        async fn plug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
-            hypervisor_effect("plug", self.0.plug(node, disk)).await
+        async fn attach(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<()> {
+            hypervisor_effect("plug", self.0.attach(node, disk)).await
         }
 
-        async fn unplug(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<Unplugged> {
-            hypervisor_effect("unplug", self.0.unplug(node, disk)).await
+        async fn detach(&self, node: Uuid, disk: &Disk) -> hypervisor::Result<DetachOutcome> {
+            hypervisor_effect("unplug", self.0.detach(node, disk)).await
         }
 
         async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> hypervisor::Result<()> {
@@ -170,8 +172,8 @@ mod debug {
             hypervisor_effect("throttle", self.0.throttle(node, disk)).await
         }
 
-        async fn stalled(&self) -> hypervisor::Result<Vec<Stalled>> {
-            self.0.stalled().await
+        async fn paused_vms(&self) -> hypervisor::Result<Vec<PausedVm>> {
+            self.0.paused_vms().await
         }
 
         async fn resume(&self, node: Uuid) -> hypervisor::Result<()> {
@@ -194,12 +196,12 @@ mod debug {
             self.0.describe(node).await
         }
 
-        async fn survey(&self, nodes: &[Uuid]) -> hypervisor::Result<HashMap<Uuid, NodeFacts>> {
-            self.0.survey(nodes).await
+        async fn describe_all(&self, nodes: &[Uuid]) -> hypervisor::Result<HashMap<Uuid, NodeFacts>> {
+            self.0.describe_all(nodes).await
         }
 
-        async fn plugged(&self) -> hypervisor::Result<Vec<Plugged>> {
-            self.0.plugged().await
+        async fn attached_disks(&self) -> hypervisor::Result<Vec<AttachedDisk>> {
+            self.0.attached_disks().await
         }
 
         async fn presence(&self, node: Uuid, disks: &[Disk]) -> hypervisor::Result<Presence> {

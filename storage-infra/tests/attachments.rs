@@ -9,7 +9,7 @@ use std::os::unix::fs::FileExt;
 use std::process::Command;
 use std::time::Duration;
 
-use infra_api::{AttachmentState, ProblemCode, VolumeSize, VolumeSpec, What};
+use infra_api::{AttachmentState, ObjectKind, ProblemCode, VolumeSize, VolumeSpec};
 use support::*;
 use uuid::Uuid;
 
@@ -44,7 +44,7 @@ async fn a_disk_is_attached_written_expanded_live_and_detached() {
     assert_eq!(refused.problem().unwrap().nodes[0].uuid, node);
     assert_eq!(code(server.client.delete_node(node).await), ProblemCode::InUse);
     let bigger = VolumeSize { capacity_bytes: 6 * MIB, limit_bytes: None };
-    let grown = server.client.grow_volume(&id, &bigger).await.unwrap();
+    let grown = server.client.expand_volume(&id, &bigger).await.unwrap();
     assert_eq!((grown.capacity_bytes, grown.attached_to), (6 * MIB, vec![node]));
     assert_eq!(sectors(&link) * 512, 6 * MIB);
 
@@ -163,13 +163,13 @@ async fn a_volume_attached_read_only_cannot_be_expanded() {
     server.client.put_volume(&id, &size(MIB), SOON).await.unwrap();
     server.client.attach(&attachment("r"), &reader(&id, node), SOON).await.unwrap();
     let to = VolumeSize { capacity_bytes: 2 * MIB, limit_bytes: None };
-    let error = server.client.grow_volume(&id, &to).await.unwrap_err();
+    let error = server.client.expand_volume(&id, &to).await.unwrap_err();
     let problem = error.problem().unwrap();
     assert_eq!((problem.code, problem.nodes[0].uuid), (ProblemCode::InUse, node));
     // The expansion was not started: the pool's reservation is unchanged.
     assert_eq!(server.client.list_pools().await.unwrap()[0].reserved_bytes, MIB);
     server.client.detach(&attachment("r"), SOON).await.unwrap();
-    assert_eq!(server.client.grow_volume(&id, &to).await.unwrap().capacity_bytes, 2 * MIB);
+    assert_eq!(server.client.expand_volume(&id, &to).await.unwrap().capacity_bytes, 2 * MIB);
 }
 
 #[tokio::test]
@@ -185,9 +185,9 @@ async fn errors_name_the_missing_object() {
         assert_eq!(problem.code, ProblemCode::NotFound);
         (problem.what.unwrap(), problem.id.unwrap())
     };
-    assert_eq!(missing(writer(&volume("other"), node)).await, (What::Volume, "other".to_owned()));
+    assert_eq!(missing(writer(&volume("other"), node)).await, (ObjectKind::Volume, "other".to_owned()));
     let stranger = Uuid::new_v4();
-    assert_eq!(missing(writer(&id, stranger)).await, (What::Node, stranger.to_string()));
+    assert_eq!(missing(writer(&id, stranger)).await, (ObjectKind::Node, stranger.to_string()));
     assert_eq!(server.client.list_attachments(None, None).await.unwrap(), []);
 }
 
@@ -311,14 +311,14 @@ async fn an_attachment_takes_over_only_the_disk_of_the_one_that_it_replaces() {
     let [first, second, third] = ["a", "b", "c"].map(attachment);
     server.client.attach(&first, &writer(&id, node), SOON).await.unwrap();
     assert_eq!(code(server.client.attach(&second, &writer(&id, node), SOON).await), ProblemCode::InUse);
-    let elsewhere = server.client.attach_instead(&second, &writer(&id, other), &first, SOON).await;
+    let elsewhere = server.client.attach_replacing(&second, &writer(&id, other), &first, SOON).await;
     assert_eq!(code(elsewhere), ProblemCode::InUse);
-    let not_that = server.client.attach_instead(&second, &writer(&id, node), &third, SOON).await;
+    let not_that = server.client.attach_replacing(&second, &writer(&id, node), &third, SOON).await;
     assert_eq!(code(not_that), ProblemCode::InUse);
 
     // A process that has the disk open in the node is not affected.
     let held = fs::File::open(site.link(node, made.disk_uuid)).unwrap();
-    let taken = server.client.attach_instead(&second, &writer(&id, node), &first, SOON).await.unwrap();
+    let taken = server.client.attach_replacing(&second, &writer(&id, node), &first, SOON).await.unwrap();
     assert_eq!((taken.id.as_str(), taken.state), ("b", AttachmentState::Attached));
     assert_eq!(site.devices().len(), 1);
     // The earlier attachment has ended, and operations on it have no effect.

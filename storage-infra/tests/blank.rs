@@ -110,7 +110,7 @@ async fn a_replacing_attachment_keeps_the_attestation() {
     let first = attach(&server, "a1", "v", node).await;
     let spec = writer(&volume("v"), node);
     let second =
-        server.client.attach_instead(&attachment("a2"), &spec, &attachment("a1"), SOON).await.unwrap();
+        server.client.attach_replacing(&attachment("a2"), &spec, &attachment("a1"), SOON).await.unwrap();
     assert_eq!(second.blank_attestation, first.blank_attestation);
 }
 

@@ -59,7 +59,7 @@ async fn a_missing_pool_and_its_return_are_reported_for_each_volume() {
     // An empty directory is not the pool and gives another message, hence another event.
     fs::create_dir(site.path("pool")).unwrap();
     wait_for_event(&mut events, EventKind::Volume, "v").await;
-    wait_for_error(&server, &id, &["is its filesystem mounted?"]).await;
+    wait_for_error(&server, &id, &["mount the pool's filesystem"]).await;
     fs::remove_dir(site.path("pool")).unwrap();
     fs::rename(site.path("away"), site.path("pool")).unwrap();
     until("the volume is normal", async || {

@@ -110,7 +110,7 @@ impl Round {
             Delete => client.delete_volume(&self.volume).await,
             Grow => {
                 let size = VolumeSize { capacity_bytes: 2 * MIB, limit_bytes: None };
-                client.grow_volume(&self.volume, &size).await.map(drop)
+                client.expand_volume(&self.volume, &size).await.map(drop)
             }
             Attach => client.attach(&self.attachment, &writer(&self.volume, self.node), SOON).await.map(drop),
             Detach => client.detach(&self.attachment, SOON).await,

@@ -55,7 +55,7 @@ async fn a_full_pool_refuses_new_objects_and_accepts_them_once_there_is_space() 
     let problem = refused.problem().unwrap();
     assert_eq!((problem.code, problem.rejections[0].reason), (ProblemCode::OutOfSpace, Rejection::TooSmall));
     let more = VolumeSize { capacity_bytes: 16 * MIB, limit_bytes: None };
-    assert_eq!(code(server.client.grow_volume(&volume("v"), &more).await), ProblemCode::OutOfSpace);
+    assert_eq!(code(server.client.expand_volume(&volume("v"), &more).await), ProblemCode::OutOfSpace);
     let same = server.client.put_volume(&volume("v"), &size(8 * MIB), SOON).await.unwrap();
     assert_eq!(same.capacity_bytes, 8 * MIB);
     assert_eq!(server.client.get_volume(&volume("w")).await.unwrap(), None);
@@ -63,7 +63,7 @@ async fn a_full_pool_refuses_new_objects_and_accepts_them_once_there_is_space() 
 
     fs::remove_file(filler).unwrap();
     server.client.put_volume(&volume("w"), &size(8 * MIB), SOON).await.unwrap();
-    assert_eq!(server.client.grow_volume(&volume("v"), &more).await.unwrap().capacity_bytes, 16 * MIB);
+    assert_eq!(server.client.expand_volume(&volume("v"), &more).await.unwrap().capacity_bytes, 16 * MIB);
     assert_eq!(site.read(&volume("v"), 4, 0), b"kept");
 }
 
@@ -196,9 +196,9 @@ async fn a_pool_that_is_not_mounted_at_start_is_not_written_and_recovers_when_mo
     let health = server.client.health().await.unwrap();
     assert_eq!((health.healthy, health.pools_healthy, health.pools_total), (false, 0, 1));
     let pool = server.client.get_pool(&support::pool()).await.unwrap().unwrap();
-    assert!(pool.message.unwrap().contains("is its filesystem mounted?"));
+    assert!(pool.message.unwrap().contains("mount the pool's filesystem"));
     let unhealthy = server.client.get_volume(&id).await.unwrap().unwrap().condition;
-    assert!(!unhealthy.healthy && unhealthy.message.unwrap().contains("is its filesystem mounted?"));
+    assert!(!unhealthy.healthy && unhealthy.message.unwrap().contains("mount the pool's filesystem"));
     let refused = server.client.put_volume(&volume("w"), &size(MIB), SOON).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().rejections[0].reason, Rejection::Unhealthy);
     assert_eq!(code(server.client.delete_volume(&volume("gone")).await), ProblemCode::Unavailable);

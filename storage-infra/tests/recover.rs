@@ -45,7 +45,7 @@ async fn populated_server(site: &Site, nodes: &[Uuid]) -> Server {
     client.put_volume(&volume("w"), &restored(&snapshot("s"), MIB), SOON).await.unwrap();
     client.put_volume(&volume("x"), &size(MIB), SOON).await.unwrap();
     let grown = VolumeSize { capacity_bytes: 3 * MIB, limit_bytes: None };
-    client.grow_volume(&volume("x"), &grown).await.unwrap();
+    client.expand_volume(&volume("x"), &grown).await.unwrap();
     client.attach(&attachment("a"), &writer(&volume("v"), nodes[0]), SOON).await.unwrap();
     server
 }
@@ -83,7 +83,10 @@ async fn an_unusable_catalog_is_not_served_and_is_rebuilt_from_the_pools() {
         let data = content(&site.path("data"));
         let (status, said) = site.recover(&[]);
         assert_eq!(status, 0, "{what}: {said}");
-        assert!(said.contains("nothing was changed") && said.contains("3 volumes, 1 snapshots"), "{said}");
+        assert!(
+            said.contains("the catalog was not changed") && said.contains("3 volumes, 1 snapshots"),
+            "{said}"
+        );
         assert_eq!(content(&site.path("data")), data, "{what}");
 
         let (status, said) = site.recover(&["--dry-run=false"]);
@@ -138,14 +141,14 @@ async fn recover_refuses_while_a_server_runs_or_a_pool_is_missing() {
     fs::remove_file(site.path(CATALOG)).unwrap();
     site.unmount("pool");
     let (status, said) = site.recover(&["--dry-run=false"]);
-    assert!(status == 1 && said.contains("settle first") && said.contains("--skip-pool"), "{said}");
+    assert!(status == 1 && said.contains("conflict: ") && said.contains("--skip-pool"), "{said}");
     assert!(!site.path(CATALOG).exists());
     site.mount_again("pool");
 
     // If the list of pools is lost too, they are given with --pool.
     fs::remove_file(site.path("data/known.json")).unwrap();
     let (status, said) = site.recover(&["--dry-run=false"]);
-    assert!(status == 1 && said.contains("name each with --pool"), "{said}");
+    assert!(status == 1 && said.contains("directory with --pool"), "{said}");
     let (status, said) = site.recover(&["--dry-run=false", "--pool", text(&site.path("pool"))]);
     assert_eq!(status, 0, "{said}");
     assert_eq!(known(&site.start()).await.0.len(), 3);
@@ -163,7 +166,7 @@ async fn a_disk_with_an_unknown_attachment_blocks_other_attachments() {
     write_record(&site.file(&volume("v")), Some(&record));
     fs::remove_file(site.path(CATALOG)).unwrap();
     let (status, said) = site.recover(&["--dry-run=false"]);
-    assert!(status == 0 && said.contains("nothing says by which attachment"), "{said}");
+    assert!(status == 0 && said.contains("without a recorded attachment"), "{said}");
 
     let server = site.start();
     let (_, _, attachments) = known(&server).await;

@@ -7,7 +7,7 @@ mod support;
 use std::fs;
 use std::time::Duration;
 
-use infra_api::{PoolName, ProblemCode, SnapshotSpec, VolumeSize, VolumeState, What};
+use infra_api::{ObjectKind, PoolName, ProblemCode, SnapshotSpec, VolumeSize, VolumeState};
 use support::*;
 use uuid::Uuid;
 
@@ -25,7 +25,7 @@ async fn a_snapshot_keeps_the_data_and_volumes_made_from_it_have_it() {
     assert_eq!((taken.state, taken.capacity_bytes, &taken.volume), (VolumeState::Ready, 8 * MIB, &id));
     site.write(&id, b"after!", 0);
     let to = VolumeSize { capacity_bytes: 12 * MIB, limit_bytes: None };
-    server.client.grow_volume(&id, &to).await.unwrap();
+    server.client.expand_volume(&id, &to).await.unwrap();
 
     let back = server.client.put_volume(&copy, &restored(&snap, 10 * MIB), SOON).await.unwrap();
     assert_eq!((back.capacity_bytes, back.state), (10 * MIB, VolumeState::Ready));
@@ -53,7 +53,7 @@ async fn a_snapshot_keeps_the_data_and_volumes_made_from_it_have_it() {
         assert_eq!((problem.code, problem.id.as_deref()), (ProblemCode::NotFound, Some("none")));
     }
     let error = server.client.put_snapshot(&snapshot("x"), &of(&volume("none")), SOON).await.unwrap_err();
-    assert_eq!(error.problem().unwrap().what, Some(What::Volume));
+    assert_eq!(error.problem().unwrap().what, Some(ObjectKind::Volume));
 }
 
 #[tokio::test]

@@ -99,12 +99,12 @@ async fn a_volume_larger_than_the_maximum_file_size_is_refused_and_reserves_no_s
 
     let made = server.client.put_volume(&volume("v"), &size(GIB), SOON).await.unwrap();
     let more = VolumeSize { capacity_bytes: 20 * GIB, limit_bytes: None };
-    let refused = server.client.grow_volume(&volume("v"), &more).await.unwrap_err();
+    let refused = server.client.expand_volume(&volume("v"), &more).await.unwrap_err();
     assert_eq!(refused.problem().unwrap().code, ProblemCode::OutOfSpace, "{refused}");
     assert_eq!(server.client.get_volume(&volume("v")).await.unwrap(), Some(made));
     assert_eq!(reserved(&server).await, GIB);
     let more = VolumeSize { capacity_bytes: 2 * GIB, limit_bytes: None };
-    assert_eq!(server.client.grow_volume(&volume("v"), &more).await.unwrap().capacity_bytes, 2 * GIB);
+    assert_eq!(server.client.expand_volume(&volume("v"), &more).await.unwrap().capacity_bytes, 2 * GIB);
 }
 
 #[tokio::test]

@@ -22,10 +22,10 @@ async fn a_volume_is_created_once_expanded_and_deleted_with_its_bytes() {
     assert_eq!(code(server.client.put_volume(&id, &size(6 * MIB), SOON).await), ProblemCode::Exists);
 
     let to = |capacity_bytes| VolumeSize { capacity_bytes, limit_bytes: None };
-    let grown = server.client.grow_volume(&id, &to(8 * MIB)).await.unwrap();
+    let grown = server.client.expand_volume(&id, &to(8 * MIB)).await.unwrap();
     assert_eq!(grown.capacity_bytes, 8 * MIB);
-    assert_eq!(server.client.grow_volume(&id, &to(8 * MIB)).await.unwrap(), grown);
-    let shrink = server.client.grow_volume(&id, &to(MIB)).await.unwrap_err();
+    assert_eq!(server.client.expand_volume(&id, &to(8 * MIB)).await.unwrap(), grown);
+    let shrink = server.client.expand_volume(&id, &to(MIB)).await.unwrap_err();
     assert_eq!(shrink.problem().unwrap().status, 409);
     assert_eq!(fs::metadata(site.file(&id)).unwrap().len(), 8 * MIB);
 

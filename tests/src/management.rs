@@ -155,7 +155,7 @@ impl Scenario {
         let entry = names::volume_entry(claim);
         let machine = self.machines().get(machine).await?;
         let disks = machine.status.map(|status| status.volumes).unwrap_or_default();
-        Ok(disks.into_iter().find(|disk| names::entries_shown(&disk.name).any(|shown| shown == entry)))
+        Ok(disks.into_iter().find(|disk| names::entry_candidates(&disk.name).any(|shown| shown == entry)))
     }
 
     /// Our attachment of a claim to a machine.

@@ -91,7 +91,7 @@ impl Running {
         let listen = format!("{flag}=127.0.0.1:{port}");
         let arguments = [arguments, &[&listen]].concat();
         let mut command = command(program, &arguments);
-        command.envs(fail_points.map(|folder| (fail_point::FOLDER, folder)));
+        command.envs(fail_points.map(|folder| (fail_point::DIRECTORY_VAR, folder)));
         let mut child = command.spawn()?;
         let stderr = child.stderr.take().context("no standard error")?;
         let log = Arc::new(Mutex::new(String::new()));

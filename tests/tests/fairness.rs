@@ -143,12 +143,12 @@ async fn nothing_is_made_for_claims_that_are_absent_and_one_event_tells_of_them_
 async fn a_vm_cannot_name_more_disks_than_it_can_have() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
-        let many = absent(crds::MOST_VOLUMES + 1);
+        let many = absent(crds::MAX_VOLUMES + 1);
         let refused = set(&s.management, &s.namespace, &node.name, &many).await.err();
         let refused = refused.context("a VM has more entries than disks")?.to_string();
         ensure!(refused.contains("spec.volumes") && refused.contains("256"), "{refused}");
         set(&s.management, &s.namespace, &node.name, &many[1..]).await?;
-        told(&s.management, &s.namespace, &node.name, crds::MOST_VOLUMES, is_missing).await?;
+        told(&s.management, &s.namespace, &node.name, crds::MAX_VOLUMES, is_missing).await?;
         set(&s.management, &s.namespace, &node.name, &[]).await?;
         told(&s.management, &s.namespace, &node.name, 0, |_| true).await
     })

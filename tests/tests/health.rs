@@ -154,7 +154,7 @@ async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -
 
         pool.hide()?;
         let name = pool.name.as_str();
-        let texts = [name, "not healthy", "is gone"];
+        let texts = [name, "not healthy", "does not exist"];
         shows(&s, "data", &handle, "False", &texts).await?;
         told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
         told_below(&s, &handle, "VolumeConditionAbnormal", &texts).await?;

@@ -31,7 +31,7 @@ async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() 
             let _ = std::fs::remove_file(data_dir(&s).join(format!("catalog.sqlite{beside}")));
         }
         let planned = recover(&s, &[]).await?;
-        ensure!(planned.contains("nothing was changed"), "{planned}");
+        ensure!(planned.contains("the catalog was not changed"), "{planned}");
         recover(&s, &["--dry-run=false"]).await?;
         s.start_part(PART).await?;
 

@@ -78,7 +78,11 @@ async fn a_repair_that_stood_still_before_its_write_takes_nothing_from_an_attach
         drop(frozen);
         eventually("the repair has ended", PATIENCE, || async {
             let log = repairing.process.log();
-            Ok(if log.contains("a VolumeAttachment requests the disk again: its entry stays") { Ok(()) } else { Err(log) })
+            Ok(if log.contains("a VolumeAttachment requests the disk again: its entry stays") {
+                Ok(())
+            } else {
+                Err(log)
+            })
         })
         .await?;
         keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;

@@ -35,12 +35,16 @@ async fn every_metric_is_documented_with_its_type_and_labels_and_every_documente
         let plugins = ("gc_csi_node", plugin.part.clone());
 
         let mut seen = BTreeSet::new();
-        for (program, part) in PROGRAMS.map(|(program, part)| (program, part.to_owned())).into_iter().chain([plugins]) {
+        for (program, part) in
+            PROGRAMS.map(|(program, part)| (program, part.to_owned())).into_iter().chain([plugins])
+        {
             let served = served(&s.lab.metrics(&part).await?)?;
             ensure!(!served.is_empty(), "{part} serves no metrics");
             for (name, metric) in served {
-                let known = documented.get(&name).or_else(|| documented.get(&name.replace(program, "PROGRAM")));
-                let known = known.with_context(|| format!("{part} serves {name}, which is not documented"))?;
+                let known =
+                    documented.get(&name).or_else(|| documented.get(&name.replace(program, "PROGRAM")));
+                let known =
+                    known.with_context(|| format!("{part} serves {name}, which is not documented"))?;
                 assert_eq!(known.kind, metric.kind, "{name}");
                 // A metric without samples yet shows no labels.
                 assert!(metric.labels.is_empty() || metric.labels == known.labels, "{name}: {metric:?}");
@@ -61,7 +65,8 @@ fn documented() -> Result<BTreeMap<String, Metric>> {
     let rows = rows.map(|row| {
         let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
         let [name, kind, labels, _] = cells[..] else { anyhow::bail!("not four cells: {row}") };
-        let labels = labels.split(", ").filter(|label| *label != "–").map(|label| label.trim_matches('`').to_owned());
+        let labels =
+            labels.split(", ").filter(|label| *label != "–").map(|label| label.trim_matches('`').to_owned());
         Ok((name.trim_matches('`').to_owned(), Metric { kind: kind.to_owned(), labels: labels.collect() }))
     });
     rows.collect()

@@ -74,7 +74,8 @@ async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         // A second controller of another test sees this guest too, and says that it can't put it back.
-        let (reason, _) = s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
+        let (reason, _) =
+            s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
@@ -164,7 +165,10 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
 
         let told = told_below(&s, &left, &["no VolumeAttachment", "detached"]).await?;
         assert_eq!(told, "DanglingAttachmentRemoved");
-        assert_eq!(told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?, "DanglingAttachment");
+        assert_eq!(
+            told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?,
+            "DanglingAttachment"
+        );
         assert_eq!(told_below(&s, &by_hand, &["left alone", "NotManaged"]).await?, "DanglingAttachment");
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();

@@ -11,17 +11,17 @@ use crds::{
 use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
+use kube_kit::api_versions;
 use kube_kit::client::connect;
 use kube_kit::events::Events;
-use kube_kit::fair::{Gate, Limits};
+use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::{Check, Health};
 use kube_kit::http;
 use kube_kit::informer::{Change, Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::Metadata;
 use kube_kit::lease::{Election, LeaseArgs};
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::Metadata;
 use kube_kit::queue::{Queue, Retry};
-use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -103,7 +103,7 @@ async fn run_controller(
     ready: &Health,
     stop: CancellationToken,
 ) {
-    let version = versions::served(
+    let version = api_versions::wait_for_version(
         &client,
         VIRTUAL_MACHINE_GROUP,
         newest_virtual_machine_version,
@@ -118,11 +118,11 @@ async fn run_controller(
         format!("VirtualMachines ({version})"),
         Api::all_with(client.clone(), &resource),
     );
-    let vms = Arc::new(Latest::new(builder.informer()));
+    let vms = Arc::new(MutationCache::new(builder.informer()));
     let handler = {
         let (vms, queue) = (vms.clone(), queue.clone());
         move |change: &Change<'_, Vm>| {
-            vms.seen(change);
+            vms.observe(change);
             queue.push(change.key.clone());
         }
     };
@@ -136,8 +136,8 @@ async fn run_controller(
     builder
         .trim(vm::trim)
         .on_change(handler)
-        .on_return(move || queue_on_reconnect.hurry())
-        .on_read(requeue_all())
+        .on_reconnect(move || queue_on_reconnect.retry_now())
+        .on_relist(requeue_all())
         .start(checks.vms, stop.clone());
 
     let builder = Informer::<VolumeAttachment>::builder("VolumeAttachments", Api::all(client.clone()));
@@ -146,7 +146,7 @@ async fn run_controller(
     let handler = {
         let (attachments, queue) = (attachments.clone(), queue.clone());
         move |change: &Change<'_, VolumeAttachment>| {
-            for vm in attachments.seen(change) {
+            for vm in attachments.observe(change) {
                 queue.push(vm);
             }
         }
@@ -154,7 +154,7 @@ async fn run_controller(
     builder
         .trim(attachments::trim)
         .on_change(handler)
-        .on_read(requeue_all())
+        .on_relist(requeue_all())
         .start(checks.attachments, stop.clone());
 
     let missing_claims = Arc::new(MissingClaims::default());
@@ -178,7 +178,7 @@ async fn run_controller(
         claims,
         missing_claims,
         attach_limiter,
-        requests: Gate::new(REQUESTS),
+        requests: FairLimiter::new(REQUESTS),
         vms,
         attachments,
         status_delay: Default::default(),

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kube_kit::informer::Key;
-use kube_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 /// An attachment that is deleted within this time counts as flapping.
 pub(crate) const RECENT: Duration = Duration::from_secs(60);
@@ -95,7 +95,7 @@ impl AttachLimiter {
             for vm in &full {
                 all.remove(vm);
             }
-            give_back(all);
+            shrink_map(all);
         }
     }
 

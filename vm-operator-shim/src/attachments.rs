@@ -8,7 +8,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Resource, ResourceExt};
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
-use kube_kit::latest::Latest;
+use kube_kit::mutation_cache::MutationCache;
 
 use crate::plan::ANNOTATION_ENTRY;
 use crate::vm::Vm;
@@ -16,19 +16,19 @@ use crate::vm::Vm;
 /// VolumeAttachments by VM.
 #[derive(Debug)]
 pub(crate) struct Attachments {
-    latest: Latest<VolumeAttachment>,
+    latest: MutationCache<VolumeAttachment>,
     by_vm: Index,
 }
 
 impl Attachments {
-    /// Creates the index over `informer`, whose changes must be passed to [`Self::seen`].
+    /// Creates the index over `informer`, whose changes must be passed to [`Self::observe`].
     pub(crate) fn new(informer: Informer<VolumeAttachment>) -> Self {
-        Self { latest: Latest::new(informer), by_vm: Index::default() }
+        Self { latest: MutationCache::new(informer), by_vm: Index::default() }
     }
 
     /// Records a change and returns the VMs that it concerns.
-    pub(crate) fn seen(&self, change: &Change<'_, VolumeAttachment>) -> Vec<Key> {
-        self.latest.seen(change);
+    pub(crate) fn observe(&self, change: &Change<'_, VolumeAttachment>) -> Vec<Key> {
+        self.latest.observe(change);
         let new = change.new.and_then(|attachment| vm_of(attachment));
         let old = change.old.and_then(|attachment| vm_of(attachment)).filter(|old| Some(old) != new.as_ref());
         self.by_vm.put(change.key, new.clone());

@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kube_kit::informer::Key;
-use kube_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 use crate::plan::Obstacle;
 use crate::vm::Vm;
@@ -57,7 +57,7 @@ impl MissingClaims {
         if !since.is_empty() {
             all.insert(key.clone(), since);
         }
-        give_back(&mut all);
+        shrink_map(&mut all);
         missing
     }
 
@@ -65,7 +65,7 @@ impl MissingClaims {
     pub(crate) fn forget(&self, key: &Key) {
         let mut all = self.all();
         all.remove(key);
-        give_back(&mut all);
+        shrink_map(&mut all);
     }
 
     /// The VMs for which a claim is missing.

@@ -25,7 +25,7 @@ const OWN_FIELDS: [&str; 6] = ["name", "attached", "diskUUID", "blankAttestation
 const DISK_FIELDS: [&str; 3] = ["diskUUID", "blankAttestation", "formatToken"];
 
 /// Maximum number of entries that are attached per VM, as in the schema of [`crds::VirtualMachine`].
-pub const MAX_ENTRIES: usize = crds::MOST_VOLUMES;
+pub const MAX_ENTRIES: usize = crds::MAX_VOLUMES;
 
 /// Why an entry has no VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -12,12 +12,12 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use kube::core::ApiResource;
 use kube::{Api, Client, ResourceExt};
 use kube_kit::client::chain;
-use kube_kit::events::{Events, listed};
-use kube_kit::fair::Gate;
+use kube_kit::events::{Events, name_list};
+use kube_kit::fair::FairLimiter;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::Metadata;
-use kube_kit::queue::Next;
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::Metadata;
+use kube_kit::queue::NextAction;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -113,13 +113,13 @@ impl StatusDelay {
 pub(crate) struct Reconciler {
     pub(crate) client: Client,
     pub(crate) resource: ApiResource,
-    pub(crate) vms: Arc<Latest<Vm>>,
+    pub(crate) vms: Arc<MutationCache<Vm>>,
     pub(crate) attachments: Arc<Attachments>,
     pub(crate) claims: Informer<Metadata<PersistentVolumeClaim>>,
     pub(crate) missing_claims: Arc<MissingClaims>,
     pub(crate) attach_limiter: AttachLimiter,
     /// Limits concurrent requests to the API server, fairly between VMs.
-    pub(crate) requests: Gate,
+    pub(crate) requests: FairLimiter,
     pub(crate) status_delay: StatusDelay,
     pub(crate) metrics: Metrics,
     pub(crate) events: Events,
@@ -127,26 +127,26 @@ pub(crate) struct Reconciler {
 
 impl Reconciler {
     /// Reconciles one VM.
-    pub(crate) async fn reconcile(&self, key: &Key) -> Result<Next, ReconcileError> {
+    pub(crate) async fn reconcile(&self, key: &Key) -> Result<NextAction, ReconcileError> {
         let Some(vm) = self.vms.get(key) else {
             // The garbage collector deletes the VolumeAttachments of the VM.
             self.status_delay.ended(key);
             self.missing_claims.forget(key);
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let (mut vm, mut missing) = (vm.clone(), self.missing(key, &vm));
         let mut plan = self.plan(key, &vm, &missing.obstacles);
         let is_confirmed = needs_fresh_read(&vm, &plan);
         if is_confirmed {
-            let Some(now) = self.read(key).await? else { return Ok(Next::Wait) };
+            let Some(now) = self.read(key).await? else { return Ok(NextAction::AwaitChange) };
             vm = Arc::new(now);
             missing = self.missing(key, &vm);
             plan = self.plan(key, &vm, &missing.obstacles);
         }
         self.report(&vm, &missing);
-        let mut next = missing.recheck_after.map_or(Next::Wait, Next::After);
+        let mut next = missing.recheck_after.map_or(NextAction::AwaitChange, NextAction::RequeueAfter);
         if self.delay(key, &vm, &mut plan) {
-            next = Next::After(self.attach_limiter.wait());
+            next = NextAction::RequeueAfter(self.attach_limiter.wait());
         }
         let api = Api::<VolumeAttachment>::namespaced(self.client.clone(), &key.namespace);
         let creates = join_all(plan.create.iter().map(|attachment| self.create(key, &api, attachment)));
@@ -224,7 +224,7 @@ impl Reconciler {
     fn report(&self, vm: &Vm, missing: &Missing) {
         let claims = missing.claims();
         if !claims.is_empty() {
-            let note = format!("{} claims not found: {}", claims.len(), listed(&claims, claims.len()));
+            let note = format!("{} claims not found: {}", claims.len(), name_list(&claims, claims.len()));
             self.events.warning_once(self.reference(vm), "Attach", "ClaimNotFound", note);
         }
         let entries = vm.spec.volumes.len();
@@ -249,7 +249,7 @@ impl Reconciler {
     /// Reads the VM from the API server.
     async fn read(&self, key: &Key) -> Result<Option<Vm>, ReconcileError> {
         let api = Api::<Vm>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
-        let _permit = self.requests.enter(key).await;
+        let _permit = self.requests.acquire(key).await;
         let mut found = api.get_opt(&key.name).await.map_err(|error| ReconcileError::Read(chain(&error)))?;
         if let Some(vm) = &mut found {
             crate::vm::trim(vm);
@@ -265,7 +265,7 @@ impl Reconciler {
         attachment: &VolumeAttachment,
     ) -> Result<bool, String> {
         let name = attachment.name_any();
-        let _permit = self.requests.enter(key).await;
+        let _permit = self.requests.acquire(key).await;
         let outcome = api.create(&PostParams::default(), attachment).await;
         self.metrics.count("create", outcome.is_ok());
         match outcome {
@@ -292,7 +292,7 @@ impl Reconciler {
         attachment: &VolumeAttachment,
     ) -> Result<(), String> {
         let name = attachment.name_any();
-        let _permit = self.requests.enter(key).await;
+        let _permit = self.requests.acquire(key).await;
         // The precondition protects a successor of the same name.
         let preconditions = Preconditions { uid: attachment.uid(), resource_version: None };
         let outcome = api.delete(&name, &DeleteParams::default().preconditions(preconditions)).await;
@@ -321,7 +321,7 @@ impl Reconciler {
         let api = Api::<Vm>::namespaced_with(self.client.clone(), &key.namespace, &self.resource);
         let seen = json!({"uid": vm.metadata.uid, "resourceVersion": vm.metadata.resource_version});
         let patch = Patch::Merge(json!({"metadata": seen, "status": {"volumes": volumes}}));
-        let _permit = self.requests.enter(key).await;
+        let _permit = self.requests.acquire(key).await;
         let outcome = api.patch_status(&key.name, &PatchParams::default(), &patch).await;
         self.metrics.count("status", outcome.is_ok());
         match outcome {
@@ -337,10 +337,10 @@ impl Reconciler {
     }
 }
 
-fn sooner(next: Next, than: Duration) -> Next {
+fn sooner(next: NextAction, than: Duration) -> NextAction {
     match next {
-        Next::Wait => Next::After(than),
-        Next::After(delay) => Next::After(delay.min(than)),
+        NextAction::AwaitChange => NextAction::RequeueAfter(than),
+        NextAction::RequeueAfter(delay) => NextAction::RequeueAfter(delay.min(than)),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Fail points: named points before and after each write, at which a test kills or freezes the process.
 //!
-//! Only in builds with debug assertions, and only if the environment variable [`FOLDER`] names a directory. Files in it
+//! Only in builds with debug assertions, and only if the environment variable [`DIRECTORY_VAR`] names a directory. Files in it
 //! control the fail points, and may be created and deleted while the process runs:
 //!
 //! | File | Effect |
@@ -15,7 +15,7 @@
 use std::future::Future;
 
 /// Environment variable with the directory.
-pub const FOLDER: &str = "NESTOR_FAIL_POINTS";
+pub const DIRECTORY_VAR: &str = "NESTOR_FAIL_POINTS";
 
 /// Passes a fail point. `name` is called only if fail points are active.
 #[inline]
@@ -63,12 +63,12 @@ pub fn around_async<F: Future>(name: impl FnOnce() -> Option<String>, work: F) -
 }
 
 /// Source location of a closure of this type: `<module>.<function>`.
-pub fn place_of<F>() -> String {
-    place(std::any::type_name::<F>())
+pub fn function_of<F>() -> String {
+    function(std::any::type_name::<F>())
 }
 
 /// Parses the type name of a closure, such as `krate::module::<impl krate::Type>::function::{{closure}}`.
-fn place(closure: &str) -> String {
+fn function(closure: &str) -> String {
     let function = closure.trim_end_matches("::{{closure}}");
     let (before, name) = function.rsplit_once("::").unwrap_or(("", function));
     let module = before.split("::<impl").next().unwrap_or_default();
@@ -93,7 +93,9 @@ mod points {
     /// Fail points of this process, if active.
     pub(super) fn active() -> Option<&'static Points> {
         static ACTIVE: OnceLock<Option<Points>> = OnceLock::new();
-        ACTIVE.get_or_init(|| std::env::var_os(super::FOLDER).map(|dir| Points::of(dir.into()))).as_ref()
+        ACTIVE
+            .get_or_init(|| std::env::var_os(super::DIRECTORY_VAR).map(|dir| Points::of(dir.into())))
+            .as_ref()
     }
 
     impl Points {
@@ -164,12 +166,12 @@ mod tests {
 
     #[test]
     fn a_closure_is_named_after_its_function() {
-        fn place_of<F>(_closure: F) -> String {
-            super::place_of::<F>()
+        fn function_of<F>(_closure: F) -> String {
+            super::function_of::<F>()
         }
-        assert_eq!(place_of(|| ()), "tests.a_closure_is_named_after_its_function");
+        assert_eq!(function_of(|| ()), "tests.a_closure_is_named_after_its_function");
         let method = "a::volumes::<impl a::Service>::grow::{{closure}}::{{closure}}";
-        assert_eq!(super::place(method), "volumes.grow");
+        assert_eq!(super::function(method), "volumes.grow");
     }
 
     #[test]
@@ -189,7 +191,7 @@ mod tests {
     #[test]
     fn a_process_aborts_at_its_armed_fail_point() {
         use std::os::unix::process::ExitStatusExt;
-        if std::env::var_os(super::FOLDER).is_some() {
+        if std::env::var_os(super::DIRECTORY_VAR).is_some() {
             super::around(|| Some("here".to_owned()), || ());
             return;
         }
@@ -200,7 +202,7 @@ mod tests {
         let run = || {
             let mut command = std::process::Command::new(std::env::current_exe().unwrap());
             command.args(["--exact", "tests::a_process_aborts_at_its_armed_fail_point"]);
-            command.env(super::FOLDER, dir.path()).output().unwrap().status
+            command.env(super::DIRECTORY_VAR, dir.path()).output().unwrap().status
         };
         // SIGABRT.
         assert_eq!(run().signal(), Some(6));

@@ -16,7 +16,7 @@ pub use bounds::{MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_
 pub use client::{Client, ClientError, ClientOptions};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
-pub use problem::{PoolRejection, Problem, ProblemCode, Rejection, What};
+pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";

@@ -53,7 +53,7 @@ impl ProblemCode {
 
     /// Whether the operation may have taken effect or may still be running. False only if the server reports that it
     /// did nothing.
-    pub fn may_have_happened(self) -> bool {
+    pub fn may_have_taken_effect(self) -> bool {
         match self {
             Self::Unavailable | Self::Internal => true,
             Self::Invalid
@@ -112,7 +112,7 @@ impl fmt::Display for ProblemCode {
 /// Kind of the object that a problem is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum What {
+pub enum ObjectKind {
     /// A pool.
     Pool,
     /// A volume.
@@ -132,7 +132,7 @@ pub enum What {
     Other,
 }
 
-impl fmt::Display for What {
+impl fmt::Display for ObjectKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Pool => "pool",
@@ -216,7 +216,7 @@ pub struct Problem {
     pub code: ProblemCode,
     /// Kind of the object that the problem is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub what: Option<What>,
+    pub what: Option<ObjectKind>,
     /// ID of the object that the problem is about.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
@@ -246,7 +246,7 @@ impl Problem {
 
     /// Sets the object that the problem is about.
     #[must_use]
-    pub fn about(mut self, what: What, id: impl fmt::Display) -> Self {
+    pub fn about(mut self, what: ObjectKind, id: impl fmt::Display) -> Self {
         self.what = Some(what);
         self.id = Some(id.to_string());
         self
@@ -283,7 +283,7 @@ mod tests {
     #[test]
     fn a_problem_has_the_members_of_rfc_9457_and_round_trips() {
         let problem = Problem::new(ProblemCode::OutOfSpace, "no space")
-            .about(What::Volume, "v1")
+            .about(ObjectKind::Volume, "v1")
             .rejected_by(vec![PoolRejection {
                 pool: PoolName::new("p").unwrap(),
                 reason: Rejection::TooSmall,

@@ -14,12 +14,12 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use tokio::time::Instant;
 
 use crate::client::chain;
-use crate::fair::{Gate, Limits};
+use crate::fair::{FairLimiter, Limits};
 use crate::informer::Key;
 use process_kit::text::one_line;
 
 use aggregation::Aggregator;
-pub use aggregation::{Alike, listed};
+pub use aggregation::{GroupedWarning, name_list};
 
 /// Concurrency limits. Events of one object are sent in the order in which they were created.
 const CONCURRENCY: Limits = Limits { total: 16, namespace: 8, object: 1 };
@@ -38,7 +38,7 @@ pub struct Events {
     reporter: Reporter,
     recent: Arc<Mutex<RecentEvents>>,
     aggregator: Arc<Aggregator>,
-    limiter: Gate,
+    limiter: FairLimiter,
 }
 
 /// Topic of an Event: object, action and reason.
@@ -69,7 +69,7 @@ impl Events {
     /// Creates a recorder with `component` as the reporting controller.
     pub fn new(client: Client, component: &str) -> Self {
         let reporter = Reporter { controller: component.to_owned(), instance: None };
-        let limiter = Gate::new(CONCURRENCY);
+        let limiter = FairLimiter::new(CONCURRENCY);
         Self { client, reporter, recent: Arc::default(), aggregator: Arc::default(), limiter }
     }
 
@@ -118,7 +118,7 @@ impl Events {
         };
         let limiter = self.limiter.clone();
         process_kit::supervise::worker("event writer", async move {
-            let _permit = limiter.enter(&flow).await;
+            let _permit = limiter.acquire(&flow).await;
             if let Err(error) = recorder.publish(&event, &about).await {
                 tracing::warn!(reason = event.reason, "failed to write an Event: {}", chain(&error));
             }

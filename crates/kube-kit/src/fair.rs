@@ -1,5 +1,5 @@
 //! Fair queuing between namespaces, and between the objects of a namespace: a caller with many items delays only itself.
-//! [`Lanes`] orders the items, [`Gate`] limits concurrency.
+//! [`FairQueue`] orders the items, [`FairLimiter`] limits concurrency.
 
 mod limiter;
 
@@ -8,12 +8,12 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::informer::Key;
 
-pub use limiter::{Gate, Limits, Permit};
+pub use limiter::{FairLimiter, Limits, Permit};
 
 /// Fair queues: each item belongs to the flow of an object in a namespace. Namespaces are served round-robin, so are the
 /// objects of a namespace, and the items of an object are served in FIFO order. Flows without items use no memory.
 #[derive(Debug)]
-pub struct Lanes<T> {
+pub struct FairQueue<T> {
     /// Namespaces with items; the front is next.
     order: VecDeque<String>,
     namespaces: HashMap<String, Namespace<T>>,
@@ -27,7 +27,7 @@ struct Namespace<T> {
     len: usize,
 }
 
-impl<T> Default for Lanes<T> {
+impl<T> Default for FairQueue<T> {
     fn default() -> Self {
         Self { order: VecDeque::new(), namespaces: HashMap::new() }
     }
@@ -39,7 +39,7 @@ impl<T> Default for Namespace<T> {
     }
 }
 
-impl<T> Lanes<T> {
+impl<T> FairQueue<T> {
     /// Appends an item to its flow.
     pub fn push(&mut self, flow: Key, item: T) {
         let namespace = match self.namespaces.entry(flow.namespace) {
@@ -159,13 +159,13 @@ mod tests {
         Key::new(namespace, object)
     }
 
-    fn drained(queues: &mut Lanes<u32>) -> Vec<u32> {
+    fn drained(queues: &mut FairQueue<u32>) -> Vec<u32> {
         std::iter::from_fn(|| queues.pop()).map(|(_, item)| item).collect()
     }
 
     #[test]
     fn namespaces_are_served_round_robin_and_so_are_their_objects() {
-        let mut queues = Lanes::default();
+        let mut queues = FairQueue::default();
         for item in 0..3 {
             queues.push(flow("loud", "a"), item);
         }
@@ -179,7 +179,7 @@ mod tests {
 
     #[test]
     fn an_item_of_an_idle_flow_is_served_second() {
-        let mut queues = Lanes::default();
+        let mut queues = FairQueue::default();
         for item in 0..1000 {
             queues.push(flow("loud", "a"), item);
         }
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_flow_that_is_not_allowed_is_skipped_and_keeps_its_position() {
-        let mut queues = Lanes::default();
+        let mut queues = FairQueue::default();
         for (namespace, object, item) in [("a", "x", 1), ("a", "y", 2), ("b", "z", 3)] {
             queues.push(flow(namespace, object), item);
         }
@@ -204,7 +204,7 @@ mod tests {
 
     #[test]
     fn flows_without_items_use_no_memory() {
-        let mut queues = Lanes::default();
+        let mut queues = FairQueue::default();
         for object in 0..1000 {
             queues.push(flow("loud", &object.to_string()), object);
         }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
 use crate::informer::Key;
-use process_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 /// Members by group key.
 #[derive(Debug, Default)]
@@ -44,8 +44,8 @@ impl Index {
             index.groups_of.insert(member.clone(), new.into());
         }
         let Groups { members, groups_of } = &mut *index;
-        give_back(members);
-        give_back(groups_of);
+        shrink_map(members);
+        shrink_map(groups_of);
     }
 
     /// Members of `group`, sorted.

@@ -1,5 +1,5 @@
 //! Informer: a local store of watched objects, shared by all readers. Callers read it, wait for changes, or register
-//! handlers, and make no API requests of their own. Use a partial type of [`lean`](crate::lean) for objects that are numerous.
+//! handlers, and make no API requests of their own. Use a partial type of [`partial`](crate::partial) for objects that are numerous.
 
 mod relist;
 mod watch;
@@ -18,7 +18,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
-use process_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 use process_kit::supervise;
 
 pub(crate) use relist::Informers;
@@ -86,7 +86,7 @@ struct Shared<K> {
     /// The store must be relisted unless its last list started after this time.
     outdated: tokio::sync::watch::Sender<Option<Instant>>,
     last_sync: Mutex<LastSync>,
-    trouble: Mutex<Option<String>>,
+    watch_error: Mutex<Option<String>>,
     ended: CancellationToken,
 }
 
@@ -140,7 +140,7 @@ where
             read: tokio::sync::watch::Sender::new(None),
             outdated: tokio::sync::watch::Sender::new(None),
             last_sync: Mutex::default(),
-            trouble: Mutex::default(),
+            watch_error: Mutex::default(),
             ended: CancellationToken::new(),
         };
         Builder {
@@ -168,7 +168,7 @@ impl<K: Resource> Informer<K> {
             read: tokio::sync::watch::Sender::new(Some(Instant::now())),
             outdated: tokio::sync::watch::Sender::new(None),
             last_sync: Mutex::default(),
-            trouble: Mutex::default(),
+            watch_error: Mutex::default(),
             ended: CancellationToken::new(),
         };
         Self { shared: Arc::new(shared) }
@@ -217,14 +217,14 @@ impl<K> Informer<K> {
     }
 
     /// Error of the watch, during which the store may be stale; None while the watch is established.
-    pub fn trouble(&self) -> Option<String> {
-        self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn watch_error(&self) -> Option<String> {
+        self.shared.watch_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Returns the previous error.
-    fn set_trouble(&self, trouble: Option<String>) -> Option<String> {
-        let mut now = self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::replace(&mut *now, trouble)
+    fn set_watch_error(&self, watch_error: Option<String>) -> Option<String> {
+        let mut now = self.shared.watch_error.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::replace(&mut *now, watch_error)
     }
 
     /// Waits for the first list.
@@ -311,7 +311,7 @@ impl<K> Drop for Waiter<'_, K> {
         // Two references: the map's and this one.
         if Arc::strong_count(&self.notify) <= 2 {
             waiting.remove(self.key);
-            give_back(&mut waiting);
+            shrink_map(&mut waiting);
         }
     }
 }
@@ -350,7 +350,7 @@ where
 
     /// Calls `handler` when the watch is established, and after each reconnect, on the watch task: it must not block.
     #[must_use]
-    pub fn on_return(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn on_reconnect(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
         self.reconnect_handlers.push(Box::new(handler));
         self
     }
@@ -358,7 +358,7 @@ where
     /// Calls `handler` after each complete list and the changes that it shows, on the watch task: it must not block. Objects that
     /// were created and deleted since the previous watch emit no change.
     #[must_use]
-    pub fn on_read(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
+    pub fn on_relist(mut self, handler: impl Fn() + Send + Sync + 'static) -> Self {
         self.relist_handlers.push(Box::new(handler));
         self
     }
@@ -412,7 +412,7 @@ where
         let old = {
             let mut objects = self.objects_mut();
             let old = objects.remove(key);
-            give_back(&mut objects);
+            shrink_map(&mut objects);
             old
         };
         if old.is_some() {

@@ -1,6 +1,7 @@
 //! Controller toolkit on top of kube: clients, informers, mutation cache, work queues, leader election, Events, logs, metrics,
 //! health checks and process setup. Contains nothing about storage.
 
+pub mod api_versions;
 pub mod client;
 pub mod events;
 mod fail_points;
@@ -9,9 +10,8 @@ pub mod health;
 pub mod http;
 pub mod index;
 pub mod informer;
-pub mod latest;
-pub mod lean;
 pub mod lease;
+pub mod mutation_cache;
+pub mod partial;
 pub mod quantity;
 pub mod queue;
-pub mod versions;

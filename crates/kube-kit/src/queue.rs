@@ -16,10 +16,10 @@ use tokio_util::sync::CancellationToken;
 
 mod delayed;
 
-use crate::fair::Lanes;
+use crate::fair::FairQueue;
 use crate::informer::Key;
 use delayed::DelayedKeys;
-use process_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 /// Handle for pushing keys. Without a worker, keys are dropped: a new worker's owner pushes all existing keys.
 #[derive(Debug)]
@@ -61,11 +61,11 @@ pub fn queue<K>() -> (Queue<K>, Worker<K>) {
 
 /// When to process a key again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Next {
+pub enum NextAction {
     /// When it is pushed.
-    Wait,
+    AwaitChange,
     /// After this time, or when it is pushed.
-    After(Duration),
+    RequeueAfter(Duration),
 }
 
 /// Backoff of failed keys.
@@ -103,7 +103,7 @@ impl<K> Queue<K> {
     }
 
     /// Retries all failed keys within `RETRY_SPREAD`, because the cause of their failures is gone, such as a lost connection.
-    pub fn hurry(&self) {
+    pub fn retry_now(&self) {
         self.send(Pushed::RetryNow);
     }
 
@@ -132,7 +132,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         work: Work,
     ) where
         Work: Fn(K) -> Working,
-        Working: Future<Output = Result<Next, Error>>,
+        Working: Future<Output = Result<NextAction, Error>>,
         Error: Display,
     {
         self.run_fair(parallel, retry, stop, |_| Key::cluster(""), work).await;
@@ -149,7 +149,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
     ) where
         Flow: Fn(&K) -> Key,
         Work: Fn(K) -> Working,
-        Working: Future<Output = Result<Next, Error>>,
+        Working: Future<Output = Result<NextAction, Error>>,
         Error: Display,
     {
         let mut state = State::new(flow);
@@ -178,7 +178,7 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                             let failures = state.failed(&key, started);
                             let delay = retry.delay(failures);
                             tracing::warn!(%key, failures, "{error}; retrying in {delay:.1?}");
-                            Next::After(delay)
+                            NextAction::RequeueAfter(delay)
                         }
                     };
                     state.end(key, again);
@@ -192,12 +192,12 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
 /// Queued, delayed and active keys, and active keys that were pushed again.
 struct State<K, Flow> {
     flow: Flow,
-    waiting: Lanes<K>,
+    waiting: FairQueue<K>,
     queued: HashSet<K>,
     active: HashSet<K>,
     delayed: DelayedKeys<K>,
     failures: HashMap<K, u32>,
-    /// Time of the last [`Queue::hurry`].
+    /// Time of the last [`Queue::retry_now`].
     retried_at: Option<Instant>,
 }
 
@@ -205,7 +205,7 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
     fn new(flow: Flow) -> Self {
         Self {
             flow,
-            waiting: Lanes::default(),
+            waiting: FairQueue::default(),
             queued: HashSet::new(),
             active: HashSet::new(),
             delayed: DelayedKeys::default(),
@@ -246,25 +246,25 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
 
     fn succeeded(&mut self, key: &K) {
         self.failures.remove(key);
-        give_back(&mut self.failures);
+        shrink_map(&mut self.failures);
     }
 
     /// Number of consecutive failures of a key, whose work started at `started`.
     fn failed(&mut self, key: &K, started: Instant) -> u32 {
         let failures = self.failures.entry(key.clone()).or_insert(0);
-        // A failure of work that started before [`Queue::hurry`] does not count.
+        // A failure of work that started before [`Queue::retry_now`] does not count.
         *failures = if self.retried_at.is_some_and(|at| started <= at) { 1 } else { *failures + 1 };
         *failures
     }
 
-    fn end(&mut self, key: K, next: Next) {
+    fn end(&mut self, key: K, next: NextAction) {
         self.active.remove(&key);
         if self.active.is_empty() {
             self.active = HashSet::new();
         }
         if self.queued.contains(&key) {
             self.waiting.push((self.flow)(&key), key);
-        } else if let Next::After(delay) = next {
+        } else if let NextAction::RequeueAfter(delay) = next {
             self.delayed.schedule(key, delay);
         }
     }
@@ -301,7 +301,7 @@ mod tests {
                         return Err("not yet");
                     }
                     done.cancel();
-                    Ok(Next::Wait)
+                    Ok(NextAction::AwaitChange)
                 }
             })
             .await;
@@ -323,14 +323,14 @@ mod tests {
                     return Err("the link is down");
                 }
                 done.cancel();
-                Ok(Next::Wait)
+                Ok(NextAction::AwaitChange)
             }
         }));
         while tries.load(Ordering::SeqCst) < 10 {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
         let started = Instant::now();
-        queue.hurry();
+        queue.retry_now();
         work.await.unwrap();
         assert!(started.elapsed() <= RETRY_SPREAD, "{:?}", started.elapsed());
     }
@@ -352,7 +352,7 @@ mod tests {
             if order.len() == 101 {
                 done.cancel();
             }
-            async { Ok::<_, String>(Next::Wait) }
+            async { Ok::<_, String>(NextAction::AwaitChange) }
         };
         worker.run_fair(1, Retry::default(), stop, flow, work).await;
         let order: Vec<String> = seen.lock().unwrap().iter().take(4).map(Key::to_string).collect();
@@ -379,7 +379,7 @@ mod tests {
                     if rounds.fetch_add(1, Ordering::SeqCst) == 3 {
                         stopping.cancel();
                     }
-                    Ok::<_, String>(Next::Wait)
+                    Ok::<_, String>(NextAction::AwaitChange)
                 }
             })
             .await;
@@ -402,7 +402,7 @@ mod tests {
             async move {
                 seen.lock().unwrap().push(key);
                 stop.cancel();
-                Ok::<_, String>(Next::Wait)
+                Ok::<_, String>(NextAction::AwaitChange)
             }
         };
         second.run(1, Retry::default(), stop.clone(), work).await;
@@ -423,7 +423,7 @@ mod tests {
                 if seen.len() == 3 {
                     done.cancel();
                 }
-                Ok::<_, String>(Next::Wait)
+                Ok::<_, String>(NextAction::AwaitChange)
             }
         }));
         let second = Duration::from_secs(1);

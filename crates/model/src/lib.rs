@@ -2,7 +2,7 @@
 //! mgmt-csi and storage-infra in every order, with stale caches, late and lost events, crashed and paused processes, calls
 //! whose callers are gone, and manual edits of objects.
 //!
-//! The decisions are not modelled again: the model calls the pure functions of the components ([`gc_csi::machine`],
+//! The decisions are not modelled again: the model calls the pure functions of the components ([`gc_csi::vm_volumes`],
 //! [`vm_operator_shim::plan`], [`mgmt_csi::attachment::decide`], [`storage_infra::service::admission`]); see [`objects`]. The
 //! model adds which component knows what ([`state`]), and what can happen ([`steps`]).
 //!

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crds::names::{self, ANNOTATION_VOLUMES_CONFIRMED, FINALIZER_DETACH};
 use crds::{VirtualMachine, VolumeAttachment, VolumeAttachmentStatus};
-use gc_csi::machine::{self, Begin, Change, Committed, Leaving};
+use gc_csi::vm_volumes::{self, AttachStep, EntryChange, PendingDetach, Revision};
 use infra_api::{
     Access, AttachmentId, AttachmentSpec, AttachmentState, Labels, NodeRef, NodeSpec, Placement, PoolName,
     ProblemCode, Qos, VolumeId, VolumeSpec, VolumeState,
@@ -20,7 +20,7 @@ use mgmt_csi::infra::{AttachError, AttachedDisk, DetachError, Indeterminate, att
 use mgmt_csi::volume_attachment::failure::Failure;
 use serde_json::{Value, json};
 use storage_infra::catalog::{AttachmentRow, Blank, NodeRow, VolumeRow};
-use storage_infra::service::admission::{Admission, Facts, Wish, admit};
+use storage_infra::service::admission::{Admission, AttachRequest, Facts, admit};
 use uuid::Uuid;
 use vm_operator_shim::plan::{needs_fresh_read, plan};
 use vm_operator_shim::vm::Vm as ShimVm;
@@ -140,32 +140,32 @@ fn virtual_machine(vm_index: VmIndex, vm: Vm) -> VirtualMachine {
     object(document(vm_index, vm, "1"))
 }
 
-fn committed(vm_index: VmIndex, generation: u8) -> Committed {
-    Committed { uid: format!("uid-of-{}", name(vm_index)), generation: generation.into() }
+fn committed(vm_index: VmIndex, generation: u8) -> Revision {
+    Revision { uid: format!("uid-of-{}", name(vm_index)), generation: generation.into() }
 }
 
 // ---- gc-csi ----
 
-/// [`machine::begin`].
-pub fn begin(at: VmIndex, vm: Vm, other: Vm) -> Begin {
-    memoized!((VmIndex, Vm, Vm) => Begin, (at, vm, other), |(at, vm, other)| {
+/// [`vm_volumes::decide_attach`].
+pub fn begin(at: VmIndex, vm: Vm, other: Vm) -> AttachStep {
+    memoized!((VmIndex, Vm, Vm) => AttachStep, (at, vm, other), |(at, vm, other)| {
         let entry = names::volume_entry(CLAIM);
-        let is_elsewhere = machine::holds(&virtual_machine(1 - at, other), CLAIM, &entry);
-        machine::begin(&virtual_machine(at, vm), CLAIM, false, is_elsewhere)
+        let is_elsewhere = vm_volumes::uses_claim(&virtual_machine(1 - at, other), CLAIM, &entry);
+        vm_volumes::decide_attach(&virtual_machine(at, vm), CLAIM, false, is_elsewhere)
     })
 }
 
-/// [`machine::may_be_added`].
+/// [`vm_volumes::can_add_entry`].
 pub fn may_be_added(at: VmIndex, vm: Vm) -> bool {
     memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
-        machine::may_be_added(Some(&virtual_machine(at, vm)), CLAIM, &names::volume_entry(CLAIM))
+        vm_volumes::can_add_entry(Some(&virtual_machine(at, vm)), CLAIM, &names::volume_entry(CLAIM))
     })
 }
 
-/// [`machine::is_involved`].
+/// [`vm_volumes::references_claim`].
 pub fn is_involved(at: VmIndex, vm: Vm) -> bool {
     memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
-        machine::is_involved(&virtual_machine(at, vm), CLAIM, &names::volume_entry(CLAIM))
+        vm_volumes::references_claim(&virtual_machine(at, vm), CLAIM, &names::volume_entry(CLAIM))
     })
 }
 
@@ -184,19 +184,19 @@ pub enum Patched {
     Leaving,
 }
 
-/// [`machine::plan`] on a copy of the VM, applied to the present VM; without the guard of removals if that rule is broken.
+/// [`vm_volumes::plan_patch`] on a copy of the VM, applied to the present VM; without the guard of removals if that rule is broken.
 pub fn patch(at: VmIndex, base: CachedVm, kind: Kind, now: Vm, guarded: bool) -> Patched {
     type Input = (VmIndex, CachedVm, Kind, Vm, bool);
     const GUARDS: [&str; 2] = ["/metadata/generation", "/metadata/annotations/nestor.dev~1volumes-confirmed"];
     memoized!(Input => Patched, (at, base, kind, now, guarded), |(at, base, kind, now, guarded)| {
         let name = names::volume_entry(CLAIM);
         let change = match kind {
-            Kind::Publish => Change::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false },
-            Kind::Unpublish => Change::Remove { name },
+            Kind::Publish => EntryChange::Add { name, claim: CLAIM.to_owned(), read_only: false, multi_writer: false },
+            Kind::Unpublish => EntryChange::Remove { name },
         };
         let version = if base.is_current { "now" } else { "then" };
         let cached: VirtualMachine = object(document(at, base.vm, version));
-        let mut plan = machine::plan(&self::name(at), &cached, &[change]);
+        let mut plan = vm_volumes::plan_patch(&self::name(at), &cached, &[change]);
         if !guarded && kind == Kind::Unpublish {
             plan.operations.retain(|operation| !GUARDS.contains(&operation.path().as_str()));
         }
@@ -230,17 +230,17 @@ pub fn error_in_status(status: Ref) -> Option<Ref> {
         .find_map(|entry| entry["error"].as_str().map(|text| TEXTS.put(text.to_owned())))
 }
 
-/// [`machine::attached`] and [`machine::detached`]: whether the call has ended, and if so whether successfully.
+/// [`vm_volumes::attach_result`] and [`vm_volumes::detach_result`]: whether the call has ended, and if so whether successfully.
 pub fn ended(at: VmIndex, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> Option<bool> {
     type Input = (VmIndex, Kind, Vm, u8, Option<Ref>);
     memoized!(Input => Option<bool>, (at, kind, vm, since, known), |(at, kind, vm, since, known)| {
         let (vm, since) = (virtual_machine(at, vm), committed(at, since));
         let (entry, known) = (names::volume_entry(CLAIM), known.map(|known| TEXTS.get(known)));
         match kind {
-            Kind::Publish => machine::attached(&vm, &since, &entry, known.as_ref()).map(|it| it.is_ok()),
+            Kind::Publish => vm_volumes::attach_result(&vm, &since, &entry, known.as_ref()).map(|it| it.is_ok()),
             Kind::Unpublish => {
-                let leaving = Leaving { entry: &entry, disk: None, known: known.as_ref() };
-                machine::detached(Some(&vm), &since, leaving).map(|it| it.is_ok())
+                let leaving = PendingDetach { entry: &entry, disk: None, known: known.as_ref() };
+                vm_volumes::detach_result(Some(&vm), &since, leaving).map(|it| it.is_ok())
             }
         }
     })
@@ -450,12 +450,14 @@ pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -
         others,
     };
     let earlier = replaces.map(|uid| id(at, uid));
-    let wish = Wish { id: &wanted, spec: &spec(at), replaces: earlier.as_ref() };
+    let wish = AttachRequest { id: &wanted, spec: &spec(at), replaces: earlier.as_ref() };
     match (admit(wish, &facts, NOW), replaces) {
-        (Ok(Admission::There(_)), _) => Admitted::There,
+        (Ok(Admission::Exists(_)), _) => Admitted::There,
         (Ok(Admission::New(_)), _) => Admitted::New,
-        (Ok(Admission::Instead { .. }), Some(earlier)) => Admitted::Instead(earlier),
-        (Ok(Admission::Instead { of, .. }), None) => panic!("took over the disk of {of} without being asked"),
+        (Ok(Admission::Replaces { .. }), Some(earlier)) => Admitted::Instead(earlier),
+        (Ok(Admission::Replaces { of, .. }), None) => {
+            panic!("took over the disk of {of} without being asked")
+        }
         (Err(failure), _) => Admitted::Refused(match failure.code() {
             ProblemCode::InUse => Observed::InUse,
             ProblemCode::Ended => Observed::IdDeleted,

@@ -98,7 +98,7 @@ impl TestNode {
             .args(flags)
             .env("PATH", path)
             .env("NESTOR_LOG", "debug")
-            .env(fail_point::FOLDER, self.path("fail-points"))
+            .env(fail_point::DIRECTORY_VAR, self.path("fail-points"))
             .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap());
         self.driver = Some(spawn(&mut driver));
         for socket in [self.socket(), self.registration_socket()] {

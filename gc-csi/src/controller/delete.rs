@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use csi::{Status, proto, request};
-use kube_kit::lean::PersistentVolume;
+use kube_kit::partial::PersistentVolume;
 use tokio::time::Instant;
 use tonic::Request;
 

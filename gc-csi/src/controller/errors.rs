@@ -7,13 +7,13 @@ use csi::Status;
 
 use super::pinned::PinError;
 use crate::compatibility::Incompatible;
-use crate::machine::Refusal;
 use crate::management::ApiError;
 use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
 use crate::management::commit::{CommitError, KeepReason};
 use crate::management::consumers::ConsumerError;
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
 use crate::management::volume_entries::{AttachError, DetachError};
+use crate::vm_volumes::Refusal;
 
 pub(super) fn create(error: &CreateError) -> Status {
     let text = error.to_string();
@@ -179,8 +179,8 @@ pub(super) fn detach(error: &DetachError) -> Status {
 fn commit(error: &CommitError, text: String) -> Status {
     match error {
         CommitError::VmNotFound(_) => Status::not_found(text),
-        CommitError::Refused(Refusal::Taken { .. }) => Status::failed_precondition(text),
-        CommitError::Refused(Refusal::Leaving { .. }) => Status::aborted(text),
+        CommitError::Refused(Refusal::NameTaken { .. }) => Status::failed_precondition(text),
+        CommitError::Refused(Refusal::Detaching { .. }) => Status::aborted(text),
         CommitError::Kept(reason) => entry_kept(reason, text),
         CommitError::Api { source, .. } => api(source, text),
     }

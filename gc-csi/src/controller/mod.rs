@@ -30,7 +30,7 @@ use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
 use csi::server::Endpoint;
 use kube_kit::health::Health;
 use kube_kit::lease::LeaseArgs;
-use kube_kit::{client, http, versions};
+use kube_kit::{api_versions, client, http};
 use process_kit::supervise;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
@@ -164,7 +164,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         }
     }
     let version_check = ready.check("virtual-machine-version", "not checked yet");
-    let version = versions::served(
+    let version = api_versions::wait_for_version(
         &management_client,
         crds::VIRTUAL_MACHINE_GROUP,
         crds::newest_virtual_machine_version,

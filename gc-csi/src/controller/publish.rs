@@ -11,10 +11,10 @@ use tonic::Request;
 use super::errors;
 use super::service::Controller;
 use crate::compatibility::PvRequirements;
-use crate::machine::AttachedDisk;
 use crate::management::commit::CommitError;
 use crate::management::volume_entries::{Attach, AttachError, Attached};
 use crate::pin::Pin;
+use crate::vm_volumes::AttachedDisk;
 
 impl Controller {
     pub(super) async fn publish(

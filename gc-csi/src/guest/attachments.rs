@@ -4,7 +4,7 @@ use kube::Api;
 use kube::api::ListParams;
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
-use kube_kit::lean::{CsiSource, VolumeAttachment};
+use kube_kit::partial::{CsiSource, VolumeAttachment};
 use sha2::{Digest, Sha256};
 
 use super::Guest;

@@ -6,7 +6,7 @@ use kube::Api;
 use kube::api::ListParams;
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::{Guest, is_volume_for};
 

@@ -92,7 +92,12 @@ impl<T> Batcher<T> {
         queue.busy = true;
         let first = if has_recent_change { queue.next_window() } else { Duration::ZERO };
         queue.window = first;
-        Some(Batches { batcher: self.clone(), vm_name: operation.vm_name.clone(), first: Some(first), is_drained: false })
+        Some(Batches {
+            batcher: self.clone(),
+            vm_name: operation.vm_name.clone(),
+            first: Some(first),
+            is_drained: false,
+        })
     }
 
     fn queues(&self) -> MutexGuard<'_, VmQueues<T>> {

@@ -21,13 +21,13 @@ use futures::future::{BoxFuture, join_all};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::is_newer;
+use kube_kit::mutation_cache::is_newer;
 use process_kit::supervise;
 use tokio::sync::oneshot;
 
 use super::ApiError;
 use super::batcher::{Batcher, Operation as BatchedOperation};
-use crate::machine::{Change, Committed, Plan, Refusal, committed, plan};
+use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;
@@ -73,10 +73,10 @@ pub(crate) type MayRemove = Arc<dyn Fn() -> BoxFuture<'static, Result<(), KeepRe
 
 /// A change and the channel for its outcome.
 pub(super) struct Request {
-    change: Change,
+    change: EntryChange,
     /// Set for removals.
     may_remove: Option<MayRemove>,
-    done: oneshot::Sender<Result<Committed, CommitError>>,
+    done: oneshot::Sender<Result<Revision, CommitError>>,
 }
 
 /// An operation on a VM that may lead to a change.
@@ -117,8 +117,8 @@ impl Committer {
     pub(super) async fn commit(
         &self,
         operation: &Operation,
-        change: Change,
-    ) -> Result<Committed, CommitError> {
+        change: EntryChange,
+    ) -> Result<Revision, CommitError> {
         self.request(operation, change, None).await
     }
 
@@ -128,16 +128,16 @@ impl Committer {
         operation: &Operation,
         entry: &str,
         may_remove: MayRemove,
-    ) -> Result<Committed, CommitError> {
-        self.request(operation, Change::Remove { name: entry.to_owned() }, Some(may_remove)).await
+    ) -> Result<Revision, CommitError> {
+        self.request(operation, EntryChange::Remove { name: entry.to_owned() }, Some(may_remove)).await
     }
 
     async fn request(
         &self,
         operation: &Operation,
-        change: Change,
+        change: EntryChange,
         may_remove: Option<MayRemove>,
-    ) -> Result<Committed, CommitError> {
+    ) -> Result<Revision, CommitError> {
         let (done, outcome) = oneshot::channel();
         if let Some(mut batches) = self.batcher.push(operation, Request { change, may_remove, done }) {
             let committer = self.clone();
@@ -180,7 +180,7 @@ impl Committer {
         &self,
         vm_name: &str,
         batch: &mut Vec<Request>,
-    ) -> Result<Vec<Result<Committed, CommitError>>, CommitError> {
+    ) -> Result<Vec<Result<Revision, CommitError>>, CommitError> {
         let fail = |source| match source {
             ApiError::NotFound(_) => CommitError::VmNotFound(vm_name.to_owned()),
             source => CommitError::Api { vm_name: vm_name.to_owned(), source },
@@ -199,8 +199,8 @@ impl Committer {
             // A cancelled caller may have retried elsewhere, so its change may be outdated.
             batch.retain(|request| !request.done.is_closed());
             reject_kept_entries(&vm, batch).await;
-            let changes: Vec<Change> = batch.iter().map(|request| request.change.clone()).collect();
-            let plan = plan(vm_name, &vm, &changes);
+            let changes: Vec<EntryChange> = batch.iter().map(|request| request.change.clone()).collect();
+            let plan = plan_patch(vm_name, &vm, &changes);
             // The cached VM may be older than a PATCH whose response was lost, so "nothing to do" is verified at the
             // API server.
             if plan.operations.is_empty() && !is_live && !batch.is_empty() {
@@ -242,8 +242,8 @@ impl Committer {
     }
 
     /// Keeps a response until the informer's cache is as new.
-    fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Committed {
-        let committed = committed(&vm);
+    fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Revision {
+        let committed = revision(&vm);
         let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         own_writes.insert(vm_name.to_owned(), vm);
         own_writes.retain(|vm_name, own| self.is_newer_than_cache(vm_name, own));
@@ -265,7 +265,7 @@ impl Committer {
 async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
     let is_there = |name: &String| vm.spec.volumes.iter().any(|entry| &entry.name == name);
     let check = |request: &Request| match (&request.change, &request.may_remove) {
-        (Change::Remove { name }, Some(may_remove)) if is_there(name) => Some(may_remove()),
+        (EntryChange::Remove { name }, Some(may_remove)) if is_there(name) => Some(may_remove()),
         _ => None,
     };
     let checking = batch.iter().map(|request| {
@@ -294,7 +294,7 @@ async fn reject_kept_entries(vm: &VirtualMachine, batch: &mut Vec<Request>) {
     }
 }
 
-fn answer(batch: Vec<Request>, outcomes: Vec<Result<Committed, CommitError>>) {
+fn answer(batch: Vec<Request>, outcomes: Vec<Result<Revision, CommitError>>) {
     for (request, outcome) in batch.into_iter().zip(outcomes) {
         // The receiver is gone if the caller was cancelled.
         let _ = request.done.send(outcome);
@@ -302,7 +302,7 @@ fn answer(batch: Vec<Request>, outcomes: Vec<Result<Committed, CommitError>>) {
 }
 
 /// The outcome of each change.
-fn outcomes_of(plan: Plan, committed: &Committed) -> Vec<Result<Committed, CommitError>> {
+fn outcomes_of(plan: PatchPlan, committed: &Revision) -> Vec<Result<Revision, CommitError>> {
     let outcome =
         |refused: Option<Refusal>| refused.map_or_else(|| Ok(committed.clone()), |why| Err(why.into()));
     plan.refused.into_iter().map(outcome).collect()
@@ -377,7 +377,7 @@ mod tests {
     }
 
     /// Runs thirty operations, started `apart`; each lasts for a while after its change.
-    async fn run_thirty(committer: &Committer, apart: Duration, change: impl Fn(String) -> Change) {
+    async fn run_thirty(committer: &Committer, apart: Duration, change: impl Fn(String) -> EntryChange) {
         let mut operations = Vec::new();
         for number in 0..30 {
             let (committer, change) = (committer.clone(), change(format!("disk-{number}")));
@@ -425,7 +425,7 @@ mod tests {
     async fn thirty_attaches_and_detaches_take_at_most_five_patches_each_without_conflicts() {
         let (server, committer) = serve(&json!([]));
         for apart in [1, 5, 10].map(Duration::from_millis) {
-            let add = |name: String| Change::Add {
+            let add = |name: String| EntryChange::Add {
                 claim: name.clone(),
                 name,
                 read_only: false,
@@ -435,7 +435,7 @@ mod tests {
             assert_eq!(server.entries(), 30);
             let patches = server.patches.swap(0, Ordering::SeqCst);
             assert!(patches <= 5, "{patches} to attach, {apart:?} apart");
-            run_thirty(&committer, apart, |name| Change::Remove { name }).await;
+            run_thirty(&committer, apart, |name| EntryChange::Remove { name }).await;
             assert_eq!(server.entries(), 0);
             let patches = server.patches.swap(0, Ordering::SeqCst);
             assert!(patches <= 5, "{patches} to detach, {apart:?} apart");

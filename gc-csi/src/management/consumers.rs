@@ -3,7 +3,7 @@
 
 use crds::names;
 use kube::api::{Patch, PatchParams};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

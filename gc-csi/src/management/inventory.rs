@@ -1,7 +1,7 @@
 //! Inventory of the volumes that this guest owns or may use, from the cache.
 
 use crds::names;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 
 use super::{Management, claims};
 

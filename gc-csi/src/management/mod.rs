@@ -33,7 +33,7 @@ use kube_kit::client::chain;
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use tokio_util::sync::CancellationToken;
 
 use capacity::Capacities;
@@ -239,7 +239,7 @@ impl Management {
 
     /// The watch error while claims or VMs can't be watched, so that caches may be stale; None while connected.
     pub(crate) fn watch_error(&self) -> Option<String> {
-        self.vms.trouble().or_else(|| self.claims.trouble())
+        self.vms.watch_error().or_else(|| self.claims.watch_error())
     }
 
     /// The VM of this name, from the cache.

@@ -1,8 +1,8 @@
 //! Optional APIs of a management cluster.
 
 use kube::Client;
+use kube_kit::api_versions;
 use kube_kit::health::Health;
-use kube_kit::versions;
 use tokio_util::sync::CancellationToken;
 
 use super::snapshots;
@@ -28,7 +28,7 @@ impl OptionalApis {
     ) -> Option<Self> {
         let serves = async |group_version: &str, resource: &str| {
             let check = ready.check(resource, "not checked yet");
-            let served = versions::serves(client, group_version, resource, &check, stop).await;
+            let served = api_versions::is_served(client, group_version, resource, &check, stop).await;
             if served == Some(false) {
                 tracing::info!(
                     "the management cluster serves no {resource} of {group_version}: the capabilities that need them \

@@ -6,7 +6,7 @@ use crds::names;
 use super::Management;
 use super::commit::CommitError;
 use super::sharing::Relation;
-use crate::machine;
+use crate::vm_volumes;
 
 impl Management {
     /// Names of the VMs in this guest's namespace.
@@ -27,7 +27,7 @@ impl Management {
     /// Whether a VM has an entry for a claim that this guest owns or uses, read from the API server.
     pub(crate) async fn has_entry_live(&self, claim: &str, vm_name: &str) -> Result<bool, CommitError> {
         let Some(vm) = self.read_vm(vm_name).await? else { return Ok(false) };
-        Ok(machine::wants(&vm, claim).is_some() && self.uses(claim))
+        Ok(vm_volumes::spec_read_only(&vm, claim).is_some() && self.uses(claim))
     }
 
     /// Name of the guest PersistentVolume in the claim's annotation.

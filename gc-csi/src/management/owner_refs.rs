@@ -16,9 +16,9 @@ use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::GroupVersionKind;
 use kube::runtime::watcher;
 use kube::{Api, Client, ResourceExt};
+use kube_kit::api_versions;
 use kube_kit::health::Health;
 use kube_kit::informer::Informer;
-use kube_kit::versions;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 
@@ -128,7 +128,8 @@ impl ClusterOwner {
         // The API server lists the newest version first.
         let newest = |served: &[String]| Some(served.first().cloned());
         let check = ready.check("cluster-objects", "not checked yet");
-        let version = versions::served(client, names::CLUSTER_GROUP, newest, &check, stop).await?;
+        let version =
+            api_versions::wait_for_version(client, names::CLUSTER_GROUP, newest, &check, stop).await?;
         let Some(version) = version else {
             tracing::warn!(
                 "--on-guest-deletion Delete has no effect: the management cluster serves no {}. Install Cluster API \

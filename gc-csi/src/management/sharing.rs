@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::{VirtualMachine, names};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 
 use super::{Management, claims};
 use crate::compatibility::{self, ClaimProperties, Incompatible, PvRequirements};

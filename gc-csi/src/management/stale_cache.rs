@@ -1,7 +1,7 @@
 //! Handling of informer caches that lag. Sidecars call any replica, and a call may follow one that another replica has
 //! just answered; objects that were created or deleted by it must not be reported as missing or in the way.
 
-use kube_kit::latest::catch_up;
+use kube_kit::mutation_cache::catch_up;
 use tokio::time::Instant;
 
 use super::{ApiError, Management, is_object_name};

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crds::VirtualMachine;
 use crds::names;
 use kube_kit::informer::Key;
-use kube_kit::text::one_line;
+use process_kit::text::one_line;
 use tokio::time::Instant;
 
 use super::commit::{CommitError, KeepReason, MayRemove, Operation};
@@ -20,8 +20,10 @@ use super::consumers::{Consumer, ConsumerError};
 use super::sharing::bound_to;
 use super::{Management, recent_outcomes};
 use crate::compatibility::{Incompatible, PvRequirements};
-use crate::machine::{self, AttachedDisk, Begin, Change, Committed, Leaving, Refusal, committed};
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
+use crate::vm_volumes::{
+    self, AttachStep, AttachedDisk, EntryChange, PendingDetach, Refusal, Revision, revision,
+};
 
 /// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
@@ -216,7 +218,8 @@ impl Management {
         let mut attached = AttachedVms::new();
         for vm in self.vms.list() {
             let disks = vm.status.iter().flat_map(|status| &status.volumes);
-            let names = disks.filter(|disk| disk.attached).flat_map(|disk| names::entries_shown(&disk.name));
+            let names =
+                disks.filter(|disk| disk.attached).flat_map(|disk| names::entry_candidates(&disk.name));
             for entry in names {
                 attached.entry(entry.to_owned()).or_default().extend(vm.metadata.name.clone());
             }
@@ -228,7 +231,7 @@ impl Management {
     pub(super) fn attached_vms(&self, claim: &str) -> Vec<String> {
         let entry = names::volume_entry(claim);
         let vms = self.vms_referencing(claim);
-        let attached = vms.iter().filter(|vm| machine::is_plugged(vm, &entry));
+        let attached = vms.iter().filter(|vm| vm_volumes::is_attached(vm, &entry));
         attached.filter_map(|vm| vm.metadata.name.clone()).collect()
     }
 
@@ -247,7 +250,7 @@ impl Management {
         let mut found: Vec<String> = self
             .vms_referencing(claim)
             .iter()
-            .filter(|vm| machine::holds(vm, claim, &entry))
+            .filter(|vm| vm_volumes::uses_claim(vm, claim, &entry))
             .filter_map(|vm| vm.metadata.name.clone())
             .collect();
         found.sort_unstable();
@@ -274,8 +277,8 @@ impl Management {
         let entry = names::volume_entry(claim);
         let mut others = if *exclusive { self.vms_using(claim) } else { Vec::new() };
         others.retain(|other| other != vm_name);
-        let step = machine::begin(&vm, claim, *read_only, !others.is_empty());
-        if step == Begin::Elsewhere
+        let step = vm_volumes::decide_attach(&vm, claim, *read_only, !others.is_empty());
+        if step == AttachStep::Elsewhere
             && let Some(other) = others.into_iter().next()
         {
             let detail = self.last_error(&other, &entry);
@@ -285,12 +288,12 @@ impl Management {
         self.record_consumer(claim, &consumer).await?;
 
         let since = match step {
-            Begin::Differs(read_only_now) => {
+            AttachStep::Differs(read_only_now) => {
                 let how = if read_only_now { "read-only" } else { "writable" };
                 return Err(AttachError::Differs { claim: claim.clone(), vm_name: vm_name.clone(), how });
             }
-            Begin::Confirm if self.recently_attached(claim, vm_name, &vm) => committed(&vm),
-            Begin::Confirm | Begin::Add | Begin::Elsewhere => {
+            AttachStep::Confirm if self.recently_attached(claim, vm_name, &vm) => revision(&vm),
+            AttachStep::Confirm | AttachStep::Add | AttachStep::Elsewhere => {
                 self.add(request, &operation, &entry, deadline).await?
             }
         };
@@ -313,11 +316,11 @@ impl Management {
         operation: &Operation,
         entry: &str,
         deadline: Instant,
-    ) -> Result<Committed, AttachError> {
+    ) -> Result<Revision, AttachError> {
         let left = self
             .vms
             .wait_for(&self.key(&request.vm_name), deadline, |vm| {
-                machine::may_be_added(vm.map(|vm| &**vm), &request.claim, entry).then_some(())
+                vm_volumes::can_add_entry(vm.map(|vm| &**vm), &request.claim, entry).then_some(())
             })
             .await;
         let detaching = || {
@@ -325,7 +328,7 @@ impl Management {
             AttachError::Detaching { detail: self.last_error(&vm_name, entry), claim, vm_name }
         };
         left.ok_or_else(detaching)?;
-        let change = Change::Add {
+        let change = EntryChange::Add {
             name: entry.to_owned(),
             claim: request.claim.clone(),
             read_only: request.read_only,
@@ -333,7 +336,7 @@ impl Management {
         };
         self.committer.commit(operation, change).await.map_err(|error| match error {
             // The informer lagged.
-            CommitError::Refused(Refusal::Leaving { .. }) => detaching(),
+            CommitError::Refused(Refusal::Detaching { .. }) => detaching(),
             error => error.into(),
         })
     }
@@ -342,11 +345,11 @@ impl Management {
         &self,
         request: &Attach,
         entry: &str,
-        since: &Committed,
+        since: &Revision,
         deadline: Instant,
     ) -> Result<AttachedDisk, AttachError> {
         let Attach { claim, vm_name, .. } = request;
-        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| machine::failure(&vm, entry));
+        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| vm_volumes::reported_error(&vm, entry));
         let failed = |error: String| {
             let error = one_line(&error).into_owned();
             AttachError::Failed { claim: claim.clone(), vm_name: vm_name.clone(), error }
@@ -357,7 +360,7 @@ impl Management {
             .vms
             .wait_for(&self.key(vm_name), retry_deadline, |vm| {
                 let Some(vm) = vm else { return Some(Err(AttachError::VmNotFound(vm_name.clone()))) };
-                Some(machine::attached(vm, since, entry, known.as_ref())?.map_err(failed))
+                Some(vm_volumes::attach_result(vm, since, entry, known.as_ref())?.map_err(failed))
             })
             .await;
         outcome.unwrap_or_else(|| match known {
@@ -384,7 +387,7 @@ impl Management {
         if self.is_other_guests_disk(&vm, claim) {
             return Err(DetachError::NotOwned { claim: claim.to_owned(), vm_name: vm_name.to_owned() });
         }
-        let disk = machine::disk_uuid(&vm, &entry);
+        let disk = vm_volumes::disk_uuid(&vm, &entry);
         let operation = self.committer.begin(vm_name);
         let since = match self.committer.remove(&operation, &entry, may_remove).await {
             Ok(since) => since,
@@ -395,17 +398,17 @@ impl Management {
             Err(CommitError::VmNotFound(_)) => return Ok(()),
             Err(error) => return Err(DetachError::Commit(error)),
         };
-        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| machine::failure(&vm, &entry));
-        let pending = Leaving { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
+        let known = self.vms.get(&self.key(vm_name)).and_then(|vm| vm_volumes::reported_error(&vm, &entry));
+        let pending = PendingDetach { entry: &entry, disk: disk.as_deref(), known: known.as_ref() };
         let outcome = self
             .vms
             .wait_for(&self.key(vm_name), deadline, |vm| {
                 let (claim, vm_name) = (claim.to_owned(), vm_name.to_owned());
-                if let Some(entry) = vm.and_then(|vm| machine::other_entry(vm, &since, &claim, &entry)) {
+                if let Some(entry) = vm.and_then(|vm| vm_volumes::foreign_entry(vm, &since, &claim, &entry)) {
                     return Some(Err(DetachError::ForeignEntry { claim, vm_name, entry: entry.to_owned() }));
                 }
-                let outcome = machine::detached(vm.map(|vm| &**vm), &since, pending)?;
-                let left = vm.filter(|vm| !machine::is_involved(vm, &claim, &entry));
+                let outcome = vm_volumes::detach_result(vm.map(|vm| &**vm), &since, pending)?;
+                let left = vm.filter(|vm| !vm_volumes::references_claim(vm, &claim, &entry));
                 let left = left.and_then(|vm| vm.metadata.uid.clone());
                 Some(outcome.map(|()| left).map_err(|error| {
                     let error = one_line(&error).into_owned();
@@ -429,7 +432,7 @@ impl Management {
         vm_name: &str,
         entry: &str,
     ) -> Result<Option<Arc<VirtualMachine>>, DetachError> {
-        let is_involved = |vm: &VirtualMachine| machine::is_involved(vm, claim, entry);
+        let is_involved = |vm: &VirtualMachine| vm_volumes::references_claim(vm, claim, entry);
         if let Some(vm) = self.vms.get(&self.key(vm_name)) {
             if is_involved(&vm) {
                 return Ok(Some(vm));
@@ -453,7 +456,7 @@ impl Management {
     /// connected.
     fn recently_detached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
-        self.vms.trouble().is_none()
+        self.vms.watch_error().is_none()
             && self.detached_disks.contains(&recent_outcomes::disk_key(claim, vm_name), uid)
     }
 
@@ -461,7 +464,7 @@ impl Management {
     /// connected.
     fn recently_attached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
-        self.vms.trouble().is_none()
+        self.vms.watch_error().is_none()
             && self.attached_disks.contains(&recent_outcomes::disk_key(claim, vm_name), uid)
     }
 
@@ -482,7 +485,7 @@ impl Management {
 
     fn last_error(&self, vm_name: &str, entry: &str) -> String {
         let vm: Option<Arc<VirtualMachine>> = self.vms.get(&self.key(vm_name));
-        let error = vm.and_then(|vm| machine::failure(&vm, entry));
+        let error = vm.and_then(|vm| vm_volumes::reported_error(&vm, entry));
         error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
     }
 }
@@ -492,5 +495,5 @@ pub(super) fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
     let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     let entries = vm.status.iter().flat_map(|status| &status.volumes);
     let claims = claims.map(|source| source.claim_name.as_str());
-    claims.chain(entries.flat_map(|disk| names::entries_shown(&disk.name))).map(Key::cluster).collect()
+    claims.chain(entries.flat_map(|disk| names::entry_candidates(&disk.name))).map(Key::cluster).collect()
 }

@@ -10,7 +10,7 @@ use kube::runtime::watcher;
 use kube::{Api, Client, Resource};
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
 

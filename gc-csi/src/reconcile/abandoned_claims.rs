@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use kube_kit::queue::Next;
+use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use crate::guest::Guest;
@@ -30,15 +30,19 @@ impl AbandonedClaims {
     }
 
     /// Deletes the management claim of this name if it has no volume and its guest claim no longer exists.
-    pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
-        let Some(pending) = self.management.pending_claim(name) else { return Ok(Next::Wait) };
+    pub(super) async fn reconcile(&self, name: &str) -> Result<NextAction, String> {
+        let Some(pending) = self.management.pending_claim(name) else { return Ok(NextAction::AwaitChange) };
         // A volume that has a guest PersistentVolume is deleted only by DeleteVolume.
         if !self.guest.volumes_of(name).is_empty() {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         if self.guest.has_claim_for(&pending.guest_claim, &pending.csi_name).await? {
             let is_cached = self.guest.claims.get(&pending.guest_claim).is_some();
-            return Ok(if is_cached { Next::Wait } else { Next::After(CACHE_LAG_RETRY) });
+            return Ok(if is_cached {
+                NextAction::AwaitChange
+            } else {
+                NextAction::RequeueAfter(CACHE_LAG_RETRY)
+            });
         }
         let outcome = self.management.abandon_claim(&pending.csi_name, Instant::now() + DELETE_TIMEOUT).await;
         if outcome.map_err(|error| error.to_string())? == Abandoned::Gone {
@@ -48,6 +52,6 @@ impl AbandonedClaims {
                 "deleted a management claim without a volume: the guest's claim no longer exists"
             );
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 }

@@ -8,7 +8,7 @@ use crds::{VirtualMachine, VirtualMachineVolumeStatus};
 use kube_kit::informer::Change;
 
 use super::conditions::{ConditionUpdate, Event, State};
-use crate::machine;
+use crate::vm_volumes;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
@@ -29,7 +29,7 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
         }
     }
     // An entry that left the spec in an earlier change has the name of its claim, or else its claim is unknown here.
-    let entries = changed.into_iter().flat_map(names::entries_shown);
+    let entries = changed.into_iter().flat_map(names::entry_candidates);
     let mut changed: Vec<String> =
         entries.map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect();
     changed.sort_unstable();
@@ -56,7 +56,7 @@ pub(super) fn condition(
     let mut in_progress = false;
     for vm in vms {
         let name = vm.metadata.name.clone().unwrap_or_default();
-        for disk in machine::disks(vm, &entry) {
+        for disk in vm_volumes::entry_statuses(vm, &entry) {
             match &disk.error {
                 // An attached disk with an error is one whose detach failed.
                 error if disk.attached => {

@@ -7,7 +7,7 @@ use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::client::chain;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::text::one_line;
 use serde_json::{Value, json};
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use crds::names;
 use kube_kit::informer::Key;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
-use kube_kit::queue::Next;
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use super::pods::Pods;
@@ -39,7 +39,7 @@ impl ConsumerRecords {
     }
 
     /// Updates the records of the volume with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
         let relation = self.management.usable_claim(handle).map(|(_, relation)| relation);
         let requirements: Vec<_> = volumes.iter().map(|volume| guest::requirements(volume)).collect();
@@ -53,12 +53,12 @@ impl ConsumerRecords {
             Err(error) => return Err(error.to_string()),
         }
         if relation != Some(Relation::Own) {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let bound = volumes.iter().find_map(|volume| Some((volume, self.guest.claim_of(volume)?)));
         match bound {
             Some((volume, claim)) => self.update_metadata(handle, volume, &claim).await,
-            None if volumes.is_empty() => Ok(Next::Wait),
+            None if volumes.is_empty() => Ok(NextAction::AwaitChange),
             // The recorded reclaim policy decides what happens after the PersistentVolume is deleted, often after its
             // claim.
             None => {
@@ -67,7 +67,7 @@ impl ConsumerRecords {
                     ..DesiredMetadata::default()
                 };
                 let written = self.management.patch_claim_metadata(handle, &policy).await;
-                written.map(|_| Next::Wait).map_err(|error| error.to_string())
+                written.map(|_| NextAction::AwaitChange).map_err(|error| error.to_string())
             }
         }
     }
@@ -77,7 +77,7 @@ impl ConsumerRecords {
         handle: &str,
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
-    ) -> Result<Next, String> {
+    ) -> Result<NextAction, String> {
         let mut desired = desired_metadata(volume, claim, &self.labels);
         desired.annotations.extend([reclaim_policy(&self.guest.volumes_of(handle))]);
         let pause = self.pause_left(handle);
@@ -94,9 +94,9 @@ impl ConsumerRecords {
             .map_err(|error| error.to_string())?;
         if written && self.pods.is_some() {
             self.paused().insert(handle.to_owned(), Instant::now() + PODS_MIN_INTERVAL);
-            return Ok(Next::After(PODS_MIN_INTERVAL));
+            return Ok(NextAction::RequeueAfter(PODS_MIN_INTERVAL));
         }
-        Ok(pause.map_or(Next::Wait, Next::After))
+        Ok(pause.map_or(NextAction::AwaitChange, NextAction::RequeueAfter))
     }
 
     /// Time until the pods of a volume may be written again.

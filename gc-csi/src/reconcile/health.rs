@@ -2,7 +2,7 @@
 
 use crds::names::CONDITION_HEALTHY;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 
 use super::conditions::{ConditionUpdate, Event, State, current, is_true};
 

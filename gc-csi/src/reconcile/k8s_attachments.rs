@@ -10,7 +10,7 @@ use kube_kit::client::chain;
 use kube_kit::health::Check;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::VolumeAttachment;
+use kube_kit::partial::VolumeAttachment;
 use kube_kit::queue::Queue;
 use tokio_util::sync::CancellationToken;
 

@@ -11,7 +11,7 @@ use crds::names;
 use csi::locks::VolumeLocks;
 use k8s_openapi::jiff::Timestamp;
 use kube_kit::events::Events;
-use kube_kit::queue::Next;
+use kube_kit::queue::NextAction;
 use process_kit::duration;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -198,22 +198,22 @@ impl Orphans {
     }
 
     /// Marks, unmarks or deletes the claim with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
         let Some(claim) = self.management.provisioned_claim(handle) else {
             self.forget(handle);
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         if !self.guest.volumes_of(handle).is_empty() {
             self.forget(handle);
             self.mark(handle, &claim, None).await?;
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let is_marked = claim.orphaned.is_some() || claim.retained.is_some();
         if !is_marked {
             let since = *lock(&self.unnamed_since).entry(handle.to_owned()).or_insert_with(Instant::now);
             let left = self.grace.saturating_sub(since.elapsed());
             if !left.is_zero() {
-                return Ok(Next::After(left));
+                return Ok(NextAction::RequeueAfter(left));
             }
         }
         let claim_state = match &claim.guest_claim {
@@ -221,11 +221,11 @@ impl Orphans {
             None => ClaimState::Gone,
         };
         let Some(state) = state(&claim, claim_state) else {
-            return Ok(Next::After(self.grace.max(LIST_TTL)));
+            return Ok(NextAction::RequeueAfter(self.grace.max(LIST_TTL)));
         };
         if self.is_named(handle, LIST_TTL).await? {
             // The informer lags and pushes the handle when it catches up.
-            return Ok(Next::After(LIST_TTL));
+            return Ok(NextAction::RequeueAfter(LIST_TTL));
         }
         self.mark(handle, &claim, Some(state)).await?;
         lock(&self.classified).insert(handle.to_owned(), (state, claim.bytes));
@@ -281,22 +281,24 @@ impl Orphans {
         handle: &str,
         claim: &ProvisionedClaim,
         state: State,
-    ) -> Result<Next, String> {
+    ) -> Result<NextAction, String> {
         // A claim whose guest claim exists still holds data, and claims that were created manually are never deleted.
         let Some(after) = self.remove_after.filter(|_| claim.is_dynamic && state == State::VolumeGone) else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         // The mark was written just now; that change pushes the claim again.
-        let Some((since, _)) = &claim.orphaned else { return Ok(Next::Wait) };
+        let Some((since, _)) = &claim.orphaned else { return Ok(NextAction::AwaitChange) };
         let marked = self.marked(handle, since);
         let (age, left) = (marked.age(), marked.left(after));
         if !left.is_zero() {
-            return Ok(Next::After(left.min(MAX_REQUEUE)));
+            return Ok(NextAction::RequeueAfter(left.min(MAX_REQUEUE)));
         }
         // Held so that no CreateVolume returns the claim meanwhile.
-        let Ok(_guard) = self.locks.acquire(&claim.volume) else { return Ok(Next::After(LIST_TTL)) };
+        let Ok(_guard) = self.locks.acquire(&claim.volume) else {
+            return Ok(NextAction::RequeueAfter(LIST_TTL));
+        };
         if self.is_named(handle, Duration::ZERO).await? || !self.is_guest_claim_gone(claim).await? {
-            return Ok(Next::After(LIST_TTL));
+            return Ok(NextAction::RequeueAfter(LIST_TTL));
         }
         let note = match self.management.delete_claim(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
             Ok(()) => {
@@ -304,7 +306,7 @@ impl Orphans {
                 tracing::warn!(claim = handle, "{note}");
                 self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
                 self.metrics.count(ORPHAN_REMOVED);
-                return Ok(Next::Wait);
+                return Ok(NextAction::AwaitChange);
             }
             Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
                 return Err(error.to_string());
@@ -316,7 +318,7 @@ impl Orphans {
             tracing::warn!(claim = handle, "{note}");
             self.events.warning(claim.reference.clone(), "Delete", "OrphanNotRemoved", note);
         }
-        Ok(Next::After(REFUSED_RETRY))
+        Ok(NextAction::RequeueAfter(REFUSED_RETRY))
     }
 
     /// The mark of a claim; a changed time counts as a new mark.

@@ -4,7 +4,7 @@
 
 use crds::VirtualMachine;
 use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
-use kube_kit::lean::Node;
+use kube_kit::partial::Node;
 
 use crate::management::Management;
 

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use kube_kit::queue::{Next, Queue};
+use kube_kit::queue::{NextAction, Queue};
 use prometheus_client::metrics::gauge::Gauge;
 
 use crate::management::{DeletionOutcome, Management, OwnedObject};
@@ -23,16 +23,16 @@ impl OwnerRefs {
     }
 
     /// Updates the ownerReference of one object, or queues all objects.
-    pub(super) async fn reconcile(&self, object: &OwnedObject) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, object: &OwnedObject) -> Result<NextAction, String> {
         if *object == OwnedObject::All {
             for one in self.management.owned_objects() {
                 self.queue.push(one);
             }
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let outcome = self.management.reconcile_owner_ref(object).await.map_err(|error| error.to_string())?;
         self.count(object, outcome == DeletionOutcome::OutlivesGuest);
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     fn count(&self, object: &OwnedObject, outlives: bool) {

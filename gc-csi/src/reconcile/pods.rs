@@ -11,7 +11,7 @@ use kube_kit::client::chain;
 use kube_kit::health::Check;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::{Pod, PodVolume};
+use kube_kit::partial::{Pod, PodVolume};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
-use kube_kit::lean::PersistentVolume;
+use kube_kit::partial::PersistentVolume;
 
 use super::conditions::{ConditionUpdate, Event, State, is_true};
 use crate::compatibility::Incompatible;

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
-use kube_kit::queue::Next;
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::queue::NextAction;
 use prometheus_client::metrics::gauge::Gauge;
 
 use super::conditions::{self, ConditionUpdate, current};
@@ -40,7 +40,7 @@ impl VolumeConditions {
     }
 
     /// Updates the conditions of all claims of the volume with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
         let management_claim = self.management.usable_claim(handle);
         let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
@@ -72,7 +72,7 @@ impl VolumeConditions {
         for (claim, updates) in claimed {
             conditions::apply(&self.guest, &self.pods, &claim, updates).await?;
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Condition updates from the management cluster for a claimed volume.

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crds::VirtualMachine;
 use csi::locks::VolumeLocks;
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube_kit::queue::Next;
+use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use super::k8s_attachments::{K8sAttachment, K8sAttachments};
@@ -54,7 +54,7 @@ pub(super) struct DriftTracker {
 
 impl VolumeEntries {
     /// Repairs the entries of one VM.
-    pub(super) async fn reconcile(&self, vm_name: &str) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, vm_name: &str) -> Result<NextAction, String> {
         let vm = self.management.vm(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
         let k8s_attachments = self.k8s_attachments.on_node(vm_name);
         let stale = match &vm {
@@ -69,7 +69,7 @@ impl VolumeEntries {
             let left = self.grace.saturating_sub(since.elapsed());
             outcomes.push(match left.is_zero() {
                 true => self.detach(&claim, vm_name).await,
-                false => Ok(Next::After(left)),
+                false => Ok(NextAction::RequeueAfter(left)),
             });
         }
         self.drift.retain_lost(vm_name, &lost);
@@ -94,17 +94,17 @@ impl VolumeEntries {
             .collect()
     }
 
-    async fn detach(&self, claim: &str, vm_name: &str) -> Result<Next, String> {
+    async fn detach(&self, claim: &str, vm_name: &str) -> Result<NextAction, String> {
         // Held during the checks and the removal, so that no CSI call adds the entry meanwhile.
         let Ok(_guard) = self.locks.acquire(&format!("{claim} on {vm_name}")) else {
-            return Ok(Next::After(LOCK_RETRY));
+            return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.zones.is_node_live(vm_name).await?
             || !self.management.has_entry_live(claim, vm_name).await.map_err(|error| error.to_string())?
         {
             // The caches lag; the informers push the VM when they catch up.
             self.drift.forget_stale(claim, vm_name);
-            return Ok(Next::After(LOCK_RETRY));
+            return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         }
         let may_remove = self.may_remove(claim, vm_name);
         let gone =
@@ -118,7 +118,7 @@ impl VolumeEntries {
                     "a VolumeAttachment requests the disk again: its entry stays"
                 );
                 self.drift.forget_stale(claim, vm_name);
-                return Ok(Next::After(LOCK_RETRY));
+                return Ok(NextAction::RequeueAfter(LOCK_RETRY));
             }
             Err(error @ (DetachError::Kept { .. } | DetachError::Commit(_))) => {
                 return Err(error.to_string());
@@ -129,7 +129,7 @@ impl VolumeEntries {
             "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it \
              for {}: its entry was removed from spec.volumes",
             self.management.full_name(vm_name),
-            kube_kit::duration::show(self.grace),
+            process_kit::duration::show(self.grace),
         );
         tracing::warn!(vm = vm_name, claim, "{note}");
         self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
@@ -139,7 +139,7 @@ impl VolumeEntries {
         if let Err(error) = gone {
             tracing::warn!(vm = vm_name, claim, "{error}");
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Check that no guest VolumeAttachment requests the claim on a VM, or may request it, read from the API server.
@@ -158,21 +158,21 @@ impl VolumeEntries {
         })
     }
 
-    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &str) -> Result<Next, String> {
-        let Some(handle) = &k8s_attachment.handle else { return Ok(Next::Wait) };
+    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &str) -> Result<NextAction, String> {
+        let Some(handle) = &k8s_attachment.handle else { return Ok(NextAction::AwaitChange) };
         let volumes = self.guest.volumes_of(handle);
         let Some(volume) =
             volumes.iter().find(|volume| volume.metadata.name.as_ref() == Some(&k8s_attachment.volume))
         else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let Ok(_guard) = self.locks.acquire(&format!("{handle} on {vm_name}")) else {
-            return Ok(Next::After(LOCK_RETRY));
+            return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await?
             || self.management.has_entry_live(handle, vm_name).await.map_err(|error| error.to_string())?
         {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let requirements = guest::requirements(volume);
         let attach = Attach {
@@ -193,7 +193,7 @@ impl VolumeEntries {
             let may_remove = self.k8s_attachments.may_remove(handle, vm_name);
             let gone =
                 self.management.detach(handle, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
-            return gone.map(|()| Next::Wait).map_err(|error| error.to_string());
+            return gone.map(|()| NextAction::AwaitChange).map_err(|error| error.to_string());
         }
         let about = self.about(handle, vm_name);
         match outcome {
@@ -207,7 +207,7 @@ impl VolumeEntries {
                 tracing::warn!(vm = vm_name, claim = handle, "{note}");
                 self.guest.events.warning(about, "Attach", "LostEntryRestored", note);
                 self.metrics.count(LOST_ENTRY);
-                Ok(Next::Wait)
+                Ok(NextAction::AwaitChange)
             }
             Err(error @ (AttachError::Detaching { .. } | AttachError::Commit(_))) => Err(error.to_string()),
             Err(error) => {
@@ -220,7 +220,7 @@ impl VolumeEntries {
                     tracing::warn!(vm = vm_name, claim = handle, "{note}");
                     self.guest.events.warning(about, "Attach", "LostEntryNotRestored", note);
                 }
-                Ok(Next::After(REFUSED_RETRY))
+                Ok(NextAction::RequeueAfter(REFUSED_RETRY))
             }
         }
     }
@@ -290,8 +290,8 @@ fn lost<'a>(vm: &VirtualMachine, k8s_attachments: &'a [K8sAttachment]) -> Vec<&'
 }
 
 /// The result for a VM: the last error, or else the earliest requeue.
-fn combine(outcomes: Vec<Result<Next, String>>) -> Result<Next, String> {
-    let mut next = Next::Wait;
+fn combine(outcomes: Vec<Result<NextAction, String>>) -> Result<NextAction, String> {
+    let mut next = NextAction::AwaitChange;
     let mut failed = None;
     for outcome in outcomes {
         match outcome {
@@ -302,10 +302,10 @@ fn combine(outcomes: Vec<Result<Next, String>>) -> Result<Next, String> {
     failed.map_or(Ok(next), Err)
 }
 
-fn sooner(a: Next, b: Next) -> Next {
+fn sooner(a: NextAction, b: NextAction) -> NextAction {
     match (a, b) {
-        (Next::After(a), Next::After(b)) => Next::After(a.min(b)),
-        (Next::Wait, next) | (next, Next::Wait) => next,
+        (NextAction::RequeueAfter(a), NextAction::RequeueAfter(b)) => NextAction::RequeueAfter(a.min(b)),
+        (NextAction::AwaitChange, next) | (next, NextAction::AwaitChange) => next,
     }
 }
 
@@ -347,9 +347,9 @@ mod tests {
 
     #[test]
     fn a_vm_is_requeued_at_the_earliest_time_and_after_any_error() {
-        let after = |seconds| Ok(Next::After(Duration::from_secs(seconds)));
-        assert_eq!(combine(Vec::new()), Ok(Next::Wait));
-        assert_eq!(combine(vec![after(5), Ok(Next::Wait), after(3)]), after(3));
+        let after = |seconds| Ok(NextAction::RequeueAfter(Duration::from_secs(seconds)));
+        assert_eq!(combine(Vec::new()), Ok(NextAction::AwaitChange));
+        assert_eq!(combine(vec![after(5), Ok(NextAction::AwaitChange), after(3)]), after(3));
         assert_eq!(combine(vec![after(5), Err("refused".to_owned()), after(3)]), Err("refused".to_owned()));
     }
 

@@ -13,8 +13,8 @@ use kube_kit::client::chain;
 use kube_kit::events::Events;
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::Node;
-use kube_kit::queue::Next;
+use kube_kit::partial::Node;
+use kube_kit::queue::NextAction;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
@@ -107,7 +107,7 @@ impl Zones {
     }
 
     /// Updates the zone label of one Node, and the out-of-service annotation of its VM.
-    pub(super) async fn reconcile(&self, name: &str) -> Result<Next, String> {
+    pub(super) async fn reconcile(&self, name: &str) -> Result<NextAction, String> {
         if let Some(node) = self.nodes.get(&Key::cluster(name)) {
             out_of_service::reconcile(&self.management, &node).await?;
         }
@@ -115,7 +115,7 @@ impl Zones {
         let (Some(node), Some(zone)) = (self.nodes.get(&Key::cluster(name)), vm.as_deref().and_then(zone_of))
         else {
             self.forget(name);
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         match decide(zone_label(&node), zone) {
             Action::None => self.forget(name),
@@ -136,7 +136,7 @@ impl Zones {
                 }
             }
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     async fn label(&self, node: &Node, zone: &str) -> Result<(), String> {

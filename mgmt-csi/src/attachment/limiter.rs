@@ -1,6 +1,6 @@
 //! Concurrency limiter per VM for attach and detach calls to the storage infra. A VM that hangs blocks only its own calls.
 
-use kube_kit::fair::{Gate, Limits, Permit};
+use kube_kit::fair::{FairLimiter, Limits, Permit};
 use kube_kit::informer::Key;
 
 /// Maximum number of concurrent attach calls, and of concurrent detach calls, per VM.
@@ -19,11 +19,11 @@ pub(super) enum Operation {
 
 /// Limits of all VMs. Waiters are served first in, first out; a VM without calls takes no memory.
 #[derive(Debug, Clone)]
-pub(super) struct VmLimiter(Gate);
+pub(super) struct VmLimiter(FairLimiter);
 
 impl Default for VmLimiter {
     fn default() -> Self {
-        Self(Gate::new(Limits { total: TOTAL, namespace: TOTAL / 2, object: PER_VM }))
+        Self(FairLimiter::new(Limits { total: TOTAL, namespace: TOTAL / 2, object: PER_VM }))
     }
 }
 
@@ -38,7 +38,7 @@ impl VmLimiter {
     /// Waits until a call for this VM may start. Dropping the future gives up the place.
     pub(super) async fn acquire(&self, namespace: &str, vm: &str, operation: Operation) -> Slot {
         let key = Key::new(namespace, format!("{vm} {operation:?}"));
-        Slot { operation, _permit: self.0.enter(&key).await }
+        Slot { operation, _permit: self.0.acquire(&key).await }
     }
 }
 

@@ -14,15 +14,15 @@ use std::sync::Arc;
 use crds::{VIRTUAL_MACHINE_GROUP, VolumeAttachment, newest_virtual_machine_version};
 use infra_api::{Change as InfraChange, Event, EventKind};
 use kube::{Api, Client};
+use kube_kit::api_versions;
 use kube_kit::events::Events;
-use kube_kit::fair::{Gate, Limits};
+use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::Health;
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Queue, Retry};
-use kube_kit::versions;
 use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
@@ -126,13 +126,13 @@ impl AttachController {
         let Self { metrics, concurrent_requests, fence, tracker, queue, by_claim } = self;
 
         let builder = Informer::builder("VolumeAttachments", Api::all(client.clone()));
-        let attachments = Arc::new(Latest::new(builder.informer()));
+        let attachments = Arc::new(MutationCache::new(builder.informer()));
         let handler = {
             let (attachments, tracker) = (attachments.clone(), tracker.clone());
             let (by_claim, queue) = (by_claim.clone(), queue.clone());
             move |change: &Change<'_, VolumeAttachment>| {
                 by_claim.put(change.key, change.new.map(|attachment| claim_key(attachment)));
-                attachments.seen(change);
+                attachments.observe(change);
                 if tracker.needs_reconcile(change) {
                     queue.push(change.key.clone());
                 }
@@ -151,7 +151,7 @@ impl AttachController {
         builder
             .trim(volume_attachment::trim)
             .on_change(handler)
-            .on_return(move || queue_on_reconnect.hurry())
+            .on_reconnect(move || queue_on_reconnect.retry_now())
             .start(check, stop.clone());
 
         let out_of_service = match fence {
@@ -159,7 +159,13 @@ impl AttachController {
             Fence::PowerOff => {
                 let version_check = ready.check("version of VirtualMachine", "not checked yet");
                 let newest = newest_virtual_machine_version;
-                let version = versions::served(&client, VIRTUAL_MACHINE_GROUP, newest, &version_check, &stop);
+                let version = api_versions::wait_for_version(
+                    &client,
+                    VIRTUAL_MACHINE_GROUP,
+                    newest,
+                    &version_check,
+                    &stop,
+                );
                 let version = version.await?;
                 let check = ready.check("watch of VirtualMachines", "not started yet");
                 OutOfService::watch(
@@ -181,7 +187,7 @@ impl AttachController {
             volumes,
             tracker,
             limiter: VmLimiter::default(),
-            requests: Gate::new(requests(concurrent_requests)),
+            requests: FairLimiter::new(requests(concurrent_requests)),
             out_of_service,
             metrics,
             stop,
@@ -253,7 +259,7 @@ fn requests(concurrent_requests: usize) -> Limits {
 
 /// Requeues every unreconciled VolumeAttachment each time the storage infra is reachable again.
 async fn requeue_unreconciled(
-    attachments: &Latest<VolumeAttachment>,
+    attachments: &MutationCache<VolumeAttachment>,
     queue: &Queue<Key>,
     infra_back: &Notify,
 ) {
@@ -269,7 +275,7 @@ async fn requeue_unreconciled(
 
 /// Returns a handler that requeues the terminating VolumeAttachments of a VM.
 fn requeue_terminating_of_vm(
-    attachments: &Arc<Latest<VolumeAttachment>>,
+    attachments: &Arc<MutationCache<VolumeAttachment>>,
     queue: &Queue<Key>,
 ) -> impl Fn(&Key) + Send + Sync + use<> {
     let (attachments, queue) = (attachments.clone(), queue.clone());

@@ -12,12 +12,12 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::{DeleteParams, Patch, PatchParams, Preconditions};
 use kube::{Api, Client, ResourceExt};
 use kube_kit::client::chain;
-use kube_kit::events::{Alike, Events};
-use kube_kit::fair::{Gate, Permit};
+use kube_kit::events::{Events, GroupedWarning};
+use kube_kit::fair::{FairLimiter, Permit};
 use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::PersistentVolumeClaim;
-use kube_kit::queue::Next;
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::PersistentVolumeClaim;
+use kube_kit::queue::NextAction;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -58,13 +58,13 @@ pub(super) enum ReconcileError {
 pub(super) struct Reconciler {
     pub(super) client: Client,
     pub(super) infra: Arc<dyn StorageInfra>,
-    pub(super) attachments: Arc<Latest<VolumeAttachment>>,
+    pub(super) attachments: Arc<MutationCache<VolumeAttachment>>,
     pub(super) claims: Informer<PersistentVolumeClaim>,
     pub(super) volumes: Volumes,
     pub(super) tracker: Arc<Tracker>,
     pub(super) limiter: VmLimiter,
     /// Limits concurrent requests to the API server; calls to the storage infra do not count.
-    pub(super) requests: Gate,
+    pub(super) requests: FairLimiter,
     pub(super) out_of_service: OutOfService,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
@@ -73,11 +73,11 @@ pub(super) struct Reconciler {
 
 impl Reconciler {
     /// Reconciles one VolumeAttachment. Many of these futures wait at the same time, so large, short-lived parts are boxed.
-    pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, ReconcileError> {
+    pub(super) async fn reconcile(&self, key: &Key) -> Result<NextAction, ReconcileError> {
         let Some((uid, node)) = self.attachments.get(key).and_then(|attachment| {
             Some((attachment.metadata.uid.clone()?, attachment.spec.node_uuid.to_ascii_lowercase()))
         }) else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let id = attachment_id(key, &uid);
         let mut observed = Observed::Unknown;
@@ -98,7 +98,7 @@ impl Reconciler {
                 if let Some(operation) = operation {
                     tokio::select! {
                         biased;
-                        () = self.stop.cancelled() => return Ok(Next::Wait),
+                        () = self.stop.cancelled() => return Ok(NextAction::AwaitChange),
                         permit = self.limiter.acquire(&key.namespace, &node, operation) => slot = Some(permit),
                         // Gives up the place in the queue.
                         () = self.wait_until_deleted(key, &uid), if operation == Operation::Attach => {}
@@ -112,7 +112,7 @@ impl Reconciler {
                     observed = Observed::AttachSent;
                     let started = Instant::now();
                     let answer = tokio::select! {
-                        () = self.stop.cancelled() => return Ok(Next::Wait),
+                        () = self.stop.cancelled() => return Ok(NextAction::AwaitChange),
                         // The storage infra accepts the following detach even during an attach.
                         () = self.wait_until_deleted(key, &uid) => continue,
                         answer = self.infra.attach(&id, &spec, replaces.as_ref(), WAIT) => answer,
@@ -177,14 +177,14 @@ impl Reconciler {
                 Step::Recreate => Box::pin(self.recreate(key, &attachment)).await?,
                 Step::RemoveFinalizer => {
                     Box::pin(self.remove_finalizer(key, &attachment)).await?;
-                    return Ok(Next::Wait);
+                    return Ok(NextAction::AwaitChange);
                 }
-                Step::AwaitCaches => return Ok(Next::After(SETTLE)),
-                Step::Done => return Ok(Next::Wait),
+                Step::AwaitCaches => return Ok(NextAction::RequeueAfter(SETTLE)),
+                Step::Done => return Ok(NextAction::AwaitChange),
                 Step::Retry(failure) => return Err(failure.into()),
             };
             if self.stop.is_cancelled() {
-                return Ok(Next::Wait);
+                return Ok(NextAction::AwaitChange);
             }
             if !still_exists {
                 drop(slot);
@@ -200,10 +200,10 @@ impl Reconciler {
         id: &AttachmentId,
         node: &str,
         observed: &Observed,
-    ) -> Result<Next, ReconcileError> {
+    ) -> Result<NextAction, ReconcileError> {
         if decide_gone(observed) == Step::Detach {
             let _slot = tokio::select! {
-                () = self.stop.cancelled() => return Ok(Next::Wait),
+                () = self.stop.cancelled() => return Ok(NextAction::AwaitChange),
                 slot = self.limiter.acquire(&key.namespace, node, Operation::Detach) => slot,
             };
             tracing::warn!(attachment = %key, %id, "the VolumeAttachment is gone; detaching its disk");
@@ -212,7 +212,7 @@ impl Reconciler {
                 tracing::warn!(attachment = %key, %id, "{failure}");
             }
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Detaches an attachment ID from the VM of a VolumeAttachment, by force if that VM is out of service.
@@ -256,7 +256,7 @@ impl Reconciler {
 
     /// Waits until an API request for the VolumeAttachment may start.
     async fn api_permit(&self, attachment: &VolumeAttachment) -> Permit {
-        self.requests.enter(&volume_attachment::vm_key(attachment)).await
+        self.requests.acquire(&volume_attachment::vm_key(attachment)).await
     }
 
     /// Whether the API server, not the cache, returns this VolumeAttachment.
@@ -357,7 +357,7 @@ impl Reconciler {
         });
         self.store(written, "remove the finalizer")?;
         if is_over {
-            self.attachments.ended(attachment.clone());
+            self.attachments.deleted(attachment.clone());
         }
         tracing::info!(attachment = %key, node = attachment.spec.node_uuid, "detached");
         Ok(())
@@ -419,7 +419,7 @@ impl Reconciler {
             return self.events.warning(about, action, reason, note);
         };
         let (cause, name) = (error.reason.clone(), attachment.spec.volume_name.clone());
-        self.events.warning_of(action, reason, Alike { group, cause, about, name, note });
+        self.events.grouped_warning(action, reason, GroupedWarning { group, cause, about, name, note });
     }
 
     fn api(&self, key: &Key) -> Api<VolumeAttachment> {

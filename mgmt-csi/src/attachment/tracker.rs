@@ -8,7 +8,7 @@ use crds::{VolumeAttachment, VolumeAttachmentStatus};
 use infra_api::AttachmentId;
 use kube::Resource;
 use kube_kit::informer::{Change, Key};
-use kube_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 use crate::infra::{ParsedId, parse_attachment_id};
 use crate::volume_attachment::has_finalizer;
@@ -56,7 +56,7 @@ impl Tracker {
         };
         if new.status.is_some() {
             state.first_seen.remove(change.key);
-            give_back(&mut state.first_seen);
+            shrink_map(&mut state.first_seen);
         }
         let status_changed = old.status != new.status;
         let is_own_write =
@@ -104,8 +104,8 @@ impl Tracker {
 impl State {
     /// Returns memory that is no longer needed.
     fn give_back(&mut self) {
-        give_back(&mut self.first_seen);
-        give_back(&mut self.expected);
+        shrink_map(&mut self.first_seen);
+        shrink_map(&mut self.expected);
         if self.failed_detaches.is_empty() {
             self.failed_detaches = HashSet::new();
         }

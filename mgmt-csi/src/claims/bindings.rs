@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use infra_api::VolumeId;
 use kube_kit::informer::Key;
-use kube_kit::latest::Latest;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use crate::cluster::{self, Volumes};
 
 /// Caches of claims and volumes.
 #[derive(Debug, Clone)]
 pub(super) struct Bindings {
-    pub(super) claims: Arc<Latest<PersistentVolumeClaim>>,
+    pub(super) claims: Arc<MutationCache<PersistentVolumeClaim>>,
     pub(super) volumes: Volumes,
 }
 

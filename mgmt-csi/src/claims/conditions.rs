@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use infra_api::{Change, Event, EventKind, Volume, VolumeId};
 use kube_kit::informer::Key;
-use kube_kit::queue::{Next, Queue};
+use kube_kit::queue::{NextAction, Queue};
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -101,7 +101,7 @@ impl Conditions {
         refresh: Refresh,
         bindings: &Bindings,
         claims: &Queue<Key>,
-    ) -> Result<Next, ReadError> {
+    ) -> Result<NextAction, ReadError> {
         let changed = match refresh {
             Refresh::All => {
                 // Computed before the volumes are listed: volumes bound now must be in the later list.
@@ -120,7 +120,7 @@ impl Conditions {
         for key in keys {
             claims.push(key);
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Whether the cached condition of a volume matches the storage infra now.

@@ -3,7 +3,7 @@
 use crds::names::{ANNOTATION_RECLAIM_POLICY, CONDITION_HEALTHY};
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::conditions::Condition;
 use crate::cluster::{annotation, is_bound_back};

@@ -12,8 +12,8 @@ use infra_api::VolumeId;
 use kube::Client;
 use kube_kit::events::Events;
 use kube_kit::informer::{Change, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::{Queue, Retry};
 use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
@@ -52,7 +52,7 @@ impl ClaimController {
         Self {
             conditions: Conditions::register(registry),
             bindings: Bindings {
-                claims: Arc::new(Latest::new(cluster.claims())),
+                claims: Arc::new(MutationCache::new(cluster.claims())),
                 volumes: cluster.volumes(),
             },
             queue: Queue::default(),
@@ -64,7 +64,7 @@ impl ClaimController {
     pub fn watch(&self, cluster: Cluster) -> Cluster {
         let (bindings, queue, refresh) = (self.bindings.clone(), self.queue.clone(), self.refresh_restored());
         let cluster = cluster.on_claim(move |change: &Change<'_, PersistentVolumeClaim>| {
-            bindings.claims.seen(change);
+            bindings.claims.observe(change);
             let Some(new) = change.new else { return };
             if change.old.is_none()
                 && let Some(volume) = cluster::volume_name(new)

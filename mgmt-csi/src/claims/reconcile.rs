@@ -13,8 +13,8 @@ use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::events::Events;
 use kube_kit::informer::Key;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
-use kube_kit::queue::{Next, Queue};
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::queue::{NextAction, Queue};
 use serde_json::json;
 use tokio::sync::Semaphore;
 
@@ -51,14 +51,14 @@ pub(super) struct Reconciler {
 
 impl Reconciler {
     /// Reconciles one claim.
-    pub(super) async fn reconcile(&self, key: &Key) -> Result<Next, RequestError> {
+    pub(super) async fn reconcile(&self, key: &Key) -> Result<NextAction, RequestError> {
         let Some(claim) =
             self.bindings.claims.get(key).filter(|claim| claim.metadata.deletion_timestamp.is_none())
         else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let volume = cluster::volume_name(&claim).and_then(|name| self.bindings.volumes.get(name));
-        let Some(volume) = volume else { return Ok(Next::Wait) };
+        let Some(volume) = volume else { return Ok(NextAction::AwaitChange) };
         let handle = cluster::handle(&volume.spec);
         let condition = handle.map_or(Condition::Unknown, |handle| self.conditions.of(handle));
         let changes = changes(&claim, &volume, &condition, &now());
@@ -70,7 +70,7 @@ impl Reconciler {
             return self.annotate(key, &claim, policy).await;
         }
         let (Some(condition), Some(Ok(id))) = (changes.healthy, handle.map(VolumeId::new)) else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         // The claim's condition may be newer than this replica's cache: another replica may have received the event first.
         // Without this check, two replicas would revert each other's writes.
@@ -82,7 +82,7 @@ impl Reconciler {
             Ok(true) => self.write_condition(key, &claim, &condition).await,
             Ok(false) => {
                 self.refreshes.push(Refresh::One(id));
-                Ok(Next::After(CACHE_LAG))
+                Ok(NextAction::RequeueAfter(CACHE_LAG))
             }
             Err(error) => {
                 Err(RequestError { what: "read the condition of the volume", reason: error.to_string() })
@@ -107,7 +107,7 @@ impl Reconciler {
         key: &Key,
         claim: &PersistentVolumeClaim,
         policy: Option<&str>,
-    ) -> Result<Next, RequestError> {
+    ) -> Result<NextAction, RequestError> {
         let mut patch = json!({"metadata": same_object(claim)});
         patch["metadata"]["annotations"] = json!({ANNOTATION_RECLAIM_POLICY: policy});
         let _permit = self.requests.acquire().await;
@@ -123,7 +123,7 @@ impl Reconciler {
         key: &Key,
         claim: &PersistentVolumeClaim,
         condition: &PersistentVolumeClaimCondition,
-    ) -> Result<Next, RequestError> {
+    ) -> Result<NextAction, RequestError> {
         // A strategic merge patch merges conditions by their key, the type.
         let patch = json!({"metadata": same_object(claim), "status": {"conditions": [condition]}});
         let _permit = self.requests.acquire().await;
@@ -148,18 +148,18 @@ impl Reconciler {
         written: kube::Result<PersistentVolumeClaim>,
         what: &'static str,
         done: impl FnOnce(),
-    ) -> Result<Next, RequestError> {
+    ) -> Result<NextAction, RequestError> {
         match written {
             Ok(mut claim) => {
                 trim_claim(&mut claim);
                 self.bindings.claims.changed(claim);
                 done();
                 // There may be another change to write.
-                Ok(Next::After(Duration::ZERO))
+                Ok(NextAction::RequeueAfter(Duration::ZERO))
             }
-            Err(kube::Error::Api(status)) if status.code == 404 => Ok(Next::Wait),
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(NextAction::AwaitChange),
             // A conflict: another client wrote first, perhaps another replica the same change.
-            Err(kube::Error::Api(status)) if status.code == 409 => Ok(Next::After(CACHE_LAG)),
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(NextAction::RequeueAfter(CACHE_LAG)),
             Err(error) => Err(RequestError { what, reason: chain(&error) }),
         }
     }

@@ -8,7 +8,7 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use kube_kit::client::chain;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;

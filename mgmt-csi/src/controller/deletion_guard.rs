@@ -5,7 +5,7 @@ use futures::future::try_join_all;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
-use kube_kit::lean::PersistentVolume;
+use kube_kit::partial::PersistentVolume;
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
 

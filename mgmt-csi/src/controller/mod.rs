@@ -18,7 +18,7 @@ use csi::proto;
 use infra_api::{Volume, VolumeId};
 use kube::Client;
 use kube_kit::informer::Informer;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
 use tonic::Status;
 

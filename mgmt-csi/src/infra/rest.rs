@@ -85,7 +85,7 @@ impl StorageInfra for Rest {
         size: &VolumeSize,
         deadline: Instant,
     ) -> Result<Volume, ExpandError> {
-        self.by(deadline, self.0.grow_volume(id, size)).await
+        self.by(deadline, self.0.expand_volume(id, size)).await
     }
 
     async fn limit_volume(&self, id: &VolumeId, qos: &Qos, deadline: Instant) -> Result<Volume, LimitError> {
@@ -136,7 +136,7 @@ impl StorageInfra for Rest {
     ) -> Result<AttachedDisk, AttachError> {
         let attached = match replaces {
             None => self.0.attach(id, spec, wait).await,
-            Some(earlier) => self.0.attach_instead(id, spec, earlier, wait).await,
+            Some(earlier) => self.0.attach_replacing(id, spec, earlier, wait).await,
         };
         Ok(attached?.into())
     }

@@ -11,10 +11,10 @@ use k8s_openapi::jiff::Timestamp;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
-use kube_kit::duration;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolume;
-use kube_kit::queue::Next;
+use kube_kit::partial::PersistentVolume;
+use kube_kit::queue::NextAction;
+use process_kit::duration;
 use tokio::time::Instant;
 
 use super::decide::{Decision, Inputs, decide, id_of};
@@ -42,7 +42,7 @@ type Dangling = HashMap<AttachmentId, (Instant, Option<String>)>;
 
 impl Repair {
     /// Compares all attachments of the storage infra with all VolumeAttachments.
-    pub(super) async fn compare_all(&self, shared: &Shared) -> Result<Next, CheckError> {
+    pub(super) async fn compare_all(&self, shared: &Shared) -> Result<NextAction, CheckError> {
         // Listed before the attachments: a VolumeAttachment that is attached now has its attachment in the later list.
         let attachments = shared.attachments.informer().list();
         let infra_attachments = shared.infra.list_attachments(None, Instant::now() + TIMEOUT).await?;
@@ -91,7 +91,7 @@ impl Repair {
                 Err(error) => failed = Some(error),
             }
         }
-        failed.map_or(Ok(Next::After(next)), Err)
+        failed.map_or(Ok(NextAction::RequeueAfter(next)), Err)
     }
 
     /// Remaining grace period of each dangling attachment.

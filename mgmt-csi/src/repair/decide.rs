@@ -6,8 +6,8 @@ use std::time::Duration;
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Attachment, AttachmentId};
 use k8s_openapi::jiff::Timestamp;
-use kube_kit::duration;
 use kube_kit::informer::Key;
+use process_kit::duration;
 
 use crate::infra::{attachment_id, namespace_of};
 

@@ -21,7 +21,7 @@ use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, VolumeId,
 };
 use kube_kit::informer::Key;
-use kube_kit::queue::{Next, Queue, Retry};
+use kube_kit::queue::{NextAction, Queue, Retry};
 use process_kit::duration;
 use prometheus_client::registry::Registry;
 use tokio::time::Instant;
@@ -167,15 +167,15 @@ impl Repair {
     }
 
     /// Checks an attachment that was changed or deleted. Usually its VolumeAttachment is not attached yet, or is terminating.
-    async fn check_attachment(&self, shared: &Shared, id: &AttachmentId) -> Result<Next, CheckError> {
+    async fn check_attachment(&self, shared: &Shared, id: &AttachmentId) -> Result<NextAction, CheckError> {
         let Some(attachment) = shared.attachment(id).filter(|attachment| is_expected(attachment)) else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let node = attachment.spec.node_uuid.parse().ok();
         let listed = shared.infra.list_attachments(node, Instant::now() + TIMEOUT).await?;
         if let Some(infra_attachment) = listed.iter().find(|infra_attachment| infra_attachment.id == *id) {
             shared.requeue_if_different(&attachment, infra_attachment);
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let (key, uid) = (Key::of(&*attachment), attachment.metadata.uid.as_deref().unwrap_or_default());
         if listed.iter().any(|infra_attachment| has_same_name(&infra_attachment.id, &key, uid)) {
@@ -184,14 +184,14 @@ impl Repair {
         } else {
             self.report_lost(shared, &attachment);
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Checks a volume that changed: if it is unhealthy, its VolumeAttachments are reconciled again, which reports a lost disk.
-    async fn check_volume(&self, shared: &Shared, id: &VolumeId) -> Result<Next, CheckError> {
+    async fn check_volume(&self, shared: &Shared, id: &VolumeId) -> Result<NextAction, CheckError> {
         let attachments = shared.attachments_of(id);
         if attachments.is_empty() {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         }
         let volume = shared.infra.get_volume(id, Instant::now() + TIMEOUT).await?;
         if volume.is_some_and(|volume| !volume.condition.healthy) {
@@ -199,7 +199,7 @@ impl Repair {
                 shared.queue.push(Key::of(&*attachment));
             }
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 
     /// Reports a lost attachment and requeues its VolumeAttachment.

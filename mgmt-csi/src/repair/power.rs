@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use crds::VolumeAttachment;
 use infra_api::{Node, NodeState};
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube_kit::queue::Next;
+use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -29,16 +29,16 @@ impl States {
 
 impl Repair {
     /// Reports the state of a node that changed, if its VM has disks of this driver.
-    pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<Next, CheckError> {
+    pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
         let text = node.to_string();
         let Some(infra_attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text)
         else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         let (Some(vm), Some(found)) =
             (reference(&infra_attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
         else {
-            return Ok(Next::Wait);
+            return Ok(NextAction::AwaitChange);
         };
         if self.states.should_report(node, found.state) {
             let (reason, note) = report(&found);
@@ -47,7 +47,7 @@ impl Repair {
                 _ => shared.events.warning(vm, "Watch", reason, note),
             }
         }
-        Ok(Next::Wait)
+        Ok(NextAction::AwaitChange)
     }
 }
 

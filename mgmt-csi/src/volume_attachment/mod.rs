@@ -13,8 +13,8 @@ use kube::{Client, Resource};
 use kube_kit::events::Events;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
-use kube_kit::latest::Latest;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::queue::Queue;
 use serde_json::json;
 
@@ -25,7 +25,7 @@ use crate::infra::StorageInfra;
 pub(crate) struct Shared {
     pub(crate) client: Client,
     pub(crate) infra: Arc<dyn StorageInfra>,
-    pub(crate) attachments: Arc<Latest<VolumeAttachment>>,
+    pub(crate) attachments: Arc<MutationCache<VolumeAttachment>>,
     /// VolumeAttachments by claim.
     pub(crate) by_claim: Arc<Index>,
     pub(crate) claims: Informer<PersistentVolumeClaim>,

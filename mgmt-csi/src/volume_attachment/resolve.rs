@@ -5,7 +5,7 @@ use crds::names::MANAGEMENT_DRIVER;
 use crds::{VolumeAttachment, VolumeAttachmentSpec};
 use infra_api::{Access, AttachmentSpec, VolumeId};
 use kube_kit::informer::{Informer, Key};
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim};
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::failure::Failure;
 use super::is_attached;

@@ -59,7 +59,7 @@ fn name_of<I>(stream: &TlsStream<I>) -> String {
 pub(super) async fn name_client(request: Request, next: Next) -> Response {
     let name = request.extensions().get::<ClientName>().map(|ClientName(name)| name.clone());
     match name {
-        Some(name) => audit::acting(name, next.run(request)).await,
+        Some(name) => audit::with_actor(name, next.run(request)).await,
         None => next.run(request).await,
     }
 }

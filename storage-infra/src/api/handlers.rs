@@ -6,8 +6,8 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use infra_api::{
     Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, Labels, List, Node, NodeSpec,
-    Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume,
-    VolumeId, VolumeSize, VolumeSpec, VolumeState, What,
+    ObjectKind, Pool, PoolName, PoolSpec, Problem, ProblemCode, Qos, Snapshot, SnapshotId, SnapshotSpec,
+    Volume, VolumeId, VolumeSize, VolumeSpec, VolumeState,
 };
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -148,7 +148,7 @@ pub(super) async fn expand_volume(
     Id(id): Id<VolumeId>,
     Body(size): Body<VolumeSize>,
 ) -> Result<Json<Volume>> {
-    app.service.grow_volume(id, size).await.map(Json)
+    app.service.expand_volume(id, size).await.map(Json)
 }
 
 /// Sets the QoS limits of a volume. They apply per node, to present and future attachments. Absent or 0 means no limit.
@@ -361,8 +361,8 @@ pub(super) async fn get_attachment(
     wait: Wait,
 ) -> Result<Json<Attachment>> {
     match app.service.attachment(&id, wait.or_none()).await? {
-        Progress::Plugged(found) | Progress::UnderWay(found) => Ok(Json(found)),
-        Progress::Gone => Err(Failure::not_found(What::Attachment, id)),
+        Progress::Attached(found) | Progress::InProgress(found) => Ok(Json(found)),
+        Progress::Gone => Err(Failure::not_found(ObjectKind::Attachment, id)),
     }
 }
 
@@ -400,7 +400,7 @@ pub(super) async fn delete_attachment(
     };
     match progress {
         Progress::Gone => Ok(StatusCode::NO_CONTENT.into_response()),
-        Progress::Plugged(found) | Progress::UnderWay(found) => {
+        Progress::Attached(found) | Progress::InProgress(found) => {
             Ok((StatusCode::ACCEPTED, Json(found)).into_response())
         }
     }
@@ -408,9 +408,9 @@ pub(super) async fn delete_attachment(
 
 fn attachment(id: &AttachmentId, progress: Progress) -> Result<Response> {
     match progress {
-        Progress::Plugged(found) => Ok(Json(found).into_response()),
-        Progress::UnderWay(found) => Ok((StatusCode::ACCEPTED, Json(found)).into_response()),
-        Progress::Gone => Err(Failure::not_found(What::Attachment, id)),
+        Progress::Attached(found) => Ok(Json(found).into_response()),
+        Progress::InProgress(found) => Ok((StatusCode::ACCEPTED, Json(found)).into_response()),
+        Progress::Gone => Err(Failure::not_found(ObjectKind::Attachment, id)),
     }
 }
 

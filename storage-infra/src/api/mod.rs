@@ -15,7 +15,7 @@ use axum::http::Method;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, put};
-use infra_api::{Problem, ProblemCode, What};
+use infra_api::{ObjectKind, Problem, ProblemCode};
 use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
@@ -82,7 +82,7 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
         .fallback(|request: Request| async move {
             let path = request.uri().path().to_owned();
             let detail = format!("no such path: {path}; see /v1/docs");
-            Failure::from(Problem::new(ProblemCode::NotFound, detail).about(What::Route, path))
+            Failure::from(Problem::new(ProblemCode::NotFound, detail).about(ObjectKind::Route, path))
         })
         .layer(middleware::from_fn(client_name::name_client))
         .layer(middleware::from_fn_with_state(metrics, observe))

@@ -148,7 +148,7 @@ impl Threads {
             };
             (Box::new(when) as Answer, has_failed)
         };
-        self.writes.push(Write { work: Box::new(work), place: fail_point::place_of::<F>, unsynced });
+        self.writes.push(Write { work: Box::new(work), place: fail_point::function_of::<F>, unsynced });
         wait(response).await
     }
 

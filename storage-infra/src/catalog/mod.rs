@@ -6,6 +6,7 @@
 
 mod attachments;
 mod group_commit;
+pub mod integrity;
 mod nodes;
 mod pools;
 mod records;
@@ -13,7 +14,6 @@ mod revisions;
 mod schema;
 mod snapshots;
 mod volumes;
-pub mod whole;
 
 use std::fs::{File, TryLockError};
 use std::path::Path;
@@ -91,30 +91,30 @@ impl Catalog {
     /// `timeout` for a terminating server to release the lock.
     pub fn open(data_dir: &Path, timeout: Duration) -> Result<Self> {
         let lock = lock(data_dir, timeout)?;
-        whole::refuse_lost(data_dir)?;
-        let connection = connect(&data_dir.join(whole::FILE)).map_err(|error| match error {
+        integrity::refuse_lost(data_dir)?;
+        let connection = connect(&data_dir.join(integrity::CATALOG_FILE)).map_err(|error| match error {
             // SQLite cannot make sense of the file.
-            CatalogError::Sqlite(why) => whole::damaged(data_dir, format_args!("cannot be read: {why}")),
+            CatalogError::Sqlite(why) => integrity::damaged(data_dir, format_args!("cannot be read: {why}")),
             other => other,
         });
         let mut connection = connection?;
-        whole::refuse_damaged(data_dir, &connection).map_err(|error| match error {
-            CatalogError::Sqlite(why) => whole::damaged(data_dir, format_args!("is damaged: {why}")),
+        integrity::refuse_damaged(data_dir, &connection).map_err(|error| match error {
+            CatalogError::Sqlite(why) => integrity::damaged(data_dir, format_args!("is damaged: {why}")),
             other => other,
         })?;
         schema::migrate(&mut connection)?;
         let tx = connection.transaction()?;
-        let known = whole::read_all(&Tx(&tx)).map_err(|error| match error {
+        let known = integrity::read_all(&Tx(&tx)).map_err(|error| match error {
             CatalogError::Sqlite(_) | CatalogError::Corrupt(_) => {
-                whole::damaged(data_dir, format_args!("is damaged: {error}"))
+                integrity::damaged(data_dir, format_args!("is damaged: {error}"))
             }
             other => other,
         })?;
         let revision = Tx(&tx).revision()?;
         drop(tx);
-        whole::write_known(data_dir, &known)?;
+        integrity::write_registered(data_dir, &known)?;
         let threads = Threads::start(lock, connection, || {
-            let connection = connect(&data_dir.join(whole::FILE))?;
+            let connection = connect(&data_dir.join(integrity::CATALOG_FILE))?;
             connection.pragma_update(None, "query_only", true)?;
             Ok(connection)
         })?;
@@ -124,13 +124,13 @@ impl Catalog {
 
     /// Creates a catalog at a path that must not exist, without locking the directory; not for serving. Returns the
     /// list of registered objects to be written beside it.
-    pub fn build(path: &Path, fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<whole::Known> {
+    pub fn build(path: &Path, fill: impl FnOnce(&Tx<'_>) -> Result<()>) -> Result<integrity::Registered> {
         let mut connection = connect(path)?;
         schema::migrate(&mut connection)?;
         let known = {
             let tx = connection.transaction()?;
             fill(&Tx(&tx))?;
-            let known = whole::read_all(&Tx(&tx))?;
+            let known = integrity::read_all(&Tx(&tx))?;
             tx.commit()?;
             known
         };

@@ -1,7 +1,7 @@
 //! Clearance for irreversible operations: decides whether an object's files may be removed, truncated or recreated.
 //!
 //! The catalog alone cannot decide that: it may be older than the pool, or another server's. So such an operation
-//! requires a [`Cleared`] token, which is issued only on [`Evidence`] from every source that knows which process or
+//! requires a [`Clearance`] token, which is issued only on [`Evidence`] from every source that knows which process or
 //! virtual machine uses a file: the record stored with it, the live state of all hypervisors, and the locks on it.
 //! Pure.
 
@@ -12,8 +12,8 @@ use uuid::Uuid;
 
 use super::Object;
 use super::image_lock;
-use super::record::Holder;
-use crate::hypervisor::Plugged;
+use super::record::RecordedAttachment;
+use crate::hypervisor::AttachedDisk;
 
 /// Files of an object in its pool.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub struct Files {
 
 impl Files {
     /// Whether there are no files, so that no data can be lost.
-    pub fn is_nothing(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.complete.is_empty() && !self.unfinished
     }
 }
@@ -44,31 +44,31 @@ pub struct Evidence {
     /// Its files.
     pub files: Files,
     /// Whether the catalog is older than the pool.
-    pub is_behind: bool,
+    pub is_catalog_stale: bool,
     /// Attachments recorded with the file that the catalog does not know.
-    pub noted: Vec<Holder>,
+    pub recorded: Vec<RecordedAttachment>,
     /// Virtual machines that have the file attached, from the live state of every hypervisor, with the hypervisor's
     /// name.
-    pub live: Vec<(String, Plugged)>,
+    pub live: Vec<(String, AttachedDisk)>,
 }
 
 /// Why an object's files must not be changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Refusal {
     /// A virtual machine has it attached, according to its hypervisor's live state.
-    Plugged(Vec<(String, Plugged)>),
+    Attached(Vec<(String, AttachedDisk)>),
     /// A process or device of this host has it open.
     Open(image_lock::Holder),
     /// The record lists attachments, and nothing proves that they have ended.
-    Noted(Vec<Holder>),
+    Recorded(Vec<RecordedAttachment>),
     /// The catalog is older than the pool.
-    Behind,
+    StaleCatalog,
 }
 
 impl fmt::Display for Refusal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Plugged(vms) => {
+            Self::Attached(vms) => {
                 let vms: Vec<String> = vms
                     .iter()
                     .map(|(at, vm)| format!("{} ({}) on hypervisor {at}", vm.name, vm.node))
@@ -78,7 +78,7 @@ impl fmt::Display for Refusal {
             Self::Open(holder) => {
                 write!(f, "it is in use by {holder}; stop that first, if it is not needed")
             }
-            Self::Noted(holders) => {
+            Self::Recorded(holders) => {
                 let nodes: Vec<String> = holders
                     .iter()
                     .map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id))
@@ -89,27 +89,27 @@ impl fmt::Display for Refusal {
                     nodes.join(", ")
                 )
             }
-            Self::Behind => f.write_str("the records in the pool are newer than the catalog"),
+            Self::StaleCatalog => f.write_str("the records in the pool are newer than the catalog"),
         }
     }
 }
 
 impl Refusal {
     /// Whether the catalog is known to be older than the pool.
-    pub fn is_behind(&self) -> bool {
-        matches!(self, Self::Noted(_) | Self::Behind)
+    pub fn is_catalog_stale(&self) -> bool {
+        matches!(self, Self::Recorded(_) | Self::StaleCatalog)
     }
 }
 
 /// Permission to remove, truncate or recreate the files of one object.
 #[derive(Debug)]
-pub struct Cleared {
+pub struct Clearance {
     object: Object,
     identity: Uuid,
-    was_nothing: bool,
+    was_empty: bool,
 }
 
-impl Cleared {
+impl Clearance {
     /// The object.
     pub fn object(&self) -> &Object {
         &self.object
@@ -121,25 +121,25 @@ impl Cleared {
     }
 
     /// Whether the object had no files when the evidence was collected.
-    pub fn was_nothing(&self) -> bool {
-        self.was_nothing
+    pub fn was_empty(&self) -> bool {
+        self.was_empty
     }
 }
 
 impl Evidence {
     /// Decides. Returns all reasons to refuse, the strongest first.
-    pub fn decide(self) -> Result<Cleared, Vec<Refusal>> {
-        let was_nothing = self.files.is_nothing();
-        if was_nothing {
-            return Ok(Cleared { object: self.object, identity: self.identity, was_nothing });
+    pub fn decide(self) -> Result<Clearance, Vec<Refusal>> {
+        let was_empty = self.files.is_empty();
+        if was_empty {
+            return Ok(Clearance { object: self.object, identity: self.identity, was_empty });
         }
-        let plugged = (!self.live.is_empty()).then_some(Refusal::Plugged(self.live));
-        let noted = (!self.noted.is_empty()).then_some(Refusal::Noted(self.noted));
-        let behind = self.is_behind.then_some(Refusal::Behind);
-        let reasons = [plugged, self.files.open.map(Refusal::Open), noted, behind];
+        let plugged = (!self.live.is_empty()).then_some(Refusal::Attached(self.live));
+        let recorded = (!self.recorded.is_empty()).then_some(Refusal::Recorded(self.recorded));
+        let behind = self.is_catalog_stale.then_some(Refusal::StaleCatalog);
+        let reasons = [plugged, self.files.open.map(Refusal::Open), recorded, behind];
         let reasons: Vec<Refusal> = reasons.into_iter().flatten().collect();
         if reasons.is_empty() {
-            return Ok(Cleared { object: self.object, identity: self.identity, was_nothing });
+            return Ok(Clearance { object: self.object, identity: self.identity, was_empty });
         }
         Err(reasons)
     }
@@ -156,14 +156,14 @@ mod tests {
             object: Object::Volume(VolumeId::new("v").unwrap()),
             identity: Uuid::from_u128(7),
             files: Files { complete: vec!["/pool/v.raw".into()], unfinished: false, open: None },
-            is_behind: false,
-            noted: Vec::new(),
+            is_catalog_stale: false,
+            recorded: Vec::new(),
             live: Vec::new(),
         }
     }
 
-    fn holder() -> Holder {
-        Holder {
+    fn holder() -> RecordedAttachment {
+        RecordedAttachment {
             id: AttachmentId::new("a").unwrap(),
             uuid: Uuid::from_u128(9),
             node: NodeSpec { name: "n".into(), hypervisor: "h".into(), zone: None, labels: Labels::new() },
@@ -173,22 +173,22 @@ mod tests {
         }
     }
 
-    fn plugged() -> (String, Plugged) {
+    fn plugged() -> (String, AttachedDisk) {
         let (name, path) = ("vm".to_owned(), PathBuf::from("/pool/v.raw"));
-        ("here".to_owned(), Plugged { node: Uuid::from_u128(9), name, path, wwn: None, read_only: true })
+        ("here".to_owned(), AttachedDisk { node: Uuid::from_u128(9), name, path, wwn: None, read_only: true })
     }
 
     #[test]
     fn an_unused_file_is_cleared_and_users_of_a_file_are_named() {
         let cleared = evidence().decide().unwrap();
         assert_eq!((cleared.object(), cleared.identity()), (&evidence().object, evidence().identity));
-        assert!(!cleared.was_nothing());
+        assert!(!cleared.was_empty());
         let open = image_lock::Holder::Loop("/dev/loop0".into());
         let held = [
             Evidence { live: vec![plugged()], ..evidence() },
             Evidence { files: Files { open: Some(open), ..evidence().files }, ..evidence() },
-            Evidence { noted: vec![holder()], ..evidence() },
-            Evidence { is_behind: true, ..evidence() },
+            Evidence { recorded: vec![holder()], ..evidence() },
+            Evidence { is_catalog_stale: true, ..evidence() },
         ];
         let expected = ["vm (00000000", "/dev/loop0", "n (00000000", "newer than the catalog"];
         for (held, text) in held.into_iter().zip(expected) {
@@ -199,10 +199,14 @@ mod tests {
 
     #[test]
     fn an_object_without_files_is_always_cleared() {
-        let nothing =
-            Evidence { files: Files::default(), is_behind: true, noted: vec![holder()], ..evidence() };
-        assert!(nothing.decide().unwrap().was_nothing());
+        let nothing = Evidence {
+            files: Files::default(),
+            is_catalog_stale: true,
+            recorded: vec![holder()],
+            ..evidence()
+        };
+        assert!(nothing.decide().unwrap().was_empty());
         let unfinished = Files { unfinished: true, ..Files::default() };
-        assert!(Evidence { files: unfinished, is_behind: true, ..evidence() }.decide().is_err());
+        assert!(Evidence { files: unfinished, is_catalog_stale: true, ..evidence() }.decide().is_err());
     }
 }

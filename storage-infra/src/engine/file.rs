@@ -25,10 +25,10 @@ use uuid::Uuid;
 
 use crate::audit;
 
-use super::clearance::{Cleared, Files};
+use super::clearance::{Clearance, Files};
 use super::{
-    Contents, Copying, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result, Revisions,
-    image_lock,
+    Contents, CopyProgress, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result,
+    Revisions, image_lock,
 };
 
 pub use scan::{FoundFile, PoolScan, scan_pool};
@@ -205,12 +205,12 @@ impl FileEngine {
     }
 
     /// Creates an empty temporary file for an incomplete object; removes the previous one.
-    fn create_part(&self, cleared: &Cleared) -> Result<File> {
+    fn create_part(&self, cleared: &Clearance) -> Result<File> {
         let part = self.part(cleared.object());
-        if !cleared.was_nothing() {
+        if !cleared.was_empty() {
             self.refuse_open(cleared.object())?;
             if unlink(&part)? {
-                audit::done("remove", cleared.object(), &part, "the incomplete file is recreated");
+                audit::log_action("remove", cleared.object(), &part, "the incomplete file is recreated");
             }
         }
         let mut options = OpenOptions::new();
@@ -246,8 +246,8 @@ fn extend(path: &Path, bytes: u64) -> Result<()> {
     let file = OpenOptions::new().write(true).open(path).map_err(io_error("open", path))?;
     if file.metadata().map_err(io_error("read the metadata of", path))?.len() < bytes {
         file.set_len(bytes).map_err(|error| match io_error("expand", path)(error) {
-            EngineError::NoSpace(what) => EngineError::NotGrown(format!("{what}: the filesystem is full")),
-            EngineError::TooLarge(what) => EngineError::NotGrown(format!(
+            EngineError::NoSpace(what) => EngineError::NotExpanded(format!("{what}: the filesystem is full")),
+            EngineError::TooLarge(what) => EngineError::NotExpanded(format!(
                 "{what}: the filesystem does not support files of {bytes} bytes"
             )),
             other => other,
@@ -266,7 +266,7 @@ fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
 }
 
 /// Copies the first `bytes` of a file and preserves holes. `to` must be empty.
-fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &Copying) -> Result<()> {
+fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &CopyProgress) -> Result<()> {
     let failed = |source: io::Error| match source.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             EngineError::NoSpace("cannot copy the data".into())
@@ -297,7 +297,7 @@ fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &Copying) -> Result
 }
 
 impl Engine for FileEngine {
-    fn adopt(&self, pool: &Record) -> Result<()> {
+    fn claim(&self, pool: &Record) -> Result<()> {
         if !self.dir.is_dir() {
             return Err(EngineError::Unhealthy(format!(
                 "{} is not an existing directory; create it first",
@@ -305,7 +305,7 @@ impl Engine for FileEngine {
             )));
         }
         match self.read_marker()? {
-            Some(found) if found == self.uuid.to_string() => return self.note(pool),
+            Some(found) if found == self.uuid.to_string() => return self.write_record(pool),
             Some(found) => {
                 return Err(EngineError::Foreign(format!(
                     "{} belongs to the pool with UUID {found}; if this server's catalog was lost, `storage-infra \
@@ -331,7 +331,7 @@ impl Engine for FileEngine {
     fn release(&self) -> Result<()> {
         match self.check() {
             Ok(()) => {}
-            Err(served @ EngineError::Served(_)) => return Err(served),
+            Err(served @ EngineError::LockedElsewhere(_)) => return Err(served),
             // If the directory is gone or another pool's, there is nothing to remove.
             Err(_) => return Ok(()),
         }
@@ -341,7 +341,7 @@ impl Engine for FileEngine {
         synced
     }
 
-    fn served_elsewhere(&self) -> Option<String> {
+    fn other_server(&self) -> Option<String> {
         self.lock.other_server()
     }
 
@@ -431,14 +431,14 @@ impl Engine for FileEngine {
         Ok(Files { complete, unfinished, open: self.open_by(object)? })
     }
 
-    fn fill(
+    fn create_from(
         &self,
-        cleared: &Cleared,
+        cleared: &Clearance,
         from: &DiskSource,
         bytes: u64,
         method: Method,
         record: &Record,
-        progress: &Copying,
+        progress: &CopyProgress,
     ) -> Result<()> {
         self.check()?;
         let DiskSource::File(source) = from;
@@ -452,7 +452,7 @@ impl Engine for FileEngine {
                 // The source may have been expanded and written to meanwhile: its data must not be truncated.
                 let length = to.metadata().map_err(io_error("read the metadata of", &part))?.len();
                 if length > bytes {
-                    return Err(EngineError::Grown(format!(
+                    return Err(EngineError::SourceExpanded(format!(
                         "{} was expanded from {bytes} to {length} bytes meanwhile; retry",
                         source.display()
                     )));
@@ -464,7 +464,7 @@ impl Engine for FileEngine {
         self.complete(&to, object, bytes, record)
     }
 
-    fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()> {
+    fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()> {
         let object = cleared.object();
         if !self.is_complete(object, record.identity())? {
             return self.complete(&self.create_part(cleared)?, object, bytes, record);
@@ -477,7 +477,7 @@ impl Engine for FileEngine {
         // Created by an earlier version, which named a volume's file before it set its size.
         self.refuse_open(object)?;
         extend(&self.file(object), bytes)?;
-        self.note(record)
+        self.write_record(record)
     }
 
     fn revisions(&self) -> Result<Revisions> {
@@ -496,12 +496,12 @@ impl Engine for FileEngine {
         Ok(found)
     }
 
-    fn noted(&self, object: &Object) -> Result<Option<Record>> {
+    fn read_record(&self, object: &Object) -> Result<Option<Record>> {
         self.check()?;
         record_xattr::read(&self.file(object))
     }
 
-    fn note(&self, record: &Record) -> Result<()> {
+    fn write_record(&self, record: &Record) -> Result<()> {
         self.check()?;
         let path = record.object().map_or_else(|| self.marker(), |object| self.file(&object));
         let write = || {
@@ -516,12 +516,12 @@ impl Engine for FileEngine {
         fail_point::around(|| Some("engine.file.note".into()), write)
     }
 
-    fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()> {
+    fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()> {
         self.check()?;
         extend(&self.volume(id), bytes)
     }
 
-    fn remove(&self, cleared: &Cleared) -> Result<()> {
+    fn remove(&self, cleared: &Clearance) -> Result<()> {
         self.check()?;
         let object = cleared.object();
         self.refuse_another(object, cleared.identity())?;
@@ -529,21 +529,21 @@ impl Engine for FileEngine {
         let mut removed = false;
         for path in [self.file(object), self.part(object)] {
             if unlink(&path)? {
-                audit::done("remove", object, &path, "it is deleted and not in use");
+                audit::log_action("remove", object, &path, "it is deleted and not in use");
                 removed = true;
             }
         }
         if removed { self.sync_dir() } else { Ok(()) }
     }
 
-    fn discard(&self, cleared: &Cleared) -> Result<()> {
+    fn remove_incomplete(&self, cleared: &Clearance) -> Result<()> {
         self.check()?;
         let (object, part) = (cleared.object(), self.part(cleared.object()));
         self.refuse_open(object)?;
         if !unlink(&part)? {
             return Ok(());
         }
-        audit::done("remove", object, &part, "it is incomplete and abandoned");
+        audit::log_action("remove", object, &part, "it is incomplete and abandoned");
         self.sync_dir()
     }
 

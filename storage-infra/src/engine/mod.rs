@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use infra_api::{SnapshotId, VolumeId};
 use uuid::Uuid;
 
-pub use clearance::{Cleared, Evidence, Files};
+pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
 pub use record::Record;
 
@@ -48,12 +48,12 @@ pub enum Method {
 
 /// Progress of a copy, shared with observers, who can cancel it.
 #[derive(Debug, Default)]
-pub struct Copying {
+pub struct CopyProgress {
     copied: AtomicU64,
     cancelled: AtomicBool,
 }
 
-impl Copying {
+impl CopyProgress {
     /// Bytes of the source processed so far, including holes.
     pub fn copied(&self) -> u64 {
         self.copied.load(Ordering::Relaxed)
@@ -81,7 +81,7 @@ pub enum EngineError {
     Unhealthy(String),
     /// Another server has locked the pool. Nothing was changed.
     #[error("{0}")]
-    Served(String),
+    LockedElsewhere(String),
     /// A process or device has the file open that was to be removed or recreated. Nothing was changed.
     #[error("{0}")]
     InUse(String),
@@ -96,7 +96,7 @@ pub enum EngineError {
     TooLarge(String),
     /// A volume could not be expanded, and keeps its size.
     #[error("the volume keeps its size: {0}")]
-    NotGrown(String),
+    NotExpanded(String),
     /// The pool's filesystem is read-only.
     #[error("the pool is read-only: {0}")]
     ReadOnly(String),
@@ -105,7 +105,7 @@ pub enum EngineError {
     Missing(String),
     /// The source is larger than the requested object: it was expanded meanwhile.
     #[error("{0}")]
-    Grown(String),
+    SourceExpanded(String),
     /// The copy was cancelled.
     #[error("the copy was cancelled")]
     Cancelled,
@@ -166,13 +166,13 @@ pub struct Contents {
 /// one.
 pub trait Engine: Send + Sync {
     /// Claims the storage for this pool and writes the pool's record. Fails if it belongs to another pool.
-    fn adopt(&self, pool: &Record) -> Result<()>;
+    fn claim(&self, pool: &Record) -> Result<()>;
 
-    /// Reverts [`Engine::adopt`]; changes nothing else.
+    /// Reverts [`Engine::claim`]; changes nothing else.
     fn release(&self) -> Result<()>;
 
     /// Which other server had the pool locked at the last attempt to lock it. Does no I/O.
-    fn served_elsewhere(&self) -> Option<String>;
+    fn other_server(&self) -> Option<String>;
 
     /// Checks that the storage exists and belongs to this pool, and measures it.
     fn inspect(&self) -> Result<PoolFacts>;
@@ -201,38 +201,38 @@ pub trait Engine: Send + Sync {
     /// Creates an empty volume with its record, or completes an interrupted creation. The file gets its final name when
     /// it is complete. A complete file with a record is left as it is. The intent to create the volume must be in the
     /// catalog. Fails if another volume with this ID exists.
-    fn create(&self, cleared: &Cleared, bytes: u64, record: &Record) -> Result<()>;
+    fn create(&self, cleared: &Clearance, bytes: u64, record: &Record) -> Result<()>;
 
     /// Creates an object of `bytes` bytes from a source, with its record. Replaces an incomplete file of the object.
     /// The file gets its final name when it is complete. The intent to create the object must be in the catalog.
-    fn fill(
+    fn create_from(
         &self,
-        cleared: &Cleared,
+        cleared: &Clearance,
         from: &DiskSource,
         bytes: u64,
         method: Method,
         record: &Record,
-        progress: &Copying,
+        progress: &CopyProgress,
     ) -> Result<()>;
 
     /// Catalog revisions recorded in a pool; see `crate::catalog`.
     fn revisions(&self) -> Result<Revisions>;
 
     /// Reads the record of an existing object; `None` if it has none.
-    fn noted(&self, object: &Object) -> Result<Option<Record>>;
+    fn read_record(&self, object: &Object) -> Result<Option<Record>>;
 
     /// Writes the record of an existing object or of the pool. It is durable on return.
-    fn note(&self, record: &Record) -> Result<()>;
+    fn write_record(&self, record: &Record) -> Result<()>;
 
-    /// Expands a volume; never shrinks it. After [`EngineError::NotGrown`] the volume has its previous size.
-    fn grow(&self, id: &VolumeId, bytes: u64) -> Result<()>;
+    /// Expands a volume; never shrinks it. After [`EngineError::NotExpanded`] the volume has its previous size.
+    fn expand(&self, id: &VolumeId, bytes: u64) -> Result<()>;
 
     /// Removes the files of an object, complete or incomplete. Succeeds if there are none. Fails if the file is another
     /// object of the same ID.
-    fn remove(&self, cleared: &Cleared) -> Result<()>;
+    fn remove(&self, cleared: &Clearance) -> Result<()>;
 
     /// Removes the incomplete file of an object. A complete file remains.
-    fn discard(&self, cleared: &Cleared) -> Result<()>;
+    fn remove_incomplete(&self, cleared: &Clearance) -> Result<()>;
 
     /// What a hypervisor has open, or would open, for a volume. Does no I/O: detaching must work while the pool is
     /// unavailable.

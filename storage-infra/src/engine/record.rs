@@ -81,7 +81,7 @@ pub struct VolumeRecord {
     pub revision: u64,
     /// Attachments that may have the volume.
     #[serde(default)]
-    pub holders: Vec<Holder>,
+    pub holders: Vec<RecordedAttachment>,
 }
 
 fn unknown_is_written() -> bool {
@@ -91,7 +91,7 @@ fn unknown_is_written() -> bool {
 /// A recorded attachment, with enough of its node to find the virtual machine again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Holder {
+pub struct RecordedAttachment {
     /// ID of the attachment.
     pub id: AttachmentId,
     /// UUID of the node.
@@ -178,7 +178,7 @@ impl Record {
 
 impl VolumeRecord {
     /// Recorded attachments that are not expected.
-    pub fn strangers(self, expected: &[Holder]) -> Vec<Holder> {
+    pub fn unexpected_attachments(self, expected: &[RecordedAttachment]) -> Vec<RecordedAttachment> {
         self.holders.into_iter().filter(|one| expected.iter().all(|other| other.id != one.id)).collect()
     }
 }

@@ -25,8 +25,8 @@ use tokio::process::Command;
 use uuid::Uuid;
 
 use super::{
-    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power as NodePower, Presence, Result, Stalled,
-    Unplugged, wwn,
+    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power as NodePower,
+    Presence, Result, wwn,
 };
 use crate::engine::DiskSource;
 
@@ -197,7 +197,7 @@ impl LoopDevices {
         let power = match self.power(node)? {
             Power::On => NodePower::Running { executing: true },
             Power::Paused => NodePower::Running { executing: false },
-            Power::Off => NodePower::Off { ended: true },
+            Power::Off => NodePower::Off { shut_down: true },
         };
         Ok(NodeFacts { power, max_disks: None, host: None })
     }
@@ -298,7 +298,7 @@ impl Hypervisor for LoopDevices {
         self.facts(node)
     }
 
-    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+    async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         nodes.iter().map(|node| Ok((*node, self.facts(*node)?))).collect()
     }
 
@@ -313,7 +313,7 @@ impl Hypervisor for LoopDevices {
         Ok(Presence { facts: self.facts(node)?, disks: present })
     }
 
-    async fn plugged(&self) -> Result<Vec<Plugged>> {
+    async fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
         let devices = devices().await?;
         let mut found = Vec::new();
         for dir in list(&self.root)? {
@@ -325,13 +325,13 @@ impl Hypervisor for LoopDevices {
                 let Some(path) = device.file.clone() else { continue };
                 let link = link.file_name().and_then(|link| link.to_str()?.strip_prefix("wwn-0x"));
                 let (name, wwn) = (name.clone(), link.map(str::to_owned));
-                found.push(Plugged { node, name, path, wwn, read_only: device.read_only });
+                found.push(AttachedDisk { node, name, path, wwn, read_only: device.read_only });
             }
         }
         Ok(found)
     }
 
-    async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
         if self.power(node)? == Power::Off {
             return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
@@ -364,7 +364,7 @@ impl Hypervisor for LoopDevices {
         self.set_link(node, disk.uuid, &device)
     }
 
-    async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
+    async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
         let link = self.link(node, disk.uuid);
         let start = Instant::now();
         while self.power(node)? == Power::Paused && self.attached_device(node, disk).await?.is_some() {
@@ -373,7 +373,7 @@ impl Hypervisor for LoopDevices {
                     "the virtual machine {node} is paused and does not release the disk {}",
                     disk.uuid
                 );
-                return Ok(Unplugged::StillThere(why));
+                return Ok(DetachOutcome::StillAttached(why));
             }
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
@@ -396,7 +396,7 @@ impl Hypervisor for LoopDevices {
                 }
                 requested = true;
             } else if start.elapsed() > DETACH_TIMEOUT {
-                return Ok(Unplugged::StillThere(format!(
+                return Ok(DetachOutcome::StillAttached(format!(
                     "{} is still in use on this host; unmount it",
                     device.name.display()
                 )));
@@ -408,7 +408,7 @@ impl Hypervisor for LoopDevices {
         }
         remove(&self.incomplete_link(node, disk.uuid))?;
         remove(&link)?;
-        Ok(Unplugged::Gone)
+        Ok(DetachOutcome::Detached)
     }
 
     async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
@@ -422,7 +422,7 @@ impl Hypervisor for LoopDevices {
         Ok(())
     }
 
-    async fn stalled(&self) -> Result<Vec<Stalled>> {
+    async fn paused_vms(&self) -> Result<Vec<PausedVm>> {
         // A failed write to a loop device returns an error to its process; no virtual machine is paused.
         Ok(Vec::new())
     }

@@ -78,13 +78,13 @@ pub enum Power {
     /// The virtual machine is shut off.
     Off {
         /// Whether it is known to have been shut down or powered off, so that it cannot resume from saved memory.
-        ended: bool,
+        shut_down: bool,
     },
     /// The virtual machine is suspended to disk and resumes with the disks it had.
     Saved {
         /// Whether the hypervisor manages the saved memory (managed save). Otherwise it is in a file that the
         /// hypervisor does not know.
-        kept: bool,
+        managed: bool,
     },
     /// The hypervisor has no virtual machine with this UUID.
     Gone,
@@ -124,7 +124,7 @@ pub struct Presence {
 
 /// A file that a virtual machine has attached as a disk, whether the server attached it or someone else.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Plugged {
+pub struct AttachedDisk {
     /// UUID of the virtual machine.
     pub node: Uuid,
     /// Name of the virtual machine at the hypervisor.
@@ -139,7 +139,7 @@ pub struct Plugged {
 
 /// A virtual machine that its hypervisor paused after an I/O error.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stalled {
+pub struct PausedVm {
     /// UUID of the virtual machine.
     pub node: Uuid,
     /// Name of the virtual machine at the hypervisor.
@@ -152,12 +152,12 @@ pub struct Stalled {
 
 /// Outcome of detaching a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Unplugged {
+pub enum DetachOutcome {
     /// The live state of the virtual machine does not have the disk, or the virtual machine is confirmed to be shut off
     /// or gone.
-    Gone,
+    Detached,
     /// The detach was requested and the disk is still attached, for this reason. Retry.
-    StillThere(String),
+    StillAttached(String),
 }
 
 /// One hypervisor. Its calls have no timeout: a caller keeps the volume locked until the call returns, and only lets
@@ -176,19 +176,19 @@ pub trait Hypervisor: Send + Sync {
     async fn describe(&self, node: Uuid) -> Result<NodeFacts>;
 
     /// Reads the facts about each of these virtual machines.
-    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
+    async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>>;
 
     /// Finds which of these disks a virtual machine has attached.
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence>;
 
     /// Lists all files that any virtual machine has attached.
-    async fn plugged(&self) -> Result<Vec<Plugged>>;
+    async fn attached_disks(&self) -> Result<Vec<AttachedDisk>>;
 
     /// Attaches a disk and returns when live state shows it. Succeeds if it is already attached.
-    async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()>;
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()>;
 
     /// Detaches a disk and reports whether live state no longer has it.
-    async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged>;
+    async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome>;
 
     /// Resizes an attached disk to the volume's new size.
     async fn resize(&self, node: Uuid, disk: &Disk, bytes: u64) -> Result<()>;
@@ -197,7 +197,7 @@ pub trait Hypervisor: Send + Sync {
     async fn throttle(&self, node: Uuid, disk: &Disk) -> Result<()>;
 
     /// Lists the virtual machines that are paused after an I/O error.
-    async fn stalled(&self) -> Result<Vec<Stalled>>;
+    async fn paused_vms(&self) -> Result<Vec<PausedVm>>;
 
     /// Resumes a virtual machine that is paused after an I/O error; it repeats the failed write. Does nothing to any
     /// other virtual machine.

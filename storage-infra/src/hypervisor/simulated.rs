@@ -16,7 +16,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::{
-    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Stalled, Unplugged, wwn,
+    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
+    Result, wwn,
 };
 use crate::engine::DiskSource;
 
@@ -79,7 +80,7 @@ impl Simulated {
         for disk in disks(&dir)? {
             remove(&disk)?;
         }
-        Ok(Power::Off { ended: true })
+        Ok(Power::Off { shut_down: true })
     }
 
     fn has(&self, node: Uuid, disk: &Disk) -> bool {
@@ -127,10 +128,10 @@ impl Hypervisor for Simulated {
         Ok(facts(self.state(node).await?))
     }
 
-    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+    async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         // Does not wait for one that hangs.
         let power = |node| match self.dir(node).join(OFF).exists() {
-            true => Power::Off { ended: true },
+            true => Power::Off { shut_down: true },
             false => RUNNING,
         };
         Ok(nodes.iter().map(|node| (*node, facts(power(*node)))).collect())
@@ -147,7 +148,7 @@ impl Hypervisor for Simulated {
         Ok(Presence { facts: facts(power), disks: present })
     }
 
-    async fn plugged(&self) -> Result<Vec<Plugged>> {
+    async fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
         let mut all = Vec::new();
         for (name, dir) in entries(&self.root)? {
             let Ok(node) = name.parse::<Uuid>() else { continue };
@@ -160,13 +161,13 @@ impl Hypervisor for Simulated {
                 };
                 let uuid = path.file_name().and_then(|name| name.to_str()?.parse().ok());
                 let (name, wwn) = (name.clone(), uuid.map(wwn));
-                all.push(Plugged { node, name, path: record.path, wwn, read_only: record.read_only });
+                all.push(AttachedDisk { node, name, path: record.path, wwn, read_only: record.read_only });
             }
         }
         Ok(all)
     }
 
-    async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
         if self.state(node).await? != RUNNING {
             return Err(HypervisorError::NotRunning(format!("the virtual machine {node} is off")));
         }
@@ -181,11 +182,11 @@ impl Hypervisor for Simulated {
         fs::write(&path, text).map_err(uncertain("write", &path))
     }
 
-    async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
+    async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
         self.state(node).await?;
         tokio::time::sleep(self.delay).await;
         remove(&self.record_path(node, disk))?;
-        Ok(Unplugged::Gone)
+        Ok(DetachOutcome::Detached)
     }
 
     async fn resize(&self, node: Uuid, disk: &Disk, _bytes: u64) -> Result<()> {
@@ -200,7 +201,7 @@ impl Hypervisor for Simulated {
         Ok(())
     }
 
-    async fn stalled(&self) -> Result<Vec<Stalled>> {
+    async fn paused_vms(&self) -> Result<Vec<PausedVm>> {
         // Simulated virtual machines do no I/O.
         Ok(Vec::new())
     }
@@ -238,8 +239,8 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let hypervisor = || Simulated::new(root.path(), Duration::ZERO);
         let (node, disk) = (Uuid::new_v4(), disk());
-        hypervisor().plug(node, &disk).await.unwrap();
-        let found = hypervisor().plugged().await.unwrap();
+        hypervisor().attach(node, &disk).await.unwrap();
+        let found = hypervisor().attached_disks().await.unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!(
             (found[0].node, found[0].path.to_str(), found[0].read_only),
@@ -247,8 +248,8 @@ mod tests {
         );
         let presence = hypervisor().presence(node, std::slice::from_ref(&disk)).await.unwrap();
         assert_eq!((presence.facts.power, presence.disks.contains(&disk.uuid)), (RUNNING, true));
-        assert_eq!(hypervisor().unplug(node, &disk).await.unwrap(), Unplugged::Gone);
-        assert!(hypervisor().plugged().await.unwrap().is_empty());
+        assert_eq!(hypervisor().detach(node, &disk).await.unwrap(), DetachOutcome::Detached);
+        assert!(hypervisor().attached_disks().await.unwrap().is_empty());
     }
 
     #[tokio::test]
@@ -256,11 +257,11 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let hypervisor = Simulated::new(root.path(), Duration::ZERO);
         let (node, disk) = (Uuid::new_v4(), disk());
-        hypervisor.plug(node, &disk).await.unwrap();
+        hypervisor.attach(node, &disk).await.unwrap();
         hypervisor.power_off(node).await.unwrap();
         let presence = hypervisor.presence(node, std::slice::from_ref(&disk)).await.unwrap();
-        assert_eq!((presence.facts.power, presence.disks.len()), (Power::Off { ended: true }, 0));
-        let refused = hypervisor.plug(node, &disk).await.unwrap_err();
+        assert_eq!((presence.facts.power, presence.disks.len()), (Power::Off { shut_down: true }, 0));
+        let refused = hypervisor.attach(node, &disk).await.unwrap_err();
         assert!(matches!(refused, HypervisorError::NotRunning(_)), "{refused}");
     }
 
@@ -272,9 +273,9 @@ mod tests {
         fs::create_dir_all(hypervisor.dir(node)).unwrap();
         let hang = hypervisor.dir(node).join(HANG);
         fs::write(&hang, "").unwrap();
-        assert!(tokio::time::timeout(10 * POLL_INTERVAL, hypervisor.plug(node, &disk)).await.is_err());
-        hypervisor.plug(Uuid::new_v4(), &disk).await.unwrap();
+        assert!(tokio::time::timeout(10 * POLL_INTERVAL, hypervisor.attach(node, &disk)).await.is_err());
+        hypervisor.attach(Uuid::new_v4(), &disk).await.unwrap();
         fs::remove_file(&hang).unwrap();
-        hypervisor.plug(node, &disk).await.unwrap();
+        hypervisor.attach(node, &disk).await.unwrap();
     }
 }

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 
-use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, whole};
+use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, integrity};
 use crate::engine::file::scan_pool;
 use crate::hypervisor::Hypervisor;
 
@@ -51,7 +51,7 @@ impl Recovery {
         let lock = catalog::lock(&data_dir, Duration::ZERO)?;
         let mut conflicts = Vec::new();
         let mut dirs: Vec<PathBuf> = Vec::new();
-        let known = whole::known(&data_dir)?;
+        let known = integrity::read_registered(&data_dir)?;
         let listed_dirs = known.pools.into_iter().map(|pool| pool.path);
         for dir in listed_dirs.chain(pools) {
             if !skip_pools.contains(&dir) && !dirs.contains(&dir) {
@@ -76,7 +76,7 @@ impl Recovery {
         }
         let mut attached_disks = Vec::new();
         for (name, hypervisor) in hypervisors {
-            let disks = match tokio::time::timeout(HYPERVISOR_TIMEOUT, hypervisor.plugged()).await {
+            let disks = match tokio::time::timeout(HYPERVISOR_TIMEOUT, hypervisor.attached_disks()).await {
                 Ok(disks) => disks.map_err(|error| error.to_string()),
                 Err(_) => Err(format!("no response within {HYPERVISOR_TIMEOUT:?}")),
             };
@@ -110,8 +110,8 @@ impl Recovery {
         File::open(&fresh)?.sync_all().context("cannot sync the new catalog")?;
         // Before the previous catalog is renamed: if recovery is interrupted in between, a server must not start with
         // an empty catalog.
-        whole::write_known(&self.data_dir, &known)?;
-        let current = self.data_dir.join(whole::FILE);
+        integrity::write_registered(&self.data_dir, &known)?;
+        let current = self.data_dir.join(integrity::CATALOG_FILE);
         let backup = self.back_up(&current)?;
         fs::rename(&fresh, &current).context("cannot rename the new catalog into place")?;
         File::open(&self.data_dir)?.sync_all().context("cannot sync the data directory")?;

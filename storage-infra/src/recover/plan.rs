@@ -12,12 +12,12 @@ use infra_api::{
 };
 use uuid::Uuid;
 
-use crate::catalog::whole::KnownNode;
+use crate::catalog::integrity::RegisteredNode;
 use crate::catalog::{AttachmentRow, Blank, NodeRow, PoolRow, SnapshotRow, VolumeRow};
 use crate::engine::Record;
 use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord};
-use crate::hypervisor::Plugged;
+use crate::hypervisor::AttachedDisk;
 
 /// A disk that a virtual machine has attached, with its hypervisor.
 #[derive(Debug, Clone)]
@@ -25,7 +25,7 @@ pub struct FoundDisk {
     /// Name of the hypervisor in the server's flags.
     pub hypervisor: String,
     /// The disk's file and its virtual machine.
-    pub disk: Plugged,
+    pub disk: AttachedDisk,
 }
 
 /// The catalog to write, with notes and conflicts for the operator.
@@ -51,7 +51,12 @@ pub struct Plan {
 
 impl Plan {
     /// Computes the plan.
-    pub fn new(scans: &[PoolScan], attached_disks: &[FoundDisk], nodes: Vec<KnownNode>, now: &str) -> Self {
+    pub fn new(
+        scans: &[PoolScan],
+        attached_disks: &[FoundDisk],
+        nodes: Vec<RegisteredNode>,
+        now: &str,
+    ) -> Self {
         let mut plan = Self::default();
         let mut records = HashMap::new();
         for scan in scans {
@@ -134,7 +139,7 @@ impl Plan {
         scans: &[PoolScan],
         attached_disks: &[FoundDisk],
         records: &mut HashMap<VolumeId, VolumeRecord>,
-        nodes: Vec<KnownNode>,
+        nodes: Vec<RegisteredNode>,
         now: &str,
     ) {
         let mut nodes: BTreeMap<Uuid, NodeSpec> =
@@ -298,7 +303,7 @@ mod tests {
     use infra_api::SnapshotId;
 
     use super::*;
-    use crate::engine::record::{Holder, PoolRecord};
+    use crate::engine::record::{PoolRecord, RecordedAttachment};
 
     fn spec(shareable: bool) -> infra_api::VolumeSpec {
         serde_json::from_value(serde_json::json!({"capacityBytes": 1, "shareable": shareable})).unwrap()
@@ -308,8 +313,8 @@ mod tests {
         FoundFile { name: name.into(), bytes, allocated: 4096, record: Ok(Some(record)) }
     }
 
-    fn holder(id: &str, node: u128) -> Holder {
-        Holder {
+    fn holder(id: &str, node: u128) -> RecordedAttachment {
+        RecordedAttachment {
             id: AttachmentId::new(id).unwrap(),
             uuid: Uuid::from_u128(node),
             node: NodeSpec { name: "n".into(), hypervisor: "h".into(), zone: None, labels: Labels::new() },
@@ -319,7 +324,7 @@ mod tests {
         }
     }
 
-    fn volume(id: &str, disk: u128, holders: Vec<Holder>) -> FoundFile {
+    fn volume(id: &str, disk: u128, holders: Vec<RecordedAttachment>) -> FoundFile {
         let record = VolumeRecord {
             id: VolumeId::new(id).unwrap(),
             disk_uuid: Uuid::from_u128(disk),
@@ -351,7 +356,7 @@ mod tests {
     }
 
     fn attached(node: u128, path: &str) -> FoundDisk {
-        let disk = Plugged {
+        let disk = AttachedDisk {
             node: Uuid::from_u128(node),
             name: "vm".into(),
             path: path.into(),

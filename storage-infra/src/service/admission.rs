@@ -2,7 +2,8 @@
 //! transaction that writes the row; the protocol model (crate `model`) uses the same function.
 
 use infra_api::{
-    Access, AttachmentId, AttachmentSpec, AttachmentState, NodeRef, Problem, ProblemCode, VolumeState, What,
+    Access, AttachmentId, AttachmentSpec, AttachmentState, NodeRef, ObjectKind, Problem, ProblemCode,
+    VolumeState,
 };
 
 use super::nodes::node_refs;
@@ -11,7 +12,7 @@ use crate::catalog::{AttachmentRow, Blank, NodeRow, Tx, VolumeRow};
 
 /// A request for an attachment.
 #[derive(Debug, Clone, Copy)]
-pub struct Wish<'a> {
+pub struct AttachRequest<'a> {
     /// Requested ID.
     pub id: &'a AttachmentId,
     /// Requested spec.
@@ -43,11 +44,11 @@ pub struct Facts {
 #[derive(Debug, Clone)]
 pub enum Admission {
     /// The attachment exists already.
-    There(AttachmentRow),
+    Exists(AttachmentRow),
     /// The attachment is created.
     New(AttachmentRow),
     /// The attachment replaces an earlier one and takes over its disk.
-    Instead {
+    Replaces {
         /// ID of the earlier attachment, which ends.
         of: AttachmentId,
         /// The new attachment's row.
@@ -59,15 +60,15 @@ impl Admission {
     /// The row of the admitted attachment.
     pub fn row(&self) -> &AttachmentRow {
         match self {
-            Self::There(row) | Self::New(row) | Self::Instead { row, .. } => row,
+            Self::Exists(row) | Self::New(row) | Self::Replaces { row, .. } => row,
         }
     }
 }
 
 /// Decides on a request. `now` is RFC 3339.
-pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
-    let Wish { id, spec, replaces } = wish;
-    let problem = |code, detail: String| Problem::new(code, detail).about(What::Attachment, id);
+pub fn admit(request: AttachRequest<'_>, facts: &Facts, now: &str) -> Result<Admission> {
+    let AttachRequest { id, spec, replaces } = request;
+    let problem = |code, detail: String| Problem::new(code, detail).about(ObjectKind::Attachment, id);
     if let Some(row) = &facts.row {
         if row.spec() != *spec {
             let detail = format!(
@@ -83,7 +84,7 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
             let detail = format!("the attachment {id} is being detached; its ID is not reused");
             return Err(problem(ProblemCode::Unavailable, detail).into());
         }
-        return Ok(Admission::There(row.clone()));
+        return Ok(Admission::Exists(row.clone()));
     }
     if facts.ended {
         let detail = format!(
@@ -97,15 +98,15 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
         && earlier.state != AttachmentState::Detaching
     {
         let row = AttachmentRow { id: id.clone(), ..earlier.clone() };
-        return Ok(Admission::Instead { of: earlier.id.clone(), row });
+        return Ok(Admission::Replaces { of: earlier.id.clone(), row });
     }
     if spec.access == Access::MultiNodeReadOnly && !spec.read_only {
         let detail = format!("the attachment {id} is multi-node-read-only and must set readOnly");
         return Err(problem(ProblemCode::Invalid, detail).into());
     }
-    let volume = facts.volume.as_ref().ok_or_else(|| Failure::not_found(What::Volume, &spec.volume))?;
-    facts.node.as_ref().ok_or_else(|| Failure::not_found(What::Node, spec.node))?;
-    let about_volume = |code, detail| Problem::new(code, detail).about(What::Volume, &spec.volume);
+    let volume = facts.volume.as_ref().ok_or_else(|| Failure::not_found(ObjectKind::Volume, &spec.volume))?;
+    facts.node.as_ref().ok_or_else(|| Failure::not_found(ObjectKind::Node, spec.node))?;
+    let about_volume = |code, detail| Problem::new(code, detail).about(ObjectKind::Volume, &spec.volume);
     match volume.state {
         VolumeState::Ready => {}
         VolumeState::Creating => {
@@ -169,8 +170,8 @@ pub fn admit(wish: Wish<'_>, facts: &Facts, now: &str) -> Result<Admission> {
 }
 
 /// Decides on a request and writes the outcome.
-pub(super) fn admit_and_write(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> {
-    let Wish { id, spec, .. } = wish;
+pub(super) fn admit_and_write(tx: &Tx<'_>, request: AttachRequest<'_>) -> Result<Admission> {
+    let AttachRequest { id, spec, .. } = request;
     let mut others = tx.attachments(None, Some(&spec.volume))?;
     others.retain(|other| other.id != *id);
     let facts = Facts {
@@ -182,11 +183,11 @@ pub(super) fn admit_and_write(tx: &Tx<'_>, wish: Wish<'_>) -> Result<Admission> 
         other_nodes: node_refs(tx, &others)?,
         others,
     };
-    let admission = admit(wish, &facts, &now())?;
+    let admission = admit(request, &facts, &now())?;
     match &admission {
-        Admission::There(_) => {}
+        Admission::Exists(_) => {}
         Admission::New(row) => tx.insert_attachment(row)?,
-        Admission::Instead { of, row } => tx.rename_attachment(of, &row.id, super::seconds())?,
+        Admission::Replaces { of, row } => tx.rename_attachment(of, &row.id, super::seconds())?,
     }
     Ok(admission)
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use infra_api::{Problem, ProblemCode, VolumeId, What};
+use infra_api::{ObjectKind, Problem, ProblemCode, VolumeId};
 use uuid::Uuid;
 
 use super::probe::ProbeKind;
@@ -12,9 +12,9 @@ use super::records::PendingRecord;
 use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx, VolumeRow};
 use crate::engine::clearance::Refusal;
-use crate::engine::record::Holder;
-use crate::engine::{Cleared, Engine, Evidence, Files, Object, Record, Revisions};
-use crate::hypervisor::Plugged;
+use crate::engine::record::RecordedAttachment;
+use crate::engine::{Clearance, Engine, Evidence, Files, Object, Record, Revisions};
+use crate::hypervisor::AttachedDisk;
 
 /// Time for a process or device to close a file after it was told to release it.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
@@ -26,7 +26,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(5);
 const REVISIONS_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Last list of disks attached on a hypervisor, with the time at which the query started.
-pub(super) type DiskListing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<Plugged>>)>>;
+pub(super) type DiskListing = tokio::sync::Mutex<Option<(Instant, Arc<Vec<AttachedDisk>>)>>;
 
 /// Instruction for a catalog that is older than a pool.
 pub(super) const RECOVER: &str =
@@ -34,19 +34,26 @@ pub(super) const RECOVER: &str =
 
 impl Service {
     /// Checks whether a volume's bytes may be removed or recreated.
-    pub(super) async fn clear_volume(&self, pool: &PoolRow, row: &VolumeRow) -> Result<Cleared> {
+    pub(super) async fn clear_volume(&self, pool: &PoolRow, row: &VolumeRow) -> Result<Clearance> {
         self.clear(pool, Object::Volume(row.id.clone()), row.disk_uuid).await
     }
 
     /// Checks whether an object's bytes may be removed or recreated. The caller holds the object's lock.
-    pub(super) async fn clear(&self, pool: &PoolRow, object: Object, identity: Uuid) -> Result<Cleared> {
+    pub(super) async fn clear(&self, pool: &PoolRow, object: Object, identity: Uuid) -> Result<Clearance> {
         self.compare_revisions(pool).await?;
         let files = self.closed_files(pool, &object).await?;
-        let mut evidence =
-            Evidence { object, identity, files, is_behind: false, noted: Vec::new(), live: Vec::new() };
-        if !evidence.files.is_nothing() {
+        let mut evidence = Evidence {
+            object,
+            identity,
+            files,
+            is_catalog_stale: false,
+            recorded: Vec::new(),
+            live: Vec::new(),
+        };
+        if !evidence.files.is_empty() {
             evidence.live = self.live(&evidence.files).await?;
-            (evidence.noted, evidence.is_behind) = self.recorded_holders(pool, &evidence.object).await?;
+            (evidence.recorded, evidence.is_catalog_stale) =
+                self.recorded_attachments(pool, &evidence.object).await?;
         }
         let object = evidence.object.clone();
         evidence.decide().map_err(|reasons| refused(&object, pool, &reasons))
@@ -67,7 +74,7 @@ impl Service {
     }
 
     /// VMs that have a file open, by the live state of all hypervisors.
-    async fn live(&self, files: &Files) -> Result<Vec<(String, Plugged)>> {
+    async fn live(&self, files: &Files) -> Result<Vec<(String, AttachedDisk)>> {
         if files.complete.is_empty() {
             return Ok(Vec::new());
         }
@@ -85,7 +92,7 @@ impl Service {
     }
 
     /// All disks attached on a hypervisor, queried from now on. Concurrent callers share one query.
-    async fn attached_disks(&self, hypervisor: &str) -> Result<Arc<Vec<Plugged>>, String> {
+    async fn attached_disks(&self, hypervisor: &str) -> Result<Arc<Vec<AttachedDisk>>, String> {
         let started = Instant::now();
         let own = self.hypervisor(hypervisor).map_err(|failure| failure.to_string())?;
         let listing = self.0.disk_listings.get(hypervisor).ok_or("the hypervisor is not configured")?;
@@ -96,20 +103,25 @@ impl Service {
             return Ok(all.clone());
         }
         let when = Instant::now();
-        let all = Arc::new(own.plugged().await.map_err(|error| error.to_string())?);
+        let all = Arc::new(own.attached_disks().await.map_err(|error| error.to_string())?);
         *latest = Some((when, all.clone()));
         Ok(all)
     }
 
     /// Holders in an object's on-disk record that may have the disk, and whether the records are newer than the
     /// catalog.
-    async fn recorded_holders(&self, pool: &PoolRow, object: &Object) -> Result<(Vec<Holder>, bool)> {
+    async fn recorded_attachments(
+        &self,
+        pool: &PoolRow,
+        object: &Object,
+    ) -> Result<(Vec<RecordedAttachment>, bool)> {
         let name = pool.name.clone();
         let is_stale =
             self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.is_stale_for_pool(&name)?) }).await?;
         let Object::Volume(id) = object else { return Ok((Vec::new(), is_stale)) };
         let key = object.clone();
-        let found = self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.noted(&key)?)).await?;
+        let found =
+            self.engine::<_, Failure, _>(self.engine_of(pool), move |e| Ok(e.read_record(&key)?)).await?;
         let Some(Record::Volume(found)) = found else { return Ok((Vec::new(), is_stale)) };
         // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
@@ -121,13 +133,13 @@ impl Service {
         if found.disk_uuid != due.row.disk_uuid {
             return Ok((Vec::new(), is_stale));
         }
-        let unknown = self.unended(due.unknown_holders(*found)).await?;
+        let unknown = self.unended(due.unknown_attachments(*found)).await?;
         Ok((self.still_holding(&due, unknown).await?, is_stale))
     }
 
     /// Holders whose attachments did not end, by the catalog.
-    async fn unended(&self, holders: Vec<Holder>) -> Result<Vec<Holder>> {
-        let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
+    async fn unended(&self, holders: Vec<RecordedAttachment>) -> Result<Vec<RecordedAttachment>> {
+        let unended = move |tx: &Tx<'_>| -> Result<Vec<RecordedAttachment>> {
             let mut left = Vec::new();
             for one in holders {
                 if !tx.is_attachment_ended_or_refused(&one.id)? {
@@ -154,7 +166,7 @@ impl Service {
             .await;
         let found = result.map_err(|why| {
             let detail = format!("cannot compare the pool {} with the catalog: {why}", pool.name);
-            Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name))
+            Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Pool, &pool.name))
         })?;
         let (name, start_revision) = (pool.name.clone(), self.0.start_revision);
         let behind = self.0.catalog.read(move |tx| find_stale(tx, start_revision, &found)).await?;
@@ -211,20 +223,21 @@ fn cannot_query(hypervisor: &str, why: &str) -> Failure {
         "the hypervisor {hypervisor} cannot report which files its VMs use: {why}; until it can, nothing is removed or \
          recreated"
     );
-    Problem::new(ProblemCode::Unavailable, detail).about(What::Hypervisor, hypervisor).into()
+    Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Hypervisor, hypervisor).into()
 }
 
 fn refused(object: &Object, pool: &PoolRow, reasons: &[Refusal]) -> Failure {
     let reasons_text: Vec<String> = reasons.iter().map(ToString::to_string).collect();
-    let recover = if reasons.iter().any(Refusal::is_behind) { format!("; {RECOVER}") } else { String::new() };
+    let recover =
+        if reasons.iter().any(Refusal::is_catalog_stale) { format!("; {RECOVER}") } else { String::new() };
     let detail = format!(
         "refusing to change the data of {object} in pool {}: {}{recover}",
         pool.name,
         reasons_text.join("; ")
     );
     let (what, id) = match object {
-        Object::Volume(id) => (What::Volume, id.to_string()),
-        Object::Snapshot(id) => (What::Snapshot, id.to_string()),
+        Object::Volume(id) => (ObjectKind::Volume, id.to_string()),
+        Object::Snapshot(id) => (ObjectKind::Snapshot, id.to_string()),
     };
     let nodes = reasons.iter().flat_map(holding_nodes).collect();
     Problem::new(ProblemCode::InUse, detail).about(what, id).used_by(nodes).into()
@@ -233,9 +246,9 @@ fn refused(object: &Object, pool: &PoolRow, reasons: &[Refusal]) -> Failure {
 fn holding_nodes(reason: &Refusal) -> Vec<infra_api::NodeRef> {
     let node = |uuid, name: &str| infra_api::NodeRef { uuid, name: name.to_owned() };
     match reason {
-        Refusal::Plugged(vms) => vms.iter().map(|(_, vm)| node(vm.node, &vm.name)).collect(),
-        Refusal::Noted(holders) => holders.iter().map(|one| node(one.uuid, &one.node.name)).collect(),
-        Refusal::Open(_) | Refusal::Behind => Vec::new(),
+        Refusal::Attached(vms) => vms.iter().map(|(_, vm)| node(vm.node, &vm.name)).collect(),
+        Refusal::Recorded(holders) => holders.iter().map(|one| node(one.uuid, &one.node.name)).collect(),
+        Refusal::Open(_) | Refusal::StaleCatalog => Vec::new(),
     }
 }
 

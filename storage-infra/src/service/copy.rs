@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use infra_api::{Problem, ProblemCode, VolumeId, What};
+use infra_api::{ObjectKind, Problem, ProblemCode, VolumeId};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::Instant;
 
 use super::nodes::node_refs;
 use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{Cleared, Copying, DiskSource, EngineError, Method, Object, Record};
+use crate::engine::{Clearance, CopyProgress, DiskSource, EngineError, Method, Object, Record};
 
 /// Number of concurrent block-by-block copies; others wait.
 const MAX_COPIES: usize = 2;
@@ -21,7 +21,7 @@ const MIN_WAIT: Duration = Duration::from_secs(1);
 
 /// Running copies.
 pub(super) struct Copies {
-    running: Mutex<HashMap<Object, Arc<Copying>>>,
+    running: Mutex<HashMap<Object, Arc<CopyProgress>>>,
     permits: Semaphore,
 }
 
@@ -32,7 +32,7 @@ impl Default for Copies {
 }
 
 impl Copies {
-    fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<Copying>>> {
+    fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<CopyProgress>>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -105,7 +105,7 @@ impl Service {
             return Err(Failure::new(ProblemCode::Internal, "a pool cannot be the target of a copy"));
         };
         let object = &object;
-        let copying = Arc::new(Copying::default());
+        let copying = Arc::new(CopyProgress::default());
         self.0.copies.table().insert(object.clone(), copying.clone());
         let result = match self.clear(pool, object.clone(), record.identity()).await {
             Ok(cleared) => Ok(self.run_copy(cleared, pool, origin, bytes, record, copying).await),
@@ -125,12 +125,12 @@ impl Service {
 
     async fn run_copy(
         &self,
-        cleared: Cleared,
+        cleared: Clearance,
         pool: &PoolRow,
         origin: Origin,
         bytes: u64,
         record: Record,
-        copying: Arc<Copying>,
+        copying: Arc<CopyProgress>,
     ) -> Result<(), EngineError> {
         let object = cleared.object().clone();
         let method = origin.method;
@@ -144,7 +144,7 @@ impl Service {
             .engine::<_, EngineError, _>(self.engine_of(&origin.pool), move |engine| engine.locate(&from))
             .await?;
         self.engine::<_, EngineError, _>(self.engine_of(pool), move |engine| {
-            engine.fill(&cleared, &source, bytes, method, &record, &copying)
+            engine.create_from(&cleared, &source, bytes, method, &record, &copying)
         })
         .await?;
         tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "copy completed");
@@ -166,5 +166,5 @@ pub(super) fn refuse_copy_while_writable(tx: &Tx<'_>, volume: &VolumeId, why: &s
          consistent while it is written; detach it first",
         names.join(", ")
     );
-    Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, volume).used_by(nodes).into())
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, volume).used_by(nodes).into())
 }

@@ -1,6 +1,8 @@
 //! Volume expansion: writes the intent, expands the file, then the disk in every VM, and then answers.
 
-use infra_api::{Change, EventKind, Problem, ProblemCode, Volume, VolumeId, VolumeSize, VolumeState, What};
+use infra_api::{
+    Change, EventKind, ObjectKind, Problem, ProblemCode, Volume, VolumeId, VolumeSize, VolumeState,
+};
 
 use super::capacity::CapacityInputs;
 use super::nodes::node_refs;
@@ -13,7 +15,7 @@ use crate::placement::Candidate;
 
 impl Service {
     /// Expands a volume, live if it is attached.
-    pub async fn grow_volume(&self, id: VolumeId, size: VolumeSize) -> Result<Volume> {
+    pub async fn expand_volume(&self, id: VolumeId, size: VolumeSize) -> Result<Volume> {
         let service = self.clone();
         self.run_to_completion(async move {
             let _lock = service.0.locks.lock(id.as_str()).await;
@@ -22,7 +24,7 @@ impl Service {
                 .0
                 .catalog
                 .read(move |tx| -> Result<_> {
-                    tx.volume(&name)?.ok_or_else(|| Failure::not_found(What::Volume, &name))
+                    tx.volume(&name)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &name))
                 })
                 .await?;
             service.begin_expand(&row, size).await?;
@@ -36,7 +38,7 @@ impl Service {
         let id = row.id.clone();
         if row.state != VolumeState::Ready {
             let detail = format!("the volume {id} is {}; only a ready volume can be expanded", row.state);
-            return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into());
+            return Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into());
         }
         let has = row.size();
         let within =
@@ -47,7 +49,7 @@ impl Service {
         let target = rounded_size(size.capacity_bytes, size.limit_bytes)?;
         if target < has {
             let detail = format!("the volume {id} has {has} bytes and cannot shrink to {target}");
-            let mut problem = Problem::new(ProblemCode::Invalid, detail).about(What::Volume, id);
+            let mut problem = Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id);
             problem.status = 409;
             return Err(problem.into());
         }
@@ -90,7 +92,7 @@ impl Service {
         let Some((pool, attachments, size)) = found else { return Ok(()) };
         let name = id.clone();
         let expanded =
-            self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.grow(&name, size)).await;
+            self.engine::<_, EngineError, _>(self.engine_of(&pool), move |e| e.expand(&name, size)).await;
         if let Err(error) = expanded {
             return Err(self.expansion_failed(id, size, error).await?);
         }
@@ -107,7 +109,7 @@ impl Service {
     /// The failure of an expansion. If the file kept its size, the expansion is cancelled and its reservation
     /// released.
     async fn expansion_failed(&self, id: &VolumeId, size: u64, error: EngineError) -> Result<Failure> {
-        let is_unchanged = matches!(error, EngineError::NotGrown(_));
+        let is_unchanged = matches!(error, EngineError::NotExpanded(_));
         let failure = Failure::from(error);
         if is_unchanged {
             let name = id.clone();
@@ -131,7 +133,7 @@ fn refuse_read_only(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
         "the volume {id} is attached read-only to {}; a read-only disk cannot be resized while it is attached; detach it first",
         names.join(", ")
     );
-    Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
 }
 
 /// Refuses if the volume's pool has less free capacity.
@@ -139,7 +141,7 @@ fn refuse_without_capacity(row: &VolumeRow, more: u64, pools: Vec<Candidate>) ->
     let VolumeRow { id, pool, .. } = row;
     let Some(found) = pools.into_iter().find(|found| found.name == *pool && found.healthy) else {
         let detail = format!("the pool {pool} of volume {id} is not healthy");
-        return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, pool).into());
+        return Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Pool, pool).into());
     };
     if found.free_bytes >= more {
         return Ok(());
@@ -148,5 +150,5 @@ fn refuse_without_capacity(row: &VolumeRow, more: u64, pools: Vec<Candidate>) ->
     let detail = format!(
         "expanding the volume {id} needs {more} more bytes, but its pool {pool} has {free} bytes free"
     );
-    Err(Problem::new(ProblemCode::OutOfSpace, detail).about(What::Volume, id).into())
+    Err(Problem::new(ProblemCode::OutOfSpace, detail).about(ObjectKind::Volume, id).into())
 }

@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use infra_api::{AttachmentId, Change, EventKind, NodeSpec, NodeState, Problem, ProblemCode, What};
+use infra_api::{AttachmentId, Change, EventKind, NodeSpec, NodeState, ObjectKind, Problem, ProblemCode};
 use tokio_util::sync::CancellationToken;
 
 use super::attachments::Progress;
@@ -14,7 +14,7 @@ use super::ticker::Ticker;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, Tx};
 use crate::hypervisor::libvirt::LIBVIRT;
-use crate::hypervisor::{Power, Unplugged};
+use crate::hypervisor::{DetachOutcome, Power};
 
 /// Time for a normal detach before the VM is powered off.
 const NORMAL_DETACH: Duration = Duration::from_secs(10);
@@ -68,9 +68,9 @@ impl Service {
                  off: {error}",
                 row.volume, row.node
             );
-            Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(What::Attachment, id))
+            Failure::from(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Attachment, id))
         })?;
-        if facts.is_some_and(|facts| facts.power == (Power::Saved { kept: true })) {
+        if facts.is_some_and(|facts| facts.power == (Power::Saved { managed: true })) {
             self.set_discarded(row.node).await?;
         }
         tracing::warn!(node = %row.node, %name, "powered the VM off");
@@ -81,7 +81,7 @@ impl Service {
 
     /// Checks that a VM did not move to another hypervisor with its disks behind our back. A hypervisor that shows
     /// the VM as off is believed unless another one shows it running.
-    pub(super) async fn prove_not_moved(&self, node: &NodeRow, state: NodeState) -> Result<Unplugged> {
+    pub(super) async fn prove_not_moved(&self, node: &NodeRow, state: NodeState) -> Result<DetachOutcome> {
         let own = self.hypervisor(&node.spec.hypervisor)?;
         let others: Vec<_> = self
             .0
@@ -103,25 +103,25 @@ impl Service {
                 Err(_) => continue,
             };
             let NodeSpec { name: vm, hypervisor, .. } = &node.spec;
-            return Ok(Unplugged::StillThere(format!(
+            return Ok(DetachOutcome::StillAttached(format!(
                 "the VM {vm} ({}) is {state} on hypervisor {hypervisor}, but it {why}",
                 node.uuid
             )));
         }
-        Ok(Unplugged::Gone)
+        Ok(DetachOutcome::Detached)
     }
 
     /// Fails if another server serves the volume's pool: that server's catalog is authoritative.
     pub(super) async fn refuse_served_elsewhere(&self, row: &AttachmentRow) -> Result<()> {
         let volume = row.volume.clone();
         let pool = move |tx: &Tx<'_>| -> Result<_> {
-            let row = tx.volume(&volume)?.ok_or_else(|| Failure::not_found(What::Volume, &volume))?;
+            let row = tx.volume(&volume)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &volume))?;
             pool_of(tx, &row)
         };
         let pool = self.0.catalog.read(pool).await?;
-        let Some(why) = self.engine_of(&pool).served_elsewhere() else { return Ok(()) };
+        let Some(why) = self.engine_of(&pool).other_server() else { return Ok(()) };
         let detail = format!("the disk of volume {} stays attached: {why}", row.volume);
-        Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name).into())
+        Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Pool, &pool.name).into())
     }
 
     async fn attachment_row(&self, id: &AttachmentId) -> Result<Option<AttachmentRow>> {

@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use infra_api::{AttachmentId, Change, Event, EventKind, PoolName, ProblemCode, What};
+use infra_api::{AttachmentId, Change, Event, EventKind, ObjectKind, PoolName, ProblemCode};
 use tokio::sync::broadcast;
 use tokio_util::task::TaskTracker;
 use uuid::Uuid;
@@ -145,7 +145,7 @@ impl Service {
         T: Send + 'static,
         F: Future<Output = Result<T>> + Send + 'static,
     {
-        self.0.tasks.spawn(audit::acting(audit::actor(), work)).await.unwrap_or_else(|error| {
+        self.0.tasks.spawn(audit::with_actor(audit::actor(), work)).await.unwrap_or_else(|error| {
             Err(Failure::new(
                 ProblemCode::Internal,
                 format!("the operation panicked or was aborted: {error}"),
@@ -161,7 +161,7 @@ impl Service {
         F: FnOnce(&dyn Engine) -> std::result::Result<T, E> + Send + 'static,
     {
         let who = audit::actor();
-        let work = move || audit::acting_here(who, || work(engine.as_ref()));
+        let work = move || audit::with_actor_blocking(who, || work(engine.as_ref()));
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(crate::engine::EngineError::Io { what, source: std::io::Error::other(error) }.into())
@@ -192,7 +192,7 @@ impl Service {
                     self.hypervisor_names()
                 ),
             )
-            .about(What::Hypervisor, name)
+            .about(ObjectKind::Hypervisor, name)
             .into()
         })
     }

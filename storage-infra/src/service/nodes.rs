@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, Problem, ProblemCode, What};
+use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, ObjectKind, Problem, ProblemCode};
 use uuid::Uuid;
 
 use super::power::has_no_disks;
@@ -37,7 +37,7 @@ impl Service {
         self.0
             .catalog
             .read(move |tx| -> Result<_> {
-                tx.node(uuid)?.ok_or_else(|| Failure::not_found(What::Node, uuid))
+                tx.node(uuid)?.ok_or_else(|| Failure::not_found(ObjectKind::Node, uuid))
             })
             .await
     }
@@ -67,7 +67,7 @@ impl Service {
             let detail = format!("the node {uuid} must have a non-zero UUID and a name");
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
-        spec.check_bounds().map_err(|what| Problem::from(what).about(What::Node, uuid))?;
+        spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Node, uuid))?;
         if !self.0.hypervisors.contains_key(&spec.hypervisor) {
             let detail = format!(
                 "the node {uuid} is on hypervisor {:?}, which is not configured; this server has: {}",
@@ -92,7 +92,7 @@ impl Service {
                          its disks and register it once it runs on {}",
                         before.spec.name, before.spec.hypervisor, spec.hypervisor
                     );
-                    return Err(Problem::new(ProblemCode::InUse, detail).about(What::Node, uuid).into());
+                    return Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Node, uuid).into());
                 }
                 tx.put_node(&NodeRow { uuid, spec })?;
                 Ok(before.is_none())
@@ -148,7 +148,7 @@ impl Service {
                         volumes.join(", ")
                     );
                     return Err(Problem::new(ProblemCode::InUse, detail)
-                        .about(What::Node, uuid)
+                        .about(ObjectKind::Node, uuid)
                         .used_by(vec![infra_api::NodeRef { uuid, name: row.spec.name }])
                         .into());
                 }
@@ -157,7 +157,7 @@ impl Service {
                 }
             }
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
-            audit::forgot(format!("node {uuid}"), "it was removed");
+            audit::log_removal(format!("node {uuid}"), "it was removed");
             service.0.catalog.save_registered().await?;
             service.emit(EventKind::Node, uuid, Change::Deleted);
             Ok(true)

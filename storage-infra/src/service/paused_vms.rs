@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::probe::{PROBE_TIMEOUT, ProbeKind};
 use super::{Result, Service};
 use crate::catalog::{PoolRow, Tx};
-use crate::hypervisor::Stalled;
+use crate::hypervisor::PausedVm;
 use crate::placement::has_space;
 
 /// Poll interval of hypervisors.
@@ -83,7 +83,7 @@ impl Service {
     async fn poll_paused_vms(&self, name: &str) -> Result<()> {
         let hypervisor = self.hypervisor(name)?;
         let mut waiting = HashMap::new();
-        for vm in hypervisor.stalled().await? {
+        for vm in hypervisor.paused_vms().await? {
             let node = NodeRef { uuid: vm.node, name: vm.name.clone() };
             // Do not resume a VM with disks that are not attached here.
             let Some(starved) = self.starved_volumes(&vm).await? else { continue };
@@ -100,7 +100,7 @@ impl Service {
     }
 
     /// Volumes of a paused VM that got no space. None if there are none, or if one is not attached to it.
-    async fn starved_volumes(&self, vm: &Stalled) -> Result<Option<Vec<StarvedVolume>>> {
+    async fn starved_volumes(&self, vm: &PausedVm) -> Result<Option<Vec<StarvedVolume>>> {
         let (node, disks) = (vm.node, vm.out_of_space.clone());
         let volumes = self.0.catalog.read(move |tx| volumes_of(tx, node, &disks)).await?;
         if volumes.is_empty() || volumes.len() != vm.out_of_space.len() {

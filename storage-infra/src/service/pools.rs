@@ -6,8 +6,8 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use infra_api::{
-    Capacity, CapacityQuery, Change, EventKind, Health, HypervisorHealth, Pool, PoolName, PoolSpec, Problem,
-    ProblemCode, What,
+    Capacity, CapacityQuery, Change, EventKind, Health, HypervisorHealth, ObjectKind, Pool, PoolName,
+    PoolSpec, Problem, ProblemCode,
 };
 use tokio::sync::RwLockWriteGuard;
 use uuid::Uuid;
@@ -102,7 +102,7 @@ fn measure(engine: &dyn Engine, known: &HashSet<Object>) -> Result<(PoolFacts, C
 
 /// The pool of a volume.
 pub(super) fn pool_of(tx: &Tx<'_>, volume: &VolumeRow) -> Result<PoolRow> {
-    tx.pool(&volume.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &volume.pool))
+    tx.pool(&volume.pool)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &volume.pool))
 }
 
 /// Updates an existing pool's mutable fields; engine and path cannot change.
@@ -113,7 +113,7 @@ fn update_existing(tx: &Tx<'_>, name: &PoolName, requested: &PoolSpec) -> Result
             "the pool {name} is {} at {}; its engine and path cannot change: register another pool",
             row.spec.engine, row.spec.path
         );
-        return Err(Problem::new(ProblemCode::Exists, detail).about(What::Pool, name).into());
+        return Err(Problem::new(ProblemCode::Exists, detail).about(ObjectKind::Pool, name).into());
     }
     tx.update_pool(name, requested)?;
     Ok(Some(row))
@@ -129,7 +129,7 @@ impl Service {
     pub async fn pool(&self, name: &PoolName) -> Result<Pool> {
         let views = self.views().await?;
         let view = views.iter().find(|view| view.row.name == *name);
-        view.map(PoolView::to_pool).ok_or_else(|| Failure::not_found(What::Pool, name))
+        view.map(PoolView::to_pool).ok_or_else(|| Failure::not_found(ObjectKind::Pool, name))
     }
 
     /// Registers a pool, or updates its labels and cordon. True if it is new.
@@ -152,7 +152,7 @@ impl Service {
                 format!("the path {:?} of pool {name} must be absolute and must not contain ..", spec.path);
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
-        spec.check_bounds().map_err(|what| Problem::from(what).about(What::Pool, name))?;
+        spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Pool, name))?;
         // Labels and cordon of an existing pool change in one transaction; placement reads them in its own
         // transaction.
         let (pool, requested) = (name.clone(), spec.clone());
@@ -173,7 +173,7 @@ impl Service {
                 if let Some(other) = tx.pools()?.into_iter().find(|other| other.spec.path == requested.path) {
                     let detail = format!("the path {} belongs to the pool {}", requested.path, other.name);
                     return Err(Problem::new(ProblemCode::Exists, detail)
-                        .about(What::Pool, other.name)
+                        .about(ObjectKind::Pool, other.name)
                         .into());
                 }
                 let row = PoolRow { name: pool, uuid: Uuid::new_v4(), spec: requested, marked: false };
@@ -206,7 +206,7 @@ impl Service {
         }
         let revision = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.revision()?) }).await?;
         let (name, record) = (row.name.clone(), pool_record(row, revision));
-        match self.engine::<_, EngineError, _>(self.engine_of(row), move |engine| engine.adopt(&record)).await
+        match self.engine::<_, EngineError, _>(self.engine_of(row), move |engine| engine.claim(&record)).await
         {
             Ok(()) => {
                 // These records were written by this server.
@@ -225,7 +225,7 @@ impl Service {
                     EngineError::Foreign(_) => ProblemCode::InUse,
                     other => Failure::from(other).code(),
                 };
-                Err(Problem::new(code, detail).about(What::Pool, &row.name).into())
+                Err(Problem::new(code, detail).about(ObjectKind::Pool, &row.name).into())
             }
         }
     }
@@ -246,7 +246,7 @@ impl Service {
                         let detail = format!(
                             "the pool {pool} holds {volumes} volumes and {snapshots} snapshots; delete these first"
                         );
-                        return Err(Problem::new(ProblemCode::InUse, detail).about(What::Pool, pool).into());
+                        return Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Pool, pool).into());
                     }
                     Ok(Some(row))
                 })
@@ -254,11 +254,11 @@ impl Service {
             let Some(row) = found else { return Ok(false) };
             service.engine::<_, Failure, _>(service.engine_of(&row), |engine| Ok(engine.release()?)).await?;
             let (object, dir) = (format!("pool {name}"), Path::new(&row.spec.path));
-            audit::done("release", &object, dir, "the pool is removed: its marker is deleted, its directory stays");
+            audit::log_action("release", &object, dir, "the pool is removed: its marker is deleted, its directory stays");
             let pool = name.clone();
             service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_pool(&pool)?) }).await?;
             service.0.catalog.save_registered().await?;
-            audit::forgot(&object, "the pool is removed");
+            audit::log_removal(&object, "the pool is removed");
             service.forget_engine(&name);
             service.0.unknown_files.lock().unwrap_or_else(PoisonError::into_inner).remove(&name);
             service.emit(EventKind::Pool, &name, Change::Deleted);

@@ -8,13 +8,13 @@ use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
-use infra_api::{Change, EventKind, NodeState, Problem, ProblemCode, What};
+use infra_api::{Change, EventKind, NodeState, ObjectKind, Problem, ProblemCode};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::{Failure, Result, Service, now};
 use crate::catalog::NodeRow;
-use crate::hypervisor::{NodeFacts, Power, Unplugged};
+use crate::hypervisor::{DetachOutcome, NodeFacts, Power};
 
 /// Poll interval of VM states.
 const INTERVAL: Duration = Duration::from_secs(2);
@@ -45,22 +45,22 @@ impl SavedState {
     /// The state after an observation.
     fn after(self, power: Power) -> Self {
         match power {
-            Power::Running { executing: true } | Power::Off { ended: true } => Self::default(),
+            Power::Running { executing: true } | Power::Off { shut_down: true } => Self::default(),
             // Loading the saved memory may still fail.
             Power::Running { executing: false } => Self { kept: false, ..self },
-            Power::Saved { kept: true } => Self { saved: true, discarded: false, kept: true },
+            Power::Saved { managed: true } => Self { saved: true, discarded: false, kept: true },
             // The managed save that was there a moment ago was restored or removed through the hypervisor.
             _ if self.kept => Self { saved: false, discarded: true, kept: false },
-            Power::Saved { kept: false } => Self { saved: !self.discarded, ..self },
-            Power::Off { ended: false } | Power::Gone => self,
+            Power::Saved { managed: false } => Self { saved: !self.discarded, ..self },
+            Power::Off { shut_down: false } | Power::Gone => self,
         }
     }
 
     /// The node's state.
     fn state(self, power: Power) -> NodeState {
         match power {
-            Power::Saved { kept: false } if self.discarded => NodeState::Off,
-            Power::Off { ended: false } | Power::Gone if self.saved => NodeState::Saved,
+            Power::Saved { managed: false } if self.discarded => NodeState::Off,
+            Power::Off { shut_down: false } | Power::Gone if self.saved => NodeState::Saved,
             _ => power.state(),
         }
     }
@@ -124,12 +124,12 @@ impl Service {
 
     /// Whether a node that is not running certainly has no disks, by all that is known. For a running node, its live
     /// state decides.
-    pub(super) async fn prove_off(&self, node: &NodeRow, facts: &NodeFacts) -> Result<Unplugged> {
+    pub(super) async fn prove_off(&self, node: &NodeRow, facts: &NodeFacts) -> Result<DetachOutcome> {
         match self.node_state(node, facts).await? {
-            (NodeState::Running, _) => Ok(Unplugged::Gone),
+            (NodeState::Running, _) => Ok(DetachOutcome::Detached),
             (state @ (NodeState::Off | NodeState::Gone), _) => self.prove_not_moved(node, state).await,
             (state @ (NodeState::Saved | NodeState::Unknown), why) => {
-                Ok(Unplugged::StillThere(why.unwrap_or_else(|| format!("the VM is {state}"))))
+                Ok(DetachOutcome::StillAttached(why.unwrap_or_else(|| format!("the VM is {state}"))))
             }
         }
     }
@@ -138,9 +138,9 @@ impl Service {
     pub async fn discard_saved_state(&self, uuid: Uuid) -> Result<()> {
         let node = self.node_row(uuid).await?;
         let facts = self.hypervisor(&node.spec.hypervisor)?.describe(uuid).await?;
-        if facts.power == (Power::Saved { kept: true }) {
+        if facts.power == (Power::Saved { managed: true }) {
             let problem = Problem::new(ProblemCode::InUse, saved_message(&node, facts.power));
-            return Err(problem.about(What::Node, uuid).into());
+            return Err(problem.about(ObjectKind::Node, uuid).into());
         }
         self.set_discarded(uuid).await?;
         tracing::warn!(node = %uuid, name = %node.spec.name, "the saved state of the VM was declared discarded");
@@ -169,7 +169,7 @@ impl Service {
     /// Forgets the recorded host of a hypervisor, so that another is accepted.
     pub async fn forget_host(&self, hypervisor: String) -> Result<()> {
         if !self.0.hypervisors.contains_key(&hypervisor) {
-            return Err(Failure::not_found(What::Hypervisor, hypervisor));
+            return Err(Failure::not_found(ObjectKind::Hypervisor, hypervisor));
         }
         tracing::warn!(%hypervisor, "forgot the recorded host of the hypervisor");
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.forget_host(&hypervisor)?) }).await
@@ -186,7 +186,7 @@ impl Service {
         let rows = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
         let rows: Vec<NodeRow> = rows.into_iter().filter(of_it).collect();
         let uuids: Vec<Uuid> = rows.iter().map(|row| row.uuid).collect();
-        let mut found = self.hypervisor(hypervisor)?.survey(&uuids).await?;
+        let mut found = self.hypervisor(hypervisor)?.describe_all(&uuids).await?;
         if let Some(host) = found.values().find_map(|facts| facts.host) {
             self.note_host(hypervisor, host).await?;
         }
@@ -259,7 +259,7 @@ fn saved_lock(node: Uuid) -> String {
 fn saved_message(node: &NodeRow, power: Power) -> String {
     let (name, uuid) = (&node.spec.name, node.uuid);
     let discard = match power {
-        Power::Saved { kept: true } => format!("virsh managedsave-remove {uuid}"),
+        Power::Saved { managed: true } => format!("virsh managedsave-remove {uuid}"),
         _ => format!(
             "remove the file that it was saved to, then run storage-infra node discard-saved-state {uuid}"
         ),
@@ -276,10 +276,10 @@ mod tests {
 
     const RUNS: Power = Power::Running { executing: true };
     const LOADS: Power = Power::Running { executing: false };
-    const ENDED: Power = Power::Off { ended: true };
-    const OFF: Power = Power::Off { ended: false };
-    const IN_FILE: Power = Power::Saved { kept: false };
-    const KEPT: Power = Power::Saved { kept: true };
+    const ENDED: Power = Power::Off { shut_down: true };
+    const OFF: Power = Power::Off { shut_down: false };
+    const IN_FILE: Power = Power::Saved { managed: false };
+    const KEPT: Power = Power::Saved { managed: true };
 
     /// The node's state after these observations.
     fn state(observations: &[Power]) -> NodeState {

@@ -1,7 +1,7 @@
 //! Mapping of internal errors to API problems. The only place that assigns codes to catalog, engine and hypervisor
 //! errors.
 
-use infra_api::{Problem, ProblemCode, What};
+use infra_api::{ObjectKind, Problem, ProblemCode};
 
 use crate::catalog::CatalogError;
 use crate::engine::EngineError;
@@ -21,18 +21,18 @@ impl Failure {
     }
 
     /// A problem about an object that does not exist.
-    pub fn not_found(what: What, id: impl std::fmt::Display) -> Self {
+    pub fn not_found(what: ObjectKind, id: impl std::fmt::Display) -> Self {
         Problem::new(ProblemCode::NotFound, format!("the {what} {id} does not exist")).about(what, id).into()
     }
 
     /// Whether a retry cannot help and nothing is running: the operation must be rolled back.
     pub(super) fn is_final(&self) -> bool {
         // A read-only pool says nothing about earlier effects.
-        !self.code().may_have_happened() && self.code() != ProblemCode::ReadOnly
+        !self.code().may_have_taken_effect() && self.code() != ProblemCode::ReadOnly
     }
 
     /// Turns a final failure into a retryable one, for an object that may exist in spite of it.
-    pub(super) fn unfinished(self, what: What, id: impl std::fmt::Display) -> Self {
+    pub(super) fn unfinished(self, what: ObjectKind, id: impl std::fmt::Display) -> Self {
         if !self.is_final() {
             return self;
         }
@@ -77,14 +77,14 @@ impl From<EngineError> for Failure {
         let code = match &error {
             // The pool may become available again, and the intent is in the catalog.
             EngineError::Unhealthy(_)
-            | EngineError::Served(_)
+            | EngineError::LockedElsewhere(_)
             | EngineError::Missing(_)
-            | EngineError::Grown(_)
+            | EngineError::SourceExpanded(_)
             | EngineError::Cancelled
             | EngineError::Io { .. } => ProblemCode::Unavailable,
             EngineError::Foreign(_) => ProblemCode::Exists,
             EngineError::InUse(_) => ProblemCode::InUse,
-            EngineError::NoSpace(_) | EngineError::TooLarge(_) | EngineError::NotGrown(_) => {
+            EngineError::NoSpace(_) | EngineError::TooLarge(_) | EngineError::NotExpanded(_) => {
                 ProblemCode::OutOfSpace
             }
             EngineError::ReadOnly(_) => ProblemCode::ReadOnly,

@@ -1,6 +1,6 @@
 //! I/O limits of volumes: written to the catalog, then applied in every VM that has the volume, and then answered.
 
-use infra_api::{Change, EventKind, Problem, ProblemCode, Qos, Volume, VolumeId, What};
+use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, Qos, Volume, VolumeId};
 
 use super::snapshots::ready_volume;
 use super::{Failure, Result, Service};
@@ -72,7 +72,7 @@ impl Service {
                     "the limits of volume {id} are saved but not yet applied in every VM; retry: {}",
                     failure.0.detail
                 );
-                Problem::new(failure.code(), detail).about(What::Volume, id)
+                Problem::new(failure.code(), detail).about(ObjectKind::Volume, id)
             })?;
         }
         let name = id.clone();

@@ -2,7 +2,8 @@
 //! synchronously where data safety depends on it, which is before a disk is attached, and asynchronously otherwise.
 
 use infra_api::{
-    Access, NodeSpec, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec, VolumeState, What,
+    Access, NodeSpec, ObjectKind, Placement, Problem, ProblemCode, SnapshotId, VolumeId, VolumeSpec,
+    VolumeState,
 };
 
 use super::clearance::RECOVER;
@@ -10,12 +11,12 @@ use super::pools::{pool_of, pool_record};
 use super::power::has_no_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
-use crate::engine::record::{Holder, SnapshotRecord, VolumeRecord};
+use crate::engine::record::{RecordedAttachment, SnapshotRecord, VolumeRecord};
 use crate::engine::{DiskSource, Engine, EngineError, Object, Record};
-use crate::hypervisor::{Disk, Unplugged};
+use crate::hypervisor::{DetachOutcome, Disk};
 
 /// The record of a volume with these holders at this revision.
-pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<Holder>) -> Record {
+pub(super) fn volume_record(row: &VolumeRow, revision: u64, holders: Vec<RecordedAttachment>) -> Record {
     Record::Volume(Box::new(VolumeRecord {
         id: row.id.clone(),
         disk_uuid: row.disk_uuid,
@@ -47,10 +48,10 @@ pub(super) fn snapshot_record(row: &SnapshotRow, taken_at: &str) -> Record {
     })
 }
 
-fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<Holder>> {
+fn holders(tx: &Tx<'_>, rows: Vec<AttachmentRow>) -> Result<Vec<RecordedAttachment>> {
     let holder = |row: AttachmentRow| {
-        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(What::Node, row.node))?;
-        Ok(Holder {
+        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(ObjectKind::Node, row.node))?;
+        Ok(RecordedAttachment {
             id: row.id,
             uuid: row.node,
             // Labels are informational, and the size of a record is limited.
@@ -70,7 +71,7 @@ pub(super) struct PendingRecord {
     revision: u64,
     /// Records on disk were newer than the catalog.
     is_stale: bool,
-    holders: Vec<Holder>,
+    holders: Vec<RecordedAttachment>,
     due: bool,
 }
 
@@ -98,8 +99,8 @@ impl PendingRecord {
     }
 
     /// Holders in the record that are not in the catalog.
-    pub(super) fn unknown_holders(&self, found: VolumeRecord) -> Vec<Holder> {
-        found.strangers(&self.holders)
+    pub(super) fn unknown_attachments(&self, found: VolumeRecord) -> Vec<RecordedAttachment> {
+        found.unexpected_attachments(&self.holders)
     }
 
     /// Fails if the record on disk is newer than the catalog.
@@ -110,21 +111,21 @@ impl PendingRecord {
         }
         let detail =
             format!("the on-disk record of volume {} is newer than the catalog; {RECOVER}", self.row.id);
-        Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id).into())
+        Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &self.row.id).into())
     }
 
     /// Holders in the record that are not in the catalog. Fails if the record belongs to another volume.
-    fn checked_unknown_holders(&self, found: Record) -> Result<Vec<Holder>> {
+    fn checked_unknown_attachments(&self, found: Record) -> Result<Vec<RecordedAttachment>> {
         match found {
             Record::Volume(found) if found.disk_uuid == self.row.disk_uuid => {
-                Ok(found.strangers(&self.holders))
+                Ok(found.unexpected_attachments(&self.holders))
             }
             _ => Err(self.foreign_file_error()),
         }
     }
 
     /// The error for a record with holders that the catalog does not know.
-    fn unknown_holders_error(&self, unknown: &[Holder]) -> Failure {
+    fn unknown_attachments_error(&self, unknown: &[RecordedAttachment]) -> Failure {
         let attachments: Vec<String> =
             unknown.iter().map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id)).collect();
         let detail = format!(
@@ -135,11 +136,11 @@ impl PendingRecord {
         );
         let nodes =
             unknown.iter().map(|one| infra_api::NodeRef { uuid: one.uuid, name: one.node.name.clone() });
-        let problem = Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id);
+        let problem = Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &self.row.id);
         problem.used_by(nodes.collect()).into()
     }
 
-    fn disk_of(&self, holder: &Holder, source: DiskSource) -> Disk {
+    fn disk_of(&self, holder: &RecordedAttachment, source: DiskSource) -> Disk {
         Disk {
             uuid: self.row.disk_uuid,
             source,
@@ -156,7 +157,7 @@ impl PendingRecord {
              stop the server and rebuild it with `storage-infra recover`",
             self.row.id, self.pool.name
         );
-        Problem::new(ProblemCode::InUse, detail).about(What::Volume, &self.row.id).into()
+        Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, &self.row.id).into()
     }
 }
 
@@ -172,16 +173,17 @@ impl Service {
         self.compare_revisions(&due.pool).await?;
         due.row.written = self.is_written(&due).await?;
         let (engine, object, record) = (self.engine_of(&due.pool), Object::Volume(id.clone()), due.record());
-        let found = self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.noted(&object)?)).await?;
+        let found =
+            self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.read_record(&object)?)).await?;
         let stale_check = due.refuse_stale_catalog(found.as_ref());
-        let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_holders(found))?;
+        let unknown = found.map_or(Ok(Vec::new()), |found| due.checked_unknown_attachments(found))?;
         let holding = self.still_holding(&due, unknown).await?;
         if !holding.is_empty() {
-            return Err(due.unknown_holders_error(&holding));
+            return Err(due.unknown_attachments_error(&holding));
         }
         stale_check?;
         let write = record.clone();
-        self.engine::<_, Failure, _>(engine, move |e| Ok(e.note(&write)?)).await?;
+        self.engine::<_, Failure, _>(engine, move |e| Ok(e.write_record(&write)?)).await?;
         if !due.due {
             return Ok(());
         }
@@ -206,7 +208,7 @@ impl Service {
         };
         self.compare_revisions(&due.pool).await?;
         let object = Object::Volume(id.clone());
-        let read = move |e: &dyn Engine| Ok(e.noted(&object)?);
+        let read = move |e: &dyn Engine| Ok(e.read_record(&object)?);
         let found = self.engine::<_, Failure, _>(self.engine_of(&due.pool), read).await?;
         // Read the catalog after the record: a record is never newer than the catalog.
         let key = id.clone();
@@ -232,12 +234,12 @@ impl Service {
     pub(super) async fn still_holding(
         &self,
         due: &PendingRecord,
-        unknown: Vec<Holder>,
-    ) -> Result<Vec<Holder>> {
+        unknown: Vec<RecordedAttachment>,
+    ) -> Result<Vec<RecordedAttachment>> {
         if !due.due || unknown.is_empty() {
             return Ok(unknown);
         }
-        let unended = move |tx: &Tx<'_>| -> Result<Vec<Holder>> {
+        let unended = move |tx: &Tx<'_>| -> Result<Vec<RecordedAttachment>> {
             let mut left = Vec::new();
             for one in unknown {
                 if !tx.is_attachment_ended_or_refused(&one.id)? {
@@ -253,7 +255,7 @@ impl Service {
             let presence = self.hypervisor(&one.node.hypervisor)?.presence(one.uuid, &[disk]).await?;
             let node = NodeRow { uuid: one.uuid, spec: one.node.clone() };
             let has = presence.disks.contains(&uuid) && !has_no_disks(presence.facts.power.state());
-            if has || self.prove_off(&node, &presence.facts).await? != Unplugged::Gone {
+            if has || self.prove_off(&node, &presence.facts).await? != DetachOutcome::Detached {
                 holding.push(one);
             }
         }
@@ -281,13 +283,14 @@ impl Service {
                 let Some(row) = tx.snapshot(&key)?.filter(|row| row.state == VolumeState::Ready) else {
                     return Ok(None);
                 };
-                let pool = tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &row.pool))?;
+                let pool =
+                    tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &row.pool))?;
                 Ok(Some((pool, row)))
             })
             .await?;
         let Some((pool, row)) = found else { return Ok(()) };
         let record = snapshot_record(&row, &row.created_at);
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.note(&record)?)).await?;
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.write_record(&record)?)).await?;
         let key = id.clone();
         self.0.catalog.run_unsynced(move |tx| -> Result<_> { Ok(tx.snapshot_record_is_current(&key)?) }).await
     }
@@ -321,8 +324,9 @@ impl Service {
                 continue;
             }
             let record = pool_record(pool, revision);
-            let written =
-                self.engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.note(&record)).await;
+            let written = self
+                .engine::<_, EngineError, _>(self.engine_of(pool), move |e| e.write_record(&record))
+                .await;
             if let Err(error) = written {
                 tracing::debug!(pool = %pool.name, %error, "cannot update the pool's record; will retry");
             }
@@ -364,7 +368,7 @@ mod tests {
         Labels::from([("k".to_owned(), "v".repeat(MAX_LABELS - 8))])
     }
 
-    fn longest() -> (VolumeRow, Holder) {
+    fn longest() -> (VolumeRow, RecordedAttachment) {
         let spec = VolumeSpec {
             capacity_bytes: u64::MAX,
             limit_bytes: Some(u64::MAX),
@@ -403,7 +407,7 @@ mod tests {
             format_token: FormatToken::random(),
             written: false,
         };
-        let holder = Holder {
+        let holder = RecordedAttachment {
             id: AttachmentId::new("a".repeat(LONGEST_ID)).unwrap(),
             uuid: Uuid::max(),
             node: NodeSpec { labels: Labels::new(), ..node },

@@ -3,8 +3,8 @@
 use std::collections::HashSet;
 
 use infra_api::{
-    Change, EventKind, FormatToken, PoolName, Problem, ProblemCode, VolumeId, VolumeSource, VolumeSpec,
-    VolumeState, What,
+    Change, EventKind, FormatToken, ObjectKind, PoolName, Problem, ProblemCode, VolumeId, VolumeSource,
+    VolumeSpec, VolumeState,
 };
 use uuid::Uuid;
 
@@ -34,9 +34,9 @@ impl Source {
                 (Object::Volume(row.id.clone()), row.pool.clone(), row.size(), row.family)
             }
             VolumeSource::Snapshot(id) => {
-                let row = tx.snapshot(id)?.ok_or_else(|| Failure::not_found(What::Snapshot, id))?;
+                let row = tx.snapshot(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Snapshot, id))?;
                 let about = |code, detail: String| {
-                    Failure::from(Problem::new(code, detail).about(What::Snapshot, id))
+                    Failure::from(Problem::new(code, detail).about(ObjectKind::Snapshot, id))
                 };
                 match row.state {
                     VolumeState::Ready => {}
@@ -52,7 +52,7 @@ impl Source {
                 (Object::Snapshot(row.id), row.pool, row.capacity, row.family)
             }
         };
-        let pool = tx.pool(&pool)?.ok_or_else(|| Failure::not_found(What::Pool, &pool))?;
+        let pool = tx.pool(&pool)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &pool))?;
         Ok(Self { pool, object, capacity, family })
     }
 
@@ -65,7 +65,7 @@ impl Source {
             "the volume {id} was requested with {size} bytes, less than its source, the {}, which has {} bytes",
             self.object, self.capacity
         );
-        Err(Problem::new(ProblemCode::Invalid, detail).about(What::Volume, id).into())
+        Err(Problem::new(ProblemCode::Invalid, detail).about(ObjectKind::Volume, id).into())
     }
 }
 
@@ -103,7 +103,9 @@ impl RequestedVolume {
         let near = source.as_ref().map(|source| near(facts, &source.pool.name)).unwrap_or_default();
         let pool = placement::place(&candidates, *size, &spec.placement, &near).map_err(|rejections| {
             let detail = format!("volume {id}: {}", placement::explain(*size, &rejections));
-            Problem::new(ProblemCode::OutOfSpace, detail).about(What::Volume, id).rejected_by(rejections)
+            Problem::new(ProblemCode::OutOfSpace, detail)
+                .about(ObjectKind::Volume, id)
+                .rejected_by(rejections)
         })?;
         let copying = source.is_some() && !near.contains(&pool);
         if let (true, false, Some(source)) = (copying, from_scan, &source) {
@@ -143,7 +145,7 @@ fn refuse_premature_copy(facts: &Facts, pool: &PoolName) -> Result<()> {
         return Ok(());
     }
     let detail = format!("the pool {pool} of the source does not answer or seems to be full; retry");
-    Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, pool).into())
+    Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Pool, pool).into())
 }
 
 /// Pools whose files can share blocks with this pool's, this one first: reflink within one directory works on every
@@ -213,7 +215,7 @@ impl Service {
     async fn refuse_existing_file(&self, id: &VolumeId, pool: &PoolName) -> Result<()> {
         let name = pool.clone();
         let found = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.pool(&name)?) }).await?;
-        let row = found.ok_or_else(|| Failure::not_found(What::Pool, pool))?;
+        let row = found.ok_or_else(|| Failure::not_found(ObjectKind::Pool, pool))?;
         let object = Object::Volume(id.clone());
         let exists: bool =
             self.engine::<_, Failure, _>(self.engine_of(&row), move |e| Ok(e.exists(&object)?)).await?;
@@ -224,7 +226,7 @@ impl Service {
             "the pool {pool} already has a file with the name of volume {id}, which belongs to no volume; move \
              the file away or use another id"
         );
-        Err(Problem::new(ProblemCode::Exists, detail).about(What::Volume, id).into())
+        Err(Problem::new(ProblemCode::Exists, detail).about(ObjectKind::Volume, id).into())
     }
 }
 

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use infra_api::{
-    Change, EventKind, List, Problem, ProblemCode, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState,
-    What,
+    Change, EventKind, List, ObjectKind, Problem, ProblemCode, Snapshot, SnapshotId, SnapshotSpec, VolumeId,
+    VolumeState,
 };
 
 use tokio::sync::oneshot;
@@ -31,7 +31,7 @@ impl Service {
             .0
             .catalog
             .read(move |tx| -> Result<_> {
-                tx.snapshot(&id)?.ok_or_else(|| Failure::not_found(What::Snapshot, &id))
+                tx.snapshot(&id)?.ok_or_else(|| Failure::not_found(ObjectKind::Snapshot, &id))
             })
             .await?;
         Ok(self.to_snapshot(row))
@@ -89,7 +89,7 @@ impl Service {
                 None => {
                     requested
                         .check_bounds()
-                        .map_err(|what| Problem::from(what).about(What::Snapshot, &key))?;
+                        .map_err(|what| Problem::from(what).about(ObjectKind::Snapshot, &key))?;
                     (service.reserve_snapshot(&key, requested).await?, true)
                 }
             };
@@ -107,7 +107,7 @@ impl Service {
             Some(row) => Ok((self.to_snapshot(row), false)),
             None => {
                 let detail = format!("the snapshot {id} waits for other operations; retry");
-                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Snapshot, id).into())
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Snapshot, id).into())
             }
         }
     }
@@ -123,7 +123,7 @@ impl Service {
         let source = self.0.catalog.read(move |tx| ready_volume(tx, &volume)).await?;
         let (pool, sought) = (source.pool.clone(), source.pool.clone());
         let pool = self.0.catalog.read(move |tx| tx.pool(&pool).map_err(Failure::from)).await?;
-        let Some(pool) = pool else { return Err(Failure::not_found(What::Pool, &sought)) };
+        let Some(pool) = pool else { return Err(Failure::not_found(ObjectKind::Pool, &sought)) };
         let _placing = self.0.capacity.pools.read().await;
         let mut inputs = self.capacity_inputs().await?;
         let row = loop {
@@ -146,7 +146,9 @@ impl Service {
     ) -> Result<SnapshotRow> {
         let Some(found) = inputs.facts.get(&pool.name).copied() else {
             let detail = format!("the pool {} of volume {} is not healthy", pool.name, source.id);
-            return Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Pool, &pool.name).into());
+            return Err(Problem::new(ProblemCode::Unavailable, detail)
+                .about(ObjectKind::Pool, &pool.name)
+                .into());
         };
         let (from, to) = (Object::Volume(source.id.clone()), Object::Snapshot(id.clone()));
         let (exists, max_bytes) = self
@@ -158,7 +160,7 @@ impl Service {
                  move the file away or use another id",
                 pool.name
             );
-            return Err(Problem::new(ProblemCode::Exists, detail).about(What::Snapshot, id).into());
+            return Err(Problem::new(ProblemCode::Exists, detail).about(ObjectKind::Snapshot, id).into());
         }
         let copying = !found.reflink;
         let row = SnapshotRow {
@@ -182,7 +184,7 @@ impl Service {
                 if ready_volume(tx, &insert.volume)?.size() != insert.capacity {
                     let detail = format!("the volume {} was expanded meanwhile; retry", insert.volume);
                     let problem = Problem::new(ProblemCode::Unavailable, detail);
-                    return Err(problem.about(What::Volume, &insert.volume).into());
+                    return Err(problem.about(ObjectKind::Volume, &insert.volume).into());
                 }
                 if insert.copying {
                     let why = format!("its pool {} has no reflink", insert.pool);
@@ -206,19 +208,19 @@ impl Service {
             }
             Ok(false) => {
                 let detail = format!("the creation of snapshot {id} was cancelled");
-                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Snapshot, &id).into())
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Snapshot, &id).into())
             }
             Err(failure)
                 if self.is_complete_or_unknown(&pool, Object::Snapshot(id.clone()), identity).await =>
             {
-                Err(failure.unfinished(What::Snapshot, &id))
+                Err(failure.unfinished(ObjectKind::Snapshot, &id))
             }
             Err(failure) => {
                 tracing::warn!(snapshot = %id, %failure, "cannot take the snapshot; rolling back");
                 self.discard(pool, Object::Snapshot(id.clone()), identity, size).await?;
                 let name = id.clone();
                 self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
-                audit::forgot(Object::Snapshot(id.clone()), "its creation failed");
+                audit::log_removal(Object::Snapshot(id.clone()), "its creation failed");
                 self.emit(EventKind::Snapshot, &id, Change::Deleted);
                 Err(failure)
             }
@@ -232,7 +234,7 @@ impl Service {
             .0
             .catalog
             .read(move |tx| -> Result<_> {
-                let pool = tx.pool(&name)?.ok_or_else(|| Failure::not_found(What::Pool, &name))?;
+                let pool = tx.pool(&name)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &name))?;
                 let source = tx.volume(&volume)?.map(|row| pool_of(tx, &row)).transpose()?;
                 Ok((pool, source))
             })
@@ -243,13 +245,13 @@ impl Service {
             self.engine::<_, Failure, _>(engine.clone(), move |e| Ok(e.is_complete(&key, identity)?)).await?;
         let mut taken_at = row.created_at.clone();
         if !complete {
-            let source = source.ok_or_else(|| Failure::not_found(What::Volume, &row.volume))?;
+            let source = source.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &row.volume))?;
             let method = if row.copying { Method::Copy } else { Method::Reflink };
             if !by_request && method == Method::Reflink {
                 let detail =
                     format!("snapshot {} was interrupted and cannot be taken at a later time", row.id);
                 return Err(Problem::new(ProblemCode::Unavailable, detail)
-                    .about(What::Snapshot, row.id)
+                    .about(ObjectKind::Snapshot, row.id)
                     .into());
             }
             if method == Method::Reflink {
@@ -303,7 +305,7 @@ impl Service {
                 let row = tx.snapshot(&name)?.filter(|row| row.state == VolumeState::Deleting);
                 let found = row.map(|row| {
                     let pool =
-                        tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(What::Pool, &row.pool))?;
+                        tx.pool(&row.pool)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &row.pool))?;
                     Ok((pool, row.family, row.reserved))
                 });
                 found.transpose()
@@ -315,7 +317,7 @@ impl Service {
         self.0.capacity.ledger.record_removal(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_snapshot(&name)?) }).await?;
-        audit::forgot(Object::Snapshot(id.clone()), "it was deleted");
+        audit::log_removal(Object::Snapshot(id.clone()), "it was deleted");
         self.emit(EventKind::Snapshot, id, Change::Deleted);
         Ok(())
     }
@@ -345,21 +347,21 @@ fn refuse_without_capacity(row: &SnapshotRow, pools: Vec<Candidate>) -> Result<(
         "the snapshot {} of volume {} needs up to {} bytes, but its pool {} has {free} bytes free",
         row.id, row.volume, row.reserved, row.pool
     );
-    Err(Problem::new(ProblemCode::OutOfSpace, detail).about(What::Snapshot, &row.id).into())
+    Err(Problem::new(ProblemCode::OutOfSpace, detail).about(ObjectKind::Snapshot, &row.id).into())
 }
 
 /// A volume in state ready.
 pub(super) fn ready_volume(tx: &Tx<'_>, id: &VolumeId) -> Result<VolumeRow> {
-    let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(What::Volume, id))?;
+    let row = tx.volume(id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, id))?;
     match row.state {
         VolumeState::Ready => Ok(row),
         VolumeState::Creating => {
             let detail = format!("the volume {id} is not ready yet; retry later");
-            Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
+            Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())
         }
         VolumeState::Deleting => {
             let detail = format!("the volume {id} is being deleted");
-            Err(Problem::new(ProblemCode::NotFound, detail).about(What::Volume, id).into())
+            Err(Problem::new(ProblemCode::NotFound, detail).about(ObjectKind::Volume, id).into())
         }
     }
 }
@@ -367,7 +369,8 @@ pub(super) fn ready_volume(tx: &Tx<'_>, id: &VolumeId) -> Result<VolumeRow> {
 /// The existing snapshot, if its spec equals the requested one.
 fn same_snapshot(tx: &Tx<'_>, id: &SnapshotId, requested: &SnapshotSpec) -> Result<Option<SnapshotRow>> {
     let Some(row) = tx.snapshot(id)? else { return Ok(None) };
-    let about = |code, detail: String| Failure::from(Problem::new(code, detail).about(What::Snapshot, id));
+    let about =
+        |code, detail: String| Failure::from(Problem::new(code, detail).about(ObjectKind::Snapshot, id));
     if row.state == VolumeState::Deleting {
         let detail = format!("the snapshot {id} is being deleted; retry after the deletion");
         return Err(about(ProblemCode::Unavailable, detail));

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use infra_api::{Change, EventKind, NodeRef, Problem, ProblemCode, VolumeId, VolumeState, What};
+use infra_api::{Change, EventKind, NodeRef, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -16,7 +16,7 @@ use super::records::PendingRecord;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
 use crate::engine::{DiskSource, Object, Record};
-use crate::hypervisor::{Disk, Hypervisor, Plugged, Unplugged, wwn};
+use crate::hypervisor::{AttachedDisk, DetachOutcome, Disk, Hypervisor, wwn};
 
 /// Interval between comparisons of attached disks with attachments.
 const INTERVAL: Duration = Duration::from_secs(15);
@@ -35,7 +35,7 @@ pub(super) struct UnexpectedDisk {
 
 /// An attached disk that may be unexpected, with the matching catalog rows.
 struct Found {
-    plugged: Plugged,
+    plugged: AttachedDisk,
     volume: VolumeRow,
     pool: PoolRow,
     node: Option<NodeRow>,
@@ -43,7 +43,7 @@ struct Found {
 
 impl Found {
     /// None if it is not a volume's file, or has an attachment.
-    fn of(tx: &Tx<'_>, pools: &[PoolRow], plugged: &Plugged) -> Result<Option<Self>> {
+    fn of(tx: &Tx<'_>, pools: &[PoolRow], plugged: &AttachedDisk) -> Result<Option<Self>> {
         let Some(id) = pools.iter().find_map(|pool| volume_in(pool, &plugged.path)) else { return Ok(None) };
         let Some(volume) = tx.volume(&id)? else { return Ok(None) };
         let pool = pool_of(tx, &volume)?;
@@ -136,7 +136,7 @@ impl Service {
     /// Compares once, and returns the number of unexpected disks.
     async fn find_unexpected_disks(&self, hypervisor: &str) -> Result<usize> {
         let own = self.hypervisor(hypervisor)?;
-        let plugged = own.plugged().await?;
+        let plugged = own.attached_disks().await?;
         let read = move |tx: &Tx<'_>| -> Result<Vec<Found>> {
             let pools = tx.pools()?;
             let found = plugged.iter().filter_map(|one| Found::of(tx, &pools, one).transpose());
@@ -190,12 +190,12 @@ impl Service {
             return Ok(unexpected(format!("it was not detached, because {why}; detach it manually")));
         }
         tracing::warn!(volume = %found.volume.id, %node, hypervisor, "{what}: detaching it");
-        Ok(match own.unplug(found.plugged.node, &disk).await? {
-            Unplugged::Gone => {
+        Ok(match own.detach(found.plugged.node, &disk).await? {
+            DetachOutcome::Detached => {
                 self.0.metrics.unexpected_disk_detached();
                 unexpected("it was detached".into())
             }
-            Unplugged::StillThere(why) => {
+            DetachOutcome::StillAttached(why) => {
                 unexpected(format!("the detach was requested and has not completed: {why}"))
             }
         })
@@ -206,7 +206,7 @@ impl Service {
             return Ok(None);
         }
         let object = Object::Volume(found.volume.id.clone());
-        self.engine(self.engine_of(&found.pool), move |engine| Ok(engine.noted(&object)?)).await
+        self.engine(self.engine_of(&found.pool), move |engine| Ok(engine.read_record(&object)?)).await
     }
 
     /// Whether a volume's record lists the node as a holder whose attachment did not end, or the record may be newer
@@ -262,7 +262,7 @@ impl Service {
             tracing::debug!(hypervisor = one.hypervisor, %failure, "cannot check the hypervisor's disks; using the last known state");
         }
         let Some(one) = self.unexpected_disk(volume, to) else { return Ok(()) };
-        let problem = Problem::new(ProblemCode::InUse, one.message).about(What::Volume, volume);
+        let problem = Problem::new(ProblemCode::InUse, one.message).about(ObjectKind::Volume, volume);
         Err(problem.used_by(vec![one.node]).into())
     }
 }
@@ -309,7 +309,7 @@ mod tests {
         let node = Uuid::from_u128(9);
         let spec =
             NodeSpec { name: "vm".into(), hypervisor: "here".into(), zone: None, labels: Labels::new() };
-        let plugged = Plugged {
+        let plugged = AttachedDisk {
             node,
             name: "domain".into(),
             path: "/pool/v.raw".into(),
@@ -328,7 +328,7 @@ mod tests {
         };
         assert!(why(Found { node: None, ..found() }, Some(&ours), false).contains("not registered"));
         assert!(found().reason_not_ours("there", Some(&ours), false).unwrap().contains("not registered"));
-        let plugged = Plugged { wwn: None, ..found().plugged };
+        let plugged = AttachedDisk { wwn: None, ..found().plugged };
         assert!(why(Found { plugged, ..found() }, Some(&ours), false).contains("serial"));
         assert!(why(found(), None, false).contains("does not say"));
         let other = VolumeRow { disk_uuid: Uuid::from_u128(8), ..found().volume };

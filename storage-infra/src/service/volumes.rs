@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use infra_api::{
-    Change, EventKind, List, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId, VolumeSpec,
-    VolumeState, What, ZONE_LABEL,
+    Change, EventKind, List, ObjectKind, Placement, PoolName, Problem, ProblemCode, Volume, VolumeId,
+    VolumeSpec, VolumeState, ZONE_LABEL,
 };
 use tokio::sync::oneshot;
 use uuid::Uuid;
@@ -18,7 +18,7 @@ use super::reserve::Source;
 use super::{Failure, Result, Service};
 use crate::audit;
 use crate::catalog::{AttachmentRow, PoolRow, Tx, VolumeRow};
-use crate::engine::{Cleared, EngineError, Method, Object, Record};
+use crate::engine::{Clearance, EngineError, Method, Object, Record};
 
 const MIB: u64 = 1 << 20;
 /// Size granularity: no disk sector or filesystem page that we know of is larger.
@@ -53,7 +53,7 @@ impl Service {
             .0
             .catalog
             .read(move |tx| -> Result<_> {
-                let row = tx.volume(&id)?.ok_or_else(|| Failure::not_found(What::Volume, &id))?;
+                let row = tx.volume(&id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &id))?;
                 let pool = pool_of(tx, &row)?;
                 Ok((row, tx.attachments(None, Some(&id))?, pool))
             })
@@ -129,7 +129,9 @@ impl Service {
             let (row, created) = match found {
                 Some(row) => (row, false),
                 None => {
-                    requested.check_bounds().map_err(|what| Problem::from(what).about(What::Volume, &key))?;
+                    requested
+                        .check_bounds()
+                        .map_err(|what| Problem::from(what).about(ObjectKind::Volume, &key))?;
                     (service.reserve(&key, requested, size).await?, true)
                 }
             };
@@ -147,7 +149,7 @@ impl Service {
             return Ok((self.volume(&id).await?, false));
         }
         let detail = format!("the volume {id} waits for other operations on it; retry");
-        Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, id).into())
+        Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, id).into())
     }
 
     /// Creates the bytes of a volume whose intent is written. After a final failure the row is deleted, so that it
@@ -169,12 +171,12 @@ impl Service {
             }
             Ok(false) => {
                 let detail = format!("the creation of volume {id} was cancelled");
-                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Volume, &id).into())
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Volume, &id).into())
             }
             Err(failure)
                 if self.is_complete_or_unknown(&pool, Object::Volume(id.clone()), identity).await =>
             {
-                Err(failure.unfinished(What::Volume, &id))
+                Err(failure.unfinished(ObjectKind::Volume, &id))
             }
             Err(failure) if is_copy || failure.is_final() => {
                 self.abort_create(&id, &pool, identity, size, &failure).await?;
@@ -189,7 +191,7 @@ impl Service {
         if let Err(what) = row.spec.check_bounds()
             && !self.is_complete_or_unknown(&row.pool, Object::Volume(row.id.clone()), row.disk_uuid).await
         {
-            return Err(Problem::from(what).about(What::Volume, &row.id).into());
+            return Err(Problem::from(what).about(ObjectKind::Volume, &row.id).into());
         }
         if row.spec.source.is_some() { self.copy_volume(row).await } else { self.create_blank(row).await }
     }
@@ -206,7 +208,7 @@ impl Service {
         self.discard(pool.clone(), Object::Volume(id.clone()), identity, size).await?;
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.abort_volume(&name)?) }).await?;
-        audit::forgot(Object::Volume(id.clone()), "its creation failed");
+        audit::log_removal(Object::Volume(id.clone()), "its creation failed");
         tracing::warn!(volume = %id, %pool, released_bytes = size, %why, "cannot create the volume; released the reserved space");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
@@ -262,11 +264,12 @@ impl Service {
             .0
             .catalog
             .read(move |tx| -> Result<_> {
-                tx.pool(&pool)?.ok_or_else(|| Failure::not_found(What::Pool, &pool))
+                tx.pool(&pool)?.ok_or_else(|| Failure::not_found(ObjectKind::Pool, &pool))
             })
             .await?;
         let cleared = self.clear(&pool, object, identity).await?;
-        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.discard(&cleared)?)).await?;
+        self.engine::<_, Failure, _>(self.engine_of(&pool), move |e| Ok(e.remove_incomplete(&cleared)?))
+            .await?;
         self.0.capacity.ledger.record_removal(&pool.name, size);
         Ok(())
     }
@@ -323,7 +326,7 @@ impl Service {
 
     /// Checks whether a volume's bytes may be removed, before the deletion starts: a refused deletion changes
     /// nothing. None if the check is impossible now; the deletion then starts and checks again.
-    async fn clear_for_deletion(&self, id: &VolumeId) -> Result<Option<Cleared>> {
+    async fn clear_for_deletion(&self, id: &VolumeId) -> Result<Option<Clearance>> {
         let name = id.clone();
         let found = self
             .0
@@ -337,7 +340,7 @@ impl Service {
         let Some((pool, row)) = found else { return Ok(None) };
         match self.clear_volume(&pool, &row).await {
             Ok(cleared) => Ok(Some(cleared)),
-            Err(failure) if failure.code().may_have_happened() => Ok(None),
+            Err(failure) if failure.code().may_have_taken_effect() => Ok(None),
             Err(failure) => Err(failure),
         }
     }
@@ -359,7 +362,7 @@ impl Service {
     }
 
     /// Removes the bytes of a volume in state deleting without attachments, after the clearance check.
-    pub(super) async fn finish_delete(&self, id: &VolumeId, cleared: Option<Cleared>) -> Result<()> {
+    pub(super) async fn finish_delete(&self, id: &VolumeId, cleared: Option<Clearance>) -> Result<()> {
         let name = id.clone();
         let found = self
             .0
@@ -384,7 +387,7 @@ impl Service {
         self.0.capacity.ledger.record_removal(&pool.name, size);
         let name = id.clone();
         self.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_volume(&name)?) }).await?;
-        audit::forgot(Object::Volume(id.clone()), "it was deleted");
+        audit::log_removal(Object::Volume(id.clone()), "it was deleted");
         self.emit(EventKind::Volume, id, Change::Deleted);
         Ok(())
     }
@@ -399,7 +402,7 @@ fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
     let nodes = super::nodes::node_refs(tx, &attachments)?;
     let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
     let detail = format!("the volume {id} is attached to {}; detach it first", names.join(", "));
-    Err(Problem::new(ProblemCode::InUse, detail).about(What::Volume, id).used_by(nodes).into())
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
 }
 
 /// Whether two placements are equal except for zones. Zones choose the pool of a new volume: a retry may name others,
@@ -412,7 +415,8 @@ fn same_placement(existing: &Placement, requested: &Placement) -> bool {
 /// The existing volume, if its spec equals the requested one.
 fn same_volume(tx: &Tx<'_>, id: &VolumeId, requested: &VolumeSpec) -> Result<Option<VolumeRow>> {
     let Some(row) = tx.volume(id)? else { return Ok(None) };
-    let about = |code, detail: String| Failure::from(Problem::new(code, detail).about(What::Volume, id));
+    let about =
+        |code, detail: String| Failure::from(Problem::new(code, detail).about(ObjectKind::Volume, id));
     if row.state == VolumeState::Deleting {
         return Err(about(
             ProblemCode::Unavailable,

@@ -527,7 +527,7 @@ pub async fn still_running<T: std::fmt::Debug>(
             ClientError::Timeout { .. } => {}
             error => {
                 assert!(
-                    matches!(error, ClientError::UnderWay { .. }) && error.may_have_happened(),
+                    matches!(error, ClientError::InProgress { .. }) && error.may_have_taken_effect(),
                     "{error}"
                 );
                 message = Some(error.to_string());

@@ -109,7 +109,8 @@ where
 {
     match waiting.await? {
         Err(lost)
-            if lost.code() == Code::Unavailable && lost.message().contains("failed to change spec.volumes") =>
+            if lost.code() == Code::Unavailable
+                && lost.message().contains("failed to change spec.volumes") =>
         {
             healed("the same call", Instant::now(), again).await
         }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Client, ClientError, Result};
-use crate::{Problem, ProblemCode, What};
+use crate::{ObjectKind, Problem, ProblemCode};
 
 /// Number of bytes of an unexpected response that an error quotes.
 pub(super) const EXCERPT: usize = 200;
@@ -51,7 +51,7 @@ impl Client {
     pub(super) async fn get_optional<T: DeserializeOwned>(
         &self,
         path: &str,
-        kind: What,
+        kind: ObjectKind,
     ) -> Result<Option<T>> {
         match self.get(path, &[]).await {
             Ok(found) => Ok(Some(found)),
@@ -163,7 +163,7 @@ mod tests {
         let error = response(200, "<html>a proxy's page</html>").decode::<Health>().unwrap_err();
         let text = error.to_string();
         assert!(text.contains("not a valid Health") && text.contains("<html>a proxy"), "{text}");
-        assert!(error.may_have_happened() && error.code().is_none());
+        assert!(error.may_have_taken_effect() && error.code().is_none());
         let error = response(502, &"x".repeat(5000)).into_problem();
         assert!(matches!(error, ClientError::Malformed { status: 502, .. }) && error.to_string().len() < 500);
     }
@@ -182,7 +182,7 @@ mod tests {
     #[test]
     fn a_rejected_call_had_no_effect_and_an_unavailable_server_may_have_acted() {
         let of = |code: &str| response(409, &format!(r#"{{"status":409,"code":"{code}"}}"#)).into_problem();
-        assert!(!of("in-use").may_have_happened());
-        assert!(of("unavailable").may_have_happened() && of("unknown-code").may_have_happened());
+        assert!(!of("in-use").may_have_taken_effect());
+        assert!(of("unavailable").may_have_taken_effect() && of("unknown-code").may_have_taken_effect());
     }
 }

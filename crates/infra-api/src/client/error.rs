@@ -67,12 +67,12 @@ pub enum ClientError {
         excerpt: String,
     },
     /// The deadline of the caller passed; the server continues the operation. Repeat the call to get its result.
-    #[error("{call}: not complete after {after:?}: {how_far}")]
-    UnderWay {
+    #[error("{call}: not complete after {after:?}: {progress}")]
+    InProgress {
         /// Method and path.
         call: String,
         /// The object and its state.
-        how_far: String,
+        progress: String,
         /// How long the client waited.
         after: Duration,
     },
@@ -98,14 +98,14 @@ impl ClientError {
     /// Whether the operation may have taken effect or may still be running, so that the caller must query the state
     /// before it concludes anything. False only if the server reports that it did nothing or did not receive the
     /// request.
-    pub fn may_have_happened(&self) -> bool {
+    pub fn may_have_taken_effect(&self) -> bool {
         match self {
-            Self::Problem { problem, .. } => problem.code.may_have_happened(),
+            Self::Problem { problem, .. } => problem.code.may_have_taken_effect(),
             Self::Connect { .. } | Self::Config(_) => false,
             Self::Timeout { .. }
             | Self::Interrupted { .. }
             | Self::Malformed { .. }
-            | Self::UnderWay { .. } => true,
+            | Self::InProgress { .. } => true,
         }
     }
 }

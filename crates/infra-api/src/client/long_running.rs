@@ -62,9 +62,9 @@ impl Client {
             }
             // Too little time is left for another request.
             if wait() == 0 {
-                return Err(ClientError::UnderWay {
+                return Err(ClientError::InProgress {
                     call: name,
-                    how_far: object.how_far(),
+                    progress: object.progress(),
                     after: start.elapsed(),
                 });
             }
@@ -76,7 +76,7 @@ impl Client {
 pub(super) trait LongRunning: DeserializeOwned {
     fn is_done(&self) -> bool;
     /// The object and its state, for error messages.
-    fn how_far(&self) -> String;
+    fn progress(&self) -> String;
 }
 
 impl LongRunning for Attachment {
@@ -84,7 +84,7 @@ impl LongRunning for Attachment {
         self.state == AttachmentState::Attached
     }
 
-    fn how_far(&self) -> String {
+    fn progress(&self) -> String {
         let message = self.message.as_deref().unwrap_or("no error reported");
         format!("attachment {} is {} ({message})", self.id, self.state)
     }
@@ -95,7 +95,7 @@ impl LongRunning for Volume {
         self.state == VolumeState::Ready
     }
 
-    fn how_far(&self) -> String {
+    fn progress(&self) -> String {
         format!("volume {} is {}{}", self.id, self.state, copied(self.copied_bytes, self.capacity_bytes))
     }
 }
@@ -105,7 +105,7 @@ impl LongRunning for Snapshot {
         self.state == VolumeState::Ready
     }
 
-    fn how_far(&self) -> String {
+    fn progress(&self) -> String {
         format!("snapshot {} is {}{}", self.id, self.state, copied(self.copied_bytes, self.capacity_bytes))
     }
 }

@@ -8,9 +8,9 @@ use uuid::Uuid;
 use super::calls::json;
 use super::{Client, Result};
 use crate::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec, Pool,
-    PoolName, PoolSpec, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId, VolumeSize, VolumeSpec,
-    What,
+    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec,
+    ObjectKind, Pool, PoolName, PoolSpec, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
+    VolumeSize, VolumeSpec,
 };
 
 impl Client {
@@ -23,7 +23,7 @@ impl Client {
 
     /// Gets a pool; `None` if it does not exist.
     pub async fn get_pool(&self, name: &PoolName) -> Result<Option<Pool>> {
-        self.get_optional(&format!("/v1/pools/{name}"), What::Pool).await
+        self.get_optional(&format!("/v1/pools/{name}"), ObjectKind::Pool).await
     }
 
     /// Lists all pools.
@@ -41,7 +41,7 @@ impl Client {
     /// Creates a volume, or returns the one that the same request created before.
     ///
     /// Returns within `deadline`. Copying a source can take longer: then it fails with
-    /// [`UnderWay`](super::ClientError::UnderWay) or [`Timeout`](super::ClientError::Timeout), the server
+    /// [`UnderWay`](super::ClientError::InProgress) or [`Timeout`](super::ClientError::Timeout), the server
     /// continues, and repeating the call returns the result.
     pub async fn put_volume(&self, id: &VolumeId, spec: &VolumeSpec, deadline: Duration) -> Result<Volume> {
         let path = format!("/v1/volumes/{id}");
@@ -50,7 +50,7 @@ impl Client {
 
     /// Gets a volume; `None` if it does not exist.
     pub async fn get_volume(&self, id: &VolumeId) -> Result<Option<Volume>> {
-        self.get_optional(&format!("/v1/volumes/{id}"), What::Volume).await
+        self.get_optional(&format!("/v1/volumes/{id}"), ObjectKind::Volume).await
     }
 
     /// Lists one page of volumes, ordered by ID; `next` of one page is `after` of the next.
@@ -65,7 +65,7 @@ impl Client {
 
     /// Expands a volume, online if it is attached. Succeeds if it is already large enough; fails with `in-use` if it is
     /// attached read-only.
-    pub async fn grow_volume(&self, id: &VolumeId, size: &VolumeSize) -> Result<Volume> {
+    pub async fn expand_volume(&self, id: &VolumeId, size: &VolumeSize) -> Result<Volume> {
         self.put(&format!("/v1/volumes/{id}/size"), size).await
     }
 
@@ -89,7 +89,7 @@ impl Client {
 
     /// Gets a snapshot; `None` if it does not exist.
     pub async fn get_snapshot(&self, id: &SnapshotId) -> Result<Option<Snapshot>> {
-        self.get_optional(&format!("/v1/snapshots/{id}"), What::Snapshot).await
+        self.get_optional(&format!("/v1/snapshots/{id}"), ObjectKind::Snapshot).await
     }
 
     /// Lists one page of snapshots, of one volume or of all, ordered by ID; `next` of one page is `after` of the next.
@@ -120,7 +120,7 @@ impl Client {
 
     /// Gets a node; `None` if it is not registered.
     pub async fn get_node(&self, uuid: Uuid) -> Result<Option<Node>> {
-        self.get_optional(&format!("/v1/nodes/{uuid}"), What::Node).await
+        self.get_optional(&format!("/v1/nodes/{uuid}"), ObjectKind::Node).await
     }
 
     /// Lists all nodes.
@@ -149,7 +149,7 @@ impl Client {
 
     /// Attaches a volume to a node and returns when the virtual machine has the disk.
     ///
-    /// Returns within `deadline`: fails with [`UnderWay`](super::ClientError::UnderWay) or
+    /// Returns within `deadline`: fails with [`UnderWay`](super::ClientError::InProgress) or
     /// [`Timeout`](super::ClientError::Timeout) when it passes; the server continues, and repeating the call returns
     /// the result.
     pub async fn attach(
@@ -164,7 +164,7 @@ impl Client {
     /// Like [`Self::attach`], but takes over the disk of the attachment `earlier` if that has the same volume, node,
     /// access mode and `readOnly`: `earlier` ends and its disk is not detached. Only for callers that know that
     /// `earlier` is no longer desired.
-    pub async fn attach_instead(
+    pub async fn attach_replacing(
         &self,
         id: &AttachmentId,
         spec: &AttachmentSpec,
@@ -191,7 +191,7 @@ impl Client {
 
     /// Gets an attachment; `None` if it does not exist. Does not wait for an operation in progress.
     pub async fn get_attachment(&self, id: &AttachmentId) -> Result<Option<Attachment>> {
-        self.get_optional(&format!("/v1/attachments/{id}"), What::Attachment).await
+        self.get_optional(&format!("/v1/attachments/{id}"), ObjectKind::Attachment).await
     }
 
     /// Lists attachments: all, or those of a node, a volume, or both.

@@ -15,7 +15,7 @@ const MAX_NAMES: usize = 10;
 
 /// A Warning about one object of a group.
 #[derive(Debug, Clone)]
-pub struct Alike {
+pub struct GroupedWarning {
     /// Object to which the group belongs.
     pub group: ObjectReference,
     /// Cause as a CamelCase word.
@@ -35,14 +35,14 @@ pub(super) struct Aggregator(Mutex<HashMap<(Topic, String), Aggregate>>);
 /// The first Warning, and names and number of all.
 #[derive(Debug)]
 struct Aggregate {
-    first: Alike,
+    first: GroupedWarning,
     names: Vec<String>,
     count: usize,
 }
 
 impl Aggregator {
     /// Adds a Warning. Returns true for the first one; its caller takes the aggregate later.
-    fn add(&self, key: &(Topic, String), one: Alike) -> bool {
+    fn add(&self, key: &(Topic, String), one: GroupedWarning) -> bool {
         let mut all = self.all();
         if let Some(aggregate) = all.get_mut(key) {
             aggregate.count += 1;
@@ -73,7 +73,7 @@ impl Aggregator {
 impl Events {
     /// Sends a Warning that may be aggregated: Warnings of the same group and cause within a second become one Event of the
     /// group's object. A single Warning is sent for its own object.
-    pub fn warning_of(&self, action: &'static str, reason: &'static str, one: Alike) {
+    pub fn grouped_warning(&self, action: &'static str, reason: &'static str, one: GroupedWarning) {
         let key = (topic(&one.group, action, reason), one.cause.clone());
         if !self.aggregator.add(&key, one) {
             return;
@@ -93,13 +93,13 @@ impl Events {
         if count == 1 && !self.was_sent_recently(&first.group, &of_group, reason) {
             return self.warning(first.about, action, reason, first.note);
         }
-        let note = format!("{count} × {}: {}; first: {}", first.cause, listed(&names, count), first.note);
+        let note = format!("{count} × {}: {}; first: {}", first.cause, name_list(&names, count), first.note);
         self.warning_once(first.group, &of_group, reason, note);
     }
 }
 
 /// Joins the first of `count` names.
-pub fn listed<T: AsRef<str>>(names: &[T], count: usize) -> String {
+pub fn name_list<T: AsRef<str>>(names: &[T], count: usize) -> String {
     let shown: Vec<&str> = names.iter().take(MAX_NAMES).map(AsRef::as_ref).collect();
     let more = if count > shown.len() { ", …" } else { "" };
     format!("{}{more}", shown.join(", "))
@@ -109,9 +109,15 @@ pub fn listed<T: AsRef<str>>(names: &[T], count: usize) -> String {
 mod tests {
     use super::*;
 
-    fn one(cause: &str, name: &str) -> Alike {
+    fn one(cause: &str, name: &str) -> GroupedWarning {
         let of = |name: &str| ObjectReference { name: Some(name.into()), ..ObjectReference::default() };
-        Alike { group: of("vm"), cause: cause.into(), about: of(name), name: name.into(), note: "no".into() }
+        GroupedWarning {
+            group: of("vm"),
+            cause: cause.into(),
+            about: of(name),
+            name: name.into(),
+            note: "no".into(),
+        }
     }
 
     #[test]
@@ -132,7 +138,7 @@ mod tests {
 
     #[test]
     fn a_truncated_list_of_names_ends_with_an_ellipsis() {
-        assert_eq!(listed(&["a", "b"], 2), "a, b");
-        assert_eq!(listed(&["a", "b"], 9), "a, b, …");
+        assert_eq!(name_list(&["a", "b"], 2), "a, b");
+        assert_eq!(name_list(&["a", "b"], 9), "a, b, …");
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
 
-use super::Lanes;
+use super::FairQueue;
 use crate::informer::Key;
 
 /// Maximum numbers of concurrent operations.
@@ -23,7 +23,7 @@ pub struct Limits {
 /// A concurrency limiter. A caller waits in its flow; a released permit goes to the next allowed flow. Clones share the
 /// limits.
 #[derive(Debug, Clone)]
-pub struct Gate(Arc<Shared>);
+pub struct FairLimiter(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -37,7 +37,7 @@ struct State {
     total: usize,
     namespaces: HashMap<String, usize>,
     objects: HashMap<Key, usize>,
-    waiting: Lanes<Waiting>,
+    waiting: FairQueue<Waiting>,
     last: u64,
 }
 
@@ -50,27 +50,27 @@ struct Waiting {
 /// Permission to run an operation; released on drop.
 #[derive(Debug)]
 pub struct Permit {
-    limiter: Gate,
+    limiter: FairLimiter,
     flow: Key,
 }
 
 /// A waiting operation; leaves its flow on drop.
 struct Waiter<'a> {
-    limiter: &'a Gate,
+    limiter: &'a FairLimiter,
     flow: &'a Key,
     number: u64,
     is_granted: bool,
     grant: oneshot::Receiver<()>,
 }
 
-impl Gate {
+impl FairLimiter {
     /// Creates a limiter without running operations.
     pub fn new(limits: Limits) -> Self {
         Self(Arc::new(Shared { limits, state: Mutex::default() }))
     }
 
     /// Waits for a permit. Cancel-safe.
-    pub async fn enter(&self, flow: &Key) -> Permit {
+    pub async fn acquire(&self, flow: &Key) -> Permit {
         let waiter = {
             let mut state = self.state();
             if state.admits(&self.0.limits, flow) {
@@ -210,16 +210,16 @@ mod tests {
 
     #[tokio::test]
     async fn concurrency_is_limited_per_object_per_namespace_and_in_total() {
-        let limiter = Gate::new(LIMITS);
+        let limiter = FairLimiter::new(LIMITS);
         let (a, b, c, d) = (flow("n/a"), flow("n/b"), flow("n/c"), flow("m/d"));
-        let held = (limiter.enter(&a).await, limiter.enter(&a).await);
-        let mut third = Box::pin(limiter.enter(&a));
+        let held = (limiter.acquire(&a).await, limiter.acquire(&a).await);
+        let mut third = Box::pin(limiter.acquire(&a));
         assert!(poll!(&mut third).is_pending(), "per object");
-        let other = limiter.enter(&b).await;
-        let mut fourth = Box::pin(limiter.enter(&c));
+        let other = limiter.acquire(&b).await;
+        let mut fourth = Box::pin(limiter.acquire(&c));
         assert!(poll!(&mut fourth).is_pending(), "per namespace");
-        let elsewhere = limiter.enter(&d).await;
-        let mut last = Box::pin(limiter.enter(&d));
+        let elsewhere = limiter.acquire(&d).await;
+        let mut last = Box::pin(limiter.acquire(&d));
         assert!(poll!(&mut last).is_pending(), "in total");
         assert_eq!((limiter.waiting("n"), limiter.waiting("m")), (2, 1));
         drop(elsewhere);
@@ -230,14 +230,14 @@ mod tests {
 
     #[tokio::test]
     async fn released_permits_go_to_the_flows_in_turn() {
-        let limiter = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
+        let limiter = FairLimiter::new(Limits { total: 1, namespace: 1, object: 1 });
         let (loud, quiet) = (flow("loud/a"), flow("quiet/b"));
-        let mut held = Some(limiter.enter(&loud).await);
-        let mut waiting: Vec<_> = (0..100).map(|_| Box::pin(limiter.enter(&loud))).collect();
+        let mut held = Some(limiter.acquire(&loud).await);
+        let mut waiting: Vec<_> = (0..100).map(|_| Box::pin(limiter.acquire(&loud))).collect();
         for one in &mut waiting {
             assert!(poll!(one).is_pending());
         }
-        let mut other = Box::pin(limiter.enter(&quiet));
+        let mut other = Box::pin(limiter.acquire(&quiet));
         assert!(poll!(&mut other).is_pending());
         let mut before = 0;
         loop {
@@ -257,12 +257,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_waiter_leaves_its_flow_and_loses_no_permit() {
-        let limiter = Gate::new(Limits { total: 1, namespace: 1, object: 1 });
+        let limiter = FairLimiter::new(Limits { total: 1, namespace: 1, object: 1 });
         let a = flow("n/a");
-        let held = limiter.enter(&a).await;
-        let mut left = Box::pin(limiter.enter(&a));
-        let mut unaware = Box::pin(limiter.enter(&a));
-        let mut last = Box::pin(limiter.enter(&a));
+        let held = limiter.acquire(&a).await;
+        let mut left = Box::pin(limiter.acquire(&a));
+        let mut unaware = Box::pin(limiter.acquire(&a));
+        let mut last = Box::pin(limiter.acquire(&a));
         for one in [&mut left, &mut unaware, &mut last] {
             assert!(poll!(one).is_pending());
         }

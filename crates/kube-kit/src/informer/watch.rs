@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use super::{Builder, Key, LastSync};
 use crate::client::chain;
 use crate::health::Check;
-use crate::latest::number;
+use crate::mutation_cache::number;
 
 /// An API server sends a bookmark every minute on an idle watch, except for resources without a watch cache (Events), or if
 /// nothing was written since the watch began as far as the watch cache knows (which without etcd's
@@ -106,7 +106,7 @@ where
                 }
                 WatchEnd::Refused(reason) | WatchEnd::Broken(reason) => {
                     let reason = format!("failed to watch {}: {reason}", self.what);
-                    if self.informer.trouble().is_none() {
+                    if self.informer.watch_error().is_none() {
                         tracing::warn!("{reason}; retrying");
                     }
                     self.down(&check, reason);
@@ -310,7 +310,7 @@ where
     /// Called when the watch is established: the store is current.
     fn up(&self, check: &Check) {
         check.pass();
-        let was_up = self.informer.set_trouble(None).is_none();
+        let was_up = self.informer.set_watch_error(None).is_none();
         if !was_up {
             tracing::info!("watching {}", self.what);
             for handler in &self.reconnect_handlers {
@@ -321,7 +321,7 @@ where
 
     fn down(&self, check: &Check, reason: String) {
         check.fail(reason.clone());
-        self.informer.set_trouble(Some(reason));
+        self.informer.set_watch_error(Some(reason));
     }
 }
 

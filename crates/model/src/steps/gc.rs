@@ -1,6 +1,6 @@
 //! Steps of gc-csi: calls from csi-attacher, and PATCHes of VMs.
 
-use gc_csi::machine::Begin;
+use gc_csi::vm_volumes::AttachStep;
 
 use super::Rules;
 use crate::objects::{self, Patched};
@@ -128,11 +128,11 @@ fn first_look(
 ) -> Option<Stage> {
     let (cached, live) = (state.gc[replica].vms[vm_index], state.current_vm(vm_index));
     match objects::begin(vm_index, cached.vm, state.gc[replica].vms[1 - vm_index].vm) {
-        Begin::Elsewhere | Begin::Differs(_) => None,
-        Begin::Confirm if live.vm.entry && !rules.confirm_entries => {
+        AttachStep::Elsewhere | AttachStep::Differs(_) => None,
+        AttachStep::Confirm if live.vm.entry && !rules.confirm_entries => {
             waits(caller, live.vm.generation, objects::error_in_status(cached.vm.status))
         }
-        Begin::Confirm | Begin::Add => Some(to_add(vm_index, cached)),
+        AttachStep::Confirm | AttachStep::Add => Some(to_add(vm_index, cached)),
     }
 }
 

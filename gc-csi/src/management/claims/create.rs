@@ -9,7 +9,7 @@ use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResource
 use kube::Api;
 use kube::api::PostParams;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 

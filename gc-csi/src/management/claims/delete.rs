@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crds::names;
 use kube::api::{DeleteParams, Preconditions};
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::has_volume;
@@ -180,7 +180,7 @@ impl Management {
         name: &str,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, DeleteError> {
-        if self.claims.trouble().is_none()
+        if self.claims.watch_error().is_none()
             && self.deleted_claims.contains(&recent_outcomes::claim_key(name), "")
         {
             return Ok(None);

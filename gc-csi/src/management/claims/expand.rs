@@ -6,7 +6,7 @@
 
 use csi::request::Size;
 use kube::api::{Patch, PatchParams};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use serde_json::json;
 use tokio::time::Instant;

@@ -7,7 +7,7 @@ mod modify;
 
 use csi::request::Size;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
 
 use super::Management;

@@ -4,7 +4,7 @@
 //! requests another class.
 
 use kube::api::{Patch, PatchParams};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::Instant;
 

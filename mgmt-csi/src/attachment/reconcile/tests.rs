@@ -48,7 +48,7 @@ fn attachment(name: &str, uid: &str, version: &str) -> VolumeAttachment {
 
 /// A storage infra in which all detaches but one fail, after the VolumeAttachment is gone.
 struct Failing {
-    attachments: Arc<Latest<VolumeAttachment>>,
+    attachments: Arc<MutationCache<VolumeAttachment>>,
     called: Mutex<HashSet<String>>,
     all_called: Barrier,
     succeeded: AtomicBool,
@@ -178,7 +178,7 @@ async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
     let mut names: Vec<String> = (0..PER_VM).map(|n| format!("attachment-{n}")).collect();
     names.push(LAST.to_owned());
     let attachments = names.iter().map(|name| attachment(name, UID, "1"));
-    let attachments = Arc::new(Latest::new(Informer::fixed(attachments)));
+    let attachments = Arc::new(MutationCache::new(Informer::fixed(attachments)));
     let infra = Arc::new(Failing {
         attachments: attachments.clone(),
         called: Mutex::default(),
@@ -196,7 +196,7 @@ async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
         volumes: cluster.volumes(),
         tracker: Arc::default(),
         limiter: VmLimiter::default(),
-        requests: Gate::new(Limits { total: PER_VM, namespace: PER_VM, object: PER_VM }),
+        requests: FairLimiter::new(Limits { total: PER_VM, namespace: PER_VM, object: PER_VM }),
         out_of_service: OutOfService::disabled(),
         metrics: Metrics::register(&mut Registry::default()),
         stop: CancellationToken::new(),
@@ -204,7 +204,7 @@ async fn attachments_that_vanish_during_a_failing_detach_release_their_slots() {
     let keys: Vec<Key> = names.iter().map(|name| Key::new("guest", name)).collect();
     let passes = join_all(keys.iter().map(|key| reconciler.reconcile(key)));
     for pass in timeout(2 * WAIT, passes).await.expect("deadlock on slots") {
-        assert_eq!(pass.unwrap(), Next::Wait);
+        assert_eq!(pass.unwrap(), NextAction::AwaitChange);
     }
     assert!(infra.succeeded.load(Ordering::SeqCst));
 }

@@ -1,6 +1,6 @@
 //! Conversion of REST client errors to operation errors.
 
-use infra_api::{ClientError, Problem, ProblemCode, What};
+use infra_api::{ClientError, ObjectKind, Problem, ProblemCode};
 
 use super::{
     AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
@@ -133,8 +133,8 @@ impl From<ClientError> for AttachError {
     fn from(error: ClientError) -> Self {
         let Some(problem) = error.problem() else { return Self::Indeterminate(indeterminate(&error)) };
         match (problem.code, problem.what) {
-            (ProblemCode::NotFound, Some(What::Volume)) => Self::VolumeNotFound(text(problem)),
-            (ProblemCode::NotFound, Some(What::Node)) => Self::NodeNotFound(text(problem)),
+            (ProblemCode::NotFound, Some(ObjectKind::Volume)) => Self::VolumeNotFound(text(problem)),
+            (ProblemCode::NotFound, Some(ObjectKind::Node)) => Self::NodeNotFound(text(problem)),
             (ProblemCode::InUse, _) => Self::InUse(text(problem)),
             (ProblemCode::Exists, _) => Self::Conflict(text(problem)),
             (ProblemCode::Ended, _) => Self::IdDeleted(text(problem)),
@@ -166,7 +166,7 @@ impl From<ClientError> for DetachError {
 
 /// Whether a problem is about the content source of a new volume.
 fn is_source(problem: &Problem) -> bool {
-    matches!(problem.what, Some(What::Volume | What::Snapshot))
+    matches!(problem.what, Some(ObjectKind::Volume | ObjectKind::Snapshot))
 }
 
 /// Converts an error that has no problem document.
@@ -181,8 +181,8 @@ fn indeterminate(error: &ClientError) -> Indeterminate {
         ClientError::Timeout { server, .. } => Indeterminate::TimedOut(format!(
             "the storage infra at {server} did not answer in time; the operation may continue there"
         )),
-        ClientError::UnderWay { how_far, .. } => {
-            Indeterminate::TimedOut(format!("the storage infra has not finished yet: {how_far}"))
+        ClientError::InProgress { progress, .. } => {
+            Indeterminate::TimedOut(format!("the storage infra has not finished yet: {progress}"))
         }
         ClientError::Interrupted { server, .. } => Indeterminate::Failed(format!(
             "the connection to the storage infra at {server} was lost before the answer; the operation may have happened"
@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn an_unknown_result_never_gives_a_final_code() {
         let not_final = [Code::Unavailable, Code::DeadlineExceeded, Code::Aborted, Code::Cancelled];
-        for code in CODES.into_iter().filter(|code| problem(*code).may_have_happened()) {
+        for code in CODES.into_iter().filter(|code| problem(*code).may_have_taken_effect()) {
             for status in [
                 Status::from(CreateError::from(problem(code))),
                 DeleteError::from(problem(code)).into(),
@@ -280,9 +280,9 @@ mod tests {
             let error = ClientError::Problem { call: String::new(), problem: Box::new(problem) };
             Status::from(CreateError::from(error)).code()
         };
-        assert_eq!(of(What::Snapshot), Code::NotFound);
-        assert_eq!(of(What::Volume), Code::NotFound);
-        assert_eq!(of(What::Pool), Code::InvalidArgument);
+        assert_eq!(of(ObjectKind::Snapshot), Code::NotFound);
+        assert_eq!(of(ObjectKind::Volume), Code::NotFound);
+        assert_eq!(of(ObjectKind::Pool), Code::InvalidArgument);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use infra_api::{Attachment, Labels, Snapshot, Volume as InfraVolume, VolumeId};
 use k8s_openapi::jiff::Timestamp;
 use kube::ResourceExt;
 use kube_kit::informer::Key;
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 
 use super::inventory::{Inventory, Volume};
 use crate::cluster::{self, is_bound_back, volume_name};

@@ -13,7 +13,7 @@ use kube::api::{ApiResource, DynamicObject, ListParams};
 use kube::core::{GroupVersionKind, Object};
 use kube::{Api, Client};
 use kube_kit::client::chain;
-use kube_kit::lean::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeSpec};
+use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim, PersistentVolumeSpec};
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 

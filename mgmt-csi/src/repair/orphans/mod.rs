@@ -15,7 +15,7 @@ use infra_api::{AttachmentId, SnapshotId, VolumeId};
 use kube::api::{DeleteParams, Preconditions};
 use kube::{Api, Client};
 use kube_kit::client::{chain, connect};
-use kube_kit::lean::PersistentVolumeClaim;
+use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::duration;
 use tokio::time::Instant;
 

@@ -167,7 +167,7 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
         }
         VolumeCommand::Expand { id, size, client } => {
             let size = VolumeSize { capacity_bytes: size, limit_bytes: None };
-            output::one(client.output, &client.connect()?.grow_volume(&id, &size).await?)
+            output::one(client.output, &client.connect()?.expand_volume(&id, &size).await?)
         }
         VolumeCommand::Qos { id, qos, client } => {
             output::one(client.output, &client.connect()?.put_qos(&id, &qos.into()).await?)

@@ -105,7 +105,7 @@ impl PoolLock {
                 state.held = Some((file, meta.dev(), meta.ino()));
                 Ok(())
             }
-            (None, why) => Err(EngineError::Served(why.clone().unwrap_or_default())),
+            (None, why) => Err(EngineError::LockedElsewhere(why.clone().unwrap_or_default())),
         }
     }
 
@@ -176,7 +176,7 @@ mod tests {
         let (one, other) = (PoolLock::new(Path::new("/one")), PoolLock::new(Path::new("/other")));
         one.ensure_held(&marker).unwrap();
         one.ensure_held(&marker).unwrap();
-        let Err(EngineError::Served(why)) = other.ensure_held(&marker) else {
+        let Err(EngineError::LockedElsewhere(why)) = other.ensure_held(&marker) else {
             panic!("two servers hold the lock")
         };
         let process = format!("process {}", std::process::id());

@@ -6,7 +6,7 @@ use crate::engine::record::{PoolRecord, SnapshotRecord, VolumeRecord};
 
 fn engine(dir: &Path) -> FileEngine {
     let engine = FileEngine::new(dir, Uuid::new_v4(), Path::new("/data"));
-    engine.adopt(&pool()).unwrap();
+    engine.claim(&pool()).unwrap();
     engine
 }
 
@@ -49,11 +49,11 @@ fn record(object: &Object, identity: u128) -> Record {
 }
 
 /// Clearance as if no file were in use.
-fn cleared(engine: &FileEngine, object: &Object, identity: u128) -> Result<Cleared> {
+fn cleared(engine: &FileEngine, object: &Object, identity: u128) -> Result<Clearance> {
     let (object, identity) = (object.clone(), Uuid::from_u128(identity));
     let files = engine.files(&object)?;
     let evidence =
-        Evidence { object, identity, files, is_behind: false, noted: Vec::new(), live: Vec::new() };
+        Evidence { object, identity, files, is_catalog_stale: false, recorded: Vec::new(), live: Vec::new() };
     Ok(evidence.decide().unwrap())
 }
 
@@ -85,8 +85,8 @@ fn a_volume_is_sparse_and_can_be_expanded_and_removed() {
     create(&engine, "v", 1 << 30).unwrap();
     let contents = engine.contents(&HashSet::from([object("v")])).unwrap();
     assert!(contents.allocated[&object("v")] < 1 << 20 && contents.unknown.is_empty(), "{contents:?}");
-    engine.grow(&id("v"), 2 << 30).unwrap();
-    engine.grow(&id("v"), 1 << 30).unwrap();
+    engine.expand(&id("v"), 2 << 30).unwrap();
+    engine.expand(&id("v"), 1 << 30).unwrap();
     let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().len(), 2 << 30);
     remove(&engine, "v").unwrap();
@@ -113,7 +113,7 @@ fn a_directory_of_another_pool_is_rejected_and_foreign_files_are_listed() {
     let dir = tempfile::tempdir().unwrap();
     let first = engine(dir.path());
     let second = FileEngine::new(dir.path(), Uuid::new_v4(), Path::new("/data"));
-    assert!(matches!(second.adopt(&pool()), Err(EngineError::Foreign(_))));
+    assert!(matches!(second.claim(&pool()), Err(EngineError::Foreign(_))));
     fs::write(dir.path().join("photo.jpg"), "x").unwrap();
     fs::write(dir.path().join("w.raw"), "x").unwrap();
     create(&first, "v", 4096).unwrap();
@@ -130,11 +130,11 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     file.write_all_at(b"head", 0).unwrap();
     file.write_all_at(b"tail", (64 << 20) - 4).unwrap();
     let source = engine.source(&id("v"));
-    let cancelled = Copying::default();
+    let cancelled = CopyProgress::default();
     cancelled.cancel();
     let note = record(&snapshot("v"), 1);
     let fill = |copying| {
-        engine.fill(
+        engine.create_from(
             &cleared(&engine, &snapshot("v"), 1).unwrap(),
             &source,
             65 << 20,
@@ -150,11 +150,11 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     assert!(engine.contents(&known).unwrap().unknown.is_empty());
     assert_eq!(engine.missing(known.clone()).unwrap(), HashSet::from([snapshot("v")]));
 
-    let copying = Copying::default();
+    let copying = CopyProgress::default();
     fill(&copying).unwrap();
     assert_eq!(copying.copied(), 65 << 20);
     assert!(engine.missing(known).unwrap().is_empty() && engine.allocated(&snapshot("v")).unwrap() < 1 << 20);
-    assert!(is_complete() && engine.noted(&snapshot("v")).unwrap().as_ref() == Some(&note));
+    assert!(is_complete() && engine.read_record(&snapshot("v")).unwrap().as_ref() == Some(&note));
     let copy = File::open(dir.path().join("v.snap")).unwrap();
     let mut tail = [0; 4];
     copy.read_exact_at(&mut tail, (64 << 20) - 4).unwrap();
@@ -177,8 +177,8 @@ fn a_file_with_the_record_of_another_object_is_neither_removed_nor_reused() {
         Err(EngineError::Foreign(_))
     ));
     assert!(matches!(engine.is_complete(&object("v"), other.identity()), Err(EngineError::Foreign(_))));
-    engine.discard(&cleared(&engine, &object("v"), 1).unwrap()).unwrap();
-    assert_eq!(engine.noted(&object("v")).unwrap(), Some(ours));
+    engine.remove_incomplete(&cleared(&engine, &object("v"), 1).unwrap()).unwrap();
+    assert_eq!(engine.read_record(&object("v")).unwrap(), Some(ours));
     // Under another name the record does not match either.
     fs::rename(dir.path().join("v.raw"), dir.path().join("w.raw")).unwrap();
     assert!(matches!(remove(&engine, "w"), Err(EngineError::Foreign(_))));
@@ -193,11 +193,11 @@ fn a_complete_file_keeps_its_record_and_an_open_file_is_not_removed() {
     let Record::Volume(mut noted) = record(&object("v"), 1) else { panic!() };
     (noted.written, noted.revision) = (true, 9);
     let noted = Record::Volume(noted);
-    engine.note(&noted).unwrap();
+    engine.write_record(&noted).unwrap();
     create(&engine, "v", 8192).unwrap();
     let DiskSource::File(path) = engine.locate(&object("v")).unwrap();
     assert_eq!(
-        (engine.noted(&object("v")).unwrap().unwrap(), fs::metadata(&path).unwrap().len()),
+        (engine.read_record(&object("v")).unwrap().unwrap(), fs::metadata(&path).unwrap().len()),
         (noted, 4096)
     );
     assert_eq!(engine.revisions().unwrap(), Revisions { pool: 3, volumes: HashMap::from([(id("v"), 9)]) });
@@ -238,5 +238,5 @@ fn a_volume_of_an_earlier_version_is_completed_and_gets_a_record() {
     create(&engine, "v", 4096).unwrap();
     let bytes = fs::read(dir.path().join("v.raw")).unwrap();
     assert!(bytes.starts_with(b"bytes") && bytes.len() == 4096);
-    assert_eq!(engine.noted(&object("v")).unwrap(), Some(record(&object("v"), 1)));
+    assert_eq!(engine.read_record(&object("v")).unwrap(), Some(record(&object("v"), 1)));
 }

@@ -9,7 +9,7 @@ use virt::sys;
 
 use super::xml::LiveDomain;
 use super::{Session, is};
-use crate::hypervisor::{HypervisorError, NodeFacts, Plugged, Power, Result, wwn};
+use crate::hypervisor::{AttachedDisk, HypervisorError, NodeFacts, Power, Result, wwn};
 
 /// A listed domain with its live XML.
 pub(super) struct Listed {
@@ -20,7 +20,7 @@ pub(super) struct Listed {
 
 impl Session {
     /// Reads the facts about these domains: one call for all that run, and one for each of the others.
-    pub(super) fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+    pub(super) fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         let running = self
             .connection
             .list_all_domains(sys::VIR_CONNECT_LIST_DOMAINS_RUNNING)
@@ -43,13 +43,13 @@ impl Session {
     }
 
     /// Lists the files that active domains have attached as disks, from their live XML.
-    pub(super) fn plugged(&self) -> Result<Vec<Plugged>> {
+    pub(super) fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
         let mut found = Vec::new();
         for Listed { node, name, live } in self.listed(sys::VIR_CONNECT_LIST_DOMAINS_ACTIVE, |_| true)? {
             found.extend(live.disks.into_iter().filter_map(|disk| {
                 let path = disk.file?.into();
                 let (name, wwn) = (name.clone(), disk.uuid.map(wwn));
-                Some(Plugged { node, name, path, wwn, read_only: disk.read_only })
+                Some(AttachedDisk { node, name, path, wwn, read_only: disk.read_only })
             }));
         }
         Ok(found)

@@ -26,7 +26,8 @@ use virt::error::{Error, ErrorDomain, ErrorNumber};
 use virt::sys;
 
 use super::{
-    Disk, Hypervisor, HypervisorError, NodeFacts, Plugged, Power, Presence, Result, Stalled, Unplugged,
+    AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
+    Result,
 };
 use connections::{Connections, DomainLocks};
 use xml::{AttachError, LiveDomain};
@@ -83,19 +84,21 @@ fn inactive_power(managed: bool, reason: &DomainStateReasonEnum) -> Option<Power
     let DomainStateReasonEnum::Known(DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(reason))) =
         reason
     else {
-        return Some(if managed { Power::Saved { kept: managed } } else { Power::Off { ended: false } });
+        return Some(if managed { Power::Saved { managed } } else { Power::Off { shut_down: false } });
     };
     match reason {
-        _ if managed => Some(Power::Saved { kept: managed }),
-        DomainShutoffReason::Saved => Some(Power::Saved { kept: managed }),
+        _ if managed => Some(Power::Saved { managed }),
+        DomainShutoffReason::Saved => Some(Power::Saved { managed }),
         DomainShutoffReason::Migrated => None,
-        DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => Some(Power::Off { ended: true }),
+        DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => {
+            Some(Power::Off { shut_down: true })
+        }
         // "Failed" includes a failed restore from saved memory that still exists.
         DomainShutoffReason::Unknown
         | DomainShutoffReason::Crashed
         | DomainShutoffReason::Failed
         | DomainShutoffReason::FromSnapshot
-        | DomainShutoffReason::Daemon => Some(Power::Off { ended: false }),
+        | DomainShutoffReason::Daemon => Some(Power::Off { shut_down: false }),
     }
 }
 
@@ -289,7 +292,7 @@ impl Session {
         self.snapshot(node)
     }
 
-    fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
         let before = self.snapshot(node)?;
         if before.live.find(disk.uuid).is_some() {
             return Ok(());
@@ -382,9 +385,9 @@ impl Hypervisor for Libvirt {
         Ok(NodeFacts { power: now.power, max_disks: max_disks(&now), host })
     }
 
-    async fn survey(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
+    async fn describe_all(&self, nodes: &[Uuid]) -> Result<HashMap<Uuid, NodeFacts>> {
         let nodes = nodes.to_vec();
-        self.with(move |session| session.survey(&nodes)).await
+        self.with(move |session| session.describe_all(&nodes)).await
     }
 
     async fn presence(&self, node: Uuid, disks: &[Disk]) -> Result<Presence> {
@@ -395,28 +398,28 @@ impl Hypervisor for Libvirt {
         Ok(Presence { facts, disks })
     }
 
-    async fn plugged(&self) -> Result<Vec<Plugged>> {
-        self.with(Session::plugged).await
+    async fn attached_disks(&self) -> Result<Vec<AttachedDisk>> {
+        self.with(Session::attached_disks).await
     }
 
-    async fn plug(&self, node: Uuid, disk: &Disk) -> Result<()> {
+    async fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
         let _guard = self.changes.lock(node).await;
         let disk = disk.clone();
-        self.with(move |session| session.plug(node, &disk)).await
+        self.with(move |session| session.attach(node, &disk)).await
     }
 
-    async fn unplug(&self, node: Uuid, disk: &Disk) -> Result<Unplugged> {
+    async fn detach(&self, node: Uuid, disk: &Disk) -> Result<DetachOutcome> {
         let uuid = disk.uuid;
         let (start, mut paused) = (Instant::now(), false);
         loop {
             match tokio::time::timeout(REQUEST_TIMEOUT, self.request_detach(node, uuid)).await {
                 Ok(gone) => {
                     if gone? {
-                        return Ok(Unplugged::Gone);
+                        return Ok(DetachOutcome::Detached);
                     }
                 }
                 Err(_) => {
-                    return Ok(Unplugged::StillThere(format!(
+                    return Ok(DetachOutcome::StillAttached(format!(
                         "libvirt at {} has not completed the request to detach the disk {uuid} from domain {node} after {} s; \
                          its QEMU process may hang",
                         self.uri,
@@ -431,12 +434,12 @@ impl Hypervisor for Libvirt {
                 pause = (pause * 2).min(Duration::from_millis(500));
                 let (now, _) = self.snapshot(node).await?;
                 if now.live.find(uuid).is_none() {
-                    return Ok(Unplugged::Gone);
+                    return Ok(DetachOutcome::Detached);
                 }
                 paused = matches!(now.power, Power::Running { executing: false });
             }
             if start.elapsed() > DETACH_TIMEOUT {
-                return Ok(Unplugged::StillThere(format!(
+                return Ok(DetachOutcome::StillAttached(format!(
                     "domain {node} has not released the disk {uuid} after {} s; {}",
                     start.elapsed().as_secs(),
                     if paused { "it is paused" } else { "its guest may hang or lack ACPI support" }
@@ -464,7 +467,7 @@ impl Hypervisor for Libvirt {
         virsh::throttle(&self.uri, node, &found.target, &disk.qos).await
     }
 
-    async fn stalled(&self) -> Result<Vec<Stalled>> {
+    async fn paused_vms(&self) -> Result<Vec<PausedVm>> {
         let paused = self.with(Session::paused_for_errors).await?;
         let mut vms = Vec::new();
         for one in paused {

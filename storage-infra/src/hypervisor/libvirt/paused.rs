@@ -9,13 +9,13 @@ use virt::sys;
 use super::Session;
 use super::listing::Listed;
 use super::virsh::DiskError;
-use crate::hypervisor::{Result, Stalled};
+use crate::hypervisor::{PausedVm, Result};
 
 impl Listed {
     /// The paused virtual machine, with its failed disks.
-    pub(super) fn into_paused_vm(self, errors: &[DiskError]) -> Stalled {
+    pub(super) fn into_paused_vm(self, errors: &[DiskError]) -> PausedVm {
         let mut vm =
-            Stalled { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
+            PausedVm { node: self.node, name: self.name, out_of_space: Vec::new(), failed: Vec::new() };
         for error in errors {
             let disk = self.live.disks.iter().find(|disk| disk.target == error.target);
             match disk.and_then(|disk| disk.uuid).filter(|_| error.is_out_of_space) {

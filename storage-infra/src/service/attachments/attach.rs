@@ -9,8 +9,8 @@ use super::{AttachmentContext, Progress, describe};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Blank, Tx};
 use crate::engine::Object;
-use crate::hypervisor::{HypervisorError, Unplugged};
-use crate::service::admission::{Admission, Wish, admit_and_write};
+use crate::hypervisor::{DetachOutcome, HypervisorError};
+use crate::service::admission::{Admission, AttachRequest, admit_and_write};
 use crate::service::{Failure, Result, Service, seconds};
 
 /// Failure of an attach, by the state of the disk.
@@ -36,18 +36,18 @@ impl Service {
             .run(move |tx| -> Result<_> {
                 Ok(match trigger {
                     Trigger::Request(spec, replaces) => {
-                        let wish = Wish { id: &key, spec: &spec, replaces: replaces.as_ref() };
-                        Some(admit_and_write(tx, wish)?)
+                        let request = AttachRequest { id: &key, spec: &spec, replaces: replaces.as_ref() };
+                        Some(admit_and_write(tx, request)?)
                     }
-                    Trigger::Catalog => tx.attachment(&key)?.map(Admission::There),
+                    Trigger::Catalog => tx.attachment(&key)?.map(Admission::Exists),
                 })
             })
             .await?;
         let Some(admission) = admitted else { return Ok(Progress::Gone) };
         match &admission {
-            Admission::There(_) => {}
+            Admission::Exists(_) => {}
             Admission::New(_) => self.emit(EventKind::Attachment, id, Change::Created),
-            Admission::Instead { of, .. } => {
+            Admission::Replaces { of, .. } => {
                 tracing::info!(attachment = %id, earlier = %of, "replaced an earlier attachment and took over its disk");
                 self.clear_disk_lost(of);
                 self.emit(EventKind::Attachment, of, Change::Deleted);
@@ -67,7 +67,7 @@ impl Service {
             .await?;
         let Some(mut context) = current else { return Ok(Progress::Gone) };
         if context.row.state == AttachmentState::Detaching {
-            return Ok(Progress::UnderWay(context.to_attachment()));
+            return Ok(Progress::InProgress(context.to_attachment()));
         }
         if by_catalog && context.row.state == AttachmentState::Attached {
             self.log_if_lost(&context.row).await;
@@ -82,7 +82,7 @@ impl Service {
                 self.has_run(context.row.node);
                 context.row.state = AttachmentState::Attached;
                 context.row.message = None;
-                Ok(Progress::Plugged(context.to_attachment()))
+                Ok(Progress::Attached(context.to_attachment()))
             }
             Err(AttachError::NotAttached(failure)) if context.row.state == AttachmentState::Attaching => {
                 // Confirmed not attached: roll back.
@@ -91,7 +91,7 @@ impl Service {
                     .catalog
                     .run(move |tx| -> Result<_> { Ok(tx.refuse_attachment(&key, seconds())?) })
                     .await?;
-                audit::forgot(format!("attachment {id}"), "its disk was not attached");
+                audit::log_removal(format!("attachment {id}"), "its disk was not attached");
                 self.clear_disk_lost(id);
                 self.0.retries.forget(id);
                 self.emit(EventKind::Attachment, id, Change::Deleted);
@@ -135,11 +135,11 @@ impl Service {
             context.row.blank = self.attest(context).await.map_err(AttachError::Unknown)?;
         }
         let disk = context.disk(source);
-        let Err(error) = hypervisor.plug(context.row.node, &disk).await else { return Ok(()) };
+        let Err(error) = hypervisor.attach(context.row.node, &disk).await else { return Ok(()) };
         let not_attached = match &error {
             // An earlier attach may have succeeded before the VM was migrated or saved.
             HypervisorError::NotRunning(_) => {
-                is_new || matches!(self.prove_detached(context, &disk).await, Ok(Unplugged::Gone))
+                is_new || matches!(self.prove_detached(context, &disk).await, Ok(DetachOutcome::Detached))
             }
             HypervisorError::Refused(_) | HypervisorError::Full(_) => true,
             HypervisorError::Unreachable(_) | HypervisorError::Uncertain(_) => false,

@@ -5,7 +5,7 @@ use infra_api::{AttachmentId, AttachmentState, Change, EventKind};
 use super::{AttachmentContext, Progress, describe};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Tx};
-use crate::hypervisor::{Disk, Unplugged};
+use crate::hypervisor::{DetachOutcome, Disk};
 use crate::service::{Result, Service, seconds};
 
 impl Service {
@@ -38,17 +38,17 @@ impl Service {
         let disk = context.disk(self.engine_of(&context.pool).source(&context.volume.id));
         let result = self.detach_disk(&context, &disk).await;
         let result = match result {
-            Ok(Unplugged::Gone) => self.prove_detached(&context, &disk).await,
+            Ok(DetachOutcome::Detached) => self.prove_detached(&context, &disk).await,
             other => other,
         };
         let why = match result {
-            Ok(Unplugged::Gone) => {
+            Ok(DetachOutcome::Detached) => {
                 let key = id.clone();
                 self.0
                     .catalog
                     .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
                     .await?;
-                audit::forgot(format!("attachment {id}"), "its disk is proven to be detached");
+                audit::log_removal(format!("attachment {id}"), "its disk is proven to be detached");
                 self.update_record_soon(&context.row.volume);
                 self.clear_disk_lost(id);
                 self.0.retries.forget(id);
@@ -56,7 +56,7 @@ impl Service {
                 tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "detached");
                 return Ok(Progress::Gone);
             }
-            Ok(Unplugged::StillThere(why)) => Ok(why),
+            Ok(DetachOutcome::StillAttached(why)) => Ok(why),
             Err(failure) => Err(failure),
         };
         let message = match &why {
@@ -68,14 +68,14 @@ impl Service {
             self.set_state(id, AttachmentState::Detaching, Some(message.clone())).await?;
         }
         context.row.message = Some(message);
-        why.map(|_| Progress::UnderWay(context.to_attachment()))
+        why.map(|_| Progress::InProgress(context.to_attachment()))
     }
 
     /// Detaches a disk, unless another server serves its pool: that server's catalog is authoritative.
-    async fn detach_disk(&self, context: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
+    async fn detach_disk(&self, context: &AttachmentContext, disk: &Disk) -> Result<DetachOutcome> {
         self.refuse_served_elsewhere(&context.row).await?;
         let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
-        hypervisor.unplug(context.row.node, disk).await.map_err(|error| describe(error, context))
+        hypervisor.detach(context.row.node, disk).await.map_err(|error| describe(error, context))
     }
 }
 

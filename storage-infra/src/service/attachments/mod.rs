@@ -17,8 +17,8 @@ mod retries;
 use std::time::Duration;
 
 use infra_api::{
-    Access, Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, Problem,
-    ProblemCode, VolumeId, What,
+    Access, Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, ObjectKind,
+    Problem, ProblemCode, VolumeId,
 };
 use uuid::Uuid;
 
@@ -39,9 +39,9 @@ pub(super) const ENDED_ID_RETENTION: Duration = Duration::from_secs(24 * 60 * 60
 #[derive(Debug, Clone)]
 pub enum Progress {
     /// The disk is attached to the VM.
-    Plugged(Attachment),
+    Attached(Attachment),
     /// The operation is still running, or must be requested again.
-    UnderWay(Attachment),
+    InProgress(Attachment),
     /// The attachment does not exist, and its disk is not in the VM.
     Gone,
 }
@@ -56,8 +56,9 @@ struct AttachmentContext {
 
 impl AttachmentContext {
     fn of(tx: &Tx<'_>, row: AttachmentRow) -> Result<Self> {
-        let volume = tx.volume(&row.volume)?.ok_or_else(|| Failure::not_found(What::Volume, &row.volume))?;
-        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(What::Node, row.node))?;
+        let volume =
+            tx.volume(&row.volume)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &row.volume))?;
+        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(ObjectKind::Node, row.node))?;
         Ok(Self { pool: pool_of(tx, &volume)?, row, volume, node })
     }
 
@@ -121,8 +122,10 @@ impl Service {
                 let Some(row) = tx.attachment(&id)? else { return Ok(Progress::Gone) };
                 let attachment = AttachmentContext::of(tx, row)?.to_attachment();
                 Ok(match attachment.state {
-                    AttachmentState::Attached => Progress::Plugged(attachment),
-                    AttachmentState::Attaching | AttachmentState::Detaching => Progress::UnderWay(attachment),
+                    AttachmentState::Attached => Progress::Attached(attachment),
+                    AttachmentState::Attaching | AttachmentState::Detaching => {
+                        Progress::InProgress(attachment)
+                    }
                 })
             })
             .await
@@ -142,7 +145,7 @@ impl Service {
             Some(Operation { kind: Kind::Detach, .. }) => {
                 let detail = format!("the attachment {id} is being detached; its ID is not reused");
                 return Err(Problem::new(ProblemCode::Unavailable, detail)
-                    .about(What::Attachment, id)
+                    .about(ObjectKind::Attachment, id)
                     .into());
             }
             // Another spec with the same ID is decided after the running operation.
@@ -151,7 +154,7 @@ impl Service {
         match self.await_operation(wait, work, &id).await? {
             Progress::Gone => {
                 let detail = format!("the attachment {id} waits for other operations on its volume; retry");
-                Err(Problem::new(ProblemCode::Unavailable, detail).about(What::Attachment, id).into())
+                Err(Problem::new(ProblemCode::Unavailable, detail).about(ObjectKind::Attachment, id).into())
             }
             progress => Ok(progress),
         }
@@ -186,8 +189,10 @@ impl Service {
 fn describe(error: HypervisorError, context: &AttachmentContext) -> Failure {
     let mut failure = Failure::from(error);
     let (what, id) = match failure.code() {
-        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => (What::Node, context.row.node.to_string()),
-        _ => (What::Attachment, context.row.id.to_string()),
+        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => {
+            (ObjectKind::Node, context.row.node.to_string())
+        }
+        _ => (ObjectKind::Attachment, context.row.id.to_string()),
     };
     failure.0.detail = format!(
         "volume {} on node {} ({}): {}",

@@ -54,9 +54,9 @@ impl Service {
     ) -> Result<Progress> {
         let started = tokio::time::Instant::now();
         match tokio::time::timeout(wait, work).await {
-            Ok(Ok(Progress::UnderWay(attachment))) => {
+            Ok(Ok(Progress::InProgress(attachment))) => {
                 tokio::time::sleep_until(started + wait.min(INCOMPLETE_RESPONSE_DELAY)).await;
-                Ok(Progress::UnderWay(attachment))
+                Ok(Progress::InProgress(attachment))
             }
             Ok(result) => result,
             Err(_) => self.progress(id).await,
@@ -83,7 +83,7 @@ impl Service {
         let mut operations = self.lock_operations();
         let before = operations.get(&id).map(|operation| operation.work.clone());
         let (service, key) = (self.clone(), id.clone());
-        let task = self.0.tasks.spawn(audit::acting(audit::actor(), async move {
+        let task = self.0.tasks.spawn(audit::with_actor(audit::actor(), async move {
             if let Some(before) = before {
                 let _ = before.await;
             }

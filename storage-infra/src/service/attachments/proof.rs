@@ -9,7 +9,7 @@ use super::{AttachmentContext, describe};
 use crate::engine::image_lock::{Holder, holder};
 use crate::engine::{DiskSource, EngineError};
 use crate::hypervisor::libvirt::LIBVIRT;
-use crate::hypervisor::{Disk, Power, Unplugged};
+use crate::hypervisor::{DetachOutcome, Disk, Power};
 use crate::service::{Result, Service};
 
 /// Time for QEMU to close the image of a detached disk.
@@ -20,10 +20,14 @@ const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 impl Service {
     /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
     /// and report its VM as off; or the VM is saved or runs elsewhere.
-    pub(super) async fn prove_detached(&self, context: &AttachmentContext, disk: &Disk) -> Result<Unplugged> {
+    pub(super) async fn prove_detached(
+        &self,
+        context: &AttachmentContext,
+        disk: &Disk,
+    ) -> Result<DetachOutcome> {
         let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
         if hypervisor.kind() != LIBVIRT {
-            return Ok(Unplugged::Gone);
+            return Ok(DetachOutcome::Detached);
         }
         let presence = hypervisor
             .presence(context.row.node, std::slice::from_ref(disk))
@@ -31,10 +35,10 @@ impl Service {
             .map_err(|error| describe(error, context))?;
         if presence.disks.contains(&disk.uuid) {
             let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
-            return Ok(Unplugged::StillThere(why));
+            return Ok(DetachOutcome::StillAttached(why));
         }
         match self.prove_off(&context.node, &presence.facts).await? {
-            Unplugged::Gone => self.prove_closed(context, disk, presence.facts.power).await,
+            DetachOutcome::Detached => self.prove_closed(context, disk, presence.facts.power).await,
             still_holding => Ok(still_holding),
         }
     }
@@ -45,26 +49,26 @@ impl Service {
         context: &AttachmentContext,
         disk: &Disk,
         power: Power,
-    ) -> Result<Unplugged> {
+    ) -> Result<DetachOutcome> {
         let volume = context.volume.id.clone();
         let rows =
             self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachments(None, Some(&volume))?) }).await?;
         if rows.iter().any(|row| row.id != context.row.id) {
-            return Ok(Unplugged::Gone);
+            return Ok(DetachOutcome::Detached);
         }
         let lock = self.still_open(context, disk).await;
         let name = &context.node.spec.name;
         Ok(match lock {
-            Ok(None) => Unplugged::Gone,
-            Ok(Some(holder)) => Unplugged::StillThere(format!(
+            Ok(None) => DetachOutcome::Detached,
+            Ok(Some(holder)) => DetachOutcome::StillAttached(format!(
                 "the VM {name} is {} without the disk {} according to its hypervisor, but {holder} has it open; this may be a QEMU \
                  process that libvirt lost: end it once you are certain that it is not needed",
                 power.state(),
                 disk.uuid
             )),
             // A running QEMU has confirmed itself that it closed the disk.
-            Err(_) if power.state() == NodeState::Running => Unplugged::Gone,
-            Err(why) => Unplugged::StillThere(format!(
+            Err(_) if power.state() == NodeState::Running => DetachOutcome::Detached,
+            Err(why) => DetachOutcome::StillAttached(format!(
                 "the VM {name} is {}, but cannot check whether a process still has the disk {} open: {why}",
                 power.state(),
                 disk.uuid

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use super::super::{Informer, Key};
 use super::*;
 use crate::health::Health;
-use crate::latest::Latest;
+use crate::mutation_cache::MutationCache;
 
 type Answer = Response<UnsyncBoxBody<Bytes, std::convert::Infallible>>;
 
@@ -147,7 +147,7 @@ async fn a_silent_watch_is_replaced_by_a_relist() {
     while !health.failing().is_empty() {
         tokio::time::sleep(BACKOFF.0).await;
     }
-    assert!(informer.trouble().is_none());
+    assert!(informer.watch_error().is_none());
     stop.cancel();
 }
 
@@ -225,7 +225,7 @@ async fn a_failed_watch_is_resumed_and_the_check_passes_without_events() {
     while server.watches.load(Ordering::SeqCst) < 3 || !health.failing().is_empty() {
         tokio::time::sleep(BACKOFF.0).await;
     }
-    assert!(informer.trouble().is_none());
+    assert!(informer.watch_error().is_none());
     assert_eq!(server.lists.load(Ordering::SeqCst), 1, "no relist is needed");
     stop.cancel();
 }
@@ -243,7 +243,7 @@ async fn a_restarted_server_is_retried_soon_although_it_refuses_requests_and_exp
         tokio::time::sleep(BACKOFF.0).await;
     }
     server.is_unreachable.store(true, Ordering::SeqCst);
-    while informer.trouble().is_none() {
+    while informer.watch_error().is_none() {
         tokio::time::sleep(BACKOFF.0).await;
     }
     tokio::time::sleep(10 * BACKOFF.1).await;
@@ -270,21 +270,21 @@ async fn an_own_write_is_used_until_the_watch_has_passed_it() {
     *server.object.lock().unwrap() = ("1".to_owned(), "other".to_owned());
     *server.answers.lock().unwrap() = vec![Ok(bookmark("6"))];
     let (informer, _health, stop) = start_informer(&server);
-    let latest = Latest::new(informer.clone());
+    let cache = MutationCache::new(informer.clone());
     let (key, later) = own_write("7");
-    latest.created(later);
+    cache.created(later);
     while informer.last_sync().version < Some(6) {
         tokio::time::sleep(BACKOFF.0).await;
     }
-    assert!(latest.get(&key).is_some());
+    assert!(cache.get(&key).is_some());
     // Created and deleted before the watch began.
     let (key, earlier) = own_write("5");
-    latest.created(earlier);
-    assert!(latest.get(&key).is_none());
+    cache.created(earlier);
+    assert!(cache.get(&key).is_none());
     // A restored server reuses versions that the watch has passed.
     let changed: ConfigMap = k8s_openapi::serde_json::from_value(object("3", "changed")).unwrap();
-    latest.changed(changed);
-    let now = latest.get(&Key::new("n", "c")).unwrap();
+    cache.changed(changed);
+    let now = cache.get(&Key::new("n", "c")).unwrap();
     assert_eq!(now.metadata.resource_version.as_deref(), Some("3"));
     assert_eq!(server.lists.load(Ordering::SeqCst), 1);
     stop.cancel();
@@ -296,15 +296,15 @@ async fn an_own_write_is_dropped_after_a_relist() {
     *server.object.lock().unwrap() = ("1".to_owned(), "restored".to_owned());
     let (informer, _health, stop) = start_informer(&server);
     informer.synced().await;
-    let latest = Latest::new(informer);
+    let cache = MutationCache::new(informer);
     let (key, later) = own_write("7");
-    latest.created(later);
+    cache.created(later);
     tokio::time::sleep(MAX_SILENCE).await;
-    assert!(latest.get(&key).is_some());
+    assert!(cache.get(&key).is_some());
     while server.lists.load(Ordering::SeqCst) < 2 {
         tokio::time::sleep(BACKOFF.1).await;
     }
-    assert!(latest.get(&key).is_none());
+    assert!(cache.get(&key).is_none());
     stop.cancel();
 }
 

@@ -16,22 +16,22 @@ use uuid::Uuid;
 use super::{Catalog, CatalogError, Result, Tx};
 
 /// File name of the catalog in the data directory.
-pub const FILE: &str = "catalog.sqlite";
+pub const CATALOG_FILE: &str = "catalog.sqlite";
 /// File name of the list of registered objects.
-const KNOWN: &str = "known.json";
+const REGISTERED_FILE: &str = "known.json";
 
 /// Pools and nodes that were registered by an operator or controller.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Known {
+pub struct Registered {
     /// The pools.
-    pub pools: Vec<KnownPool>,
+    pub pools: Vec<RegisteredPool>,
     /// The nodes.
-    pub nodes: Vec<KnownNode>,
+    pub nodes: Vec<RegisteredNode>,
 }
 
 /// A registered node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KnownNode {
+pub struct RegisteredNode {
     /// Its UUID.
     pub uuid: Uuid,
     /// The spec of the last request.
@@ -40,7 +40,7 @@ pub struct KnownNode {
 
 /// A registered pool.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KnownPool {
+pub struct RegisteredPool {
     /// Its name.
     pub name: PoolName,
     /// Its directory.
@@ -49,7 +49,7 @@ pub struct KnownPool {
 
 /// The error for an unusable catalog, with instructions.
 pub(super) fn damaged(data_dir: &Path, why: impl std::fmt::Display) -> CatalogError {
-    let (file, dir) = (data_dir.join(FILE), data_dir.display());
+    let (file, dir) = (data_dir.join(CATALOG_FILE), data_dir.display());
     CatalogError::Damaged(format!(
         "the catalog {} {why}; the server does not start, because it would report existing volumes as deleted. Keep the \
          file; then restore a backup of it, or rebuild it from the pools: `storage-infra recover --data-dir {dir}` shows \
@@ -58,10 +58,10 @@ pub(super) fn damaged(data_dir: &Path, why: impl std::fmt::Display) -> CatalogEr
     ))
 }
 
-impl Known {
+impl Registered {
     fn of(tx: &Tx<'_>) -> Result<Self> {
-        let pool = |row: super::PoolRow| KnownPool { name: row.name, path: row.spec.path.into() };
-        let node = |row: super::NodeRow| KnownNode { uuid: row.uuid, spec: row.spec };
+        let pool = |row: super::PoolRow| RegisteredPool { name: row.name, path: row.spec.path.into() };
+        let node = |row: super::NodeRow| RegisteredNode { uuid: row.uuid, spec: row.spec };
         Ok(Self {
             pools: tx.pools()?.into_iter().map(pool).collect(),
             nodes: tx.nodes()?.into_iter().map(node).collect(),
@@ -70,8 +70,8 @@ impl Known {
 }
 
 /// Reads the list of registered objects. Empty if there is none.
-pub fn known(data_dir: &Path) -> Result<Known> {
-    let path = data_dir.join(KNOWN);
+pub fn read_registered(data_dir: &Path) -> Result<Registered> {
+    let path = data_dir.join(REGISTERED_FILE);
     let failed = |why: String| {
         CatalogError::Unusable(format!(
             "cannot read {}, the list of pools and nodes: {why}; it may be removed if the catalog beside it is intact or if the \
@@ -81,32 +81,35 @@ pub fn known(data_dir: &Path) -> Result<Known> {
     };
     match fs::read(&path) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string())),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Known::default()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Registered::default()),
         Err(error) => Err(failed(error.to_string())),
     }
 }
 
 /// Writes the list of registered objects.
-pub fn write_known(data_dir: &Path, list: &Known) -> Result<()> {
+pub fn write_registered(data_dir: &Path, list: &Registered) -> Result<()> {
     let write = || -> io::Result<()> {
         let mut file = tempfile::NamedTempFile::new_in(data_dir)?;
         file.write_all(&serde_json::to_vec_pretty(list)?)?;
         file.as_file().sync_all()?;
-        file.persist(data_dir.join(KNOWN))?;
+        file.persist(data_dir.join(REGISTERED_FILE))?;
         File::open(data_dir)?.sync_all()
     };
     // Do not write an unchanged list: a server must start on a full disk.
-    if known(data_dir).is_ok_and(|known| known == *list) {
+    if read_registered(data_dir).is_ok_and(|known| known == *list) {
         return Ok(());
     }
     write().map_err(|error| {
-        CatalogError::Unwritable(format!("cannot write {}: {error}", data_dir.join(KNOWN).display()))
+        CatalogError::Unwritable(format!(
+            "cannot write {}: {error}",
+            data_dir.join(REGISTERED_FILE).display()
+        ))
     })
 }
 
 /// Fails if a catalog existed and is lost.
 pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
-    let size = match fs::metadata(data_dir.join(FILE)) {
+    let size = match fs::metadata(data_dir.join(CATALOG_FILE)) {
         Ok(meta) => Some(meta.len()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => return Err(damaged(data_dir, format_args!("cannot be examined: {error}"))),
@@ -116,7 +119,7 @@ pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
         Some(0) => "is empty",
         Some(_) => return Ok(()),
     };
-    let pools = known(data_dir)?.pools;
+    let pools = read_registered(data_dir)?.pools;
     if pools.is_empty() {
         return Ok(());
     }
@@ -128,7 +131,7 @@ pub(super) fn refuse_lost(data_dir: &Path) -> Result<()> {
 /// Fails if the file is not a catalog or fails SQLite's integrity checks. Runs before anything is written to it.
 pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result<()> {
     let version: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
-    if version == 0 && !known(data_dir)?.pools.is_empty() {
+    if version == 0 && !read_registered(data_dir)?.pools.is_empty() {
         return Err(damaged(data_dir, "has no tables, but pools are registered"));
     }
     let mut found: Vec<String> = Vec::new();
@@ -148,11 +151,11 @@ pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result
 }
 
 /// Decodes every row once, so that a corrupt row fails the start instead of a later operation.
-pub(super) fn read_all(tx: &Tx<'_>) -> Result<Known> {
+pub(super) fn read_all(tx: &Tx<'_>) -> Result<Registered> {
     tx.volumes("", usize::MAX >> 1)?;
     tx.snapshots(None, "", usize::MAX >> 1)?;
     tx.attachments(None, None)?;
-    Known::of(tx)
+    Registered::of(tx)
 }
 
 impl Catalog {
@@ -160,11 +163,11 @@ impl Catalog {
     pub async fn save_registered(&self) -> Result<()> {
         // Held until the list is written, so that concurrent changes do not leave an older list.
         let registered_lock = self.0.registered_lock.clone().lock_owned().await;
-        let known = self.read(Known::of).await?;
+        let known = self.read(Registered::of).await?;
         let data_dir = self.0.data_dir.clone();
         let writing = tokio::task::spawn_blocking(move || {
             let _remembering = registered_lock;
-            write_known(&data_dir, &known)
+            write_registered(&data_dir, &known)
         });
         let broke =
             |error| CatalogError::Unwritable(format!("the list of pools and nodes was not written: {error}"));

@@ -1,7 +1,7 @@
 //! Volume entries of a VirtualMachine: pure rules that plan changes of `spec.volumes` and interpret `status.volumes`.
 //! The model of the attach protocol (crate `model`) runs the same code.
 
-use crds::names::{ANNOTATION_VOLUMES_CONFIRMED, entries_shown};
+use crds::names::{ANNOTATION_VOLUMES_CONFIRMED, entry_candidates};
 use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume, VirtualMachineVolumeStatus};
 use json_patch::jsonptr::PointerBuf;
 use json_patch::{AddOperation, PatchOperation, RemoveOperation, TestOperation};
@@ -13,7 +13,7 @@ const CONFIRMED: &str = "/metadata/annotations/nestor.dev~1volumes-confirmed";
 
 /// Change of one volume entry.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Change {
+pub enum EntryChange {
     /// Add the entry.
     Add {
         /// Name of the entry.
@@ -34,7 +34,7 @@ pub enum Change {
 
 /// UID and generation of a VM after a change was committed. Older states do not reflect the change.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct Committed {
+pub struct Revision {
     /// UID of the VM.
     pub uid: String,
     /// Generation of its spec.
@@ -42,8 +42,8 @@ pub struct Committed {
 }
 
 /// UID and generation of a VM.
-pub fn committed(vm: &VirtualMachine) -> Committed {
-    Committed {
+pub fn revision(vm: &VirtualMachine) -> Revision {
+    Revision {
         uid: vm.metadata.uid.clone().unwrap_or_default(),
         generation: vm.metadata.generation.unwrap_or_default(),
     }
@@ -54,7 +54,7 @@ pub fn committed(vm: &VirtualMachine) -> Committed {
 pub enum Refusal {
     /// An entry of this name exists for something else.
     #[error("entry {name} of VirtualMachine {vm_name} is for {found}, not for claim {claim}")]
-    Taken {
+    NameTaken {
         /// Name of the VM.
         vm_name: String,
         /// Name of the entry.
@@ -68,7 +68,7 @@ pub enum Refusal {
     #[error(
         "entry {name} of VirtualMachine {vm_name} can't be added until the disk of its earlier use is detached"
     )]
-    Leaving {
+    Detaching {
         /// Name of the VM.
         vm_name: String,
         /// Name of the entry.
@@ -76,9 +76,9 @@ pub enum Refusal {
     },
 }
 
-/// Plan of a batch of changes.
+/// PatchPlan of a batch of changes.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Plan {
+pub struct PatchPlan {
     /// The JSON Patch; empty if nothing changes.
     pub operations: Vec<PatchOperation>,
     /// For each change, why it was refused.
@@ -91,7 +91,7 @@ pub struct Plan {
 /// An attach that finds its entry present changes nothing in the spec, but must invalidate all removals that were
 /// planned before. It therefore updates an annotation, which every removal tests. If the annotation is missing, the
 /// removal tests the resourceVersion instead.
-pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
+pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -> PatchPlan {
     let volumes = &vm.spec.volumes;
     let mut refused = vec![None; changes.len()];
     let mut removed: Vec<usize> = Vec::new();
@@ -99,12 +99,12 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     let mut confirms = false;
     for (index, change) in changes.iter().enumerate() {
         match change {
-            Change::Remove { name } => {
+            EntryChange::Remove { name } => {
                 added.retain(|entry| &entry.name != name);
                 let found = volumes.iter().position(|entry| &entry.name == name);
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
-            Change::Add { name, claim, read_only, multi_writer } => {
+            EntryChange::Add { name, claim, read_only, multi_writer } => {
                 let source = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
                 let kept = volumes
                     .iter()
@@ -112,9 +112,9 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                     .filter(|(at, _)| !removed.contains(at))
                     .map(|(_, entry)| entry);
                 match kept.chain(&added).find(|entry| &entry.name == name) {
-                    None if disks(vm, name).next().is_some() => {
+                    None if entry_statuses(vm, name).next().is_some() => {
                         let (vm_name, name) = (vm_name.to_owned(), name.clone());
-                        refused[index] = Some(Refusal::Leaving { vm_name, name });
+                        refused[index] = Some(Refusal::Detaching { vm_name, name });
                     }
                     None => added.push(VirtualMachineVolume {
                         name: name.clone(),
@@ -126,7 +126,7 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
                         confirms |= added.iter().all(|one| &one.name != name);
                     }
                     Some(entry) => {
-                        refused[index] = Some(Refusal::Taken {
+                        refused[index] = Some(Refusal::NameTaken {
                             vm_name: vm_name.to_owned(),
                             name: name.clone(),
                             found: describe(entry),
@@ -167,7 +167,7 @@ pub fn plan(vm_name: &str, vm: &VirtualMachine, changes: &[Change]) -> Plan {
     if confirms {
         operations.push(confirm(vm));
     }
-    Plan { operations, refused }
+    PatchPlan { operations, refused }
 }
 
 /// The resourceVersion at which an attach last confirmed its entry.
@@ -206,23 +206,23 @@ fn pointer(path: &str) -> PointerBuf {
 }
 
 /// Whether the VM's spec has the claim; if so, whether read-only.
-pub fn wants(vm: &VirtualMachine, claim: &str) -> Option<bool> {
+pub fn spec_read_only(vm: &VirtualMachine, claim: &str) -> Option<bool> {
     let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
     sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
 }
 
 /// Status of an entry that is in the spec.
-fn disk<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
+fn entry_status<'a>(vm: &'a VirtualMachine, entry: &str) -> Option<&'a VirtualMachineVolumeStatus> {
     statuses(vm).find(|disk| disk.name == entry)
 }
 
 /// All statuses of an entry: of the entry in the spec, and of disks that are being detached, which the VM Operator
 /// lists under another name.
-pub fn disks<'a>(
+pub fn entry_statuses<'a>(
     vm: &'a VirtualMachine,
     entry: &str,
 ) -> impl Iterator<Item = &'a VirtualMachineVolumeStatus> {
-    statuses(vm).filter(move |disk| entries_shown(&disk.name).any(|shown| shown == entry))
+    statuses(vm).filter(move |disk| entry_candidates(&disk.name).any(|shown| shown == entry))
 }
 
 fn statuses(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeStatus> {
@@ -230,33 +230,33 @@ fn statuses(vm: &VirtualMachine) -> impl Iterator<Item = &VirtualMachineVolumeSt
 }
 
 /// The error that the VM reports for an entry.
-pub fn failure(vm: &VirtualMachine, entry: &str) -> Option<String> {
-    disks(vm, entry).find_map(|disk| disk.error.clone())
+pub fn reported_error(vm: &VirtualMachine, entry: &str) -> Option<String> {
+    entry_statuses(vm, entry).find_map(|disk| disk.error.clone())
 }
 
 /// Whether a disk of the entry is attached.
-pub fn is_plugged(vm: &VirtualMachine, entry: &str) -> bool {
-    disks(vm, entry).any(|disk| disk.attached)
+pub fn is_attached(vm: &VirtualMachine, entry: &str) -> bool {
+    entry_statuses(vm, entry).any(|disk| disk.attached)
 }
 
 /// UUID of the entry's disk.
 pub fn disk_uuid(vm: &VirtualMachine, entry: &str) -> Option<String> {
-    disks(vm, entry).find_map(|disk| disk.disk_uuid.clone())
+    entry_statuses(vm, entry).find_map(|disk| disk.disk_uuid.clone())
 }
 
 /// Whether the VM's spec has the claim, or its disk is still attached: an exclusive attach elsewhere must wait.
-pub fn holds(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
-    wants(vm, claim).is_some() || is_plugged(vm, entry)
+pub fn uses_claim(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
+    spec_read_only(vm, claim).is_some() || is_attached(vm, entry)
 }
 
 /// Whether the VM's spec or status references the claim, so that a detach has something to do.
-pub fn is_involved(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
-    wants(vm, claim).is_some() || disks(vm, entry).next().is_some()
+pub fn references_claim(vm: &VirtualMachine, claim: &str, entry: &str) -> bool {
+    spec_read_only(vm, claim).is_some() || entry_statuses(vm, entry).next().is_some()
 }
 
 /// First step of an attach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Begin {
+pub enum AttachStep {
     /// Refuse: the disk may be attached to one VM only, and another one has it.
     Elsewhere,
     /// Refuse: the entry exists with another access (read-only or writable, as given).
@@ -269,26 +269,26 @@ pub enum Begin {
 
 /// Decides the first step of an attach from the observed VM; `is_elsewhere` is set if the disk is exclusive and another
 /// VM has it.
-pub fn begin(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bool) -> Begin {
-    match wants(vm, claim) {
-        Some(now) if now != read_only => Begin::Differs(now),
+pub fn decide_attach(vm: &VirtualMachine, claim: &str, read_only: bool, is_elsewhere: bool) -> AttachStep {
+    match spec_read_only(vm, claim) {
+        Some(now) if now != read_only => AttachStep::Differs(now),
         // Two VMs that got the entry at the same time must not wait for each other: the storage infra decides.
-        Some(_) => Begin::Confirm,
-        None if is_elsewhere => Begin::Elsewhere,
-        None => Begin::Add,
+        Some(_) => AttachStep::Confirm,
+        None if is_elsewhere => AttachStep::Elsewhere,
+        None => AttachStep::Add,
     }
 }
 
 /// Whether an entry can be added: not while the disk of its earlier use is being detached, because the end of that
 /// would detach the disk again. For a missing VM (None), the write fails.
-pub fn may_be_added(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bool {
-    vm.is_none_or(|vm| wants(vm, claim).is_some() || disks(vm, entry).next().is_none())
+pub fn can_add_entry(vm: Option<&VirtualMachine>, claim: &str, entry: &str) -> bool {
+    vm.is_none_or(|vm| spec_read_only(vm, claim).is_some() || entry_statuses(vm, entry).next().is_none())
 }
 
 /// Whether a state is older than a change. A VM with another UID counts as older too: either it is, or the VM was
 /// replaced, which the next call detects.
-fn is_older(vm: &VirtualMachine, since: &Committed) -> bool {
-    let observed = committed(vm);
+fn is_older(vm: &VirtualMachine, since: &Revision) -> bool {
+    let observed = revision(vm);
     observed.uid != since.uid || observed.generation < since.generation
 }
 
@@ -304,16 +304,16 @@ pub struct AttachedDisk {
 }
 
 /// Result of an attach, if it is known: the disk, or an error that was not known before.
-pub fn attached(
+pub fn attach_result(
     vm: &VirtualMachine,
-    since: &Committed,
+    since: &Revision,
     entry: &str,
     known: Option<&String>,
 ) -> Option<Result<AttachedDisk, String>> {
     if is_older(vm, since) {
         return None;
     }
-    let disk = disk(vm, entry)?;
+    let disk = entry_status(vm, entry)?;
     match (&disk.disk_uuid, &disk.error) {
         (Some(uuid), _) if disk.attached => Some(Ok(AttachedDisk {
             uuid: uuid.clone(),
@@ -327,7 +327,7 @@ pub fn attached(
 
 /// A detach in progress.
 #[derive(Debug, Clone, Copy)]
-pub struct Leaving<'a> {
+pub struct PendingDetach<'a> {
     /// Name of the removed entry.
     pub entry: &'a str,
     /// UUID of the disk, if known: the disk is attached as long as any status has it.
@@ -338,19 +338,19 @@ pub struct Leaving<'a> {
 
 /// Result of a detach, if it is known: success when no status has the entry's name or the disk's UUID, or an error that
 /// was not known before. A VM that does not exist has no disks.
-pub fn detached(
+pub fn detach_result(
     vm: Option<&VirtualMachine>,
-    since: &Committed,
-    pending: Leaving<'_>,
+    since: &Revision,
+    pending: PendingDetach<'_>,
 ) -> Option<Result<(), String>> {
     let Some(vm) = vm else { return Some(Ok(())) };
     if is_older(vm, since) {
         return None;
     }
-    let Leaving { entry, disk, known } = pending;
+    let PendingDetach { entry, disk, known } = pending;
     let is_disk = |status: &&VirtualMachineVolumeStatus| {
         disk.is_some() && status.disk_uuid.as_deref() == disk
-            || entries_shown(&status.name).any(|shown| shown == entry)
+            || entry_candidates(&status.name).any(|shown| shown == entry)
     };
     let mut left = statuses(vm).filter(is_disk).peekable();
     if left.peek().is_none() {
@@ -360,9 +360,9 @@ pub fn detached(
 }
 
 /// Another entry for the claim, observed after a change: it was not created by gc-csi and keeps the disk attached.
-pub fn other_entry<'a>(
+pub fn foreign_entry<'a>(
     vm: &'a VirtualMachine,
-    since: &Committed,
+    since: &Revision,
     claim: &str,
     entry: &str,
 ) -> Option<&'a str> {
@@ -399,15 +399,15 @@ mod tests {
         vm
     }
 
-    fn add_change(name: &str) -> Change {
+    fn add_change(name: &str) -> EntryChange {
         let (name, claim) = (name.to_owned(), name.to_owned());
-        Change::Add { name, claim, read_only: false, multi_writer: false }
+        EntryChange::Add { name, claim, read_only: false, multi_writer: false }
     }
 
     /// Names of the entries after the API server applied the plan to `vm`.
-    fn entries_after(vm: &VirtualMachine, changes: &[Change]) -> Vec<String> {
+    fn entries_after(vm: &VirtualMachine, changes: &[EntryChange]) -> Vec<String> {
         let mut document = serde_json::to_value(vm).unwrap();
-        json_patch::patch(&mut document, &plan("vm", vm, changes).operations).unwrap();
+        json_patch::patch(&mut document, &plan_patch("vm", vm, changes).operations).unwrap();
         let vm: VirtualMachine = serde_json::from_value(document).unwrap();
         vm.spec.volumes.into_iter().map(|entry| entry.name).collect()
     }
@@ -415,7 +415,7 @@ mod tests {
     #[test]
     fn a_batch_of_changes_becomes_one_patch() {
         let vm = vm_with(&["a", "b", "c", "d"]);
-        let remove = |name: &str| Change::Remove { name: name.to_owned() };
+        let remove = |name: &str| EntryChange::Remove { name: name.to_owned() };
         assert_eq!(
             entries_after(&vm, &[remove("b"), add_change("e"), remove("d"), add_change("f")]),
             ["a", "c", "e", "f"]
@@ -428,14 +428,15 @@ mod tests {
     #[test]
     fn changes_without_effect_need_no_request() {
         let vm = vm_with(&["a"]);
-        let changes = [Change::Remove { name: "gone".to_owned() }, Change::Remove { name: "b".to_owned() }];
-        assert!(plan("vm", &vm, &changes).operations.is_empty());
+        let changes =
+            [EntryChange::Remove { name: "gone".to_owned() }, EntryChange::Remove { name: "b".to_owned() }];
+        assert!(plan_patch("vm", &vm, &changes).operations.is_empty());
     }
 
     /// The VM after the API server applied the plan.
-    fn changed(vm: &VirtualMachine, change: Change) -> VirtualMachine {
+    fn changed(vm: &VirtualMachine, change: EntryChange) -> VirtualMachine {
         let mut document = serde_json::to_value(vm).unwrap();
-        json_patch::patch(&mut document, &plan("vm", vm, &[change]).operations).unwrap();
+        json_patch::patch(&mut document, &plan_patch("vm", vm, &[change]).operations).unwrap();
         serde_json::from_value(document).unwrap()
     }
 
@@ -451,8 +452,8 @@ mod tests {
             annotated(json!({"other": "x"})),
             annotated(json!({ANNOTATION_VOLUMES_CONFIRMED: "5"})),
         ] {
-            let remove = Change::Remove { name: "b".to_owned() };
-            let late = plan("vm", &before, std::slice::from_ref(&remove)).operations;
+            let remove = EntryChange::Remove { name: "b".to_owned() };
+            let late = plan_patch("vm", &before, std::slice::from_ref(&remove)).operations;
             let mut after = changed(&before, add_change("a"));
             assert_eq!(after.spec.volumes, before.spec.volumes, "the spec and its generation stay");
             after.metadata.resource_version = Some("8".to_owned());
@@ -467,7 +468,7 @@ mod tests {
     fn a_later_status_does_not_conflict_with_a_removal() {
         let mut vm = changed(&vm_with(&["a"]), add_change("b"));
         assert_eq!(confirmed(&vm), Some("7"));
-        let late = plan("vm", &vm, &[Change::Remove { name: "a".to_owned() }]).operations;
+        let late = plan_patch("vm", &vm, &[EntryChange::Remove { name: "a".to_owned() }]).operations;
         vm.metadata.resource_version = Some("9".to_owned());
         assert!(json_patch::patch(&mut serde_json::to_value(&vm).unwrap(), &late).is_ok());
         assert_eq!(
@@ -481,9 +482,9 @@ mod tests {
     fn only_the_change_with_a_conflicting_name_is_refused() {
         let vm = vm_with(&["a"]);
         let (name, claim) = ("a".to_owned(), "a".to_owned());
-        let taken = Change::Add { name, claim, read_only: true, multi_writer: false };
-        let plan = plan("vm", &vm, &[taken, add_change("b")]);
-        assert!(matches!(plan.refused[0], Some(Refusal::Taken { .. })));
+        let taken = EntryChange::Add { name, claim, read_only: true, multi_writer: false };
+        let plan = plan_patch("vm", &vm, &[taken, add_change("b")]);
+        assert!(matches!(plan.refused[0], Some(Refusal::NameTaken { .. })));
         assert!(plan.refused[1].is_none());
         assert_eq!(plan.operations.len(), 5, "three tests, b, and the confirmation");
     }
@@ -492,8 +493,8 @@ mod tests {
     fn a_change_applies_only_to_the_observed_spec() {
         let mut vm = vm_with(&["a", "b"]);
         vm.metadata.annotations = Some([(ANNOTATION_VOLUMES_CONFIRMED.to_owned(), "5".to_owned())].into());
-        for change in [Change::Remove { name: "a".to_owned() }, add_change("c")] {
-            let patch = plan("vm", &vm, &[change]).operations;
+        for change in [EntryChange::Remove { name: "a".to_owned() }, add_change("c")] {
+            let patch = plan_patch("vm", &vm, &[change]).operations;
             let applies_to = |vm: &VirtualMachine| {
                 json_patch::patch(&mut serde_json::to_value(vm).unwrap(), &patch).is_ok()
             };
@@ -522,28 +523,29 @@ mod tests {
     fn an_entry_whose_disk_is_still_being_detached_is_not_added() {
         for name in ["a", "a:detaching", "a-1:detaching"] {
             let vm = vm_reporting(&[name]);
-            assert!(!may_be_added(Some(&vm), "a", "a") && may_be_added(Some(&vm), "c", "c"), "{name}");
-            let plan = plan("vm", &vm, &[add_change("a"), add_change("c")]);
-            assert!(matches!(plan.refused[..], [Some(Refusal::Leaving { .. }), None]), "{name}");
+            assert!(!can_add_entry(Some(&vm), "a", "a") && can_add_entry(Some(&vm), "c", "c"), "{name}");
+            let plan = plan_patch("vm", &vm, &[add_change("a"), add_change("c")]);
+            assert!(matches!(plan.refused[..], [Some(Refusal::Detaching { .. }), None]), "{name}");
         }
     }
 
     #[test]
     fn a_disk_that_is_listed_under_another_name_is_still_attached() {
-        let since = committed(&vm_with(&[]));
-        let pending = Leaving { entry: "a", disk: Some("d"), known: None };
+        let since = revision(&vm_with(&[]));
+        let pending = PendingDetach { entry: "a", disk: Some("d"), known: None };
         for name in ["a", "a:detaching", "a-1:detaching", "renamed"] {
-            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, pending), None, "{name}");
+            assert_eq!(detach_result(Some(&vm_reporting(&[name])), &since, pending), None, "{name}");
         }
-        assert_eq!(detached(Some(&vm_reporting(&[])), &since, pending), Some(Ok(())));
-        let unknown = Leaving { disk: None, ..pending };
-        assert_eq!(detached(Some(&vm_reporting(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
+        assert_eq!(detach_result(Some(&vm_reporting(&[])), &since, pending), Some(Ok(())));
+        let unknown = PendingDetach { disk: None, ..pending };
+        assert_eq!(detach_result(Some(&vm_reporting(&["b", "ab:detaching"])), &since, unknown), Some(Ok(())));
         for name in ["a:detaching", "a-1:detaching"] {
             assert!(
-                holds(&vm_reporting(&[name]), "a", "a") && is_involved(&vm_reporting(&[name]), "a", "a"),
+                uses_claim(&vm_reporting(&[name]), "a", "a")
+                    && references_claim(&vm_reporting(&[name]), "a", "a"),
                 "{name}"
             );
-            assert_eq!(detached(Some(&vm_reporting(&[name])), &since, unknown), None, "{name}");
+            assert_eq!(detach_result(Some(&vm_reporting(&[name])), &since, unknown), None, "{name}");
         }
     }
 
@@ -551,37 +553,40 @@ mod tests {
     fn a_detach_error_is_reported_once() {
         let mut vm = vm_reporting(&["a:detaching"]);
         vm.status.as_mut().unwrap().volumes[0].error = Some("busy".to_owned());
-        let since = committed(&vm);
-        let known = failure(&vm, "a");
-        let pending = Leaving { entry: "a", disk: None, known: None };
-        assert_eq!(detached(Some(&vm), &since, pending), Some(Err("busy".to_owned())));
-        assert_eq!(detached(Some(&vm), &since, Leaving { known: known.as_ref(), ..pending }), None);
+        let since = revision(&vm);
+        let known = reported_error(&vm, "a");
+        let pending = PendingDetach { entry: "a", disk: None, known: None };
+        assert_eq!(detach_result(Some(&vm), &since, pending), Some(Err("busy".to_owned())));
+        assert_eq!(
+            detach_result(Some(&vm), &since, PendingDetach { known: known.as_ref(), ..pending }),
+            None
+        );
     }
 
     #[test]
     fn a_disk_that_is_being_detached_is_no_result_of_an_attach() {
         let vm = vm_reporting(&["a:detaching"]);
-        assert_eq!(attached(&vm, &committed(&vm), "a", None), None);
+        assert_eq!(attach_result(&vm, &revision(&vm), "a", None), None);
     }
 
     #[test]
     fn another_entry_for_the_same_claim_is_found() {
         let mut vm = vm_with(&["a", "b"]);
         vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".to_owned();
-        let since = committed(&vm);
-        assert_eq!(other_entry(&vm, &since, "a", "a"), Some("b"));
-        assert_eq!(other_entry(&vm_with(&["a", "b"]), &since, "a", "a"), None);
-        let later = Committed { generation: since.generation + 1, ..since };
-        assert_eq!(other_entry(&vm, &later, "a", "a"), None, "it may be removed by then");
+        let since = revision(&vm);
+        assert_eq!(foreign_entry(&vm, &since, "a", "a"), Some("b"));
+        assert_eq!(foreign_entry(&vm_with(&["a", "b"]), &since, "a", "a"), None);
+        let later = Revision { generation: since.generation + 1, ..since };
+        assert_eq!(foreign_entry(&vm, &later, "a", "a"), None, "it may be removed by then");
     }
 
     #[test]
     fn multi_writer_sharing_is_requested_only_if_needed() {
         let put_in = |multi_writer| {
             let (name, claim) = ("a".to_owned(), "a".to_owned());
-            let change = Change::Add { name, claim, read_only: false, multi_writer };
+            let change = EntryChange::Add { name, claim, read_only: false, multi_writer };
             let mut document = serde_json::to_value(vm_with(&[])).unwrap();
-            json_patch::patch(&mut document, &plan("vm", &vm_with(&[]), &[change]).operations).unwrap();
+            json_patch::patch(&mut document, &plan_patch("vm", &vm_with(&[]), &[change]).operations).unwrap();
             document["spec"]["volumes"][0].take()
         };
         let claim = json!({"claimName": "a"});

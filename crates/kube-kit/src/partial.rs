@@ -20,25 +20,25 @@ pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSp
 
 /// Implements [`kube::Resource`] for a partial type like its complete type.
 macro_rules! resource {
-    ($lean:ty, $whole:ty) => {
-        impl kube::Resource for $lean {
+    ($partial:ty, $complete:ty) => {
+        impl kube::Resource for $partial {
             type DynamicType = ();
-            type Scope = <$whole as kube::Resource>::Scope;
+            type Scope = <$complete as kube::Resource>::Scope;
 
             fn kind(dynamic: &()) -> std::borrow::Cow<'_, str> {
-                <$whole as kube::Resource>::kind(dynamic)
+                <$complete as kube::Resource>::kind(dynamic)
             }
 
             fn group(dynamic: &()) -> std::borrow::Cow<'_, str> {
-                <$whole as kube::Resource>::group(dynamic)
+                <$complete as kube::Resource>::group(dynamic)
             }
 
             fn version(dynamic: &()) -> std::borrow::Cow<'_, str> {
-                <$whole as kube::Resource>::version(dynamic)
+                <$complete as kube::Resource>::version(dynamic)
             }
 
             fn plural(dynamic: &()) -> std::borrow::Cow<'_, str> {
-                <$whole as kube::Resource>::plural(dynamic)
+                <$complete as kube::Resource>::plural(dynamic)
             }
 
             fn meta(&self) -> &k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta {

@@ -8,15 +8,15 @@ use kube::{Resource, ResourceExt};
 use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
-use process_kit::memory::give_back;
+use process_kit::memory::shrink_map;
 
 /// Returns the newest known state of an object. An own write is used until the watch has passed it or reports the object's
 /// deletion, however late, or a relist started after it.
 ///
 /// Changes during a watch outage, or caused by a restore of the server, may be missing from the change events. Users
-/// therefore reconcile all objects in the informer's `on_read` callback.
+/// therefore reconcile all objects in the informer's `on_relist` callback.
 #[derive(Debug)]
-pub struct Latest<K> {
+pub struct MutationCache<K> {
     informer: Informer<K>,
     own: Mutex<HashMap<Key, OwnWrite<K>>>,
 }
@@ -43,8 +43,8 @@ impl<K: Resource> OwnWrite<K> {
     }
 }
 
-impl<K: Resource> Latest<K> {
-    /// Creates an empty cache. The informer's `on_change` handler must call [`Self::seen`].
+impl<K: Resource> MutationCache<K> {
+    /// Creates an empty cache. The informer's `on_change` handler must call [`Self::observe`].
     pub fn new(informer: Informer<K>) -> Self {
         Self { informer, own: Mutex::default() }
     }
@@ -95,7 +95,7 @@ impl<K: Resource> Latest<K> {
     }
 
     /// Stores that an own write deleted the object, by removing its last finalizer. `object` is its previous state.
-    pub fn ended(&self, object: K) {
+    pub fn deleted(&self, object: K) {
         let key = Key::of(&object);
         let mut own = self.own();
         let written = OwnWrite::new(object, true);
@@ -107,13 +107,13 @@ impl<K: Resource> Latest<K> {
     }
 
     /// Drops a write that the watch has passed.
-    pub fn seen(&self, change: &Change<'_, K>) {
+    pub fn observe(&self, change: &Change<'_, K>) {
         let mut own = self.own();
         if let Some(written) = own.get(change.key)
             && change.new.is_none_or(|new| !written.is_newer(Some(&**new)))
         {
             own.remove(change.key);
-            give_back(&mut own);
+            shrink_map(&mut own);
         }
     }
 
@@ -170,24 +170,24 @@ mod tests {
 
     #[test]
     fn an_own_write_is_used_until_the_watch_has_it() {
-        let latest = Latest::new(Informer::<ConfigMap>::fixed([object("9")]));
+        let cache = MutationCache::new(Informer::<ConfigMap>::fixed([object("9")]));
         let key = Key::cluster("a");
-        latest.changed(object("10"));
-        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("10"));
+        cache.changed(object("10"));
+        assert_eq!(cache.get(&key).unwrap().resource_version().as_deref(), Some("10"));
         let older = Arc::new(object("9"));
-        latest.seen(&Change { key: &key, old: None, new: Some(&older) });
-        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("10"));
-        latest.seen(&Change { key: &key, old: None, new: None });
-        assert_eq!(latest.get(&key).unwrap().resource_version().as_deref(), Some("9"));
+        cache.observe(&Change { key: &key, old: None, new: Some(&older) });
+        assert_eq!(cache.get(&key).unwrap().resource_version().as_deref(), Some("10"));
+        cache.observe(&Change { key: &key, old: None, new: None });
+        assert_eq!(cache.get(&key).unwrap().resource_version().as_deref(), Some("9"));
     }
 
     #[test]
     fn a_late_response_does_not_restore_a_deleted_object() {
-        let latest = Latest::new(Informer::<ConfigMap>::fixed([]));
-        latest.changed(object("10"));
-        assert!(latest.get(&Key::cluster("a")).is_none());
-        latest.created(object("11"));
-        assert!(latest.get(&Key::cluster("a")).is_some());
+        let cache = MutationCache::new(Informer::<ConfigMap>::fixed([]));
+        cache.changed(object("10"));
+        assert!(cache.get(&Key::cluster("a")).is_none());
+        cache.created(object("11"));
+        assert!(cache.get(&Key::cluster("a")).is_some());
     }
 
     #[test]
@@ -197,16 +197,16 @@ mod tests {
             object.metadata.uid = Some(uid.into());
             object
         };
-        let latest = Latest::new(Informer::<ConfigMap>::fixed([of("u1", "9")]));
+        let cache = MutationCache::new(Informer::<ConfigMap>::fixed([of("u1", "9")]));
         let key = Key::cluster("a");
-        latest.ended(of("u1", "9"));
-        assert!(latest.get(&key).is_none());
-        latest.changed(of("u1", "10"));
-        assert!(latest.get(&key).is_none());
+        cache.deleted(of("u1", "9"));
+        assert!(cache.get(&key).is_none());
+        cache.changed(of("u1", "10"));
+        assert!(cache.get(&key).is_none());
         let later = Arc::new(of("u1", "10"));
-        latest.seen(&Change { key: &key, old: None, new: Some(&later) });
-        assert!(latest.get(&key).is_none());
-        latest.created(of("u2", "12"));
-        assert_eq!(latest.get(&key).unwrap().metadata.uid.as_deref(), Some("u2"));
+        cache.observe(&Change { key: &key, old: None, new: Some(&later) });
+        assert!(cache.get(&key).is_none());
+        cache.created(of("u2", "12"));
+        assert_eq!(cache.get(&key).unwrap().metadata.uid.as_deref(), Some("u2"));
     }
 }

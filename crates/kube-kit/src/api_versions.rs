@@ -10,7 +10,7 @@ use crate::health::Check;
 
 /// Waits until the cluster serves a version of `group` that `choose` accepts, because its CustomResourceDefinitions may be
 /// installed later. Returns None if `stop` is cancelled first.
-pub async fn served<V>(
+pub async fn wait_for_version<V>(
     client: &Client,
     group: &str,
     choose: impl Fn(&[String]) -> Option<V>,
@@ -59,7 +59,7 @@ pub async fn served<V>(
 
 /// Whether the cluster serves `resource` (plural) of `group_version`. Retries until the API server answers. Returns None if
 /// `stop` is cancelled first.
-pub async fn serves(
+pub async fn is_served(
     client: &Client,
     group_version: &str,
     resource: &str,

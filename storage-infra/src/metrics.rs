@@ -80,13 +80,13 @@ impl Default for Metrics {
         registry.register("hypervisor_reachable", "1 if the hypervisor is reachable", hypervisors.clone());
         let unexpected_disks = Family::default();
         registry.register(
-            "unwanted_disks",
+            "unexpected_disks",
             "Unexpected disks: disks of volumes in VMs without an attachment",
             unexpected_disks.clone(),
         );
         let unexpected_detached = Counter::default();
         registry.register(
-            "unwanted_disks_unplugged",
+            "unexpected_disks_detached",
             "Unexpected disks that were detached",
             unexpected_detached.clone(),
         );

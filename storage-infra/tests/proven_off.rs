@@ -171,7 +171,7 @@ async fn an_unexpected_disk_is_reported_and_detached_if_it_is_ours() {
     until("the disk is detached", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
     let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
     until("the detach is counted", async || {
-        metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await
+        metric("nestor_storage_infra_unexpected_disks_detached_total 1").await
     })
     .await;
     let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
@@ -186,7 +186,7 @@ async fn an_unexpected_disk_is_reported_and_detached_if_it_is_ours() {
     until("the unexpected disk is reported", async || !condition().await.healthy).await;
     let message = condition().await.message.unwrap();
     assert!(message.contains("manually") && message.contains(&all.name(0)), "{message}");
-    assert!(metric("nestor_storage_infra_unwanted_disks{hypervisor=\"here\"} 1").await);
+    assert!(metric("nestor_storage_infra_unexpected_disks{hypervisor=\"here\"} 1").await);
     let refused = client.attach(&attachment("c"), &writer(&id, all.nodes[1]), SOON).await;
     assert_eq!(code(refused), ProblemCode::InUse);
     assert_eq!(code(client.delete_volume(&id).await), ProblemCode::InUse);

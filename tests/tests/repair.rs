@@ -176,10 +176,10 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
         assert!(there.contains(&&again) && there.contains(&&foreign), "{there:?}");
         let metrics = s.lab.metrics("mgmt-csi").await?;
         assert!(
-            value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"stray_attachment\"}")? >= 1,
+            value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"dangling_attachment\"}")? >= 1,
             "{metrics}"
         );
-        assert!(value(&metrics, "nestor_mgmt_csi_stray_attachments")? >= 2, "{metrics}");
+        assert!(value(&metrics, "nestor_mgmt_csi_dangling_attachments")? >= 2, "{metrics}");
 
         // Whoever unplugs it by hand makes room for the order.
         s.infra.detach(&again, PATIENCE).await?;

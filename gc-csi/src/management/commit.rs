@@ -141,7 +141,7 @@ impl Committer {
         let (done, outcome) = oneshot::channel();
         if let Some(mut batches) = self.batcher.push(operation, Request { change, may_remove, done }) {
             let committer = self.clone();
-            supervise::worker(format!("batcher of VM {}", operation.machine()), async move {
+            supervise::worker(format!("batcher of VM {}", operation.vm_name()), async move {
                 while let Some(batch) = batches.next().await {
                     committer.apply(batches.vm_name(), batch).await;
                 }

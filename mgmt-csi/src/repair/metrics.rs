@@ -14,7 +14,7 @@ struct Labels {
 /// Label value: an attachment with an attached VolumeAttachment was missing in the storage infra.
 pub(super) const LOST_ATTACHMENT: &str = "lost_attachment";
 /// Label value: a dangling attachment was detached.
-pub(super) const DANGLING_ATTACHMENT: &str = "stray_attachment";
+pub(super) const DANGLING_ATTACHMENT: &str = "dangling_attachment";
 
 /// Repairs by kind, and the current number of dangling attachments.
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ impl Metrics {
             repairs.clone(),
         );
         registry.register(
-            "stray_attachments",
+            "dangling_attachments",
             "Attachments in the storage infra without a VolumeAttachment",
             dangling.clone(),
         );

@@ -1,4 +1,4 @@
-//! What operations cost besides time: requests to both API servers, by their audit logs; bytes; processor time.
+//! Cost of operations: requests to both API servers from their audit logs, bytes, and CPU time.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -8,13 +8,13 @@ use lab::Lab;
 use lab::audit::{Audit, Entry, Mark};
 use tests::{PATIENCE, eventually};
 
-use crate::parts::{self, Used};
+use crate::usage::{self, Used};
 
-/// For how long nothing new must be seen. What is shown on claims comes a second after what it tells of.
+/// How long no new requests may arrive before a measurement ends. Conditions on claims are written a second late.
 const CALM: Duration = Duration::from_millis(1500);
-/// How often something is done by itself to see what it costs. Each time is long for the calm around it.
+/// Number of repetitions to measure the cost of single operations. Each takes long because of the calm around it.
 pub(crate) const ALONE: usize = 10;
-/// Programs whose requests are the cost of an operation. The bench's own are not among them.
+/// Programs whose requests count as cost. The bench itself is not among them.
 const COMPONENTS: [&str; 9] = [
     "gc-csi",
     "mgmt-csi",
@@ -29,7 +29,7 @@ const COMPONENTS: [&str; 9] = [
 /// The guest whose requests are counted.
 const GUEST: &str = "g1";
 
-/// One kind of request.
+/// A kind of request.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Kind {
     pub(crate) cluster: &'static str,
@@ -38,15 +38,15 @@ pub(crate) struct Kind {
     pub(crate) resource: String,
 }
 
-/// What some operations cost.
+/// Cost of some operations.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Cost {
     pub(crate) operations: usize,
     pub(crate) requests: BTreeMap<Kind, usize>,
-    /// How many of each component's were refused: conflicts, too many requests, or wrong.
+    /// Refused requests per component: conflicts, rate limiting, invalid requests, server errors.
     pub(crate) refused: BTreeMap<&'static str, usize>,
     pub(crate) used: BTreeMap<String, Used>,
-    /// Which part of all processors' time went by in work, of whomever.
+    /// Share of the CPU time of the whole host that was used.
     pub(crate) busy: f64,
 }
 
@@ -79,7 +79,7 @@ impl Cost {
     }
 }
 
-/// Does so many operations and tells what they cost, with what comes of them afterwards.
+/// Runs `operations` operations and returns their cost, including delayed requests.
 pub(crate) async fn metered<T>(
     lab: &Lab,
     operations: usize,
@@ -90,7 +90,7 @@ pub(crate) async fn metered<T>(
     Ok((outcome, meter.stop(operations).await?))
 }
 
-/// A measurement that is under way.
+/// A measurement in progress.
 pub(crate) struct Meter<'a> {
     lab: &'a Lab,
     marks: Vec<(&'static str, Audit, Mark)>,
@@ -99,22 +99,22 @@ pub(crate) struct Meter<'a> {
 }
 
 impl<'a> Meter<'a> {
-    /// Begins once the parts have nothing left to do from before.
+    /// Starts when no requests of earlier work are in flight.
     pub(crate) async fn start(lab: &'a Lab) -> Result<Self> {
         let logs = [("management", lab.audit()?), ("guest", lab.guest_audit(GUEST)?)];
         let marks = || -> Result<Vec<_>> {
             logs.iter().map(|(cluster, log)| Ok((*cluster, log.clone(), log.mark()?))).collect()
         };
         settled(&marks()?).await?;
-        Ok(Self { lab, marks: marks()?, used: parts::used(lab).await?, busy: parts::machine()? })
+        Ok(Self { lab, marks: marks()?, used: usage::used(lab).await?, busy: usage::host_cpu()? })
     }
 
-    /// Ends once no more requests come: a call can end before what it caused is all in the log.
+    /// Ends when no more requests arrive: a call can end before all its requests are in the log.
     pub(crate) async fn stop(self, operations: usize) -> Result<Cost> {
-        // Before the wait, in which nothing of this is done.
-        let (at_work, all) = parts::machine()?;
+        // Read before the wait, which is not part of the measurement.
+        let (at_work, all) = usage::host_cpu()?;
         let (requests, refused) = settled(&self.marks).await?;
-        let used = parts::used(self.lab).await?.into_iter().map(|(part, used)| {
+        let used = usage::used(self.lab).await?.into_iter().map(|(part, used)| {
             let before = self.used.get(&part).copied().unwrap_or_default();
             (part, used - before)
         });
@@ -122,29 +122,29 @@ impl<'a> Meter<'a> {
         Ok(Cost { operations, requests, refused, used: used.collect(), busy })
     }
 
-    /// What is in the logs now, without waiting for more.
+    /// The requests in the logs so far.
     pub(crate) fn so_far(&self) -> Result<BTreeMap<Kind, usize>> {
-        Ok(seen(&self.marks)?.0)
+        Ok(observed(&self.marks)?.0)
     }
 }
 
-type Seen = (BTreeMap<Kind, usize>, BTreeMap<&'static str, usize>);
+type Observed = (BTreeMap<Kind, usize>, BTreeMap<&'static str, usize>);
 
-async fn settled(marks: &[(&'static str, Audit, Mark)]) -> Result<Seen> {
+async fn settled(marks: &[(&'static str, Audit, Mark)]) -> Result<Observed> {
     let (mut before, mut since) = (None, Instant::now());
     eventually("no more requests to the API servers", PATIENCE, || {
-        let outcome = seen(marks).map(|seen| {
-            if before.as_ref() != Some(&seen) {
-                (before, since) = (Some(seen.clone()), Instant::now());
+        let outcome = observed(marks).map(|requests| {
+            if before.as_ref() != Some(&requests) {
+                (before, since) = (Some(requests.clone()), Instant::now());
             }
-            if since.elapsed() >= CALM { Ok(seen) } else { Err(format!("{seen:?}")) }
+            if since.elapsed() >= CALM { Ok(requests) } else { Err(format!("{requests:?}")) }
         });
         async move { outcome }
     })
     .await
 }
 
-fn seen(marks: &[(&'static str, Audit, Mark)]) -> Result<Seen> {
+fn observed(marks: &[(&'static str, Audit, Mark)]) -> Result<Observed> {
     let (mut requests, mut refused) = (BTreeMap::new(), BTreeMap::new());
     for (cluster, log, mark) in marks {
         for entry in log.since(*mark)? {
@@ -159,14 +159,14 @@ fn seen(marks: &[(&'static str, Audit, Mark)]) -> Result<Seen> {
     Ok((requests, refused))
 }
 
-/// None for what belongs to no operation. Watches are shared and renewed by time, and so are leases; discovery is done
-/// at starts.
+/// The kind of a request; `None` if it belongs to no operation: watches and leases are renewed periodically, discovery
+/// happens at startup.
 fn kind(cluster: &'static str, entry: Entry) -> Option<Kind> {
     let component = COMPONENTS.into_iter().find(|name| entry.user_agent.starts_with(name))?;
     if entry.verb == "watch" || entry.resource == "leases" || entry.resource.is_empty() {
         return None;
     }
-    // It has much else to do.
+    // It has many other tasks.
     let is_about_volumes =
         entry.resource.starts_with("persistentvolume") || entry.resource == "volumeattachments";
     if component == "kube-controller-manager" && !is_about_volumes {

@@ -1,5 +1,5 @@
-//! Many guests' machines in the management cluster: namespaces, `VirtualMachine`s that are only told of, and claims. What a
-//! guest's gc-csi would write there is written by the bench itself, so that one machine can stand for many clusters.
+//! Fleet: namespaces, simulated `VirtualMachine`s and claims of many guests in the management cluster. The bench writes
+//! the specs in place of each guest's gc-csi, so that one host can simulate many clusters.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Instant;
@@ -18,42 +18,42 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use uuid::Uuid;
 
-use crate::seen::{LONGEST, Seen};
+use crate::observed::{LONGEST, Observed};
 
-/// How many requests of the bench's own are under way at once.
+/// Maximum number of concurrent requests of the bench.
 pub(crate) const AT_ONCE: usize = 32;
-/// The zone of every machine.
+/// The zone of all VMs.
 pub(crate) const ZONE: &str = "zone-a";
 
-/// One machine, and the claims whose disks it should have.
-pub(crate) struct Machine {
+/// A VM, and the claims that should be attached to it.
+pub(crate) struct FleetVm {
     pub(crate) name: String,
     pub(crate) namespace: String,
     pub(crate) uuid: Uuid,
     pub(crate) claims: Vec<String>,
 }
 
-/// Machines and claims of many guests.
+/// VMs and claims of many guests.
 pub(crate) struct Fleet<'a> {
     lab: &'a Lab,
     client: Client,
     namespaces: Vec<String>,
-    pub(crate) machines: Vec<Machine>,
+    pub(crate) vms: Vec<FleetVm>,
     /// The volumes' names.
     volumes: Vec<String>,
-    plugged: Plugged,
+    attached: AttachedDisks,
 }
 
 impl<'a> Fleet<'a> {
-    /// Makes everything, and waits until every claim is bound. Nothing is attached.
-    pub(crate) async fn make(lab: &'a Lab, guests: usize, machines: usize, volumes: usize) -> Result<Self> {
+    /// Creates everything, and waits until every claim is bound. Nothing is attached.
+    pub(crate) async fn make(lab: &'a Lab, guests: usize, vms: usize, volumes: usize) -> Result<Self> {
         let client = lab.management().await?;
         let mut fleet = Self {
             lab,
-            plugged: Plugged::watch(&client),
+            attached: AttachedDisks::watch(&client),
             client: client.clone(),
             namespaces: (0..guests).map(|_| unique("bench")).collect(),
-            machines: Vec::new(),
+            vms: Vec::new(),
             volumes: Vec::new(),
         };
         for name in &fleet.namespaces {
@@ -61,33 +61,33 @@ impl<'a> Fleet<'a> {
             Api::<Namespace>::all(client.clone()).create(&PostParams::default(), &namespace).await?;
         }
         let label = unique("fleet");
-        let bound = Seen::watch(
+        let bound = Observed::watch(
             Api::<PersistentVolumeClaim>::all(client.clone()),
             watcher::Config::default().labels(&format!("bench={label}")),
             |claim| claim.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Bound"),
         );
         let mut making = Vec::new();
         for namespace in &fleet.namespaces {
-            making.extend((0..machines).map(|_| fleet.machine(namespace.clone(), &label, volumes).boxed()));
+            making.extend((0..vms).map(|_| fleet.create_vm(namespace.clone(), &label, volumes).boxed()));
         }
         let made = stream::iter(making).buffer_unordered(AT_ONCE);
-        let made: Vec<(Machine, Vec<String>)> = made.try_collect().await?;
-        for (machine, volumes) in made {
-            fleet.machines.push(machine);
+        let made: Vec<(FleetVm, Vec<String>)> = made.try_collect().await?;
+        for (vm, volumes) in made {
+            fleet.vms.push(vm);
             fleet.volumes.extend(volumes);
         }
-        let claims: Vec<String> = fleet.machines.iter().flat_map(|machine| machine.claims.clone()).collect();
+        let claims: Vec<String> = fleet.vms.iter().flat_map(|vm| vm.claims.clone()).collect();
         bound.reached(&claims).await.context("claims bound")?;
         Ok(fleet)
     }
 
-    async fn machine(
+    async fn create_vm(
         &self,
         namespace: String,
         label: &str,
         volumes: usize,
-    ) -> Result<(Machine, Vec<String>)> {
-        let (name, uuid) = (unique("machine"), Uuid::new_v4());
+    ) -> Result<(FleetVm, Vec<String>)> {
+        let (name, uuid) = (unique("vm"), Uuid::new_v4());
         lab::machines::create(&self.client, &namespace, &name, &uuid.to_string(), ZONE).await?;
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         lab::infra::register_node(infra, &name, &uuid.to_string(), ZONE, lab::infra::SIMULATED).await?;
@@ -105,21 +105,21 @@ impl<'a> Fleet<'a> {
             made.push(format!("pvc-{}", claim.uid().context("a claim has no UID")?));
             claims.push(claim.name_any());
         }
-        Ok((Machine { name, namespace, uuid, claims }, made))
+        Ok((FleetVm { name, namespace, uuid, claims }, made))
     }
 
-    /// Writes the machines' `spec.volumes` as their claims are, all at once; tells when each was written.
-    pub(crate) async fn order(&self, machines: &[&Machine]) -> Result<HashMap<String, Instant>> {
+    /// Writes the `spec.volumes` of the VMs from their claims; returns the time of each write.
+    pub(crate) async fn write_specs(&self, vms: &[&FleetVm]) -> Result<HashMap<String, Instant>> {
         let mut writing = Vec::new();
-        for machine in machines {
-            writing.push(self.write(machine).boxed());
+        for vm in vms {
+            writing.push(self.write_spec(vm).boxed());
         }
         stream::iter(writing).buffer_unordered(AT_ONCE).try_collect().await
     }
 
-    async fn write(&self, machine: &Machine) -> Result<(String, Instant)> {
-        let api = lab::machines::api_in(&self.client, &machine.namespace);
-        let entries: Vec<_> = machine
+    async fn write_spec(&self, vm: &FleetVm) -> Result<(String, Instant)> {
+        let api = lab::machines::api_in(&self.client, &vm.namespace);
+        let entries: Vec<_> = vm
                 .claims
                 .iter()
                 .map(|claim| {
@@ -128,27 +128,27 @@ impl<'a> Fleet<'a> {
                 .collect();
         let patch = json!({"spec": {"volumes": entries}});
         let start = Instant::now();
-        api.patch(&machine.name, &PatchParams::default(), &Patch::Merge(&patch)).await?;
-        Ok((machine.name.clone(), start))
+        api.patch(&vm.name, &PatchParams::default(), &Patch::Merge(&patch)).await?;
+        Ok((vm.name.clone(), start))
     }
 
-    /// Waits until these machines have exactly the disks that they should; tells when each disk, by machine and claim,
-    /// was first seen to be plugged.
-    pub(crate) async fn settled(&self, machines: &[&Machine]) -> Result<HashMap<(String, String), Instant>> {
-        let wanted: Vec<(&str, HashSet<String>)> = machines
+    /// Waits until these VMs have exactly the disks of their claims; returns the time at which each disk, by VM and entry, was
+    /// first observed as attached.
+    pub(crate) async fn settled(&self, vms: &[&FleetVm]) -> Result<HashMap<(String, String), Instant>> {
+        let expected: Vec<(&str, HashSet<String>)> = vms
             .iter()
-            .map(|machine| {
-                let entries = machine.claims.iter().map(|claim| names::volume_entry(claim));
-                (machine.name.as_str(), entries.collect())
+            .map(|vm| {
+                let entries = vm.claims.iter().map(|claim| names::volume_entry(claim));
+                (vm.name.as_str(), entries.collect())
             })
             .collect();
-        self.plugged.settled(&wanted).await
+        self.attached.settled(&expected).await
     }
 
-    /// Whether a machine is off from now on.
-    pub(crate) fn switch(&self, machine: &Machine, off: bool) -> Result<()> {
+    /// Turns a simulated VM off or on.
+    pub(crate) fn set_power(&self, vm: &FleetVm, off: bool) -> Result<()> {
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
-        let dir = infra.simulated_root.join(machine.uuid.to_string());
+        let dir = infra.simulated_root.join(vm.uuid.to_string());
         std::fs::create_dir_all(&dir)?;
         match off {
             true => std::fs::write(dir.join("off"), "")?,
@@ -157,22 +157,21 @@ impl<'a> Fleet<'a> {
         Ok(())
     }
 
-    /// Takes everything away again. No machine may have a disk.
+    /// Removes everything. No VM may have a disk.
     pub(crate) async fn remove(self) -> Result<()> {
         let infra = self.lab.infra()?;
-        let gone = Seen::watch(
+        let gone = Observed::watch(
             Api::<PersistentVolume>::all(self.client.clone()),
             watcher::Config::default(),
             |_| true,
         );
-        stream::iter(&self.machines)
+        stream::iter(&self.vms)
             .map(anyhow::Ok)
-            .try_for_each_concurrent(AT_ONCE, |machine| async {
-                lab::machines::delete(&self.client, &machine.namespace, &machine.name).await?;
-                infra.delete_node(machine.uuid).await?;
-                let claims: Api<PersistentVolumeClaim> =
-                    Api::namespaced(self.client.clone(), &machine.namespace);
-                for claim in &machine.claims {
+            .try_for_each_concurrent(AT_ONCE, |vm| async {
+                lab::machines::delete(&self.client, &vm.namespace, &vm.name).await?;
+                infra.delete_node(vm.uuid).await?;
+                let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &vm.namespace);
+                for claim in &vm.claims {
                     claims.delete(claim, &DeleteParams::default()).await?;
                 }
                 Ok(())
@@ -186,33 +185,33 @@ impl<'a> Fleet<'a> {
     }
 }
 
-/// Which disks are plugged into which machine, with when that was first seen.
+/// The attached disks of each VM, with the times of their first observation.
 type Disks = HashMap<String, HashMap<String, Instant>>;
 
-/// A watch over what machines say of their disks.
-struct Plugged {
+/// A watch of the disks in the VMs' statuses.
+struct AttachedDisks {
     disks: watch::Receiver<Disks>,
     watching: JoinHandle<()>,
 }
 
-impl Drop for Plugged {
+impl Drop for AttachedDisks {
     fn drop(&mut self) {
         self.watching.abort();
     }
 }
 
-impl Plugged {
+impl AttachedDisks {
     fn watch(client: &Client) -> Self {
         let (sender, disks) = watch::channel(Disks::new());
-        let machines = watcher(lab::machines::api_everywhere(client), watcher::Config::default());
+        let vms = watcher(lab::machines::api_everywhere(client), watcher::Config::default());
         let watching = tokio::spawn(async move {
-            let machines = machines.default_backoff().applied_objects();
-            pin_mut!(machines);
-            while let Some(machine) = machines.next().await {
-                // It tries again by itself.
-                let Ok(machine) = machine else { continue };
+            let vms = vms.default_backoff().applied_objects();
+            pin_mut!(vms);
+            while let Some(vm) = vms.next().await {
+                // The watcher retries by itself.
+                let Ok(vm) = vm else { continue };
                 let now = Instant::now();
-                sender.send_modify(|all| note(all.entry(machine.name_any()).or_default(), &machine, now));
+                sender.send_modify(|all| record(all.entry(vm.name_any()).or_default(), &vm, now));
             }
         });
         Self { disks, watching }
@@ -220,12 +219,12 @@ impl Plugged {
 
     async fn settled(
         &self,
-        wanted: &[(&str, HashSet<String>)],
+        expected: &[(&str, HashSet<String>)],
     ) -> Result<HashMap<(String, String), Instant>> {
         let mut disks = self.disks.clone();
         let waiting = disks.wait_for(|all| {
-            wanted.iter().all(|(machine, entries)| {
-                let has = all.get(*machine);
+            expected.iter().all(|(vm, entries)| {
+                let has = all.get(*vm);
                 has.map_or(entries.is_empty(), |has| {
                     has.len() == entries.len() && has.keys().all(|entry| entries.contains(entry))
                 })
@@ -233,26 +232,24 @@ impl Plugged {
         });
         let all = tokio::time::timeout(LONGEST, waiting)
             .await
-            .with_context(|| format!("disks of {} machines, within {LONGEST:?}", wanted.len()))?
+            .with_context(|| format!("disks of {} VMs: not within {LONGEST:?}", expected.len()))?
             .context("the watch ended")?;
-        let seen = wanted.iter().filter_map(|(machine, _)| Some((*machine, all.get(*machine)?)));
-        Ok(seen
-            .flat_map(|(machine, has)| {
-                has.iter().map(move |(entry, at)| ((machine.to_owned(), entry.clone()), *at))
-            })
+        let observed = expected.iter().filter_map(|(vm, _)| Some((*vm, all.get(*vm)?)));
+        Ok(observed
+            .flat_map(|(vm, has)| has.iter().map(move |(entry, at)| ((vm.to_owned(), entry.clone()), *at)))
             .collect())
     }
 }
 
-fn note(known: &mut HashMap<String, Instant>, machine: &VirtualMachine, now: Instant) {
-    let status = machine.status.as_ref();
+fn record(known: &mut HashMap<String, Instant>, vm: &VirtualMachine, now: Instant) {
+    let status = vm.status.as_ref();
     let volumes = status.map(|status| status.volumes.as_slice()).unwrap_or_default();
-    let plugged = volumes.iter().filter(|disk| disk.attached);
-    // A disk that is leaving is still there.
-    let plugged: HashSet<&str> =
-        plugged.filter_map(|disk| names::entry_candidates(&disk.name).next()).collect();
-    known.retain(|entry, _| plugged.contains(entry.as_str()));
-    for entry in plugged {
+    let attached = volumes.iter().filter(|disk| disk.attached);
+    // A disk that is being detached is still attached.
+    let attached: HashSet<&str> =
+        attached.filter_map(|disk| names::entry_candidates(&disk.name).next()).collect();
+    known.retain(|entry, _| attached.contains(entry.as_str()));
+    for entry in attached {
         known.entry(entry.to_owned()).or_insert(now);
     }
 }

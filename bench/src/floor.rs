@@ -1,4 +1,4 @@
-//! The infra's own attach and detach: what there is to do without any cluster.
+//! Floor of the attach benches: the storage infra's own attach and detach, without any cluster.
 
 use std::future::Future;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use infra_api::{Access, AttachmentId, AttachmentSpec, Client, VolumeId};
 use tests::unique;
 use uuid::Uuid;
 
-/// How long the infra may take for one disk.
+/// Timeout of the storage infra for one disk.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Attaches volumes to a node at once; gives the attachments, and how long each took.
+/// Attaches volumes to a node concurrently; returns the attachments and the times.
 pub(crate) async fn attach(
     infra: &Client,
     node: Uuid,
@@ -30,13 +30,13 @@ pub(crate) async fn attach(
     Ok(future::try_join_all(done).await?.into_iter().unzip())
 }
 
-/// Detaches at once; tells how long each took.
+/// Detaches volumes concurrently; returns the times.
 pub(crate) async fn detach(infra: &Client, attachments: &[AttachmentId]) -> Result<Vec<Duration>> {
     let done = attachments.iter().map(|id| timed(async move { Ok(infra.detach(id, LONGEST).await?) }));
     Ok(future::try_join_all(done).await?.into_iter().map(|((), time)| time).collect())
 }
 
-/// Does something and tells how long it took.
+/// Runs `work` and returns its duration.
 pub(crate) async fn timed<T>(work: impl Future<Output = Result<T>>) -> Result<(T, Duration)> {
     let start = Instant::now();
     let outcome = work.await?;

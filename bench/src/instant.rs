@@ -1,6 +1,6 @@
-//! A back end that takes no time: in the place of csi-provisioner, mgmt-csi and the infra, it makes the volume of each
-//! management claim as soon as the claim is there, bound to it, and removes it as soon as it is released. What is left
-//! is the guest's tier alone, which is how drivers without a tier of storage below them can be compared.
+//! Instant back end: replaces csi-provisioner, mgmt-csi and the storage infra. It creates a bound PersistentVolume as soon
+//! as a management claim exists, and deletes it as soon as it is released. This measures the guest tier alone, to
+//! compare it with drivers that have no storage tier below them.
 
 use std::collections::BTreeMap;
 
@@ -15,21 +15,21 @@ use kube::{Client, ResourceExt};
 use lab::Lab;
 use serde_json::json;
 
-/// What is stopped meanwhile: mgmt-csi would miss the volumes in the infra, and its csi-provisioner would make them.
+/// Stopped components: mgmt-csi would report the volumes as missing, and its csi-provisioner would create them.
 const STOPPED: [&str; 2] = ["mgmt-provisioner", "mgmt-csi"];
-/// What the volumes that are made here are found by.
+/// Label of the created volumes.
 const LABEL: (&str, &str) = ("bench", "instant");
 
-/// What makes the volumes of management claims.
+/// The component that creates the volumes of management claims.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Backend {
     /// csi-provisioner, mgmt-csi and the storage infra.
     Infra,
-    /// A helper that makes them at once.
+    /// A helper that creates them at once.
     Instant,
 }
 
-/// Does some work while volumes are made at once.
+/// Runs `work` with the instant back end.
 pub(crate) async fn in_place_of_the_infra<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
     let client = lab.management().await?;
     for part in STOPPED {
@@ -38,10 +38,10 @@ pub(crate) async fn in_place_of_the_infra<T>(lab: &Lab, work: impl Future<Output
     let outcome = tokio::select! {
         outcome = work => outcome,
         outcome = async { tokio::try_join!(make(&client), remove(&client)) } => {
-            outcome.and_then(|_| Err(anyhow::anyhow!("it ended by itself"))).context("the instant back end")
+            outcome.and_then(|_| Err(anyhow::anyhow!("it ended unexpectedly"))).context("the instant back end")
         }
     };
-    // With its sidecars, which ended with it.
+    // Restarted with its sidecars, which exited with it.
     lab.start("mgmt-csi").await?;
     outcome
 }
@@ -57,16 +57,16 @@ async fn make(client: &Client) -> Result<()> {
             let volumes = &volumes;
             async move {
                 match volumes.create(&PostParams::default(), &volume).await {
-                    // A claim is told of again until it is bound.
+                    // A claim is processed again until it is bound.
                     Err(kube::Error::Api(status)) if status.code == 409 => Ok(()),
-                    other => other.map(drop).context("cannot make a volume"),
+                    other => other.map(drop).context("cannot create a volume"),
                 }
             }
         })
         .await
 }
 
-/// The volume for a claim that has none.
+/// The volume for an unbound claim.
 fn volume(claim: &PersistentVolumeClaim) -> Option<PersistentVolume> {
     let spec = claim.spec.as_ref()?;
     let provisioner = claim.annotations().get("volume.kubernetes.io/storage-provisioner")?;

@@ -1,16 +1,16 @@
-//! Benches over a lab that is up (its folder is in `NESTOR_LAB`). What is measured is set against a floor that
-//! is measured in the same run: the same work one tier further down, without Nestor's tier in between.
+//! Benches in a running lab (its folder is in `NESTOR_LAB`). Each result is compared with a floor that is measured in the
+//! same run: the same work one tier below, without Nestor's tier in between.
 
-pub mod apart;
 pub mod benches;
 mod cost;
 mod fleet;
 mod floor;
 pub mod instant;
 mod objects;
-mod parts;
+mod observed;
 pub mod plot;
 pub mod report;
-mod seen;
+pub mod split_cpus;
 mod stats;
+mod usage;
 pub mod work;

@@ -1,122 +1,122 @@
-//! `cargo lab bench NAME`.
+//! Program `cargo lab bench NAME`.
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Result;
-use bench::apart::apart;
 use bench::benches::attach::Direction;
 use bench::benches::copy::Copy;
 use bench::benches::{
-    attach, blocked, burst, copy, create, delete, extents, fairness, heal, idle, lifecycle, memory, recovery,
-    scale,
+    attach, blocked, burst, copy, create, delete, extents, fairness, idle, lifecycle, memory, recovery,
+    retry, scale,
 };
 use bench::instant::Backend;
 use bench::plot;
 use bench::report::Report;
+use bench::split_cpus::split_cpus;
 use bench::work::Work;
 use clap::{Parser, Subcommand};
 use lab::{Lab, Setting};
 
-/// Measures a lab that is up.
+/// Measures a running lab.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
 struct Cli {
     #[command(subcommand)]
     bench: Bench,
-    /// Where the rows go, as JSON; target/bench/NAME.json unless given.
+    /// Output file for the rows as JSON. [default: target/bench/NAME.json]
     #[arg(long, global = true, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Runs a part of the lab with another flag meanwhile, as in g1-provisioner:kube-api-qps=5. Repeatable.
-    #[arg(long = "set", global = true, value_name = "PART:FLAG[=VALUE]")]
+    /// Run a component of the lab with a changed flag, as in g1-provisioner:kube-api-qps=5. Repeatable.
+    #[arg(long = "set", global = true, value_name = "COMPONENT:FLAG[=VALUE]")]
     settings: Vec<Setting>,
-    /// Gives the guests' parts half of the processors, and all other parts the other half.
+    /// Run the guests' components on half of the processors, and all others on the other half.
     #[arg(long, global = true)]
-    apart: bool,
+    split_cpus: bool,
 }
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// A guest claim until it is bound, against the same claim made in the management cluster.
+    /// Guest claim until it is bound, compared with the same claim in the management cluster.
     Create {
         #[command(flatten)]
         work: Work,
-        /// What makes the volumes of management claims.
+        /// Back end that creates the volumes of management claims.
         #[arg(long, value_enum, default_value_t = Backend::Infra)]
         backend: Backend,
     },
-    /// A guest claim from its deletion until its volume is gone, against the same in the management cluster.
+    /// Guest claim from its deletion until its volume is deleted, compared with the management cluster.
     Delete(Work),
-    /// More and more claims at once, until all are bound and until all are gone.
+    /// Bursts of claims of increasing size, until all are bound and until all are deleted.
     Burst(Work),
-    /// A volume's whole life, against the same one tier further down.
+    /// Lifecycle of a volume, compared with the same one tier below.
     Lifecycle {
         #[command(flatten)]
         work: Work,
         #[command(flatten)]
-        beside: lifecycle::Beside,
+        beside: lifecycle::OtherObjects,
     },
-    /// A guest's order to attach until it is carried out, against the infra's own attach.
+    /// Guest VolumeAttachment until it is attached, compared with the storage infra's own attach.
     Attach(Work),
-    /// A guest's order to attach, taken back, until it is gone, against the infra's own detach.
+    /// Guest VolumeAttachment from its deletion until it is gone, compared with the storage infra's own detach.
     Detach(Work),
-    /// Other work while many disks wait for a machine that hangs, against the same work alone.
+    /// Attaches and claims while many disks wait for a hanging VM, compared with the same work without it.
     Blocked {
         #[command(flatten)]
         work: Work,
-        /// How many disks wait.
+        /// Number of waiting disks.
         #[arg(long, default_value_t = 100)]
         waiting: usize,
     },
-    /// CreateSnapshot of a volume of 1 GiB until it is ready, against the infra's own snapshot.
+    /// CreateSnapshot of a volume of 1 GiB until it is ready, compared with the storage infra's own snapshot.
     Snapshot(Work),
-    /// CreateVolume from a volume of 1 GiB until it answers, against the infra's own clone.
+    /// CreateVolume from a volume of 1 GiB until it returns, compared with the storage infra's own clone.
     Clone(Work),
-    /// How long claims and attaches wait on when what kept them from being carried out is over.
-    Heal {
+    /// Delay of claims and attaches after the cause of their failure is removed.
+    Retry {
         #[command(flatten)]
         work: Work,
-        /// How long they are kept.
+        /// Duration of the failure in seconds.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
     },
-    /// Requests and processor time while nothing happens.
+    /// Requests and CPU time while nothing happens.
     Idle {
-        /// With how many volumes.
+        /// Numbers of volumes.
         #[arg(long, value_delimiter = ',', default_values_t = [1000])]
         volumes: Vec<u32>,
-        /// For how long.
+        /// Duration in seconds.
         #[arg(long, default_value_t = 60)]
         seconds: u64,
     },
     /// Memory of each process.
     Memory {
-        /// With how many volumes.
+        /// Numbers of volumes.
         #[arg(long, value_delimiter = ',', default_values_t = [125, 1000])]
         volumes: Vec<u32>,
     },
-    /// From the start of a process until it is ready, and from an API server's return until all watch it again.
+    /// From the start of a process until it is ready, and from an API server's return until all watches are back.
     Recovery {
         #[command(flatten)]
         work: Work,
-        /// With how many volumes.
+        /// Number of volumes.
         #[arg(long, default_value_t = 100)]
         volumes: usize,
     },
-    /// A guest's attaches and detaches while another VM does its worst, against the same alone.
-    Fairness(fairness::Worst),
-    /// What a pool's filesystem takes for itself for volumes that are written in random order.
+    /// A guest's attaches and detaches while another VM floods the management tier, compared with a quiet one.
+    Fairness(fairness::Load),
+    /// Filesystem metadata of volumes that are written in random attachment.
     Extents {
-        /// How large the volumes are, in MiB.
+        /// Size of the volumes in MiB.
         #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..=256))]
         mebibytes: u64,
     },
-    /// Many guests on one management tier: a first attach of everything, and a rack that fails.
+    /// Many guests on one management tier: first attach of all volumes, and failure of a rack.
     Scale(scale::Size),
-    /// Draws what the benches wrote, as SVG.
+    /// Draw the results of the benches as SVG.
     Plot {
-        /// Where the plots go; docs/reference/plots unless given.
+        /// Output folder. [default: docs/reference/plots]
         folder: Option<PathBuf>,
     },
 }
@@ -134,7 +134,7 @@ impl Bench {
             Self::Blocked { .. } => "blocked",
             Self::Snapshot(_) => "snapshot",
             Self::Clone(_) => "clone",
-            Self::Heal { .. } => "heal",
+            Self::Retry { .. } => "retry",
             Self::Idle { .. } => "idle",
             Self::Memory { .. } => "memory",
             Self::Recovery { .. } => "recovery",
@@ -156,11 +156,11 @@ impl Bench {
             Self::Blocked { work, waiting } => blocked::run(report, work, *waiting).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
             Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
-            Self::Heal { work, seconds } => heal::run(report, work, *seconds).await,
+            Self::Retry { work, seconds } => retry::run(report, work, *seconds).await,
             Self::Idle { volumes, seconds } => idle::run(report, volumes, *seconds).await,
             Self::Memory { volumes } => memory::run(report, volumes).await,
             Self::Recovery { work, volumes } => recovery::run(report, work, *volumes).await,
-            Self::Fairness(worst) => fairness::run(report, worst).await,
+            Self::Fairness(load) => fairness::run(report, load).await,
             Self::Extents { mebibytes } => extents::run(report, *mebibytes).await,
             Self::Scale(size) => scale::run(report, size).await,
             Self::Plot { .. } => Ok(()),
@@ -177,11 +177,11 @@ async fn run(cli: Cli) -> Result<()> {
         }
         return Ok(());
     }
-    let name = cli.bench.name().to_owned() + if cli.apart { "-apart" } else { "" };
+    let name = cli.bench.name().to_owned() + if cli.split_cpus { "-split-cpus" } else { "" };
     let (lab, report) = (Lab::from_env()?, Report::new(&name));
     let work = async {
-        match cli.apart {
-            true => apart(&lab, cli.bench.run(&report)).await,
+        match cli.split_cpus {
+            true => split_cpus(&lab, cli.bench.run(&report)).await,
             false => cli.bench.run(&report).await,
         }
     };

@@ -1,4 +1,4 @@
-//! Objects that a bench makes and removes, many at once, and how long it takes until the system has done its part.
+//! Claims and attachments that a bench creates and removes in bulk, with the times until Nestor has processed them.
 
 use std::time::{Duration, Instant};
 
@@ -13,30 +13,30 @@ use kube::{Client, ResourceExt};
 use serde_json::json;
 use tests::{Scenario, unique};
 
-use crate::seen::Seen;
+use crate::observed::Observed;
 
-/// How many claims are made, or deleted, at once where there are to be very many.
+/// Batch size of large numbers of claims.
 const BATCH: usize = 250;
 
 /// Claims in one namespace, and their volumes.
 pub(crate) struct Claims {
     api: Api<PersistentVolumeClaim>,
     label: String,
-    claims: Seen,
-    volumes: Seen,
+    claims: Observed,
+    volumes: Observed,
 }
 
-/// A claim that was made.
+/// A created claim.
 #[derive(Debug, Clone)]
 pub(crate) struct Claim {
     pub(crate) name: String,
-    /// The name of its volume, which csi-provisioner gives.
+    /// The name of its volume, as csi-provisioner sets it.
     pub(crate) volume: String,
     start: Instant,
 }
 
 impl Claim {
-    /// The same, as if it had been made then.
+    /// The same claim with another start time.
     pub(crate) fn since(self, start: Instant) -> Self {
         Self { start, ..self }
     }
@@ -47,18 +47,19 @@ fn elapsed(starts: impl Iterator<Item = Instant>, ends: Vec<Instant>) -> Vec<Dur
 }
 
 impl Claims {
-    /// Watches claims that have a label of the bench's own.
+    /// Watches claims with the bench's label.
     pub(crate) fn watch(client: &Client, namespace: &str, label: &str) -> Self {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(client.clone(), namespace);
         let own = Config::default().labels(&format!("bench={label}"));
-        let claims = Seen::watch(api.clone(), own, |claim: &PersistentVolumeClaim| {
+        let claims = Observed::watch(api.clone(), own, |claim: &PersistentVolumeClaim| {
             claim.status.as_ref().and_then(|status| status.phase.as_deref()) == Some("Bound")
         });
-        let volumes = Seen::watch(Api::<PersistentVolume>::all(client.clone()), Config::default(), |_| true);
+        let volumes =
+            Observed::watch(Api::<PersistentVolume>::all(client.clone()), Config::default(), |_| true);
         Self { api, label: label.to_owned(), claims, volumes }
     }
 
-    /// Makes so many claims at once.
+    /// Creates `count` claims concurrently.
     pub(crate) async fn make(&self, count: usize) -> Result<Vec<Claim>> {
         let made = (0..count).map(|_| async {
             let claim = serde_json::from_value(json!({
@@ -76,21 +77,21 @@ impl Claims {
         future::try_join_all(made).await
     }
 
-    /// Waits until all are bound; tells how long each took from its making.
+    /// Waits until all claims are bound; returns the time of each since its creation.
     pub(crate) async fn bound(&self, claims: &[Claim]) -> Result<Vec<Duration>> {
         let names: Vec<String> = claims.iter().map(|claim| claim.name.clone()).collect();
         let ends = self.claims.reached(&names).await.context("claims bound")?;
         Ok(elapsed(claims.iter().map(|claim| claim.start), ends))
     }
 
-    /// Makes so many claims and waits until all are bound.
+    /// Creates `count` claims and waits until all are bound.
     pub(crate) async fn create(&self, count: usize) -> Result<(Vec<Claim>, Vec<Duration>)> {
         let claims = self.make(count).await?;
         let times = self.bound(&claims).await?;
         Ok((claims, times))
     }
 
-    /// Makes claims until there are so many.
+    /// Creates claims until there are `size`.
     pub(crate) async fn fill(&self, made: &mut Vec<Claim>, size: usize) -> Result<()> {
         while made.len() < size {
             let (more, _) = self.create(BATCH.min(size - made.len())).await?;
@@ -100,7 +101,7 @@ impl Claims {
         Ok(())
     }
 
-    /// Deletes them again.
+    /// Deletes claims in batches.
     pub(crate) async fn empty(&self, made: &[Claim]) -> Result<()> {
         for batch in made.chunks(BATCH) {
             self.delete(batch).await?;
@@ -108,7 +109,7 @@ impl Claims {
         Ok(())
     }
 
-    /// Deletes claims at once and waits until their volumes are gone; tells how long each took.
+    /// Deletes claims concurrently and waits until their volumes are deleted; returns the times.
     pub(crate) async fn delete(&self, claims: &[Claim]) -> Result<Vec<Duration>> {
         let deletions = claims.iter().map(|claim| async {
             let start = Instant::now();
@@ -122,15 +123,14 @@ impl Claims {
     }
 }
 
-/// The claims of a scenario in the guest, and those that a bench makes itself in the management cluster.
+/// The claims of a scenario in the guest, and the bench's own claims in the management cluster.
 pub(crate) struct Tiers {
     pub(crate) above: Claims,
     pub(crate) below: Claims,
 }
 
 impl Tiers {
-    /// Watches both, and makes and deletes a claim of each so many times, so that nothing is measured that is done for
-    /// the first time.
+    /// Watches both, and creates and deletes claims of each `times` times, so that one-time work is not measured.
     pub(crate) async fn warm(s: &Scenario, times: usize) -> Result<Self> {
         let above = Claims::watch(&s.guest, &s.name, &s.name);
         let below = Claims::watch(&s.management, &s.namespace, &s.name);
@@ -143,43 +143,43 @@ impl Tiers {
     }
 }
 
-/// Orders to attach (`storage.k8s.io/VolumeAttachment`), which csi-attacher carries out.
-pub(crate) struct Orders {
+/// storage.k8s.io/VolumeAttachments, processed by csi-attacher.
+pub(crate) struct Attachments {
     api: Api<VolumeAttachment>,
     label: String,
-    seen: Seen,
+    observed: Observed,
 }
 
-/// An order that was given.
+/// A created attachment.
 #[derive(Debug, Clone)]
-pub(crate) struct Order {
+pub(crate) struct Attachment {
     name: String,
     start: Instant,
 }
 
-impl Order {
-    /// The same, as if it had been given then.
+impl Attachment {
+    /// The same attachment with another start time.
     pub(crate) fn since(self, start: Instant) -> Self {
         Self { start, ..self }
     }
 }
 
-impl Orders {
-    /// Watches orders of a test; they are taken back when it ends.
+impl Attachments {
+    /// Watches the attachments of a test; the scenario deletes them when it ends.
     pub(crate) fn watch(client: &Client, label: &str) -> Self {
         let api: Api<VolumeAttachment> = Api::all(client.clone());
         let own = Config::default().labels(&format!("test={label}"));
-        let seen = Seen::watch(api.clone(), own, |order: &VolumeAttachment| {
-            order.status.as_ref().is_some_and(|status| status.attached)
+        let observed = Observed::watch(api.clone(), own, |attachment: &VolumeAttachment| {
+            attachment.status.as_ref().is_some_and(|status| status.attached)
         });
-        Self { api, label: label.to_owned(), seen }
+        Self { api, label: label.to_owned(), observed }
     }
 
-    /// Gives orders at once: volumes to a node.
-    pub(crate) async fn give(&self, volumes: &[String], node: &str) -> Result<Vec<Order>> {
-        let given = volumes.iter().map(|volume| async move {
+    /// Creates attachments of volumes to a node concurrently.
+    pub(crate) async fn start(&self, volumes: &[String], node: &str) -> Result<Vec<Attachment>> {
+        let created = volumes.iter().map(|volume| async move {
             let name = unique("csi");
-            let order: VolumeAttachment = serde_json::from_value(json!({
+            let attachment: VolumeAttachment = serde_json::from_value(json!({
                 "metadata": {"name": name, "labels": {"test": self.label}},
                 "spec": {
                     "attacher": names::GUEST_DRIVER, "nodeName": node,
@@ -187,36 +187,40 @@ impl Orders {
                 },
             }))?;
             let start = Instant::now();
-            self.api.create(&PostParams::default(), &order).await?;
-            anyhow::Ok(Order { name, start })
+            self.api.create(&PostParams::default(), &attachment).await?;
+            anyhow::Ok(Attachment { name, start })
         });
-        future::try_join_all(given).await
+        future::try_join_all(created).await
     }
 
-    /// Waits until all are carried out; tells how long each took.
-    pub(crate) async fn attached(&self, orders: &[Order]) -> Result<Vec<Duration>> {
-        let names: Vec<String> = orders.iter().map(|order| order.name.clone()).collect();
-        let ends = self.seen.reached(&names).await.context("volumes attached")?;
-        Ok(elapsed(orders.iter().map(|order| order.start), ends))
+    /// Waits until all are attached; returns the times.
+    pub(crate) async fn attached(&self, attachments: &[Attachment]) -> Result<Vec<Duration>> {
+        let names: Vec<String> = attachments.iter().map(|attachment| attachment.name.clone()).collect();
+        let ends = self.observed.reached(&names).await.context("volumes attached")?;
+        Ok(elapsed(attachments.iter().map(|attachment| attachment.start), ends))
     }
 
-    /// Attaches volumes at once and waits for all.
-    pub(crate) async fn attach(&self, volumes: &[String], node: &str) -> Result<(Vec<Order>, Vec<Duration>)> {
-        let orders = self.give(volumes, node).await?;
-        let times = self.attached(&orders).await?;
-        Ok((orders, times))
+    /// Attaches volumes concurrently and waits for all.
+    pub(crate) async fn attach(
+        &self,
+        volumes: &[String],
+        node: &str,
+    ) -> Result<(Vec<Attachment>, Vec<Duration>)> {
+        let attachments = self.start(volumes, node).await?;
+        let times = self.attached(&attachments).await?;
+        Ok((attachments, times))
     }
 
-    /// Takes orders back at once and waits until all are gone; tells how long each took.
-    pub(crate) async fn detach(&self, orders: &[Order]) -> Result<Vec<Duration>> {
-        let taken = orders.iter().map(|order| async {
+    /// Deletes attachments concurrently and waits until all are gone; returns the times.
+    pub(crate) async fn detach(&self, attachments: &[Attachment]) -> Result<Vec<Duration>> {
+        let taken = attachments.iter().map(|attachment| async {
             let start = Instant::now();
-            self.api.delete(&order.name, &DeleteParams::default()).await?;
+            self.api.delete(&attachment.name, &DeleteParams::default()).await?;
             anyhow::Ok(start)
         });
         let starts = future::try_join_all(taken).await?;
-        let names: Vec<String> = orders.iter().map(|order| order.name.clone()).collect();
-        let ends = self.seen.gone(&names).await.context("volumes detached")?;
+        let names: Vec<String> = attachments.iter().map(|attachment| attachment.name.clone()).collect();
+        let ends = self.observed.gone(&names).await.context("volumes detached")?;
         Ok(elapsed(starts.into_iter(), ends))
     }
 }

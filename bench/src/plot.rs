@@ -1,4 +1,4 @@
-//! Plots of what benches wrote, for the docs.
+//! Plots of bench results, for the docs.
 
 use std::path::{Path, PathBuf};
 
@@ -13,9 +13,9 @@ const SIZE: (u32, u32) = (800, 420);
 const NESTOR: RGBColor = RGBColor(31, 119, 180);
 const FLOOR: RGBColor = RGBColor(170, 170, 170);
 
-/// Draws one plot of each bench's durations from its JSON rows: `<folder>/<bench>.svg`. Gives the files.
+/// Draws one plot per bench from the durations in its JSON rows: `<folder>/<bench>.svg`. Returns the files.
 pub fn draw(rows: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let entries = std::fs::read_dir(rows)
         .with_context(|| format!("no results at {}: run a bench first", rows.display()))?;
     let mut drawn = Vec::new();
@@ -26,8 +26,8 @@ pub fn draw(rows: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
         }
         let text = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let all: Vec<serde_json::Value> = serde_json::from_slice(&text)
-            .with_context(|| format!("{} is no list of rows", path.display()))?;
-        // Requests are other rows.
+            .with_context(|| format!("{} is not a list of rows", path.display()))?;
+        // Rows of requests have another structure.
         let times: Vec<Row> = all
             .into_iter()
             .filter_map(|row| serde_json::from_value::<Row>(row).ok())
@@ -44,7 +44,7 @@ pub fn draw(rows: &Path, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(drawn)
 }
 
-/// Bars for each case, on a logarithmic scale: the median, the floor's median beside it, and a line up to the slowest.
+/// Draws bars for each case on a logarithmic scale: the median, the floor's median beside it, and a line to the maximum.
 fn plot(file: &Path, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
     let root = SVGBackend::new(file, SIZE).into_drawing_area();
     root.fill(&WHITE)?;
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_benchs_times_become_a_picture_and_other_rows_none() {
+    fn durations_are_drawn_and_other_rows_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let row = |case: &str, unit: &str, floor: Option<f64>| Row {
             bench: "create".into(),

@@ -1,4 +1,4 @@
-//! Results as a table for people and as JSON rows for programs.
+//! Reports: results as a table and as JSON rows.
 
 use std::io::Write;
 use std::path::Path;
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 use crate::cost::Cost;
 use crate::stats::Stats;
 
-/// The parts whose use of the machine is told: our own, and what they weigh on.
-const TOLD: [&str; 6] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra", "apiserver", "etcd"];
+/// Components whose resource usage is reported: our own, and those they use.
+const REPORTED: [&str; 6] = ["gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra", "apiserver", "etcd"];
 
-/// What a bench found. Clones share it.
+/// Results of a bench. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Report {
     bench: Arc<str>,
@@ -27,7 +27,7 @@ struct Rows {
     requests: Vec<Request>,
 }
 
-/// One measured quantity of one case.
+/// A measured quantity of a case.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Row {
     pub(crate) bench: String,
@@ -45,7 +45,7 @@ pub(crate) struct Row {
     pub(crate) ratio_p50: Option<f64>,
 }
 
-/// How often one kind of request was made per operation.
+/// The number of requests of one kind per operation.
 #[derive(Debug, Clone, Serialize)]
 struct Request {
     bench: String,
@@ -71,12 +71,12 @@ impl Report {
         self.rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Times of one case, and of the floor under it.
+    /// Adds the durations of a case, and of its floor.
     pub(crate) fn times(&self, case: &str, times: &[Duration], floor: &[Duration]) {
         self.times_of(case, "duration", times, floor);
     }
 
-    /// Times of one part of a case, and of the floor under it.
+    /// Adds the durations of one metric of a case, and of its floor.
     pub(crate) fn times_of(&self, case: &str, metric: &str, times: &[Duration], floor: &[Duration]) {
         let floor = Stats::of(millis(floor)).map(|floor| floor.p50);
         if let Some(stats) = Stats::of(millis(times)) {
@@ -84,7 +84,7 @@ impl Report {
         }
     }
 
-    /// One number of one case.
+    /// Adds a single number of a case.
     pub(crate) fn number(&self, case: &str, metric: &str, unit: &str, number: f64) {
         if let Some(stats) = Stats::of(vec![number]) {
             self.row(case, metric, unit, stats, None);
@@ -109,7 +109,7 @@ impl Report {
         self.rows().measured.push(row);
     }
 
-    /// What the operations of one case cost, shared out over them.
+    /// Adds the cost of a case, per operation.
     pub(crate) fn cost(&self, case: &str, cost: &Cost) {
         let per_op = |count: f64| count / cost.operations.max(1) as f64;
         for (kind, count) in &cost.requests {
@@ -125,10 +125,10 @@ impl Report {
             self.rows().requests.push(request);
         }
         for (component, count) in &cost.refused {
-            self.number(case, &format!("{component} refused"), "in all", *count as f64);
+            self.number(case, &format!("{component} refused"), "total", *count as f64);
         }
         for (part, used) in &cost.used {
-            if !TOLD.iter().any(|told| part.ends_with(told)) {
+            if !REPORTED.iter().any(|name| part.ends_with(name)) {
                 continue;
             }
             let name = |what: &str| format!("{part} {what}");
@@ -138,7 +138,7 @@ impl Report {
             }
             self.number(case, &name("cpu"), "ms/op", per_op(used.cpu.as_secs_f64() * 1000.0));
         }
-        self.number(case, "machine busy", "% of all cores", 100.0 * cost.busy);
+        self.number(case, "host cpu", "% of all cores", 100.0 * cost.busy);
     }
 
     /// Prints both tables.
@@ -187,7 +187,7 @@ impl Report {
         let rows = rows.chain(all.requests.iter().map(serde_json::to_value));
         let rows = rows.collect::<Result<Vec<_>, _>>()?;
         if let Some(folder) = file.parent() {
-            std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+            std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
         }
         std::fs::write(file, serde_json::to_vec_pretty(&rows)?)
             .with_context(|| format!("cannot write {}", file.display()))

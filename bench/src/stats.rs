@@ -1,6 +1,6 @@
-//! Numbers of a set of samples.
+//! Statistics of samples.
 
-/// What is told of a set of samples.
+/// Statistics of a set of samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Stats {
     pub(crate) n: usize,
@@ -11,7 +11,7 @@ pub(crate) struct Stats {
 }
 
 impl Stats {
-    /// None without samples. Percentiles are samples (nearest rank), never values in between.
+    /// `None` without samples. Percentiles are samples (nearest rank), never interpolated.
     pub(crate) fn of(mut samples: Vec<f64>) -> Option<Self> {
         samples.sort_by(f64::total_cmp);
         let rank = |percent: usize| {

@@ -1,4 +1,4 @@
-{{/* What both charts share: each has a link to this file. */}}
+{{/* Templates of both charts, which link to this file. */}}
 
 {{- define "nestor.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
@@ -9,7 +9,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: nestor
 {{- end }}
 
-{{/* Labels that pods are found by. dict: root, component. They never change: selectors are immutable. */}}
+{{/* Selector labels of pods. dict: root, component. They must never change, because selectors are immutable. */}}
 {{- define "nestor.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -17,12 +17,12 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
 {{/*
-The objects of a file, which the lab applies as they are. dict:
+The objects of a file, which the lab applies unchanged. dict:
   root, file
   fill      values for ${NAME} in the file
-  accounts  ServiceAccounts that stand under another name here: sidecars have that of their pod. "" leaves one out
-  without   names of objects that are left out
-  kinds     the kinds to take; all without it
+  accounts  ServiceAccounts to rename: sidecars use that of their pod. "" omits one
+  without   names of objects to omit
+  kinds     the kinds to include; default: all
 */}}
 {{- define "nestor.objects" -}}
 {{- $text := .root.Files.Get .file -}}
@@ -52,7 +52,7 @@ The objects of a file, which the lab applies as they are. dict:
 {{- if and (eq $object.kind "StorageClass") (hasKey $root.Values.classes "default") (ne $root.Values.classes.default $name) }}
 {{- $_ := unset (default dict $object.metadata.annotations) "storageclass.kubernetes.io/is-default-class" }}
 {{- end }}
-{{- /* With a namespace, the volumes of its guest would go. */}}
+{{- /* Deleting a namespace would delete the guest's volumes. */}}
 {{- if eq $object.kind "Namespace" }}
 {{- $_ := set $object.metadata "annotations" (dict "helm.sh/resource-policy" "keep") }}
 {{- end }}
@@ -65,7 +65,7 @@ The objects of a file, which the lab applies as they are. dict:
 {{- end }}
 {{- end }}
 
-{{/* The classes that are wanted. dict: root, file */}}
+{{/* The enabled classes. dict: root, file */}}
 {{- define "nestor.classes" -}}
 {{- $wanted := .root.Values.classes -}}
 {{- $kinds := list -}}
@@ -77,7 +77,7 @@ The objects of a file, which the lab applies as they are. dict:
 {{- end }}
 {{- end }}
 
-{{/* An image of ours. dict: root, name */}}
+{{/* Image of one of Nestor's programs. dict: root, name */}}
 {{- define "nestor.image" -}}
 {{- $image := .root.Values.image -}}
 {{- $digest := get (default dict $image.digests) .name -}}
@@ -88,7 +88,7 @@ The objects of a file, which the lab applies as they are. dict:
 {{- end -}}
 {{- end }}
 
-{{/* Flags of logs and of the HTTP port, which all our programs take. dict: root, port */}}
+{{/* Flags of all of Nestor's programs: logging and HTTP port. dict: root, port */}}
 {{- define "nestor.flags" -}}
 - --http-listen={{ .root.Values.listenAddress }}:{{ .port }}
 - --log-level={{ .root.Values.log.level }}
@@ -96,8 +96,8 @@ The objects of a file, which the lab applies as they are. dict:
 {{- end }}
 
 {{/*
-Probes of a program of ours. A process is restarted when /healthz says that only that may help. /readyz says whether it
-can serve; an API server or an infra that is away fails it and restarts nothing.
+Probes of Nestor's programs. /healthz fails only if a restart may help. /readyz fails while the program cannot serve,
+for example while an API server or the storage infra is down; this causes no restart.
 */}}
 {{- define "nestor.probes" -}}
 startupProbe:
@@ -131,7 +131,8 @@ seccompProfile: {type: RuntimeDefault}
 
 {{/*
 A sidecar of the Kubernetes project. dict: root, name (csi-provisioner), key (provisioner, in .Values.sidecars),
-port, args. It serves HTTP once it has found its driver, which may wait for an API server: hence the patient start.
+port, args. It serves HTTP only after it has connected to its driver, which may wait for an API server: hence the long
+startup probe.
 */}}
 {{- define "nestor.sidecar" -}}
 {{- $all := .root.Values.sidecars -}}
@@ -185,7 +186,7 @@ port, args. It serves HTTP once it has found its driver, which may wait for an A
   {{- end }}
 {{- end }}
 
-{{/* Flags of the sidecars that have the same in both tiers, each as the lab has them. dict: root */}}
+{{/* Flags of the sidecars of both tiers, the same as in the lab. dict: root */}}
 {{- define "nestor.provisionerArgs" -}}
 - --worker-threads={{ .root.Values.sidecars.provisioner.workers }}
 - --extra-create-metadata=true
@@ -201,7 +202,7 @@ port, args. It serves HTTP once it has found its driver, which may wait for an A
 - --extra-create-metadata=true
 {{- end }}
 
-{{/* Where a controller's pods run. dict: root, component, values (of the component) */}}
+{{/* Scheduling of a controller's pods. dict: root, component, values (of the component) */}}
 {{- define "nestor.placement" -}}
 {{- $selector := include "nestor.selector" . -}}
 priorityClassName: {{ .values.priorityClassName }}
@@ -232,7 +233,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* What stands beside a controller's Deployment. dict: root, component, values */}}
+{{/* PodDisruptionBudget and NetworkPolicy of a controller. dict: root, component, values */}}
 {{- define "nestor.beside" -}}
 {{- if gt (int .values.replicas) 1 }}
 ---
@@ -245,7 +246,7 @@ metadata:
     {{- include "nestor.labels" .root | nindent 4 }}
 spec:
   maxUnavailable: 1
-  # A pod that is not ready serves nobody, and may go at any time.
+  # A pod that is not ready serves no calls and can be evicted at any time.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
@@ -254,7 +255,7 @@ spec:
 {{- include "nestor.networkPolicy" . }}
 {{- end }}
 
-{{/* Nobody speaks to our pods over the network but who reads metrics; kubelet's probes are let through by all CNIs. */}}
+{{/* Ingress is allowed for metrics only; kubelet's probes are allowed by all CNIs. */}}
 {{- define "nestor.networkPolicy" -}}
 {{- $policy := .root.Values.networkPolicy }}
 {{- if $policy.enabled }}
@@ -289,7 +290,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* The snapshot-controller, for clusters that have none. */}}
+{{/* snapshot-controller, for clusters without one. */}}
 {{- define "nestor.snapshotController" -}}
 {{- $values := .Values.snapshotController }}
 {{- if $values.enabled }}

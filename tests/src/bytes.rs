@@ -1,4 +1,4 @@
-//! Bytes of volumes: written to and read from the infra's files, and the disks of machines that this host plays.
+//! Test data: bytes written to and read from volume files and disks of loop nodes.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use crds::names;
 use lab::LoopNode;
 
-/// Bytes that look like nothing any tool knows.
+/// Pseudo-random bytes that match no known format.
 pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed;
     let next = || {
@@ -18,19 +18,19 @@ pub fn noise(seed: u64, bytes: usize) -> Vec<u8> {
     std::iter::repeat_with(next).take(bytes).collect()
 }
 
-/// Writes to the beginning of a file or a device that is there.
+/// Writes to the beginning of an existing file or device.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let mut file = File::options().write(true).open(path).with_context(|| format!("{}", path.display()))?;
     file.write_all(bytes)?;
     Ok(file.sync_all()?)
 }
 
-/// Reads so many bytes from the beginning of a file or a device.
+/// Reads `bytes` bytes from the beginning of a file or device.
 pub fn read(path: &Path, bytes: usize) -> Result<Vec<u8>> {
     read_at(path, 0, bytes)
 }
 
-/// Reads so many bytes of a file or a device from there on.
+/// Reads `bytes` bytes of a file or device from offset `start`.
 pub fn read_at(path: &Path, start: u64, bytes: usize) -> Result<Vec<u8>> {
     let mut file = File::open(path).with_context(|| format!("{}", path.display()))?;
     file.seek(SeekFrom::Start(start))?;
@@ -39,7 +39,7 @@ pub fn read_at(path: &Path, start: u64, bytes: usize) -> Result<Vec<u8>> {
     Ok(read)
 }
 
-/// The disk of a machine that this host plays.
+/// The disk's device link on a loop node.
 pub fn device(node: &LoopNode, disk: &str) -> PathBuf {
     let [link, ..] = names::disk_by_id(disk);
     node.by_id_dir.join(link)
@@ -47,6 +47,6 @@ pub fn device(node: &LoopNode, disk: &str) -> PathBuf {
 
 /// SHA-256 of a file's bytes, in hex.
 pub async fn checksum(file: &Path) -> Result<String> {
-    let said = lab::process::run(&mut lab::process::command("sha256sum", [file])).await?;
-    Ok(said.split_whitespace().next().context("sha256sum says nothing")?.to_owned())
+    let output = lab::process::run(&mut lab::process::command("sha256sum", [file])).await?;
+    Ok(output.split_whitespace().next().context("sha256sum printed nothing")?.to_owned())
 }

@@ -1,4 +1,4 @@
-//! The charts as helm renders them, and what an API server says of that.
+//! Helm charts: rendering, and validation of the objects by an API server.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -16,10 +16,10 @@ use tokio::process::Command;
 
 use crate::program::binary;
 
-/// The version for which charts are rendered: that of the lab's API servers.
+/// The Kubernetes version that charts are rendered for: that of the lab's API servers.
 const KUBERNETES: &str = "1.36.3";
 
-/// A chart of ours.
+/// A Helm chart of the repository.
 #[derive(Debug, Clone)]
 pub struct Chart {
     helm: PathBuf,
@@ -27,7 +27,7 @@ pub struct Chart {
 }
 
 impl Chart {
-    /// Both charts, and helm, which is built when it is not there yet.
+    /// Both charts. Builds helm if it is not in the cache.
     pub async fn both() -> Result<[Self; 2]> {
         let helm = cache::helm(&Ui::default()).await?;
         Ok(["nestor-management", "nestor-guest"]
@@ -46,12 +46,12 @@ impl Chart {
         Ok(guest)
     }
 
-    /// Its name.
+    /// The chart's name.
     pub fn name(&self) -> String {
         self.folder.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// The files of values that it is tested with.
+    /// The values files that the chart is tested with.
     pub fn examples(&self) -> Result<Vec<PathBuf>> {
         let entries = std::fs::read_dir(self.folder.join("ci"))?;
         let mut files = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
@@ -60,19 +60,19 @@ impl Chart {
         Ok(files)
     }
 
-    /// One of these files.
+    /// A values file by name.
     pub fn example(&self, name: &str) -> PathBuf {
         self.folder.join("ci").join(format!("{name}-values.yaml"))
     }
 
-    /// What `helm lint` says of it with some values; fails unless all is well.
+    /// Output of `helm lint` with these values; fails on any warning.
     pub async fn lint(&self, values: &Path) -> Result<String> {
         let mut helm = Command::new(&self.helm);
         helm.args(["lint", "--strict", "--quiet"]).arg(&self.folder).arg("--values").arg(values);
         output(&mut helm).await
     }
 
-    /// Its objects, for a namespace and values; `set` holds values by path, as in `infra.url=https://…`.
+    /// Renders the chart for a namespace. `set` holds values by path, as in `infra.url=https://…`.
     pub async fn render(&self, namespace: &str, values: &[&Path], set: &[&str]) -> Result<Vec<Value>> {
         let mut helm = Command::new(&self.helm);
         helm.args(["template", "test", "--namespace", namespace, "--kube-version", KUBERNETES]);
@@ -90,10 +90,10 @@ impl Chart {
 }
 
 async fn output(helm: &mut Command) -> Result<String> {
-    let said = helm.stdin(Stdio::null()).kill_on_drop(true).output().await.context("cannot run helm")?;
-    let text = String::from_utf8_lossy(&said.stdout).into_owned();
-    if !said.status.success() {
-        bail!("{text}{}", String::from_utf8_lossy(&said.stderr));
+    let output = helm.stdin(Stdio::null()).kill_on_drop(true).output().await.context("cannot run helm")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if !output.status.success() {
+        bail!("{text}{}", String::from_utf8_lossy(&output.stderr));
     }
     Ok(text)
 }
@@ -109,24 +109,24 @@ pub fn of_kind<'a>(objects: &'a [Value], kind: &'a str) -> impl Iterator<Item = 
     objects.iter().filter(move |object| object["kind"] == kind)
 }
 
-/// The pod templates of Deployments and DaemonSets: whose they are, and their PodSpecs.
+/// The pod templates of Deployments and DaemonSets: name of the owner, and PodSpec.
 pub fn pod_specs(objects: &[Value]) -> Vec<(String, &Value)> {
     let with_pods = objects.iter().filter(|object| object["spec"]["template"]["spec"].is_object());
     with_pods.map(|object| (called(object), &object["spec"]["template"]["spec"])).collect()
 }
 
-/// The containers of a PodSpec, those that start first among them.
+/// The init containers and containers of a PodSpec, in start order.
 pub fn containers(spec: &Value) -> impl Iterator<Item = &Value> {
     ["initContainers", "containers"].into_iter().filter_map(|list| spec[list].as_array()).flatten()
 }
 
-/// A list of texts in an object.
+/// The items of a list as strings.
 pub fn texts(list: &Value) -> Vec<String> {
     let texts = list.as_array().into_iter().flatten();
     texts.map(|text| text.as_str().map_or_else(|| text.to_string(), str::to_owned)).collect()
 }
 
-/// The program in a container, by its image's name: one of ours, or a sidecar that the lab has too.
+/// The program of a container, by its image name: one of ours or a sidecar of the lab.
 pub fn program(lab: &Lab, container: &Value) -> Result<PathBuf> {
     let image = container["image"].as_str().context("a container without an image")?;
     let name = image.rsplit('/').next().unwrap_or_default();
@@ -137,17 +137,17 @@ pub fn program(lab: &Lab, container: &Value) -> Result<PathBuf> {
     })
 }
 
-/// Applies an object, or only lets the API server say whether it would take it.
+/// Applies an object, or only validates it on the API server (dry run).
 pub async fn apply(client: &Client, object: &Value, dry_run: bool) -> Result<DynamicObject> {
     let (api, object) = api(client, object).await?;
     let mut how = PatchParams::apply("charts").force();
     how.field_validation = Some(ValidationDirective::Strict);
     how.dry_run = dry_run;
     let applied = api.patch(&object.name_any(), &how, &Patch::Apply(&object)).await;
-    applied.with_context(|| format!("the API server does not take {}", object.name_any()))
+    applied.with_context(|| format!("the API server rejects {}", object.name_any()))
 }
 
-/// Deletes an object, if it is there.
+/// Deletes an object, if it exists.
 pub async fn delete(client: &Client, object: &Value) -> Result<()> {
     let (api, object) = api(client, object).await?;
     match api.delete(&object.name_any(), &DeleteParams::default()).await {
@@ -159,7 +159,7 @@ pub async fn delete(client: &Client, object: &Value) -> Result<()> {
 async fn api(client: &Client, object: &Value) -> Result<(Api<DynamicObject>, DynamicObject)> {
     let what = called(object);
     let object: DynamicObject =
-        serde_json::from_value(object.clone()).with_context(|| format!("{what} is no object"))?;
+        serde_json::from_value(object.clone()).with_context(|| format!("{what} is not an object"))?;
     let types = object.types.clone().with_context(|| format!("{what} has no kind"))?;
     let (resource, _) = kube::discovery::pinned_kind(client, &GroupVersionKind::try_from(&types)?).await?;
     let api = match &object.metadata.namespace {

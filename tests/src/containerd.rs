@@ -1,4 +1,4 @@
-//! containerd on this host, for a test alone: to see that images are taken and that what is in them starts.
+//! containerd on this host for one test, to check that images can be imported and that their programs start.
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -11,7 +11,7 @@ use tokio::process::{Child, Command};
 
 use crate::{PATIENCE, eventually, unique};
 
-/// The kubelet's interface is left out: what needs a network, or a CNI.
+/// The CRI plugins are disabled: they need a network and CNI.
 const CONFIG: &str = r#"version = 3
 root = "FOLDER/root"
 state = "FOLDER/state"
@@ -27,7 +27,7 @@ disabled_plugins = [
   address = "FOLDER/containerd.sock.ttrpc"
 "#;
 
-/// A containerd that ends with the test.
+/// A containerd that is killed when this is dropped.
 pub struct Containerd {
     tools: PathBuf,
     folder: TempDir,
@@ -35,7 +35,7 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Starts one, and waits until it answers.
+    /// Starts containerd and waits until it responds.
     pub async fn start(lab: &Lab) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let config = folder.path().join("config.toml");
@@ -46,7 +46,7 @@ impl Containerd {
         containerd.arg("--config").arg(&config).env("PATH", path(&tools));
         containerd.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
         let this = Self { child: containerd.spawn().context("cannot start containerd")?, tools, folder };
-        eventually("containerd answers", PATIENCE, || async {
+        eventually("containerd responds", PATIENCE, || async {
             Ok(this.ctr(&["version"]).await.map(drop).map_err(|error| format!("{error:#}; {}", this.log())))
         })
         .await?;
@@ -57,13 +57,13 @@ impl Containerd {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// Runs `ctr`, and gives what it says.
+    /// Runs `ctr` and returns its output.
     pub async fn ctr(&self, args: &[&str]) -> Result<String> {
         let mut ctr = Command::new(self.tools.join("ctr"));
         ctr.arg("--address").arg(self.folder.path().join("containerd.sock")).args(args);
         ctr.env("PATH", path(&self.tools)).stdin(Stdio::null()).kill_on_drop(true);
         let output = tokio::time::timeout(PATIENCE, ctr.output()).await;
-        let output = output.with_context(|| format!("ctr {args:?} did not end"))??;
+        let output = output.with_context(|| format!("ctr {args:?} did not exit"))??;
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
         let more = String::from_utf8_lossy(&output.stderr);
         match output.status.success() {
@@ -72,14 +72,14 @@ impl Containerd {
         }
     }
 
-    /// Runs a command in a container of an image, on a root that it cannot write to, and gives what it says.
+    /// Runs a command in a container with a read-only root, and returns its output.
     pub async fn run(&self, image: &str, words: &[&str]) -> Result<String> {
         let id = unique("container");
         let how = ["run", "--rm", "--snapshotter", "native", "--read-only", image, &id];
         self.ctr(&[&how, words].concat()).await
     }
 
-    /// Ends it.
+    /// Stops containerd.
     pub async fn stop(mut self) -> Result<()> {
         let pid = self.child.id().and_then(|id| rustix::process::Pid::from_raw(id as i32));
         rustix::process::kill_process(pid.context("it ended before")?, rustix::process::Signal::TERM)?;
@@ -88,7 +88,7 @@ impl Containerd {
     }
 }
 
-/// Where containerd finds its shim, and runc.
+/// A PATH with the containerd shim and runc.
 fn path(tools: &std::path::Path) -> String {
     format!("{}:{}", tools.display(), std::env::var("PATH").unwrap_or_default())
 }

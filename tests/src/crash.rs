@@ -1,4 +1,4 @@
-//! Processes that die at chosen points of their work, and are started again.
+//! Crash injection: components that die at a chosen fail point and are started again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -10,17 +10,17 @@ use tonic::{Code, Status};
 
 use crate::{PATIENCE, Scenario, eventually};
 
-/// How often a dead process is looked for.
+/// Poll interval for a dead process.
 const PACE: Duration = Duration::from_millis(20);
 
-/// Where a process dies.
+/// One passing of a fail point at which a component dies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// The part of the lab.
+    /// The component of the lab.
     pub part: &'static str,
-    /// The point.
+    /// Name of the fail point.
     pub point: String,
-    /// At which passing of it, from 1.
+    /// Which passing of the fail point, from 1.
     pub count: usize,
 }
 
@@ -34,16 +34,16 @@ impl fmt::Display for Place {
     }
 }
 
-/// Lets parts of the lab die, and starts those again that did.
+/// Makes components of the lab crash, and starts them again.
 pub struct Crashes<'a> {
     s: &'a Scenario,
     parts: &'static [&'static str],
-    /// Sidecars whose driver died since they were started: they end some time later.
+    /// Sidecars whose driver died since they were started; they exit some time later.
     stale: BTreeSet<String>,
 }
 
 impl<'a> Crashes<'a> {
-    /// Of these parts.
+    /// Prepares crashes of these components.
     pub fn of(s: &'a Scenario, parts: &'static [&'static str]) -> Result<Self> {
         for part in parts {
             let folder = s.lab.fail_points(part);
@@ -56,7 +56,7 @@ impl<'a> Crashes<'a> {
         self.s.lab.fail_points(part).join(name)
     }
 
-    /// Does something, and tells which points were passed meanwhile.
+    /// Runs `work` and returns the fail points that were passed meanwhile.
     pub async fn passed<T>(&self, work: impl Future<Output = Result<T>>) -> Result<(T, Vec<Place>)> {
         for part in self.parts {
             std::fs::write(self.file(part, "passed"), "")?;
@@ -77,13 +77,13 @@ impl<'a> Crashes<'a> {
         Ok((outcome?, places))
     }
 
-    /// Makes sure that a sidecar has found the driver that runs now.
+    /// Restarts a sidecar if its driver was restarted since, so that it is connected to the current one.
     pub async fn needs(&mut self, sidecar: &'static str) -> Result<()> {
         if self.stale.remove(sidecar) { self.s.lab.restart(sidecar).await } else { Ok(()) }
     }
 
-    /// Does something while a process is to die at this place. Where it does, it is started again, and after it the
-    /// sidecar that is needed, and the work goes on. Tells whether it died.
+    /// Runs `work` with an armed fail point. If the component dies, it is started again, then the required sidecar, and the
+    /// work continues. Returns whether the component died.
     pub async fn meanwhile<T>(
         &mut self,
         place: &Place,
@@ -97,7 +97,7 @@ impl<'a> Crashes<'a> {
         tokio::select! {
             outcome = &mut work => match std::fs::remove_file(&armed) {
                 Ok(()) => Ok((outcome?, false)),
-                // It is just dying.
+                // It is dying right now.
                 Err(_) => {
                     reviving.await?;
                     Ok((outcome?, true))
@@ -110,7 +110,7 @@ impl<'a> Crashes<'a> {
         }
     }
 
-    /// Waits until the process has died there, and starts it again.
+    /// Waits until the component has died, and starts it again.
     async fn revive(&mut self, place: &Place, sidecar: Option<&'static str>) -> Result<()> {
         let armed = self.file(place.part, "armed");
         while armed.exists() || self.s.lab.pid(place.part).is_some() {
@@ -125,7 +125,7 @@ impl<'a> Crashes<'a> {
         }
     }
 
-    /// Nobody is to die any more, and everybody runs.
+    /// Disarms all fail points and starts all components and sidecars.
     pub async fn end(self) -> Result<()> {
         for part in self.parts {
             for name in ["armed", "passed"] {
@@ -140,8 +140,8 @@ impl<'a> Crashes<'a> {
     }
 }
 
-/// Calls a driver as a sidecar does: again, for as long as the answer may mean that it is still at it, and not when it
-/// is final.
+/// Calls a driver like a sidecar: repeats the call while the status code means that the operation may still be running,
+/// fails on a final code.
 pub async fn insist<T, F, R>(what: &str, call: F) -> Result<T>
 where
     F: Fn() -> R,
@@ -151,7 +151,7 @@ where
         match call().await {
             Ok(answer) => Ok(Ok(answer)),
             Err(status) if may_go_on(&status) => Ok(Err(status.to_string())),
-            Err(status) => bail!("{what}: a final answer: {status}"),
+            Err(status) => bail!("{what}: final status: {status}"),
         }
     })
     .await
@@ -159,7 +159,7 @@ where
 
 fn may_go_on(status: &Status) -> bool {
     use std::error::Error;
-    // What has a source came from the connection, not from the driver.
+    // A status with a source comes from the connection, not from the driver.
     status.source().is_some()
         || matches!(
             status.code(),

@@ -1,4 +1,4 @@
-//! CSI calls straight to a driver's socket.
+//! CSI client: calls to a driver's socket, without sidecars.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -21,7 +21,7 @@ use tonic::{Code, Request};
 
 use crate::{PATIENCE, eventually};
 
-/// How long a call may take, unless a test says otherwise; the sidecars' own default is 15 s.
+/// Default timeout of a call; that of the sidecars is 15 s.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A Controller service.
@@ -33,11 +33,11 @@ impl Driver {
     pub async fn connect(socket: &Path) -> Result<Self> {
         let channel = csi::client::connect(socket)
             .await
-            .with_context(|| format!("no driver answers on {}", socket.display()))?;
+            .with_context(|| format!("no driver responds on {}", socket.display()))?;
         Ok(Self(ControllerClient::new(channel)))
     }
 
-    /// The service's calls as they are, for those that have no shorter form here.
+    /// The generated client, for calls that have no helper here.
     pub fn calls(&self) -> ControllerClient<Channel> {
         self.0.clone()
     }
@@ -45,7 +45,7 @@ impl Driver {
     /// CreateVolume.
     pub async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, Status> {
         let answer = self.0.clone().create_volume(within(request, TIMEOUT)).await?.into_inner();
-        answer.volume.ok_or_else(|| Status::internal("the answer has no volume"))
+        answer.volume.ok_or_else(|| Status::internal("the response has no volume"))
     }
 
     /// DeleteVolume.
@@ -54,7 +54,7 @@ impl Driver {
         self.0.clone().delete_volume(within(request, TIMEOUT)).await.map(drop)
     }
 
-    /// CreateSnapshot of a volume, of a management class.
+    /// CreateSnapshot with a management VolumeSnapshotClass.
     pub async fn snapshot(&self, name: &str, volume: &str, class: &str) -> Result<Snapshot, Status> {
         let request = CreateSnapshotRequest {
             name: name.to_owned(),
@@ -63,7 +63,7 @@ impl Driver {
             ..Default::default()
         };
         let answer = self.0.clone().create_snapshot(within(request, TIMEOUT)).await?.into_inner();
-        answer.snapshot.ok_or_else(|| Status::internal("the answer has no snapshot"))
+        answer.snapshot.ok_or_else(|| Status::internal("the response has no snapshot"))
     }
 
     /// DeleteSnapshot.
@@ -72,12 +72,12 @@ impl Driver {
         self.0.clone().delete_snapshot(within(request, TIMEOUT)).await.map(drop)
     }
 
-    /// ControllerExpandVolume to at least `bytes`; gives what the volume has then.
+    /// ControllerExpandVolume to at least `bytes`; returns the new size.
     pub async fn expand(&self, volume: &str, bytes: i64) -> Result<i64, Status> {
         self.expand_within(volume, CapacityRange { required_bytes: bytes, limit_bytes: 0 }).await
     }
 
-    /// ControllerExpandVolume to a size in this range; gives what the volume has then.
+    /// ControllerExpandVolume to a size in this range; returns the new size.
     pub async fn expand_within(&self, volume: &str, range: CapacityRange) -> Result<i64, Status> {
         let request = ControllerExpandVolumeRequest {
             volume_id: volume.to_owned(),
@@ -89,17 +89,17 @@ impl Driver {
         Ok(answer.capacity_bytes)
     }
 
-    /// ControllerPublishVolume of a mounted volume with one writer; gives the disk's UUID.
+    /// ControllerPublishVolume of a filesystem volume with a single writer; returns the disk UUID.
     pub async fn publish(&self, volume: &str, node: &str) -> Result<String, Status> {
         self.publish_within(volume, node, TIMEOUT).await
     }
 
-    /// ControllerPublishVolume with a timeout of one's own.
+    /// ControllerPublishVolume with a custom timeout.
     pub async fn publish_within(&self, volume: &str, node: &str, time: Duration) -> Result<String, Status> {
         self.publish_request(volume, node, mount(Mode::SingleNodeWriter), time).await
     }
 
-    /// ControllerPublishVolume of a mounted volume with one writer; gives all that the node plugin is told.
+    /// ControllerPublishVolume of a filesystem volume with a single writer; returns the publish context.
     pub async fn publish_context(&self, volume: &str, node: &str) -> Result<HashMap<String, String>, Status> {
         self.context_of(volume, node, mount(Mode::SingleNodeWriter), TIMEOUT).await
     }
@@ -109,15 +109,15 @@ impl Driver {
         &self,
         volume: &str,
         node: &str,
-        wanted: VolumeCapability,
+        capability: VolumeCapability,
     ) -> Result<String, Status> {
-        self.publish_request(volume, node, wanted, TIMEOUT).await
+        self.publish_request(volume, node, capability, TIMEOUT).await
     }
 
-    /// Why ControllerPublishVolume is refused, asked again while csi-attacher asks for the same.
-    pub async fn refusal(&self, volume: &str, node: &str, wanted: &VolumeCapability) -> Result<Status> {
+    /// The error with which ControllerPublishVolume is refused. Retries while csi-attacher runs the same operation.
+    pub async fn refusal(&self, volume: &str, node: &str, capability: &VolumeCapability) -> Result<Status> {
         eventually(&format!("a refusal of {volume} on {node}"), PATIENCE, || async {
-            match self.publish_as(volume, node, wanted.clone()).await {
+            match self.publish_as(volume, node, capability.clone()).await {
                 Ok(disk) => bail!("{volume} was attached to {node} as {disk}"),
                 Err(busy) if busy.code() == Code::Aborted => Ok(Err(busy.to_string())),
                 Err(refused) => Ok(Ok(refused)),
@@ -130,25 +130,25 @@ impl Driver {
         &self,
         volume: &str,
         node: &str,
-        wanted: VolumeCapability,
+        capability: VolumeCapability,
         time: Duration,
     ) -> Result<String, Status> {
-        let context = self.context_of(volume, node, wanted, time).await?;
+        let context = self.context_of(volume, node, capability, time).await?;
         let disk = context.get(names::CONTEXT_DISK_UUID).cloned();
-        disk.ok_or_else(|| Status::internal("the publish context names no disk"))
+        disk.ok_or_else(|| Status::internal("the publish context has no disk UUID"))
     }
 
     async fn context_of(
         &self,
         volume: &str,
         node: &str,
-        wanted: VolumeCapability,
+        capability: VolumeCapability,
         time: Duration,
     ) -> Result<HashMap<String, String>, Status> {
         let request = ControllerPublishVolumeRequest {
             volume_id: volume.to_owned(),
             node_id: node.to_owned(),
-            volume_capability: Some(wanted),
+            volume_capability: Some(capability),
             ..Default::default()
         };
         let answer = self.0.clone().controller_publish_volume(within(request, time)).await?.into_inner();
@@ -160,7 +160,7 @@ impl Driver {
         self.unpublish_within(volume, node, TIMEOUT).await
     }
 
-    /// ControllerUnpublishVolume with a timeout of one's own.
+    /// ControllerUnpublishVolume with a custom timeout.
     pub async fn unpublish_within(&self, volume: &str, node: &str, time: Duration) -> Result<(), Status> {
         let request = ControllerUnpublishVolumeRequest {
             volume_id: volume.to_owned(),
@@ -171,22 +171,22 @@ impl Driver {
     }
 }
 
-/// What a driver says of a call that cannot end in time, in words that have all of `texts`, by a code after which a
-/// sidecar takes the work for possibly done. Asked again where this host is so slow that the caller gave up first.
+/// The status of a call that cannot complete in time: a code after which a sidecar assumes that the operation may be
+/// done, and a message with all of `texts`. Repeats the call if this host is so slow that the client gave up first.
 pub async fn late<T, F, R>(what: &str, texts: &[&str], call: F) -> Result<Status>
 where
     F: Fn() -> R,
     R: Future<Output = Result<T, Status>>,
 {
-    eventually(&format!("{what}: not in time, in words with {texts:?}"), PATIENCE, || async {
-        let Err(status) = call().await else { bail!("{what}: it ended well") };
-        // What has a source came from the caller's own side, and what it gave up is under way for a moment more.
-        let is_own = status.source().is_none() && status.code() != Code::Aborted;
-        if is_own && !matches!(status.code(), Code::DeadlineExceeded | Code::Unavailable) {
-            bail!("{what}: a final answer: {status}");
+    eventually(&format!("{what} times out with {texts:?}"), PATIENCE, || async {
+        let Err(status) = call().await else { bail!("{what}: it succeeded") };
+        // A status with a source comes from the client; the call that it gave up runs a moment longer.
+        let is_from_driver = status.source().is_none() && status.code() != Code::Aborted;
+        if is_from_driver && !matches!(status.code(), Code::DeadlineExceeded | Code::Unavailable) {
+            bail!("{what}: final status: {status}");
         }
-        let is_told = is_own && texts.iter().all(|text| status.message().contains(text));
-        Ok(if is_told { Ok(status) } else { Err(status.to_string()) })
+        let matches = is_from_driver && texts.iter().all(|text| status.message().contains(text));
+        Ok(if matches { Ok(status) } else { Err(status.to_string()) })
     })
     .await
 }
@@ -197,7 +197,7 @@ fn within<T>(message: T, time: Duration) -> Request<T> {
     request
 }
 
-/// A request for a mounted volume of one writer: at least `bytes`, of a management class.
+/// Request for a filesystem volume with a single writer: at least `bytes`, of a management class.
 pub fn new_volume(name: &str, bytes: i64, class: &str) -> CreateVolumeRequest {
     CreateVolumeRequest {
         name: name.to_owned(),
@@ -208,12 +208,12 @@ pub fn new_volume(name: &str, bytes: i64, class: &str) -> CreateVolumeRequest {
     }
 }
 
-/// A request for a volume that begins with the bytes of a snapshot.
+/// Request for a volume restored from a snapshot.
 pub fn restored_volume(name: &str, bytes: i64, snapshot: &str) -> CreateVolumeRequest {
     begun_with(name, bytes, Type::Snapshot(SnapshotSource { snapshot_id: snapshot.to_owned() }))
 }
 
-/// A request for a volume that begins with the bytes of another one.
+/// Request for a clone of a volume.
 pub fn cloned_volume(name: &str, bytes: i64, source: &str) -> CreateVolumeRequest {
     begun_with(name, bytes, Type::Volume(VolumeSource { volume_id: source.to_owned() }))
 }
@@ -223,7 +223,7 @@ fn begun_with(name: &str, bytes: i64, source: Type) -> CreateVolumeRequest {
     CreateVolumeRequest { volume_content_source: Some(source), ..new_volume(name, bytes, "nestor") }
 }
 
-/// A raw block device in this mode.
+/// Capability: a raw block device in this mode.
 pub fn block(mode: Mode) -> VolumeCapability {
     VolumeCapability {
         access_mode: Some(AccessMode { mode: mode.into() }),
@@ -231,7 +231,7 @@ pub fn block(mode: Mode) -> VolumeCapability {
     }
 }
 
-/// A filesystem in this mode.
+/// Capability: a filesystem in this mode.
 pub fn mount(mode: Mode) -> VolumeCapability {
     VolumeCapability {
         access_mode: Some(AccessMode { mode: mode.into() }),

@@ -1,5 +1,5 @@
-//! Everything that both tiers and the infra hold for the first guest, as a list of facts: what should be there and is
-//! not, what is there and should not be, and what is there twice, is a difference of two lists.
+//! Inventory: everything that both tiers and the storage infra hold for the first guest, as a list of facts. Missing,
+//! unexpected and duplicate objects are differences between two inventories.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,27 +12,27 @@ use serde_json::Value;
 use crate::sizes::{bytes, requested};
 use crate::{PATIENCE, Scenario, eventually};
 
-/// Sorted; a fact that holds twice is there twice.
+/// Sorted lines; a duplicate object has two equal lines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Facts(Vec<String>);
 
 impl Facts {
-    /// What there is of a volume of so many bytes that is nowhere attached, by its management claim's name.
+    /// What exists for a detached volume of `bytes` bytes, by the name of its management claim.
     pub fn of_volume(claim: &str, bytes: u64) -> Self {
         Self::new(vec![
-            format!("claim {claim}: Bound, asks for {bytes}, has {bytes}"),
+            format!("claim {claim}: Bound, requests {bytes}, has {bytes}"),
             format!("PersistentVolume of {claim}: Bound, {bytes}"),
             format!("infra volume of {claim}: ready, {bytes}"),
             format!("file of {claim}: {bytes}"),
         ])
     }
 
-    /// What there is besides, while it is attached to a machine that this host plays.
+    /// What exists in addition while the volume is attached to a loop node.
     pub fn of_attached(claim: &str, bytes: u64, node: &LoopNode) -> Self {
         let node = &node.name;
         Self::new(vec![
-            format!("machine {node}: wants {claim}"),
-            format!("machine {node}: shows {claim}, attached"),
+            format!("VM {node}: spec has {claim}"),
+            format!("VM {node}: status has {claim}, attached"),
             format!("VolumeAttachment of {claim} to {node}: attached"),
             format!("infra attachment of {claim} to {node}: attached"),
             format!("disk of {claim} in {node}"),
@@ -40,7 +40,7 @@ impl Facts {
         ])
     }
 
-    /// What there is of a snapshot of a volume that has so many bytes, by the management snapshot's name.
+    /// What exists for a snapshot of a volume of `bytes` bytes, by the name of the management snapshot.
     pub fn of_snapshot(name: &str, claim: &str, bytes: u64) -> Self {
         Self::new(vec![
             format!("VolumeSnapshot {name} of {claim}: ready"),
@@ -50,25 +50,25 @@ impl Facts {
         ])
     }
 
-    /// These and those.
+    /// The union with `more`.
     pub fn and(mut self, more: Self) -> Self {
         self.0.extend(more.0);
         Self::new(self.0)
     }
 
-    /// These without those.
+    /// The difference to `less`.
     pub fn without(self, less: &Self) -> Self {
         Self(difference(&self.0, &less.0))
     }
 
-    /// Waits until these hold, and nothing else.
+    /// Waits until exactly this inventory is observed.
     pub async fn hold(&self, s: &Scenario) -> Result<()> {
-        eventually("what should be there, once, and nothing else", PATIENCE, || async {
-            // The infra may be dying just now.
+        eventually("exactly the expected objects exist", PATIENCE, || async {
+            // storage-infra may be restarting.
             Ok(Self::now(s)
                 .await
                 .map_err(|error| format!("{error:#}"))
-                .and_then(|there| self.compare(&there)))
+                .and_then(|observed| self.compare(&observed)))
         })
         .await
     }
@@ -78,15 +78,15 @@ impl Facts {
         Self(facts)
     }
 
-    fn compare(&self, there: &Self) -> Result<(), String> {
-        let (missing, unexpected) = (difference(&self.0, &there.0), difference(&there.0, &self.0));
+    fn compare(&self, observed: &Self) -> Result<(), String> {
+        let (missing, unexpected) = (difference(&self.0, &observed.0), difference(&observed.0, &self.0));
         if missing.is_empty() && unexpected.is_empty() {
             return Ok(());
         }
-        Err(format!("missing: {missing:#?}, not expected: {unexpected:#?}"))
+        Err(format!("missing: {missing:#?}, unexpected: {unexpected:#?}"))
     }
 
-    /// What there is now.
+    /// Reads the current inventory.
     pub async fn now(s: &Scenario) -> Result<Self> {
         let names = Names::read(s).await?;
         let facts = [of_management(s).await?, names.of_infra(s).await?, names.of_pools(s).await?];
@@ -94,7 +94,7 @@ impl Facts {
     }
 }
 
-/// Those of `these` that are not among `those`.
+/// The items of `these` that are not in `those`, counting duplicates.
 fn difference(these: &[String], those: &[String]) -> Vec<String> {
     let mut left = those.to_vec();
     let is_absent = |fact: &&String| match left.iter().position(|one| one == *fact) {
@@ -108,7 +108,7 @@ fn difference(these: &[String], those: &[String]) -> Vec<String> {
 }
 
 fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or("nothing")
+    value.as_str().unwrap_or("none")
 }
 
 async fn of_management(s: &Scenario) -> Result<Vec<String>> {
@@ -116,9 +116,9 @@ async fn of_management(s: &Scenario) -> Result<Vec<String>> {
     let all = ListParams::default();
     for claim in s.claims().list(&all).await? {
         let status = claim.status.as_ref();
-        let (asks, has) = (requested(&claim), bytes(status.and_then(|status| status.capacity.as_ref())));
+        let (requests, has) = (requested(&claim), bytes(status.and_then(|status| status.capacity.as_ref())));
         let phase = phase(&claim, status.and_then(|status| status.phase.as_deref()));
-        facts.push(format!("claim {}: {phase}, asks for {asks}, has {has}", claim.name_any()));
+        facts.push(format!("claim {}: {phase}, requests {requests}, has {has}", claim.name_any()));
     }
     for volume in s.volumes().list(&all).await? {
         let phase = phase(&volume, volume.status.as_ref().and_then(|status| status.phase.as_deref()));
@@ -136,20 +136,20 @@ async fn of_management(s: &Scenario) -> Result<Vec<String>> {
         let ready = ready(&content, &content.data["status"]["readyToUse"]);
         facts.push(format!("VolumeSnapshotContent of {of}: {ready}"));
     }
-    let machines = s.machines().list(&all).await?;
-    for machine in &machines {
-        let name = machine.name_any();
-        facts.extend(machine.spec.volumes.iter().map(|disk| format!("machine {name}: wants {}", disk.name)));
-        for disk in machine.status.iter().flat_map(|status| &status.volumes) {
+    let vms = s.machines().list(&all).await?;
+    for vm in &vms {
+        let name = vm.name_any();
+        facts.extend(vm.spec.volumes.iter().map(|disk| format!("VM {name}: spec has {}", disk.name)));
+        for disk in vm.status.iter().flat_map(|status| &status.volumes) {
             let attached = if disk.attached { "attached" } else { "not attached" };
-            facts.push(format!("machine {name}: shows {}, {attached}", disk.name));
+            facts.push(format!("VM {name}: status has {}, {attached}", disk.name));
         }
     }
-    for order in s.attachments().list(&all).await? {
-        let owner = order.owner_references().first().map_or("nobody", |owner| owner.name.as_str());
-        let claim = &order.spec.volume_name;
-        let attached = match &order.status {
-            _ if order.metadata.deletion_timestamp.is_some() => "going",
+    for attachment in s.attachments().list(&all).await? {
+        let owner = attachment.owner_references().first().map_or("no owner", |owner| owner.name.as_str());
+        let claim = &attachment.spec.volume_name;
+        let attached = match &attachment.status {
+            _ if attachment.metadata.deletion_timestamp.is_some() => "terminating",
             Some(status) if status.attached => "attached",
             _ => "not attached",
         };
@@ -159,19 +159,19 @@ async fn of_management(s: &Scenario) -> Result<Vec<String>> {
 }
 
 fn phase<'a>(object: &impl ResourceExt, phase: Option<&'a str>) -> &'a str {
-    if object.meta().deletion_timestamp.is_some() { "going" } else { phase.unwrap_or("no phase") }
+    if object.meta().deletion_timestamp.is_some() { "terminating" } else { phase.unwrap_or("no phase") }
 }
 
 fn ready(object: &impl ResourceExt, ready: &Value) -> &'static str {
     match ready.as_bool() {
-        _ if object.meta().deletion_timestamp.is_some() => "going",
+        _ if object.meta().deletion_timestamp.is_some() => "terminating",
         Some(true) => "ready",
         _ => "not ready",
     }
 }
 
-/// What the management cluster calls what the infra has: volumes and snapshots by id, machines by UUID. Whatever has no
-/// name there is an orphan, and shows by its id.
+/// Names of the management cluster for objects of the storage infra: volumes and snapshots by ID, VMs by UUID. An object
+/// without a name is an orphan and is shown with its ID.
 struct Names(BTreeMap<String, String>);
 
 impl Names {
@@ -188,9 +188,9 @@ impl Names {
             let of = content.data["spec"]["volumeSnapshotRef"]["name"].as_str();
             names.extend(handle.zip(of).map(|(handle, of)| (handle.to_owned(), of.to_owned())));
         }
-        for machine in s.machines().list(&all).await? {
-            let uuid = machine.status.as_ref().and_then(crds::node_uuid);
-            names.extend(uuid.map(|uuid| (uuid, machine.name_any())));
+        for vm in s.machines().list(&all).await? {
+            let uuid = vm.status.as_ref().and_then(crds::node_uuid);
+            names.extend(uuid.map(|uuid| (uuid, vm.name_any())));
         }
         Ok(Self(names))
     }
@@ -217,7 +217,7 @@ impl Names {
         Ok(facts)
     }
 
-    /// The files of the pools, the loop devices over them, and the links by which machines have those.
+    /// The files of the pools, the loop devices over them, and the device links of loop nodes.
     async fn of_pools(&self, s: &Scenario) -> Result<Vec<String>> {
         let infra = s.lab.state().infra.as_ref().context("the lab has no infra")?;
         let mut facts = Vec::new();
@@ -242,7 +242,7 @@ impl Names {
                 let device = std::fs::read_link(&link).unwrap_or_default();
                 let disk = match devices.get(&device).and_then(|file| id_of(file)) {
                     Some(id) => self.of(id),
-                    None => format!("nothing ({})", link.display()),
+                    None => format!("no device ({})", link.display()),
                 };
                 facts.push(format!("disk of {disk} in {}", self.of(&node)));
             }
@@ -251,7 +251,7 @@ impl Names {
     }
 }
 
-/// The id of what a file of a pool holds, complete or not.
+/// The ID of the object that a pool file holds, complete or not.
 fn id_of(file: &Path) -> Option<String> {
     let kind = file.extension()?.to_str()?;
     let id = file.file_stem()?.to_string_lossy();
@@ -262,7 +262,7 @@ fn id_of(file: &Path) -> Option<String> {
     }
 }
 
-/// The files of a pool that hold bytes, by the id of what they hold, and how many bytes.
+/// The data files of a pool: object ID and size in bytes.
 fn files(pool: &Path) -> Result<Vec<(String, u64)>> {
     let found = entries(pool)?.into_iter().filter_map(|path| {
         let bytes = std::fs::metadata(&path).ok()?.len();
@@ -274,13 +274,13 @@ fn files(pool: &Path) -> Result<Vec<(String, u64)>> {
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     match std::fs::read_dir(folder) {
         Ok(entries) => Ok(entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).collect()),
-        // A machine's folder comes with its first disk, and goes with the machine.
+        // A node's folder exists from its first attach until the node is removed.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error).with_context(|| format!("cannot list {}", folder.display())),
     }
 }
 
-/// All loop devices, and the files beneath.
+/// All loop devices and their backing files.
 async fn devices() -> Result<BTreeMap<PathBuf, PathBuf>> {
     let columns = ["--list", "--json", "--output", "NAME,BACK-FILE"];
     let list = lab::process::run(&mut lab::process::command("losetup", columns)).await?;
@@ -298,12 +298,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_and_what_is_there_twice_is_told() {
+    fn missing_and_duplicate_objects_are_reported() {
         let facts = |all: &[&str]| Facts::new(all.iter().map(|fact| (*fact).to_owned()).collect());
         let expected = facts(&["a"]).and(facts(&["c", "b"]));
         assert!(expected.compare(&facts(&["c", "b", "a"])).is_ok());
-        let told = expected.compare(&facts(&["a", "a", "b"])).unwrap_err();
-        assert!(told.contains("missing: [\n    \"c\",\n], not expected: [\n    \"a\",\n]"), "{told}");
+        let difference = expected.compare(&facts(&["a", "a", "b"])).unwrap_err();
+        assert!(
+            difference.contains("missing: [\n    \"c\",\n], unexpected: [\n    \"a\",\n]"),
+            "{difference}"
+        );
         assert_eq!(expected.without(&facts(&["b"])), facts(&["a", "c"]));
     }
 }

@@ -20,17 +20,17 @@ impl Scenario {
         Api::all(self.guest.clone())
     }
 
-    /// The built-in attachments of the guest, which csi-attacher carries out.
+    /// The guest's storage.k8s.io/VolumeAttachments.
     pub fn guest_attachments(&self) -> Api<VolumeAttachment> {
         Api::all(self.guest.clone())
     }
 
-    /// Makes a StorageClass of the scenario's own in the guest, with these parameters.
+    /// Creates a StorageClass for the scenario in the guest, with these parameters.
     pub async fn guest_class(&self, reclaim_policy: &str, parameters: &[(&str, &str)]) -> Result<String> {
         self.guest_class_of(names::GUEST_DRIVER, reclaim_policy, parameters).await
     }
 
-    /// The same of another provisioner.
+    /// Creates a StorageClass of another provisioner.
     pub async fn guest_class_of(
         &self,
         provisioner: &str,
@@ -41,8 +41,8 @@ impl Scenario {
         self.guest_class_with(parameters, more).await
     }
 
-    /// Makes a StorageClass of the scenario's own in the guest that says this besides: policy Delete, and volumes that can
-    /// grow, unless that says otherwise.
+    /// Creates a StorageClass for the scenario in the guest: policy Delete and allowVolumeExpansion, unless `more`
+    /// overrides it.
     pub async fn guest_class_with(&self, parameters: &[(&str, &str)], more: Value) -> Result<String> {
         let name = self.new_guest_class();
         let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
@@ -59,12 +59,12 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Makes a claim in the guest.
+    /// Creates a claim in the guest.
     pub async fn claim(&self, name: &str, class: &str, size: &str) -> Result<PersistentVolumeClaim> {
         self.claim_with(name, class, size, json!({})).await
     }
 
-    /// Makes a claim in the guest whose spec has these fields besides, or instead of ReadWriteOnce.
+    /// Creates a claim in the guest; `more` is merged into its spec.
     pub async fn claim_with(
         &self,
         name: &str,
@@ -82,7 +82,7 @@ impl Scenario {
         Ok(self.guest_claims().create(&PostParams::default(), &claim).await?)
     }
 
-    /// Asks for more (or less) in a claim that is there.
+    /// Changes the requested size of a claim.
     pub async fn request(&self, claim: &str, size: &str) -> Result<PersistentVolumeClaim> {
         let patch = json!({"spec": {"resources": {"requests": {"storage": size}}}});
         Ok(self.guest_claims().patch(claim, &PatchParams::default(), &Patch::Merge(patch)).await?)
@@ -103,8 +103,8 @@ impl Scenario {
         .await
     }
 
-    /// Makes a PersistentVolume by hand that names a management claim, and a claim of the same name that is bound to
-    /// it. `more` is what the volume's spec says other than [`static_volume`] does.
+    /// Creates a PersistentVolume that references a management claim, and a bound claim of the same name. `more` is
+    /// merged into the volume's spec from [`static_volume`].
     pub async fn static_claim(&self, name: &str, handle: &str, more: Value) -> Result<PersistentVolume> {
         let volume = static_volume(&crate::unique(&self.name), &self.name, handle, &more)?;
         let volume = self.guest_volumes().create(&PostParams::default(), &volume).await?;
@@ -117,7 +117,7 @@ impl Scenario {
         Ok(self.bound(name).await?.1)
     }
 
-    /// Waits until a guest claim is bound, and gives it with its volume.
+    /// Waits until a guest claim is bound; returns it with its volume.
     pub async fn bound(&self, name: &str) -> Result<(PersistentVolumeClaim, PersistentVolume)> {
         let claims = self.guest_claims();
         let claim = eventually(&format!("guest claim {name} bound"), PATIENCE, || async {
@@ -134,19 +134,19 @@ impl Scenario {
         Ok((claim, volume))
     }
 
-    /// A bound claim of the default class, and its handle.
+    /// Creates a bound claim of the default class; returns its handle.
     pub async fn bound_claim(&self, name: &str) -> Result<String> {
         self.claim(name, "nestor", "4Mi").await?;
         let (_, volume) = self.bound(name).await?;
         handle(&volume)
     }
 
-    /// What was said about a guest claim: reason and text.
+    /// The events of a guest claim: reason and message.
     pub async fn events(&self, claim: &str) -> Result<Vec<(String, String)>> {
         self.events_of("PersistentVolumeClaim", claim).await
     }
 
-    /// What was said about an object in the scenario's namespace, or about one without a namespace: reason and text.
+    /// The events of an object in the scenario's namespace or of a cluster-scoped object: reason and message.
     pub async fn events_of(&self, kind: &str, name: &str) -> Result<Vec<(String, String)>> {
         let events: Api<Event> = Api::all(self.guest.clone());
         let about = format!("involvedObject.kind={kind},involvedObject.name={name}");
@@ -161,44 +161,44 @@ impl Scenario {
             .collect())
     }
 
-    /// Waits for an event on a guest claim whose text has all of these.
+    /// Waits for an event on a guest claim whose message contains all of `texts`.
     pub async fn told(&self, claim: &str, texts: &[&str]) -> Result<(String, String)> {
         self.told_of("PersistentVolumeClaim", claim, texts).await
     }
 
-    /// Waits for an event on an object whose text has all of these.
+    /// Waits for an event on an object whose message contains all of `texts`.
     pub async fn told_of(&self, kind: &str, name: &str, texts: &[&str]) -> Result<(String, String)> {
         eventually(&format!("an event on guest {kind} {name} with {texts:?}"), PATIENCE, || async {
             let events = self.events_of(kind, name).await?;
-            let found = events.iter().find(|(_, text)| texts.iter().all(|part| text.contains(part)));
+            let found = events.iter().find(|(_, message)| texts.iter().all(|text| message.contains(text)));
             Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
         })
         .await
     }
 
-    /// The scenario's orders to csi-attacher in the guest.
+    /// The scenario's storage.k8s.io/VolumeAttachments in the guest.
     pub fn orders(&self) -> Orders {
         Orders::new(&self.guest, &self.name)
     }
 
-    /// Asks csi-attacher to attach a guest volume to a node, as the attach-detach controller would.
+    /// Creates a storage.k8s.io/VolumeAttachment, as the attach-detach controller would.
     pub async fn order_attach(&self, volume: &str, node: &str) -> Result<String> {
         self.orders().attach(volume, node).await
     }
 
-    /// Waits until csi-attacher says that an attachment is there; gives the disk's UUID.
+    /// Waits until csi-attacher has attached the volume; returns the disk UUID.
     pub async fn attached(&self, order: &str) -> Result<String> {
         self.orders().attached(order).await
     }
 
-    /// Takes an order back, and waits until csi-attacher has carried that out.
+    /// Deletes a storage.k8s.io/VolumeAttachment and waits until csi-attacher has detached the volume.
     pub async fn order_detach(&self, order: &str) -> Result<()> {
         self.orders().detach(order).await
     }
 }
 
-/// A guest PersistentVolume that names a management claim by hand: a filesystem of 4 MiB, ReadWriteOnce, Retain, unless
-/// `more` says otherwise of the spec.
+/// A static guest PersistentVolume for a management claim: filesystem, 4 MiB, ReadWriteOnce, Retain, unless `more`
+/// overrides its spec.
 pub fn static_volume(name: &str, test: &str, handle: &str, more: &Value) -> Result<PersistentVolume> {
     let mut spec = json!({
         "capacity": {"storage": "4Mi"},
@@ -212,7 +212,7 @@ pub fn static_volume(name: &str, test: &str, handle: &str, more: &Value) -> Resu
     Ok(serde_json::from_value(json!({"metadata": {"name": name, "labels": {"test": test}}, "spec": spec}))?)
 }
 
-/// The handle of a guest volume, which is the management claim's name.
+/// The volume handle of a guest volume, which is the name of its management claim.
 pub fn handle(volume: &PersistentVolume) -> Result<String> {
     let csi = volume.spec.as_ref().and_then(|spec| spec.csi.as_ref()).context("not a CSI volume")?;
     anyhow::ensure!(csi.driver == names::GUEST_DRIVER, "a volume of driver {}", csi.driver);

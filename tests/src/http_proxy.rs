@@ -1,4 +1,4 @@
-//! An HTTP proxy that opens tunnels (CONNECT), and remembers for which servers.
+//! HTTP proxy that supports CONNECT and records the target servers.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,29 +10,29 @@ use tokio::net::{TcpListener, TcpStream};
 pub struct HttpProxy {
     /// Its address.
     pub url: String,
-    asked: Arc<Mutex<Vec<String>>>,
+    servers: Arc<Mutex<Vec<String>>>,
     serving: tokio::task::JoinHandle<()>,
 }
 
 impl HttpProxy {
-    /// Starts it.
+    /// Starts the proxy.
     pub async fn start() -> Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let url = format!("http://{}", listener.local_addr()?);
-        let asked = Arc::<Mutex<Vec<String>>>::default();
-        let noted = asked.clone();
+        let servers = Arc::<Mutex<Vec<String>>>::default();
+        let recorded = servers.clone();
         let serving = tokio::spawn(async move {
             while let Ok((caller, _)) = listener.accept().await {
-                // A tunnel that breaks is its caller's to mend.
-                tokio::spawn(tunnel(caller, noted.clone()));
+                // The client handles a broken tunnel.
+                tokio::spawn(tunnel(caller, recorded.clone()));
             }
         });
-        Ok(Self { url, asked, serving })
+        Ok(Self { url, servers, serving })
     }
 
-    /// The servers that tunnels were asked for.
-    pub fn asked(&self) -> Vec<String> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// The servers that clients requested tunnels to.
+    pub fn servers(&self) -> Vec<String> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -42,7 +42,7 @@ impl Drop for HttpProxy {
     }
 }
 
-async fn tunnel(caller: TcpStream, asked: Arc<Mutex<Vec<String>>>) -> Result<()> {
+async fn tunnel(caller: TcpStream, servers: Arc<Mutex<Vec<String>>>) -> Result<()> {
     let mut caller = BufReader::new(caller);
     let mut line = String::new();
     caller.read_line(&mut line).await?;
@@ -52,7 +52,7 @@ async fn tunnel(caller: TcpStream, asked: Arc<Mutex<Vec<String>>>) -> Result<()>
         line.clear();
         caller.read_line(&mut line).await?;
     }
-    asked.lock().unwrap_or_else(PoisonError::into_inner).push(server.clone());
+    servers.lock().unwrap_or_else(PoisonError::into_inner).push(server.clone());
     let mut other = TcpStream::connect(server).await?;
     caller.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await?;
     tokio::io::copy_bidirectional(&mut caller, &mut other).await?;

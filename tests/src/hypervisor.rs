@@ -1,4 +1,4 @@
-//! What hypervisors say of a machine's disks, and what somebody does to machines and disks there.
+//! Hypervisor state of nodes and disks, and manual changes to it.
 
 use std::path::PathBuf;
 
@@ -10,25 +10,25 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Scenario;
 
-/// A machine that this host plays and that does not run, until this is dropped.
+/// A loop node whose VM is not running, until this is dropped.
 pub struct Halted(PathBuf);
 
 impl Halted {
-    /// Stands still, and keeps its disks.
+    /// The VM is paused and keeps its disks.
     pub fn paused(node: &LoopNode) -> Result<Self> {
         let halted = Self(node.by_id_dir.with_extension("state"));
         halted.becomes("paused")?;
         Ok(halted)
     }
 
-    /// Is off, and has none.
+    /// The VM is off and has no disks.
     pub fn off(node: &LoopNode) -> Result<Self> {
         let halted = Self(node.by_id_dir.with_extension("state"));
         halted.becomes("off")?;
         Ok(halted)
     }
 
-    /// Is switched off after all.
+    /// Changes the VM's state to off.
     pub fn switch_off(&self) -> Result<()> {
         self.becomes("off")
     }
@@ -44,14 +44,14 @@ impl Drop for Halted {
     }
 }
 
-/// A libvirt domain with nothing to boot: what happens to its disks is the hypervisor's business alone.
+/// A libvirt domain without a boot disk, to test hot-plug without a guest OS.
 pub struct Bare {
-    /// As the two clusters know it.
+    /// Its node in both clusters.
     pub node: LoopNode,
 }
 
 impl Bare {
-    /// A domain that has a place for disks and runs.
+    /// Starts a domain with a SCSI controller.
     pub async fn start(s: &Scenario) -> Result<Self> {
         let node = s.node().await?;
         let folder = tempfile::tempdir()?;
@@ -73,17 +73,17 @@ impl Bare {
         Ok(Self { node })
     }
 
-    /// What `virsh VERB domain` says.
+    /// Output of `virsh VERB DOMAIN`.
     pub async fn virsh(&self, s: &Scenario, verb: &str) -> Result<String> {
         virsh(s.lab.run(), [verb, &self.node.name]).await
     }
 
-    /// Sends a signal to its QEMU.
+    /// Sends a signal to its QEMU process.
     pub fn signal(&self, s: &Scenario, signal: Signal) -> Result<()> {
         Ok(kill_process(self.process(s)?, signal)?)
     }
 
-    /// Its QEMU.
+    /// Its QEMU process.
     pub fn process(&self, s: &Scenario) -> Result<Pid> {
         let file = s.lab.run().path("libvirt").join("run/qemu").join(format!("{}.pid", self.node.name));
         let text =
@@ -91,13 +91,13 @@ impl Bare {
         Pid::from_raw(text.trim().parse()?).context("no process has pid 0")
     }
 
-    /// Whether it has a disk in its live state.
+    /// Whether the live domain has a disk.
     pub async fn has(&self, s: &Scenario, disk: &str) -> Result<bool> {
         let state = self.virsh(s, "domstate").await?;
         Ok(state.trim() != "shut off" && s.libvirt_disk(&self.node.name, disk).await?.is_some())
     }
 
-    /// Ends it for good, however it is.
+    /// Destroys and undefines the domain, in whatever state it is.
     pub async fn remove(&self, s: &Scenario) -> Result<()> {
         if self.virsh(s, "domstate").await?.trim() != "shut off" {
             self.virsh(s, "destroy").await?;
@@ -107,7 +107,7 @@ impl Bare {
 }
 
 impl Scenario {
-    /// The XML of a disk in a machine's live domain; None where it is not plugged.
+    /// The XML of a disk in the live domain; `None` if it is not attached.
     pub async fn libvirt_disk(&self, machine: &str, disk: &str) -> Result<Option<String>> {
         let domain = virsh(self.lab.run(), ["dumpxml", machine]).await?;
         let serial = format!("<serial>{disk}</serial>");
@@ -115,9 +115,9 @@ impl Scenario {
         Ok(disks.find(|xml| xml.contains(&serial)).map(str::to_owned))
     }
 
-    /// Unplugs a disk at the hypervisor, behind everybody's back.
+    /// Detaches a disk with virsh, without the knowledge of storage-infra.
     pub async fn libvirt_unplug(&self, machine: &str, disk: &str) -> Result<()> {
-        let xml = self.libvirt_disk(machine, disk).await?.context("the disk is not plugged")?;
+        let xml = self.libvirt_disk(machine, disk).await?.context("the disk is not attached")?;
         let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
         let target = target.with_context(|| format!("a disk without target: {xml}"))?;
         virsh(self.lab.run(), ["detach-disk", machine, target, "--live"]).await.map(drop)

@@ -1,4 +1,4 @@
-//! The data directory of the lab's storage infra: copied, put back, rebuilt; and another server over a copy of it.
+//! Data directory of the lab's storage-infra: copy, restore, recover; and a second server over a copy.
 
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -12,39 +12,39 @@ use crate::{PATIENCE, Scenario, eventually};
 
 const PART: &str = "storage-infra";
 
-/// The lab's.
+/// The data directory of the lab's storage-infra.
 pub fn data_dir(s: &Scenario) -> PathBuf {
     s.lab.dir().join("infra/data")
 }
 
-/// Runs `storage-infra recover` on the lab's data directory, and gives what it said.
+/// Runs `storage-infra recover` on the lab's data directory; returns its output.
 pub async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
     let mut command = tokio::process::Command::new(binary(&s.lab, PART));
     let hypervisor = format!("loop=loop:{}", s.lab.dir().join("infra/loop").display());
     command.args(["recover", "--hypervisor", &hypervisor, "--data-dir"]).arg(data_dir(s)).args(arguments);
     let Output { status, stdout, stderr } = command.output().await.context("cannot run recover")?;
-    let said = String::from_utf8([stdout, stderr].concat())?;
-    ensure!(status.success(), "recover {arguments:?}: {said}");
-    Ok(said)
+    let text = String::from_utf8([stdout, stderr].concat())?;
+    ensure!(status.success(), "recover {arguments:?}: {text}");
+    Ok(text)
 }
 
-/// A copy of the lab's data directory, of while no server had it.
+/// A copy of the lab's data directory, made while no server uses it.
 pub struct Copied(TempDir);
 
 impl Copied {
-    /// Copies it now.
+    /// Copies the data directory.
     pub async fn now(s: &Scenario) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         copy(&data_dir(s), &dir.path().join("data")).await?;
         Ok(Self(dir))
     }
 
-    /// Where it is.
+    /// Path of the copy.
     pub fn path(&self) -> PathBuf {
         self.0.path().join("data")
     }
 
-    /// Puts it in the place of the lab's.
+    /// Replaces the lab's data directory by the copy.
     pub async fn put_back(&self, s: &Scenario) -> Result<()> {
         std::fs::remove_dir_all(data_dir(s))?;
         copy(&self.path(), &data_dir(s)).await
@@ -57,7 +57,7 @@ async fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Another server over the lab's pools, with this data directory, and a client of it.
+/// Starts a second server over the lab's pools with this data directory; returns it with a client.
 pub async fn another_server(s: &Scenario, data: &Path) -> Result<(Running, Client)> {
     let infra = s.lab.state().infra.as_ref().context("the lab has no infra")?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
@@ -75,7 +75,7 @@ pub async fn another_server(s: &Scenario, data: &Path) -> Result<(Running, Clien
     ];
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let server = Running::start(&binary(&s.lab, PART), &words).await?;
-    let address = eventually("the other server serves", PATIENCE, || async {
+    let address = eventually("the second server serves", PATIENCE, || async {
         Ok(address(&server.log()).ok_or_else(|| server.log()))
     })
     .await?;
@@ -83,7 +83,7 @@ pub async fn another_server(s: &Scenario, data: &Path) -> Result<(Running, Clien
     Ok((server, Client::new(&options)?))
 }
 
-/// The API's address, by what a server logged.
+/// The API address from a server's log.
 fn address(log: &str) -> Option<String> {
     let events = log.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
     let mut served = events.filter(|event| event["message"] == "serving the API");

@@ -1,8 +1,8 @@
-//! What the black-box tests share. They run over one lab that is up (`cargo lab up`; its folder is in
-//! `NESTOR_LAB`), each with names of its own, so that they can run side by side.
+//! Helpers of the black-box tests. The tests use one running lab (`cargo lab up`; its folder is in `NESTOR_LAB`) with
+//! unique object names, so that they can run in parallel.
 //!
-//! A test is a [`run`] of a [`Scenario`]: its objects are found by the scenario's name, removed when it ends,
-//! however it ends, and it fails when either tier or the infra holds anything of it afterwards.
+//! A test is a [`run`] of a [`Scenario`]. The scenario removes its objects when the test ends, and the test fails if
+//! either tier or the storage infra still holds any of them.
 
 pub mod bytes;
 pub mod chart;
@@ -41,13 +41,13 @@ pub use second_guest::SecondGuest;
 pub use sizes::requested;
 pub use snapshots::{from_claim, from_snapshot};
 
-/// How long anything that should happen may take: generous, since a test machine may be building too.
+/// Timeout of most waits: generous, because the host may be building at the same time.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
 /// One mebibyte, in bytes.
 pub const MIB: i64 = 1 << 20;
 
-/// A name that no other test has.
+/// A unique name with this prefix.
 pub fn unique(first: &str) -> String {
     let random = uuid::Uuid::new_v4().simple().to_string();
     format!("{first}-{}", &random[..8])

@@ -1,5 +1,4 @@
-//! A link between a program of ours and an API server or the infra, which a test can break in every way that real ones
-//! break.
+//! TCP proxy between one of our programs and an API server or storage-infra, which injects network faults.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -18,16 +17,16 @@ use crate::program::Controller;
 use crate::scenario::GUEST;
 use crate::{PATIENCE, Scenario, eventually};
 
-/// What is at least as long is an answer, or what is told of an object; what is shorter only keeps a connection going.
+/// Minimum size of a read that counts as a response or watch event; smaller reads are keep-alives and acknowledgements.
 const ANSWER: usize = 300;
-/// What is at least as long, and comes from a client, is a request; what is shorter only keeps a connection going.
+/// Minimum size of a read from a client that counts as a request.
 const REQUEST: usize = 50;
-/// A link on which nothing is told for so long has told all that there is to tell.
+/// A connection without responses for this long is idle.
 const QUIET: Duration = Duration::from_millis(300);
-/// How much is carried at once.
+/// Size of the read buffers.
 const CHUNK: usize = 16 << 10;
 
-/// How a link is.
+/// State of the proxy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Open,
@@ -38,16 +37,16 @@ enum State {
     Deaf,
 }
 
-/// What became of what a link carried.
+/// Observations of the traffic.
 #[derive(Debug)]
 struct Carried {
-    /// When the server told something.
+    /// Time of the server's last response or event.
     told: Mutex<Instant>,
-    /// How many connections were lost to [`State::Deaf`].
+    /// Number of connections lost in [`State::Deaf`].
     lost: AtomicUsize,
 }
 
-/// A link to a server. It is open at first; when this is dropped, nothing listens there any more.
+/// A proxy to a server. It starts open; when this is dropped, it stops listening.
 pub struct Link {
     address: SocketAddr,
     state: Arc<Sender<State>>,
@@ -62,7 +61,7 @@ impl Drop for Link {
 }
 
 impl Link {
-    /// A link to a server with this URL, `https://127.0.0.1:PORT`.
+    /// Starts a proxy to a server with this URL, `https://127.0.0.1:PORT`.
     pub async fn to(server: &str) -> Result<Self> {
         let target = server.trim_start_matches("https://").parse();
         let target: SocketAddr = target.with_context(|| format!("{server} is not https://ADDRESS:PORT"))?;
@@ -74,12 +73,12 @@ impl Link {
         Ok(Self { address, state, carried, carrying })
     }
 
-    /// The URL by which the server is reached over the link.
+    /// The URL of the server through the proxy.
     pub fn url(&self) -> String {
         format!("https://{}", self.address)
     }
 
-    /// Writes a kubeconfig that is the same as another one, but goes over the link.
+    /// Writes a copy of a kubeconfig that goes through the proxy.
     pub fn kubeconfig(&self, original: &Path, path: &Path) -> Result<()> {
         let text = std::fs::read(original).with_context(|| format!("cannot read {}", original.display()))?;
         let mut config: Value = serde_json::from_slice(&text).context("the lab's kubeconfigs are JSON")?;
@@ -87,7 +86,7 @@ impl Link {
         std::fs::write(path, config.to_string()).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    /// A link to the management cluster's API server, and another controller of the first guest's driver at its end.
+    /// Starts a proxy to the management cluster's API server, and a second controller of the first guest behind it.
     pub async fn beneath_controller(s: &Scenario) -> Result<(Self, Controller)> {
         let management = s.lab.state().management.as_ref().context("the lab has no management cluster")?;
         let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
@@ -99,55 +98,55 @@ impl Link {
         Ok((link, controller))
     }
 
-    /// Connections are reset, and new ones refused.
+    /// Resets all connections and refuses new ones.
     pub fn cut(&self) {
         self.state.send_replace(State::Cut);
     }
 
-    /// Half-open: connections stay and new ones come about, but nothing gets through. Those that were there, and those
-    /// that come about meanwhile, stay so when the link is open again, as they do where something on the way forgot them.
+    /// Keeps connections half-open: they stay and new ones are accepted, but no data passes. These connections stay dead
+    /// after [`Self::open`], as if a firewall on the path had dropped their state.
     pub fn stall(&self) {
         self.state.send_replace(State::Stalled);
     }
 
-    /// Everything is late by this time, in both directions.
+    /// Delays all data by this time, in both directions.
     pub fn slow(&self, by: Duration) {
         self.state.send_replace(State::Slow(by));
     }
 
-    /// The next answer breaks off in its middle, and its connection with it; then the link is open again.
+    /// Breaks off the next response in the middle and resets its connection; then the proxy is open again.
     pub fn reset_next_answer(&self) {
         self.state.send_replace(State::Resetting);
     }
 
-    /// Loses the connections on which the server tells something unasked, and that with them: watches are behind from then
-    /// on, and requests are answered.
+    /// Drops connections on which the server sends data without a request, with that data: watches become stale, while
+    /// requests are answered.
     pub fn lose_watches(&self) {
         self.state.send_replace(State::Deaf);
     }
 
-    /// Waits until a connection was lost since [`Self::lose_watches`] was called.
+    /// Waits until a connection was lost since [`Self::lose_watches`].
     pub async fn has_lost_watches(&self) -> Result<()> {
-        eventually("a watch is behind", PATIENCE, || async {
+        eventually("a watch is lost", PATIENCE, || async {
             let lost = self.carried.lost.load(Ordering::SeqCst);
-            Ok(if lost > 0 { Ok(()) } else { Err("all are told of what changes".to_owned()) })
+            Ok(if lost > 0 { Ok(()) } else { Err("no watch is lost yet".to_owned()) })
         })
         .await
     }
 
-    /// Waits until the server has told all that there is to tell.
+    /// Waits until the server sends no more responses or events.
     pub async fn is_quiet(&self) -> Result<()> {
-        eventually("nothing more is told over the link", PATIENCE, || async {
+        eventually("no more data through the proxy", PATIENCE, || async {
             let since = self.carried.told.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
-            Ok(if since > QUIET { Ok(()) } else { Err(format!("something was, {since:?} ago")) })
+            Ok(if since > QUIET { Ok(()) } else { Err(format!("last data {since:?} ago")) })
         })
         .await
     }
 
-    /// As if nothing had been.
+    /// Opens the proxy again.
     pub async fn open(&self) -> Result<()> {
         self.state.send_replace(State::Open);
-        eventually("the link is open", PATIENCE, || async {
+        eventually("the proxy is open", PATIENCE, || async {
             Ok(TcpStream::connect(self.address).await.map(drop).map_err(|error| error.to_string()))
         })
         .await
@@ -168,7 +167,7 @@ async fn serve(
         if *changes.borrow_and_update() == State::Cut {
             listener = None;
         } else if listener.is_none() {
-            // Its port is free again when nobody took it meanwhile; else this is tried at each change, and `open` tells.
+            // If another process has taken the port, this is retried at each change, and `open` fails.
             listener = TcpListener::bind(address).await.ok();
         }
         tokio::select! {
@@ -185,10 +184,10 @@ async fn accept(listener: Option<&TcpListener>) -> Option<TcpStream> {
     listener?.accept().await.ok().map(|(client, _)| client)
 }
 
-/// Carries both directions of a connection until one of its ends, or the link, ends it.
+/// Copies both directions of a connection until an end or the proxy closes it.
 async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<State>>, carried: Arc<Carried>) {
     let mut changes = state.subscribe();
-    // Whether the client asked for something since the link is as it is.
+    // Whether the client has sent a request since the last state change.
     let mut has_asked = false;
     let Ok(mut server) = TcpStream::connect(target).await else { return };
     let (mut asked, mut answered) = (vec![0; CHUNK], vec![0; CHUNK]);
@@ -200,7 +199,7 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
             State::Open | State::Slow(_) | State::Resetting | State::Deaf => {}
         }
         let done = tokio::select! {
-            // What changed is looked at before anything more is carried.
+            // State changes take effect before more data is copied.
             biased;
             _ = changes.changed() => {
                 has_asked = false;
@@ -215,7 +214,7 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
             },
             read = server.read(&mut answered) => match read {
                 Ok(length) if length >= ANSWER && *changes.borrow() == State::Resetting => {
-                    // Told or not: the rest never comes.
+                    // The rest of the response is never sent, whether this write succeeds or not.
                     let _ = client.write_all(&answered[..length / 2]).await;
                     state.send_replace(State::Open);
                     return reset(&client, &server);
@@ -247,17 +246,17 @@ async fn pass(changes: &Receiver<State>, to: &mut TcpStream, bytes: &[u8]) -> st
     to.write_all(bytes).await
 }
 
-/// Keeps both ends and carries nothing, whatever becomes of the link, until it is cut.
+/// Keeps both ends open without copying data, in every state, until the proxy is cut.
 async fn stay_dead(client: TcpStream, server: TcpStream, mut changes: Receiver<State>) {
-    // The sender lives as long as the link; without it, both ends go.
+    // The sender lives as long as the proxy; without it, both ends are closed.
     let _ = changes.wait_for(|state| *state == State::Cut).await;
     reset(&client, &server);
 }
 
-/// Both ends are told that the connection is no more, not that it ended well.
+/// Resets both ends, so that they see an error instead of a clean close.
 fn reset(client: &TcpStream, server: &TcpStream) {
     for end in [client, server] {
-        // An end that is gone needs telling nothing.
+        // Fails if the end is already closed.
         let _ = end.set_zero_linger();
     }
 }

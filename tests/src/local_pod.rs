@@ -1,5 +1,5 @@
-//! A pod of a chart on this host, where no image can be pulled: each container's program with the arguments, environment,
-//! account, volumes, user and read-only root that its pod gives it, in a mount namespace of its own.
+//! Pods of a chart on this host, where no image can be pulled: the program of each container runs with the arguments,
+//! environment, account, volumes, user and read-only root of its pod, in its own mount namespace.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,9 +20,9 @@ use crate::chart::{containers, program, texts};
 use crate::program::Running;
 use crate::{PATIENCE, eventually};
 
-/// Where a pod has its account.
+/// Mount point of the ServiceAccount in a pod.
 const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
-/// Makes a root of this host's programs, mounts what is given as pairs of folders up to `--` there, and runs the rest.
+/// Builds a root from this host's programs, bind-mounts pairs of folders up to `--`, and executes the rest.
 const ENTER: &str = r#"
 root=$1 user=$2 program=$3; shift 3
 mount -t tmpfs tmpfs "$root"
@@ -42,28 +42,28 @@ mount -o remount,ro "$root"
 exec chroot --userspec="$user" "$root" /program "$@"
 "#;
 
-/// Containers that run.
+/// Running containers of a pod.
 pub struct LocalPod {
     containers: Vec<(Value, Running)>,
     _folder: TempDir,
 }
 
-/// What a pod's containers have in common.
+/// The context that the containers of a pod share.
 struct World<'a> {
     lab: &'a Lab,
     spec: &'a Value,
     folder: &'a Path,
     namespace: &'a str,
-    /// Name of the pod, as the API server has it.
+    /// Name of the pod.
     name: String,
-    /// The API server's port on this host.
+    /// Port of the API server on this host.
     api_port: u16,
     volumes: BTreeMap<String, PathBuf>,
 }
 
 impl LocalPod {
-    /// Starts the containers of a Deployment's pod, or of a DaemonSet's, in their order. The Deployment was applied: its
-    /// pod is there by name, and waits for a node.
+    /// Starts the containers of a Deployment's or DaemonSet's pod in order. A Deployment must have been applied: its pod
+    /// exists and is pending.
     pub async fn start(lab: &Lab, client: &Client, namespace: &str, owner: &Value) -> Result<Self> {
         let spec = &owner["spec"]["template"]["spec"];
         let folder = tempfile::tempdir()?;
@@ -91,7 +91,7 @@ impl LocalPod {
         for (container, process) in &self.containers {
             for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
                 let Some(path) = container[probe]["httpGet"]["path"].as_str() else { continue };
-                // No kubelet is here to take the node plugin.
+                // There is no kubelet that registers the node plugin.
                 if path == "/readyz" && container["name"] == "gc-csi-node" {
                     continue;
                 }
@@ -107,7 +107,7 @@ impl LocalPod {
         Ok(())
     }
 
-    /// What API servers refused to its containers, by their logs.
+    /// Requests that API servers forbade, from the containers' logs.
     pub fn refused(&self) -> Vec<String> {
         let logs = self.containers.iter().map(|(container, process)| (&container["name"], process.log()));
         let lines = logs.flat_map(|(name, log)| {
@@ -117,12 +117,12 @@ impl LocalPod {
         lines.filter(|line| line.to_lowercase().contains("forbidden")).collect()
     }
 
-    /// Asks its containers to end, the last first.
+    /// Stops the containers in reverse order.
     pub async fn stop(self) -> Result<()> {
         for (container, process) in self.containers.into_iter().rev() {
             let status = process.stop().await.with_context(|| format!("{}", container["name"]))?;
             let is_ours = container["restartPolicy"] == "Always" || container["name"] == container["image"];
-            ensure!(!is_ours || status.success(), "{} ended with {status}", container["name"]);
+            ensure!(!is_ours || status.success(), "{} exited with {status}", container["name"]);
         }
         Ok(())
     }
@@ -148,7 +148,7 @@ impl World<'_> {
         let is_http =
             |word: &String| word.starts_with("--http-listen=") || word.starts_with("--http-endpoint=");
         let arguments = texts(&container["args"]);
-        let flag = arguments.iter().find(|word| is_http(word)).context("it serves no HTTP")?;
+        let flag = arguments.iter().find(|word| is_http(word)).context("it has no HTTP flag")?;
         let flag = flag.split('=').next().unwrap_or_default().to_owned();
         let here = arguments.iter().filter(|word| !is_http(word));
         words.extend(here.map(|word| word.replace("$(NAMESPACE)", self.namespace)));
@@ -182,7 +182,7 @@ impl World<'_> {
             let volume = self.volumes.get(name).with_context(|| format!("no volume {name}"))?;
             let from = volume.join(mount["subPath"].as_str().unwrap_or_default());
             let to = mount["mountPath"].as_str().context("no mountPath")?;
-            // This host's own are there, and the account is below /run.
+            // The host's own are mounted already, and the account is below /run.
             if ["/dev", "/run"].contains(&to) {
                 continue;
             }
@@ -193,7 +193,7 @@ impl World<'_> {
     }
 }
 
-/// The pod that was made for a Deployment.
+/// The pod of a Deployment.
 async fn pod_of(client: &Client, namespace: &str, owner: &Value) -> Result<String> {
     let labels: BTreeMap<String, String> =
         serde_json::from_value(owner["spec"]["selector"]["matchLabels"].clone())?;
@@ -201,21 +201,21 @@ async fn pod_of(client: &Client, namespace: &str, owner: &Value) -> Result<Strin
     let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
     eventually(&format!("{} has a pod", crate::chart::called(owner)), PATIENCE, || async {
         let list = pods.list(&ListParams::default().labels(&labels.join(","))).await?;
-        Ok(list.iter().map(ResourceExt::name_any).next().ok_or_else(|| "none yet".to_owned()))
+        Ok(list.iter().map(ResourceExt::name_any).next().ok_or_else(|| "no pod".to_owned()))
     })
     .await
 }
 
-/// The certificate and the port of the API server that has this namespace.
+/// CA certificate and port of the API server that has this namespace.
 async fn cluster_of(lab: &Lab, client: &Client, namespace: &str) -> Result<(String, u16)> {
     use k8s_openapi::api::core::v1::Namespace;
     let uid = |client: Client| async move {
         let namespaces: Api<Namespace> = Api::all(client);
         anyhow::Ok(namespaces.get_opt(namespace).await?.and_then(|found| found.uid()))
     };
-    let wanted = uid(client.clone()).await?;
+    let expected = uid(client.clone()).await?;
     let state = lab.state();
-    let is_management = uid(lab.management().await?).await? == wanted;
+    let is_management = uid(lab.management().await?).await? == expected;
     let cluster = match is_management {
         true => state.management.as_ref().context("no management cluster")?,
         false => &state.guests.get(crate::scenario::GUEST).context("no guest")?.cluster,
@@ -235,7 +235,7 @@ async fn account(client: &Client, world: &World<'_>, ca: &str) -> Result<PathBuf
     Ok(folder)
 }
 
-/// The folder of each volume.
+/// Creates the folder of each volume.
 async fn volumes(
     client: &Client,
     namespace: &str,
@@ -265,7 +265,7 @@ async fn volumes(
     Ok(volumes)
 }
 
-/// What is in a volume from the beginning.
+/// The initial files of a volume.
 async fn files(client: &Client, namespace: &str, volume: &Value) -> Result<BTreeMap<String, Vec<u8>>> {
     if volume["emptyDir"].is_object() {
         return Ok(BTreeMap::new());
@@ -302,11 +302,11 @@ async fn secret(
     let Some(items) = items.as_array() else {
         return Ok(data.into_iter().map(|(key, ByteString(bytes))| (key, bytes)).collect());
     };
-    let taken = items.iter().map(|item| {
+    let selected = items.iter().map(|item| {
         let (key, path) =
             (item["key"].as_str().unwrap_or_default(), item["path"].as_str().unwrap_or_default());
         let ByteString(bytes) = data.remove(key).with_context(|| format!("Secret {name} has no {key}"))?;
         Ok((path.to_owned(), bytes))
     });
-    taken.collect()
+    selected.collect()
 }

@@ -1,4 +1,4 @@
-//! Objects in the management cluster and in the infra.
+//! Objects in the management cluster and in the storage infra.
 
 use std::path::PathBuf;
 
@@ -24,17 +24,17 @@ impl Scenario {
         Api::all(self.management.clone())
     }
 
-    /// The guest's machines.
+    /// The guest's VirtualMachines.
     pub fn machines(&self) -> Api<VirtualMachine> {
         Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
     }
 
-    /// The guest's machines with every field, known or not.
+    /// The guest's VirtualMachines with all fields, known or not.
     pub fn raw_machines(&self) -> Api<DynamicObject> {
         Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
     }
 
-    /// Our attachments in the guest's namespace.
+    /// VolumeAttachments (nestor.dev) in the guest's namespace.
     pub fn attachments(&self) -> Api<VolumeAttachment> {
         Api::namespaced(self.management.clone(), &self.namespace)
     }
@@ -44,12 +44,12 @@ impl Scenario {
         Api::namespaced(self.management.clone(), &self.namespace)
     }
 
-    /// Name of the management claim for a volume of this CSI name.
+    /// Name of the management claim for a CSI volume name.
     pub fn claim_name(&self, csi_name: &str) -> String {
         names::management_pvc("pvc", &self.cluster_id, csi_name)
     }
 
-    /// Makes a StorageClass of the scenario's own in the management cluster, with these parameters.
+    /// Creates a StorageClass for the scenario in the management cluster, with these parameters.
     pub async fn management_class(&self, parameters: &[(&str, &str)]) -> Result<String> {
         let name = self.new_management_class();
         let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
@@ -64,8 +64,8 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Makes a claim in the guest's namespace of the management cluster, as the platform team would, and waits until it
-    /// is bound. It has these labels, 4 MiB, and what `more` says of its spec.
+    /// Creates a claim in the guest's namespace of the management cluster, as the platform team would, and waits until it
+    /// is bound. It has these labels and 4 MiB; `more` is merged into its spec.
     pub async fn management_claim(&self, labels: &[(&str, &str)], more: Value) -> Result<String> {
         let name = self.new_management_claim();
         let labels: std::collections::BTreeMap<_, _> = labels.iter().copied().collect();
@@ -85,7 +85,7 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Makes a VolumeAttributesClass of one name in both tiers; the management one has these parameters.
+    /// Creates a VolumeAttributesClass with the same name in both tiers; the management one has these parameters.
     pub async fn attributes_class(&self, parameters: &[(&str, &str)]) -> Result<String> {
         let name = self.guest_attributes_class().await?;
         let parameters: std::collections::BTreeMap<_, _> = parameters.iter().copied().collect();
@@ -93,7 +93,7 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Makes a VolumeAttributesClass in the guest that leads to one of the same name, which is not there.
+    /// Creates a VolumeAttributesClass in the guest that refers to a management class that does not exist.
     pub async fn guest_attributes_class(&self) -> Result<String> {
         let name = self.new_attributes_class();
         let parameters = json!({names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS: name});
@@ -101,7 +101,7 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Changes the reclaim policy of the PersistentVolume behind a management claim; gives its name.
+    /// Changes the reclaim policy of the PersistentVolume behind a management claim; returns its name.
     pub async fn set_reclaim_policy(&self, claim: &str, policy: &str) -> Result<String> {
         let volume = self.claims().get(claim).await?.spec.and_then(|spec| spec.volume_name);
         let volume = volume.context("the management claim has no volume")?;
@@ -109,7 +109,7 @@ impl Scenario {
         Ok(volume)
     }
 
-    /// Limits how much storage of a management class the guest may have, and waits until that counts.
+    /// Sets a quota on a management class for the guest, and waits until it is counted.
     pub async fn quota(&self, class: &str, storage: &str) -> Result<()> {
         let name = self.new_quota(class);
         let resource = format!("{class}.storageclass.storage.k8s.io/requests.storage");
@@ -132,25 +132,26 @@ impl Scenario {
         .await
     }
 
-    /// The infra's volume behind a bound management claim.
+    /// The storage infra's volume behind a bound management claim.
     pub async fn infra_volume(&self, claim: &str) -> Result<Volume> {
         let claim = self.claims().get(claim).await?;
         let name =
             claim.spec.and_then(|spec| spec.volume_name).context("the management claim has no volume")?;
         let volume = self.volumes().get(&name).await?;
-        let csi = volume.spec.and_then(|spec| spec.csi).context("the management volume is not of CSI")?;
+        let csi =
+            volume.spec.and_then(|spec| spec.csi).context("the management volume is not a CSI volume")?;
         anyhow::ensure!(csi.driver == names::MANAGEMENT_DRIVER, "the driver is {}", csi.driver);
         let volume = self.infra.get_volume(&VolumeId::new(csi.volume_handle)?).await?;
         volume.context("the infra has no such volume")
     }
 
-    /// The file that holds a volume of the infra.
+    /// The file of a volume of the storage infra.
     pub async fn file_of(&self, volume: &Volume) -> Result<PathBuf> {
-        let pool = self.infra.get_pool(&volume.pool).await?.context("the volume's pool is gone")?;
+        let pool = self.infra.get_pool(&volume.pool).await?.context("the volume's pool does not exist")?;
         Ok(PathBuf::from(pool.path).join(format!("{}.raw", volume.id)))
     }
 
-    /// What a machine says of a claim's disk, also while it is leaving.
+    /// The status of a claim's disk in a VirtualMachine, also while it is being detached.
     pub async fn disk(&self, machine: &str, claim: &str) -> Result<Option<VirtualMachineVolumeStatus>> {
         let entry = names::volume_entry(claim);
         let machine = self.machines().get(machine).await?;
@@ -158,7 +159,7 @@ impl Scenario {
         Ok(disks.into_iter().find(|disk| names::entry_candidates(&disk.name).any(|shown| shown == entry)))
     }
 
-    /// Our attachment of a claim to a machine.
+    /// The VolumeAttachment (nestor.dev) of a claim and a VM.
     pub async fn attachment(&self, machine: &str, claim: &str) -> Result<Option<VolumeAttachment>> {
         let uuid = self.node_uuid(machine).await?;
         let list = self.attachments().list(&ListParams::default()).await?;
@@ -167,21 +168,21 @@ impl Scenario {
             .find(|one| one.spec.volume_name == claim && one.spec.node_uuid.eq_ignore_ascii_case(&uuid)))
     }
 
-    /// UUID of a machine.
+    /// UUID of a VM.
     pub async fn node_uuid(&self, machine: &str) -> Result<String> {
         let machine = self.machines().get(machine).await?;
         let uuid = machine.status.as_ref().and_then(crds::node_uuid);
-        uuid.context("the machine has no UUID")
+        uuid.context("the VirtualMachine has no UUID")
     }
 
-    /// Writes an annotation of a machine, as somebody who has nothing to do with its disks.
+    /// Annotates a VirtualMachine, like a client that does not touch its disks.
     pub async fn annotate_machine(&self, machine: &str, annotation: &str) -> Result<()> {
         let patch = json!({"metadata": {"annotations": {annotation: "true"}}});
         self.raw_machines().patch(machine, &PatchParams::default(), &Patch::Merge(patch)).await?;
         Ok(())
     }
 
-    /// Appends an entry to a machine's spec.volumes, as somebody other than gc-csi.
+    /// Appends an entry to a VirtualMachine's spec.volumes, like a client other than gc-csi.
     pub async fn add_entry(&self, machine: &str, entry: Value) -> Result<()> {
         let machines = self.raw_machines();
         eventually("an entry added by another writer", PATIENCE, || async {
@@ -190,8 +191,8 @@ impl Scenario {
             if volumes.is_null() {
                 *volumes = json!([]);
             }
-            volumes.as_array_mut().context("spec.volumes is no list")?.push(entry.clone());
-            // With the resourceVersion that was read: nobody's entries are overwritten.
+            volumes.as_array_mut().context("spec.volumes is not a list")?.push(entry.clone());
+            // With the resourceVersion that was read, so that no entries are overwritten.
             match machines.replace(machine, &PostParams::default(), &vm).await {
                 Ok(_) => Ok(Ok(())),
                 Err(kube::Error::Api(status)) if status.code == 409 => Ok(Err(status.message)),
@@ -201,7 +202,7 @@ impl Scenario {
         .await
     }
 
-    /// Takes the entries that `whose` picks out of a machine's spec.volumes, as somebody other than gc-csi.
+    /// Removes the entries selected by `whose` from a VirtualMachine's spec.volumes, like a client other than gc-csi.
     pub async fn remove_entries(&self, machine: &str, whose: impl Fn(&Value) -> bool) -> Result<()> {
         let machines = self.raw_machines();
         eventually("entries removed by another writer", PATIENCE, || async {

@@ -1,5 +1,5 @@
-//! A namespace of the management cluster of a scenario's own, with guests that live nowhere else: for what becomes of
-//! it all when a guest is deleted, or the namespace.
+//! Management namespaces of one scenario, with guests that exist only there: to test the deletion of a guest or of its
+//! namespace.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ use crate::program::Controller;
 use crate::scenario::{GUEST, delete, gone};
 use crate::{MIB, PATIENCE, Scenario, eventually, unique};
 
-/// A namespace of the management cluster.
+/// A namespace of the management cluster that belongs to one scenario.
 #[derive(Clone)]
 pub struct Place {
     client: Client,
@@ -29,11 +29,11 @@ pub struct Place {
     pub namespace: String,
 }
 
-/// A guest in a place. Its API server is the first guest's, whose objects it has nothing to do with.
+/// A guest of such a namespace. It uses the first guest's API server, but none of its objects.
 pub struct Tenant {
-    /// Its name, which is that of its Cluster object.
+    /// Name of the guest and of its Cluster object.
     pub name: String,
-    /// Its identity.
+    /// Its cluster ID.
     pub cluster_id: String,
     /// The kubeconfig of its account in the management cluster.
     pub kubeconfig: PathBuf,
@@ -41,7 +41,7 @@ pub struct Tenant {
 }
 
 impl Scenario {
-    /// A namespace of the scenario's own; removed in the end, with all that is left there.
+    /// Creates a management namespace for the scenario; it is removed with its content when the scenario ends.
     pub async fn place(&self) -> Result<Place> {
         let place = Place { client: self.management.clone(), namespace: unique(&self.name) };
         self.made().places.push(place.clone());
@@ -50,7 +50,7 @@ impl Scenario {
         Ok(place)
     }
 
-    /// A guest in a place, with the rights that any guest has there.
+    /// Creates a guest in the namespace, with the rights of any guest.
     pub async fn tenant(&self, place: &Place) -> Result<Tenant> {
         let state = self.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
@@ -64,7 +64,7 @@ impl Scenario {
         Ok(Tenant { name, cluster_id, kubeconfig, place: place.clone() })
     }
 
-    /// A machine in a place that this host plays.
+    /// Creates a loop node in the namespace.
     pub async fn machine_at(&self, place: &Place) -> Result<LoopNode> {
         let record = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let (name, uuid, zone) = (unique("loop"), Uuid::new_v4(), infra::ZONES[0]);
@@ -75,9 +75,9 @@ impl Scenario {
         Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })
     }
 
-    /// Waits until the infra has no volume for a claim of a place any more.
+    /// Waits until the storage infra has none of these volumes.
     pub async fn infra_forgets(&self, volumes: &[VolumeId]) -> Result<()> {
-        gone("volumes of the infra", || async {
+        gone("volumes in the storage infra", || async {
             let list = self.infra.list_volumes(None, None).await?.items;
             let left = list.iter().filter(|volume| volumes.contains(&volume.id));
             Ok(left.map(|volume| volume.id.to_string()).collect())
@@ -90,7 +90,7 @@ impl Scenario {
         for place in &places {
             place.remove().await?;
             let here = |volume: &infra_api::Volume| volume.labels.get("namespace") == Some(&place.namespace);
-            gone(&format!("volumes of {} in the infra", place.namespace), || async {
+            gone(&format!("volumes of {} in the storage infra", place.namespace), || async {
                 let list = self.infra.list_volumes(None, None).await?.items;
                 Ok(list.iter().filter(|volume| here(volume)).map(|volume| volume.id.to_string()).collect())
             })
@@ -98,7 +98,7 @@ impl Scenario {
         }
         let machines = std::mem::take(&mut self.made().machines);
         for uuid in machines {
-            eventually(&format!("machine {uuid} forgotten"), PATIENCE, || async {
+            eventually(&format!("node {uuid} removed"), PATIENCE, || async {
                 Ok(self.infra.delete_node(uuid).await.map_err(|error| error.to_string()))
             })
             .await?;
@@ -108,28 +108,28 @@ impl Scenario {
 }
 
 impl Place {
-    /// Claims there.
+    /// Claims in the namespace.
     pub fn claims(&self) -> Api<PersistentVolumeClaim> {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    /// VolumeSnapshots there.
+    /// VolumeSnapshots in the namespace.
     pub fn snapshots(&self) -> Api<DynamicObject> {
         self.kind("snapshot.storage.k8s.io", "v1", "VolumeSnapshot")
     }
 
-    /// Cluster objects there, in the newest version that is served.
+    /// Cluster objects in the namespace, in the newest served version.
     pub fn clusters(&self) -> Api<DynamicObject> {
         self.kind(names::CLUSTER_GROUP, "v1beta2", "Cluster")
     }
 
-    /// Machines there.
+    /// VirtualMachines in the namespace.
     pub fn machines(&self) -> Api<VirtualMachine> {
         let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
         Api::namespaced_with(self.client.clone(), &self.namespace, &resource)
     }
 
-    /// Our attachments there.
+    /// VolumeAttachments (nestor.dev) in the namespace.
     pub fn attachments(&self) -> Api<VolumeAttachment> {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
@@ -139,7 +139,7 @@ impl Place {
         Api::namespaced_with(self.client.clone(), &self.namespace, &resource)
     }
 
-    /// Makes a Cluster object.
+    /// Creates a Cluster object.
     pub async fn cluster(&self, name: &str, labels: &[(&str, &str)]) -> Result<DynamicObject> {
         let labels: std::collections::BTreeMap<_, _> = labels.iter().copied().collect();
         let cluster = json!({
@@ -149,8 +149,8 @@ impl Place {
         Ok(self.clusters().create(&PostParams::default(), &serde_json::from_value(cluster)?).await?)
     }
 
-    /// Deletes a Cluster object, and waits until garbage collection has been at what it owned: a witness that it owned
-    /// is gone.
+    /// Deletes a Cluster object and waits until garbage collection has processed its dependents: a witness object that it
+    /// owns is deleted.
     pub async fn delete_cluster(&self, name: &str, how: &DeleteParams) -> Result<()> {
         let uid = self.clusters().get(name).await?.uid();
         let witnesses: Api<ConfigMap> = Api::namespaced(self.client.clone(), &self.namespace);
@@ -161,7 +161,7 @@ impl Place {
         let object = json!({"metadata": {"name": witness, "ownerReferences": [owner]}});
         witnesses.create(&PostParams::default(), &serde_json::from_value(object)?).await?;
         self.clusters().delete(name, how).await?;
-        gone("what the Cluster object owned", || async {
+        gone("dependents of the Cluster object", || async {
             Ok(witnesses.get_opt(&witness).await?.map(|_| witness.clone()).into_iter().collect())
         })
         .await
@@ -176,23 +176,23 @@ impl Place {
         .await
     }
 
-    /// Waits until a claim has (or has not) an owner of this UID.
-    pub async fn owned(&self, claim: &str, uid: &str, wanted: bool) -> Result<()> {
-        eventually(&format!("claim {claim} owned by {uid}: {wanted}"), PATIENCE, || async {
+    /// Waits until a claim has, or does not have, an owner with this UID.
+    pub async fn owned(&self, claim: &str, uid: &str, expected: bool) -> Result<()> {
+        eventually(&format!("claim {claim} owned by {uid}: {expected}"), PATIENCE, || async {
             let claim = self.claims().get(claim).await?;
             let is_owned = claim.owner_references().iter().any(|owner| owner.uid == uid);
-            Ok(if is_owned == wanted { Ok(()) } else { Err(format!("{:?}", claim.metadata)) })
+            Ok(if is_owned == expected { Ok(()) } else { Err(format!("{:?}", claim.metadata)) })
         })
         .await
     }
 
-    /// The infra's id of the volume of a claim that is there.
+    /// The storage infra's ID of a claim's volume.
     pub async fn volume_of(&self, claim: &str) -> Result<VolumeId> {
         let uid = self.claims().get(claim).await?.uid().context("no UID")?;
         Ok(VolumeId::new(format!("pvc-{uid}"))?)
     }
 
-    /// Deletes the namespace, and waits until nothing of it is left, as nothing that anybody does by hand.
+    /// Deletes the namespace and waits until nothing of it is left, without any manual step.
     pub async fn remove(&self) -> Result<()> {
         delete(&Api::<Namespace>::all(self.client.clone()), &self.namespace).await?;
         let namespaces: Api<Namespace> = Api::all(self.client.clone());
@@ -210,17 +210,17 @@ impl Place {
             Ok(here.map(ResourceExt::name_any).collect())
         })
         .await?;
-        // Rights that its guests had beyond it.
-        let part = format!(":{}:", self.namespace);
+        // Roles of its guests outside of the namespace.
+        let infix = format!(":{}:", self.namespace);
         let everywhere: Api<ClusterRoleBinding> = Api::all(self.client.clone());
         for one in everywhere.list(&ListParams::default()).await? {
-            if one.name_any().contains(&part) {
+            if one.name_any().contains(&infix) {
                 delete(&everywhere, &one.name_any()).await?;
             }
         }
         let beside: Api<RoleBinding> = Api::namespaced(self.client.clone(), MANAGEMENT_NAMESPACE);
         for one in beside.list(&ListParams::default()).await? {
-            if one.name_any().contains(&part) {
+            if one.name_any().contains(&infix) {
                 delete(&beside, &one.name_any()).await?;
             }
         }
@@ -229,19 +229,19 @@ impl Place {
 }
 
 impl Tenant {
-    /// Its gc-csi, with these flags besides those that it cannot be without.
+    /// Starts its gc-csi with additional flags.
     pub async fn start(&self, s: &Scenario, more: &[&str]) -> Result<Controller> {
         Controller::start_in(s, &self.place.namespace, &self.kubeconfig, &self.cluster_id, more).await
     }
 
-    /// Its gc-csi with the policy Delete and its Cluster object by name.
+    /// Starts its gc-csi with --on-guest-deletion=Delete and its Cluster object.
     pub async fn start_deleting(&self, s: &Scenario) -> Result<Controller> {
         let cluster = format!("--cluster-object={}", self.name);
         self.start(s, &["--on-guest-deletion=Delete", &cluster]).await
     }
 }
 
-/// Creates a volume of the default class by a CSI call, and gives its handle.
+/// Creates a volume of the default class with a CSI call; returns its handle.
 pub async fn new_claim(driver: &Driver) -> Result<String> {
     Ok(driver.create(new_volume(&unique("volume"), 4 * MIB, "nestor")).await?.volume_id)
 }

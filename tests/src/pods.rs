@@ -1,5 +1,5 @@
-//! Pods on the guest's virtual machines: small scripts whose words come back as termination messages, so that nothing
-//! has to reach a kubelet from outside.
+//! Pods on the guest's VMs: small scripts whose output is read from the termination message, so that no kubelet has to
+//! be reachable from outside.
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,29 +20,29 @@ use tokio::sync::Semaphore;
 
 use crate::{Scenario, eventually, guest};
 
-/// How long a pod may take from its creation to its end: machines can be emulated, and share this one.
+/// How long a pod may take from creation to exit: VMs can be emulated, and share this host.
 pub(crate) const POD: Duration = Duration::from_secs(600);
-/// How long a pod or a disk may take to be gone: kubelet tells only every 10 s which volumes it uses.
+/// How long a pod or disk may take to be removed: kubelet reports the volumes in use only every 10 s.
 pub(crate) const GONE: Duration = Duration::from_secs(400);
-/// The only image that the machines have.
+/// The only image in the VMs.
 pub(crate) const IMAGE: &str = "localhost/busybox:1";
 
-/// The machines are small: so many tests use them at once.
+/// Limits the number of tests that use the VMs at once, because the VMs are small.
 static SLOTS: Semaphore = Semaphore::const_new(3);
-/// Tests take turns at which machine they begin on.
+/// Alternates the VM on which tests start.
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
-/// A scenario, and two virtual machines to run its pods.
+/// A scenario with two VMs for its pods.
 pub struct Machines {
     scenario: Arc<Scenario>,
-    /// The node to begin on.
+    /// The node to start on.
     pub here: String,
     /// The node to move to.
     pub there: String,
     made: Arc<Mutex<Vec<Volume>>>,
 }
 
-/// A bound claim, followed down to its bytes.
+/// A bound claim with the objects and the file behind it.
 #[derive(Debug, Clone)]
 pub struct Volume {
     /// The guest's claim.
@@ -51,22 +51,22 @@ pub struct Volume {
     pub pv: String,
     /// Its volume handle, which is the management claim's name.
     pub handle: String,
-    /// The file that holds its bytes.
+    /// The file with its data.
     pub file: PathBuf,
-    /// What a machine finds its disk by.
+    /// The disk UUID.
     pub disk: String,
 }
 
-/// What to ask for in a claim.
+/// Options of a claim.
 #[derive(Debug, Clone, Default)]
 pub struct Ask {
     /// `ext4`, `xfs`, `btrfs`, or `None` for a raw block device.
     pub filesystem: Option<&'static str>,
     /// The StorageClass's `mountOptions`.
     pub options: &'static [&'static str],
-    /// The management StorageClass; `nestor` where it is not said.
+    /// The management StorageClass; default `nestor`.
     pub class: Option<String>,
-    /// What the claim's spec says other than ReadWriteOnce, and 320 MiB: there is no xfs below 300.
+    /// Merged into the claim's spec, which is ReadWriteOnce and 320 MiB: xfs needs at least 300 MiB.
     pub more: Value,
 }
 
@@ -80,8 +80,8 @@ pub fn block() -> Ask {
     Ask::default()
 }
 
-/// Runs a test as a scenario. When it ends, however it ends, its pods go first, and every disk must have left its
-/// machine, before the scenario cleans up.
+/// Runs a test as a scenario. When it ends, its pods are removed first, and all disks must be detached before the
+/// scenario cleans up.
 pub async fn run<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Machines>) -> Running + Send + 'static,
@@ -119,7 +119,7 @@ impl Machines {
         let [here, there] = [turn, 1 - turn].map(|index| nodes.get(index).cloned());
         let (here, there) = here.zip(there).context("the guest needs two nodes: `cargo lab up --vms 2`")?;
         let machines = Self { scenario, here, there, made };
-        // Pods are refused until their namespace has its account.
+        // Pods are rejected until their namespace has its ServiceAccount.
         let is_made = |account: Option<&ServiceAccount>| account.is_some();
         machines.wait("default", "made", crate::PATIENCE, is_made).await?;
         Ok(machines)
@@ -149,7 +149,7 @@ impl Machines {
 
     // ---- volumes ----
 
-    /// Makes a StorageClass and a claim, and follows the bound volume to its bytes.
+    /// Creates a StorageClass and a claim, and returns the bound volume.
     pub async fn claim(&self, name: &str, ask: &Ask) -> Result<Volume> {
         let class = self.scenario.new_guest_class();
         let below = ask.class.as_deref().unwrap_or("nestor");
@@ -167,7 +167,7 @@ impl Machines {
             "accessModes": ["ReadWriteOnce"], "storageClassName": class, "volumeMode": mode,
             "resources": {"requests": {"storage": "320Mi"}},
         });
-        // A patch that is null would take everything away.
+        // Merging null would clear the spec.
         if !ask.more.is_null() {
             json_patch::merge(&mut spec, &ask.more);
         }
@@ -177,7 +177,7 @@ impl Machines {
         self.follow(name).await
     }
 
-    /// Follows a claim's volume to its bytes, once it is bound.
+    /// Waits until a claim is bound, and returns its volume.
     pub async fn follow(&self, name: &str) -> Result<Volume> {
         let (_, pv) = self.scenario.bound(name).await?;
         let handle = guest::handle(&pv)?;
@@ -189,15 +189,14 @@ impl Machines {
         Ok(volume)
     }
 
-    /// The scenario that these are part of.
+    /// The scenario.
     pub fn scenario(&self) -> &Scenario {
         &self.scenario
     }
 
-    /// Waits until no machine has the disk any more: in the guest's eyes, in the management cluster's, and in the
-    /// hypervisor's.
+    /// Waits until the disk is detached from all VMs: in the guest, the management cluster and the hypervisor.
     pub async fn detached(&self, volume: &Volume) -> Result<()> {
-        eventually(&format!("disk {} left its machine", volume.disk), GONE, || async {
+        eventually(&format!("disk {} is detached", volume.disk), GONE, || async {
             let left = self.traces(volume).await?;
             Ok(if left.is_empty() { Ok(()) } else { Err(left.join(", ")) })
         })
@@ -234,15 +233,15 @@ impl Machines {
 
     // ---- pods ----
 
-    /// Runs a pod to its end, removes it, and gives its words.
+    /// Runs a pod until it exits, removes it, and returns its output.
     pub async fn run(&self, script: Script) -> Result<String> {
         let name = self.start(script).await?;
-        let said = self.finish(&name).await?;
+        let output = self.finish(&name).await?;
         self.remove(&name).await?;
-        Ok(said)
+        Ok(output)
     }
 
-    /// Creates a pod and gives its name.
+    /// Creates a pod and returns its name.
     pub async fn start(&self, script: Script) -> Result<String> {
         Ok(self.api::<Pod>().create(&PostParams::default(), &script.pod()?).await?.name_any())
     }
@@ -255,17 +254,17 @@ impl Machines {
         Ok(pod)
     }
 
-    /// Waits until the pod has ended, and gives its words. A script that failed is an error.
+    /// Waits until the pod has exited, and returns its output. Fails if the script failed.
     pub async fn finish(&self, pod: &str) -> Result<String> {
         let over = |pod: Option<&Pod>| matches!(phase(pod), Some("Succeeded" | "Failed"));
         let pod = self.wait(pod, "ended", POD, over).await?.context("the pod went away")?;
-        let said = words(&pod).unwrap_or_default();
+        let output = words(&pod).unwrap_or_default();
         ensure!(
             phase(Some(&pod)) == Some("Succeeded"),
-            "the script of pod {} failed: {said}",
+            "the script of pod {} failed: {output}",
             pod.name_any()
         );
-        Ok(said)
+        Ok(output)
     }
 
     /// Deletes a pod and waits until it is gone.
@@ -277,20 +276,20 @@ impl Machines {
         self.wait::<Pod>(pod, "gone", GONE, is_gone).await.map(drop)
     }
 
-    /// Waits until kubelet tells that it cannot mount, in words that have all of `expected`; gives them.
+    /// Waits for a FailedMount event of a pod whose message contains all of `expected`; returns the message.
     pub async fn mount_failure(&self, pod: &str, expected: &[&str]) -> Result<String> {
         let api = self.api::<Event>();
         let of_pod = ListParams::default().fields(&format!("involvedObject.name={pod},reason=FailedMount"));
         eventually(&format!("event FailedMount of pod {pod} with {expected:?}"), POD, || async {
             let events = api.list(&of_pod).await?.items;
-            let told: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
-            let found = told.iter().find(|text| expected.iter().all(|word| text.contains(word)));
-            Ok(found.cloned().ok_or_else(|| told.join(" | ")))
+            let messages: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
+            let found = messages.iter().find(|message| expected.iter().all(|word| message.contains(word)));
+            Ok(found.cloned().ok_or_else(|| messages.join(" | ")))
         })
         .await
     }
 
-    /// Why the pod's container does not run yet, once kubelet tells.
+    /// Waits until kubelet reports why the pod's container is waiting; returns the reason.
     pub async fn waits_for(&self, pod: &str) -> Result<String> {
         eventually(&format!("the container of pod {pod} waits"), crate::PATIENCE, || async {
             let status = self.api::<Pod>().get(pod).await?.status.unwrap_or_default();
@@ -302,13 +301,12 @@ impl Machines {
         .await
     }
 
-    /// What kubelet tells of a pod's volume, once it tells that at least `least` bytes are used: bytes used, and
-    /// capacity in bytes.
+    /// Waits until kubelet reports at least `least` used bytes of a pod's volume; returns used bytes and capacity.
     pub async fn usage(&self, node: &str, pod_uid: &str, claim: &str, least: u64) -> Result<(u64, u64)> {
         let kubelet = self.scenario.lab.kubelet(node).await?;
-        eventually(&format!("kubelet of {node} tells how full {claim} is"), GONE, || async {
+        eventually(&format!("kubelet of {node} reports the usage of {claim}"), GONE, || async {
             let request = http::Request::get("/stats/summary").body(Vec::new())?;
-            // It fails as a whole when a container of anybody's ends while it is asked about.
+            // The request fails if any container exits meanwhile.
             let summary: Value = match kubelet.request(request).await {
                 Ok(summary) => summary,
                 Err(error) => return Ok(Err(error.to_string())),
@@ -325,7 +323,7 @@ impl Machines {
         .await
     }
 
-    /// Removes all pods, and waits until their disks have left the machines.
+    /// Removes all pods, and waits until their disks are detached.
     async fn remove_pods(&self) -> Result<()> {
         self.remove_sets().await?;
         for pod in self.api::<Pod>().list(&ListParams::default()).await? {
@@ -338,10 +336,10 @@ impl Machines {
         Ok(())
     }
 
-    /// Pods and events, for the error of a test that failed.
+    /// Pods and events, for the error message of a failed test.
     async fn describe(&self) -> String {
         let all = ListParams::default();
-        let mut lines = vec![format!("what there was in guest namespace {}:", self.scenario.name)];
+        let mut lines = vec![format!("objects in guest namespace {}:", self.scenario.name)];
         for pod in self.api::<Pod>().list(&all).await.map(|list| list.items).unwrap_or_default() {
             let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_deref()).unwrap_or("no node");
             let phase = phase(Some(&pod)).unwrap_or_default();
@@ -360,7 +358,7 @@ impl Machines {
     }
 }
 
-/// A pod that runs one script once. What the script prints is what the test gets.
+/// A pod that runs one script once and returns its output.
 #[derive(Debug, Clone)]
 pub struct Script {
     name: String,
@@ -383,7 +381,7 @@ impl Script {
         }
     }
 
-    /// A shell script that runs in the virtual machine itself, as its root.
+    /// A shell script that runs as root in the VM's own namespaces.
     pub fn in_machine(name: &str, node: &str, script: &str) -> Self {
         let enter = "exec chroot /host nsenter --target 1 --mount -- sh -euc \"$0\"";
         let mut this = Self::new(name, node, enter);
@@ -414,27 +412,27 @@ impl Script {
         self
     }
 
-    /// Mounts a volume that this pod may only read.
+    /// Mounts a volume read-only.
     pub fn mount_read_only(mut self, volume: &Volume, path: &str) -> Self {
         self.volume(volume, true);
         self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path}));
         self
     }
 
-    /// Mounts a folder of a volume that the pod mounts already.
+    /// Mounts a folder of a volume that the pod already mounts.
     pub fn and_sub_path(mut self, volume: &Volume, sub_path: &str, path: &str) -> Self {
         self.add("volumeMounts", json!({"name": volume.claim, "mountPath": path, "subPath": sub_path}));
         self
     }
 
-    /// Gives the pod a volume as a block device.
+    /// Adds a volume as a block device.
     pub fn device(mut self, volume: &Volume, path: &str) -> Self {
         self.volume(volume, false);
         self.add("volumeDevices", json!({"name": volume.claim, "devicePath": path}));
         self
     }
 
-    /// Runs as this user, with a group that volumes are given to.
+    /// Runs as this user, with this fsGroup.
     pub fn as_user(mut self, user: u32, fs_group: u32) -> Self {
         self.pod["securityContext"] = json!({"runAsUser": user, "runAsGroup": user, "fsGroup": fs_group});
         self
@@ -449,12 +447,12 @@ impl Script {
         spec["containers"] = json!([container]);
         spec["nodeSelector"] = json!({"kubernetes.io/hostname": self.node});
         spec["restartPolicy"] = json!("Never");
-        // A network of its own is what costs most of a pod's time on an emulated machine, and no script needs one.
+        // Creating a pod network takes most of a pod's start time in an emulated VM, and no script needs one.
         spec["hostNetwork"] = json!(true);
         spec["automountServiceAccountToken"] = json!(false);
         spec["enableServiceLinks"] = json!(false);
         let pod = json!({"metadata": {"name": self.name}, "spec": spec});
-        serde_json::from_value(pod).with_context(|| format!("the test's own pod {} is not one", self.name))
+        serde_json::from_value(pod).with_context(|| format!("invalid manifest of pod {}", self.name))
     }
 }
 
@@ -462,7 +460,7 @@ fn phase(pod: Option<&Pod>) -> Option<&str> {
     pod?.status.as_ref()?.phase.as_deref()
 }
 
-/// What the pod's container said when it ended.
+/// The termination message of the pod's container.
 fn words(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?.container_statuses.as_ref()?.first()?;
     let ended = status.state.as_ref()?.terminated.as_ref()?;

@@ -1,4 +1,4 @@
-//! Pools of the infra: one's own, and labels on those of the lab.
+//! Pools of the storage infra: own pools of a scenario, and labels on the lab's pools.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,10 +9,10 @@ use lab::process::{command, run};
 
 use crate::{PATIENCE, Scenario, eventually, unique};
 
-/// The filesystem of a pool, which is sparse. Far less than the lab's pools have, so that nobody else's volume goes there.
+/// Size of a pool's filesystem (sparse). Much smaller than the lab's pools, so that no other volume is placed there.
 const BYTES: u64 = 1 << 30;
 
-/// A pool of a scenario's own, on a filesystem of its own: what is free in it changes by nobody else's deeds.
+/// A pool of one scenario on its own filesystem, so that only the scenario changes its free space.
 #[derive(Debug, Clone)]
 pub struct OwnPool {
     /// Its name.
@@ -29,22 +29,22 @@ impl OwnPool {
         self.path.with_extension("away")
     }
 
-    /// Takes its directory away.
+    /// Moves its directory away.
     pub fn hide(&self) -> Result<()> {
         std::fs::rename(&self.path, self.away())
-            .with_context(|| format!("cannot take {} away", self.path.display()))
+            .with_context(|| format!("cannot rename {}", self.path.display()))
     }
 
-    /// Brings its directory back, if it is away.
+    /// Moves its directory back, if it is away.
     pub fn show(&self) -> Result<()> {
         match self.away().exists() {
             true => std::fs::rename(self.away(), &self.path)
-                .with_context(|| format!("cannot bring {} back", self.path.display())),
+                .with_context(|| format!("cannot restore {}", self.path.display())),
             false => Ok(()),
         }
     }
 
-    /// Takes all room of its filesystem but this, until what is given is removed.
+    /// Fills its filesystem up to `left` bytes with a file; returns the file.
     pub async fn fill_up_to(&self, left: u64) -> Result<PathBuf> {
         let has = rustix::fs::statvfs(&self.mount)?;
         let taken = (has.f_bavail * has.f_frsize).checked_sub(left).context("the pool has less")?;
@@ -64,7 +64,7 @@ impl OwnPool {
 
     async fn unmake(&self) -> Result<()> {
         if std::fs::read_to_string("/proc/self/mounts")?.contains(&format!(" {} ", self.mount.display())) {
-            // The infra may be looking at it just now.
+            // storage-infra may be reading it.
             eventually(&format!("{} unmounted", self.mount.display()), PATIENCE, || async {
                 let unmounted = run(&mut command("umount", [&self.mount])).await;
                 Ok(unmounted.map(drop).map_err(|error| format!("{error:#}")))
@@ -77,7 +77,7 @@ impl OwnPool {
     }
 }
 
-/// A filesystem that takes no writes until this is dropped: whoever writes, waits.
+/// A frozen filesystem (fsfreeze): writes block until this is dropped.
 pub struct Frozen(PathBuf);
 
 impl Drop for Frozen {
@@ -86,7 +86,7 @@ impl Drop for Frozen {
     }
 }
 
-/// Lets nobody write to the filesystem that holds a volume's file, so that a copy in it cannot end.
+/// Freezes the filesystem of a volume's file, so that a copy in it cannot complete.
 pub fn freeze_filesystem_of(file: &Path) -> Result<Frozen> {
     let dir = file.parent().context("a volume's file is in no directory")?;
     let status = Command::new("fsfreeze").arg("--freeze").arg(dir).status()?;
@@ -95,19 +95,19 @@ pub fn freeze_filesystem_of(file: &Path) -> Result<Frozen> {
 }
 
 impl Scenario {
-    /// Registers a pool of the scenario's own with these labels, until the scenario ends.
+    /// Registers a pool for the scenario with these labels.
     pub async fn pool(&self, labels: &[(&str, &str)]) -> Result<OwnPool> {
         self.make_pool(labels, true).await
     }
 
-    /// The same on a filesystem that shares no blocks, so that snapshots and clones are copies.
+    /// Registers a pool on a filesystem without reflink, where snapshots and clones are full copies.
     pub async fn pool_of_copies(&self, labels: &[(&str, &str)]) -> Result<OwnPool> {
         self.make_pool(labels, false).await
     }
 
     async fn make_pool(&self, labels: &[(&str, &str)], reflink: bool) -> Result<OwnPool> {
         let name = PoolName::new(unique(&self.name))?;
-        // Whatever is mounted below the run's folder goes with the run.
+        // Everything mounted below the run folder is unmounted with the lab.
         let beside = self.lab.dir().join("pools");
         let mount = beside.join(name.as_str());
         let image = beside.join(format!("{name}.xfs"));
@@ -118,7 +118,7 @@ impl Scenario {
         Ok(pool)
     }
 
-    /// Gives a pool of the scenario's own these labels, and no others.
+    /// Sets the labels of the scenario's pool.
     pub async fn label_own_pool(&self, pool: &OwnPool, labels: &[(&str, &str)]) -> Result<()> {
         let beside = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
         let labels = labels.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
@@ -129,7 +129,7 @@ impl Scenario {
         Ok(())
     }
 
-    /// Says what becomes of a VM that writes while a pool of the scenario's own is full.
+    /// Sets what happens to a VM that writes while the scenario's pool is full.
     pub async fn set_on_full(&self, pool: &OwnPool, on_full: OnFull) -> Result<()> {
         let known = self.infra.get_pool(&pool.name).await?.context("the pool is gone")?;
         let spec = PoolSpec { on_full, ..spec_of(known) };
@@ -138,7 +138,7 @@ impl Scenario {
         Ok(())
     }
 
-    /// Gives one of the infra's pools a label, until the scenario ends.
+    /// Adds a label to one of the lab's pools until the scenario ends.
     pub async fn label_pool(&self, key: &str, value: &str) -> Result<()> {
         let pool = self.infra.list_pools().await?.into_iter().next().context("the infra has no pool")?;
         let name = pool.name.clone();
@@ -149,7 +149,7 @@ impl Scenario {
         Ok(())
     }
 
-    /// Brings back what of the scenario's pools is away, so that their volumes can be removed.
+    /// Moves hidden pools of the scenario back, so that their volumes can be deleted.
     pub(crate) fn show_pools(&self) -> Result<()> {
         self.made().pools.iter().try_for_each(OwnPool::show)
     }
@@ -164,8 +164,8 @@ impl Scenario {
         Ok(run(self.beside_libvirt("mountpoint")?.arg("-q").arg(&pool.mount)).await.is_ok())
     }
 
-    /// Shows a pool of the scenario's own to libvirt, until the scenario ends. Where no mount of this host is shared,
-    /// libvirt sees only what was mounted before it began.
+    /// Mounts the scenario's pool in libvirt's mount namespace. If the host's mounts are not shared, libvirt has only
+    /// those that existed at its start.
     pub async fn show_to_libvirt(&self, pool: &OwnPool) -> Result<()> {
         if self.libvirt_sees(pool).await? {
             return Ok(());
@@ -200,7 +200,7 @@ impl Scenario {
     }
 }
 
-/// What would register a pool as it is.
+/// The spec of a registered pool.
 fn spec_of(pool: Pool) -> PoolSpec {
     let Pool { engine, path, labels, cordoned, on_full, .. } = pool;
     PoolSpec { engine, path, labels, cordoned, on_full }

@@ -1,4 +1,4 @@
-//! Single processes of our binaries, started with whatever a test wants to give them.
+//! Single processes of our programs and of sidecars, started with the flags of a test.
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use lab::Lab;
+use lab::state::Cluster;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
@@ -16,26 +17,26 @@ use tokio::process::{Child, Command};
 use crate::driver::Driver;
 use crate::{Frozen, PATIENCE, Scenario, eventually, scenario};
 
-/// One of the lab's binaries.
+/// One of the lab's programs.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
     lab.state().binaries.join(name)
 }
 
-/// How a process ended.
+/// Result of a process.
 #[derive(Debug)]
 pub struct Ended {
-    /// Its exit code; None when a signal ended it.
+    /// Exit code; `None` if a signal killed it.
     pub code: Option<i32>,
-    /// What it wrote to standard error.
+    /// Its standard error.
     pub stderr: String,
 }
 
-/// Runs a program that should end by itself.
+/// Runs a program that should exit.
 pub async fn run_to_end(program: &Path, arguments: &[&str]) -> Result<Ended> {
     let mut command = command(program, arguments);
     let output = tokio::time::timeout(PATIENCE, command.output())
         .await
-        .with_context(|| format!("{} {arguments:?} did not end", program.display()))?
+        .with_context(|| format!("{} {arguments:?} did not exit", program.display()))?
         .with_context(|| format!("cannot run {}", program.display()))?;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     Ok(Ended { code: output.status.code(), stderr })
@@ -56,13 +57,13 @@ pub struct Running {
 }
 
 impl Running {
-    /// Starts a program with `--http-listen` on a port of its own.
+    /// Starts a program with `--http-listen` on a free port.
     pub async fn start(program: &Path, arguments: &[&str]) -> Result<Self> {
         Self::listening(program, arguments, "--http-listen", None).await
     }
 
-    /// Starts a sidecar of the Kubernetes project for the first guest and a driver's socket, and waits until it has
-    /// found the driver.
+    /// Starts a sidecar of the Kubernetes project for the first guest with a driver's socket, and waits until it has
+    /// connected to the driver.
     pub async fn sidecar(s: &Scenario, name: &str, socket: &Path, more: &[&str]) -> Result<Self> {
         let state = s.lab.state();
         let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
@@ -70,7 +71,7 @@ impl Running {
         let kubeconfig = format!("--kubeconfig={}", guest.cluster.kubeconfig_of(name).display());
         let words = [&[&address, &kubeconfig, "--leader-election=false", "--timeout=60s"], more].concat();
         let running = Self::listening(&state.tools.join(name), &words, "--http-endpoint", None).await?;
-        eventually(&format!("{name} has found its driver"), PATIENCE, || async {
+        eventually(&format!("{name} is connected to its driver"), PATIENCE, || async {
             Ok(match running.get("/metrics").await {
                 Ok((200, _)) => Ok(()),
                 other => Err(format!("{other:?}; log: {}", running.log())),
@@ -80,7 +81,7 @@ impl Running {
         Ok(running)
     }
 
-    /// Starts a program with this flag for a port of its own; fail points are those in the folder, if there is one.
+    /// Starts a program with this flag set to a free port, and optionally a folder of fail points.
     pub(crate) async fn listening(
         program: &Path,
         arguments: &[&str],
@@ -107,12 +108,12 @@ impl Running {
         Ok(Self { child: Mutex::new(child), log, port })
     }
 
-    /// What it wrote to standard error so far.
+    /// Its standard error so far.
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits until this stands in what it wrote to standard error, which comes a moment after what it does.
+    /// Waits until its standard error contains this text; lines may arrive with a delay.
     pub async fn has_logged(&self, text: &str) -> Result<()> {
         eventually(&format!("\"{text}\" is logged"), PATIENCE, || async {
             let log = self.log();
@@ -121,7 +122,7 @@ impl Running {
         .await
     }
 
-    /// Status and text of a page of its HTTP port.
+    /// Status and body of an HTTP page.
     pub async fn get(&self, path: &str) -> Result<(u16, String)> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await?;
         stream.write_all(format!("GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n").as_bytes()).await?;
@@ -129,10 +130,10 @@ impl Running {
         tokio::time::timeout(Duration::from_secs(10), stream.read_to_string(&mut answer)).await??;
         let status = answer.split_whitespace().nth(1).and_then(|code| code.parse().ok());
         let body = answer.split_once("\r\n\r\n").map_or("", |(_, body)| body).to_owned();
-        Ok((status.context("not an HTTP answer")?, body))
+        Ok((status.context("not an HTTP response")?, body))
     }
 
-    /// How it ended, if it did.
+    /// Its exit status, if it has exited.
     fn ended(&self) -> std::io::Result<Option<ExitStatus>> {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()
     }
@@ -145,14 +146,14 @@ impl Running {
         .await
     }
 
-    /// Waits until `/readyz` fails with all of these texts, while the process runs.
+    /// Waits until `/readyz` fails with a body that contains all of `texts`, while the process runs.
     pub async fn not_ready_because(&self, texts: &[&str]) -> Result<String> {
         eventually(&format!("/readyz fails with {texts:?}"), PATIENCE, || async {
             if let Some(status) = self.ended()? {
-                anyhow::bail!("it ended with {status}: {}", self.log());
+                anyhow::bail!("it exited with {status}: {}", self.log());
             }
             Ok(match self.get("/readyz").await {
-                Ok((503, text)) if texts.iter().all(|part| text.contains(part)) => Ok(text),
+                Ok((503, body)) if texts.iter().all(|text| body.contains(text)) => Ok(body),
                 other => Err(format!("{other:?}")),
             })
         })
@@ -170,17 +171,16 @@ impl Running {
         .await
     }
 
-    /// Lets it stand still, until what is given is dropped.
+    /// Pauses the process (SIGSTOP) until the result is dropped.
     pub fn freeze(&self) -> Result<Frozen> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id();
-        Frozen::stop(id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it ended before")?)
+        Frozen::stop(id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it has exited")?)
     }
 
-    /// Waits until it has stopped itself, as `freeze` in its folder of fail points asked it to; what is given lets it go
-    /// on when it is dropped.
+    /// Waits until the process has stopped itself at a `freeze` fail point. It continues when the result is dropped.
     pub async fn stands_still(&self) -> Result<Frozen> {
-        let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it ended before")?;
-        eventually("the process stands still", PATIENCE, || async {
+        let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it has exited")?;
+        eventually("the process has stopped itself", PATIENCE, || async {
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
             let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
             Ok(if state == Some('T') { Ok(()) } else { Err(format!("{state:?}; log: {}", self.log())) })
@@ -189,17 +189,17 @@ impl Running {
         self.freeze()
     }
 
-    /// Asks it to stop, and gives its exit status.
+    /// Stops it with SIGTERM, and returns its exit status.
     pub async fn stop(self) -> Result<ExitStatus> {
         let mut child = self.child.into_inner().unwrap_or_else(PoisonError::into_inner);
         let pid = child.id().and_then(|id| rustix::process::Pid::from_raw(id as i32));
-        rustix::process::kill_process(pid.context("it ended before")?, rustix::process::Signal::TERM)?;
+        rustix::process::kill_process(pid.context("it has exited")?, rustix::process::Signal::TERM)?;
         let ended = tokio::time::timeout(Duration::from_secs(30), child.wait()).await;
-        ended.context("it did not end within 30 s of SIGTERM")?.map_err(Into::into)
+        ended.context("it did not exit within 30 s of SIGTERM")?.map_err(Into::into)
     }
 }
 
-/// Another controller of the first guest's driver, beside the lab's own: with the same identity, and flags of its own.
+/// A second controller of the first guest's driver, beside the lab's own, with its own flags.
 pub struct Controller {
     /// The process.
     pub process: Running,
@@ -209,13 +209,12 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// Starts it with these flags besides those that it cannot be without. `${FOLDER}` in them is a folder of its own,
-    /// for sockets.
+    /// Starts it with additional flags. `${FOLDER}` in them is a temporary folder, for sockets.
     pub async fn start(s: &Scenario, more: &[&str]) -> Result<Self> {
         Self::start_as(s, &s.cluster_id, more).await
     }
 
-    /// The same with another identity and a folder of fail points.
+    /// Starts it with another cluster ID and a folder of fail points.
     pub async fn start_with_fail_points(
         s: &Scenario,
         cluster_id: &str,
@@ -226,13 +225,13 @@ impl Controller {
         Self::begin(s, &namespace, &kubeconfig, cluster_id, more, Some(folder)).await
     }
 
-    /// The same with another identity: it has claims of its own, which the lab's controller does not touch.
+    /// Starts it with another cluster ID, so that the lab's controller does not touch its claims.
     pub async fn start_as(s: &Scenario, cluster_id: &str, more: &[&str]) -> Result<Self> {
         let (namespace, kubeconfig) = Self::home(s)?;
         Self::start_in(s, &namespace, &kubeconfig, cluster_id, more).await
     }
 
-    /// The first guest's namespace in the management cluster, and its credentials for it.
+    /// The first guest's namespace in the management cluster, and its kubeconfig there.
     fn home(s: &Scenario) -> Result<(String, PathBuf)> {
         let state = s.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
@@ -240,7 +239,7 @@ impl Controller {
         Ok((guest.namespace.clone(), management.kubeconfig_of(&guest.account())))
     }
 
-    /// The same in another namespace of the management cluster, with credentials for that.
+    /// Starts it for another namespace of the management cluster, with this kubeconfig.
     pub async fn start_in(
         s: &Scenario,
         namespace: &str,
@@ -275,27 +274,48 @@ impl Controller {
         let binary = binary(&s.lab, "gc-csi");
         let process = Running::listening(&binary, &words, "--http-listen", fail_points).await?;
         process.ready().await?;
-        let driver = eventually("the other controller serves", PATIENCE, || async {
+        let driver = eventually("the second controller serves", PATIENCE, || async {
             Ok(Driver::connect(&socket).await.map_err(|error| format!("{error:#}; {}", process.log())))
         })
         .await?;
         Ok(Self { process, driver, folder })
     }
 
-    /// A socket in its folder.
+    /// Path of a socket in its folder.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// Asks it to stop, and fails unless it ends well.
+    /// Stops it; fails unless it exits successfully.
     pub async fn stop(self) -> Result<()> {
         let status = self.process.stop().await?;
-        anyhow::ensure!(status.success(), "it ended with {status}");
+        anyhow::ensure!(status.success(), "it exited with {status}");
         Ok(())
     }
 }
 
-/// Writes a kubeconfig for a bearer token.
+/// The management cluster of the lab.
+pub fn management_cluster(s: &Scenario) -> Result<&Cluster> {
+    s.lab.state().management.as_ref().context("the lab has no management cluster")
+}
+
+/// Starts a replica of vm-operator-shim beside the lab's, with additional flags. It takes over an expired Lease within
+/// seconds.
+pub async fn shim_replica(s: &Scenario, kubeconfig: &Path, more: &[&str]) -> Result<Running> {
+    let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
+    let lease = [
+        "--lease-namespace=nestor-system",
+        "--lease-duration=5",
+        "--lease-renew-deadline=4",
+        "--lease-retry-period=1",
+    ];
+    let words = [&[&*kubeconfig], &lease[..], more].concat();
+    let running = Running::start(&binary(&s.lab, "vm-operator-shim"), &words).await?;
+    running.ready().await?;
+    Ok(running)
+}
+
+/// Writes a kubeconfig with a bearer token.
 pub fn kubeconfig(path: &Path, server: &str, ca: Option<&Path>, token: &str) -> Result<()> {
     let cluster = match ca {
         Some(ca) => json!({"server": server, "certificate-authority": ca}),
@@ -307,7 +327,7 @@ pub fn kubeconfig(path: &Path, server: &str, ca: Option<&Path>, token: &str) -> 
         "users": [{"name": "test", "user": {"token": token}}],
         "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
     });
-    // JSON is YAML.
+    // JSON is valid YAML.
     std::fs::write(path, serde_json::to_vec(&file)?)?;
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! Numbered, checksummed records, each durable before it counts: what no fault may lose once it was acknowledged.
+//! Durability check: numbered, checksummed records, each durable before it counts as acknowledged.
 //!
-//! They are written to a file or a device in a ring, and say which writer they are from, so that neither an older
-//! writer's bytes nor those of another volume pass for them.
+//! They are written to a file or device as a ring with the writer's ID, so that neither older data nor data of another
+//! volume is mistaken for them.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,14 +17,14 @@ use rustix::fs::{Advice, fadvise};
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
-/// One record: what a disk writes at once or not at all.
+/// Size of a record: a sector, which a disk writes atomically.
 const RECORD: usize = 512;
-/// Where a record's checksum begins; it is over all that is before.
+/// Offset of a record's checksum, which covers everything before it.
 const SUM: usize = RECORD - 32;
-/// A writer in the background leaves so much time to others after each record.
+/// Pause of a background writer after each record.
 const PACE: Duration = Duration::from_millis(5);
 
-/// What is known of one writer's records, wherever they are. A clone sees what is appended meanwhile.
+/// The state of one writer, independent of the file. Clones observe later appends.
 #[derive(Debug, Clone)]
 pub struct Log {
     writer: Uuid,
@@ -32,7 +32,7 @@ pub struct Log {
     acknowledged: Arc<AtomicU64>,
 }
 
-/// The records of one writer on a file or a device that it has open.
+/// The records of one writer on an open file or device.
 #[derive(Debug)]
 pub struct Records {
     file: File,
@@ -40,42 +40,41 @@ pub struct Records {
 }
 
 impl Log {
-    /// How many records are durable.
+    /// Number of durable records.
     pub fn acknowledged(&self) -> u64 {
         self.acknowledged.load(Ordering::SeqCst)
     }
 
-    /// Goes on where the same bytes are found now, as after a detach and an attach.
+    /// Continues on another path to the same data, as after a detach and an attach.
     pub fn resume(self, path: &Path) -> Result<Records> {
         Ok(Records { file: open(path)?, log: self })
     }
 
-    /// Fails unless every acknowledged record is there that no later one has replaced, as `path` shows it: the same
-    /// file or device, or a copy that was made after the last acknowledgement.
+    /// Verifies that every acknowledged record that no later one replaced exists on `path`: the same file or device, or a
+    /// copy made after the last acknowledgement.
     pub fn verify(&self, path: &Path) -> Result<()> {
         self.verify_since(self.acknowledged(), path)
     }
 
-    /// As [`Self::verify`], for a copy that was made when at least `acknowledged` records were durable, and perhaps
-    /// some of those that came after.
+    /// Like [`Self::verify`], for a copy that was made when at least `acknowledged` records were durable.
     pub fn verify_since(&self, acknowledged: u64, path: &Path) -> Result<()> {
         let file = File::open(path).with_context(|| format!("{}", path.display()))?;
-        // What this host remembers is not what was written.
+        // Drop the page cache, to read what was written to the disk.
         fadvise(&file, 0, None, Advice::DontNeed)?;
         for number in (acknowledged + 1).saturating_sub(self.slots).max(1)..=acknowledged {
             let mut found = [0; RECORD];
             file.read_exact_at(&mut found, self.offset(number))
                 .with_context(|| format!("record {number} of {acknowledged} on {}", path.display()))?;
-            // A later one in its place is fine, and one more may have been on its way when the writer was stopped.
-            let is_fine = parse(&found).is_ok_and(|(writer, there)| {
+            // A later record in the slot is valid; one more may have been in flight when the writer stopped.
+            let is_valid = parse(&found).is_ok_and(|(writer, there)| {
                 let newest = self.acknowledged() + 1;
                 writer == self.writer
                     && (number..=newest).contains(&there)
                     && (there - number).is_multiple_of(self.slots)
             });
             ensure!(
-                is_fine,
-                "{}: record {number} of {acknowledged} acknowledged ones is lost; in its place is {}",
+                is_valid,
+                "{}: record {number} of {acknowledged} acknowledged ones is lost; the slot holds {}",
                 path.display(),
                 describe(&found)
             );
@@ -89,14 +88,14 @@ impl Log {
 }
 
 impl Records {
-    /// Begins a ring over the first `room` bytes of a file or a device that is there.
-    pub fn begin(path: &Path, room: u64) -> Result<Self> {
-        let slots = room / RECORD as u64;
-        ensure!(slots > 0, "{room} bytes have no room for a record");
+    /// Starts a ring in the first `size` bytes of an existing file or device.
+    pub fn begin(path: &Path, size: u64) -> Result<Self> {
+        let slots = size / RECORD as u64;
+        ensure!(slots > 0, "{size} bytes are too few for a record");
         Log { writer: Uuid::new_v4(), slots, acknowledged: Arc::default() }.resume(path)
     }
 
-    /// What is known of them.
+    /// The writer's state.
     pub fn log(&self) -> Log {
         self.log.clone()
     }
@@ -106,7 +105,7 @@ impl Records {
         self.log
     }
 
-    /// Goes on where the same bytes are found now.
+    /// Continues on another path to the same data.
     pub fn moved_to(self, path: &Path) -> Result<Self> {
         self.close().resume(path)
     }
@@ -116,7 +115,7 @@ impl Records {
         self.log.verify_since(acknowledged, path)
     }
 
-    /// Writes the next record, and gives its number when it is durable.
+    /// Writes the next record; returns its number when it is durable.
     pub fn append(&mut self) -> Result<u64> {
         let number = self.log.acknowledged() + 1;
         self.file.write_all_at(&record(self.log.writer, number), self.log.offset(number))?;
@@ -125,7 +124,7 @@ impl Records {
         Ok(number)
     }
 
-    /// Goes on appending in the background.
+    /// Appends records in a background thread.
     pub fn keep_appending(mut self) -> Writer {
         let log = self.log();
         let (stop, stopped) = channel();
@@ -134,7 +133,7 @@ impl Records {
                 let outcome = self.append();
                 match stopped.recv_timeout(PACE) {
                     Err(RecvTimeoutError::Timeout) if outcome.is_ok() => {}
-                    // The error is told to who asks for the end.
+                    // The error is returned by `stop`.
                     _ => return (self, outcome.map(drop)),
                 }
             }
@@ -143,7 +142,7 @@ impl Records {
     }
 }
 
-/// Records that are being appended in the background.
+/// A background writer.
 pub struct Writer {
     log: Log,
     stop: Sender<()>,
@@ -151,12 +150,12 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// What is known of them so far.
+    /// The writer's state.
     pub fn log(&self) -> Log {
         self.log.clone()
     }
 
-    /// Ends it; fails when a record could not be written since it began.
+    /// Stops the writer; fails if a record could not be written.
     pub fn stop(self) -> Result<Records> {
         let log = self.log();
         let (records, outcome) = self.end()?;
@@ -164,13 +163,13 @@ impl Writer {
         Ok(records)
     }
 
-    /// Ends it, however far it came: the file or device was to be lost to it.
+    /// Stops the writer and ignores write errors: the file or device was expected to fail.
     pub fn cut_off(self) -> Result<Records> {
         self.end().map(|(records, _)| records)
     }
 
     fn end(self) -> Result<(Records, Result<()>)> {
-        // It may have ended by itself.
+        // The thread may have ended already.
         let _ = self.stop.send(());
         self.thread.join().map_err(|_| anyhow!("the writer of records panicked"))
     }
@@ -184,7 +183,7 @@ fn open(path: &Path) -> Result<File> {
 fn record(writer: Uuid, number: u64) -> [u8; RECORD] {
     let mut bytes = [0; RECORD];
     bytes[..16].copy_from_slice(writer.as_bytes());
-    // The number all over, so that a torn record is not the same as a whole one.
+    // The number fills the record, so that a torn record differs from a complete one.
     for chunk in bytes[16..SUM].chunks_exact_mut(8) {
         chunk.copy_from_slice(&number.to_le_bytes());
     }
@@ -193,18 +192,18 @@ fn record(writer: Uuid, number: u64) -> [u8; RECORD] {
     bytes
 }
 
-/// What is where a record should be.
+/// Describes the content of a slot.
 fn describe(bytes: &[u8; RECORD]) -> String {
     match parse(bytes) {
         Ok((writer, number)) => format!("record {number} of writer {writer}"),
-        Err(_) if bytes.iter().all(|byte| *byte == 0) => "nothing".to_owned(),
+        Err(_) if bytes.iter().all(|byte| *byte == 0) => "zeros".to_owned(),
         Err(error) => format!("{error:#}"),
     }
 }
 
 fn parse(bytes: &[u8; RECORD]) -> Result<(Uuid, u64)> {
     if Sha256::digest(&bytes[..SUM])[..] != bytes[SUM..] {
-        bail!("no whole record");
+        bail!("no valid record");
     }
     let number = bytes[16..24].try_into().map(u64::from_le_bytes)?;
     Ok((Uuid::from_slice(&bytes[..16])?, number))
@@ -223,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn acknowledged_records_are_found_in_the_ring_and_a_lost_one_is_named() {
+    fn acknowledged_records_are_found_in_the_ring_and_a_lost_one_is_reported() {
         let (_folder, path, mut records) = ring();
         for number in 1..=6 {
             records.log().verify(&path).unwrap();
@@ -232,17 +231,17 @@ mod tests {
         let log = records.close();
         log.verify(&path).unwrap();
         let file = File::options().write(true).open(&path).unwrap();
-        // The fifth is in the second place: the first was replaced by it.
+        // The fifth record replaced the first one, in the second slot.
         file.write_all_at(&record(log.writer, 1), RECORD as u64).unwrap();
         let error = log.verify(&path).unwrap_err().to_string();
         assert!(error.contains("record 5 of 6") && error.contains("is record 1 of writer"), "{error}");
         file.write_all_at(&[1; 9], RECORD as u64 + 99).unwrap();
         let error = log.verify(&path).unwrap_err().to_string();
-        assert!(error.contains("no whole record"), "{error}");
+        assert!(error.contains("no valid record"), "{error}");
     }
 
     #[test]
-    fn a_copy_has_what_was_acknowledged_before_it_and_perhaps_more() {
+    fn a_copy_has_the_records_acknowledged_before_it() {
         let (folder, path, mut records) = ring();
         let copy = folder.path().join("copy");
         for _ in 0..3 {
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_in_the_background_ends_when_told_and_tells_what_failed() {
+    fn a_background_writer_stops_on_request_and_reports_errors() {
         let (_folder, path, records) = ring();
         let records = records.keep_appending().stop().unwrap();
         assert!(records.log().acknowledged() > 0);

@@ -1,5 +1,4 @@
-//! Pods that are given to a node and never run, for what happens before a kubelet has to do with it: scheduling, and
-//! making volumes for whom they are scheduled with.
+//! Pods that are scheduled but never run, to test scheduling and delayed volume binding without a kubelet.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -18,19 +17,19 @@ const TEST: &str = "test";
 const HOSTNAME: &str = "kubernetes.io/hostname";
 
 impl Scenario {
-    /// A machine in a zone that this host plays, and its node in the guest, which has no kubelet: only the scenario's pods
-    /// are given to it, and none runs. It says that it takes so many volumes, where that is limited.
+    /// Creates a loop node in a zone with a Node in the guest that has no kubelet: only the scenario's pods are scheduled
+    /// there, and none runs. `volumes` limits the number of volumes of the node.
     pub async fn node_for_pods(&self, zone: &str, volumes: Option<i32>) -> Result<LoopNode> {
         let machine = self.lab.add_loop_node_in(zone, GUEST, &unique("loop")).await?;
         self.own_node(machine.clone(), self.driver.clone());
         let name = &machine.name;
         let nodes: Api<Node> = Api::all(self.guest.clone());
         let labels = json!({TEST: self.name, HOSTNAME: name});
-        // Whose pods tolerate everything can use it all the same.
+        // Only pods that tolerate everything are scheduled to it.
         let node = json!({"metadata": {"name": name, "labels": labels}, "spec": {"unschedulable": true}});
         let node = nodes.create(&PostParams::default(), &serde_json::from_value(node)?).await?;
-        let room = json!({"cpu": "8", "memory": "8Gi", "pods": "110"});
-        let status = Patch::Merge(json!({"status": {"capacity": room, "allocatable": room}}));
+        let capacity = json!({"cpu": "8", "memory": "8Gi", "pods": "110"});
+        let status = Patch::Merge(json!({"status": {"capacity": capacity, "allocatable": capacity}}));
         nodes.patch_status(name, &PatchParams::default(), &status).await?;
         let mut driver =
             json!({"name": names::GUEST_DRIVER, "nodeID": name, "topologyKeys": [names::LABEL_ZONE]});
@@ -42,7 +41,7 @@ impl Scenario {
             "metadata": {"name": name, "ownerReferences": [owner]}, "spec": {"drivers": [driver]},
         }))?;
         Api::all(self.guest.clone()).create(&PostParams::default(), &csi_node).await?;
-        eventually(&format!("node {name} has its machine's zone"), PATIENCE, || async {
+        eventually(&format!("node {name} has its VM's zone"), PATIENCE, || async {
             let node = nodes.get(name).await?;
             let label = node.labels().get(names::LABEL_ZONE).map(String::as_str);
             Ok(if label == Some(zone) { Ok(()) } else { Err(format!("{label:?}")) })
@@ -56,7 +55,7 @@ impl Scenario {
         Api::namespaced(self.guest.clone(), &self.name)
     }
 
-    /// Creates a pod that uses these claims and can be given to any node for the scenario's pods, or to this one.
+    /// Creates a pod with these claims that can be scheduled to all nodes of the scenario, or only to `node`.
     pub async fn pod(&self, name: &str, node: Option<&LoopNode>, claims: &[&str]) -> Result<()> {
         let mut selector = json!({TEST: self.name});
         if let Some(node) = node {
@@ -78,8 +77,8 @@ impl Scenario {
             },
         }))?;
         let pods = self.guest_pods();
-        // Pods are refused until their namespace has its account.
-        eventually(&format!("pod {name} is taken"), PATIENCE, || async {
+        // Pods are rejected until their namespace has its ServiceAccount.
+        eventually(&format!("pod {name} is created"), PATIENCE, || async {
             match pods.create(&PostParams::default(), &pod).await {
                 Ok(_) => Ok(Ok(())),
                 Err(kube::Error::Api(status)) if status.code == 403 => Ok(Err(status.message)),
@@ -89,10 +88,10 @@ impl Scenario {
         .await
     }
 
-    /// Waits until a pod is given to a node, and gives the node's name.
+    /// Waits until a pod is scheduled; returns the node's name.
     pub async fn scheduled(&self, pod: &str) -> Result<String> {
         let pods = self.guest_pods();
-        eventually(&format!("pod {pod} is given to a node"), PATIENCE, || async {
+        eventually(&format!("pod {pod} is scheduled"), PATIENCE, || async {
             let pod = pods.get(pod).await?;
             let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
             Ok(node.ok_or_else(|| format!("{:?}", why_not(&pod))))
@@ -100,27 +99,27 @@ impl Scenario {
         .await
     }
 
-    /// Waits until the scheduler says why a pod cannot be given to any node, in words that have all of these.
+    /// Waits until the scheduler reports why it cannot schedule a pod, with a message that contains all of `texts`.
     pub async fn not_scheduled(&self, pod: &str, texts: &[&str]) -> Result<String> {
         let pods = self.guest_pods();
-        eventually(&format!("pod {pod} is given to no node for {texts:?}"), PATIENCE, || async {
+        eventually(&format!("pod {pod} is unschedulable with {texts:?}"), PATIENCE, || async {
             let pod = pods.get(pod).await?;
             let node = pod.spec.as_ref().and_then(|spec| spec.node_name.as_ref());
-            anyhow::ensure!(node.is_none(), "pod {} was given to node {node:?}", pod.name_any());
+            anyhow::ensure!(node.is_none(), "pod {} was scheduled to node {node:?}", pod.name_any());
             let why = why_not(&pod).unwrap_or_default();
             Ok(if texts.iter().all(|text| why.contains(text)) { Ok(why) } else { Err(why) })
         })
         .await
     }
 
-    /// Deletes a pod that never ran, and so needs no kubelet for that.
+    /// Deletes a pod that never ran, without a kubelet.
     pub async fn delete_pod(&self, pod: &str) -> Result<()> {
         let at_once = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
         self.guest_pods().delete(pod, &at_once).await.with_context(|| format!("cannot delete pod {pod}"))?;
         Ok(())
     }
 
-    /// Deletes the pods that are left.
+    /// Deletes all pods of the scenario.
     pub(crate) async fn clean_pods(&self) -> Result<()> {
         for pod in self.guest_pods().list(&ListParams::default()).await? {
             self.delete_pod(&pod.name_any()).await?;
@@ -129,9 +128,9 @@ impl Scenario {
     }
 }
 
-/// What the scheduler says of a pod that it could not place.
+/// The scheduler's message for a pod that it could not schedule.
 fn why_not(pod: &Pod) -> Option<String> {
     let conditions = pod.status.as_ref()?.conditions.as_ref()?;
-    let told = conditions.iter().find(|told| told.type_ == "PodScheduled" && told.status == "False")?;
-    told.message.clone()
+    let condition = conditions.iter().find(|one| one.type_ == "PodScheduled" && one.status == "False")?;
+    condition.message.clone()
 }

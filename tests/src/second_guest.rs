@@ -1,5 +1,4 @@
-//! The lab's second guest, which has the same namespace in the management cluster as the first: for what several guests
-//! share.
+//! The lab's second guest, which shares its management namespace with the first one.
 
 use anyhow::Result;
 use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
@@ -19,7 +18,7 @@ pub struct SecondGuest<'a> {
     scenario: &'a Scenario,
     /// The cluster, as its administrator.
     pub client: Client,
-    /// Its identity.
+    /// Its cluster ID.
     pub cluster_id: String,
     /// Its gc-csi's Controller service.
     pub driver: Driver,
@@ -52,20 +51,20 @@ impl SecondGuest<'_> {
         Api::namespaced(self.client.clone(), "default")
     }
 
-    /// The scenario's orders to its csi-attacher.
+    /// The scenario's storage.k8s.io/VolumeAttachments in this guest.
     pub fn orders(&self) -> Orders {
         Orders::new(&self.client, &self.scenario.name)
     }
 
-    /// A machine of this guest that this host plays; removed when the scenario ends.
+    /// Creates a loop node of this guest; it is removed when the scenario ends.
     pub async fn node(&self) -> Result<LoopNode> {
         let node = self.scenario.lab.add_loop_node_to(NAME, &unique("loop")).await?;
         self.scenario.own_node(node.clone(), self.driver.clone());
         Ok(node)
     }
 
-    /// Makes a PersistentVolume by hand that names a management claim; see [`guest::static_volume`]. It is removed when
-    /// the scenario ends.
+    /// Creates a static PersistentVolume for a management claim (see [`guest::static_volume`]); it is removed when the
+    /// scenario ends.
     pub async fn static_volume(&self, handle: &str, more: &Value) -> Result<PersistentVolume> {
         let name = unique(&self.scenario.name);
         let volume = guest::static_volume(&name, &self.scenario.name, handle, more)?;

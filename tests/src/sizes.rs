@@ -1,4 +1,4 @@
-//! How large each tier says a volume is.
+//! Sizes of a volume in each tier.
 
 use std::collections::BTreeMap;
 
@@ -12,20 +12,20 @@ use serde_json::json;
 use crate::guest::handle;
 use crate::{PATIENCE, Scenario, eventually, unique};
 
-/// The storage of a list of sizes, in bytes; 0 where it says none.
+/// The `storage` entry of a resource list, in bytes; 0 if there is none.
 pub(crate) fn bytes(sizes: Option<&BTreeMap<String, Quantity>>) -> u64 {
     sizes.and_then(|all| quantity::value(all.get("storage")?)).unwrap_or_default()
 }
 
-/// What a claim asks for, in bytes.
+/// The requested size of a claim, in bytes.
 pub fn requested(claim: &PersistentVolumeClaim) -> u64 {
     let resources = claim.spec.as_ref().and_then(|spec| spec.resources.as_ref());
     bytes(resources.and_then(|resources| resources.requests.as_ref()))
 }
 
 impl Scenario {
-    /// What each tier says of a guest claim's size, in bytes, read from the top down: guest claim, guest volume,
-    /// management claim, infra.
+    /// The size of a guest claim in each tier in bytes, read from the top down: guest claim, guest volume, management
+    /// claim, storage infra.
     pub async fn sizes(&self, claim: &str) -> Result<[u64; 4]> {
         let claim = self.guest_claims().get(claim).await?;
         let of_claim = bytes(claim.status.as_ref().and_then(|status| status.capacity.as_ref()));
@@ -38,12 +38,12 @@ impl Scenario {
         Ok([of_claim, of_volume, below, self.infra_volume(&handle).await?.capacity_bytes])
     }
 
-    /// Waits until the guest's volume has so many mebibytes, and the management claim and the infra as many. On the way,
-    /// no tier may promise more than the one below it has.
+    /// Waits until the guest volume, management claim and storage infra have `size` MiB. Meanwhile no tier may report a
+    /// larger size than the tier below it.
     pub async fn grown(&self, claim: &str, size: u64) -> Result<()> {
         eventually(&format!("guest claim {claim} of {size} MiB in every tier"), PATIENCE, || async {
             let sizes = self.sizes(claim).await?;
-            // They were read from the top down, and sizes only rise: what is higher above was so at that moment.
+            // Sizes are read from the top down and only increase, so a larger size above is a real violation.
             ensure!(sizes.is_sorted(), "guest claim, guest volume, management claim, infra: {sizes:?}");
             let done = sizes[1..].iter().all(|one| *one == size << 20);
             Ok(if done { Ok(()) } else { Err(format!("{sizes:?}; {:?}", self.events(claim).await?)) })
@@ -51,8 +51,8 @@ impl Scenario {
         .await
     }
 
-    /// Waits until the management cluster refuses a claim of a class for so much storage: what a quota's status says,
-    /// the API server's admission check learns a moment later.
+    /// Waits until the management cluster rejects a claim of a class with this size: the API server's admission sees a
+    /// new quota a moment after the quota's status.
     pub async fn limited(&self, class: &str, storage: &str) -> Result<()> {
         let claim: PersistentVolumeClaim = serde_json::from_value(json!({
             "metadata": {"name": unique(&self.name)},
@@ -62,9 +62,9 @@ impl Scenario {
             },
         }))?;
         let dry_run = PostParams { dry_run: true, ..PostParams::default() };
-        eventually(&format!("a claim of class {class} for {storage} is refused"), PATIENCE, || async {
+        eventually(&format!("a claim of class {class} for {storage} is rejected"), PATIENCE, || async {
             match self.claims().create(&dry_run, &claim).await {
-                Ok(_) => Ok(Err("it would be made".to_owned())),
+                Ok(_) => Ok(Err("it would be created".to_owned())),
                 Err(kube::Error::Api(status)) if status.code == 403 => Ok(Ok(())),
                 Err(error) => Err(error.into()),
             }
@@ -72,7 +72,7 @@ impl Scenario {
         .await
     }
 
-    /// Waits until csi-resizer of the management cluster has begun to expand a management claim to so many mebibytes.
+    /// Waits until the management cluster's csi-resizer has started to expand a management claim to `size` MiB.
     pub async fn growth_begun(&self, below: &str, size: u64) -> Result<()> {
         eventually(&format!("{below} is being expanded to {size} MiB"), PATIENCE, || async {
             let status = self.claims().get(below).await?.status.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Snapshots in both tiers and in the infra.
+//! Snapshots in both tiers and in the storage infra.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -37,12 +37,12 @@ fn class(name: &str, driver: &str, parameters: &Value) -> Result<DynamicObject> 
     }))?)
 }
 
-/// What the spec of a claim says that is made from a snapshot.
+/// Spec fields of a claim that restores a snapshot.
 pub fn from_snapshot(name: &str) -> Value {
     json!({"dataSource": {"apiGroup": "snapshot.storage.k8s.io", "kind": "VolumeSnapshot", "name": name}})
 }
 
-/// What the spec of a claim says that is made from another claim.
+/// Spec fields of a claim that clones another one.
 pub fn from_claim(name: &str) -> Value {
     json!({"dataSource": {"kind": "PersistentVolumeClaim", "name": name}})
 }
@@ -78,7 +78,7 @@ impl Scenario {
         Api::all_with(self.management.clone(), &kind("VolumeSnapshotClass"))
     }
 
-    /// Makes a VolumeSnapshotClass of the scenario's own in the guest, with these parameters.
+    /// Creates a VolumeSnapshotClass for the scenario in the guest, with these parameters.
     pub async fn snapshot_class(&self, parameters: &[(&str, &str)]) -> Result<String> {
         let name = self.new_snapshot_class();
         let parameters: BTreeMap<_, _> = parameters.iter().copied().collect();
@@ -87,14 +87,14 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Makes a VolumeSnapshotClass in the management cluster by the name of one of the scenario's in the guest.
+    /// Creates a VolumeSnapshotClass in the management cluster with the name of the scenario's class in the guest.
     pub async fn management_snapshot_class(&self, name: &str) -> Result<()> {
         let class = class(name, names::MANAGEMENT_DRIVER, &json!({}))?;
         self.snapshot_classes().create(&PostParams::default(), &class).await?;
         Ok(())
     }
 
-    /// Makes a snapshot of a management claim with these labels, as the platform team would, and waits until it is
+    /// Creates a snapshot of a management claim with these labels, as the platform team would, and waits until it is
     /// ready.
     pub async fn management_snapshot(&self, labels: &[(&str, &str)], claim: &str) -> Result<String> {
         let name = self.own_snapshot(unique(&self.name));
@@ -114,13 +114,13 @@ impl Scenario {
         Ok(name)
     }
 
-    /// Takes a snapshot of a volume by a CSI call, made again while the management tier goes on trying; its name counts
-    /// as the scenario's own.
+    /// Creates a snapshot with a CSI call, repeated while the management tier retries; the snapshot is added to the
+    /// cleanup.
     pub async fn csi_snapshot(&self, csi_name: &str, volume: &str) -> Result<proto::Snapshot, Status> {
         self.own_snapshot(names::management_snapshot(&self.cluster_id, csi_name));
-        let outcome = eventually(&format!("an answer on snapshot {csi_name}"), PATIENCE, || async {
+        let outcome = eventually(&format!("a final status of snapshot {csi_name}"), PATIENCE, || async {
             match self.driver.snapshot(csi_name, volume, "nestor").await {
-                // As when snapshot-controller, in whose cache the claim is not bound yet, failed for the moment.
+                // For example when the claim is not bound yet in snapshot-controller's cache.
                 Err(trying) if trying.code() == Code::Unavailable => Ok(Err(trying.to_string())),
                 outcome => Ok(Ok(outcome)),
             }
@@ -129,8 +129,8 @@ impl Scenario {
         outcome.unwrap_or_else(|error| Err(Status::unavailable(format!("{error:#}"))))
     }
 
-    /// Makes a VolumeSnapshotContent by hand that names a management snapshot, and a VolumeSnapshot of the same name
-    /// that is bound to it. Gives the content's name.
+    /// Creates a VolumeSnapshotContent for a management snapshot, and a VolumeSnapshot that is bound to it. Returns the
+    /// content's name.
     pub async fn static_snapshot(&self, name: &str, handle: &str, deletion_policy: &str) -> Result<String> {
         let content_name = unique(&self.name);
         let content: DynamicObject = serde_json::from_value(json!({
@@ -147,42 +147,42 @@ impl Scenario {
         Ok(content_name)
     }
 
-    /// Waits until a guest snapshot tells of a failure in words that have all of these; gives them.
+    /// Waits until a guest snapshot reports an error that contains all of `texts`; returns the error.
     pub async fn snapshot_failure(&self, name: &str, texts: &[&str]) -> Result<String> {
-        eventually(&format!("guest snapshot {name} tells {texts:?}"), PATIENCE, || async {
+        eventually(&format!("guest snapshot {name} fails with {texts:?}"), PATIENCE, || async {
             let status = self.guest_snapshots().get(name).await?.data["status"].clone();
             anyhow::ensure!(status["readyToUse"] != true, "guest snapshot {name} is ready");
-            let told = status["error"]["message"]
+            let message = status["error"]["message"]
                 .as_str()
-                .filter(|told| texts.iter().all(|text| told.contains(text)));
-            Ok(told.map(str::to_owned).ok_or_else(|| status.to_string()))
+                .filter(|message| texts.iter().all(|text| message.contains(text)));
+            Ok(message.map(str::to_owned).ok_or_else(|| status.to_string()))
         })
         .await
     }
 
-    /// Makes a claim in the guest from one of its snapshots.
+    /// Creates a guest claim from a snapshot.
     pub async fn restore(&self, name: &str, snapshot: &str, size: &str) -> Result<PersistentVolumeClaim> {
         self.claim_with(name, "nestor", size, from_snapshot(snapshot)).await
     }
 
-    /// Makes a claim in the guest from another one.
+    /// Creates a guest claim as a clone of another one.
     pub async fn clone_of(&self, name: &str, source: &str, size: &str) -> Result<PersistentVolumeClaim> {
         self.claim_with(name, "nestor", size, from_claim(source)).await
     }
 
-    /// Waits until a claim that was made in the guest is bound, and gives its handle and the file that holds its bytes.
+    /// Waits until a guest claim is bound; returns its handle and the file with its data.
     pub async fn followed(&self, claim: &str) -> Result<(String, PathBuf)> {
         let handle = guest::handle(&self.bound(claim).await?.1)?;
         let file = self.file_of(&self.infra_volume(&handle).await?).await?;
         Ok((handle, file))
     }
 
-    /// Makes a snapshot of a guest claim, of the class `nestor`.
+    /// Creates a snapshot of a guest claim with the class `nestor`.
     pub async fn snapshot(&self, name: &str, claim: &str) -> Result<()> {
         self.snapshot_of(name, "nestor", json!({"persistentVolumeClaimName": claim})).await
     }
 
-    /// Makes a VolumeSnapshot of any source in the guest.
+    /// Creates a VolumeSnapshot of any source in the guest.
     pub async fn snapshot_of(&self, name: &str, class: &str, source: Value) -> Result<()> {
         let snapshot: DynamicObject = serde_json::from_value(json!({
             "apiVersion": "snapshot.storage.k8s.io/v1", "kind": "VolumeSnapshot",
@@ -193,7 +193,7 @@ impl Scenario {
         Ok(())
     }
 
-    /// Waits until a guest snapshot is ready to use, and gives its handle: the management VolumeSnapshot's name.
+    /// Waits until a guest snapshot is ready; returns its handle: the name of the management VolumeSnapshot.
     pub async fn snapshot_ready(&self, name: &str) -> Result<String> {
         let snapshots = self.guest_snapshots();
         let content = eventually(&format!("guest snapshot {name} ready"), PATIENCE, || async {
@@ -220,17 +220,17 @@ impl Scenario {
         .await
     }
 
-    /// The infra's snapshot behind a management VolumeSnapshot.
+    /// The storage infra's snapshot behind a management VolumeSnapshot.
     pub async fn infra_snapshot(&self, handle: &str) -> Result<Snapshot> {
         let snapshot = self.snapshots().get(handle).await?;
         let content = snapshot.data["status"]["boundVolumeSnapshotContentName"].as_str();
         let content = self.contents().get(content.context("the management snapshot has no content")?).await?;
         let id = content.data["status"]["snapshotHandle"].as_str().context("the content has no handle")?;
         let found = self.infra.get_snapshot(&infra_api::SnapshotId::new(id)?).await?;
-        found.with_context(|| format!("the infra has no snapshot {id}"))
+        found.with_context(|| format!("the storage infra has no snapshot {id}"))
     }
 
-    /// Names of the management snapshots that were made for this scenario's namespace.
+    /// Names of the management snapshots that were created for this scenario's namespace.
     pub(crate) async fn own_snapshots(&self) -> Result<Vec<String>> {
         let list = self.snapshots().list(&Default::default()).await?;
         Ok(list.iter().filter(|one| self.is_own_snapshot(one)).map(ResourceExt::name_any).collect())

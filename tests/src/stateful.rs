@@ -1,4 +1,4 @@
-//! A pod that counts what it has written for good, and that its StatefulSet brings back on another machine.
+//! StatefulSets with a pod that appends durable records, and that is recreated on another VM.
 
 use anyhow::{Context, Result, ensure};
 use k8s_openapi::api::apps::v1::StatefulSet;
@@ -11,26 +11,24 @@ use crate::eventually;
 use crate::pods::{GONE, IMAGE, Machines, POD, Script, Volume};
 use crate::scenario::delete;
 
-/// Where a machine keeps the number of the last record that is durable on the volume. It is on the machine's own disk, so
-/// that it tells of what was acknowledged whatever became of the volume.
+/// Folder on the VM's own disk with the number of the last durable record, so that it survives the loss of the volume.
 const ACKNOWLEDGED: &str = "/var/lib/nestor-test";
 
 impl Machines {
-    /// Makes a StatefulSet of one pod, `<name>-0`, which appends numbered records to a file on the volume: each is synced
-    /// to the disk before its number is kept on the machine as acknowledged, and before the next one. The pod is ready
-    /// once it has written some.
+    /// Creates a StatefulSet with one pod, `<name>-0`, which appends numbered records to a file on the volume. Each record
+    /// is synced to the disk before its number is stored on the VM as acknowledged. The pod is ready after a few records.
     pub async fn keep_counting(&self, name: &str, volume: &Volume) -> Result<()> {
         let script = "set -eu
             cd /data; touch records
             n=$(wc -l < records)
-            # Records are whole and in order, or the pod does not come up.
+            # The records must be complete and in order, otherwise the pod fails.
             seq 1 $n | cmp - records
             echo $n > began.new; sync; mv began.new began; sync
             i=0
             while :; do
                 n=$((n + 1)); i=$((i + 1))
                 echo $n | dd of=records oflag=append conv=notrunc,fsync 2>/dev/null
-                # In its place: a file that is cut off first can be empty where the machine dies in between.
+                # Overwrite in place: a truncated file can be empty if the VM dies in between.
                 echo $n | dd of=/acknowledged/$HANDLE conv=notrunc,fsync 2>/dev/null
                 [ $i -ne 5 ] || touch /tmp/ready
             done";
@@ -60,12 +58,12 @@ impl Machines {
                 },
             },
         }))
-        .context("the test's own StatefulSet is not one")?;
+        .context("invalid manifest of the StatefulSet")?;
         self.api::<StatefulSet>().create(&PostParams::default(), &set).await?;
         Ok(())
     }
 
-    /// Waits until the pod of a StatefulSet is ready on a node other than `not_on`, and gives the node's name.
+    /// Waits until the pod of a StatefulSet is ready on a node other than `not_on`; returns the node's name.
     pub async fn counts_on(&self, name: &str, not_on: Option<&str>) -> Result<String> {
         let pod = format!("{name}-0");
         eventually(&format!("pod {pod} is ready on a node other than {not_on:?}"), POD, || async {
@@ -84,21 +82,21 @@ impl Machines {
         .await
     }
 
-    /// How many records were acknowledged on a machine that runs again.
+    /// The number of acknowledged records on a VM that runs again.
     pub async fn acknowledged_on(&self, node: &str, volume: &Volume) -> Result<u64> {
         let script = format!("cat {ACKNOWLEDGED}/{0}; rm {ACKNOWLEDGED}/{0}", volume.handle);
-        let said = self.run(Script::in_machine("acknowledged", node, &script)).await?;
-        said.parse().with_context(|| format!("{node} says {said:?}"))
+        let output = self.run(Script::in_machine("acknowledged", node, &script)).await?;
+        output.parse().with_context(|| format!("{node} reports {output:?}"))
     }
 
-    /// How many whole records the newest pod found when it came up, by the volume itself; the volume must not be in use.
+    /// The number of complete records that the newest pod found at its start. The volume must not be in use.
     pub async fn found(&self, node: &str, volume: &Volume) -> Result<u64> {
         let script = "n=$(wc -l < /data/records); seq 1 $n | cmp - /data/records; cat /data/began";
-        let said = self.run(Script::new("found", node, script).mount(volume, "/data")).await?;
-        said.parse().with_context(|| format!("the volume says {said:?}"))
+        let output = self.run(Script::new("found", node, script).mount(volume, "/data")).await?;
+        output.parse().with_context(|| format!("the volume has {output:?}"))
     }
 
-    /// Deletes all StatefulSets, which would bring pods back that are removed.
+    /// Deletes all StatefulSets, which would recreate removed pods.
     pub async fn remove_sets(&self) -> Result<()> {
         let sets = self.api::<StatefulSet>();
         for set in sets.list(&ListParams::default()).await? {
@@ -124,26 +122,30 @@ impl Machines {
 
     // ---- nodes ----
 
-    /// Waits until a node is ready, or isn't.
-    pub async fn node_ready(&self, name: &str, wanted: bool) -> Result<()> {
+    /// Waits until a node is ready, or not ready.
+    pub async fn node_ready(&self, name: &str, expected: bool) -> Result<()> {
         let nodes: Api<Node> = Api::all(self.scenario().guest.clone());
-        eventually(&format!("node {name} ready: {wanted}"), POD, || async {
+        eventually(&format!("node {name} ready: {expected}"), POD, || async {
             let status = nodes.get(name).await?.status.unwrap_or_default();
             let conditions = status.conditions.unwrap_or_default();
             let ready = conditions.iter().find(|one| one.type_ == "Ready").map(|one| one.status.clone());
-            Ok(if (ready.as_deref() == Some("True")) == wanted { Ok(()) } else { Err(format!("{ready:?}")) })
+            Ok(if (ready.as_deref() == Some("True")) == expected {
+                Ok(())
+            } else {
+                Err(format!("{ready:?}"))
+            })
         })
         .await
     }
 
-    /// Says of a node that it is out of service, or takes that back.
+    /// Adds the out-of-service taint to a node or removes it.
     pub async fn set_out_of_service(&self, name: &str, lost: bool) -> Result<()> {
         self.scenario().taint_out_of_service(name, lost).await
     }
 }
 
 impl crate::Scenario {
-    /// Says of a guest's node that it is out of service, or takes that back, as people do.
+    /// Adds the out-of-service taint to a guest node or removes it, and waits until gc-csi has annotated the VM.
     pub async fn taint_out_of_service(&self, name: &str, lost: bool) -> Result<()> {
         let nodes: Api<Node> = Api::all(self.guest.clone());
         let key = crds::names::TAINT_OUT_OF_SERVICE;
@@ -157,12 +159,12 @@ impl crate::Scenario {
         let patch = Patch::Merge(json!({"spec": {"taints": taints}}));
         nodes.patch(name, &PatchParams::default(), &patch).await?;
         eventually(
-            &format!("VirtualMachine {name} is said to be out of service: {lost}"),
+            &format!("VirtualMachine {name} is annotated as out of service: {lost}"),
             crate::PATIENCE,
             || async {
-                let machine = self.machines().get(name).await?;
-                let said = machine.annotations().contains_key(crds::names::ANNOTATION_OUT_OF_SERVICE);
-                Ok(if said == lost { Ok(()) } else { Err(format!("{:?}", machine.annotations())) })
+                let vm = self.machines().get(name).await?;
+                let annotated = vm.annotations().contains_key(crds::names::ANNOTATION_OUT_OF_SERVICE);
+                Ok(if annotated == lost { Ok(()) } else { Err(format!("{:?}", vm.annotations())) })
             },
         )
         .await

@@ -1,5 +1,5 @@
-//! A VM that writes over all of its one disk and ends: what it boots is a floppy disk with a few instructions, so it runs
-//! within a second, on any machine.
+//! A VM that overwrites its disk and shuts down. It boots a few instructions from a floppy disk, so it runs within a
+//! second on any host.
 
 use std::path::Path;
 
@@ -9,9 +9,9 @@ use lab::vm::virsh;
 
 use crate::{PATIENCE, Scenario, eventually};
 
-/// What is written at a time, in bytes: each piece begins with [`BEGINNING`].
+/// Size of one write in bytes; each begins with [`BEGINNING`].
 pub const PIECE: usize = 64 * 512;
-/// The instructions themselves are what is written.
+/// The first bytes of each write: the VM writes its own instructions.
 pub const BEGINNING: [u8; 4] = [0xFA, 0x31, 0xC0, 0x8E];
 
 /// The boot sector, as it is at address 0x7c00.
@@ -31,7 +31,7 @@ const INSTRUCTIONS: [u8; 57] = [
     0x83, 0x06, 0x31, 0x7C, 0x40, // add word [packet.block], 64
     0x83, 0x16, 0x33, 0x7C, 0x00, // adc word [packet.block + 2], 0
     0xEB, 0xE8, // jmp again
-    // end: behind the last block, or at an error, reset by the keyboard controller
+    // end: behind the last block or at an error, reset with the keyboard controller
     0xB0, 0xFE, // mov al, 0xfe
     0xE6, 0x64, // out 0x64, al
     0xEB, 0xFE, // jmp $
@@ -49,7 +49,7 @@ fn floppy(path: &Path) -> Result<()> {
     Ok(std::fs::File::options().write(true).open(path)?.set_len(FLOPPY)?)
 }
 
-// libvirt has the BIOS look only at the disks that it may boot from, which one that is plugged later never is.
+// libvirt restricts the BIOS to boot disks, which excludes a disk that is hot-plugged later.
 fn domain(machine: &LoopNode, floppy: &Path) -> String {
     format!(
         "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
@@ -65,7 +65,7 @@ fn domain(machine: &LoopNode, floppy: &Path) -> String {
     )
 }
 
-/// The VM, which ends with this.
+/// The VM.
 pub struct Writer<'a> {
     s: &'a Scenario,
     name: String,
@@ -73,7 +73,7 @@ pub struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Makes a machine of this scenario such a VM. It waits for [`Self::go`].
+    /// Creates the VM on a node of the scenario. It is paused until [`Self::go`].
     pub async fn create(s: &'a Scenario, machine: &LoopNode) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let (image, file) = (folder.path().join("floppy.img"), folder.path().join("domain.xml"));
@@ -84,34 +84,34 @@ impl<'a> Writer<'a> {
         Ok(Self { s, name: machine.name.clone(), _folder: folder })
     }
 
-    /// Lets it boot and write.
+    /// Starts the VM.
     pub async fn go(&self) -> Result<()> {
         virsh(self.s.lab.run(), ["resume", &self.name]).await.map(drop)
     }
 
-    /// How libvirt says that it is, with the reason; none once it has ended.
+    /// libvirt's state of the VM with the reason; `None` once it has shut down.
     pub async fn state(&self) -> Result<Option<String>> {
         match virsh(self.s.lab.run(), ["domstate", &self.name, "--reason"]).await {
-            Ok(said) => Ok(Some(said.trim().to_owned())),
+            Ok(state) => Ok(Some(state.trim().to_owned())),
             Err(error) => {
                 let names = virsh(self.s.lab.run(), ["list", "--all", "--name"]).await?;
-                let is_there = names.lines().any(|name| name.trim() == self.name);
-                if is_there { Err(error) } else { Ok(None) }
+                let exists = names.lines().any(|name| name.trim() == self.name);
+                if exists { Err(error) } else { Ok(None) }
             }
         }
     }
 
-    /// Waits until libvirt says that it is so, and that it never was `never` until then.
-    pub async fn comes_to(&self, wanted: Option<&str>, never: &str) -> Result<()> {
-        eventually(&format!("VM {} is {wanted:?}", self.name), PATIENCE, || async {
+    /// Waits until the VM is in state `expected`; fails if it is ever in state `never`.
+    pub async fn comes_to(&self, expected: Option<&str>, never: &str) -> Result<()> {
+        eventually(&format!("VM {} is {expected:?}", self.name), PATIENCE, || async {
             let state = self.state().await?;
             ensure!(state.as_deref() != Some(never), "VM {} is {never}", self.name);
-            Ok(if state.as_deref() == wanted { Ok(()) } else { Err(format!("{state:?}")) })
+            Ok(if state.as_deref() == expected { Ok(()) } else { Err(format!("{state:?}")) })
         })
         .await
     }
 
-    /// Ends it, where it has not ended by itself.
+    /// Destroys the VM if it still exists.
     pub async fn end(&self) -> Result<()> {
         if self.state().await?.is_some() {
             virsh(self.s.lab.run(), ["destroy", &self.name]).await?;

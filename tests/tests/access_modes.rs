@@ -1,4 +1,4 @@
-//! Who may use a volume at once: what each access mode allows, on which nodes, and the reason where it can't be.
+//! Access modes: what each one allows, on which nodes, and the error if it is not supported.
 
 use anyhow::{Context, Result, ensure};
 use crds::names;
@@ -18,23 +18,23 @@ fn new_with(s: &Scenario, class: &str, capabilities: Vec<VolumeCapability>) -> C
     CreateVolumeRequest { volume_capabilities: capabilities, ..new_volume(&s.csi_name(), MIB, class) }
 }
 
-/// What the infra has of a volume, by machine.
+/// The storage infra's attachments of a volume.
 async fn attachments(s: &Scenario, handle: &str) -> Result<Vec<Attachment>> {
     let volume = s.infra_volume(handle).await?.id;
     Ok(s.infra.list_attachments(None, Some(&volume)).await?)
 }
 
-/// A machine that csi-attacher can attach to.
+/// A loop node that csi-attacher can attach to.
 async fn joined(s: &Scenario) -> Result<LoopNode> {
     let node = s.node().await?;
     s.lab.join_guest(&node).await?;
     Ok(node)
 }
 
-// ---- what can be had ----
+// ---- supported modes ----
 
 #[tokio::test]
-async fn each_mix_that_can_be_had_is_asked_for_below_as_it_is() -> Result<()> {
+async fn each_supported_access_mode_is_requested_unchanged_from_the_management_tier() -> Result<()> {
     run(|s| async move {
         for (wanted, class, mode) in [
             (mount(Mode::SingleNodeWriter), "nestor", "ReadWriteOnce"),
@@ -53,14 +53,14 @@ async fn each_mix_that_can_be_had_is_asked_for_below_as_it_is() -> Result<()> {
             assert_eq!(spec.access_modes, Some(vec![mode.to_owned()]));
             let volume_mode = if is_block { "Block" } else { "Filesystem" };
             assert_eq!(spec.volume_mode.as_deref(), Some(volume_mode));
-            // Nobody can plug a volume twice by mistake that was not asked to be shared.
+            // Only a volume that was requested as shared can be attached twice.
             assert_eq!(s.infra_volume(&volume).await?.shareable, mode == "ReadWriteMany");
-            let ask = ValidateVolumeCapabilitiesRequest {
+            let request = ValidateVolumeCapabilitiesRequest {
                 volume_id: volume,
                 volume_capabilities: vec![wanted],
                 ..Default::default()
             };
-            let answer = s.driver.calls().validate_volume_capabilities(ask).await?.into_inner();
+            let answer = s.driver.calls().validate_volume_capabilities(request).await?.into_inner();
             assert!(answer.confirmed.is_some(), "{mode}: {}", answer.message);
         }
         Ok(())
@@ -68,10 +68,10 @@ async fn each_mix_that_can_be_had_is_asked_for_below_as_it_is() -> Result<()> {
     .await
 }
 
-// ---- what can't ----
+// ---- unsupported modes ----
 
 #[tokio::test]
-async fn each_mix_that_cannot_be_had_is_refused_with_its_reason_and_leaves_nothing() -> Result<()> {
+async fn each_unsupported_access_mode_is_refused_with_its_reason_and_leaves_nothing() -> Result<()> {
     run(|s| async move {
         let own = s.management_class(&[]).await?;
         let not_shareable = s.management_class(&[(names::PARAMETER_SHAREABLE, "false")]).await?;
@@ -93,7 +93,7 @@ async fn each_mix_that_cannot_be_had_is_refused_with_its_reason_and_leaves_nothi
             let refused = s.driver.create(request.clone()).await.unwrap_err();
             assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
             let missing: Vec<_> = expected.iter().filter(|text| !refused.message().contains(*text)).collect();
-            assert!(missing.is_empty(), "{refused} does not say {missing:?}");
+            assert!(missing.is_empty(), "{refused} does not contain {missing:?}");
             assert!(s.claims().get_opt(&s.claim_name(&request.name)).await?.is_none(), "{refused}");
         }
         Ok(())
@@ -102,7 +102,7 @@ async fn each_mix_that_cannot_be_had_is_refused_with_its_reason_and_leaves_nothi
 }
 
 #[tokio::test]
-async fn a_guest_claim_of_a_mix_that_cannot_be_had_is_told_why() -> Result<()> {
+async fn a_guest_claim_with_an_unsupported_access_mode_gets_an_event_with_the_reason() -> Result<()> {
     run(|s| async move {
         let many = json!({"accessModes": ["ReadWriteMany"]});
         s.claim_with("files", "nestor-shareable", "1Mi", many.clone()).await?;
@@ -119,10 +119,10 @@ async fn a_guest_claim_of_a_mix_that_cannot_be_had_is_told_why() -> Result<()> {
     .await
 }
 
-// ---- one node ----
+// ---- single node ----
 
 #[tokio::test]
-async fn a_volume_of_one_node_is_refused_to_a_second_by_the_firsts_name_until_it_is_free() -> Result<()> {
+async fn a_single_node_volume_is_refused_to_a_second_node_with_the_name_of_the_first() -> Result<()> {
     run(|s| async move {
         let (first, second) = (joined(&s).await?, joined(&s).await?);
         for (claim, class, mode, more) in [
@@ -133,7 +133,7 @@ async fn a_volume_of_one_node_is_refused_to_a_second_by_the_firsts_name_until_it
                 Mode::SingleNodeSingleWriter,
                 json!({"accessModes": ["ReadWriteOncePod"]}),
             ),
-            // The class allows more than this claim asks for.
+            // The class allows more than this claim requests.
             ("raw", "nestor-shareable", Mode::SingleNodeWriter, json!({"volumeMode": "Block"})),
         ] {
             s.claim_with(claim, class, "1Mi", more).await?;
@@ -162,7 +162,7 @@ async fn a_volume_of_one_node_is_refused_to_a_second_by_the_firsts_name_until_it
 }
 
 #[tokio::test]
-async fn a_second_pod_of_a_read_write_once_pod_claim_waits_for_the_first_to_go() -> Result<()> {
+async fn a_second_pod_of_a_read_write_once_pod_claim_waits_until_the_first_is_deleted() -> Result<()> {
     run(|s| async move {
         let node = s.node_for_pods("zone-a", None).await?;
         let once_pod = json!({"accessModes": ["ReadWriteOncePod"], "volumeMode": "Block"});
@@ -179,10 +179,10 @@ async fn a_second_pod_of_a_read_write_once_pod_claim_waits_for_the_first_to_go()
     .await
 }
 
-// ---- many that read ----
+// ---- several readers ----
 
 #[tokio::test]
-async fn a_volume_of_many_readers_is_plugged_read_only_into_each() -> Result<()> {
+async fn a_read_only_many_volume_is_attached_read_only_to_each_node() -> Result<()> {
     run(|s| async move {
         let (first, second) = (joined(&s).await?, joined(&s).await?);
         s.claim_with("data", "nestor", "1Mi", json!({"accessModes": ["ReadOnlyMany"]})).await?;
@@ -192,7 +192,7 @@ async fn a_volume_of_many_readers_is_plugged_read_only_into_each() -> Result<()>
         for node in [&first, &second] {
             let order = s.order_attach(&volume.name_any(), &node.name).await?;
             let disk = s.attached(&order).await?;
-            assert!(is_read_only(node, &disk)?, "{} can write to it", node.name);
+            assert!(is_read_only(node, &disk)?, "{} has a writable disk", node.name);
             orders.push(order);
         }
         let there = attachments(&s, &handle).await?;
@@ -215,7 +215,7 @@ async fn a_volume_of_many_readers_is_plugged_read_only_into_each() -> Result<()>
 }
 
 #[tokio::test]
-async fn a_writer_and_readers_keep_each_other_out_by_name() -> Result<()> {
+async fn a_writer_and_readers_exclude_each_other_with_the_name_of_the_other_vm() -> Result<()> {
     run(|s| async move {
         let (reads, writes) = (mount(Mode::MultiNodeReaderOnly), mount(Mode::SingleNodeWriter));
         let volume = s.driver.create(new_with(&s, "nestor", vec![writes, reads.clone()])).await?.volume_id;
@@ -230,34 +230,34 @@ async fn a_writer_and_readers_keep_each_other_out_by_name() -> Result<()> {
         let refused = s.driver.publish_as(&volume, &reader.name, reads.clone()).await.unwrap_err();
         assert!(refused.message().contains(&writer.name), "{refused}");
         s.driver.unpublish(&volume, &writer.name).await?;
-        eventually("the reader has it once the writer is gone", PATIENCE, || async {
+        eventually("an attach to the reader after the writer was detached", PATIENCE, || async {
             Ok(s.driver
                 .publish_as(&volume, &reader.name, reads.clone())
                 .await
                 .map_err(|status| format!("{status}")))
         })
         .await?;
-        s.driver.unpublish(&volume, &reader.name).await.context("the reader lets go")
+        s.driver.unpublish(&volume, &reader.name).await.context("detach from the reader")
     })
     .await
 }
 
-/// Whether the kernel lets nobody write to a disk of a machine that this host plays.
+/// Whether a disk of a loop node is read-only in the kernel.
 fn is_read_only(node: &LoopNode, disk: &str) -> Result<bool> {
     let shown = names::disk_by_id(disk).map(|name| node.by_id_dir.join(name));
-    let shown = shown.iter().find(|path| path.exists()).context("the machine shows no such disk")?;
+    let shown = shown.iter().find(|path| path.exists()).context("the node has no such disk")?;
     let device = std::fs::canonicalize(shown)?;
     let name = device.file_name().context("a device has a name")?.to_string_lossy().into_owned();
     Ok(std::fs::read_to_string(format!("/sys/block/{name}/ro"))?.trim() == "1")
 }
 
 #[tokio::test]
-async fn pods_on_two_machines_read_one_prefilled_volume_at_once() -> Result<()> {
+async fn pods_on_two_vms_read_one_prefilled_volume() -> Result<()> {
     pods::run(|machines| async move {
         let source = machines.claim("source", &filesystem("ext4")).await?;
         let write = Script::new("writer", &machines.here, "echo kept > /data/file; sync");
         machines.run(write.mount(&source, "/data")).await?;
-        // A copy of a filesystem that is in use would have to be written to before it can be read.
+        // A copy of a mounted filesystem would need a journal replay, which is a write.
         machines.detached(&source).await?;
         let more = json!({
             "accessModes": ["ReadOnlyMany"],
@@ -280,10 +280,10 @@ async fn pods_on_two_machines_read_one_prefilled_volume_at_once() -> Result<()> 
     .await
 }
 
-// ---- many that write ----
+// ---- several writers ----
 
 #[tokio::test]
-async fn a_shareable_raw_volume_is_plugged_into_many_machines_that_may_all_write() -> Result<()> {
+async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Result<()> {
     run(|s| async move {
         let nodes = [joined(&s).await?, joined(&s).await?];
         let many = json!({"accessModes": ["ReadWriteMany"], "volumeMode": "Block"});
@@ -293,7 +293,7 @@ async fn a_shareable_raw_volume_is_plugged_into_many_machines_that_may_all_write
         for node in &nodes {
             let order = s.order_attach(&volume.name_any(), &node.name).await?;
             let disk = s.attached(&order).await?;
-            assert!(!is_read_only(node, &disk)?, "{} cannot write to it", node.name);
+            assert!(!is_read_only(node, &disk)?, "{} has a read-only disk", node.name);
             orders.push(order);
         }
         let there = attachments(&s, &handle(&volume)?).await?;
@@ -308,7 +308,7 @@ async fn a_shareable_raw_volume_is_plugged_into_many_machines_that_may_all_write
 }
 
 #[tokio::test]
-async fn pods_on_two_machines_see_what_each_writes_to_a_shared_raw_volume() -> Result<()> {
+async fn pods_on_two_vms_read_what_the_other_writes_to_a_shared_raw_volume() -> Result<()> {
     pods::run(|machines| async move {
         let ask = Ask {
             class: Some("nestor-shareable".to_owned()),
@@ -316,7 +316,7 @@ async fn pods_on_two_machines_see_what_each_writes_to_a_shared_raw_volume() -> R
             ..pods::block()
         };
         let volume = machines.claim("raw", &ask).await?;
-        // Past the caches of both machines.
+        // Direct I/O, to bypass the page caches of both VMs.
         let talk = |says: &str, at: u8, hears: &str, from: u8| {
             format!(
                 "printf '{says}' | dd of=/dev/volume bs=4096 seek={at} conv=sync,notrunc oflag=direct 2>/dev/null
@@ -333,7 +333,7 @@ async fn pods_on_two_machines_see_what_each_writes_to_a_shared_raw_volume() -> R
         }
         for (pod, heard) in [("one", "from two"), ("two", "from one")] {
             let said = machines.finish(pod).await?;
-            ensure!(said == heard, "pod {pod} heard {said:?}");
+            ensure!(said == heard, "pod {pod} read {said:?}");
         }
         Ok(())
     })

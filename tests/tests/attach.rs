@@ -1,4 +1,4 @@
-//! Attach and detach over both tiers, down to the device; the machines are played by this host.
+//! Attach and detach through both tiers, down to the device, with loop nodes.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use tonic::Code;
 const CONDITION: &str = "nestor.dev/Attached";
 
 #[tokio::test]
-async fn an_attach_ends_with_a_device_and_is_shown_in_both_tiers() -> Result<()> {
+async fn an_attach_ends_with_a_device_and_a_status_in_both_tiers() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
@@ -26,15 +26,19 @@ async fn an_attach_ends_with_a_device_and_is_shown_in_both_tiers() -> Result<()>
         let status = order.status.context("the VolumeAttachment has no status")?;
         assert!(status.attached && status.error.is_none(), "{status:?}");
         assert_eq!(status.disk_uuid.as_ref(), Some(&disk));
-        let shown = s.disk(&node.name, &handle).await?.context("the machine does not show the disk")?;
+        let shown = s.disk(&node.name, &handle).await?.context("the VM's status does not have the disk")?;
         assert!(shown.attached && shown.error.is_none(), "{shown:?}");
         assert_eq!(shown.disk_uuid.as_ref(), Some(&disk));
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
-        assert!(device(&node, &disk)?, "the disk is a device of the machine");
+        assert!(device(&node, &disk)?, "the node has no device for the disk");
         condition(&s, "data", "True", &node.name).await?;
         s.told("data", &["attached to VirtualMachine", &node.name]).await?;
 
-        assert_eq!(s.driver.publish(&handle, &node.name).await?, disk, "the same again is the same");
+        assert_eq!(
+            s.driver.publish(&handle, &node.name).await?,
+            disk,
+            "a repeated attach returns the same disk"
+        );
         s.driver.unpublish(&handle, &node.name).await?;
         assert!(s.disk(&node.name, &handle).await?.is_none());
         assert!(s.attachment(&node.name, &handle).await?.is_none());
@@ -48,7 +52,7 @@ async fn an_attach_ends_with_a_device_and_is_shown_in_both_tiers() -> Result<()>
 }
 
 #[tokio::test]
-async fn an_order_of_the_guests_attach_detach_controller_is_carried_out_and_taken_back() -> Result<()> {
+async fn csi_attacher_attaches_and_detaches_for_the_attach_detach_controller() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
@@ -65,7 +69,7 @@ async fn an_order_of_the_guests_attach_detach_controller_is_carried_out_and_take
 }
 
 #[tokio::test]
-async fn many_volumes_come_and_go_on_one_machine_at_once() -> Result<()> {
+async fn many_volumes_are_attached_to_one_vm_and_detached_at_once() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let mut handles = Vec::new();
@@ -73,12 +77,12 @@ async fn many_volumes_come_and_go_on_one_machine_at_once() -> Result<()> {
             handles.push(s.volume().await?);
         }
         for _ in 0..2 {
-            together(&handles, |handle| {
+            concurrently(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
                 async move { Ok(s.driver.publish(&handle, &node).await.map(drop)?) }
             })
             .await?;
-            together(&handles, |handle| {
+            concurrently(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
                 async move { Ok(s.driver.unpublish(&handle, &node).await?) }
             })
@@ -90,7 +94,7 @@ async fn many_volumes_come_and_go_on_one_machine_at_once() -> Result<()> {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_not_found() -> Result<()> {
+async fn an_attach_of_a_missing_volume_or_vm_is_not_found_and_a_detach_succeeds() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let handle = s.volume().await?;
@@ -109,22 +113,22 @@ async fn what_is_not_there_is_not_found() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_failure_of_the_infra_is_told_on_every_tier_and_heals_by_itself() -> Result<()> {
+async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_help() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
         let uuid = node.uuid.to_string().parse()?;
-        let known = s.infra.get_node(uuid).await?.context("the infra does not know the machine")?;
+        let known = s.infra.get_node(uuid).await?.context("the storage infra has no such node")?;
         s.infra.delete_node(uuid).await?;
 
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
-        assert_eq!(refused.code(), Code::Unavailable, "it goes on trying: {refused}");
+        assert_eq!(refused.code(), Code::Unavailable, "retryable: {refused}");
         let text = node.uuid.to_string();
         assert!(refused.message().contains(&text), "{refused}");
         let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
         let status = order.status.unwrap_or_default();
         assert!(!status.attached);
-        let error = status.error.context("the VolumeAttachment says no error")?;
+        let error = status.error.context("the VolumeAttachment has no error")?;
         assert_eq!(error.reason, "NodeNotFound");
         assert!(error.message.contains(&text), "{error:?}");
         let shown = s.disk(&node.name, &handle).await?.and_then(|disk| disk.error);
@@ -139,7 +143,7 @@ async fn a_failure_of_the_infra_is_told_on_every_tier_and_heals_by_itself() -> R
             labels: known.labels,
         };
         s.infra.put_node(uuid, &spec).await?;
-        let disk = eventually("the attach after the cause is gone", PATIENCE, || async {
+        let disk = eventually("the attach after the cause is removed", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
         .await?;
@@ -152,13 +156,13 @@ async fn a_failure_of_the_infra_is_told_on_every_tier_and_heals_by_itself() -> R
 }
 
 #[tokio::test]
-async fn a_detach_needs_no_management_claim() -> Result<()> {
+async fn a_detach_succeeds_without_the_management_claim() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         s.claims().delete(&handle, &DeleteParams::default()).await?;
-        eventually("the management claim gone", PATIENCE, || async {
-            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        eventually("the management claim is deleted", PATIENCE, || async {
+            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         s.driver.unpublish(&handle, &node.name).await?;
@@ -169,7 +173,7 @@ async fn a_detach_needs_no_management_claim() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_detach_needs_no_volume_attachment() -> Result<()> {
+async fn a_detach_succeeds_without_the_volume_attachment() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
@@ -182,17 +186,17 @@ async fn a_detach_needs_no_volume_attachment() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_machine_that_is_gone_has_no_disks() -> Result<()> {
+async fn a_deleted_vm_has_no_disks() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
         s.machines().delete(&node.name, &DeleteParams::default()).await?;
-        eventually("the machine gone", PATIENCE, || async {
-            Ok(s.machines().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        eventually("the VM is deleted", PATIENCE, || async {
+            Ok(s.machines().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        // Its VolumeAttachment goes with it, and is held until the infra has unplugged.
+        // Its VolumeAttachment is deleted with it, but its finalizer remains until storage-infra has detached the disk.
         s.nothing_is_attached(&node).await?;
         assert!(!device(&node, &disk)?);
         let other = s.node().await?;
@@ -203,7 +207,7 @@ async fn a_machine_that_is_gone_has_no_disks() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_volume_of_one_writer_is_refused_to_a_second_machine_by_the_firsts_name() -> Result<()> {
+async fn a_single_writer_volume_is_refused_to_a_second_vm_with_the_name_of_the_first() -> Result<()> {
     run(|s| async move {
         let (first, second, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &first.name).await?;
@@ -214,7 +218,7 @@ async fn a_volume_of_one_writer_is_refused_to_a_second_machine_by_the_firsts_nam
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&first.name), "{refused}");
 
-        // Past gc-csi, the infra refuses.
+        // An entry written without gc-csi is refused by the storage infra.
         let entry = json!({"name": handle, "persistentVolumeClaim": {"claimName": handle}});
         s.add_entry(&second.name, entry).await?;
         let error = eventually("the second VolumeAttachment's error", PATIENCE, || async {
@@ -228,9 +232,9 @@ async fn a_volume_of_one_writer_is_refused_to_a_second_machine_by_the_firsts_nam
         assert!(error.message.contains(&first.name), "{error:?}");
         assert!(std::fs::read_dir(&second.by_id_dir).map_or(true, |mut disks| disks.next().is_none()));
 
-        // Once the first lets go, the second has it.
+        // After the detach from the first VM, the second one gets the disk.
         s.driver.unpublish(&handle, &first.name).await?;
-        let disk = eventually("the second machine's disk", PATIENCE, || async {
+        let disk = eventually("the second VM's disk", PATIENCE, || async {
             let disk = s.disk(&second.name, &handle).await?;
             Ok(disk.filter(|disk| disk.attached).and_then(|disk| disk.disk_uuid).ok_or("not yet".to_owned()))
         })
@@ -242,7 +246,7 @@ async fn a_volume_of_one_writer_is_refused_to_a_second_machine_by_the_firsts_nam
 }
 
 #[tokio::test]
-async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
+async fn entries_of_other_writers_in_a_vms_spec_are_never_lost() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let mut handles = Vec::new();
@@ -253,16 +257,16 @@ async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
         let (other, machine, names) = (s.clone(), node.name.clone(), foreign.clone());
         let writing = tokio::spawn(async move {
             for name in names {
-                // A kind of volume that is not Nestor's, with fields that Nestor does not know.
+                // A volume type that Nestor does not support, with fields that it does not know.
                 let entry = json!({"name": name, "cdrom": {"image": name, "connected": true}});
                 other.add_entry(&machine, entry).await?;
             }
             anyhow::Ok(())
         });
         while !writing.is_finished() {
-            together(&handles, |handle| {
+            concurrently(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
-                // The other writer may get in between more often than a call tries again.
+                // The other writer may cause more conflicts than a call retries.
                 async move {
                     eventually(&format!("{handle} on {node}"), PATIENCE, || async {
                         let answer = s.driver.publish(&handle, &node).await;
@@ -272,7 +276,7 @@ async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
                 }
             })
             .await?;
-            together(&handles, |handle| {
+            concurrently(&handles, |handle| {
                 let (s, node) = (s.clone(), node.name.clone());
                 async move {
                     eventually(&format!("{handle} off {node}"), PATIENCE, || async {
@@ -297,7 +301,7 @@ async fn entries_of_others_in_a_machines_spec_are_never_lost() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_order_never_changes() -> Result<()> {
+async fn the_spec_of_a_volume_attachment_is_immutable() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
@@ -312,7 +316,7 @@ async fn an_order_never_changes() -> Result<()> {
     .await
 }
 
-/// Whether the machine has a block device for the disk.
+/// Whether the node has a block device for the disk.
 fn device(node: &LoopNode, disk: &str) -> Result<bool> {
     use std::os::unix::fs::FileTypeExt;
     let [link, ..] = names::disk_by_id(disk);
@@ -338,8 +342,8 @@ async fn condition(s: &Scenario, claim: &str, status: &str, text: &str) -> Resul
     .await
 }
 
-/// Does the same for all at once.
-async fn together<F, R>(handles: &[String], act: F) -> Result<()>
+/// Runs `act` for all volumes concurrently.
+async fn concurrently<F, R>(handles: &[String], act: F) -> Result<()>
 where
     F: Fn(String) -> R,
     R: Future<Output = Result<()>> + Send + 'static,

@@ -1,4 +1,4 @@
-//! What each binary does with input that is wrong: flags, files, credentials, objects, names, certificates.
+//! Bad input: flags, files, credentials, objects, names and certificates, for each program.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tests::program::{Running, binary, kubeconfig, run_to_end};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::Code;
 
-/// Every binary with the verb that runs for long.
+/// Each program with its server subcommand.
 const SERVERS: [(&str, &[&str]); 5] = [
     ("gc-csi", &[]),
     ("gc-csi-node", &[]),
@@ -24,7 +24,7 @@ const SERVERS: [(&str, &[&str]); 5] = [
 ];
 
 #[tokio::test]
-async fn a_flag_that_is_not_known_is_a_usage_error_that_names_it() -> Result<()> {
+async fn an_unknown_flag_is_a_usage_error_with_its_name() -> Result<()> {
     run(|s| async move {
         for (program, verb) in SERVERS {
             let arguments = [verb, &["--no-such-flag"]].concat();
@@ -38,14 +38,14 @@ async fn a_flag_that_is_not_known_is_a_usage_error_that_names_it() -> Result<()>
     .await
 }
 
-/// The flags of the binaries that speak to a cluster, with a kubeconfig in place of each in turn.
+/// A program that connects to a cluster, with a bad kubeconfig in one of its flags.
 struct Case {
     program: &'static str,
     flag: &'static str,
     arguments: Vec<String>,
 }
 
-/// Each binary that takes a kubeconfig, with `wrong` in that flag's place and all else right.
+/// Each program that takes a kubeconfig, with `wrong` in one flag and correct values in the others.
 fn with_kubeconfig(s: &Scenario, folder: &std::path::Path, wrong: &str) -> Result<Vec<Case>> {
     let state = s.lab.state().clone();
     let management = state.management.context("the lab has no management cluster")?;
@@ -108,7 +108,7 @@ fn words(arguments: &[String]) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn a_kubeconfig_that_cannot_be_used_ends_the_process_naming_file_and_flag() -> Result<()> {
+async fn a_bad_kubeconfig_ends_the_process_with_an_error_that_names_file_and_flag() -> Result<()> {
     run(|s| async move {
         let folder = tempfile::tempdir()?;
         let missing = folder.path().join("missing.kubeconfig");
@@ -133,7 +133,7 @@ async fn a_kubeconfig_that_cannot_be_used_ends_the_process_naming_file_and_flag(
 }
 
 #[tokio::test]
-async fn a_file_of_the_storage_infra_that_cannot_be_used_is_named_with_its_flag() -> Result<()> {
+async fn a_bad_tls_file_of_storage_infra_is_named_with_its_flag() -> Result<()> {
     run(|s| async move {
         let folder = tempfile::tempdir()?;
         let garbage = folder.path().join("garbage.pem");
@@ -174,19 +174,19 @@ async fn a_file_of_the_storage_infra_that_cannot_be_used_is_named_with_its_flag(
 }
 
 #[tokio::test]
-async fn a_cluster_that_does_not_answer_is_waited_for_and_told_on_readyz() -> Result<()> {
+async fn an_unreachable_cluster_is_reported_on_readyz_while_the_process_waits() -> Result<()> {
     run(|s| async move {
         let folder = tempfile::tempdir()?;
-        let nobody = folder.path().join("nobody.kubeconfig");
-        // Port 1 is nobody's.
-        kubeconfig(&nobody, "https://127.0.0.1:1", None, "token")?;
-        refused_as_not_ready(&s, folder.path(), nobody, &["127.0.0.1:1"]).await
+        let unreachable = folder.path().join("unreachable.kubeconfig");
+        // Nothing listens on port 1.
+        kubeconfig(&unreachable, "https://127.0.0.1:1", None, "token")?;
+        refused_as_not_ready(&s, folder.path(), unreachable, &["127.0.0.1:1"]).await
     })
     .await
 }
 
 #[tokio::test]
-async fn credentials_that_are_refused_are_told_on_readyz() -> Result<()> {
+async fn refused_credentials_are_reported_on_readyz() -> Result<()> {
     run(|s| async move {
         let folder = tempfile::tempdir()?;
         let state = s.lab.state().clone();
@@ -198,7 +198,7 @@ async fn credentials_that_are_refused_are_told_on_readyz() -> Result<()> {
     .await
 }
 
-/// Every binary with this kubeconfig keeps running, says why it is not ready, and ends well when asked.
+/// Checks that every program with this kubeconfig runs, reports why it is not ready, and exits cleanly.
 async fn refused_as_not_ready(
     s: &Scenario,
     folder: &std::path::Path,
@@ -211,15 +211,15 @@ async fn refused_as_not_ready(
         let running = Running::start(&program, &words(&case.arguments)).await?;
         running.not_ready_because(texts).await.with_context(|| what.clone())?;
         let (alive, _) = running.get("/healthz").await?;
-        assert_eq!(alive, 200, "{what}: a restart would not help");
+        assert_eq!(alive, 200, "{what}: a restart cannot help");
         let status = running.stop().await.with_context(|| what.clone())?;
-        assert!(status.success(), "{what} ended with {status}");
+        assert!(status.success(), "{what} exited with {status}");
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
+async fn malformed_objects_do_not_affect_others() -> Result<()> {
     run(|s| async move {
         let odd = unique("odd");
         let orders: Api<DynamicObject> = Api::namespaced_with(
@@ -255,7 +255,7 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
         let long = "n".repeat(253);
         let claim = |name: &str| json!({"name": name, "persistentVolumeClaim": {"claimName": "absent"}});
         for one in [
-            // Without status, so that nobody knows its UUID.
+            // Without status, so its UUID is unknown.
             machine("bare", json!({"volumes": [claim("a")]})),
             machine("foreign", json!({"className": {"deep": [1, null, {}]}, "volumes": [{"name": "iso", "cdrom": 7}]})),
             machine("long", json!({"volumes": [claim(&long), {"name": "", "persistentVolumeClaim": {"claimName": ""}}]})),
@@ -269,14 +269,14 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
             machines.patch_status(&format!("{odd}-{name}"), &Default::default(), &patch).await?;
         }
 
-        // Beside all of these, a good attach and detach.
+        // A regular attach and detach beside these objects.
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
 
         for (name, text) in [("node", "not a UUID"), ("volume", "does not exist in the management cluster")] {
             let name = format!("{odd}-{name}");
-            eventually(&format!("VolumeAttachment {name} says what is wrong"), PATIENCE, || async {
+            eventually(&format!("VolumeAttachment {name} has an error"), PATIENCE, || async {
                 let order = s.attachments().get(&name).await?;
                 let error = order.status.and_then(|status| status.error).map(|error| error.message);
                 Ok(match error {
@@ -288,13 +288,13 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
         }
         let short = Duration::from_secs(3);
         let refused = s.driver.publish_within(&handle, &format!("{odd}-bare"), short).await;
-        assert!(refused.is_err(), "a machine without a UUID has no disks");
+        assert!(refused.is_err(), "a disk was attached to a VM without a UUID");
         s.remove_entries(&format!("{odd}-bare"), |_| true).await?;
 
         let own = ListParams::default().labels(&format!("test={odd}"));
         machines.delete_collection(&DeleteParams::default(), &own).await?;
         orders.delete_collection(&DeleteParams::default(), &own).await?;
-        eventually("the odd objects gone", PATIENCE, || async {
+        eventually("the malformed objects are deleted", PATIENCE, || async {
             let left = orders.list(&own).await?.items.len() + machines.list(&own).await?.items.len();
             Ok(if left == 0 { Ok(()) } else { Err(format!("{left} left")) })
         })
@@ -304,7 +304,7 @@ async fn odd_objects_do_not_stop_the_good_ones() -> Result<()> {
 }
 
 #[tokio::test]
-async fn names_beyond_all_measure_are_refused_or_hashed_and_harm_nobody() -> Result<()> {
+async fn overlong_and_odd_names_are_refused_or_hashed() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let endless = "v".repeat(300);
@@ -344,7 +344,7 @@ async fn names_beyond_all_measure_are_refused_or_hashed_and_harm_nobody() -> Res
         let made = below.create(request.clone()).await?;
         assert_eq!(below.create(request).await?, made);
         below.delete(&made.volume_id).await?;
-        // They all still serve.
+        // Both drivers still serve.
         s.driver.publish(&handle, &node.name).await?;
         Ok(())
     })
@@ -352,15 +352,15 @@ async fn names_beyond_all_measure_are_refused_or_hashed_and_harm_nobody() -> Res
 }
 
 #[tokio::test]
-async fn nobody_without_a_certificate_of_the_infra_gets_in() -> Result<()> {
+async fn clients_without_a_certificate_of_the_infra_are_refused() -> Result<()> {
     run(|s| async move {
         let state = s.lab.state().clone();
         let infra = state.infra.context("the lab has no infra")?;
         let mut options = ClientOptions::from_pki_dir(&infra.url, &infra.pki)?;
         (options.connect_timeout, options.timeout) = (PATIENCE, PATIENCE);
-        infra_api::Client::new(&options)?.health().await.context("the right certificate is let in")?;
+        infra_api::Client::new(&options)?.health().await.context("the right certificate is accepted")?;
 
-        // Signed by itself, with the name of the right one.
+        // Self-signed, with the name of the right client.
         let key = rcgen::KeyPair::generate()?;
         let own = rcgen::CertificateParams::new(vec!["client".to_owned()])?.self_signed(&key)?;
         let mut stranger = options.clone();
@@ -368,9 +368,9 @@ async fn nobody_without_a_certificate_of_the_infra_gets_in() -> Result<()> {
         stranger.key = key.serialize_pem().into_bytes();
         let refused = infra_api::Client::new(&stranger)?.health().await.unwrap_err();
         let text = chain(&refused);
-        assert!(refused.problem().is_none(), "no answer of the API, but: {text}");
+        assert!(refused.problem().is_none(), "expected a TLS error, not a response: {text}");
 
-        // Nor does our client speak to a server that the infra's authority does not know.
+        // Our client refuses a server with a certificate of another authority.
         let mut elsewhere = options;
         elsewhere.ca = own.pem().into_bytes();
         let refused = infra_api::Client::new(&elsewhere)?.health().await.unwrap_err();
@@ -381,7 +381,7 @@ async fn nobody_without_a_certificate_of_the_infra_gets_in() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_claim_of_another_guest_is_as_good_as_absent() -> Result<()> {
+async fn a_claim_of_another_guest_is_not_found() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let name = unique("stranger");
@@ -396,10 +396,10 @@ async fn a_claim_of_another_guest_is_as_good_as_absent() -> Result<()> {
         let refused = s.driver.publish(&name, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
         s.driver.delete(&name).await?;
-        assert!(s.claims().get(&name).await?.metadata.deletion_timestamp.is_none(), "left alone");
+        assert!(s.claims().get(&name).await?.metadata.deletion_timestamp.is_none(), "the claim was deleted");
         s.claims().delete(&name, &DeleteParams::default()).await?;
-        eventually("the other guest's claim gone", PATIENCE, || async {
-            Ok(s.claims().get_opt(&name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        eventually("the other guest's claim is deleted", PATIENCE, || async {
+            Ok(s.claims().get_opt(&name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await
     })

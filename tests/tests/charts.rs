@@ -1,4 +1,4 @@
-//! The charts: they render to what API servers take, with flags that the programs know.
+//! Helm charts: their objects are accepted by API servers, and their flags by the programs.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use tests::program::run_to_end;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 
 #[tokio::test]
-async fn both_charts_pass_helm_lint_and_say_which_value_is_missing_or_unknown() -> Result<()> {
+async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> Result<()> {
     for chart in Chart::both().await? {
         for values in chart.examples()? {
             chart
@@ -36,18 +36,18 @@ async fn both_charts_pass_helm_lint_and_say_which_value_is_missing_or_unknown() 
         (&guest, "clusterId=", "clusterId is required"),
         (&guest, "management.namespace=", "management.namespace is required"),
         (&guest, "management.kubeconfig.secret=", "management.token.secret is required"),
-        (&guest, "management.token.secret=other", "two ways for the same"),
+        (&guest, "management.token.secret=other", "set only one of them"),
         (&guest, "controller.onGuestDeletion=Delete", "controller.clusterObject is required"),
     ] {
         let smallest = chart.example("smallest");
         let error = chart.render("default", &[&smallest], &[value]).await;
-        let error = error.err().with_context(|| format!("{value} was taken"))?.to_string();
+        let error = error.err().with_context(|| format!("{value} was accepted"))?.to_string();
         ensure!(error.contains(says), "{value}: {error}");
     }
     Ok(())
 }
 
-/// Every rendering of a chart with the values that it is tested with, for the namespace in which the lab has its parts.
+/// Renders a chart with each values file that it is tested with, for the namespace of the lab's components.
 async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<(String, Vec<Value>)>> {
     let mut all = Vec::new();
     for values in chart.examples()? {
@@ -59,7 +59,7 @@ async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<
 }
 
 #[tokio::test]
-async fn every_object_of_every_rendering_passes_the_api_server() -> Result<()> {
+async fn every_object_of_every_rendering_is_accepted_by_the_api_server() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let tenants: Vec<String> =
@@ -74,7 +74,7 @@ async fn every_object_of_every_rendering_passes_the_api_server() -> Result<()> {
                 for object in &objects {
                     chart::apply(client, object, true).await.with_context(|| name.clone())?;
                 }
-                pods_are_taken(client, namespace, &objects).await.with_context(|| name.clone())?;
+                pods_are_accepted(client, namespace, &objects).await.with_context(|| name.clone())?;
             }
         }
         Ok(())
@@ -82,8 +82,8 @@ async fn every_object_of_every_rendering_passes_the_api_server() -> Result<()> {
     .await
 }
 
-/// Pods are judged by more than their templates: by their account, their priority, and what a namespace allows.
-async fn pods_are_taken(client: &Client, namespace: &str, objects: &[Value]) -> Result<()> {
+/// Creates the pods as a dry run: admission checks more than their templates (account, priority, Pod Security).
+async fn pods_are_accepted(client: &Client, namespace: &str, objects: &[Value]) -> Result<()> {
     for (owner, spec) in pod_specs(objects) {
         chart::apply(client, &pod(namespace, spec), true).await.with_context(|| owner)?;
     }
@@ -95,7 +95,7 @@ fn pod(namespace: &str, spec: &Value) -> Value {
 }
 
 #[tokio::test]
-async fn controllers_may_run_where_pods_are_restricted_and_the_node_plugin_may_not() -> Result<()> {
+async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugin_is_not() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         restrict(&s, &place.namespace).await?;
@@ -112,7 +112,7 @@ async fn controllers_may_run_where_pods_are_restricted_and_the_node_plugin_may_n
                         ("DaemonSet gc-csi-node", Err(error)) => {
                             ensure!(format!("{error:#}").contains("restricted"), "{error:#}");
                         }
-                        ("DaemonSet gc-csi-node", Ok(_)) => bail!("a privileged pod was taken"),
+                        ("DaemonSet gc-csi-node", Ok(_)) => bail!("a privileged pod was accepted"),
                         (_, taken) => drop(taken.with_context(|| format!("{name}: {owner}"))?),
                     }
                 }
@@ -128,14 +128,14 @@ async fn restrict(s: &Scenario, namespace: &str) -> Result<()> {
     let namespaces: Api<Namespace> = Api::all(s.management.clone());
     namespaces.patch(namespace, &PatchParams::default(), &Patch::Merge(&label)).await?;
     let accounts: Api<ServiceAccount> = Api::namespaced(s.management.clone(), namespace);
-    eventually("the namespace has its first account", PATIENCE, || async {
-        Ok(accounts.get_opt("default").await?.map(drop).ok_or_else(|| "none yet".to_owned()))
+    eventually("the namespace has its default account", PATIENCE, || async {
+        Ok(accounts.get_opt("default").await?.map(drop).ok_or_else(|| "no account".to_owned()))
     })
     .await
 }
 
-/// Whether a program knows all of these words: asked last for its help or version, it gives it only then.
-async fn takes(s: &Scenario, container: &Value, more: &[&str]) -> Result<(bool, String)> {
+/// Whether a program accepts the arguments of a container: it prints its help or version only if it does.
+async fn accepts(s: &Scenario, container: &Value, more: &[&str]) -> Result<(bool, String)> {
     let program = chart::program(&s.lab, container)?;
     let words = texts(&container["args"]);
     let is_ours = program.starts_with(&s.lab.state().binaries);
@@ -147,24 +147,24 @@ async fn takes(s: &Scenario, container: &Value, more: &[&str]) -> Result<(bool, 
 }
 
 #[tokio::test]
-async fn every_flag_in_a_chart_is_known_to_its_program() -> Result<()> {
+async fn every_flag_in_a_chart_is_accepted_by_its_program() -> Result<()> {
     run(|s| async move {
         let mut checked = BTreeMap::new();
         for chart in Chart::both().await? {
             for (name, objects) in renderings(&chart, "nestor-system", &[]).await? {
                 for (owner, spec) in pod_specs(&objects) {
                     for container in containers(spec) {
-                        let (known, said) = takes(&s, container, &[]).await?;
+                        let (known, said) = accepts(&s, container, &[]).await?;
                         ensure!(known, "{name}: {owner}: {said}");
                         checked.insert(chart::program(&s.lab, container)?, container.clone());
                     }
                 }
             }
         }
-        // All eight programs, none of which takes whatever it is given.
+        // All eight programs, none of which accepts an unknown flag.
         assert_eq!(checked.len(), 8, "{:?}", checked.keys());
         for container in checked.values() {
-            let (known, said) = takes(&s, container, &["--no-such-flag=1"]).await?;
+            let (known, said) = accepts(&s, container, &["--no-such-flag=1"]).await?;
             ensure!(!known && said.contains("no-such-flag"), "{said}");
         }
         Ok(())
@@ -173,7 +173,7 @@ async fn every_flag_in_a_chart_is_known_to_its_program() -> Result<()> {
 }
 
 #[tokio::test]
-async fn sidecars_are_of_the_versions_that_are_tested() -> Result<()> {
+async fn sidecars_have_the_tested_versions() -> Result<()> {
     let go_mod = std::fs::read_to_string(repository().join("hack/tools/kubernetes/go.mod"))?;
     let module = |sidecar: &str| match sidecar {
         "csi-snapshotter" | "snapshot-controller" => "external-snapshotter".to_owned(),
@@ -199,7 +199,7 @@ async fn sidecars_are_of_the_versions_that_are_tested() -> Result<()> {
     Ok(())
 }
 
-/// Flags of a lab's sidecars that differ in a pod, and those that make tests shorter.
+/// Sidecar flags that differ between lab and pod, or that shorten the tests.
 const OWN: [&str; 11] = [
     "kubeconfig",
     "csi-address",
@@ -223,7 +223,7 @@ fn shared_flags(words: &[String]) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn sidecars_have_the_flags_that_were_measured_in_the_lab() -> Result<()> {
+async fn sidecars_have_the_flags_of_the_lab() -> Result<()> {
     run(|s| async move {
         let parts = &s.lab.state().parts;
         for (chart, tier) in [(Chart::management().await?, "mgmt"), (Chart::guest().await?, "g1")] {
@@ -248,7 +248,7 @@ async fn sidecars_have_the_flags_that_were_measured_in_the_lab() -> Result<()> {
     .await
 }
 
-/// Gives cluster-wide rights names of a test's own, so that those which the lab applied stay as they are.
+/// Renames cluster-wide roles with a prefix, so that those of the lab stay unchanged.
 fn rename_rights(objects: &mut [Value], prefix: &str) {
     for object in objects {
         let kind = object["kind"].as_str().unwrap_or_default().to_owned();
@@ -263,7 +263,7 @@ fn rename_rights(objects: &mut [Value], prefix: &str) {
     }
 }
 
-/// What of a chart belongs to the namespace, and the rights: the rest is the lab's own already.
+/// Kinds of a chart's objects that are applied by the tests: the lab already has the others.
 const OF_A_RELEASE: [&str; 9] = [
     "ServiceAccount",
     "ClusterRole",
@@ -276,8 +276,7 @@ const OF_A_RELEASE: [&str; 9] = [
     "Deployment",
 ];
 
-/// Applies a chart's objects, runs the containers of its pods with their arguments, accounts and volumes on this host,
-/// and waits until all their probes pass.
+/// Applies a chart's objects, runs the containers of its pods on this host, and waits until all their probes pass.
 async fn pods_get_ready(client: &Client, s: &Scenario, namespace: &str, objects: &[Value]) -> Result<()> {
     for kind in OF_A_RELEASE {
         for object in of_kind(objects, kind) {
@@ -304,7 +303,7 @@ async fn remove_rights(client: &Client, objects: &[Value]) -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_management_clusters_pods_get_ready_with_what_the_chart_gives_them() -> Result<()> {
+async fn the_management_charts_pods_become_ready() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let infra = s.lab.state().infra.clone().context("no infra")?;
@@ -330,7 +329,7 @@ async fn the_management_clusters_pods_get_ready_with_what_the_chart_gives_them()
 }
 
 #[tokio::test]
-async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Result<()> {
+async fn a_guest_charts_pods_become_ready_with_a_token_for_the_management_cluster() -> Result<()> {
     run(|s| async move {
         let state = s.lab.state();
         let management = state.management.as_ref().context("no management cluster")?;
@@ -344,7 +343,7 @@ async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Re
         let chart = Chart::guest().await?;
         let kubelet = tempfile::tempdir()?;
         let proxy = HttpProxy::start().await?;
-        // An identity of its own: what belongs to the lab's guest is nothing to it.
+        // A new cluster ID, so that it does not touch the objects of the lab's guest.
         let set = [
             format!("clusterId={}", unique("cluster")),
             format!("management.namespace={}", s.namespace),
@@ -362,9 +361,9 @@ async fn a_guests_pods_get_ready_with_a_token_for_the_management_cluster() -> Re
         let outcome = pods_get_ready(&s.guest, &s, &s.name, &objects).await;
         remove_rights(&s.guest, &objects).await?;
         outcome?;
-        let asked = proxy.asked();
+        let servers = proxy.servers();
         let server = management.server.trim_start_matches("https://");
-        ensure!(!asked.is_empty() && asked.iter().all(|asked| asked == server), "{asked:?}, not {server}");
+        ensure!(!servers.is_empty() && servers.iter().all(|one| one == server), "{servers:?}, not {server}");
         Ok(())
     })
     .await

@@ -1,4 +1,4 @@
-//! Clones: volumes that begin with another volume's bytes, through both tiers.
+//! Clones of volumes, through both tiers.
 
 use anyhow::{Context, Result, ensure};
 use crds::names;
@@ -14,12 +14,12 @@ use tests::pods::{self, Ask, Script, filesystem};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, from_claim, run, unique};
 use tonic::Code;
 
-/// As many bytes as a volume of 4 MiB has.
+/// Size of a volume of 4 MiB.
 const ALL: usize = 4 << 20;
 
-/// Waits until a claim of the guest is gone, and the management claim of its volume with it.
+/// Waits until a guest claim and the management claim of its volume are deleted.
 async fn claim_gone(s: &Scenario, claim: &str, handle: &str) -> Result<()> {
-    eventually(&format!("guest claim {claim} and management claim {handle} gone"), PATIENCE, || async {
+    eventually(&format!("guest claim {claim} and management claim {handle} deleted"), PATIENCE, || async {
         let left = (s.guest_claims().get_opt(claim).await?, s.claims().get_opt(handle).await?);
         Ok(if left == (None, None) { Ok(()) } else { Err(format!("{left:?}")) })
     })
@@ -29,8 +29,8 @@ async fn claim_gone(s: &Scenario, claim: &str, handle: &str) -> Result<()> {
 // ---- through both tiers ----
 
 #[tokio::test]
-async fn a_clone_has_the_bytes_of_its_source_in_the_same_size_and_in_a_larger_one_and_each_lives_on()
--> Result<()> {
+async fn clones_of_the_same_and_a_larger_size_have_the_sources_data_and_are_independent_of_it() -> Result<()>
+{
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (handle, source) = s.followed("data").await?;
@@ -47,12 +47,12 @@ async fn a_clone_has_the_bytes_of_its_source_in_the_same_size_and_in_a_larger_on
             let volume = s.infra_volume(&below).await?;
             assert_eq!(volume.capacity_bytes, size);
             assert_eq!(volume.source, Some(VolumeSource::Volume(source_id.clone())));
-            assert!(read(&file, ALL)? == noise(1, ALL), "{claim} has other bytes");
+            assert!(read(&file, ALL)? == noise(1, ALL), "{claim} has other data");
             let rest = read_at(&file, 4 << 20, size as usize - ALL)?;
-            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has something behind the source's bytes");
+            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has data behind the source's data");
         }
 
-        // Whoever writes now writes to one of them alone; and a clone can be cloned.
+        // Writes to one do not affect the others, and a clone can be cloned.
         let (_, same) = s.followed("same").await?;
         let (_, larger) = s.followed("larger").await?;
         write(&source, &noise(2, ALL))?;
@@ -63,10 +63,10 @@ async fn a_clone_has_the_bytes_of_its_source_in_the_same_size_and_in_a_larger_on
         let (_, again) = s.followed("again").await?;
         assert!(read(&again, ALL)? == noise(3, ALL));
 
-        // The source goes first.
+        // The source is deleted first.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         claim_gone(&s, "data", &handle).await?;
-        eventually("the source gone in the infra", PATIENCE, || async {
+        eventually("the source is deleted in the storage infra", PATIENCE, || async {
             Ok(if source.exists() { Err(source.display().to_string()) } else { Ok(()) })
         })
         .await?;
@@ -77,7 +77,7 @@ async fn a_clone_has_the_bytes_of_its_source_in_the_same_size_and_in_a_larger_on
 }
 
 #[tokio::test]
-async fn calls_can_be_repeated_and_another_source_of_the_same_name_is_refused() -> Result<()> {
+async fn calls_are_idempotent_and_another_source_for_the_same_name_is_refused() -> Result<()> {
     run(|s| async move {
         let (one, other) = (s.volume().await?, s.volume().await?);
         let request = cloned_volume(&s.csi_name(), 4 * MIB, &one);
@@ -97,7 +97,7 @@ async fn calls_can_be_repeated_and_another_source_of_the_same_name_is_refused() 
 }
 
 #[tokio::test]
-async fn ten_clones_at_once_are_ten_volumes_of_the_same_bytes() -> Result<()> {
+async fn ten_concurrent_clones_are_ten_volumes_with_the_same_data() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (_, source) = s.followed("data").await?;
@@ -109,7 +109,7 @@ async fn ten_clones_at_once_are_ten_volumes_of_the_same_bytes() -> Result<()> {
         let mut files = std::collections::BTreeSet::new();
         for name in &names {
             let (_, file) = s.followed(name).await?;
-            assert!(read(&file, ALL)? == noise(4, ALL), "{name} has other bytes");
+            assert!(read(&file, ALL)? == noise(4, ALL), "{name} has other data");
             files.insert(file);
         }
         assert!(files.len() == 10 && !files.contains(&source));
@@ -121,24 +121,24 @@ async fn ten_clones_at_once_are_ten_volumes_of_the_same_bytes() -> Result<()> {
 // ---- refusals ----
 
 #[tokio::test]
-async fn a_source_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_there() -> Result<()> {
+async fn a_source_of_another_guest_is_reported_like_a_missing_one() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
         let foreign = s.management_claim(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], json!({})).await?;
         let unlabelled = s.management_claim(&[], json!({})).await?;
         let absent = unique(&s.name);
-        let mut told = Vec::new();
+        let mut messages = Vec::new();
         for source in [&absent, &foreign, &unlabelled] {
             let name = s.csi_name();
             let refused = s.driver.create(cloned_volume(&name, 4 * MIB, source)).await.unwrap_err();
             assert_eq!(refused.code(), Code::NotFound, "{refused}");
             assert!(refused.message().contains(source.as_str()), "{refused}");
             assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none());
-            told.push(refused.message().replace(source.as_str(), "SOURCE"));
+            messages.push(refused.message().replace(source.as_str(), "SOURCE"));
         }
-        assert!(told.iter().all(|one| *one == told[0]), "{told:#?}");
+        assert!(messages.iter().all(|one| *one == messages[0]), "{messages:#?}");
 
-        // What the platform team shares for reading can be read, and so copied.
+        // A claim that is shared read-only can be cloned.
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
         let shared = s.management_claim(&[(&share, "ro")], json!({})).await?;
         write(&s.file_of(&s.infra_volume(&shared).await?).await?, &noise(6, ALL))?;
@@ -146,8 +146,8 @@ async fn a_source_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_the
         let made = eventually(&format!("a clone of {shared}"), PATIENCE, || async {
             match s.driver.create(request.clone()).await {
                 Ok(made) => Ok(Ok(made.volume_id)),
-                // The driver's watch does not show yet that the source is bound.
-                Err(behind) if behind.code() == Code::FailedPrecondition => Ok(Err(behind.to_string())),
+                // The driver's cache does not have the bound source yet.
+                Err(stale) if stale.code() == Code::FailedPrecondition => Ok(Err(stale.to_string())),
                 Err(refused) => Err(refused.into()),
             }
         })
@@ -160,7 +160,7 @@ async fn a_source_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_the
 }
 
 #[tokio::test]
-async fn a_clone_that_is_smaller_or_used_in_another_way_is_refused_with_the_reason() -> Result<()> {
+async fn a_smaller_clone_or_one_with_another_volume_mode_is_refused() -> Result<()> {
     run(|s| async move {
         let source = s.bound_claim("data").await?;
         let name = s.csi_name();
@@ -174,7 +174,7 @@ async fn a_clone_that_is_smaller_or_used_in_another_way_is_refused_with_the_reas
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         let texts = [source.as_str(), "Filesystem", "Block"];
         assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
-        assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none(), "something was made");
+        assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none(), "a claim was created");
 
         s.clone_of("smaller", "data", "2Mi").await?;
         s.told("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string()]).await?;
@@ -183,10 +183,10 @@ async fn a_clone_that_is_smaller_or_used_in_another_way_is_refused_with_the_reas
     .await
 }
 
-// ---- a source that goes meanwhile ----
+// ---- deletion of the source meanwhile ----
 
 #[tokio::test]
-async fn a_source_that_is_deleted_while_it_is_cloned_goes_after_the_clone_has_its_bytes() -> Result<()> {
+async fn a_source_deleted_while_it_is_cloned_is_kept_until_the_clone_is_complete() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
@@ -195,8 +195,8 @@ async fn a_source_that_is_deleted_while_it_is_cloned_goes_after_the_clone_has_it
         let frozen = s.freeze_part("mgmt-csi")?;
         let claim = s.clone_of("clone", "data", "4Mi").await?;
         let below = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
-        eventually(&format!("management claim {below} is there"), PATIENCE, || async {
-            Ok(s.claims().get_opt(&below).await?.map(|_| ()).ok_or_else(|| "it is not".to_owned()))
+        eventually(&format!("management claim {below} exists"), PATIENCE, || async {
+            Ok(s.claims().get_opt(&below).await?.map(|_| ()).ok_or_else(|| "it does not exist".to_owned()))
         })
         .await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
@@ -211,16 +211,16 @@ async fn a_source_that_is_deleted_while_it_is_cloned_goes_after_the_clone_has_it
 }
 
 #[tokio::test]
-async fn a_clone_that_never_came_to_be_and_its_source_go_together() -> Result<()> {
+async fn a_clone_that_cannot_be_created_can_be_deleted_with_its_source() -> Result<()> {
     run(|s| async move {
         let source = s.bound_claim("data").await?;
-        // There is no pool that its class could use.
+        // No pool matches the class.
         let below = s.management_class(&[("pool.test", &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let claim = s.claim_with("clone", &class, "4Mi", from_claim("data")).await?;
         let clone = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
         s.told("clone", &["no pool for"]).await?;
-        // As when their namespace is deleted.
+        // Like the deletion of their namespace.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         s.told("clone", &["data", "being deleted"]).await?;
         s.guest_claims().delete("clone", &DeleteParams::default()).await?;
@@ -233,10 +233,10 @@ async fn a_clone_that_never_came_to_be_and_its_source_go_together() -> Result<()
 // ---- pods ----
 
 #[tokio::test]
-async fn an_xfs_and_its_clone_are_mounted_on_one_machine_at_once() -> Result<()> {
+async fn an_xfs_volume_and_its_clone_are_mounted_on_one_vm() -> Result<()> {
     pods::run(|machines| async move {
         let source = machines.claim("data", &filesystem("xfs")).await?;
-        // It writes all the while, so that the clone is of a filesystem that was not unmounted.
+        // The pod keeps writing, so that the clone is of a mounted filesystem.
         let write = "dd if=/dev/urandom of=/data/first.bin bs=64k count=64 conv=fsync 2>/dev/null
             touch /data/written; sync
             while :; do echo more >> /data/log; done";

@@ -1,9 +1,9 @@
-//! Each process dies before and after each write that it makes for each operation, and is started again: the operation
-//! ends right, nothing is left or done twice, and no byte that a machine wrote is lost.
+//! Crash tests: each component dies before and after each of its writes, for each operation, and is started again. The
+//! operation must complete, nothing may be left or done twice, and no write of a VM may be lost.
 //!
-//! The cases are made of what an operation passed when it was done undisturbed, so that a new write has its cases
-//! without anyone adding them. Every point is met in the first operation that passes it; `NESTOR_CRASH_CASES=all` has
-//! it met in all of them, and any other text only those cases whose name contains it.
+//! The cases are recorded from an undisturbed run of each operation, so new writes are covered without changes here. By
+//! default each fail point is tested in the first operation that passes it; `NESTOR_CRASH_CASES=all` tests it in all
+//! of them, and any other value selects the cases whose names contain it.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -20,22 +20,22 @@ use tests::facts::Facts;
 use tests::records::{Log, Records, Writer};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
-/// The processes that die.
+/// The components that die.
 const PARTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
-/// What is written in its own time, some while after whatever it tells of, and so belongs to no operation.
+/// Writes by background loops, which belong to no operation.
 const LATER: [&str; 2] = ["csistoragecapacities", "leases"];
-/// What is written once for each volume, of which there is one here. The storage infra's own crash tests die there too, each
+/// Writes that happen once per volume, of which there is only one here. storage-infra's own crash tests cover them, each
 /// time with a new volume.
 const ONCE: [&str; 1] = ["catalog.records.is_written"];
-/// A write that the work of others can spare an operation is waited for in so many of them.
+/// Number of attempts for a write that can be skipped because of concurrent work.
 const ATTEMPTS: usize = 3;
-/// What the machine writes over and over.
-const ROOM: u64 = 128 << 10;
-/// How large volumes begin.
+/// Size of the area that the VM writes to.
+const RECORDS_SIZE: u64 = 128 << 10;
+/// Initial size of volumes.
 const SIZE: u64 = 4 << 20;
 
 #[tokio::test]
-async fn each_operation_ends_right_wherever_each_process_dies() -> Result<()> {
+async fn each_operation_completes_wherever_a_component_dies() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let mut crashes = Crashes::of(&s, PARTS)?;
@@ -46,11 +46,11 @@ async fn each_operation_ends_right_wherever_each_process_dies() -> Result<()> {
 }
 
 async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
-    let mut world = World::begin(s).await?;
+    let mut state = State::begin(s).await?;
     let mut table = Vec::new();
     for operation in ALL {
-        world.prepare(operation, crashes).await?;
-        let ((), places) = crashes.passed(world.run(operation)).await?;
+        state.prepare(operation, crashes).await?;
+        let ((), places) = crashes.passed(state.run(operation)).await?;
         let is_its_own = |place: &Place| !LATER.iter().chain(&ONCE).any(|other| place.point.contains(other));
         table.push((operation, places.into_iter().filter(is_its_own).collect::<Vec<_>>()));
     }
@@ -58,14 +58,14 @@ async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
         .iter()
         .filter(|part| !table.iter().any(|(_, all)| all.iter().any(|one| one.part == **part)))
         .collect();
-    ensure!(silent.is_empty(), "{silent:?} passed no fail point: are they built with debug assertions?");
+    ensure!(silent.is_empty(), "{silent:?} passed no fail point: were they built with debug assertions?");
 
     let (cases, of_all) = (chosen(&table), table.iter().map(|(_, places)| places.len()).sum::<usize>());
     let (begun, total) = (Instant::now(), cases.len());
     let mut missed = Vec::new();
     for (operation, place) in &cases {
         let case = Instant::now();
-        let died = world.crash(*operation, place, crashes).await.with_context(|| name(*operation, place))?;
+        let died = state.crash(*operation, place, crashes).await.with_context(|| name(*operation, place))?;
         if !died {
             missed.push(name(*operation, place));
         }
@@ -73,31 +73,28 @@ async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
             "{:5.1} s  {}{}",
             case.elapsed().as_secs_f64(),
             name(*operation, place),
-            if died { "" } else { ": not passed again" }
+            if died { "" } else { ": not passed" }
         );
     }
     let points: BTreeSet<_> = cases.iter().map(|(_, place)| (place.part, &place.point)).collect();
     let operations: BTreeSet<_> = cases.iter().map(|(operation, _)| operation).collect();
     eprintln!(
-        "{total} crashes, of {of_all} that there are: {} points in {} operations; {:.0} s, {} records written meanwhile",
+        "{total} crashes of {of_all} possible ones: {} fail points in {} operations; {:.0} s, {} records written meanwhile",
         points.len(),
         operations.len(),
         begun.elapsed().as_secs_f64(),
-        world.log.acknowledged(),
+        state.log.acknowledged(),
     );
-    ensure!(
-        missed.is_empty(),
-        "not passed again in {ATTEMPTS} attempts, nor in another operation: {missed:#?}"
-    );
-    // What was written is looked at once more.
-    world.prepare(Attach, crashes).await
+    ensure!(missed.is_empty(), "not passed in {ATTEMPTS} attempts nor in another operation: {missed:#?}");
+    // Verify the written records once more.
+    state.prepare(Attach, crashes).await
 }
 
 fn name(operation: Operation, place: &Place) -> String {
     format!("{operation:?}: {place}")
 }
 
-/// The cases to run, those next to each other that undo each other.
+/// The selected cases, ordered so that operations that undo each other are adjacent.
 fn chosen(table: &[(Operation, Vec<Place>)]) -> Vec<(Operation, Place)> {
     let wanted = std::env::var("NESTOR_CRASH_CASES").unwrap_or_default();
     let mut met = BTreeSet::new();
@@ -108,7 +105,7 @@ fn chosen(table: &[(Operation, Vec<Place>)]) -> Vec<(Operation, Place)> {
             let is_chosen = match wanted.as_str() {
                 "" => first,
                 "all" => true,
-                part => name(*operation, place).contains(part),
+                text => name(*operation, place).contains(text),
             };
             if is_chosen {
                 cases.push((*operation, index, place.clone()));
@@ -138,7 +135,7 @@ const ALL: [Operation; 9] =
     [Attach, Expand, Snapshot, CloneVolume, Restore, DeleteSnapshot, Create, Delete, Detach];
 
 impl Operation {
-    /// The management sidecar that it needs.
+    /// The management sidecar that the operation needs.
     fn sidecar(self) -> Option<&'static str> {
         match self {
             Attach | Detach => None,
@@ -148,7 +145,7 @@ impl Operation {
         }
     }
 
-    /// The same for two that undo each other.
+    /// Sort key: the same for two operations that undo each other.
     fn pair(self) -> u8 {
         match self {
             Attach | Detach => 0,
@@ -170,28 +167,28 @@ struct Volume {
 struct Kept {
     handle: String,
     bytes: u64,
-    /// How many records were acknowledged when it was asked for.
+    /// Number of acknowledged records when the snapshot was requested.
     records: u64,
 }
 
-/// What there should be.
-struct World<'a> {
+/// The expected state, and what is needed to change it.
+struct State<'a> {
     s: &'a Scenario,
     node: LoopNode,
-    /// What is attached, expanded, snapshotted and cloned, while it is written to.
+    /// The volume that is attached, expanded, snapshotted and cloned while records are written to it.
     subject: Volume,
     log: Log,
-    /// While it is attached.
+    /// While the subject is attached.
     writer: Option<Writer>,
     spares: Vec<Volume>,
     snapshots: Vec<Kept>,
     facts: Facts,
 }
 
-impl<'a> World<'a> {
+impl<'a> State<'a> {
     async fn begin(s: &'a Scenario) -> Result<Self> {
         let node = s.node().await?;
-        // Somebody who may want any disk: none is taken out again because nobody ordered it.
+        // An attachment of another driver, so that the repair does not detach disks of this node as dangling.
         s.orders().attach_by("crash.test", &s.name, &node.name).await?;
         let subject = Volume { handle: s.volume().await?, bytes: SIZE };
         let file = s.file_of(&s.infra_volume(&subject.handle).await?).await?;
@@ -200,9 +197,9 @@ impl<'a> World<'a> {
         Ok(Self { s, node, subject, log, writer: None, spares: Vec::new(), snapshots: Vec::new(), facts })
     }
 
-    /// Does what must be done before the operation can be.
+    /// Runs the operations that must precede this one.
     async fn prepare(&mut self, operation: Operation, crashes: &mut Crashes<'_>) -> Result<()> {
-        while let Some(before) = self.lacks(operation) {
+        while let Some(before) = self.prerequisite(operation) {
             if let Some(sidecar) = before.sidecar() {
                 crashes.needs(sidecar).await?;
             }
@@ -214,23 +211,23 @@ impl<'a> World<'a> {
         }
     }
 
-    fn lacks(&self, operation: Operation) -> Option<Operation> {
+    fn prerequisite(&self, operation: Operation) -> Option<Operation> {
         let is_attached = self.writer.is_some();
-        let (is_lacking, before) = match operation {
+        let (is_needed, before) = match operation {
             Attach => (is_attached, Detach),
             Detach | Expand | Snapshot | CloneVolume => (!is_attached, Attach),
             Restore | DeleteSnapshot => (self.snapshots.is_empty(), Snapshot),
             Create => return None,
             Delete => (self.spares.is_empty(), Create),
         };
-        if !is_lacking {
+        if !is_needed {
             return None;
         }
-        Some(self.lacks(before).unwrap_or(before))
+        Some(self.prerequisite(before).unwrap_or(before))
     }
 
-    /// Does the operation, in whose midst a process dies. False when it was not met. A write that nobody waits for may
-    /// have been passed only after the operation that it belongs to had ended: then it is met in another.
+    /// Runs the operation with an armed fail point. Returns false if it was not passed. An asynchronous write may be
+    /// passed only after its operation; then another operation passes it.
     async fn crash(
         &mut self,
         operation: Operation,
@@ -248,7 +245,7 @@ impl<'a> World<'a> {
         Ok(false)
     }
 
-    /// Does the operation as a sidecar would, and waits until what should be there is, and nothing else.
+    /// Runs the operation like a sidecar, and waits until exactly the expected objects exist.
     async fn run(&mut self, operation: Operation) -> Result<()> {
         match operation {
             Attach => self.attach().await,
@@ -263,8 +260,7 @@ impl<'a> World<'a> {
                 self.create(request, Some(self.log.acknowledged())).await
             }
             Restore => {
-                let Kept { handle, bytes, records } =
-                    self.snapshots.last().context("there is no snapshot")?;
+                let Kept { handle, bytes, records } = self.snapshots.last().context("no snapshot")?;
                 let (records, bytes) = (*records, *bytes as i64);
                 self.create(restored_volume(&self.s.csi_name(), bytes, handle), Some(records)).await
             }
@@ -284,8 +280,8 @@ impl<'a> World<'a> {
     }
 
     async fn detach(&mut self) -> Result<()> {
-        // As when it is unmounted.
-        let writer = self.writer.take().context("it is not attached")?;
+        // The writer stops before the detach, as with an unmount.
+        let writer = self.writer.take().context("not attached")?;
         drop(writer.stop()?);
         let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
         insist("detach", || s.driver.unpublish(&handle, &self.node.name)).await?;
@@ -310,14 +306,14 @@ impl<'a> World<'a> {
         let Volume { handle: source, bytes } = self.subject.clone();
         let taken = insist("snapshot", || async {
             let taken = s.csi_snapshot(&name, &source).await?;
-            if taken.ready_to_use { Ok(taken) } else { Err(Status::aborted("it is not ready")) }
+            if taken.ready_to_use { Ok(taken) } else { Err(Status::aborted("not ready")) }
         })
         .await?;
         let handle = taken.snapshot_id;
         self.expect(Facts::default(), Facts::of_snapshot(&handle, &source, bytes)).await?;
-        let file = told("the snapshot's file", || async {
+        let file = retried("the snapshot's file", || async {
             let kept = s.infra_snapshot(&handle).await?;
-            let pool = s.infra.get_pool(&kept.pool).await?.context("the snapshot's pool is gone")?;
+            let pool = s.infra.get_pool(&kept.pool).await?.context("the snapshot's pool does not exist")?;
             Ok(PathBuf::from(pool.path).join(format!("{}.snap", kept.id)))
         });
         self.log.verify_since(records, &file.await?)?;
@@ -326,14 +322,14 @@ impl<'a> World<'a> {
     }
 
     async fn delete_snapshot(&mut self) -> Result<()> {
-        let Kept { handle, bytes, .. } = self.snapshots.pop().context("there is no snapshot")?;
+        let Kept { handle, bytes, .. } = self.snapshots.pop().context("no snapshot")?;
         let s = self.s;
         insist("delete a snapshot", || s.driver.delete_snapshot(&handle)).await?;
         let gone = Facts::of_snapshot(&handle, &self.subject.handle, bytes);
         self.expect(gone, Facts::default()).await
     }
 
-    /// Makes a volume, which has the subject's first `records` where it began with its bytes.
+    /// Creates a volume and verifies the first `records` records of the subject in a clone or restored volume.
     async fn create(&mut self, request: CreateVolumeRequest, records: Option<u64>) -> Result<()> {
         let s = self.s;
         let volume = insist("create", || s.driver.create(request.clone())).await?;
@@ -347,29 +343,29 @@ impl<'a> World<'a> {
     }
 
     async fn delete(&mut self) -> Result<()> {
-        let Volume { handle, bytes } = self.spares.pop().context("there is no volume to spare")?;
+        let Volume { handle, bytes } = self.spares.pop().context("no spare volume")?;
         let s = self.s;
         insist("delete", || s.driver.delete(&handle)).await?;
         self.expect(Facts::of_volume(&handle, bytes), Facts::default()).await
     }
 
-    /// Waits until there is what there was, without the one and with the other, and nothing else.
+    /// Updates the expected inventory, and waits until it is observed.
     async fn expect(&mut self, without: Facts, with: Facts) -> Result<()> {
         self.facts = std::mem::take(&mut self.facts).without(&without).and(with);
         self.facts.hold(self.s).await
     }
 
     async fn file(&self, handle: &str) -> Result<PathBuf> {
-        told("the volume's file", || async { self.s.file_of(&self.s.infra_volume(handle).await?).await })
+        retried("the volume's file", || async { self.s.file_of(&self.s.infra_volume(handle).await?).await })
             .await
     }
 }
 
-/// Asks an infra that may be dying just now.
-async fn told<T, F, R>(what: &str, ask: F) -> Result<T>
+/// Retries a request to storage-infra, which may be restarting.
+async fn retried<T, F, R>(what: &str, request: F) -> Result<T>
 where
     F: Fn() -> R,
     R: Future<Output = Result<T>>,
 {
-    eventually(what, PATIENCE, || async { Ok(ask().await.map_err(|error| format!("{error:#}"))) }).await
+    eventually(what, PATIENCE, || async { Ok(request().await.map_err(|error| format!("{error:#}"))) }).await
 }

@@ -1,5 +1,5 @@
-//! Parts of the system that stand still, are killed, or answer nonsense while work is under way. One test at
-//! a time, since each disturbs the parts that all share.
+//! Components that are paused or killed, or get malformed responses, during operations. The tests run one at a time,
+//! because each disturbs shared components.
 
 use std::time::Duration;
 
@@ -17,12 +17,12 @@ use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
 use tonic::Code;
 
 #[tokio::test]
-async fn a_call_answers_before_its_deadline_and_the_next_finds_the_work_done() -> Result<()> {
+async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_done() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let frozen = s.freeze_part("vm-operator-shim")?;
-        // Of which a tenth is for the answer's way back.
+        // A tenth of it is reserved for the response.
         let time = Duration::from_secs(10);
         let late = s.driver.publish_within(&handle, &node.name, time).await.unwrap_err();
         assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
@@ -48,7 +48,7 @@ async fn a_call_answers_before_its_deadline_and_the_next_finds_the_work_done() -
 }
 
 #[tokio::test]
-async fn work_goes_on_after_each_part_was_killed_in_its_midst() -> Result<()> {
+async fn attach_and_detach_succeed_after_each_component_was_killed() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         for part in ["vm-operator-shim", "mgmt-csi", "storage-infra"] {
@@ -56,7 +56,7 @@ async fn work_goes_on_after_each_part_was_killed_in_its_midst() -> Result<()> {
             s.kill_part(part).await?;
             let early =
                 s.driver.publish_within(&handle, &node.name, Duration::from_secs(2)).await.unwrap_err();
-            // CANCELLED is said by the caller's own end, when the answer comes too late for it.
+            // The client itself reports CANCELLED if the response is too late.
             assert!(
                 matches!(early.code(), Code::DeadlineExceeded | Code::Unavailable | Code::Cancelled),
                 "{part} is down: {early}"
@@ -80,13 +80,13 @@ async fn work_goes_on_after_each_part_was_killed_in_its_midst() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_expansion_ends_right_whichever_part_is_killed_in_its_midst() -> Result<()> {
+async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        // A claim each: csi-resizer leaves one alone whose filesystem has yet to grow.
+        // A claim per case: csi-resizer does not expand a claim whose filesystem expansion is pending.
         for (part, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             let below = s.bound_claim(part).await?;
-            // The part below stands still meanwhile, so that it is in the midst for sure.
+            // The component below is paused, so that the expansion is in progress for sure.
             let frozen = s.freeze_part(beneath)?;
             s.request(part, "8Mi").await?;
             s.growth_begun(&below, 8).await?;
@@ -109,7 +109,7 @@ async fn an_expansion_ends_right_whichever_part_is_killed_in_its_midst() -> Resu
 }
 
 #[tokio::test]
-async fn a_snapshot_is_taken_once_whichever_driver_is_killed_meanwhile() -> Result<()> {
+async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         for (part, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
@@ -117,7 +117,7 @@ async fn a_snapshot_is_taken_once_whichever_driver_is_killed_meanwhile() -> Resu
             let (volume, file) = s.followed(part).await?;
             let id = s.infra_volume(&volume).await?.id;
             write(&file, &noise(8, 4 << 20))?;
-            // The part below stands still meanwhile, so that it is in the midst for sure.
+            // The component below is paused, so that the snapshot is in progress for sure.
             let frozen = s.freeze_part(beneath)?;
             s.snapshot(part, part).await?;
             eventually(&format!("a management snapshot of {volume}"), PATIENCE, || async {
@@ -148,14 +148,14 @@ async fn a_snapshot_is_taken_once_whichever_driver_is_killed_meanwhile() -> Resu
 }
 
 #[tokio::test]
-async fn nonsense_from_the_infra_is_told_and_tried_again_and_nothing_is_lost() -> Result<()> {
+async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let pki = s.lab.state().infra.clone().context("the lab has no infra")?.pki;
         let fake = FakeInfra::start(&pki, Answer::json(200, "{\"half\":")).await?;
 
-        // Another mgmt-csi in the place of the real one, with the fake as its infra.
+        // A second mgmt-csi replaces the lab's, with the fake storage infra.
         let management = s.lab.state().management.clone().context("the lab has no management cluster")?;
         s.stop_part("mgmt-csi").await?;
         let folder = tempfile::tempdir()?;
@@ -195,24 +195,28 @@ async fn nonsense_from_the_infra_is_told_and_tried_again_and_nothing_is_lost() -
             Answer::json(404, "{\"status\":404,\"code\":\"unheard-of\"}"),
             Answer { status: 302, content_type: "text/plain", body: String::new() },
         ] {
-            fake.answer(answer.clone());
+            fake.respond_with(answer.clone());
             let refused = driver.create(request.clone()).await.unwrap_err();
             assert!(
                 matches!(refused.code(), Code::Unavailable | Code::DeadlineExceeded | Code::Internal),
                 "{answer:?}: {refused}"
             );
-            let told =
+            let is_reported =
                 |name: &str| refused.message().contains(name) || refused.message().contains("HTTP 404");
-            assert!(told(&request.name), "{answer:?}: {refused}");
+            assert!(is_reported(&request.name), "{answer:?}: {refused}");
             let refused = driver.delete("fake-volume").await.unwrap_err();
-            let told =
+            let is_reported =
                 |name: &str| refused.message().contains(name) || refused.message().contains("HTTP 404");
-            assert!(told("fake-volume"), "{answer:?}: {refused}");
+            assert!(is_reported("fake-volume"), "{answer:?}: {refused}");
         }
-        assert!(!fake.asked().is_empty());
+        assert!(!fake.requests().is_empty());
 
-        // An attach through it fails in plain words, and heals once the real ones are back.
-        fake.answer(Answer { status: 200, content_type: "text/html", body: "<html>a proxy</html>".into() });
+        // An attach fails with a clear error, and succeeds with the real storage infra.
+        fake.respond_with(Answer {
+            status: 200,
+            content_type: "text/html",
+            body: "<html>a proxy</html>".into(),
+        });
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
         assert!(refused.message().contains("another server"), "{refused}");
@@ -222,9 +226,9 @@ async fn nonsense_from_the_infra_is_told_and_tried_again_and_nothing_is_lost() -
         assert!(!status.attached && status.error.is_some(), "{status:?}");
 
         let status = second.stop().await?;
-        assert!(status.success(), "mgmt-csi ended with {status}");
+        assert!(status.success(), "mgmt-csi exited with {status}");
         s.start_part("mgmt-csi").await?;
-        eventually("an attach with the real infra", PATIENCE, || async {
+        eventually("an attach with the real storage infra", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
         .await?;
@@ -235,7 +239,7 @@ async fn nonsense_from_the_infra_is_told_and_tried_again_and_nothing_is_lost() -
 }
 
 #[tokio::test]
-async fn a_use_that_ended_while_its_guests_driver_was_away_is_taken_back() -> Result<()> {
+async fn a_consumer_record_is_removed_if_the_volume_was_deleted_while_the_driver_was_down() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let second = s.second_guest().await?;
@@ -252,12 +256,12 @@ async fn a_use_that_ended_while_its_guests_driver_was_away_is_taken_back() -> Re
     .await
 }
 
-/// Waits until an annotation is on a management claim, or isn't.
-async fn recorded(s: &Scenario, claim: &str, record: &str, wanted: bool) -> Result<()> {
-    eventually(&format!("{record} on {claim}: {wanted}"), PATIENCE, || async {
+/// Waits until an annotation is, or is not, on a management claim.
+async fn recorded(s: &Scenario, claim: &str, record: &str, expected: bool) -> Result<()> {
+    eventually(&format!("{record} on {claim}: {expected}"), PATIENCE, || async {
         let claim = s.claims().get(claim).await?;
         let there = claim.annotations().contains_key(record);
-        Ok(if there == wanted { Ok(()) } else { Err(format!("{:?}", claim.annotations())) })
+        Ok(if there == expected { Ok(()) } else { Err(format!("{:?}", claim.annotations())) })
     })
     .await
 }

@@ -1,5 +1,4 @@
-//! Dynamic provisioning: a guest claim becomes a claim in the management cluster, that one a volume of the
-//! infra, and back.
+//! Dynamic provisioning: guest claim, management claim, volume of the storage infra, and their deletion.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -12,7 +11,7 @@ use tests::{MIB, PATIENCE, eventually, run, unique};
 use tonic::Code;
 
 #[tokio::test]
-async fn a_guest_claim_is_bound_with_the_same_facts_in_both_tiers_and_leaves_nothing() -> Result<()> {
+async fn a_guest_claim_is_bound_with_matching_objects_in_both_tiers_and_leaves_nothing() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "5Mi").await?;
         let (claim, volume) = s.bound("data").await?;
@@ -48,12 +47,12 @@ async fn a_guest_claim_is_bound_with_the_same_facts_in_both_tiers_and_leaves_not
         assert_eq!(std::fs::metadata(&file)?.len(), 5 << 20);
 
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        eventually("the guest volume gone", PATIENCE, || async {
+        eventually("the guest volume is deleted", PATIENCE, || async {
             let left = s.guest_volumes().get_opt(&volume.name_any()).await?;
             Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
         })
         .await?;
-        // Nothing is reported done above before it is done below.
+        // The guest volume is deleted only after everything below it.
         assert!(s.claims().get_opt(&handle).await?.is_none());
         s.own(&volume.name_any());
         s.nothing_is_left().await?;
@@ -64,7 +63,7 @@ async fn a_guest_claim_is_bound_with_the_same_facts_in_both_tiers_and_leaves_not
 }
 
 #[tokio::test]
-async fn calls_can_be_repeated_and_a_different_request_of_the_same_name_is_refused() -> Result<()> {
+async fn calls_are_idempotent_and_a_different_request_with_the_same_name_is_refused() -> Result<()> {
     run(|s| async move {
         let request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
         let first = s.driver.create(request.clone()).await?;
@@ -92,7 +91,7 @@ async fn calls_can_be_repeated_and_a_different_request_of_the_same_name_is_refus
 }
 
 #[tokio::test]
-async fn a_class_that_does_not_lead_to_a_management_class_is_refused_with_the_reason() -> Result<()> {
+async fn a_class_without_a_valid_management_class_is_refused_with_the_reason() -> Result<()> {
     run(|s| async move {
         let mut without = new_volume(&s.csi_name(), MIB, "nestor");
         without.parameters.clear();
@@ -123,7 +122,7 @@ async fn a_class_that_does_not_lead_to_a_management_class_is_refused_with_the_re
 }
 
 #[tokio::test]
-async fn a_quota_of_the_management_cluster_is_told_with_its_numbers_and_heals() -> Result<()> {
+async fn a_quota_error_of_the_management_cluster_is_reported_with_its_numbers_and_recovers() -> Result<()> {
     run(|s| async move {
         let below = s.management_class(&[]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
@@ -144,9 +143,9 @@ async fn a_quota_of_the_management_cluster_is_told_with_its_numbers_and_heals() 
 }
 
 #[tokio::test]
-async fn no_room_in_the_infra_is_told_in_its_own_words_and_heals_when_there_is_room() -> Result<()> {
+async fn missing_capacity_is_reported_with_the_infras_message_and_recovers() -> Result<()> {
     run(|s| async move {
-        // A class that only pools of this label can serve, of which there are none yet.
+        // Only pools with this label can serve the class, and there are none yet.
         let label = unique("label");
         let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
@@ -156,7 +155,7 @@ async fn no_room_in_the_infra_is_told_in_its_own_words_and_heals_when_there_is_r
         let waiting = claims
             .iter()
             .any(|claim| claim.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name));
-        assert!(waiting, "the management claim waits for room");
+        assert!(waiting, "the management claim is pending");
         s.label_pool(&label, &s.name).await?;
         s.bound("data").await?;
         Ok(())
@@ -165,14 +164,14 @@ async fn no_room_in_the_infra_is_told_in_its_own_words_and_heals_when_there_is_r
 }
 
 #[tokio::test]
-async fn a_volume_larger_than_every_pool_is_refused_in_the_words_of_the_infra_and_can_be_deleted()
--> Result<()> {
+async fn a_volume_larger_than_every_pool_is_refused_with_the_infras_message_and_can_be_deleted() -> Result<()>
+{
     run(|s| async move {
         let name = s.csi_name();
         let huge = new_volume(&name, 900 << 40, "nestor");
         let refused = s.driver.create(huge.clone()).await.unwrap_err();
         assert!(refused.message().contains("too little free space"), "{refused}");
-        // It may still succeed, so the sidecar must not take it for final.
+        // A later retry may succeed, so the code must not be final.
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
         assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_some());
         s.driver.delete(&s.claim_name(&name)).await?;
@@ -183,7 +182,7 @@ async fn a_volume_larger_than_every_pool_is_refused_in_the_words_of_the_infra_an
 }
 
 #[tokio::test]
-async fn a_guest_claim_that_is_deleted_while_there_is_no_room_leaves_nothing() -> Result<()> {
+async fn a_guest_claim_deleted_while_there_is_no_capacity_leaves_nothing() -> Result<()> {
     run(|s| async move {
         let below = s.management_class(&[("pool.test", &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
@@ -197,7 +196,7 @@ async fn a_guest_claim_that_is_deleted_while_there_is_no_room_leaves_nothing() -
 }
 
 #[tokio::test]
-async fn sizes_are_whole_mebibytes_within_the_limit() -> Result<()> {
+async fn sizes_are_rounded_up_to_mebibytes_within_the_limit() -> Result<()> {
     run(|s| async move {
         let of_size = |required_bytes, limit_bytes| {
             let mut request = new_volume(&s.csi_name(), 0, "nestor");
@@ -216,16 +215,16 @@ async fn sizes_are_whole_mebibytes_within_the_limit() -> Result<()> {
         }
         let refused = s.driver.create(of_size(-1, 0)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
-        let mut unsaid = new_volume(&s.csi_name(), 0, "nestor");
-        unsaid.capacity_range = None;
-        assert_eq!(s.driver.create(unsaid).await?.capacity_bytes, 1 << 30);
+        let mut unspecified = new_volume(&s.csi_name(), 0, "nestor");
+        unspecified.capacity_range = None;
+        assert_eq!(s.driver.create(unspecified).await?.capacity_bytes, 1 << 30);
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn any_csi_name_becomes_a_volume_of_its_own() -> Result<()> {
+async fn any_csi_name_becomes_a_separate_volume() -> Result<()> {
     run(|s| async move {
         let mut handles = std::collections::BTreeSet::new();
         for odd in ["x".repeat(130), "ünï/cödé ../..".to_owned(), "A\tB".to_owned(), "a\"b'c\\".to_owned()]

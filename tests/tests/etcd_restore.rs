@@ -1,5 +1,5 @@
-//! The management cluster's etcd is put back to what it was some time before, while guests run. What the guests did
-//! since is not in it any more, though their disks are as they are.
+//! Restore of the management cluster's etcd from a backup while guests run: later changes of the guests are lost in
+//! etcd, but their disks are as they were.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -21,7 +21,7 @@ struct Used {
     volume: String,
     /// The management claim.
     handle: String,
-    /// The infra's volume.
+    /// The storage infra's volume.
     infra: Volume,
 }
 
@@ -32,22 +32,22 @@ impl Used {
         Ok(Self { claim, volume, infra: s.infra_volume(&handle).await?, handle })
     }
 
-    /// The machines that have it, by UUID, as the infra says.
+    /// UUIDs of the nodes that have it attached in the storage infra.
     async fn machines(&self, s: &Scenario) -> Result<Vec<String>> {
         let list = s.infra.list_attachments(None, Some(&self.infra.id)).await?;
         Ok(list.iter().map(|one| one.node.to_string()).collect())
     }
 
-    /// Attaches it as the guest would, and writes records to it; gives the order.
+    /// Attaches it and writes records to it; returns the guest attachment.
     async fn write(&self, s: &Scenario, node: &LoopNode) -> Result<(String, Writer)> {
         let order = s.order_attach(&self.volume, &node.name).await?;
         let disk = device(node, &s.attached(&order).await?);
         Ok((order, Records::begin(&disk, 1 << 20)?.keep_appending()))
     }
 
-    /// Waits until a machine has it by an order of the management cluster's, and is shown to.
-    async fn is_ordered(&self, s: &Scenario, node: &LoopNode) -> Result<()> {
-        eventually(&format!("{} ordered into {}", self.claim, node.name), PATIENCE, || async {
+    /// Waits until a VolumeAttachment and the VM's status report it as attached.
+    async fn is_attached(&self, s: &Scenario, node: &LoopNode) -> Result<()> {
+        eventually(&format!("{} attached to {}", self.claim, node.name), PATIENCE, || async {
             let order = s.attachment(&node.name, &self.handle).await?;
             let attached =
                 order.as_ref().and_then(|order| order.status.as_ref()).is_some_and(|status| status.attached);
@@ -58,18 +58,18 @@ impl Used {
     }
 }
 
-/// Waits until a writer has got on, which it does not when its disk is gone.
-async fn gets_on(what: &str, writer: &Writer) -> Result<()> {
+/// Waits until a writer has appended more records, which fails if its disk is gone.
+async fn makes_progress(what: &str, writer: &Writer) -> Result<()> {
     let before = writer.log().acknowledged();
-    eventually(&format!("the writer of {what} gets on"), PATIENCE, || async {
+    eventually(&format!("the writer of {what} makes progress"), PATIENCE, || async {
         let now = writer.log().acknowledged();
         Ok(if now > before + 20 { Ok(()) } else { Err(format!("{before}, {now}")) })
     })
     .await
 }
 
-/// Makes the management objects of a volume anew that the infra still has, from what the infra says of it.
-async fn make_objects_anew(s: &Scenario, volume: &Volume) -> Result<()> {
+/// Recreates the management objects of a volume from the storage infra's record.
+async fn recreate_objects(s: &Scenario, volume: &Volume) -> Result<()> {
     let (name, namespace) = (&volume.labels["pvc"], &volume.labels["namespace"]);
     let object: PersistentVolume = serde_json::from_value(json!({
         "metadata": {
@@ -98,7 +98,7 @@ async fn make_objects_anew(s: &Scenario, volume: &Volume) -> Result<()> {
 }
 
 #[tokio::test]
-async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_were_before() -> Result<()> {
+async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (here, there) = (s.node().await?, s.node().await?);
@@ -114,11 +114,11 @@ async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_
         let (moved_order, moved_writer) = moved.write(&s, &here).await?;
         let backup = s.lab.back_up_management().await?;
 
-        // What the backup knows nothing of.
+        // Changes after the backup.
         let new = Used::new(&s, "new").await?;
         let (new_order, new_writer) = new.write(&s, &here).await?;
         s.guest_claims().delete(deleted.claim, &DeleteParams::default()).await?;
-        eventually("the deleted volume gone", PATIENCE, || async {
+        eventually("the deleted volume is deleted", PATIENCE, || async {
             let left = s.infra.get_volume(&deleted.infra.id).await?;
             Ok(left.map_or(Ok(()), |left| Err(format!("{}", left.state))))
         })
@@ -131,21 +131,21 @@ async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_
         let moved_disk = device(&there, &s.attached(&moved_order).await?);
         let moved_writer = moved_records.resume(&moved_disk)?.keep_appending();
 
-        s.lab.restore_management(&backup, Revisions::GoOn).await?;
+        s.lab.restore_management(&backup, Revisions::Bumped).await?;
 
-        // What was there before and after goes on as if nothing had been.
-        stays.is_ordered(&s, &here).await?;
-        // The disk that moved is ordered where it is, not where it was.
-        moved.is_ordered(&s, &there).await?;
+        // A volume that did not change stays attached.
+        stays.is_attached(&s, &here).await?;
+        // The moved volume gets a VolumeAttachment for its new node, not for the old one.
+        moved.is_attached(&s, &there).await?;
         assert_eq!(moved.machines(&s).await?, [there.uuid.to_string()]);
-        // The claim of the one that is new is missing, which its guest is told; its disk stays.
+        // The new volume's claim is missing, which is reported to the guest; its disk stays attached.
         s.told(new.claim, &[&new.handle]).await?;
         assert_eq!(new.machines(&s).await?, [here.uuid.to_string()]);
         let second = s.order_attach(&new.volume, &there.name).await?;
         s.orders().refused(&second, &[&new.handle]).await?;
         s.order_detach(&second).await?;
-        // The claim of the one that was deleted is back, and has nothing: that is said, and no empty one is made.
-        eventually("the claim without its volume is called ill", PATIENCE, || async {
+        // The deleted volume's claim is back without its volume, which is reported; no empty volume is created.
+        eventually("the claim without its volume is reported as unhealthy", PATIENCE, || async {
             let claim = s.claims().get(&deleted.handle).await?;
             let conditions = claim.status.and_then(|status| status.conditions).unwrap_or_default();
             let ill =
@@ -155,14 +155,14 @@ async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_
         .await?;
         assert!(s.infra.get_volume(&deleted.infra.id).await?.is_none());
         for (what, writer) in [("stays", &stays_writer), ("moved", &moved_writer), ("new", &new_writer)] {
-            gets_on(what, writer).await?;
+            makes_progress(what, writer).await?;
         }
 
-        // Once its objects are there again, the new one is ordered as before, and never left its machine.
-        make_objects_anew(&s, &s.infra.get_volume(&new.infra.id).await?.context("the volume is gone")?)
+        // After its objects are recreated, the new volume is attached as before; its disk was never detached.
+        recreate_objects(&s, &s.infra.get_volume(&new.infra.id).await?.context("the volume is gone")?)
             .await?;
-        new.is_ordered(&s, &here).await?;
-        gets_on("new", &new_writer).await?;
+        new.is_attached(&s, &here).await?;
+        makes_progress("new", &new_writer).await?;
 
         let stays_log = stays_writer.stop()?.close();
         stays_log.verify(&device(&here, &stays.infra.disk_uuid.to_string()))?;
@@ -172,16 +172,16 @@ async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_
         for order in [&stays_order, &moved_order, &new_order] {
             s.order_detach(order).await?;
         }
-        // The entries that came back with the copy, which no order of the guest stands for, are taken out after
-        // gc-csi's --repair-grace; here at once.
+        // The restored entries without a guest attachment would be removed after gc-csi's --repair-grace; detach them at
+        // once.
         for used in [&detached, &moved] {
-            eventually(&format!("{} let go by {}", used.claim, here.name), PATIENCE, || async {
+            eventually(&format!("{} detached from {}", used.claim, here.name), PATIENCE, || async {
                 let left = s.driver.unpublish(&used.handle, &here.name).await;
                 Ok(left.map_err(|status| status.to_string()))
             })
             .await?;
         }
-        // All can be had again, with all that was written.
+        // All volumes can be attached again, with all records.
         for (used, log) in [(&new, &new_log), (&detached, &kept), (&stays, &stays_log), (&moved, &moved_log)]
         {
             let order = s.order_attach(&used.volume, &there.name).await?;
@@ -194,14 +194,14 @@ async fn no_disk_is_pulled_plugged_twice_or_emptied_because_objects_are_as_they_
 }
 
 #[tokio::test]
-async fn a_claim_that_waited_when_the_copy_was_made_gets_its_own_volume_again() -> Result<()> {
+async fn a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
         s.stop_part("mgmt-csi").await?;
         s.claim("data", "nestor", "4Mi").await?;
-        let waiting = eventually("a management claim that waits", PATIENCE, || async {
+        let waiting = eventually("a pending management claim", PATIENCE, || async {
             let claims = s.claims().list(&Default::default()).await?;
             let own = claims
                 .into_iter()
@@ -221,15 +221,15 @@ async fn a_claim_that_waited_when_the_copy_was_made_gets_its_own_volume_again() 
         };
         let (order, writer) = used.write(&s, &node).await?;
 
-        // Where revisions come again, everything that watches must begin anew.
-        s.lab.restore_management(&backup, Revisions::ComeAgain).await?;
+        // Revisions are reused, so every component that watches must be restarted.
+        s.lab.restore_management(&backup, Revisions::Reused).await?;
         s.lab.restart_watchers_of_management().await?;
-        used.is_ordered(&s, &node).await?;
+        used.is_attached(&s, &node).await?;
         assert_eq!(
             s.infra_volume(&used.handle).await?.id,
             VolumeId::new(format!("pvc-{}", waiting.uid().context("no UID")?))?
         );
-        gets_on("data", &writer).await?;
+        makes_progress("data", &writer).await?;
         let log = writer.stop()?.close();
         log.verify(&device(&node, &used.infra.disk_uuid.to_string()))?;
         s.order_detach(&order).await?;

@@ -1,4 +1,4 @@
-//! Expansion: a guest claim that asks for more, through both csi-resizers, down to the disk and up to the filesystem.
+//! Expansion of guest claims, through both csi-resizers, to the disk and the filesystem.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use tests::pods::{self, Machines, Script, Volume, block, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, requested, run, unique};
 use tonic::Code;
 
-/// A number of mebibytes, as a claim asks for them.
+/// A size in MiB as a Kubernetes quantity.
 fn mebibytes(size: u64) -> String {
     format!("{size}Mi")
 }
@@ -24,7 +24,7 @@ fn mebibytes(size: u64) -> String {
 // ---- through both tiers ----
 
 #[tokio::test]
-async fn a_volume_that_nobody_uses_grows_in_every_tier_and_keeps_its_bytes() -> Result<()> {
+async fn a_detached_volume_is_expanded_in_every_tier_and_keeps_its_data() -> Result<()> {
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         let file = s.file_of(&s.infra_volume(&below).await?).await?;
@@ -34,7 +34,7 @@ async fn a_volume_that_nobody_uses_grows_in_every_tier_and_keeps_its_bytes() -> 
         assert_eq!(requested(&s.claims().get(&below).await?), 64 << 20);
         assert_eq!(std::fs::metadata(&file)?.len(), 64 << 20);
         assert!(read(&file, 4 << 20)? == noise(1, 4 << 20));
-        // Its filesystem grows when a machine has it; csi-resizer says so once the volume has its new size.
+        // The filesystem is expanded at the next attach; csi-resizer sets the condition once the volume has its new size.
         eventually("condition FileSystemResizePending on the guest claim", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
             let all = status.conditions.unwrap_or_default();
@@ -48,7 +48,7 @@ async fn a_volume_that_nobody_uses_grows_in_every_tier_and_keeps_its_bytes() -> 
 }
 
 #[tokio::test]
-async fn ten_claims_that_ask_for_more_at_once_get_it() -> Result<()> {
+async fn ten_claims_are_expanded_at_once() -> Result<()> {
     run(|s| async move {
         let names: Vec<String> = (0..10).map(|number| format!("data-{number}")).collect();
         for name in &names {
@@ -69,20 +69,20 @@ async fn ten_claims_that_ask_for_more_at_once_get_it() -> Result<()> {
 }
 
 #[tokio::test]
-async fn calls_that_are_repeated_and_that_meet_grow_a_volume_once() -> Result<()> {
+async fn repeated_and_concurrent_calls_expand_a_volume_once() -> Result<()> {
     run(|s| async move {
         let handle = s.volume().await?;
         let all = (5..=12).map(|size| {
             let (driver, handle) = (s.driver.clone(), handle.clone());
             tokio::spawn(async move {
-                // Another one may be under way, and csi-resizer below stumble over a copy from before that.
+                // Another call may be running, and csi-resizer below may fail with a stale copy of the claim.
                 let what = format!("{size} MiB of {handle}");
                 insist(&what, || driver.expand(&handle, size * MIB)).await.map(|bytes| (size * MIB, bytes))
             })
         });
         for one in all.collect::<Vec<_>>() {
-            let (wanted, has) = one.await??;
-            assert!(has >= wanted && has <= 12 * MIB, "{wanted} were asked for, {has} are there");
+            let (requested, has) = one.await??;
+            assert!(has >= requested && has <= 12 * MIB, "{requested} bytes requested, {has} provided");
         }
         let mut volume = s.infra_volume(&handle).await?;
         assert_eq!(volume.capacity_bytes, 12 << 20);
@@ -90,7 +90,11 @@ async fn calls_that_are_repeated_and_that_meet_grow_a_volume_once() -> Result<()
         for size in [12, 12, 7, 1] {
             assert_eq!(s.driver.expand(&handle, size * MIB).await?, 12 * MIB);
         }
-        assert_eq!(s.claims().get(&handle).await?.resource_version(), version, "nothing was written below");
+        assert_eq!(
+            s.claims().get(&handle).await?.resource_version(),
+            version,
+            "the management claim changed"
+        );
         volume = s.infra_volume(&handle).await?;
         assert_eq!(volume.capacity_bytes, 12 << 20);
         Ok(())
@@ -99,7 +103,8 @@ async fn calls_that_are_repeated_and_that_meet_grow_a_volume_once() -> Result<()
 }
 
 #[tokio::test]
-async fn what_the_platform_team_grew_is_told_and_given_when_the_guest_asks_for_it() -> Result<()> {
+async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_guest_requests_it() -> Result<()>
+{
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
@@ -113,7 +118,7 @@ async fn what_the_platform_team_grew_is_told_and_given_when_the_guest_asks_for_i
             Ok(found.map(|_| ()).ok_or_else(|| format!("{all:?}")))
         })
         .await?;
-        // Nothing of the guest's changes by itself.
+        // The guest's own objects do not change by themselves.
         assert_eq!(s.sizes("data").await?, [4 << 20, 4 << 20, 8 << 20, 8 << 20]);
 
         let (audit, version) = (s.lab.audit()?, s.claims().get(&below).await?.resource_version());
@@ -131,7 +136,7 @@ async fn what_the_platform_team_grew_is_told_and_given_when_the_guest_asks_for_i
 // ---- refusals ----
 
 #[tokio::test]
-async fn nothing_shrinks() -> Result<()> {
+async fn volumes_are_never_shrunk() -> Result<()> {
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         let refused = s.request("data", "2Mi").await.unwrap_err().to_string();
@@ -156,7 +161,7 @@ async fn nothing_shrinks() -> Result<()> {
     .await
 }
 
-/// A guest claim `data` of 4 MiB, of a management class of its own; gives the class and the management claim.
+/// Creates a guest claim `data` of 4 MiB with its own management class; returns the class and the management claim.
 async fn of_own_class(s: &Scenario) -> Result<(String, String)> {
     let below = s.management_class(&[]).await?;
     let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
@@ -165,7 +170,7 @@ async fn of_own_class(s: &Scenario) -> Result<(String, String)> {
 }
 
 #[tokio::test]
-async fn a_quota_is_told_with_its_numbers_and_heals_when_it_is_raised() -> Result<()> {
+async fn a_quota_error_is_reported_with_its_numbers_and_recovers_when_the_quota_is_raised() -> Result<()> {
     run(|s| async move {
         let (class, below) = of_own_class(&s).await?;
         s.quota(&class, "10Mi").await?;
@@ -183,7 +188,7 @@ async fn a_quota_is_told_with_its_numbers_and_heals_when_it_is_raised() -> Resul
 }
 
 #[tokio::test]
-async fn what_the_infra_has_no_room_for_is_told_in_its_words_and_less_can_be_had() -> Result<()> {
+async fn missing_capacity_is_reported_with_the_infras_message_and_a_smaller_size_succeeds() -> Result<()> {
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         s.request("data", "900Ti").await?;
@@ -192,25 +197,25 @@ async fn what_the_infra_has_no_room_for_is_told_in_its_words_and_less_can_be_had
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         s.request("data", "8Mi").await?;
         s.grown("data", 8).await?;
-        let asked = requested(&s.claims().get(&below).await?);
-        assert_eq!(asked, 8 << 20, "what could not be had is still asked for below");
+        let requested = requested(&s.claims().get(&below).await?);
+        assert_eq!(requested, 8 << 20, "the management claim still requests the larger size");
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn a_class_of_either_tier_whose_volumes_cannot_grow_is_named() -> Result<()> {
+async fn a_class_of_either_tier_without_volume_expansion_is_named() -> Result<()> {
     run(|s| async move {
         let (class, below) = of_own_class(&s).await?;
         let fixed = Patch::Merge(json!({"allowVolumeExpansion": false}));
         let classes: Api<StorageClass> = Api::all(s.management.clone());
         classes.patch(&class, &PatchParams::default(), &fixed).await?;
-        // The API server's admission check learns of it a moment later.
+        // The API server's admission sees the change a moment later.
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
-        eventually(&format!("{below} is not let grow any more"), PATIENCE, || async {
+        eventually(&format!("an expansion of {below} is rejected"), PATIENCE, || async {
             match s.claims().patch(&below, &PatchParams::default().dry_run(), &Patch::Merge(&more)).await {
-                Ok(_) => Ok(Err("it would grow".to_owned())),
+                Ok(_) => Ok(Err("it would be accepted".to_owned())),
                 Err(kube::Error::Api(status)) if status.code == 403 => Ok(Ok(())),
                 Err(error) => Err(error.into()),
             }
@@ -220,9 +225,9 @@ async fn a_class_of_either_tier_whose_volumes_cannot_grow_is_named() -> Result<(
         let (reason, _) = s.told("data", &[&below, &class, "must support resize"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
-        // Once its volumes can grow, it grows.
-        let growing = Patch::Merge(json!({"allowVolumeExpansion": true}));
-        classes.patch(&class, &PatchParams::default(), &growing).await?;
+        // After the class allows expansion, the volume is expanded.
+        let expandable = Patch::Merge(json!({"allowVolumeExpansion": true}));
+        classes.patch(&class, &PatchParams::default(), &expandable).await?;
         s.grown("data", 8).await?;
 
         let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, class.as_str())];
@@ -237,11 +242,11 @@ async fn a_class_of_either_tier_whose_volumes_cannot_grow_is_named() -> Result<(
 }
 
 #[tokio::test]
-async fn a_shared_claim_is_its_owners_to_expand() -> Result<()> {
+async fn a_shared_claim_can_only_be_expanded_by_its_owner() -> Result<()> {
     run(|s| async move {
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
         let below = s.management_claim(&[(&share, "rw")], json!({})).await?;
-        let refused = eventually(&format!("gc-csi knows of {below}"), PATIENCE, || async {
+        let refused = eventually(&format!("gc-csi finds {below}"), PATIENCE, || async {
             let refused = s.driver.expand(&below, 8 * MIB).await.unwrap_err();
             Ok(if refused.code() == Code::NotFound { Err(refused.to_string()) } else { Ok(refused) })
         })
@@ -249,7 +254,7 @@ async fn a_shared_claim_is_its_owners_to_expand() -> Result<()> {
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         assert!([below.as_str(), "owner"].iter().all(|text| refused.message().contains(text)), "{refused}");
 
-        // Of a class whose volumes can grow, so that it is asked for; and kept from other claims of that class.
+        // A class with volume expansion, so that the request is sent; bound to this claim only.
         let spec = json!({
             "storageClassName": "nestor", "claimRef": {"namespace": s.name, "name": "data"},
         });
@@ -268,7 +273,7 @@ async fn a_shared_claim_is_its_owners_to_expand() -> Result<()> {
 
 // ---- pods ----
 
-/// What a pod says of its four volumes: their sizes in bytes, one in each line, and then that their data holds.
+/// Shell functions that print the sizes of four volumes in bytes, one per line, and verify their data.
 const LOOK: &str = "size() {
         case $1 in
             raw) blockdev --getsize64 /dev/raw ;;
@@ -281,30 +286,30 @@ const LOOK: &str = "size() {
         dd if=/dev/raw bs=5 count=1 2>/dev/null; dd if=/dev/raw bs=1M skip=319 count=1 2>/dev/null | head -c 4
     }";
 
-/// A pod on a machine that has all four volumes.
+/// A pod with all four volumes.
 fn pod(name: &str, node: &str, volumes: &[Volume; 4], script: &str) -> Script {
     let [ext4, xfs, btrfs, raw] = volumes;
     let script = Script::new(name, node, &format!("{LOOK}\n{script}"));
     script.mount(ext4, "/ext4").mount(xfs, "/xfs").mount(btrfs, "/btrfs").device(raw, "/dev/raw")
 }
 
-/// Fails unless a pod said that each volume is as large as it should be, in mebibytes, and its data holds.
-fn right(said: &str, wanted: u64) -> Result<()> {
+/// Checks the output of a pod: each volume has the expected size in MiB, and its data is valid.
+fn check_output(said: &str, expected: u64) -> Result<()> {
     let lines: Vec<&str> = said.lines().map(str::trim).collect();
     let [ext4, xfs, btrfs, raw, data] = lines[..] else { anyhow::bail!("{said}") };
     for filesystem in [ext4, xfs, btrfs] {
         let size: u64 = filesystem.parse().with_context(|| said.to_owned())?;
         ensure!(
-            size > (wanted << 20) / 10 * 8 && size <= wanted << 20,
-            "{wanted} MiB were asked for: {said}"
+            size > (expected << 20) / 10 * 8 && size <= expected << 20,
+            "{expected} MiB expected: {said}"
         );
     }
-    ensure!(raw == (wanted << 20).to_string() && data == "firstlast", "{wanted} MiB were asked for: {said}");
+    ensure!(raw == (expected << 20).to_string() && data == "firstlast", "{expected} MiB expected: {said}");
     Ok(())
 }
 
 #[tokio::test]
-async fn filesystems_and_devices_grow_under_running_pods_and_between_them() -> Result<()> {
+async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods() -> Result<()> {
     pods::run(|machines: Arc<Machines>| async move {
         let s = machines.scenario();
         let volumes = [
@@ -313,8 +318,8 @@ async fn filesystems_and_devices_grow_under_running_pods_and_between_them() -> R
             machines.claim("btrfs", &filesystem("btrfs")).await?,
             machines.claim("raw", &block()).await?,
         ];
-        // It writes all the while.
-        let grows = "for volume in ext4 xfs btrfs; do
+        // The pod keeps writing.
+        let script = "for volume in ext4 xfs btrfs; do
                 cd /$volume; dd if=/dev/urandom of=data bs=64k count=16 conv=fsync 2>/dev/null; sha256sum data > sums
             done
             printf first | dd of=/dev/raw conv=notrunc,fsync 2>/dev/null
@@ -325,7 +330,7 @@ async fn filesystems_and_devices_grow_under_running_pods_and_between_them() -> R
                 done
             done
             look";
-        let running = machines.start(pod("running", &machines.here, &volumes, grows)).await?;
+        let running = machines.start(pod("running", &machines.here, &volumes, script)).await?;
         machines.running(&running).await?;
         for volume in &volumes {
             s.request(&volume.claim, "512Mi").await?;
@@ -334,7 +339,7 @@ async fn filesystems_and_devices_grow_under_running_pods_and_between_them() -> R
             s.grown(&volume.claim, 512).await?;
             s.has_capacity(&volume.claim, "512Mi").await?;
         }
-        right(&machines.finish(&running).await?, 512)?;
+        check_output(&machines.finish(&running).await?, 512)?;
         machines.remove(&running).await?;
         for volume in &volumes {
             machines.detached(volume).await?;
@@ -347,7 +352,7 @@ async fn filesystems_and_devices_grow_under_running_pods_and_between_them() -> R
             s.grown(&volume.claim, 640).await?;
         }
         let next = machines.start(pod("next", &machines.there, &volumes, "look")).await?;
-        right(&machines.finish(&next).await?, 640)?;
+        check_output(&machines.finish(&next).await?, 640)?;
         for volume in &volumes {
             s.has_capacity(&volume.claim, "640Mi").await?;
         }

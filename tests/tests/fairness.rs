@@ -1,6 +1,5 @@
-//! What one guest does has no other guest wait behind it: nothing is made for nothing, little is told of much, and who
-//! has much waits behind itself. Counts and order are asserted here; how long things take is measured by
-//! `cargo lab bench fairness`.
+//! Fairness between guests: load by one guest does not delay others, and causes no needless objects or events. The
+//! tests check counts and order; `cargo lab bench fairness` measures times.
 
 use std::sync::Arc;
 
@@ -14,17 +13,17 @@ use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
-use tests::program::{Running, binary};
+use tests::program::{management_cluster, shim_replica};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 const SHIM: &str = "vm-operator-shim";
 const MGMT: &str = "mgmt-csi";
 
-/// How many claims a VM names that are not there.
+/// Number of missing claims in a VM's spec.
 const ABSENT: usize = 128;
-/// How many attachments a dead VM has.
+/// Number of attachments of a dead VM.
 const DEAD: usize = 1000;
-/// How many disks are attached and taken back again and again: enough to have no burst left.
+/// Number of disks that are attached and detached repeatedly: enough to use up the burst.
 const FLAPPING: usize = 40;
 
 fn entry(claim: &str) -> Value {
@@ -36,7 +35,7 @@ fn absent(count: usize) -> Vec<String> {
     (0..count).map(|number| format!("{first}-{number}")).collect()
 }
 
-/// Writes all of a VM's `spec.volumes`, as who may write to it can.
+/// Replaces a VM's `spec.volumes`.
 async fn set(client: &Client, namespace: &str, vm: &str, claims: &[String]) -> kube::Result<()> {
     let entries: Vec<Value> = claims.iter().map(|claim| entry(claim)).collect();
     let patch = Patch::Merge(json!({"spec": {"volumes": entries}}));
@@ -44,7 +43,7 @@ async fn set(client: &Client, namespace: &str, vm: &str, claims: &[String]) -> k
     machines.patch(vm, &PatchParams::default(), &patch).await.map(drop)
 }
 
-/// Waits until a VM's status tells of so many disks that `pick` takes, and of no others.
+/// Waits until a VM's status has `count` disks that `pick` accepts, and no others.
 async fn told(
     client: &Client,
     namespace: &str,
@@ -53,11 +52,11 @@ async fn told(
     pick: impl Fn(&crds::VirtualMachineVolumeStatus) -> bool,
 ) -> Result<()> {
     let machines = lab::machines::api_in(client, namespace);
-    eventually(&format!("VM {vm} tells of {count} disks"), PATIENCE, || async {
+    eventually(&format!("VM {vm} has {count} disks"), PATIENCE, || async {
         let all = machines.get(vm).await?.status.unwrap_or_default().volumes;
-        let so = all.iter().filter(|disk| pick(disk)).count();
-        let is_so = so == count && all.len() == count;
-        Ok(if is_so { Ok(()) } else { Err(format!("{so} of {}: {:?}", all.len(), all.first())) })
+        let accepted = all.iter().filter(|disk| pick(disk)).count();
+        let matches = accepted == count && all.len() == count;
+        Ok(if matches { Ok(()) } else { Err(format!("{accepted} of {}: {:?}", all.len(), all.first())) })
     })
     .await
 }
@@ -68,7 +67,7 @@ fn is_missing(disk: &crds::VirtualMachineVolumeStatus) -> bool {
     !disk.attached && error.starts_with("ClaimNotFound") && error.contains(claim)
 }
 
-/// What our parts wrote of a kind since then.
+/// The writes of one of our components to a resource since `mark`.
 fn written(s: &Scenario, mark: Mark, by: &str, resource: &str) -> Result<Vec<Entry>> {
     let mut all = s.lab.audit()?.since(mark)?;
     all.retain(|one| one.user_agent.starts_with(by) && one.is_write() && one.resource == resource);
@@ -83,19 +82,19 @@ async fn events_of(client: &Client, namespace: &str, object: &str) -> Result<Vec
 }
 
 #[tokio::test]
-async fn nothing_is_made_for_claims_that_are_absent_and_one_event_tells_of_them_all() -> Result<()> {
+async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (loud, quiet) = (s.node().await?, s.node().await?);
         let mark = s.lab.audit()?.mark()?;
         for _ in 0..3 {
-            // Other claims each time, so that nothing is the same again.
+            // Different claims each time, so that nothing is deduplicated.
             set(&s.management, &s.namespace, &loud.name, &absent(ABSENT)).await?;
             told(&s.management, &s.namespace, &loud.name, ABSENT, is_missing).await?;
             set(&s.management, &s.namespace, &loud.name, &[]).await?;
             told(&s.management, &s.namespace, &loud.name, 0, |_| true).await?;
         }
-        // One of them is made after all.
+        // One of the claims is created later.
         let late = s.csi_name();
         let claim = s.claim_name(&late);
         let wanted = [absent(1), vec![claim.clone()]].concat();
@@ -120,32 +119,32 @@ async fn nothing_is_made_for_claims_that_are_absent_and_one_event_tells_of_them_
 
         let made = written(&s, mark, SHIM, "volumeattachments")?;
         let made: Vec<&str> = made.iter().filter(|one| one.verb == "create").map(|one| &*one.name).collect();
-        assert_eq!(made.len(), 2, "for the late claim, and for the other VM: {made:?}");
+        assert_eq!(made.len(), 2, "one for the late claim, one for the other VM: {made:?}");
         let event = eventually("an event about the VM", PATIENCE, || async {
             let found = events_of(&s.management, &s.namespace, &loud.name).await?;
             Ok(found
                 .into_iter()
                 .find(|event| event.reason.as_deref() == Some("ClaimNotFound"))
-                .ok_or_else(|| "none".to_owned()))
+                .ok_or_else(|| "no event".to_owned()))
         })
         .await?;
         let note = event.message.unwrap_or_default();
         ensure!(note.starts_with("128 claims not found: absent-") && note.ends_with('…'), "{note}");
         let by_shim = written(&s, mark, SHIM, "events")?.len();
         let by_mgmt = written(&s, mark, MGMT, "events")?.len();
-        assert_eq!((by_shim, by_mgmt), (1, 0), "one event for one VM and cause");
+        assert_eq!((by_shim, by_mgmt), (1, 0), "one event per VM and cause");
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn a_vm_cannot_name_more_disks_than_it_can_have() -> Result<()> {
+async fn a_vm_spec_cannot_have_more_volumes_than_the_limit() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let many = absent(crds::MAX_VOLUMES + 1);
         let refused = set(&s.management, &s.namespace, &node.name, &many).await.err();
-        let refused = refused.context("a VM has more entries than disks")?.to_string();
+        let refused = refused.context("a VM has more entries than the limit")?.to_string();
         ensure!(refused.contains("spec.volumes") && refused.contains("256"), "{refused}");
         set(&s.management, &s.namespace, &node.name, &many[1..]).await?;
         told(&s.management, &s.namespace, &node.name, crds::MAX_VOLUMES, is_missing).await?;
@@ -155,7 +154,7 @@ async fn a_vm_cannot_name_more_disks_than_it_can_have() -> Result<()> {
     .await
 }
 
-/// A VM in a namespace of its own, with claims there that are bound.
+/// Creates a VM in its own namespace, with bound claims there.
 async fn elsewhere(s: &Scenario, claims: usize) -> Result<(tests::place::Place, LoopNode, Vec<String>)> {
     let place = s.place().await?;
     let node = s.machine_at(&place).await?;
@@ -184,64 +183,47 @@ async fn elsewhere(s: &Scenario, claims: usize) -> Result<(tests::place::Place, 
 }
 
 #[tokio::test]
-async fn while_one_guest_floods_anothers_attach_is_done_before_the_floods_end() -> Result<()> {
+async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let (place, loud, claims) = elsewhere(&s, FLAPPING).await?;
         s.stop_part(SHIM).await?;
-        let shim = slow_shim(&s).await?;
+        let flags = ["--attach-burst=40", "--attach-rate=1"];
+        let shim = shim_replica(&s, &management_cluster(&s)?.kubeconfig_of(SHIM), &flags).await?;
         let client = &s.management;
         let is_attached = |disk: &crds::VirtualMachineVolumeStatus| disk.attached;
         set(client, &place.namespace, &loud.name, &claims).await?;
         told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
         set(client, &place.namespace, &loud.name, &[]).await?;
         told(client, &place.namespace, &loud.name, 0, |_| true).await?;
-        // It undoes what it asked for: what it asks for again comes little by little.
+        // The burst is used up: the second round of attaches is rate-limited.
         set(client, &place.namespace, &loud.name, &claims).await?;
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         let status = place.machines().get(&loud.name).await?.status.unwrap_or_default();
         let attached = status.volumes.iter().filter(|disk| disk.attached).count();
-        ensure!(attached < FLAPPING, "the other waited until all {attached} were attached");
-        // And all of it comes.
+        ensure!(attached < FLAPPING, "the other guest waited until all {attached} were attached");
+        // All of them are attached in the end.
         told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
         let events = eventually("an event about the VM", PATIENCE, || async {
             let found = events_of(client, &place.namespace, &loud.name).await?;
-            Ok(if found.is_empty() { Err("none".to_owned()) } else { Ok(found) })
+            Ok(if found.is_empty() { Err("no event".to_owned()) } else { Ok(found) })
         })
         .await?;
         let reasons: Vec<_> = events.iter().filter_map(|event| event.reason.as_deref()).collect();
         assert_eq!(reasons, ["AttachDelayed"]);
         set(client, &place.namespace, &loud.name, &[]).await?;
         told(client, &place.namespace, &loud.name, 0, |_| true).await?;
-        let ended = shim.stop().await?;
-        ensure!(ended.success(), "the shim ended with {ended}");
+        let status = shim.stop().await?;
+        ensure!(status.success(), "the shim exited with {status}");
         s.start_part(SHIM).await
     })
     .await
 }
 
-/// A shim by which a VM that undoes what it asked for has one disk attached per second.
-async fn slow_shim(s: &Scenario) -> Result<Running> {
-    let management = s.lab.state().management.as_ref().context("the lab has no management cluster")?;
-    let kubeconfig = format!("--kubeconfig={}", management.kubeconfig_of(SHIM).display());
-    let words = [
-        &*kubeconfig,
-        "--lease-namespace=nestor-system",
-        "--lease-duration=5",
-        "--lease-renew-deadline=4",
-        "--lease-retry-period=1",
-        "--attach-burst=40",
-        "--attach-rate=1",
-    ];
-    let running = Running::start(&binary(&s.lab, SHIM), &words).await?;
-    running.ready().await?;
-    Ok(running)
-}
-
-/// Attachments of a VM that nothing asks for.
-async fn leave(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Result<()> {
+/// Creates VolumeAttachments of a VM without entries in its spec.
+async fn leave_attachments(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Result<()> {
     let owner = s.machines().get(&vm.name).await?;
     let owner = json!({
         "apiVersion": format!("{}/{}", crds::VIRTUAL_MACHINE_GROUP, crds::VIRTUAL_MACHINE_VERSIONS[0]),
@@ -265,11 +247,11 @@ async fn leave(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_thousand_attachments_of_a_dead_vm_hold_up_its_own_alone() -> Result<()> {
+async fn a_thousand_attachments_of_a_dead_vm_do_not_delay_others() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (dead, node, handle) = (s.node().await?, s.node().await?, s.volume().await?);
-        leave(&s, &dead, DEAD).await?;
+        leave_attachments(&s, &dead, DEAD).await?;
         for _ in 0..3 {
             s.driver.publish(&handle, &node.name).await?;
             s.driver.unpublish(&handle, &node.name).await?;
@@ -279,13 +261,13 @@ async fn a_thousand_attachments_of_a_dead_vm_hold_up_its_own_alone() -> Result<(
             let more = first.metadata.remaining_item_count.unwrap_or_default();
             anyhow::Ok(first.items.len() as i64 + more)
         };
-        ensure!(left().await? > 0, "the other waited until all were gone");
-        eventually("all of them have gone", 5 * PATIENCE, || async {
+        ensure!(left().await? > 0, "the attach waited until all were deleted");
+        eventually("all VolumeAttachments of the dead VM are deleted", 5 * PATIENCE, || async {
             let left = left().await?;
             Ok(if left == 0 { Ok(()) } else { Err(format!("{left} left")) })
         })
         .await?;
-        // One event of the VM for each cause, and one of an attachment where that was alone at first.
+        // One event per cause on the VM, and one on the attachment that failed first.
         let all: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
         let mut about = all.list(&ListParams::default()).await?.items;
         about.retain(|event| {

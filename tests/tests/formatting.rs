@@ -1,4 +1,4 @@
-//! When a disk is formatted: only when the storage infra attests that it is blank.
+//! Formatting of disks: only if the storage infra attests that they are blank.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use tests::{MIB, bytes, run};
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-/// So large that the first MiB of an ext4 has none of its files: only what describes them, and is there more than once.
+/// Large enough that the first MiB of the ext4 filesystem has only metadata, of which there are backups.
 const SIZE: i64 = 4096 * MIB;
 
 type PublishContext = HashMap<String, String>;
@@ -28,21 +28,22 @@ fn token(context: &PublishContext) -> Option<String> {
 }
 
 #[tokio::test]
-async fn a_new_disk_is_attested_blank_all_the_way_up_until_something_was_written() -> Result<()> {
+async fn a_new_disk_is_attested_blank_in_all_tiers_until_the_first_write() -> Result<()> {
     run(|s| async move {
         let (volume, node) = (s.volume().await?, s.node().await?);
         let first = s.driver.publish_context(&volume, &node.name).await?;
-        let blank = attestation(&first).context("a new disk is not attested blank")?;
-        let secret = token(&first).context("there is no secret to format with")?;
-        let order = s.attachment(&node.name, &volume).await?.and_then(|order| order.status);
-        let order = order.context("no status")?;
-        let told = s.disk(&node.name, &volume).await?.context("the machine has no such disk")?;
-        for (blank_there, secret_there) in
-            [(order.blank_attestation, order.format_token), (told.blank_attestation, told.format_token)]
-        {
+        let blank = attestation(&first).context("the new disk is not attested blank")?;
+        let secret = token(&first).context("there is no format token")?;
+        let attachment = s.attachment(&node.name, &volume).await?.and_then(|one| one.status);
+        let attachment = attachment.context("no status")?;
+        let disk_status = s.disk(&node.name, &volume).await?.context("the VM has no such disk")?;
+        for (blank_there, secret_there) in [
+            (attachment.blank_attestation, attachment.format_token),
+            (disk_status.blank_attestation, disk_status.format_token),
+        ] {
             assert_eq!((blank_there, secret_there), (Some(blank.clone()), Some(secret.clone())));
         }
-        assert_eq!(s.driver.publish_context(&volume, &node.name).await?, first, "asked once more");
+        assert_eq!(s.driver.publish_context(&volume, &node.name).await?, first, "a repeated attach");
 
         let disk = first.get(CONTEXT_DISK_UUID).context("no disk")?;
         bytes::write(&bytes::device(&node, disk), b"data")?;
@@ -71,7 +72,7 @@ async fn stage(
     plugin.node_stage_volume(request).await.map(drop)
 }
 
-/// What a stage is refused with that finds the backup of a lost superblock.
+/// The message with which a stage is refused that finds a backup superblock.
 fn refusal(staged: Result<(), Status>) -> Result<String> {
     let status = staged.err().context("the disk was formatted")?;
     ensure!(status.code() == Code::FailedPrecondition, "{status}");
@@ -79,12 +80,12 @@ fn refusal(staged: Result<(), Status>) -> Result<String> {
     Ok(status.message().to_owned())
 }
 
-/// The file `kept` of a filesystem after the repair that a refusal names, done on a copy.
+/// Runs the repair command of a refusal on a copy of the volume; returns the content of the file `kept`.
 fn repaired(file: &Path, refusal: &str) -> Result<String> {
     let copy = tempfile::NamedTempFile::new()?;
     let copying = Command::new("cp").arg("--sparse=always").args([file, copy.path()]).status()?;
     ensure!(copying.success(), "cp: {copying}");
-    let command = refusal.split('`').nth(1).context("no command is named")?;
+    let command = refusal.split('`').nth(1).context("the refusal has no command")?;
     let options = command.strip_prefix("e2fsck ").and_then(|rest| rest.strip_suffix(" COPY"));
     let options = options.with_context(|| format!("not e2fsck: {command}"))?;
     let check = Command::new("e2fsck").arg("-fy").args(options.split(' ')).arg(copy.path()).output()?;
@@ -94,7 +95,7 @@ fn repaired(file: &Path, refusal: &str) -> Result<String> {
 }
 
 #[tokio::test]
-async fn a_volume_whose_beginning_is_lost_is_not_formatted_at_its_next_stage() -> Result<()> {
+async fn a_volume_with_a_lost_superblock_is_not_formatted() -> Result<()> {
     run(|s| async move {
         let request = new_volume(&s.csi_name(), SIZE, "nestor");
         let (volume, node) = (s.driver.create(request).await?.volume_id, s.node().await?);
@@ -110,7 +111,7 @@ async fn a_volume_whose_beginning_is_lost_is_not_formatted_at_its_next_stage() -
         };
         plugin.node_unstage_volume(unstage).await?;
 
-        // Through the disk, so that this machine sees it; under the same attachment, and under the next.
+        // Written through the device, so that the page cache is consistent; tested in the same and in the next attachment.
         let device = bytes::device(&node, context.get(CONTEXT_DISK_UUID).context("no disk")?);
         bytes::write(&device, &vec![0; 1 << 20])?;
         refusal(stage(&mut plugin, &volume, &staging, context).await)?;

@@ -1,5 +1,5 @@
-//! What becomes of a guest's claims and snapshots when the guest is deleted, in any order of its objects. Garbage
-//! collection is Kubernetes' own; nobody acts on Cluster objects here, so they are gone when they are deleted.
+//! Deletion of guests: their claims and snapshots, for every deletion order of a guest's objects. Garbage collection is
+//! done by Kubernetes; no Cluster API controller runs, so Cluster objects are deleted at once.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -15,7 +15,7 @@ use tests::place::{Place, Tenant, new_claim};
 use tests::program::Controller;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 
-/// A claim that somebody other than gc-csi makes in a place, with these labels.
+/// Creates a claim without gc-csi, with these labels.
 async fn claim_by_hand(place: &Place, labels: &[(&str, &str)]) -> Result<String> {
     let name = unique("by-hand");
     let labels: std::collections::BTreeMap<_, _> = labels.iter().copied().collect();
@@ -30,14 +30,14 @@ async fn claim_by_hand(place: &Place, labels: &[(&str, &str)]) -> Result<String>
     Ok(name)
 }
 
-/// A guest whose volumes go with its Cluster object, with a machine and a volume.
+/// A guest with a VM and a volume that are deleted with its Cluster object.
 struct Doomed {
     place: Place,
     guest: Tenant,
     machine: LoopNode,
     gc_csi: Controller,
     volume: String,
-    /// The same volume, by its id in the infra.
+    /// The volume's ID in the storage infra.
     of_infra: VolumeId,
 }
 
@@ -55,10 +55,10 @@ impl Doomed {
     }
 }
 
-/// Waits until a gc-csi counts so many objects that outlive its guest though it should delete them.
-async fn outliving(controller: &Controller, wanted: u64) -> Result<()> {
-    let line = format!("nestor_gc_csi_objects_outliving_guest {wanted}\n");
-    eventually(&format!("{wanted} objects outlive the guest"), PATIENCE, || async {
+/// Waits until gc-csi counts this number of objects that its guest's deletion will not delete.
+async fn outliving(controller: &Controller, expected: u64) -> Result<()> {
+    let line = format!("nestor_gc_csi_objects_outliving_guest {expected}\n");
+    eventually(&format!("{expected} objects outlive the guest"), PATIENCE, || async {
         let (_, metrics) = controller.process.get("/metrics").await?;
         let said = metrics.lines().find(|line| line.starts_with("nestor_gc_csi_objects_outliving"));
         Ok(if metrics.contains(&line) { Ok(()) } else { Err(format!("{said:?}")) })
@@ -68,16 +68,16 @@ async fn outliving(controller: &Controller, wanted: u64) -> Result<()> {
 
 async fn delete_machine(place: &Place, machine: &LoopNode) -> Result<()> {
     place.machines().delete(&machine.name, &DeleteParams::default()).await?;
-    eventually(&format!("machine {} gone", machine.name), PATIENCE, || async {
+    eventually(&format!("VM {} deleted", machine.name), PATIENCE, || async {
         let left = place.machines().get_opt(&machine.name).await?;
         Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.metadata))))
     })
     .await
 }
 
-/// Waits until nothing orders a disk into a machine any more, and the infra has none in it.
-async fn unplugged(s: &Scenario, place: &Place, machine: &LoopNode) -> Result<()> {
-    eventually(&format!("nothing plugged into {}", machine.name), PATIENCE, || async {
+/// Waits until a VM has no attachments in the management cluster and the storage infra.
+async fn detached(s: &Scenario, place: &Place, machine: &LoopNode) -> Result<()> {
+    eventually(&format!("no disks attached to {}", machine.name), PATIENCE, || async {
         let orders = place.attachments().list(&ListParams::default()).await?.items;
         let uuid = machine.uuid.to_string();
         let orders: Vec<_> = orders.iter().filter(|one| one.spec.node_uuid == uuid).collect();
@@ -89,7 +89,7 @@ async fn unplugged(s: &Scenario, place: &Place, machine: &LoopNode) -> Result<()
 }
 
 #[tokio::test]
-async fn with_retain_everything_stays_and_can_be_listed_by_the_guests_id() -> Result<()> {
+async fn with_retain_all_objects_stay_and_can_be_listed_by_cluster_id() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let guest = s.tenant(&place).await?;
@@ -112,7 +112,7 @@ async fn with_retain_everything_stays_and_can_be_listed_by_the_guests_id() -> Re
         assert_eq!(snapshots.iter().map(ResourceExt::name_any).collect::<Vec<_>>(), [snapshot]);
         assert!(snapshots[0].owner_references().is_empty());
 
-        // A new guest of the same identity has it again; one of another identity, once the label says so.
+        // A guest with the same cluster ID can use the volume again; another guest can after its label is set.
         let again = guest.start(&s, &[]).await?;
         let machine = s.machine_at(&place).await?;
         again.driver.publish(&volume, &machine.name).await?;
@@ -125,7 +125,7 @@ async fn with_retain_everything_stays_and_can_be_listed_by_the_guests_id() -> Re
         let theirs = heir.start_deleting(&s).await?;
         theirs.driver.publish(&volume, &machine.name).await?;
         theirs.driver.unpublish(&volume, &machine.name).await?;
-        // It was given to that guest, not made by it: it is kept when that one is deleted, too.
+        // The volume was not created by that guest, so it is kept when that guest is deleted too.
         outliving(&theirs, 1).await?;
         place.owned(&volume, &cluster, false).await
     })
@@ -133,7 +133,7 @@ async fn with_retain_everything_stays_and_can_be_listed_by_the_guests_id() -> Re
 }
 
 #[tokio::test]
-async fn with_delete_what_the_guest_made_goes_with_its_cluster_and_nothing_else() -> Result<()> {
+async fn with_delete_only_the_guests_own_objects_are_deleted_with_its_cluster() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let neighbour = s.tenant(&place).await?;
@@ -148,13 +148,13 @@ async fn with_delete_what_the_guest_made_goes_with_its_cluster_and_nothing_else(
             let (labelled, unlabelled) =
                 (claim_by_hand(&place, &[label]).await?, claim_by_hand(&place, &[]).await?);
             let gc_csi = guest.start_deleting(&s).await?;
-            // It is ready before it has seen its Cluster object; once something is owned, it has.
+            // gc-csi is ready before it has found its Cluster object; once it owns something, it has.
             let first = new_claim(&gc_csi.driver).await?;
             place.owned(&first, &cluster, true).await?;
             let volume = new_claim(&gc_csi.driver).await?;
             let of_infra = place.volume_of(&volume).await?;
             let snapshot = gc_csi.driver.snapshot(&unique("snapshot"), &volume, "nestor").await?.snapshot_id;
-            // With the write that made it: no moment is left in which the guest's end would leave it behind.
+            // The ownerReference is set in the create request, so that there is no gap without it.
             let made = place.claims().get(&volume).await?;
             let owners = made.owner_references();
             assert!(owners.len() == 1 && owners[0].uid == cluster, "{owners:?}");
@@ -164,13 +164,13 @@ async fn with_delete_what_the_guest_made_goes_with_its_cluster_and_nothing_else(
             );
             assert_eq!((owners[0].block_owner_deletion, owners[0].controller), (Some(false), None));
             assert_eq!(place.snapshots().get(&snapshot).await?.owner_references().len(), 1);
-            // What the platform team labelled stays.
+            // Claims labelled by the platform team stay.
             outliving(&gc_csi, 1).await?;
 
             let gc_csi = if is_alive { Some(gc_csi) } else { gc_csi.stop().await.map(|()| None)? };
             place.delete_cluster(&guest.name, &how).await?;
             place.claims_gone(&[&first, &volume]).await?;
-            eventually("the snapshot gone", PATIENCE, || async {
+            eventually("the snapshot is deleted", PATIENCE, || async {
                 let left = place.snapshots().get_opt(&snapshot).await?;
                 Ok(left.map_or(Ok(()), |left| Err(format!("{:?}", left.metadata))))
             })
@@ -180,7 +180,7 @@ async fn with_delete_what_the_guest_made_goes_with_its_cluster_and_nothing_else(
                 assert!(place.claims().get(name).await?.metadata.deletion_timestamp.is_none(), "{name}");
             }
             if let Some(gc_csi) = gc_csi {
-                // A guest without a Cluster object makes volumes all the same, which stay.
+                // Without its Cluster object, the guest still creates volumes, which stay.
                 new_claim(&gc_csi.driver).await?;
                 outliving(&gc_csi, 2).await?;
             }
@@ -191,12 +191,12 @@ async fn with_delete_what_the_guest_made_goes_with_its_cluster_and_nothing_else(
 }
 
 #[tokio::test]
-async fn owners_follow_the_policy_and_the_cluster_object_and_those_of_others_stay() -> Result<()> {
+async fn owner_references_follow_the_policy_and_those_of_others_stay() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let guest = s.tenant(&place).await?;
         let other = place.cluster(&unique("other"), &[]).await?;
-        // No Cluster object yet: nothing is owned, and it is said.
+        // Without a Cluster object, no ownerReference is set, and this is reported.
         let gc_csi = guest.start_deleting(&s).await?;
         let volume = new_claim(&gc_csi.driver).await?;
         let snapshot = gc_csi.driver.snapshot(&unique("snapshot"), &volume, "nestor").await?.snapshot_id;
@@ -212,25 +212,25 @@ async fn owners_follow_the_policy_and_the_cluster_object_and_those_of_others_sta
         place.owned(&volume, &cluster, true).await?;
         outliving(&gc_csi, 0).await?;
         assert_eq!(place.snapshots().get(&snapshot).await?.owner_references().len(), 1);
-        // Somebody takes it off.
+        // The ownerReference is removed by another client.
         place.claims().patch(&volume, &PatchParams::default(), &by_hand).await?;
         place.owned(&volume, &cluster, true).await?;
         gc_csi.stop().await?;
 
-        // The policy is Retain now.
+        // The policy changes to Retain.
         let gc_csi = guest.start(&s, &[]).await?;
         place.owned(&volume, &cluster, false).await?;
-        eventually("the snapshot without an owner", PATIENCE, || async {
+        eventually("the snapshot has no ownerReference", PATIENCE, || async {
             let found = place.snapshots().get(&snapshot).await?;
             Ok(if found.owner_references().is_empty() { Ok(()) } else { Err(format!("{:?}", found.metadata)) })
         })
         .await?;
         let claim = place.claims().get(&volume).await?;
-        assert_eq!(claim.owner_references().len(), 1, "the platform team's own reference stays");
+        assert_eq!(claim.owner_references().len(), 1, "the platform team's ownerReference stays");
         assert!(!claim.annotations().contains_key(names::ANNOTATION_DELETED_WITH));
         gc_csi.stop().await?;
 
-        // And Delete again, with the Cluster object found by its label.
+        // The policy changes back to Delete, with the Cluster object found by its label.
         let label = (names::LABEL_CLUSTER_ID, guest.cluster_id.as_str());
         let labelled = place.cluster(&unique("labelled"), &[label]).await?.uid().context("no UID")?;
         let gc_csi = Controller::start_in(
@@ -248,18 +248,18 @@ async fn owners_follow_the_policy_and_the_cluster_object_and_those_of_others_sta
 }
 
 #[tokio::test]
-async fn a_volume_that_a_machine_has_is_not_taken_from_it_before_the_machine_goes() -> Result<()> {
+async fn an_attached_volume_is_kept_until_its_vm_is_deleted() -> Result<()> {
     run(|s| async move {
         let Doomed { place, guest, machine, gc_csi, volume, of_infra } = Doomed::begin(&s).await?;
         let disk = device(&machine, &gc_csi.driver.publish(&volume, &machine.name).await?);
         write(&disk, &noise(1, 4096))?;
         gc_csi.stop().await?;
 
-        // The Cluster object goes first: its claims go, the disk stays, and so does the volume that is in it.
+        // The Cluster object is deleted first: its claims are deleted, the disk stays attached and its volume is kept.
         place.delete_cluster(&guest.name, &DeleteParams::background()).await?;
         place.claims_gone(&[&volume]).await?;
-        eventually("a refusal to delete a volume that is plugged", PATIENCE, || async {
-            // csi-provisioner gives the infra's volume and the PersistentVolume one name.
+        eventually("the deletion of an attached volume is refused", PATIENCE, || async {
+            // The PersistentVolume has the name of the storage infra's volume.
             let about = format!("involvedObject.kind=PersistentVolume,involvedObject.name={of_infra}");
             let events: Api<Event> = Api::all(s.management.clone());
             let list = events.list(&ListParams::default().fields(&about)).await?;
@@ -272,16 +272,16 @@ async fn a_volume_that_a_machine_has_is_not_taken_from_it_before_the_machine_goe
         write(&disk, &noise(2, 4096))?;
         assert!(s.infra.get_volume(&of_infra).await?.is_some());
 
-        // Then the machine: now all goes, though nobody detaches.
+        // After the VM is deleted, the volume is deleted, without a detach by the guest.
         delete_machine(&place, &machine).await?;
-        unplugged(&s, &place, &machine).await?;
+        detached(&s, &place, &machine).await?;
         s.infra_forgets(&[of_infra]).await
     })
     .await
 }
 
 #[tokio::test]
-async fn nothing_is_stuck_when_machines_go_before_the_cluster_or_the_namespace_before_both() -> Result<()> {
+async fn deletion_completes_if_vms_or_the_namespace_are_deleted_before_the_cluster() -> Result<()> {
     run(|s| async move {
         let mut volumes = Vec::new();
         for namespace_first in [false, true] {
@@ -293,12 +293,12 @@ async fn nothing_is_stuck_when_machines_go_before_the_cluster_or_the_namespace_b
                 place.remove().await?;
             } else {
                 delete_machine(&place, &machine).await?;
-                unplugged(&s, &place, &machine).await?;
+                detached(&s, &place, &machine).await?;
                 assert!(place.claims().get(&volume).await?.metadata.deletion_timestamp.is_none());
                 place.delete_cluster(&guest.name, &DeleteParams::background()).await?;
                 place.claims_gone(&[&volume]).await?;
             }
-            unplugged(&s, &place, &machine).await?;
+            detached(&s, &place, &machine).await?;
         }
         s.infra_forgets(&volumes).await
     })
@@ -306,7 +306,7 @@ async fn nothing_is_stuck_when_machines_go_before_the_cluster_or_the_namespace_b
 }
 
 #[tokio::test]
-async fn a_claim_that_another_guest_uses_outlives_its_own_guest() -> Result<()> {
+async fn a_claim_used_by_another_guest_is_kept_when_its_own_guest_is_deleted() -> Result<()> {
     run(|s| async move {
         let place = s.place().await?;
         let (owner, consumer) = (s.tenant(&place).await?, s.tenant(&place).await?);
@@ -325,17 +325,17 @@ async fn a_claim_that_another_guest_uses_outlives_its_own_guest() -> Result<()> 
         let (early, late) = (&volumes[0], &volumes[1]);
         let guest_volume = |handle: &str| static_volume(&unique(&s.name), &s.name, handle, &json!({}));
 
-        // While the owner's gc-csi runs: nobody's while it is used, the guest's own again afterwards.
+        // While the owner's gc-csi runs, it removes the ownerReference while the claim is used, and restores it afterwards.
         let used = s.guest_volumes().create(&PostParams::default(), &guest_volume(early)?).await?.name_any();
         place.owned(early, &cluster, false).await?;
         outliving(&ours, 1).await?;
         s.guest_volumes().delete(&used, &DeleteParams::default()).await?;
         place.owned(early, &cluster, true).await?;
 
-        // While it does not run, the consumer's own is enough: before its attach is answered, nobody owns the claim.
+        // While it does not run, the consumer's gc-csi removes the ownerReference before it answers the attach.
         ours.stop().await?;
         s.guest_volumes().create(&PostParams::default(), &guest_volume(late)?).await?;
-        // Repeated as csi-attacher does: the claim is just being changed by others.
+        // Repeated like csi-attacher does: the claim is being changed by others.
         eventually(&format!("{late} attached to {}", machine.name), PATIENCE, || async {
             Ok(theirs.driver.publish(late, &machine.name).await.map_err(|status| status.to_string()))
         })

@@ -1,5 +1,5 @@
-//! Three replicas of each controller: calls go to any of them, and the reconcilers of each run in one. Leaders are
-//! killed, replaced and made to stand still while work is under way. How long it takes until another leads is printed.
+//! High availability with three replicas of each controller: any replica serves calls, and one of each runs the
+//! reconcilers. Leaders are killed, restarted and paused during operations. The times until a new leader are printed.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -15,23 +15,23 @@ use tests::driver::{Driver, new_volume};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
 use tonic::{Code, Status};
 
-/// The guest whose gc-csi has replicas.
+/// The guest whose gc-csi is replicated.
 const GUEST: &str = "g1";
-/// How many replicas.
+/// Number of replicas.
 const REPLICAS: u32 = 3;
-/// Our controllers: the first replica's part, and the metric by which a replica says that it leads.
+/// Our controllers: the component of the first replica, and the metric that is 1 on the leader.
 const CONTROLLERS: [(&str, &str); 3] = [
     ("g1-gc-csi", "nestor_gc_csi_leader"),
     ("mgmt-csi", "nestor_mgmt_csi_leader"),
     ("vm-operator-shim", "nestor_vm_operator_shim_leader"),
 ];
-/// How many volumes are made and attached at once.
+/// Number of volumes that are created and attached at once.
 const VOLUMES: usize = 50;
-/// How many of them are begun last.
+/// Number of volumes that are started last.
 const LAST: usize = 10;
 
 #[tokio::test]
-async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -> Result<()> {
+async fn operations_complete_once_although_every_leader_is_killed_meanwhile() -> Result<()> {
     replicated(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let (drivers, nodes) = (drivers(&s).await?, [s.node().await?, s.node().await?]);
@@ -52,7 +52,7 @@ async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -
             Ok(if done > 4 { Ok(()) } else { Err(format!("{done} of {VOLUMES}")) })
         })
         .await?;
-        // However fast all this is: not everything is done when the leaders are killed.
+        // The storage infra is paused, so that some operations are unfinished when the leaders are killed.
         let frozen = s.freeze_part("storage-infra")?;
         work.extend((VOLUMES - LAST..VOLUMES).map(&begin));
         let killed = Instant::now();
@@ -80,7 +80,7 @@ async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -
             killed.elapsed().as_secs_f64(),
             VOLUMES - before
         );
-        assert!(before < VOLUMES, "nothing was under way any more");
+        assert!(before < VOLUMES, "no operation was in progress");
 
         let mut plugged = 0;
         for node in &nodes {
@@ -88,7 +88,7 @@ async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -
             let mut volumes: Vec<String> = list.iter().map(|one| one.volume.to_string()).collect();
             volumes.sort();
             volumes.dedup();
-            assert_eq!(volumes.len(), list.len(), "a volume was plugged twice: {list:?}");
+            assert_eq!(volumes.len(), list.len(), "a volume was attached twice: {list:?}");
             plugged += list.len();
         }
         assert_eq!(plugged, VOLUMES);
@@ -99,7 +99,7 @@ async fn what_was_begun_ends_once_though_every_leader_is_killed_in_its_midst() -
 }
 
 #[tokio::test]
-async fn a_rolling_restart_under_load_fails_no_call_and_does_nothing_twice() -> Result<()> {
+async fn a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation() -> Result<()> {
     replicated(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let drivers = drivers(&s).await?;
@@ -130,14 +130,14 @@ async fn a_rolling_restart_under_load_fails_no_call_and_does_nothing_twice() -> 
         for one in work {
             handles.extend(one.await??);
         }
-        println!("{} volumes were made, attached, detached and deleted meanwhile", handles.len());
+        println!("{} volumes were created, attached, detached and deleted meanwhile", handles.len());
         each_made_once(&s, since, &handles)
     })
     .await
 }
 
 #[tokio::test]
-async fn a_leader_that_stood_still_for_longer_than_its_lease_writes_nothing_when_it_goes_on() -> Result<()> {
+async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_continues() -> Result<()> {
     replicated(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
@@ -148,7 +148,7 @@ async fn a_leader_that_stood_still_for_longer_than_its_lease_writes_nothing_when
             let counted = writes(&s, &leader).await?;
             stopped.push((controller, s.freeze_part(&leader)?, s.lab.pid(&leader), leader, counted));
         }
-        // What goes on meanwhile, the leaders that stand still will be told of when they go on.
+        // The paused leaders will receive these changes when they continue.
         let others: Vec<Driver> = drivers
             .iter()
             .zip(1..)
@@ -165,23 +165,23 @@ async fn a_leader_that_stood_still_for_longer_than_its_lease_writes_nothing_when
 
         for (controller, frozen, pid, old, counted) in stopped {
             drop(frozen);
-            eventually(&format!("{old} knows that it does not lead any more"), PATIENCE, || async {
-                // It may take a while to answer.
+            eventually(&format!("{old} has noticed that it is not the leader"), PATIENCE, || async {
+                // It may take a while to respond.
                 let metrics = s.lab.metrics(&old).await.unwrap_or_default();
                 Ok(if says(&metrics, controller.1, "0") {
                     Ok(())
                 } else {
-                    Err("it says that it leads".to_owned())
+                    Err("it still reports that it leads".to_owned())
                 })
             })
             .await?;
-            assert_eq!(writes(&s, &old).await?, counted, "{old} wrote after it had stood still");
-            assert_eq!(s.lab.pid(&old), pid, "{old} was started anew");
+            assert_eq!(writes(&s, &old).await?, counted, "{old} wrote after it was paused");
+            assert_eq!(s.lab.pid(&old), pid, "{old} was restarted");
         }
         s.nothing_is_attached(&node).await?;
         let made = made(&s.lab.audit()?.since(since)?, "nestor.dev", "volumeattachments");
         assert_eq!(made.into_values().collect::<Vec<_>>(), [1]);
-        // They go on serving calls.
+        // The replicas still serve calls.
         for (driver, turn) in drivers.iter().zip(0..) {
             attach(std::slice::from_ref(driver), turn, &handle, &node.name).await?;
             detach(std::slice::from_ref(driver), turn, &handle, nodes).await?;
@@ -192,7 +192,7 @@ async fn a_leader_that_stood_still_for_longer_than_its_lease_writes_nothing_when
 }
 
 #[tokio::test]
-async fn what_is_told_is_told_by_one_replica() -> Result<()> {
+async fn each_event_is_written_by_one_replica() -> Result<()> {
     replicated(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
@@ -200,9 +200,9 @@ async fn what_is_told_is_told_by_one_replica() -> Result<()> {
         s.told("data", &["attached to VirtualMachine", &node.name]).await?;
         detach(&drivers, 1, &handle, std::slice::from_ref(&node)).await?;
         s.told("data", &["not attached to any VirtualMachine"]).await?;
-        let told = s.events_of("PersistentVolumeClaim", "data").await?;
+        let events = s.events_of("PersistentVolumeClaim", "data").await?;
         for what in ["VolumeAttached", "VolumeDetached"] {
-            assert_eq!(told.iter().filter(|(reason, _)| reason == what).count(), 1, "{told:?}");
+            assert_eq!(events.iter().filter(|(reason, _)| reason == what).count(), 1, "{events:?}");
         }
         for controller in CONTROLLERS {
             leader(&s, controller, &[]).await?;
@@ -212,10 +212,10 @@ async fn what_is_told_is_told_by_one_replica() -> Result<()> {
     .await
 }
 
-/// The first replica's part of the guest's driver.
+/// The component of the guest driver's first replica.
 const GUEST_DRIVER: &str = CONTROLLERS[0].0;
 
-/// Runs a test over three replicas of each controller, of which each has a leader; afterwards there is one again.
+/// Runs a test with three replicas of each controller and a leader of each; scales back to one afterwards.
 async fn replicated<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running + Send + 'static,
@@ -231,8 +231,8 @@ where
         body(s).await
     })
     .await;
-    let alone_again = lab.scale(GUEST, 1).await;
-    outcome.and(alone_again)
+    let scaled_back = lab.scale(GUEST, 1).await;
+    outcome.and(scaled_back)
 }
 
 /// The guest driver's replicas.
@@ -245,7 +245,7 @@ async fn drivers(s: &Scenario) -> Result<Vec<Driver>> {
     .await
 }
 
-/// Waits for the one replica that leads, not counting some of which nothing can be asked.
+/// Waits until one replica leads, ignoring the replicas in `silent`, which do not respond.
 async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) -> Result<String> {
     eventually(&format!("one {plain} leads"), PATIENCE, || async {
         let mut leading = Vec::new();
@@ -258,7 +258,7 @@ async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) 
             }
         }
         match leading.len() {
-            0 => Ok(Err("none does".to_owned())),
+            0 => Ok(Err("no replica leads".to_owned())),
             1 => Ok(Ok(leading.remove(0))),
             _ => bail!("several lead: {leading:?}"),
         }
@@ -270,7 +270,7 @@ fn says(metrics: &str, metric: &str, value: &str) -> bool {
     metrics.lines().any(|line| line.split_once(' ') == Some((metric, value)))
 }
 
-/// What a part counts of its writes, as far as it does.
+/// The write counters of a component, as far as it has any.
 async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
     let metrics = s.lab.metrics(part).await?;
     let counts = [
@@ -281,10 +281,10 @@ async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
     Ok(lines.map(str::to_owned).collect())
 }
 
-/// Stops a replica with its sidecars as its orchestrator would, and starts it again; tells how long nobody led.
+/// Stops a replica and its sidecars, and starts it again; prints the time until another replica leads.
 async fn restart(s: &Scenario, controller: (&str, &str), part: &str) -> Result<()> {
     let led = leader(s, controller, &[]).await? == part;
-    // Sidecars first: one that loses its driver ends as in a crash.
+    // Sidecars are stopped first: a sidecar that loses its driver exits like in a crash.
     try_join_all(s.lab.sidecars(part)?.iter().map(|sidecar| s.lab.stop(sidecar))).await?;
     let begun = Instant::now();
     let away = [part.to_owned()];
@@ -299,7 +299,7 @@ async fn restart(s: &Scenario, controller: (&str, &str), part: &str) -> Result<(
     s.lab.start(part).await
 }
 
-/// Calls as sidecars do, one replica after the other, until it is done; a code by which they would give up fails.
+/// Calls the replicas in turn like a sidecar until a call succeeds; fails on a final code.
 async fn insist<T, Call, Calling>(drivers: &[Driver], first: usize, what: &str, call: Call) -> Result<T>
 where
     Call: Fn(Driver) -> Calling,
@@ -310,15 +310,15 @@ where
         let turn = turn.fetch_add(1, Ordering::SeqCst);
         match call(drivers[turn % drivers.len()].clone()).await {
             Ok(done) => Ok(Ok(done)),
-            Err(status) if goes_on(&status) => Ok(Err(status.to_string())),
-            Err(status) => bail!("{what}: a final code: {status}"),
+            Err(status) if is_retryable(&status) => Ok(Err(status.to_string())),
+            Err(status) => bail!("{what}: final status: {status}"),
         }
     })
     .await
 }
 
-/// Whether sidecars take a code for work that may still be under way. A call whose connection broke has none.
-fn goes_on(status: &Status) -> bool {
+/// Whether sidecars retry after a status. A broken connection has no status code.
+fn is_retryable(status: &Status) -> bool {
     let again = [Code::Unavailable, Code::Aborted, Code::Cancelled, Code::DeadlineExceeded];
     again.contains(&status.code()) || status.source().is_some()
 }
@@ -329,7 +329,7 @@ async fn create(s: &Scenario, drivers: &[Driver], turn: usize) -> Result<String>
         let request = new_volume(&name, 4 * MIB, "nestor");
         async move { driver.create(request).await }
     };
-    Ok(insist(drivers, turn, &format!("volume {name} made"), call).await?.volume_id)
+    Ok(insist(drivers, turn, &format!("volume {name} created"), call).await?.volume_id)
 }
 
 async fn attach(drivers: &[Driver], turn: usize, handle: &str, node: &str) -> Result<()> {
@@ -337,7 +337,7 @@ async fn attach(drivers: &[Driver], turn: usize, handle: &str, node: &str) -> Re
     insist(drivers, turn, &format!("{handle} attached to {node}"), call).await.map(drop)
 }
 
-/// Detaches a volume from whichever of these nodes has it.
+/// Detaches a volume from all of these nodes.
 async fn detach(drivers: &[Driver], turn: usize, handle: &str, nodes: &[LoopNode]) -> Result<()> {
     try_join_all(nodes.iter().map(|node| {
         let call = move |driver: Driver| async move { driver.unpublish(handle, &node.name).await };
@@ -347,7 +347,7 @@ async fn detach(drivers: &[Driver], turn: usize, handle: &str, nodes: &[LoopNode
     .map(drop)
 }
 
-/// Detaches and deletes volumes, all at once.
+/// Detaches and deletes volumes concurrently.
 async fn remove(drivers: &[Driver], handles: &[String], nodes: &[LoopNode]) -> Result<()> {
     try_join_all(handles.iter().zip(0..).map(|(handle, turn)| async move {
         detach(drivers, turn, handle, nodes).await?;
@@ -363,7 +363,7 @@ fn each_made_once(s: &Scenario, since: Mark, handles: &[String]) -> Result<()> {
     let requests = s.lab.audit()?.since(since)?;
     let claims = made(&requests, "", "persistentvolumeclaims");
     for handle in handles {
-        let count = claims.get(handle).with_context(|| format!("nobody made claim {handle}"))?;
+        let count = claims.get(handle).with_context(|| format!("claim {handle} was not created"))?;
         assert_eq!(*count, 1, "claim {handle}");
     }
     for (group, resource) in [("", "persistentvolumes"), ("nestor.dev", "volumeattachments")] {
@@ -374,8 +374,8 @@ fn each_made_once(s: &Scenario, since: Mark, handles: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// How often each object of a kind was created. A request whose sender died may be told as broken off although it was
-/// carried out: then no other created the object.
+/// How often each object of a resource was created. A request whose client died may be logged as failed although it was
+/// executed: then no other request created the object.
 fn made(requests: &[Entry], group: &str, resource: &str) -> BTreeMap<String, usize> {
     let mut made = BTreeMap::new();
     let mut broken_off = Vec::new();

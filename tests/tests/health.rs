@@ -1,4 +1,4 @@
-//! Volumes that are not well: who is told, in which words, and that it is taken back when they are well again.
+//! Volume health: conditions, events and metrics of abnormal volumes, and their recovery.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -16,71 +16,71 @@ use tests::hypervisor::Bare;
 use tests::pods::{self, Ask, Script, filesystem};
 use tests::{PATIENCE, Scenario, eventually, run};
 
-/// How volumes that are not well are counted, by part and metric.
+/// The metrics that count abnormal volumes: component and metric.
 const COUNTS: [(&str, &str); 2] =
     [("g1-gc-csi", "nestor_gc_csi_volumes_abnormal"), ("mgmt-csi", "nestor_mgmt_csi_volumes_abnormal")];
 
-/// How long kubelet may take to tell of a volume: it looks every one to two minutes, in a machine that may be emulated.
+/// How long kubelet may take to report a volume: it checks every one to two minutes, in a VM that may be emulated.
 const KUBELET: Duration = Duration::from_secs(600);
 
-/// What a claim says of its volume's health: status, reason and message.
+/// The health condition of a claim: status, reason and message.
 fn told(claim: &PersistentVolumeClaim) -> Option<(&str, &str, &str)> {
     let conditions = claim.status.as_ref()?.conditions.as_ref()?;
-    let told = conditions.iter().find(|told| told.type_ == names::CONDITION_HEALTHY)?;
-    Some((&told.status, told.reason.as_deref()?, told.message.as_deref()?))
+    let condition = conditions.iter().find(|one| one.type_ == names::CONDITION_HEALTHY)?;
+    Some((&condition.status, condition.reason.as_deref()?, condition.message.as_deref()?))
 }
 
-/// Waits until the claims of both tiers say this of a volume's health.
+/// Waits until the claims of both tiers have this health condition.
 async fn shows(s: &Scenario, claim: &str, handle: &str, status: &str, texts: &[&str]) -> Result<()> {
     eventually(&format!("health of {claim} is {status} with {texts:?}"), PATIENCE, || async {
         let claims = [s.claims().get(handle).await?, s.guest_claims().get(claim).await?];
-        let is_so = |claim: &PersistentVolumeClaim| {
+        let matches = |claim: &PersistentVolumeClaim| {
             told(claim).is_some_and(|(is, _, message)| {
                 is == status && texts.iter().all(|text| message.contains(text))
             })
         };
-        let seen: Vec<_> = claims.iter().map(told).collect();
-        Ok(if claims.iter().all(is_so) { Ok(()) } else { Err(format!("{seen:?}")) })
+        let observed: Vec<_> = claims.iter().map(told).collect();
+        Ok(if claims.iter().all(matches) { Ok(()) } else { Err(format!("{observed:?}")) })
     })
     .await
 }
 
-/// Waits for an event on a management claim.
+/// Waits for an event on a management claim with this reason.
 async fn told_below(s: &Scenario, handle: &str, reason: &str, texts: &[&str]) -> Result<()> {
     let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
     let about = ListParams::default().fields(&format!("involvedObject.name={handle},reason={reason}"));
     eventually(&format!("event {reason} on management claim {handle} with {texts:?}"), PATIENCE, || async {
         let events = events.list(&about).await?.items;
         let notes: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
-        let is_told = notes.iter().any(|note| texts.iter().all(|text| note.contains(text)));
-        Ok(if is_told { Ok(()) } else { Err(format!("{notes:?}")) })
+        let found = notes.iter().any(|note| texts.iter().all(|text| note.contains(text)));
+        Ok(if found { Ok(()) } else { Err(format!("{notes:?}")) })
     })
     .await
 }
 
-/// Waits for an event with this reason on the guest's claim.
+/// Waits for an event on the guest's claim with this reason.
 async fn told_above(s: &Scenario, claim: &str, reason: &str, texts: &[&str]) -> Result<()> {
     eventually(&format!("event {reason} on guest claim {claim} with {texts:?}"), PATIENCE, || async {
         let events = s.events(claim).await?;
-        let is_it =
-            |told: &(String, String)| told.0 == reason && texts.iter().all(|text| told.1.contains(text));
-        Ok(if events.iter().any(is_it) { Ok(()) } else { Err(format!("{events:?}")) })
+        let matches =
+            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
+        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
     })
     .await
 }
 
-/// Waits for an event with this reason on a pod of the guest.
+/// Waits for an event on a guest pod with this reason.
 async fn reported_on_pod(s: &Scenario, pod: &str, reason: &str, texts: &[&str]) -> Result<()> {
     eventually(&format!("event {reason} on pod {pod} with {texts:?}"), PATIENCE, || async {
         let events = s.events_of("Pod", pod).await?;
-        let is_it =
-            |told: &(String, String)| told.0 == reason && texts.iter().all(|text| told.1.contains(text));
-        Ok(if events.iter().any(is_it) { Ok(()) } else { Err(format!("{events:?}")) })
+        let matches =
+            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
+        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
     })
     .await
 }
 
-/// What a driver says of a volume that it is asked for, and in its list: the condition, and the nodes that have it.
+/// The condition and the nodes of a volume in the responses of ControllerGetVolume and ListVolumes.
 async fn by_csi(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<String>); 2]> {
     let request = ControllerGetVolumeRequest { volume_id: volume.to_owned() };
     let got =
@@ -98,21 +98,21 @@ async fn by_csi(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<
     ])
 }
 
-/// Waits until a driver calls a volume abnormal in these words, or well.
+/// Waits until a driver reports a volume as abnormal with this text, or as normal.
 async fn says(driver: &Driver, volume: &str, abnormal: Option<&str>, nodes: &[&str]) -> Result<()> {
-    eventually(&format!("CSI says of {volume} {abnormal:?} on {nodes:?}"), PATIENCE, || async {
+    eventually(&format!("CSI reports {volume} as {abnormal:?} on {nodes:?}"), PATIENCE, || async {
         let said = by_csi(driver, volume).await?;
-        let is_so = said.iter().all(|(condition, published)| {
+        let matches = said.iter().all(|(condition, published)| {
             condition.abnormal == abnormal.is_some()
                 && abnormal.is_none_or(|text| condition.message.contains(text))
                 && published == nodes
         });
-        Ok(if is_so { Ok(()) } else { Err(format!("{said:?}")) })
+        Ok(if matches { Ok(()) } else { Err(format!("{said:?}")) })
     })
     .await
 }
 
-/// Waits until the metrics of both tiers count at least so many volumes, or none.
+/// Waits until the metrics of both tiers count any abnormal volumes, or none.
 async fn counted(s: &Scenario, any: bool) -> Result<()> {
     for (part, metric) in COUNTS {
         eventually(&format!("{metric} counts any: {any}"), PATIENCE, || async {
@@ -129,7 +129,7 @@ async fn counted(s: &Scenario, any: bool) -> Result<()> {
 // ---- pools and files ----
 
 #[tokio::test]
-async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -> Result<()> {
+async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Result<()> {
     run(|s| async move {
         let pool = s.pool(&[("test", &s.name)]).await?;
         let below = s.management_class(&[("pool.test", &s.name)]).await?;
@@ -149,7 +149,7 @@ async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -
         assert_eq!(
             told(&s.guest_claims().get("data").await?),
             None,
-            "a volume that was never ill says nothing"
+            "a volume that was never abnormal has no condition"
         );
 
         pool.hide()?;
@@ -175,20 +175,20 @@ async fn a_pool_that_is_away_is_told_to_everybody_by_name_and_its_return_too() -
     .await
 }
 
-/// The same of the management driver, which knows machines by other names.
+/// Waits until the management driver reports a volume as abnormal with this text, or as normal.
 async fn says_below(driver: &Driver, volume: &str, abnormal: Option<&str>) -> Result<()> {
-    eventually(&format!("CSI says below of {volume} {abnormal:?}"), PATIENCE, || async {
+    eventually(&format!("the management driver reports {volume} as {abnormal:?}"), PATIENCE, || async {
         let said = by_csi(driver, volume).await?;
-        let is_so = said.iter().all(|(condition, _)| {
+        let matches = said.iter().all(|(condition, _)| {
             condition.abnormal == abnormal.is_some()
                 && abnormal.is_none_or(|text| condition.message.contains(text))
         });
-        Ok(if is_so { Ok(()) } else { Err(format!("{said:?}")) })
+        Ok(if matches { Ok(()) } else { Err(format!("{said:?}")) })
     })
     .await
 }
 
-/// A file that is moved away, and back in the end.
+/// A file that is renamed until this is dropped.
 struct Away(PathBuf, PathBuf);
 
 impl Away {
@@ -206,7 +206,7 @@ impl Drop for Away {
 }
 
 #[tokio::test]
-async fn a_volume_whose_file_is_missing_is_told_alone_with_the_file_and_its_pool() -> Result<()> {
+async fn a_missing_volume_file_is_reported_for_its_volume_only() -> Result<()> {
     run(|s| async move {
         let handle = s.bound_claim("data").await?;
         let healthy = s.bound_claim("healthy").await?;
@@ -245,10 +245,10 @@ async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Re
     .await
 }
 
-// ---- machines ----
+// ---- VMs ----
 
 #[tokio::test]
-async fn a_disk_that_left_its_machine_behind_our_back_is_told_and_comes_back() -> Result<()> {
+async fn a_disk_detached_by_virsh_is_reported_and_attached_again() -> Result<()> {
     run(|s| async move {
         let machine = Bare::start(&s).await?;
         let outcome = loses_a_disk(&s, &machine).await;
@@ -267,11 +267,11 @@ async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
     let disk = s.attached(&order).await?;
     says(&s.driver, &handle, None, &[name]).await?;
 
-    // The infra tells of it and plugs it again in one go. Into a machine that hangs nothing is plugged, so that
-    // there is time to see what is told.
+    // storage-infra reports the loss and attaches the disk again at once. It cannot attach to a paused QEMU, so that the
+    // test has time to observe the report.
     let infra = s.freeze_part("storage-infra")?;
     s.libvirt_unplug(name, &disk).await?;
-    eventually("the disk unplugged", PATIENCE, || async {
+    eventually("the disk is detached", PATIENCE, || async {
         let left = s.libvirt_disk(name, &disk).await?;
         Ok(left.map_or(Ok(()), Err))
     })
@@ -284,14 +284,14 @@ async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
 
     machine.signal(s, Signal::CONT)?;
     shows(s, "data", &handle, "True", &[]).await?;
-    ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not plugged again");
+    ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not attached again");
     told_above(s, "data", "VolumeConditionNormal", &["healthy"]).await?;
     says(&s.driver, &handle, None, &[name]).await?;
     s.order_detach(&order).await
 }
 
 #[tokio::test]
-async fn filesystems_that_take_no_more_writes_are_told_to_the_pod_that_uses_them() -> Result<()> {
+async fn filesystems_that_became_read_only_are_reported_on_the_pod() -> Result<()> {
     pods::run(|machines| async move {
         let ask = Ask { options: &["errors=remount-ro"], ..filesystem("ext4") };
         let failing = machines.claim("failing", &ask).await?;
@@ -299,8 +299,8 @@ async fn filesystems_that_take_no_more_writes_are_told_to_the_pod_that_uses_them
         let pod = Script::new("pod", &machines.here, "exec sleep 10000");
         let pod = machines.start(pod.mount(&failing, "/failing").mount(&stopped, "/stopped")).await?;
         machines.running(&pod).await?;
-        // One meets an error, as of its disk (Linux, Documentation/ABI/testing/sysfs-fs-ext4). Not every kernel says of the
-        // filesystem that it is read-only from then on. The other one is, and its mount in the pod is not.
+        // The first gets an error (Linux, Documentation/ABI/testing/sysfs-fs-ext4); not every kernel then reports the
+        // filesystem as read-only. The second is remounted read-only, while its mount in the pod is not.
         let fail = format!(
             "device=$(grep -m1 '{}' /proc/self/mounts | cut -d' ' -f1)
             echo 1 > /sys/fs/ext4/$(basename \"$device\")/trigger_fs_error
@@ -310,9 +310,9 @@ async fn filesystems_that_take_no_more_writes_are_told_to_the_pod_that_uses_them
         );
         machines.run(Script::in_machine("fail", &machines.here, &fail)).await?;
         for texts in [["Volume failing", "ext4 filesystem"], ["Volume stopped", "xfs filesystem became read-only"]] {
-            let (reason, _) = eventually(&format!("kubelet tells of {texts:?}"), KUBELET, || async {
+            let (reason, _) = eventually(&format!("kubelet reports {texts:?}"), KUBELET, || async {
                 let events = machines.scenario().events_of("Pod", &pod).await?;
-                let found = events.iter().find(|(_, text)| texts.iter().all(|part| text.contains(part)));
+                let found = events.iter().find(|(_, message)| texts.iter().all(|text| message.contains(text)));
                 Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
             })
             .await?;

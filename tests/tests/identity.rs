@@ -1,4 +1,4 @@
-//! A guest PersistentVolume stays with its bytes, whatever takes the name of its management claim.
+//! Volume identity: a guest PersistentVolume keeps its data when its management claim is replaced.
 
 use anyhow::{Context, Result, ensure};
 use crds::names;
@@ -13,7 +13,7 @@ use tests::driver::cloned_volume;
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
 use tonic::Code;
 
-const TEXT: &[u8] = b"written before the claim was made anew";
+const TEXT: &[u8] = b"written before the claim was recreated";
 
 /// The management PersistentVolume that a management claim is bound to.
 async fn bound_to(s: &Scenario, claim: &str) -> Result<String> {
@@ -26,56 +26,57 @@ async fn bound_to(s: &Scenario, claim: &str) -> Result<String> {
     .await
 }
 
-/// Deletes a management claim, whose PersistentVolume is to be kept, and makes it anew under the same name, as a tool
-/// that restores objects does; gives the PersistentVolume that it is bound to. With `volume`, it asks for that one.
+/// Deletes a management claim but keeps its PersistentVolume, and recreates the claim, like a restore tool. With
+/// `volume`, the claim requests that PersistentVolume. Returns the PersistentVolume that it is bound to.
 async fn recreate(s: &Scenario, name: &str, volume: Option<&str>) -> Result<String> {
     s.set_reclaim_policy(name, "Retain").await?;
     let claim = s.claims().get(name).await?;
     s.claims().delete(name, &DeleteParams::default()).await?;
-    eventually(&format!("management claim {name} gone"), PATIENCE, || async {
-        Ok(s.claims().get_opt(name).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+    eventually(&format!("management claim {name} deleted"), PATIENCE, || async {
+        Ok(s.claims().get_opt(name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
     })
     .await?;
     if let Some(volume) = volume {
-        // It remembers the claim that is gone, by its UID.
+        // Its claimRef has the UID of the deleted claim.
         let free = Patch::Merge(json!({"spec": {"claimRef": null}}));
         s.volumes().patch(volume, &PatchParams::default(), &free).await?;
     }
     let mut spec = serde_json::to_value(claim.spec.context("a claim without a spec")?)?;
     spec["volumeName"] = json!(volume);
     let metadata = json!({"name": name, "labels": claim.metadata.labels});
-    let anew: PersistentVolumeClaim = serde_json::from_value(json!({"metadata": metadata, "spec": spec}))?;
-    s.claims().create(&PostParams::default(), &anew).await?;
+    let recreated: PersistentVolumeClaim =
+        serde_json::from_value(json!({"metadata": metadata, "spec": spec}))?;
+    s.claims().create(&PostParams::default(), &recreated).await?;
     bound_to(s, name).await
 }
 
-/// What a guest volume carries for the driver under the key of the pin.
+/// The management volume that a guest volume is pinned to.
 fn pin(volume: &PersistentVolume) -> Option<String> {
     let csi = volume.spec.as_ref()?.csi.as_ref()?;
     csi.volume_attributes.as_ref()?.get(names::MANAGEMENT_VOLUME).cloned()
 }
 
-/// Attaches a volume, looks for what was written, and detaches it.
+/// Attaches a volume, verifies its data, and detaches it.
 async fn has_text(s: &Scenario, volume: &str, node: &LoopNode) -> Result<()> {
     let order = s.order_attach(volume, &node.name).await?;
     let disk = device(node, &s.attached(&order).await?);
-    ensure!(read(&disk, TEXT.len())? == TEXT, "{volume} has other bytes");
+    ensure!(read(&disk, TEXT.len())? == TEXT, "{volume} has other data");
     s.order_detach(&order).await
 }
 
-/// Waits until the guest claim `data` says whether its volume is usable, for this reason.
+/// Waits for the Usable condition of guest claim `data`.
 async fn says(s: &Scenario, status: &str, reason: &str) -> Result<()> {
     eventually(&format!("condition nestor.dev/Usable {status}, {reason}"), PATIENCE, || async {
         let claim = s.guest_claims().get("data").await?;
         let conditions = claim.status.and_then(|status| status.conditions).unwrap_or_default();
         let shown = conditions.iter().find(|one| one.type_ == "nestor.dev/Usable");
-        let is_said = shown.is_some_and(|one| one.status == status && one.reason.as_deref() == Some(reason));
-        Ok(if is_said { Ok(()) } else { Err(format!("{shown:?}")) })
+        let matches = shown.is_some_and(|one| one.status == status && one.reason.as_deref() == Some(reason));
+        Ok(if matches { Ok(()) } else { Err(format!("{shown:?}")) })
     })
     .await
 }
 
-/// Nothing is done to, or made from, the bytes that the claim of this handle has now.
+/// Checks that every operation on the claim of this handle is refused.
 async fn is_left_alone(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<()> {
     let snapshot = s.driver.snapshot(&s.csi_name(), handle, "nestor").await.map(drop);
     let clone: CreateVolumeRequest = cloned_volume(&s.csi_name(), 4 * MIB, handle);
@@ -88,7 +89,7 @@ async fn is_left_alone(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<(
         ("ControllerExpandVolume", expand, Code::InvalidArgument),
         ("DeleteVolume", delete, Code::FailedPrecondition),
     ] {
-        let refused = answer.err().with_context(|| format!("{call} was carried out"))?;
+        let refused = answer.err().with_context(|| format!("{call} succeeded"))?;
         ensure!(refused.code() == code, "{call}: {refused}");
         ensure!(texts.iter().all(|text| refused.message().contains(text)), "{call}: {refused}");
     }
@@ -96,7 +97,7 @@ async fn is_left_alone(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<(
 }
 
 #[tokio::test]
-async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_volume() -> Result<()> {
+async fn a_recreated_claim_is_not_mistaken_for_the_original_volume() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -109,7 +110,7 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
         s.order_detach(&order).await?;
 
         let second = recreate(&s, &handle, None).await?;
-        ensure!(first != second, "it is bound to {first} again");
+        ensure!(first != second, "the claim is bound to {first} again");
         let order = s.order_attach(&volume, &node.name).await?;
         let texts = [first.as_str(), second.as_str()];
         s.orders().refused(&order, &[&["FailedPrecondition", &handle], &texts[..]].concat()).await?;
@@ -120,12 +121,12 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
         is_left_alone(&s, &handle, [&first, &second]).await?;
         s.nothing_is_attached(&node).await?;
 
-        // The right one is found again as it was.
+        // Bound to the original volume again, the claim is usable.
         assert_eq!(recreate(&s, &handle, Some(&first)).await?, first);
         says(&s, "True", "Compatible").await?;
         has_text(&s, &volume, &node).await?;
 
-        // A person may mean another: here the same bytes under another name, as restored from a backup.
+        // An administrator may pin another volume: here the same data restored from a backup.
         let third = recreate(&s, &handle, None).await?;
         says(&s, "False", "ManagementVolumeReplaced").await?;
         write(&s.file_of(&s.infra_volume(&handle).await?).await?, TEXT)?;
@@ -134,10 +135,10 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
         says(&s, "True", "Compatible").await?;
         has_text(&s, &volume, &node).await?;
 
-        // It may go now, and takes the bytes that it stands for with it, and no others.
+        // Deletion removes the pinned volume only.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        eventually("the management claim gone", PATIENCE, || async {
-            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it is there".to_owned())))
+        eventually("the management claim is deleted", PATIENCE, || async {
+            Ok(s.claims().get_opt(&handle).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         s.volumes().get(&first).await?;
@@ -147,7 +148,7 @@ async fn a_claim_that_was_made_anew_under_the_same_name_is_not_taken_for_the_vol
 }
 
 #[tokio::test]
-async fn a_volume_made_by_hand_can_be_pinned_and_is_not_attached_where_that_is_wrong() -> Result<()> {
+async fn a_static_volume_can_be_pinned_and_is_not_attached_with_a_wrong_pin() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -163,7 +164,7 @@ async fn a_volume_made_by_hand_can_be_pinned_and_is_not_attached_where_that_is_w
         s.orders().refused(&order, &["FailedPrecondition", "pvc-of-another-time", &there]).await?;
         s.order_detach(&order).await?;
 
-        // One that is wrong does not stand in the way of one that is right.
+        // A volume with a wrong pin does not block one with the right pin.
         let right = s.static_claim("right", &handle, pinned(&there)).await?.name_any();
         let order = s.order_attach(&right, &node.name).await?;
         s.attached(&order).await?;

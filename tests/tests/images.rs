@@ -1,4 +1,4 @@
-//! The container images: the same twice, taken by containerd, and whole: what is in them starts.
+//! Container images: builds are reproducible, containerd can import them, and their programs start.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use tests::containerd::Containerd;
 use tests::{Scenario, run};
 use tokio::process::Command;
 
-/// What each image's programs say when they start, by image.
+/// The programs of each image, with arguments that print their version.
 const STARTS: [(&str, &[&[&str]]); 5] = [
     ("gc-csi", &[&["/usr/local/bin/gc-csi", "--version"]]),
     ("mgmt-csi", &[&["/usr/local/bin/mgmt-csi", "--version"]]),
@@ -40,7 +40,7 @@ async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
 }
 
 #[tokio::test]
-async fn images_are_the_same_twice_and_their_programs_start_in_containerd() -> Result<()> {
+async fn images_are_reproducible_and_their_programs_start_in_containerd() -> Result<()> {
     run(|s| async move {
         let (one, two) = (tempfile::tempdir()?, tempfile::tempdir()?);
         let built = build(&s, one.path()).await?;
@@ -85,7 +85,7 @@ async fn blob(archive: &Path, digest: &str) -> Result<Value> {
     Ok(serde_json::from_slice(&tar.stdout)?)
 }
 
-/// An image says what it is, of what, and who runs it; and its SBOM has what a program cannot be without.
+/// Checks the labels and user of an image, and its SBOM.
 async fn is_described(image: &Built) -> Result<()> {
     let manifest = blob(&image.archive, &image.digest).await?;
     let digest = manifest["config"]["digest"].as_str().context("no configuration")?;
@@ -110,7 +110,7 @@ async fn is_described(image: &Built) -> Result<()> {
 }
 
 #[tokio::test]
-async fn the_charts_name_images_that_are_built() -> Result<()> {
+async fn the_charts_use_images_that_are_built() -> Result<()> {
     let built: Vec<&str> = STARTS.iter().map(|(name, _)| *name).collect();
     for chart in Chart::both().await? {
         for values in chart.examples()? {

@@ -1,5 +1,5 @@
-//! The infra loses its catalog while a machine writes: it does not serve what it does not know, and goes on from what is on
-//! disk, with every record, and with one writer.
+//! Loss of storage-infra's catalog while a VM writes: the recovered server continues with every record and a single
+//! writer.
 
 use anyhow::{Result, ensure};
 use tests::bytes::device;
@@ -11,7 +11,7 @@ use tests::{MIB, PATIENCE, alone, eventually, run};
 const PART: &str = "storage-infra";
 
 #[tokio::test]
-async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() -> Result<()> {
+async fn a_lost_catalog_is_recovered_under_a_writer_and_attach_and_detach_succeed() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
@@ -20,7 +20,7 @@ async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() 
         let writer = Records::begin(&path, MIB as u64)?.keep_appending();
         let volumes = s.infra.list_volumes(None, None).await?.items;
         let mut attachments = s.infra.list_attachments(None, None).await?;
-        // A rebuilt catalog attests for nobody: what was written since is not known.
+        // A rebuilt catalog has no blank attestations: later writes are unknown.
         attachments.iter_mut().for_each(|one| one.blank_attestation = None);
 
         s.kill_part(PART).await?;
@@ -42,7 +42,7 @@ async fn a_lost_catalog_comes_back_under_a_writer_and_attach_and_detach_go_on() 
         let second = s.driver.publish(&handle, &there.name).await.unwrap_err();
         ensure!(second.code() == tonic::Code::FailedPrecondition, "{second}");
         let records = writer.stop()?;
-        insist("an attach where it is", || s.driver.publish(&handle, &here.name)).await?;
+        insist("an attach to the same VM", || s.driver.publish(&handle, &here.name)).await?;
         records.log().verify(&path)?;
         let log = records.close();
         insist("a detach", || s.driver.unpublish(&handle, &here.name)).await?;

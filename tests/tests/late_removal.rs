@@ -1,5 +1,5 @@
-//! A removal that comes late, from a replica of the guest's driver that stood still, takes no disk from an attach that
-//! was answered meanwhile.
+//! Late removals: a detach by a paused replica of the guest's driver does not detach a disk that was attached again
+//! meanwhile.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -14,16 +14,16 @@ use tests::program::Controller;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 use tonic::{Code, Status};
 
-/// How long the replica's calls may take, pauses included.
+/// Timeout of the replica's calls, including pauses.
 const LONG: Duration = Duration::from_secs(120);
 
 #[tokio::test]
-async fn a_detach_that_a_paused_replica_was_asked_for_takes_nothing_from_the_attach_after_it() -> Result<()> {
+async fn a_late_detach_of_a_paused_replica_does_not_affect_the_next_attach() -> Result<()> {
     run(|s| async move {
         let (node, replica) = (s.simulated_node().await?, Controller::start(&s, &[]).await?);
         let handle = s.bound_claim("data").await?;
         let volume = s.bound("data").await?.1.name_any();
-        // Whatever the replica's watches show when it goes on: Kubernetes gives both orders the same name.
+        // Kubernetes gives both attachments the same name, whatever the replica's watches have.
         let first = s.orders().attach_as_kubernetes(&volume, &handle, &node.name).await?;
         s.attached(&first).await?;
 
@@ -38,7 +38,7 @@ async fn a_detach_that_a_paused_replica_was_asked_for_takes_nothing_from_the_att
 
         let answer = late.await?;
         keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
-        // Its own repair may be at the same disk, since its watches are behind.
+        // The replica's own repair may use the same disk, because its watches are stale.
         let refusal = refused(&replica, &handle, &node.name, answer).await?;
         keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
         assert_eq!(refusal.code(), Code::FailedPrecondition, "{refusal}");
@@ -50,11 +50,10 @@ async fn a_detach_that_a_paused_replica_was_asked_for_takes_nothing_from_the_att
 }
 
 #[tokio::test]
-async fn a_repair_that_stood_still_before_its_write_takes_nothing_from_an_attach_that_found_the_entry()
--> Result<()> {
+async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> Result<()> {
     run(|s| async move {
         let folder = tempfile::tempdir()?;
-        // Of an identity of their own: what is theirs, the lab's replica does not repair.
+        // Another cluster ID, so that the lab's replica does not repair its objects.
         let (id, patient) = (unique(&s.name), ["--repair-grace=1h"]);
         let repairing = ["--repair-grace=1s"];
         let repairing = Controller::start_with_fail_points(&s, &id, &repairing, folder.path()).await?;
@@ -65,18 +64,18 @@ async fn a_repair_that_stood_still_before_its_write_takes_nothing_from_an_attach
         let volume = static_volume(&unique(&s.name), &s.name, &handle, &json!({}))?;
         let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
 
-        // Nobody in the guest asks for this one.
+        // The guest has no VolumeAttachment for this disk.
         let point = "kube.management.patch.virtualmachines.before";
         std::fs::write(folder.path().join("freeze"), point)?;
         let disk = former.driver.publish(&handle, &node.name).await?;
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
         let frozen = repairing.process.stands_still().await?;
-        // Now somebody does, and another replica answers: the disk is there.
+        // Now it has one, and another replica answers: the disk is attached.
         let order = s.orders().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
         let serving = Controller::start_as(&s, &id, &patient).await?;
         assert_eq!(serving.driver.publish(&handle, &node.name).await?, disk);
         drop(frozen);
-        eventually("the repair has ended", PATIENCE, || async {
+        eventually("the repair is complete", PATIENCE, || async {
             let log = repairing.process.log();
             Ok(if log.contains("a VolumeAttachment requests the disk again: its entry stays") {
                 Ok(())
@@ -96,7 +95,7 @@ async fn a_repair_that_stood_still_before_its_write_takes_nothing_from_an_attach
     .await
 }
 
-/// Repeats a detach, as csi-attacher does, until it is refused for good.
+/// Repeats a detach, like csi-attacher, until it is refused with a final code.
 async fn refused(
     replica: &Controller,
     handle: &str,
@@ -110,19 +109,19 @@ async fn refused(
             Some(answer) => answer,
             None => replica.driver.unpublish(handle, node).await,
         };
-        let refusal = answer.err().context("a detach was answered of a disk that the guest has attached")?;
+        let refusal = answer.err().context("a detach succeeded for a disk that the guest has attached")?;
         Ok(if refusal.code() == Code::Aborted { Err(refusal.to_string()) } else { Ok(refusal) })
     })
     .await
 }
 
-/// The machine has the disk, by the same VolumeAttachment as before.
+/// Checks that the VM has the disk, with the same VolumeAttachment as before.
 async fn keeps(s: &Scenario, machine: &str, handle: &str, disk: &str, before: Option<&String>) -> Result<()> {
     let vm = s.machines().get(machine).await?;
     let entry = names::volume_entry(handle);
     assert!(
         vm.spec.volumes.iter().any(|one| one.name == entry),
-        "the entry was taken out: {:?}",
+        "the entry was removed: {:?}",
         vm.spec.volumes
     );
     let now = s.attachment(machine, handle).await?.context("no VolumeAttachment")?;

@@ -1,4 +1,4 @@
-//! Volumes of an earlier driver, which gc-csi serves under that driver's name: they live on, and new ones are not made.
+//! Volumes of an earlier driver, served by gc-csi under that driver's name: they keep working, and new ones are refused.
 
 use std::path::{Path, PathBuf};
 
@@ -27,17 +27,17 @@ use tests::program::{Controller, Running, binary};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::{Code, Request};
 
-/// An earlier driver's name that no other test has.
+/// A unique name of an earlier driver.
 fn earlier() -> String {
     format!("{}.csi.example.com", unique("old"))
 }
 
-/// gc-csi's controller, which serves an earlier driver's name, too.
+/// A gc-csi controller that also serves the name of an earlier driver.
 struct Serving {
     controller: Controller,
     /// The Controller service under the earlier name.
     legacy: Driver,
-    /// Where that is.
+    /// The socket of that service.
     socket: PathBuf,
 }
 
@@ -45,20 +45,20 @@ async fn serve(s: &Scenario, name: &str) -> Result<Serving> {
     let name = format!("--legacy-driver-name={name}");
     let controller = Controller::start(s, &[&name, "--legacy-endpoint=unix://${FOLDER}/legacy.sock"]).await?;
     let socket = controller.socket("legacy.sock");
-    let legacy = eventually("the earlier driver is served", PATIENCE, || async {
+    let legacy = eventually("the earlier driver's name is served", PATIENCE, || async {
         Ok(Driver::connect(&socket).await.map_err(|error| format!("{error:#}")))
     })
     .await?;
     Ok(Serving { controller, legacy, socket })
 }
 
-/// The name that a driver gives itself on a socket.
+/// The name that a driver reports on a socket.
 async fn name_on(socket: &Path) -> Result<String> {
     let mut identity = IdentityClient::new(csi::client::connect(socket).await?);
     Ok(identity.get_plugin_info(GetPluginInfoRequest {}).await?.into_inner().name)
 }
 
-/// The name that kubelet is told on a registration socket, and the socket it is sent to.
+/// The driver name and endpoint that a registration socket reports to kubelet.
 async fn registered_on(socket: &Path) -> Result<(String, String)> {
     let mut registration = RegistrationClient::new(csi::client::connect(socket).await?);
     let info = registration.get_info(InfoRequest {}).await?.into_inner();
@@ -66,9 +66,9 @@ async fn registered_on(socket: &Path) -> Result<(String, String)> {
 }
 
 #[tokio::test]
-async fn each_socket_has_its_name_and_new_volumes_are_sent_to_the_class_to_use() -> Result<()> {
+async fn each_socket_reports_its_name_and_new_volumes_are_refused_with_the_class_to_use() -> Result<()> {
     run(|s| async move {
-        // Before the driver, which then knows them from the beginning.
+        // Created before the driver starts, so that its cache has the classes.
         let below = s.management_class(&[]).await?;
         let ours = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let name = earlier();
@@ -80,10 +80,10 @@ async fn each_socket_has_its_name_and_new_volumes_are_sent_to_the_class_to_use()
         let refused = serving.legacy.create(new_volume(&s.csi_name(), MIB, &below)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
-        // Under its own name, the same process makes it.
+        // The same process creates the volume under its own name.
         serving.controller.driver.create(new_volume(&s.csi_name(), MIB, &below)).await?;
 
-        // A person reads it on the claim.
+        // The error is reported on the claim.
         let theirs = s.guest_class_of(&name, "Delete", &[("storagePolicy", &below)]).await?;
         let _provisioner =
             Running::sidecar(&s, "csi-provisioner", &serving.socket, &["--immediate-topology=false"]).await?;
@@ -95,8 +95,8 @@ async fn each_socket_has_its_name_and_new_volumes_are_sent_to_the_class_to_use()
     .await
 }
 
-/// A bound guest claim `data` of a volume that the earlier driver made, as its PersistentVolume says; its handle is the
-/// name of a management claim.
+/// A bound guest claim `data` with a PersistentVolume of the earlier driver; its handle is the name of a management
+/// claim.
 async fn made_by(s: &Scenario, driver: &str, handle: &str) -> Result<PersistentVolume> {
     let class = s.guest_class_of(driver, "Delete", &[]).await?;
     let spec = json!({
@@ -110,7 +110,7 @@ async fn made_by(s: &Scenario, driver: &str, handle: &str) -> Result<PersistentV
 }
 
 #[tokio::test]
-async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Result<()> {
+async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> Result<()> {
     run(|s| async move {
         let name = earlier();
         let serving = serve(&s, &name).await?;
@@ -131,7 +131,7 @@ async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Resul
         s.told("data", &["attached to VirtualMachine", &node.name]).await?;
 
         s.request("data", "8Mi").await?;
-        eventually("the volume has grown", PATIENCE, || async {
+        eventually("the volume is expanded", PATIENCE, || async {
             let spec = s.guest_volumes().get(&volume).await?.spec.unwrap_or_default();
             let size = spec.capacity.and_then(|all| all.get("storage").map(|size| size.0.clone()));
             Ok(match size.as_deref() {
@@ -145,7 +145,7 @@ async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Resul
         s.order_detach(&order).await?;
         s.nothing_is_attached(&node).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        eventually("the guest volume gone", PATIENCE, || async {
+        eventually("the guest volume is deleted", PATIENCE, || async {
             let left = s.guest_volumes().get_opt(&volume).await?;
             let events = s.events_of("PersistentVolume", &volume).await?;
             Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}; events: {events:?}", volume.status))))
@@ -158,7 +158,7 @@ async fn sidecars_attach_grow_and_delete_a_volume_of_the_earlier_name() -> Resul
 }
 
 #[tokio::test]
-async fn a_disk_that_is_attached_under_both_names_stays_until_the_last_of_them_lets_go() -> Result<()> {
+async fn a_disk_attached_under_both_names_is_detached_with_the_last_of_them() -> Result<()> {
     run(|s| async move {
         let name = earlier();
         let serving = serve(&s, &name).await?;
@@ -168,13 +168,16 @@ async fn a_disk_that_is_attached_under_both_names_stays_until_the_last_of_them_l
         join_as(&s, &node, &name).await?;
         let own = &serving.controller.driver;
         let disk = own.publish(&handle, &node.name).await?;
-        // Nobody carries it out: the calls are made here.
+        // No sidecar serves this attachment: the test makes the calls.
         let order = s.orders().attach_by(&name, &volume, &node.name).await?;
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
         own.unpublish(&handle, &node.name).await?;
         let stays = s.disk(&node.name, &handle).await?;
-        assert!(stays.is_some_and(|disk| disk.attached), "it was taken from the pods of the other name");
+        assert!(
+            stays.is_some_and(|disk| disk.attached),
+            "the disk was detached from the pods of the other name"
+        );
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
         s.order_detach(&order).await?;
@@ -185,7 +188,7 @@ async fn a_disk_that_is_attached_under_both_names_stays_until_the_last_of_them_l
     .await
 }
 
-/// Makes a machine known to its guest as one where the earlier driver runs, too.
+/// Adds a node to its guest, with the earlier driver in its CSINode.
 async fn join_as(s: &Scenario, node: &LoopNode, driver: &str) -> Result<()> {
     s.lab.join_guest(node).await?;
     let nodes: Api<CSINode> = Api::all(s.guest.clone());
@@ -197,7 +200,7 @@ async fn join_as(s: &Scenario, node: &LoopNode, driver: &str) -> Result<()> {
     Ok(())
 }
 
-/// Unmounts whatever is below a folder, so that a test that failed leaves no disk in use.
+/// Unmounts everything below a folder, so that a failed test does not leave a disk in use.
 struct Mounts(PathBuf);
 
 impl Drop for Mounts {
@@ -211,7 +214,8 @@ impl Drop for Mounts {
 }
 
 #[tokio::test]
-async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_halves() -> Result<()> {
+async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_controller_and_node()
+-> Result<()> {
     run(|s| async move {
         let name = earlier();
         let serving = serve(&s, &name).await?;
@@ -226,11 +230,11 @@ async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_
         let path = |file: &str| folder.path().join(file);
         assert_eq!(name_on(&path("csi.sock")).await?, names::GUEST_DRIVER);
         assert_eq!(name_on(&path("legacy.sock")).await?, name);
-        for (socket, driver, leads_to) in
+        for (socket, driver, expected) in
             [("reg.sock", names::GUEST_DRIVER, "csi.sock"), ("legacy-reg.sock", &name, "legacy.sock")]
         {
             let (registered, endpoint) = registered_on(&path(socket)).await?;
-            assert_eq!((registered.as_str(), Path::new(&endpoint)), (driver, path(leads_to).as_path()));
+            assert_eq!((registered.as_str(), Path::new(&endpoint)), (driver, path(expected).as_path()));
         }
         let mut node = NodeClient::new(csi::client::connect(&path("legacy.sock")).await?);
         assert_eq!(node.node_get_info(NodeGetInfoRequest {}).await?.into_inner().node_id, machine.name);
@@ -259,21 +263,21 @@ async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_
         .await?;
         std::fs::write(Path::new(&target).join("file"), "kept")?;
 
-        let wanted = CapacityRange { required_bytes: 640 * MIB, limit_bytes: 0 };
+        let range = CapacityRange { required_bytes: 640 * MIB, limit_bytes: 0 };
         let mut expand = Request::new(ControllerExpandVolumeRequest {
             volume_id: handle.clone(),
-            capacity_range: Some(wanted),
+            capacity_range: Some(range),
             volume_capability: Some(xfs()),
             ..Default::default()
         });
         expand.set_timeout(PATIENCE);
-        let grown = serving.legacy.calls().controller_expand_volume(expand).await?.into_inner();
-        assert_eq!((grown.capacity_bytes, grown.node_expansion_required), (640 * MIB, true));
+        let expanded = serving.legacy.calls().controller_expand_volume(expand).await?.into_inner();
+        assert_eq!((expanded.capacity_bytes, expanded.node_expansion_required), (640 * MIB, true));
         node.node_expand_volume(NodeExpandVolumeRequest {
             volume_id: handle.clone(),
             volume_path: target.clone(),
             staging_target_path: staging.clone(),
-            capacity_range: Some(wanted),
+            capacity_range: Some(range),
             volume_capability: Some(xfs()),
             ..Default::default()
         })
@@ -297,13 +301,13 @@ async fn a_volume_of_the_earlier_name_lives_through_the_earlier_sockets_of_both_
         serving.legacy.delete(&handle).await?;
         assert!(s.claims().get_opt(&handle).await?.is_none());
         let status = plugin.stop().await?;
-        assert!(status.success(), "the node plugin ended with {status}");
+        assert!(status.success(), "the node plugin exited with {status}");
         serving.controller.stop().await
     })
     .await
 }
 
-/// gc-csi's node plugin for a machine that this host plays, under both names, with its sockets in a folder.
+/// Starts gc-csi-node for a loop node under both names, with its sockets in a folder.
 async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &str) -> Result<Running> {
     let inside = |file: &str| folder.join(file).display().to_string();
     std::fs::create_dir_all(folder.join("kubelet"))?;
@@ -329,11 +333,11 @@ async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &s
     Ok(plugin)
 }
 
-/// A filesystem that grows while it is mounted.
+/// A filesystem that can be expanded while it is mounted.
 fn xfs() -> VolumeCapability {
-    let mut wanted = mount(Mode::SingleNodeWriter);
-    if let Some(AccessType::Mount(mount)) = &mut wanted.access_type {
+    let mut capability = mount(Mode::SingleNodeWriter);
+    if let Some(AccessType::Mount(mount)) = &mut capability.access_type {
         mount.fs_type = "xfs".to_owned();
     }
-    wanted
+    capability
 }

@@ -1,4 +1,4 @@
-//! How many volumes a machine takes: told to the scheduler as the hypervisor has it, and kept to at each level below.
+//! Volume limits of a VM: reported to the scheduler from the hypervisor, and enforced by each tier.
 
 use anyhow::{Context, Result, ensure};
 use crds::names;
@@ -12,18 +12,21 @@ use serde_json::json;
 use tests::{Scenario, run};
 
 #[tokio::test]
-async fn a_virtual_machine_says_the_number_of_disks_that_its_hypervisor_can_plug() -> Result<()> {
+async fn a_vm_reports_the_number_of_disks_that_its_hypervisor_can_attach() -> Result<()> {
     run(|s| async move {
         let machines = s.lab.vms();
         anyhow::ensure!(!machines.is_empty(), "the lab has no virtual machine: `cargo lab up --vms 2`");
         for machine in machines {
-            let known =
-                s.infra.get_node(s.lab.vm(&machine)?.uuid).await?.context("the infra has no such node")?;
+            let known = s
+                .infra
+                .get_node(s.lab.vm(&machine)?.uuid)
+                .await?
+                .context("the storage infra has no such node")?;
             let node = Api::<CSINode>::all(s.guest.clone()).get(&machine).await?;
             let driver = node.spec.drivers.into_iter().find(|driver| driver.name == names::GUEST_DRIVER);
-            let told = driver.and_then(|driver| driver.allocatable?.count);
-            assert_eq!(told.map(i64::from), known.max_disks.map(i64::from), "{machine}");
-            assert!(told.is_some_and(|count| count > 0), "{machine}: {told:?}");
+            let reported = driver.and_then(|driver| driver.allocatable?.count);
+            assert_eq!(reported.map(i64::from), known.max_disks.map(i64::from), "{machine}");
+            assert!(reported.is_some_and(|count| count > 0), "{machine}: {reported:?}");
         }
         Ok(())
     })
@@ -31,7 +34,7 @@ async fn a_virtual_machine_says_the_number_of_disks_that_its_hypervisor_can_plug
 }
 
 #[tokio::test]
-async fn a_pod_with_one_volume_more_than_its_node_takes_waits_until_another_has_left() -> Result<()> {
+async fn a_pod_beyond_the_volume_limit_of_its_node_waits_until_another_is_deleted() -> Result<()> {
     run(|s| async move {
         let node = s.node_for_pods("zone-a", Some(2)).await?;
         for claim in ["one", "two", "three"] {
@@ -53,7 +56,7 @@ async fn a_pod_with_one_volume_more_than_its_node_takes_waits_until_another_has_
     .await
 }
 
-/// A domain that is never switched on and has no place for disks, as one has that is full.
+/// A domain without a SCSI controller, like one without free slots. It is never started.
 fn domain(machine: &LoopNode) -> String {
     format!(
         "<domain type='qemu'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
@@ -63,7 +66,7 @@ fn domain(machine: &LoopNode) -> String {
     )
 }
 
-/// One disk more than a machine takes is refused in the words of its hypervisor, and plugged nowhere.
+/// Checks that an attach to a VM without free slots is refused with the hypervisor's message.
 async fn is_refused(s: &Scenario, machine: &LoopNode) -> Result<()> {
     let hypervisor = "libvirt".to_owned();
     let spec = NodeSpec { name: machine.name.clone(), hypervisor, zone: None, labels: Default::default() };
@@ -81,7 +84,7 @@ async fn is_refused(s: &Scenario, machine: &LoopNode) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_disk_that_its_machine_has_no_place_for_is_refused_in_the_hypervisors_words() -> Result<()> {
+async fn an_attach_to_a_vm_without_free_slots_is_refused_with_the_hypervisors_message() -> Result<()> {
     run(|s| async move {
         let machine = s.node().await?;
         let folder = tempfile::tempdir()?;

@@ -1,8 +1,8 @@
-//! The black-box tests, one module for each capability. They are one program, since linking them takes longer than most
-//! of them; `cargo lab test` runs one module after the other, so that those which count requests or stop parts are not
-//! disturbed by others.
+//! Black-box tests, one module per capability. They are one program, because linking takes longer than most tests;
+//! `cargo lab test` runs the modules one after the other, so that tests that count requests or stop components are not
+//! disturbed.
 
-#![allow(clippy::print_stdout, reason = "what was measured is told")]
+#![allow(clippy::print_stdout, reason = "the tests print their measurements")]
 
 mod access_modes;
 mod attach;

@@ -1,4 +1,4 @@
-//! What a management claim says of the guest objects that it serves, so that people there see whom a volume is for.
+//! Metadata of management claims: annotations and labels that refer to the guest objects they serve.
 
 use anyhow::Result;
 use crds::names;
@@ -9,20 +9,20 @@ use serde_json::{Value, json};
 use tests::program::{Controller, binary, run_to_end};
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 
-/// Labels that the tests' controllers copy.
+/// Labels that the tests' controllers sync.
 const TEAM: &str = "team";
 const TIER: &str = "example.com/tier";
 
-/// Waits until a management claim is as it should be.
+/// Waits until a management claim fulfils a condition.
 async fn below(
     s: &Scenario,
     claim: &str,
     what: &str,
-    is_so: impl Fn(&PersistentVolumeClaim) -> bool,
+    matches: impl Fn(&PersistentVolumeClaim) -> bool,
 ) -> Result<()> {
     eventually(&format!("management claim {claim} {what}"), PATIENCE, || async {
         let claim = s.claims().get(claim).await?;
-        Ok(if is_so(&claim) {
+        Ok(if matches(&claim) {
             Ok(())
         } else {
             Err(format!("{:?} {:?}", claim.labels(), claim.annotations()))
@@ -31,8 +31,8 @@ async fn below(
     .await
 }
 
-/// A controller with an identity and flags of its own, and a management claim that belongs to that identity. (The lab's own
-/// controller keeps to its flags on what is its own.)
+/// Starts a controller with its own cluster ID and flags, and creates a management claim with that cluster ID. The lab's
+/// controller does not touch this claim.
 async fn serving(s: &Scenario, flags: &[&str]) -> Result<(Controller, String)> {
     let id = unique(&s.name);
     let controller = Controller::start_as(s, &id, flags).await?;
@@ -40,7 +40,7 @@ async fn serving(s: &Scenario, flags: &[&str]) -> Result<(Controller, String)> {
     Ok((controller, claim))
 }
 
-/// Changes labels of the guest's claim.
+/// Changes labels of a guest claim.
 async fn label(s: &Scenario, claim: &str, labels: Value) -> Result<()> {
     let patch = Patch::Merge(json!({"metadata": {"labels": labels}}));
     s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
@@ -48,12 +48,12 @@ async fn label(s: &Scenario, claim: &str, labels: Value) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_claim_names_the_guests_objects_also_when_it_serves_others_than_before() -> Result<()> {
+async fn annotations_follow_the_guest_objects_that_a_claim_serves() -> Result<()> {
     run(|s| async move {
         let (controller, handle) = serving(&s, &[]).await?;
         for claim in ["first", "second"] {
             let volume = s.static_claim(claim, &handle, json!({})).await?;
-            below(&s, &handle, "names the guest's objects", |below| {
+            below(&s, &handle, "has the guest objects' names", |below| {
                 let said = |key: &str| below.annotations().get(key).map(String::as_str);
                 said(names::ANNOTATION_GUEST_PVC) == Some(claim)
                     && said(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
@@ -62,7 +62,7 @@ async fn a_claim_names_the_guests_objects_also_when_it_serves_others_than_before
             .await?;
             s.guest_claims().delete(claim, &DeleteParams::default()).await?;
             s.guest_volumes().delete(&volume.name_any(), &DeleteParams::default()).await?;
-            eventually("the guest's volume is gone", PATIENCE, || async {
+            eventually("the guest volume is deleted", PATIENCE, || async {
                 let left = s.guest_volumes().get_opt(&volume.name_any()).await?;
                 Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
             })
@@ -74,7 +74,7 @@ async fn a_claim_names_the_guests_objects_also_when_it_serves_others_than_before
 }
 
 #[tokio::test]
-async fn the_labels_that_were_chosen_are_copied_and_kept_current_and_no_others() -> Result<()> {
+async fn only_the_chosen_labels_are_synced() -> Result<()> {
     run(|s| async move {
         let flags = [format!("--sync-label={TEAM}"), format!("--sync-label={TIER}")];
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
@@ -92,7 +92,7 @@ async fn the_labels_that_were_chosen_are_copied_and_kept_current_and_no_others()
         below(&s, &handle, "has the changed label", has(Some("b"), Some("web"))).await?;
         label(&s, "data", json!({TIER: null})).await?;
         below(&s, &handle, "has lost the removed label", has(Some("b"), None)).await?;
-        // Somebody below changes what is the guest's to say.
+        // A synced label that is changed in the management cluster is restored.
         let patch = Patch::Merge(json!({"metadata": {"labels": {TEAM: "c"}}}));
         s.claims().patch(&handle, &PatchParams::default(), &patch).await?;
         below(&s, &handle, "has the guest's label again", has(Some("b"), None)).await?;
@@ -107,19 +107,19 @@ async fn the_labels_that_were_chosen_are_copied_and_kept_current_and_no_others()
 }
 
 #[tokio::test]
-async fn the_pods_that_use_a_claim_are_named_while_they_do() -> Result<()> {
+async fn pods_that_use_a_claim_are_listed_while_they_exist() -> Result<()> {
     run(|s| async move {
         let (controller, handle) = serving(&s, &["--sync-pods"]).await?;
         s.static_claim("data", &handle, json!({})).await?;
         let uses = |pods: &[&str]| {
             let pods: Vec<String> = pods.iter().map(|pod| format!("{}/{pod}", s.name)).collect();
-            let wanted = (!pods.is_empty()).then(|| json!(pods));
+            let expected = (!pods.is_empty()).then(|| json!(pods));
             move |below: &PersistentVolumeClaim| {
                 let said = below.annotations().get(names::ANNOTATION_GUEST_PODS);
-                said.map(|said| serde_json::from_str::<Value>(said).unwrap_or_default()) == wanted
+                said.map(|said| serde_json::from_str::<Value>(said).unwrap_or_default()) == expected
             }
         };
-        // They wait for a node that there is not, and use the claim all the same.
+        // The pods are pending without a node, but still use the claim.
         s.pod("one", None, &["data"]).await?;
         below(&s, &handle, "names a pod", uses(&["one"])).await?;
         s.pod("two", None, &["data"]).await?;
@@ -134,7 +134,7 @@ async fn the_pods_that_use_a_claim_are_named_while_they_do() -> Result<()> {
 }
 
 #[tokio::test]
-async fn labels_that_mean_something_to_the_management_cluster_cannot_be_chosen() -> Result<()> {
+async fn labels_with_a_meaning_in_the_management_cluster_cannot_be_synced() -> Result<()> {
     run(|s| async move {
         for key in [
             names::LABEL_CLUSTER_ID,

@@ -1,4 +1,4 @@
-//! VolumeAttributesClasses: chosen in the guest, carried out by the hypervisor, also while a pod uses the volume.
+//! VolumeAttributesClasses: chosen in the guest and applied by the hypervisor, also while a pod uses the volume.
 
 use std::time::Duration;
 
@@ -16,41 +16,41 @@ use tonic::Code;
 
 const UNLIMITED: Qos = Qos { iops: None, bytes_per_second: None };
 
-/// Names another VolumeAttributesClass in the guest's claim.
+/// Sets the VolumeAttributesClass of a guest claim.
 async fn choose(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     let patch = Patch::Merge(json!({"spec": {"volumeAttributesClassName": class}}));
     s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
     Ok(())
 }
 
-/// Waits until the guest's claim says that its volume has what a class says.
+/// Waits until the guest claim's status has a VolumeAttributesClass.
 async fn has(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     eventually(&format!("guest claim {claim} has VolumeAttributesClass {class}"), PATIENCE, || async {
         let status = s.guest_claims().get(claim).await?.status.unwrap_or_default();
-        let is_so = status.current_volume_attributes_class_name.as_deref() == Some(class)
+        let matches = status.current_volume_attributes_class_name.as_deref() == Some(class)
             && status.modify_volume_status.is_none();
-        Ok(if is_so { Ok(()) } else { Err(format!("{status:?}; events: {:?}", s.events(claim).await?)) })
+        Ok(if matches { Ok(()) } else { Err(format!("{status:?}; events: {:?}", s.events(claim).await?)) })
     })
     .await
 }
 
-/// The class that a claim says its volume has.
+/// The current VolumeAttributesClass in a claim's status.
 fn current(claim: &PersistentVolumeClaim) -> Option<&str> {
     claim.status.as_ref()?.current_volume_attributes_class_name.as_deref()
 }
 
-/// Both tiers say that the volume has this class, and the infra has its limits.
+/// Checks that the management claim has this class, and the storage infra its limits.
 async fn is_limited(s: &Scenario, handle: &str, class: &str, qos: Qos) -> Result<()> {
     let below = s.claims().get(handle).await?;
-    let wanted = below.spec.as_ref().and_then(|spec| spec.volume_attributes_class_name.as_deref());
-    ensure!((wanted, current(&below)) == (Some(class), Some(class)), "{:?} {:?}", wanted, below.status);
+    let requested = below.spec.as_ref().and_then(|spec| spec.volume_attributes_class_name.as_deref());
+    ensure!((requested, current(&below)) == (Some(class), Some(class)), "{:?} {:?}", requested, below.status);
     let has = s.infra_volume(handle).await?.qos;
-    ensure!(has == qos, "the infra limits to {has:?}");
+    ensure!(has == qos, "the storage infra limits to {has:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_class_limits_a_volume_from_the_beginning_and_another_one_changes_that() -> Result<()> {
+async fn a_class_limits_a_volume_from_its_creation_and_can_be_changed() -> Result<()> {
     run(|s| async move {
         let silver = s.attributes_class(&[("iops", "300"), ("bytesPerSecond", "10Mi")]).await?;
         let gold = s.attributes_class(&[("bytesPerSecond", "50M")]).await?;
@@ -67,7 +67,7 @@ async fn a_class_limits_a_volume_from_the_beginning_and_another_one_changes_that
             has(&s, "data", class).await?;
             is_limited(&s, &handle, class, qos).await?;
         }
-        // A volume that was made without any gets one, too.
+        // A volume created without a class can get one.
         let plain = s.bound_claim("plain").await?;
         assert_eq!(s.infra_volume(&plain).await?.qos, UNLIMITED);
         choose(&s, "plain", "gold").await?;
@@ -78,7 +78,7 @@ async fn a_class_limits_a_volume_from_the_beginning_and_another_one_changes_that
 }
 
 #[tokio::test]
-async fn a_class_that_leads_to_none_below_is_refused_with_the_reason() -> Result<()> {
+async fn a_class_without_a_management_class_is_refused_with_the_reason() -> Result<()> {
     run(|s| async move {
         let class = s.guest_attributes_class().await?;
         let texts = ["VolumeAttributesClass", &class, "does not exist in the management cluster"];
@@ -118,8 +118,7 @@ async fn a_class_that_leads_to_none_below_is_refused_with_the_reason() -> Result
 }
 
 #[tokio::test]
-async fn a_class_that_the_management_tier_cannot_have_is_told_in_its_words_until_another_is_chosen()
--> Result<()> {
+async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_chosen() -> Result<()> {
     run(|s| async move {
         let odd = s.attributes_class(&[("speed", "high")]).await?;
         let good = s.attributes_class(&[("iops", "400")]).await?;
@@ -128,7 +127,7 @@ async fn a_class_that_the_management_tier_cannot_have_is_told_in_its_words_until
         choose(&s, "data", &odd).await?;
         let (reason, _) = s.told("data", &[&odd, "speed", "unknown"]).await?;
         assert_eq!(reason, "VolumeModifyFailed");
-        eventually("the guest's claim calls it infeasible", PATIENCE, || async {
+        eventually("the guest claim's modification is infeasible", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
             let state = status.modify_volume_status.as_ref().map(|state| state.status.as_str());
             Ok(if state == Some("Infeasible") { Ok(()) } else { Err(format!("{status:?}")) })
@@ -143,12 +142,12 @@ async fn a_class_that_the_management_tier_cannot_have_is_told_in_its_words_until
     .await
 }
 
-// ---- on a machine ----
+// ---- on a VM ----
 
-/// What the hypervisor limits a disk to while its machine runs: operations, and bytes, per second.
+/// The hypervisor's limits of a disk in the running domain: operations and bytes per second.
 async fn libvirt_limits(machines: &Machines, volume: &Volume) -> Result<(Option<u64>, Option<u64>)> {
     let xml = machines.scenario().libvirt_disk(&machines.here, &volume.disk).await?;
-    let xml = xml.context("the disk is not plugged")?;
+    let xml = xml.context("the disk is not attached")?;
     let limit = |name: &str| {
         let rest = xml.split(&format!("<{name}>")).nth(1)?;
         rest.split('<').next()?.parse::<u64>().ok().filter(|limit| *limit > 0)
@@ -156,7 +155,7 @@ async fn libvirt_limits(machines: &Machines, volume: &Volume) -> Result<(Option<
     Ok((limit("total_iops_sec"), limit("total_bytes_sec")))
 }
 
-/// How long these take on the volume, each of them, as the machine's clock says.
+/// How long each of these commands takes on the volume, by the VM's clock.
 async fn times(machines: &Machines, volume: &Volume, name: &str, commands: &[&str]) -> Result<Vec<Duration>> {
     let timed = |command: &&str| {
         format!(
@@ -172,8 +171,8 @@ async fn times(machines: &Machines, volume: &Volume, name: &str, commands: &[&st
     said.lines().map(|line| time(line).with_context(|| format!("no times: {said}"))).collect()
 }
 
-/// Each took at least as long as its limit implies. The hypervisor saves up a tenth of a second's worth, and lets the last
-/// of the requests go before its time.
+/// Checks that each command took at least as long as its limit implies. The hypervisor allows a burst of a tenth of a
+/// second, and completes the last requests early.
 fn at_least(times: &[Duration], seconds: f64) -> Result<()> {
     let least = Duration::from_secs_f64(seconds * 0.9);
     ensure!(times.iter().all(|time| *time >= least), "{times:?}, but the limit implies {seconds} s");
@@ -181,7 +180,7 @@ fn at_least(times: &[Duration], seconds: f64) -> Result<()> {
 }
 
 #[tokio::test]
-async fn limits_hold_on_the_machine_and_change_while_a_pod_uses_the_volume() -> Result<()> {
+async fn limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume() -> Result<()> {
     pods::run(|machines| async move {
         let s = machines.scenario();
         let bytes = s.attributes_class(&[("bytesPerSecond", "2Mi")]).await?;

@@ -1,4 +1,4 @@
-//! What pods see of their volumes, on real virtual machines: data that outlives them, and disks that nobody formats.
+//! Volumes in pods on real VMs: data survives pods, and non-blank disks are never formatted.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
@@ -10,12 +10,12 @@ use kube::ResourceExt;
 use tests::pods::{self, Ask, Machines, Script, block, filesystem};
 use tests::{PATIENCE, eventually};
 
-// ---- data holds ----
+// ---- data survives ----
 
-/// Says the filesystem's type, and the checksum of what is there.
+/// Prints the filesystem's type and the checksum of the data.
 const READ: &str = "grep ' /data ' /proc/mounts | cut -d' ' -f3; cat /data/*.bin | sha256sum | cut -d' ' -f1";
 
-async fn data_outlives_pods(kind: &'static str, machines: Arc<Machines>) -> Result<()> {
+async fn data_survives_pods(kind: &'static str, machines: Arc<Machines>) -> Result<()> {
     let (here, there) = (&machines.here, &machines.there);
     let volume = machines.claim("data", &filesystem(kind)).await?;
     let write = "dd if=/dev/urandom of=/data/1.bin bs=64k count=64 conv=fsync 2>/dev/null";
@@ -23,46 +23,46 @@ async fn data_outlives_pods(kind: &'static str, machines: Arc<Machines>) -> Resu
     let written = machines.run(writer).await?;
     ensure!(
         written.starts_with(&format!("{kind}\n")),
-        "{kind} was asked for, and this is mounted: {written}"
+        "{kind} was requested, but this is mounted: {written}"
     );
 
     let restarted = Script::new("restarted", here, READ).mount(&volume, "/data");
     let read = machines.run(restarted).await?;
-    ensure!(read == written, "after a restart: {read}, written was {written}");
+    ensure!(read == written, "after a restart: read {read}, written {written}");
 
     let moved = format!("{READ}\necho more > /data/2.bin\nsync");
     let moved = Script::new("moved", there, &moved).mount(&volume, "/data");
     let read = machines.run(moved).await?;
-    ensure!(read == written, "on another machine: {read}, written was {written}");
+    ensure!(read == written, "on another VM: read {read}, written {written}");
     Ok(())
 }
 
 #[tokio::test]
-async fn data_on_ext4_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
-    pods::run(|machines| data_outlives_pods("ext4", machines)).await
+async fn data_on_ext4_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
+    pods::run(|machines| data_survives_pods("ext4", machines)).await
 }
 
 #[tokio::test]
-async fn data_on_xfs_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
-    pods::run(|machines| data_outlives_pods("xfs", machines)).await
+async fn data_on_xfs_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
+    pods::run(|machines| data_survives_pods("xfs", machines)).await
 }
 
 #[tokio::test]
-async fn data_on_btrfs_outlives_the_pod_and_moves_to_another_machine() -> Result<()> {
-    pods::run(|machines| data_outlives_pods("btrfs", machines)).await
+async fn data_on_btrfs_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
+    pods::run(|machines| data_survives_pods("btrfs", machines)).await
 }
 
 #[tokio::test]
-async fn what_one_pod_writes_to_a_block_device_another_pod_reads() -> Result<()> {
+async fn a_pod_reads_what_another_pod_wrote_to_a_block_device() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("raw", &block()).await?;
-        // At both ends of the device, so that its size is right, too.
+        // At both ends of the device, to check its size too.
         let write = "size=$(blockdev --getsize64 /dev/volume)
             printf 'the first block' | dd of=/dev/volume conv=notrunc,fsync 2>/dev/null
             printf 'the last block' | dd of=/dev/volume bs=512 seek=$((size / 512 - 1)) conv=notrunc,fsync 2>/dev/null
             echo $size";
         let writer = Script::new("writer", &machines.here, write).device(&volume, "/dev/volume");
-        let size: u64 = machines.run(writer).await?.parse().context("blockdev says no size")?;
+        let size: u64 = machines.run(writer).await?.parse().context("blockdev printed no size")?;
         ensure!(size == 320 << 20, "the device has {size} bytes");
         let read = "size=$(blockdev --getsize64 /dev/volume)
             dd if=/dev/volume bs=15 count=1 2>/dev/null; echo
@@ -75,10 +75,10 @@ async fn what_one_pod_writes_to_a_block_device_another_pod_reads() -> Result<()>
     .await
 }
 
-// ---- how pods use a volume ----
+// ---- pod options ----
 
 #[tokio::test]
-async fn a_pod_that_asks_for_a_read_only_volume_cannot_write() -> Result<()> {
+async fn a_pod_with_a_read_only_volume_cannot_write() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let writer =
@@ -96,7 +96,7 @@ async fn a_pod_that_asks_for_a_read_only_volume_cannot_write() -> Result<()> {
 }
 
 #[tokio::test]
-async fn sub_paths_of_a_volume_are_mounted_apart() -> Result<()> {
+async fn sub_paths_of_a_volume_are_mounted_separately() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let script = "echo one > /one/file; echo two > /two/file
@@ -113,7 +113,7 @@ async fn sub_paths_of_a_volume_are_mounted_apart() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_volume_is_given_to_the_group_that_the_pod_names() -> Result<()> {
+async fn a_volume_belongs_to_the_fs_group_of_the_pod() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let script = "umask 077; echo secret > /data/file; sync";
@@ -129,7 +129,7 @@ async fn a_volume_is_given_to_the_group_that_the_pod_names() -> Result<()> {
 }
 
 #[tokio::test]
-async fn two_pods_on_one_machine_share_a_volume() -> Result<()> {
+async fn two_pods_on_one_vm_share_a_volume() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let script = |mine: &str, other: &str| {
@@ -152,7 +152,7 @@ async fn two_pods_on_one_machine_share_a_volume() -> Result<()> {
 }
 
 #[tokio::test]
-async fn mount_options_of_the_class_reach_the_mount() -> Result<()> {
+async fn mount_options_of_the_class_are_used() -> Result<()> {
     pods::run(|machines| async move {
         let ask = Ask { options: &["noatime", "commit=17", "nosuid"], ..filesystem("ext4") };
         let volume = machines.claim("data", &ask).await?;
@@ -160,16 +160,16 @@ async fn mount_options_of_the_class_reach_the_mount() -> Result<()> {
         let said = machines.run(Script::new("pod", &machines.here, script).mount(&volume, "/data")).await?;
         let options: Vec<&str> = said.split(',').collect();
         let missing: Vec<_> = ask.options.iter().filter(|option| !options.contains(option)).collect();
-        ensure!(missing.is_empty(), "{missing:?} are missing in {said}");
+        ensure!(missing.is_empty(), "{missing:?} missing in {said}");
         Ok(())
     })
     .await
 }
 
-// ---- disks that are not empty ----
+// ---- disks that are not blank ----
 
-/// The volume's bytes are changed by `prepare` before its first use; then a pod asks for ext4. It must not start,
-/// kubelet must say why in these words, and no byte may change.
+/// Runs a pod with ext4 on a volume that `prepare` has written to. The pod must not start, kubelet must report these
+/// words, and no byte may change.
 async fn is_never_formatted(
     machines: Arc<Machines>,
     prepare: impl AsyncFnOnce(&Path) -> Result<()>,
@@ -180,7 +180,7 @@ async fn is_never_formatted(
     let before = checksum(&volume.file).await?;
     let pod = machines.start(Script::new("pod", &machines.here, "ls /data").mount(&volume, "/data")).await?;
     let said = machines.mount_failure(&pod, words).await?;
-    ensure!(said.contains(&volume.disk), "the event does not name the disk: {said}");
+    ensure!(said.contains(&volume.disk), "the event does not contain the disk: {said}");
     let waits = machines.waits_for(&pod).await?;
     ensure!(waits == "ContainerCreating", "the pod waits for {waits}");
     machines.remove(&pod).await?;
@@ -205,7 +205,7 @@ async fn a_disk_with_another_filesystem_is_never_formatted() -> Result<()> {
 #[tokio::test]
 async fn a_disk_with_a_partition_table_is_never_formatted() -> Result<()> {
     pods::run(|machines| async move {
-        // A DOS partition table with one Linux partition (type 0x83) of 64 MiB, beginning at 1 MiB.
+        // An MBR partition table with one Linux partition (type 0x83) of 64 MiB at 1 MiB.
         let mut entry = [0; 16];
         entry[4] = 0x83;
         entry[8..12].copy_from_slice(&2048_u32.to_le_bytes());
@@ -219,7 +219,7 @@ async fn a_disk_with_a_partition_table_is_never_formatted() -> Result<()> {
 #[tokio::test]
 async fn a_disk_with_unknown_data_is_never_formatted() -> Result<()> {
     pods::run(|machines| async move {
-        // Keystream-like: bytes that look like nothing any tool knows.
+        // Pseudo-random bytes that match no known format.
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let noise: Vec<u8> = std::iter::repeat_with(|| {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -246,16 +246,16 @@ async fn checksum(file: &Path) -> Result<String> {
     lab::process::run(&mut lab::process::command("sha256sum", [file])).await
 }
 
-// ---- the machine ----
+// ---- the VM ----
 
 #[tokio::test]
-async fn beneath_a_mount_the_target_is_shut() -> Result<()> {
+async fn the_directory_below_a_mount_has_mode_0() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let pod = Script::new("pod", &machines.here, "exec sleep 1000").mount(&volume, "/data");
         let pod = machines.start(pod).await?;
         let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
-        // Unmounted in a mount namespace of its own: the pod keeps its volume.
+        // Unmounted in a separate mount namespace, so that the pod keeps its volume.
         let look = format!(
             "target='/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~csi/{}/mount'
             mountpoint -q \"$target\"
@@ -270,10 +270,10 @@ async fn beneath_a_mount_the_target_is_shut() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_machine_keeps_nothing_of_a_volume_that_has_left() -> Result<()> {
+async fn a_vm_keeps_nothing_of_a_detached_volume() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
-        // What shows the volume: its disk by its WWN, mounts, kubelet's folders for pods and for staging.
+        // Traces of the volume: its disk by WWN, mounts, kubelet's folders for pods and staging.
         let wwn = format!("wwn-0x{}", &volume.disk.replace('-', "")[..16]);
         let look = format!(
             "staged=$(printf %s '{}' | sha256sum | cut -d' ' -f1)
@@ -288,11 +288,11 @@ async fn a_machine_keeps_nothing_of_a_volume_that_has_left() -> Result<()> {
             .await?;
         machines.running(&pod).await?;
         let during = machines.run(Script::in_machine("during", &machines.here, &look)).await?;
-        ensure!(during.lines().count() == 5, "a disk, two mounts and two folders, but: {during}");
+        ensure!(during.lines().count() == 5, "expected a disk, two mounts and two folders: {during}");
         machines.remove(&pod).await?;
         machines.detached(&volume).await?;
-        // The disk has left the hypervisor; the machine's own kernel and udev take note of that a moment later.
-        eventually("the machine has nothing of the volume any more", PATIENCE, || async {
+        // The guest OS's kernel and udev process the removal a moment after the hypervisor.
+        eventually("the VM has no trace of the volume", PATIENCE, || async {
             let after = machines.run(Script::in_machine("after", &machines.here, &look)).await?;
             Ok(if after.is_empty() { Ok(()) } else { Err(after) })
         })
@@ -302,7 +302,7 @@ async fn a_machine_keeps_nothing_of_a_volume_that_has_left() -> Result<()> {
 }
 
 #[tokio::test]
-async fn kubelet_tells_how_full_a_volume_is() -> Result<()> {
+async fn kubelet_reports_the_usage_of_a_volume() -> Result<()> {
     pods::run(|machines| async move {
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let script = "dd if=/dev/zero of=/data/file bs=1M count=64 conv=fsync 2>/dev/null
@@ -311,8 +311,8 @@ async fn kubelet_tells_how_full_a_volume_is() -> Result<()> {
         let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
         let (used, capacity) = machines.usage(&machines.here, &uid, &volume.claim, 64 << 20).await?;
         let size = 320 << 20;
-        ensure!(capacity > size / 10 * 8 && capacity <= size, "a volume of {size} bytes tells {capacity}");
-        ensure!(used < 96 << 20, "64 MiB are written, and {used} bytes are told");
+        ensure!(capacity > size / 10 * 8 && capacity <= size, "a volume of {size} bytes reports {capacity}");
+        ensure!(used < 96 << 20, "64 MiB are written, but {used} bytes are reported");
         Ok(())
     })
     .await

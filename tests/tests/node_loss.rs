@@ -1,5 +1,5 @@
-//! Machines that are off, hang, crash, are deleted, or cannot be reached: no volume is ever written from two of them, none
-//! stays behind, and what was acknowledged is there on the machine that comes next.
+//! Loss of VMs that are off, paused, crashed, deleted or unreachable: no volume is written by two VMs, none stays
+//! attached, and all acknowledged writes are found on the next VM.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,20 +16,20 @@ use tests::records::Records;
 use tests::{PATIENCE, Scenario, eventually, run};
 use tonic::Code;
 
-/// A call that finds a disk stuck is given so long to find out.
+/// Timeout of a call that cannot detach a disk.
 const SHORT: Duration = Duration::from_secs(3);
 
-// ---- machines that this host plays ----
+// ---- loop nodes ----
 
 #[tokio::test]
-async fn a_machine_that_is_off_has_no_disks_and_gets_only_those_that_are_ordered() -> Result<()> {
+async fn a_vm_that_is_off_has_no_disks_and_gets_only_those_with_an_attachment() -> Result<()> {
     run(|s| async move {
         let (here, there, moved) = (s.node().await?, s.node().await?, s.volume().await?);
         let kept = s.volume().await?;
         s.driver.publish(&moved, &here.name).await?;
         let off = Halted::off(&here)?;
 
-        // Nobody says that it is lost: its disks are asked for, and leave at once.
+        // Without any out-of-service taint, its disks can be detached at once.
         let refused = s.driver.publish(&moved, &there.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&here.name), "{refused}");
@@ -39,7 +39,7 @@ async fn a_machine_that_is_off_has_no_disks_and_gets_only_those_that_are_ordered
         let refused = s.driver.publish(&kept, &here.name).await.unwrap_err();
         assert!(refused.message().contains("is off"), "{refused}");
         drop(off);
-        eventually("an attach to the machine that is on again", PATIENCE, || async {
+        eventually("an attach to the VM that runs again", PATIENCE, || async {
             Ok(s.driver.publish(&kept, &here.name).await.map_err(|status| status.to_string()))
         })
         .await?;
@@ -51,7 +51,7 @@ async fn a_machine_that_is_off_has_no_disks_and_gets_only_those_that_are_ordered
 }
 
 #[tokio::test]
-async fn a_hung_machine_keeps_its_disk_until_people_say_that_it_is_lost() -> Result<()> {
+async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result<()> {
     run(|s| async move {
         let (here, there) = (s.node().await?, s.node().await?);
         s.lab.join_guest(&here).await?;
@@ -65,7 +65,7 @@ async fn a_hung_machine_keeps_its_disk_until_people_say_that_it_is_lost() -> Res
 
         let hung = Halted::paused(&here)?;
         is_stuck(&s, &handle, &here.name).await?;
-        // It is told on the claim why, and who else wants the volume hears it too.
+        // The reason is reported on the claim, and to other attaches of the volume.
         s.told("data", &[&here.name, "is paused"]).await?;
         let refused = s.driver.publish(&handle, &there.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
@@ -73,26 +73,26 @@ async fn a_hung_machine_keeps_its_disk_until_people_say_that_it_is_lost() -> Res
             assert!(refused.message().contains(word), "{refused}");
         }
         let node = s.infra.get_node(here.uuid).await?.context("no such node")?;
-        ensure!(node.state == NodeState::Running, "nobody said that it is lost, and it is {}", node.state);
+        ensure!(node.state == NodeState::Running, "without the taint its state is {}", node.state);
 
         let said = Instant::now();
         s.taint_out_of_service(&here.name, true).await?;
-        eventually("a detach by force", PATIENCE, || async {
+        eventually("a forced detach", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &here.name).await.map_err(|status| status.to_string()))
         })
         .await?;
         let node = s.infra.get_node(here.uuid).await?.context("no such node")?;
-        ensure!(node.state == NodeState::Off, "its disk was taken by force, and it is {}", node.state);
+        ensure!(node.state == NodeState::Off, "after the forced detach its state is {}", node.state);
         let confirmed = Instant::now();
         let disk = s.driver.publish(&handle, &there.name).await?;
         println!(
-            "hung, said to be lost: switched off after {:.1} s, attached elsewhere {:.1} s later",
+            "paused, out of service: powered off after {:.1} s, attached elsewhere {:.1} s later",
             (confirmed - said).as_secs_f64(),
             confirmed.elapsed().as_secs_f64()
         );
         written.verify(&disk_on(&there.by_id_dir, &disk))?;
 
-        // It is on again: nothing is plugged into it, and nothing more is said of it.
+        // The VM runs again without the disk.
         drop(hung);
         s.taint_out_of_service(&here.name, false).await?;
         s.nothing_is_attached(&here).await?;
@@ -104,18 +104,18 @@ async fn a_hung_machine_keeps_its_disk_until_people_say_that_it_is_lost() -> Res
 }
 
 #[tokio::test]
-async fn a_machine_that_is_deleted_while_it_hangs_keeps_others_out_until_it_is_off() -> Result<()> {
+async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off() -> Result<()> {
     run(|s| async move {
         let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &here.name).await?;
         let hung = Halted::paused(&here)?;
         s.machines().delete(&here.name, &DeleteParams::default()).await?;
-        eventually("the machine's object is gone", PATIENCE, || async {
-            Ok(s.machines().get_opt(&here.name).await?.map_or(Ok(()), |_| Err("still there".to_owned())))
+        eventually("the VM's object is deleted", PATIENCE, || async {
+            Ok(s.machines().get_opt(&here.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
-        // To the guest it is gone, and so are its disks; the infra knows better.
-        eventually("a detach from a machine that is gone", PATIENCE, || async {
+        // For the guest the VM and its disks are gone; the storage infra still has them.
+        eventually("a detach from a deleted VM", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &here.name).await.map_err(|status| status.to_string()))
         })
         .await?;
@@ -126,12 +126,12 @@ async fn a_machine_that_is_deleted_while_it_hangs_keeps_others_out_until_it_is_o
         ensure!(holders.len() == 1, "{holders:?}");
         let off = Instant::now();
         hung.switch_off()?;
-        eventually("an attach once the machine is off", PATIENCE, || async {
+        eventually("an attach after the VM is off", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &there.name).await.map_err(|status| status.to_string()))
         })
         .await?;
         println!(
-            "deleted while it hung, then off: attached elsewhere after {:.1} s",
+            "deleted while paused, then off: attached elsewhere after {:.1} s",
             off.elapsed().as_secs_f64()
         );
         Ok(())
@@ -139,7 +139,7 @@ async fn a_machine_that_is_deleted_while_it_hangs_keeps_others_out_until_it_is_o
     .await
 }
 
-/// Detaches a disk that does not leave, and fails unless the driver says so in time, and what people can do.
+/// Checks that a detach times out with an error that names the out-of-service taint.
 async fn is_stuck(s: &Scenario, claim: &str, node: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(claim, node, SHORT);
     driver::late("a detach", &["out-of-service"], detach).await.map(drop)
@@ -149,9 +149,9 @@ fn disk_on(by_id: &std::path::Path, disk: &str) -> std::path::PathBuf {
     by_id.join(format!("wwn-0x{}", &disk.replace('-', "")[..16]))
 }
 
-// ---- domains with nothing to boot ----
+// ---- domains without a boot disk ----
 
-/// Runs a test with two domains that have nothing to boot, and removes them, however it ends.
+/// Runs a test with two domains without a boot disk, and removes them afterwards.
 async fn with_bare_domains<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>, Arc<[Bare; 2]>) -> Running + Send + 'static,
@@ -169,7 +169,7 @@ where
     .await
 }
 
-/// Moves a volume from one domain to the other, and says how long that took.
+/// Moves a volume from one domain to the other, and prints how long that took.
 async fn moves(s: &Scenario, handle: &str, [from, to]: [&Bare; 2], how: &str) -> Result<String> {
     let start = Instant::now();
     eventually(&format!("{how}: a detach"), PATIENCE, || async {
@@ -180,7 +180,7 @@ async fn moves(s: &Scenario, handle: &str, [from, to]: [&Bare; 2], how: &str) ->
     let disk = s.driver.publish(handle, &to.node.name).await?;
     ensure!(
         !from.has(s, &disk).await? && to.has(s, &disk).await?,
-        "{how}: the disk is not where it should be"
+        "{how}: the disk is not attached to the expected VM"
     );
     let after = start.elapsed() - free;
     println!(
@@ -192,23 +192,23 @@ async fn moves(s: &Scenario, handle: &str, [from, to]: [&Bare; 2], how: &str) ->
 }
 
 #[tokio::test]
-async fn a_paused_or_crashed_domain_gives_its_disk_up_and_a_saved_one_keeps_it() -> Result<()> {
+async fn a_disk_can_be_detached_from_a_paused_or_crashed_domain_but_not_from_a_saved_one() -> Result<()> {
     with_bare_domains(|s, machines| async move {
         let [one, two] = &*machines;
         let handle = s.volume().await?;
         let disk = s.driver.publish(&handle, &one.node.name).await?;
-        // It does not run, and the disk leaves all the same: then it is not there when it goes on, either.
+        // The disk can be detached while the domain is paused, and is still detached after it resumes.
         one.virsh(&s, "suspend").await?;
         moves(&s, &handle, [one, two], "paused").await?;
         one.virsh(&s, "resume").await?;
-        ensure!(!one.has(&s, &disk).await?, "the disk came back with its machine");
+        ensure!(!one.has(&s, &disk).await?, "the disk was attached again");
 
         two.signal(&s, Signal::KILL)?;
         moves(&s, &handle, [two, one], "crashed").await?;
         two.virsh(&s, "start").await?;
-        ensure!(!two.has(&s, &disk).await?, "the disk came back with its machine");
+        ensure!(!two.has(&s, &disk).await?, "the disk was attached again");
 
-        // It is off, and will go on with the disk that it had.
+        // The domain is off, but would resume with its disk.
         one.virsh(&s, "managedsave").await?;
         is_stuck(&s, &handle, &one.node.name).await?;
         let refused = s.driver.publish(&handle, &two.node.name).await.unwrap_err();
@@ -221,7 +221,7 @@ async fn a_paused_or_crashed_domain_gives_its_disk_up_and_a_saved_one_keeps_it()
 }
 
 #[tokio::test]
-async fn a_hung_domain_is_destroyed_for_its_disk_only_when_people_say_that_it_is_lost() -> Result<()> {
+async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Result<()> {
     with_bare_domains(|s, machines| async move {
         let [one, two] = &*machines;
         s.lab.join_guest(&one.node).await?;
@@ -231,31 +231,35 @@ async fn a_hung_domain_is_destroyed_for_its_disk_only_when_people_say_that_it_is
         is_stuck(&s, &handle, &one.node.name).await?;
         let refused = s.driver.publish(&handle, &two.node.name).await.unwrap_err();
         ensure!(refused.message().contains(&one.node.name), "{refused}");
-        // Asked for long enough to be told why, and still there.
+        // After the hang is reported, the disk is still attached.
         let all = ListParams::default();
-        eventually("the order says why", PATIENCE, || async {
-            let orders = s.attachments().list(&all).await?;
-            let told = orders.iter().filter_map(|order| order.status.as_ref()?.error.as_ref());
-            let told: Vec<&str> = told.map(|error| error.message.as_str()).collect();
-            Ok(if told.iter().any(|text| text.contains("hung")) { Ok(()) } else { Err(format!("{told:?}")) })
+        eventually("the VolumeAttachment reports the hang", PATIENCE, || async {
+            let attachments = s.attachments().list(&all).await?;
+            let errors = attachments.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());
+            let errors: Vec<&str> = errors.map(|error| error.message.as_str()).collect();
+            Ok(if errors.iter().any(|text| text.contains("hung")) {
+                Ok(())
+            } else {
+                Err(format!("{errors:?}"))
+            })
         })
         .await?;
-        ensure!(one.has(&s, &disk).await?, "the disk was taken from a machine that nobody said is lost");
+        ensure!(one.has(&s, &disk).await?, "the disk was detached without the taint");
 
         s.taint_out_of_service(&one.node.name, true).await?;
-        moves(&s, &handle, [one, two], "hung, said to be lost").await?;
+        moves(&s, &handle, [one, two], "hung, out of service").await?;
         ensure!(one.virsh(&s, "domstate").await?.trim() == "shut off", "it kept its disk and still runs");
         one.virsh(&s, "start").await?;
         s.taint_out_of_service(&one.node.name, false).await?;
-        ensure!(!one.has(&s, &disk).await?, "the disk came back with its machine");
+        ensure!(!one.has(&s, &disk).await?, "the disk was attached again");
         Ok(())
     })
     .await
 }
 
-// ---- virtual machines ----
+// ---- libvirt VMs ----
 
-/// Runs a test that loses a virtual machine. Machines run again, and are nodes again, when it ends, however it ends.
+/// Runs a test that loses a VM. Afterwards all VMs are started and their nodes are ready again.
 async fn losing<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Machines>) -> Running + Send + 'static,
@@ -271,7 +275,7 @@ where
                 restored.and(restore(&machines, node).await.with_context(|| format!("restoring {node}")));
         }
         match (outcome, restored) {
-            (Err(error), Err(dirty)) => Err(error.context(format!("(and afterwards: {dirty:#})"))),
+            (Err(error), Err(dirty)) => Err(error.context(format!("(the cleanup failed too: {dirty:#})"))),
             (outcome, restored) => outcome.and(restored),
         }
     })
@@ -281,7 +285,7 @@ where
 async fn restore(machines: &Machines, node: &str) -> Result<()> {
     let s = machines.scenario();
     let machine = s.lab.vm(node)?;
-    machine.go_on()?;
+    machine.continue_qemu()?;
     if machine.is_running() {
         machine.set_network(true).await?;
     } else {
@@ -291,12 +295,12 @@ async fn restore(machines: &Machines, node: &str) -> Result<()> {
     machines.set_out_of_service(node, false).await
 }
 
-/// A pod that counts on one machine.
+/// A pod that writes records on one VM.
 struct Counting {
     volume: Volume,
-    /// Where it is.
+    /// The VM where it runs first.
     lost: String,
-    /// Where it can go.
+    /// The other VM.
     other: String,
 }
 
@@ -309,19 +313,19 @@ async fn counting(machines: &Machines) -> Result<Counting> {
 }
 
 impl Counting {
-    /// Says that the machine is lost, waits until the pod counts on the other one, and says how long that took. Fails
-    /// when both machines have the disk at any moment that is looked at.
+    /// Adds the out-of-service taint, waits until the pod runs on the other VM, and prints how long that took. Fails if
+    /// both VMs are ever observed with the disk.
     async fn moves(&self, machines: &Machines, how: &str) -> Result<()> {
         let s = machines.scenario();
         let said = Instant::now();
         machines.set_out_of_service(&self.lost, true).await?;
         let free = async {
-            eventually(&format!("{} lets go of the disk", self.lost), PATIENCE, || async {
-                // The other first: the disk may only have come there after it left here.
+            eventually(&format!("the disk is detached from {}", self.lost), PATIENCE, || async {
+                // The other VM is read first: the disk may be attached there right after it was detached here.
                 let there = s.lab.libvirt_disks(&self.other).await?.contains(&self.volume.disk);
                 let here = self.has_disk(s).await?;
-                ensure!(!(here && there), "both machines have the disk");
-                Ok(if here { Err("it has it".to_owned()) } else { Ok(()) })
+                ensure!(!(here && there), "both VMs have the disk");
+                Ok(if here { Err("it is attached".to_owned()) } else { Ok(()) })
             })
             .await?;
             anyhow::Ok(said.elapsed())
@@ -330,7 +334,7 @@ impl Counting {
         ensure!(node == self.other, "the pod is on {node}");
         let after = said.elapsed() - free;
         println!(
-            "{how}: the disk is free {:.1} s after the taint, and the pod is ready on the other machine {:.1} s after that",
+            "{how}: the disk is detached {:.1} s after the taint, and the pod is ready on the other VM {:.1} s later",
             free.as_secs_f64(),
             after.as_secs_f64()
         );
@@ -342,27 +346,27 @@ impl Counting {
             && s.lab.libvirt_disks(&self.lost).await?.contains(&self.volume.disk))
     }
 
-    /// Fails unless all that was acknowledged where the pod was, was found where it came next.
+    /// Fails unless all records that were acknowledged on the first VM were found on the second.
     async fn nothing_is_lost(&self, machines: &Machines) -> Result<()> {
         let acknowledged = machines.acknowledged_on(&self.lost, &self.volume).await?;
         machines.remove_sets().await?;
-        // On the machine that was lost, which thereby shows that it takes the volume again.
+        // Read on the VM that was lost, to check that the volume can be attached there again.
         let found = machines.found(&self.lost, &self.volume).await?;
         println!("{acknowledged} records were acknowledged there, {found} were found here");
-        ensure!(acknowledged >= 5 && found >= acknowledged, "{acknowledged} acknowledged, and {found} found");
+        ensure!(acknowledged >= 5 && found >= acknowledged, "{acknowledged} acknowledged, but {found} found");
         Ok(())
     }
 }
 
 #[tokio::test]
-async fn a_pod_moves_from_a_machine_without_network_which_loses_its_disk_while_it_runs() -> Result<()> {
+async fn a_pod_moves_from_a_vm_without_network_which_loses_its_disk_while_it_runs() -> Result<()> {
     losing(|machines| async move {
         let (s, pod) = (machines.scenario(), counting(&machines).await?);
         let machine = s.lab.vm(&pod.lost)?;
         machine.set_network(false).await?;
         machines.node_ready(&pod.lost, false).await?;
-        // It still writes, and nobody has said that it is lost.
-        ensure!(pod.has_disk(s).await?, "the disk was taken from a machine that nobody said is lost");
+        // The VM still writes, and its node has no taint.
+        ensure!(pod.has_disk(s).await?, "the disk was detached without the taint");
         let refused = s.driver.publish(&pod.volume.handle, &pod.other).await.unwrap_err();
         ensure!(
             refused.code() == Code::FailedPrecondition && refused.message().contains(&pod.lost),
@@ -370,7 +374,7 @@ async fn a_pod_moves_from_a_machine_without_network_which_loses_its_disk_while_i
         );
 
         pod.moves(&machines, "without network").await?;
-        ensure!(machine.is_running(), "a machine that lets go of its disk was switched off");
+        ensure!(machine.is_running(), "a VM that released its disk was powered off");
         machine.set_network(true).await?;
         machines.node_ready(&pod.lost, true).await?;
         machines.set_out_of_service(&pod.lost, false).await?;
@@ -380,13 +384,13 @@ async fn a_pod_moves_from_a_machine_without_network_which_loses_its_disk_while_i
 }
 
 #[tokio::test]
-async fn a_pod_moves_from_a_hung_machine_only_after_that_is_switched_off() -> Result<()> {
+async fn a_pod_moves_from_a_hung_vm_only_after_that_is_powered_off() -> Result<()> {
     losing(|machines| async move {
         let (s, pod) = (machines.scenario(), counting(&machines).await?);
         let direct = s.volume().await?;
         s.driver.publish(&direct, &pod.lost).await?;
         let machine = s.lab.vm(&pod.lost)?;
-        machine.hang()?;
+        machine.stop_qemu()?;
         is_stuck(s, &direct, &pod.lost).await?;
         let refused = s.driver.publish(&direct, &pod.other).await.unwrap_err();
         ensure!(
@@ -394,11 +398,11 @@ async fn a_pod_moves_from_a_hung_machine_only_after_that_is_switched_off() -> Re
             "{refused}"
         );
         machines.node_ready(&pod.lost, false).await?;
-        ensure!(pod.has_disk(s).await?, "the disk was taken from a machine that nobody said is lost");
+        ensure!(pod.has_disk(s).await?, "the disk was detached without the taint");
 
         pod.moves(&machines, "hung").await?;
         ensure!(!machine.is_running(), "it kept its disk and still runs");
-        eventually("the other disk left, too", PATIENCE, || async {
+        eventually("the other disk is detached too", PATIENCE, || async {
             Ok(s.driver.unpublish(&direct, &pod.lost).await.map_err(|status| status.to_string()))
         })
         .await?;

@@ -1,7 +1,8 @@
-//! Links that are cut, half-open, slow, or break in the middle of an answer, and servers that are away, while volumes
-//! are made, attached and detached. One test at a time, since some stop parts that all share.
+//! Network faults while volumes are created, attached and detached: connections that are cut, half-open, slow or reset
+//! in the middle of a response, and servers that are down. The tests run one at a time, because some stop shared
+//! components.
 //!
-//! `NESTOR_TEST_OUTAGE` is how long a link is down that is down for long, in seconds.
+//! `NESTOR_TEST_OUTAGE` sets the duration of long outages, in seconds.
 
 use std::time::{Duration, Instant};
 
@@ -20,13 +21,13 @@ use work::{
     unharmed, write_to,
 };
 
-/// Short enough that the answer comes before anybody notices that the link is down.
+/// Short enough that the call times out before the connection is known to be broken.
 const SOON: Duration = Duration::from_secs(3);
-/// Longer than it takes to start what was away, to be told, and to open the link again.
+/// Long enough to restart servers, wait for status changes and open the proxy again.
 const LONG: Duration = Duration::from_secs(600);
 
 #[tokio::test]
-async fn calls_over_a_link_that_is_cut_fail_by_its_name_and_heal_with_it() -> Result<()> {
+async fn calls_over_a_cut_connection_fail_with_its_url_and_succeed_after_its_return() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (busy, writer) = Busy::beneath_link(&s).await?;
@@ -45,7 +46,7 @@ async fn calls_over_a_link_that_is_cut_fail_by_its_name_and_heal_with_it() -> Re
                 assert_eq!(refused.code(), Code::Unavailable, "{refused}");
                 assert!(refused.message().contains(&link.url()), "{refused}");
             }
-            // The pace of a sidecar.
+            // The retry interval of a sidecar.
             tokio::time::sleep(Duration::from_secs(1)).await;
         }
         beyond.process.not_ready_because(&[&link.url()]).await?;
@@ -59,7 +60,7 @@ async fn calls_over_a_link_that_is_cut_fail_by_its_name_and_heal_with_it() -> Re
 }
 
 #[tokio::test]
-async fn a_half_open_link_is_noticed_and_its_return_too() -> Result<()> {
+async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (busy, writer) = Busy::beneath_link(&s).await?;
@@ -67,13 +68,13 @@ async fn a_half_open_link_is_noticed_and_its_return_too() -> Result<()> {
 
         link.stall();
         let begun = Instant::now();
-        // Its own words: it answered before its caller gave up.
+        // The driver answers before its client gives up.
         late("attach", &["management"], || beyond.driver.publish_within(free, &node.name, SOON)).await?;
         late("detach", &["management"], || beyond.driver.unpublish_within(used, &node.name, SOON)).await?;
         let refused = beyond.driver.create(wanted.clone()).await.unwrap_err();
         assert!(is_retryable(&refused) && refused.message().contains(&link.url()), "{refused}");
         beyond.process.not_ready_because(&["cannot watch VirtualMachines", &link.url()]).await?;
-        say("half-open link noticed, after its beginning", begun);
+        say("half-open connection detected after its start", begun);
 
         let back = busy.heals().await?;
         unharmed(writer)?;
@@ -84,7 +85,7 @@ async fn a_half_open_link_is_noticed_and_its_return_too() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_call_that_waits_behind_a_link_that_comes_back_gets_its_answer() -> Result<()> {
+async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (link, beyond) = Link::beneath_controller(&s).await?;
@@ -119,7 +120,7 @@ async fn a_call_that_waits_behind_a_link_that_comes_back_gets_its_answer() -> Re
 }
 
 #[tokio::test]
-async fn a_watch_that_expired_is_read_anew_and_the_call_behind_it_gets_its_answer() -> Result<()> {
+async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (link, beyond) = Link::beneath_controller(&s).await?;
@@ -127,10 +128,10 @@ async fn a_watch_that_expired_is_read_anew_and_the_call_behind_it_gets_its_answe
         let writer = write_to(&node, &s.driver.publish(&used, &node.name).await?)?;
         let (frozen, waiting) = under_way(&s, &beyond, &node, &handle).await?;
         link.stall();
-        // Were it at the very last that was written, its watch could go on from there.
+        // One more write, so that the watch is not at the latest revision and cannot resume.
         s.annotate_machine(&node.name, "written-behind-the-link").await?;
 
-        // A server that starts remembers nothing of what was before.
+        // A restarted API server has no watch history.
         s.kill_part("mgmt-apiserver").await?;
         s.kill_part("mgmt-etcd").await?;
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
@@ -140,12 +141,12 @@ async fn a_watch_that_expired_is_read_anew_and_the_call_behind_it_gets_its_answe
         let back = Instant::now();
         drop(frozen);
         shown(&s, &node, &handle, true).await?;
-        say("attach with etcd and the API server restarted in its midst", back);
+        say("attach across a restart of etcd and the API server", back);
 
         link.open().await?;
         let back = Instant::now();
         let disk = answered(waiting, || beyond.driver.publish(&handle, &node.name)).await?;
-        say("attach under way behind a watch that expired", back);
+        say("attach in progress behind an expired watch", back);
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         beyond.process.has_logged("the watch of VirtualMachines has expired").await?;
         healed("detach", back, || s.driver.unpublish(&handle, &node.name)).await?;
@@ -156,7 +157,7 @@ async fn a_watch_that_expired_is_read_anew_and_the_call_behind_it_gets_its_answe
 }
 
 #[tokio::test]
-async fn a_write_whose_answer_is_lost_is_found_done_and_not_done_again() -> Result<()> {
+async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (link, beyond) = Link::beneath_controller(&s).await?;
@@ -168,7 +169,7 @@ async fn a_write_whose_answer_is_lost_is_found_done_and_not_done_again() -> Resu
         let handle =
             healed("CreateVolume", Instant::now(), || beyond.driver.create(wanted.clone())).await?.volume_id;
 
-        // Something else that the server tells may come before the answer: then once more.
+        // Another response may be lost instead; then try again.
         let mark = loop {
             let mark = s.lab.audit()?.mark()?;
             link.reset_next_answer();
@@ -179,7 +180,7 @@ async fn a_write_whose_answer_is_lost_is_found_done_and_not_done_again() -> Resu
                 }
                 Ok(_) => {
                     healed("detach", Instant::now(), || beyond.driver.unpublish(&handle, &node.name)).await?;
-                    // What was written for this one may come into the audit log after the next mark.
+                    // The audit log may have late writes for this node after the next mark.
                     node = s.node().await?;
                 }
             }
@@ -199,7 +200,7 @@ async fn a_write_whose_answer_is_lost_is_found_done_and_not_done_again() -> Resu
 }
 
 #[tokio::test]
-async fn a_slow_link_makes_calls_slow_and_nothing_else() -> Result<()> {
+async fn a_slow_connection_only_delays_calls() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (link, beyond) = Link::beneath_controller(&s).await?;
@@ -217,12 +218,12 @@ async fn a_slow_link_makes_calls_slow_and_nothing_else() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_link_to_the_infra_that_is_half_open_is_told_on_every_tier_and_heals() -> Result<()> {
+async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recovers() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle, used) = (s.node().await?, s.bound_claim("data").await?, s.volume().await?);
         let writer = write_to(&node, &s.driver.publish(&used, &node.name).await?)?;
-        let infra = s.lab.state().infra.clone().context("the lab has no infra")?;
+        let infra = s.lab.state().infra.clone().context("the lab has no storage infra")?;
         let link = Link::to(&infra.url).await?;
         s.stop_part("mgmt-csi").await?;
         let second = mgmt_csi(&s, &link).await?;
@@ -231,27 +232,29 @@ async fn a_link_to_the_infra_that_is_half_open_is_told_on_every_tier_and_heals()
         let begun = Instant::now();
         late("attach", &[], || s.driver.publish_within(&handle, &node.name, SOON)).await?;
         s.told("data", &["storage infra", &link.url()]).await?;
-        say("half-open link to the infra told on the guest's claim, after its beginning", begun);
+        say("half-open connection to the infra reported on the guest's claim after its start", begun);
         second.not_ready_because(&["storage infra", &link.url()]).await?;
         link.open().await?;
         let back = Instant::now();
-        healed("attach over the infra's link", back, || s.driver.publish(&handle, &node.name)).await?;
+        healed("attach over the connection to the infra", back, || s.driver.publish(&handle, &node.name))
+            .await?;
 
         link.stall();
         late("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SOON)).await?;
         link.open().await?;
         let back = Instant::now();
-        healed("detach over the infra's link", back, || s.driver.unpublish(&handle, &node.name)).await?;
+        healed("detach over the connection to the infra", back, || s.driver.unpublish(&handle, &node.name))
+            .await?;
         unharmed(writer)?;
-        let ended = second.stop().await?;
-        ensure!(ended.success(), "mgmt-csi ended with {ended}");
+        let status = second.stop().await?;
+        ensure!(status.success(), "mgmt-csi exited with {status}");
         s.start_part("mgmt-csi").await
     })
     .await
 }
 
 #[tokio::test]
-async fn an_infra_that_stands_still_or_is_away_is_waited_for_and_nothing_is_done_twice() -> Result<()> {
+async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle, used) = (s.node().await?, s.volume().await?, s.volume().await?);
@@ -262,20 +265,20 @@ async fn an_infra_that_stands_still_or_is_away_is_waited_for_and_nothing_is_done
         late("attach", &[], || s.driver.publish_within(&handle, &node.name, SOON)).await?;
         drop(frozen);
         let back = Instant::now();
-        healed("attach after the infra stood still", back, || s.driver.publish(&handle, &node.name)).await?;
+        healed("attach after the infra was paused", back, || s.driver.publish(&handle, &node.name)).await?;
 
         s.kill_part("storage-infra").await?;
         let begun = Instant::now();
         while begun.elapsed() < outage() {
-            // Each ends when it is told what is wrong, or at its deadline: no tighter pace is needed.
+            // Each call ends with an error or at its deadline, so no pause is needed.
             late("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SOON)).await?;
             late("CreateVolume", &[], || s.driver.create(wanted.clone())).await?;
         }
         s.start_part("storage-infra").await?;
         let back = Instant::now();
-        healed("detach after the infra was away", back, || s.driver.unpublish(&handle, &node.name)).await?;
+        healed("detach after the infra was down", back, || s.driver.unpublish(&handle, &node.name)).await?;
         let made =
-            healed("CreateVolume after the infra was away", back, || s.driver.create(wanted.clone())).await?;
+            healed("CreateVolume after the infra was down", back, || s.driver.create(wanted.clone())).await?;
         let volumes = s.infra.list_volumes(None, None).await?.items;
         let of_claim = |claim: Option<&String>| claim == Some(&made.volume_id);
         let made = volumes.iter().filter(|volume| of_claim(volume.labels.get("pvc"))).count();
@@ -286,7 +289,7 @@ async fn an_infra_that_stands_still_or_is_away_is_waited_for_and_nothing_is_done
 }
 
 #[tokio::test]
-async fn a_pod_never_notices_that_libvirtd_and_the_management_cluster_are_away() -> Result<()> {
+async fn a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_down() -> Result<()> {
     let _alone = alone().await;
     pods::run(|machines| async move {
         let s = machines.scenario();
@@ -294,7 +297,7 @@ async fn a_pod_never_notices_that_libvirtd_and_the_management_cluster_are_away()
             machines.claim("data", &filesystem("ext4")).await?,
             machines.claim("more", &filesystem("ext4")).await?,
         );
-        // Numbered records, each durable before the next; until it is told to end.
+        // Writes numbered records, each durable before the next, until the file `end` exists.
         let records = "number=0
             while [ ! -e /data/end ]; do
                 number=$((number + 1)); echo $number >> /data/records; sync
@@ -302,7 +305,7 @@ async fn a_pod_never_notices_that_libvirtd_and_the_management_cluster_are_away()
                 sleep 0.2
             done
             [ \"$(seq 1 $number | sha256sum)\" = \"$(sha256sum < /data/records)\" ]
-            echo whole";
+            echo complete";
         let here = machines.here.clone();
         let pod = machines.start(Script::new("writer", &here, records).mount(&data, "/data")).await?;
         machines.running(&pod).await?;
@@ -315,17 +318,17 @@ async fn a_pod_never_notices_that_libvirtd_and_the_management_cluster_are_away()
             s.start_part(part).await?;
         }
         let back = Instant::now();
-        // Through everything that was away, into the machine whose pod goes on.
-        let script = Script::new("second", &here, "touch /more/here; sync; echo well").mount(&more, "/more");
-        assert_eq!(machines.run(script).await?, "well");
-        say("a second pod's volume on the same machine, ended", back);
+        // Attached to the running VM through the restarted components.
+        let script = Script::new("second", &here, "touch /more/here; sync; echo ok").mount(&more, "/more");
+        assert_eq!(machines.run(script).await?, "ok");
+        say("a second pod's volume on the same VM, pod completed", back);
 
-        let end = "until [ -e /data/begun ]; do sleep 1; done; touch /data/end; sync; echo told";
+        let end = "until [ -e /data/begun ]; do sleep 1; done; touch /data/end; sync; echo done";
         let end = Script::new("end", &here, end).mount(&data, "/data");
-        assert_eq!(machines.run(end).await?, "told");
-        assert_eq!(machines.finish(&pod).await?, "whole");
+        assert_eq!(machines.run(end).await?, "done");
+        assert_eq!(machines.finish(&pod).await?, "complete");
         let domains = virsh(s.lab.run(), ["list", "--name"]).await?;
-        ensure!(domains.lines().any(|name| name == here), "libvirt lost the machine: {domains}");
+        ensure!(domains.lines().any(|name| name == here), "libvirt lost the domain: {domains}");
         Ok(())
     })
     .await

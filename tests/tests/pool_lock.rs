@@ -1,5 +1,5 @@
-//! Files of the storage infra stay where somebody has them: one server for each pool, and no catalog that is older than the
-//! pools removes, plugs or unplugs anything.
+//! Pool locks of storage-infra: one server per pool, and a server with a catalog older than its pools deletes, attaches
+//! and detaches nothing.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
 const PART: &str = "storage-infra";
 const SHORT: Duration = Duration::from_secs(2);
 
-/// The infra's volume and attachment behind a disk.
+/// The storage infra's volume and attachment of a disk.
 async fn attached(s: &Scenario, disk: &str) -> Result<(VolumeId, AttachmentId)> {
     let found = s.infra.list_attachments(None, None).await?;
     let found = found.into_iter().find(|one| one.disk_uuid.to_string() == disk);
-    found.map(|one| (one.volume, one.id)).context("no attachment of the disk")
+    found.map(|one| (one.volume, one.id)).context("the disk has no attachment")
 }
 
 async fn pools_are(client: &infra_api::Client, healthy: bool) -> Result<()> {
@@ -30,7 +30,7 @@ async fn pools_are(client: &infra_api::Client, healthy: bool) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_second_server_on_the_labs_pools_does_nothing_there_until_the_first_one_is_killed() -> Result<()> {
+async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
@@ -49,13 +49,13 @@ async fn a_second_server_on_the_labs_pools_does_nothing_there_until_the_first_on
         }
         let refused = client.detach(&attachment, SHORT).await.unwrap_err();
         ensure!(refused.to_string().contains("another server"), "{refused}");
-        ensure!(client.delete_volume(&volume).await.is_err(), "it deletes a volume of another server");
-        ensure!(device(&node, &disk).exists(), "the disk was taken from its VM");
+        ensure!(client.delete_volume(&volume).await.is_err(), "it deleted a volume of another server");
+        ensure!(device(&node, &disk).exists(), "the disk was detached");
         pools_are(&s.infra, true).await?;
 
         s.kill_part(PART).await?;
         pools_are(&client, true).await?;
-        ensure!(server.stop().await?.success(), "the other server failed");
+        ensure!(server.stop().await?.success(), "the second server failed");
         s.start_part(PART).await?;
         pools_are(&s.infra, true).await?;
         writer.stop()?.close().verify(&device(&node, &disk))?;
@@ -65,7 +65,7 @@ async fn a_second_server_on_the_labs_pools_does_nothing_there_until_the_first_on
 }
 
 #[tokio::test]
-async fn an_old_catalog_that_is_put_back_under_a_writer_removes_and_unplugs_nothing() -> Result<()> {
+async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
@@ -77,21 +77,21 @@ async fn an_old_catalog_that_is_put_back_under_a_writer_removes_and_unplugs_noth
         let path = device(&node, &disk);
         let writer = Records::begin(&path, MIB as u64)?.keep_appending();
 
-        // Nobody asks for anything but this test.
+        // mgmt-csi is paused, so that only this test sends requests.
         let frozen = s.freeze_part("mgmt-csi")?;
         s.kill_part(PART).await?;
         older.put_back(&s).await?;
         s.start_part(PART).await?;
         let refused = s.infra.delete_volume(&volume).await.unwrap_err();
         ensure!(refused.to_string().contains("older than the pool"), "{refused}");
-        // What is plugged was compared with what is attached.
+        // The attached disks were compared with the catalog.
         eventually("the disk without an attachment is reported", PATIENCE, || async {
             let found = s.infra.get_volume(&volume).await?.context("the volume is gone")?;
             let message = found.condition.message.unwrap_or_default();
             Ok(if message.contains("without an attachment") { Ok(()) } else { Err(message) })
         })
         .await?;
-        ensure!(path.exists(), "the disk was taken from its VM");
+        ensure!(path.exists(), "the disk was detached");
         s.kill_part(PART).await?;
         recover(&s, &["--dry-run=false"]).await?;
         s.start_part(PART).await?;

@@ -1,4 +1,4 @@
-//! Nothing irreversible is done to a volume while a virtual machine may have it, running or saved.
+//! Disks of VMs that may still run: nothing irreversible is done while a VM is running or saved.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,55 +14,55 @@ use tests::hypervisor::Bare;
 use tests::{PATIENCE, Scenario, alone, eventually, run};
 use tonic::Code;
 
-/// A call that finds a disk stuck is given so long to find out.
+/// Timeout of a call that cannot detach a disk.
 const SHORT: Duration = Duration::from_secs(3);
 
-/// Runs a test with a domain that has nothing to boot, and removes it, however that ends.
+/// Runs a test with a domain without a boot disk, and removes it afterwards.
 async fn with_bare_domain<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>, Arc<Bare>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
-    // Each starts libvirtd anew.
+    // Each test restarts libvirtd.
     let _alone = alone().await;
     run(|s| async move {
         let vm = Arc::new(Bare::start(&s).await?);
         let process = vm.process(&s)?;
         let outcome = tokio::spawn(body(s.clone(), vm.clone())).await;
         let removed = vm.remove(&s).await;
-        // Where libvirt has lost it.
+        // In case libvirt has lost the domain.
         let _ = kill_process(process, Signal::KILL);
         outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))).and(removed)
     })
     .await
 }
 
-/// Ends libvirtd and starts it again. Domains run on.
+/// Kills libvirtd and starts it again. Domains keep running.
 async fn restart_libvirtd(s: &Scenario, between: impl FnOnce() -> Result<()>) -> Result<()> {
     s.kill_part("libvirtd").await?;
     between()?;
     s.start_part("libvirtd").await?;
-    eventually("libvirtd answers", PATIENCE, || async {
+    eventually("libvirtd responds", PATIENCE, || async {
         Ok(virsh(s.lab.run(), ["version"]).await.map(drop).map_err(|error| format!("{error:#}")))
     })
     .await
 }
 
-/// Detaches a disk that does not leave, and fails unless it is said why.
+/// Checks that a detach times out, and that the VolumeAttachment reports this reason.
 async fn is_stuck(s: &Scenario, handle: &str, node: &str, why: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(handle, node, SHORT);
     driver::late("a detach", &["out-of-service"], detach).await?;
-    eventually(&format!("the VolumeAttachment says {why:?}"), PATIENCE, || async {
+    eventually(&format!("the VolumeAttachment reports {why:?}"), PATIENCE, || async {
         let all = s.attachments().list(&ListParams::default()).await?;
-        let told = all.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());
-        let told: Vec<&str> = told.map(|error| error.message.as_str()).collect();
-        Ok(if told.iter().any(|text| text.contains(why)) { Ok(()) } else { Err(format!("{told:?}")) })
+        let errors = all.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());
+        let errors: Vec<&str> = errors.map(|error| error.message.as_str()).collect();
+        Ok(if errors.iter().any(|text| text.contains(why)) { Ok(()) } else { Err(format!("{errors:?}")) })
     })
     .await
 }
 
-async fn leaves(s: &Scenario, handle: &str, node: &str) -> Result<()> {
-    eventually("the disk leaves", PATIENCE, || async {
+async fn is_detached(s: &Scenario, handle: &str, node: &str) -> Result<()> {
+    eventually("the disk is detached", PATIENCE, || async {
         Ok(s.driver.unpublish(handle, node).await.map_err(|status| status.to_string()))
     })
     .await
@@ -81,8 +81,7 @@ async fn is_told(s: &Scenario, vm: &str, reason: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_and_what_it_takes_back_later_is_taken_from_it()
--> Result<()> {
+async fn a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached() -> Result<()> {
     with_bare_domain(|s, vm| async move {
         let (there, handle, node) = (s.node().await?, s.bound_claim("data").await?, vm.node.name.clone());
         let disk = s.driver.publish(&handle, &node).await?;
@@ -90,19 +89,19 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_and_what_it_takes_back_late
         virsh(s.lab.run(), ["save", &node, file.to_str().context("a path that is not UTF-8")?]).await?;
         is_stuck(&s, &handle, &node, "is saved").await?;
         is_told(&s, &node, "Saved").await?;
-        // libvirt forgets it; the storage infra does not.
+        // After a restart libvirt has no record of the save; storage-infra has.
         restart_libvirtd(&s, || Ok(())).await?;
         is_stuck(&s, &handle, &node, "is saved").await?;
         let refused = s.driver.publish(&handle, &there.name).await.unwrap_err();
         ensure!(refused.code() == Code::FailedPrecondition && refused.message().contains(&node), "{refused}");
 
-        // A person says that the saved state is not used any more, and uses it all the same.
+        // An administrator discards the saved state, and restores it nevertheless.
         s.infra.discard_saved_state(vm.node.uuid).await?;
-        leaves(&s, &handle, &node).await?;
+        is_detached(&s, &handle, &node).await?;
         virsh(s.lab.run(), ["restore", file.to_str().context("a path that is not UTF-8")?]).await?;
         s.told("data", &["without an attachment", &node]).await?;
-        eventually("the disk is unplugged", PATIENCE, || async {
-            Ok(if vm.has(&s, &disk).await? { Err("it is there".to_owned()) } else { Ok(()) })
+        eventually("the disk is detached again", PATIENCE, || async {
+            Ok(if vm.has(&s, &disk).await? { Err("it is attached".to_owned()) } else { Ok(()) })
         })
         .await?;
         eventually("an attach elsewhere", PATIENCE, || async {
@@ -117,7 +116,7 @@ async fn a_vm_that_is_saved_to_a_file_keeps_its_disk_and_what_it_takes_back_late
 }
 
 #[tokio::test]
-async fn a_vm_whose_qemu_libvirt_has_lost_is_not_taken_for_off() -> Result<()> {
+async fn a_vm_whose_qemu_libvirt_has_lost_is_not_considered_off() -> Result<()> {
     with_bare_domain(|s, vm| async move {
         let (there, handle, node) = (s.node().await?, s.volume().await?, vm.node.name.clone());
         s.driver.publish(&handle, &node).await?;
@@ -130,12 +129,12 @@ async fn a_vm_whose_qemu_libvirt_has_lost_is_not_taken_for_off() -> Result<()> {
             Ok(())
         };
         restart_libvirtd(&s, lose).await?;
-        ensure!(vm.virsh(&s, "domstate").await?.trim() == "shut off", "libvirt has not lost it");
+        ensure!(vm.virsh(&s, "domstate").await?.trim() == "shut off", "libvirt has not lost the domain");
         is_stuck(&s, &handle, &node, "image lock").await?;
         let refused = s.driver.publish(&handle, &there.name).await.unwrap_err();
         ensure!(refused.code() == Code::FailedPrecondition && refused.message().contains(&node), "{refused}");
         kill_process(process, Signal::KILL)?;
-        leaves(&s, &handle, &node).await?;
+        is_detached(&s, &handle, &node).await?;
         s.driver.publish(&handle, &there.name).await?;
         Ok(())
     })

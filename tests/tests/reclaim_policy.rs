@@ -1,5 +1,5 @@
-//! What becomes of a volume when its guest claim goes: the guest's PersistentVolume and the management one decide
-//! together, and csi-provisioner carries it out.
+//! Reclaim policies: the deletion of a guest volume depends on the policies of the guest's and the management
+//! PersistentVolume.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -14,10 +14,10 @@ use tests::program::Controller;
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::{Code, Status};
 
-/// The event that csi-provisioner writes on a volume whose deletion was refused.
+/// Reason of csi-provisioner's event on a volume whose deletion failed.
 const REFUSED: &str = "VolumeFailedDelete";
 
-/// A volume in both tiers.
+/// The objects of a volume in both tiers.
 struct Both {
     /// Name of the guest's volume.
     above: String,
@@ -27,14 +27,14 @@ struct Both {
     below: String,
 }
 
-/// A bound guest claim `data` of this class, which both tiers have.
+/// Creates a bound guest claim `data` with a class that exists in both tiers.
 async fn bound(s: &Scenario, class: &str) -> Result<Both> {
     s.claim("data", class, "4Mi").await?;
     let (_, volume) = s.bound("data").await?;
     let handle = handle(&volume)?;
     let claim = s.claims().get(&handle).await?;
-    // Told from the first moment on, so that a deletion that follows at once is refused, too.
-    assert_eq!(said_policy(&claim), (class == "nestor-retain").then_some("Retain"));
+    // Annotated from the creation, so that an immediate deletion is refused too.
+    assert_eq!(policy_annotation(&claim), (class == "nestor-retain").then_some("Retain"));
     let below = claim.spec.and_then(|spec| spec.volume_name);
     let below = below.context("the management claim has no volume")?;
     Ok(Both { above: volume.name_any(), handle, below })
@@ -47,23 +47,23 @@ async fn set_above(s: &Scenario, both: &Both, policy: &str) -> Result<()> {
     Ok(())
 }
 
-/// Changes the reclaim policy of the management volume, and waits until its claim tells the guest of it.
+/// Changes the reclaim policy of the management volume, and waits until its claim has the annotation.
 async fn set_below(s: &Scenario, both: &Both, policy: &str) -> Result<()> {
     s.set_reclaim_policy(&both.handle, policy).await?;
-    tells_policy(s, &both.handle, (policy == "Retain").then_some(policy)).await
+    has_policy_annotation(s, &both.handle, (policy == "Retain").then_some(policy)).await
 }
 
-/// Waits until a management claim says this of its volume's policy.
-async fn tells_policy(s: &Scenario, claim: &str, policy: Option<&str>) -> Result<()> {
-    eventually(&format!("management claim {claim} says {policy:?}"), PATIENCE, || async {
+/// Waits until a management claim has this policy annotation.
+async fn has_policy_annotation(s: &Scenario, claim: &str, policy: Option<&str>) -> Result<()> {
+    eventually(&format!("management claim {claim} has policy {policy:?}"), PATIENCE, || async {
         let claim = s.claims().get(claim).await?;
-        let said = said_policy(&claim);
-        Ok(if said == policy { Ok(()) } else { Err(format!("{said:?}")) })
+        let found = policy_annotation(&claim);
+        Ok(if found == policy { Ok(()) } else { Err(format!("{found:?}")) })
     })
     .await
 }
 
-fn said_policy(claim: &PersistentVolumeClaim) -> Option<&str> {
+fn policy_annotation(claim: &PersistentVolumeClaim) -> Option<&str> {
     claim.annotations().get(names::ANNOTATION_RECLAIM_POLICY).map(String::as_str)
 }
 
@@ -72,7 +72,7 @@ async fn delete_claim(s: &Scenario) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the guest's volume has lost its claim.
+/// Waits until the guest's volume is released by its claim.
 async fn released(s: &Scenario, both: &Both) -> Result<()> {
     eventually(&format!("guest volume {} released", both.above), PATIENCE, || async {
         let status = s.guest_volumes().get(&both.above).await?.status.unwrap_or_default();
@@ -81,21 +81,21 @@ async fn released(s: &Scenario, both: &Both) -> Result<()> {
     .await
 }
 
-/// Waits until the guest's volume is gone; nothing of it may be left below then.
+/// Waits until the guest's volume is deleted, and checks that nothing of it is left below.
 async fn goes(s: &Scenario, both: &Both) -> Result<()> {
-    eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+    eventually(&format!("guest volume {} deleted", both.above), PATIENCE, || async {
         let left = s.guest_volumes().get_opt(&both.above).await?;
         let events = s.events_of("PersistentVolume", &both.above).await?;
         Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}; events: {events:?}", volume.status))))
     })
     .await?;
-    assert!(s.claims().get_opt(&both.handle).await?.is_none(), "nothing is done above before it is below");
+    assert!(s.claims().get_opt(&both.handle).await?.is_none(), "the management claim still exists");
     s.own(&both.above);
     s.nothing_is_left().await
 }
 
-/// Waits until the deletion of the guest's volume is refused in words that have all of these, and proves that the CSI
-/// call says the same and that nothing was touched.
+/// Waits until the deletion of the guest's volume is refused with a message that contains all of `texts`, and checks that
+/// the CSI call fails with it too and that nothing was changed.
 async fn is_refused(s: &Scenario, both: &Both, texts: &[&str]) -> Result<()> {
     let (reason, _) = s.told_of("PersistentVolume", &both.above, texts).await?;
     assert_eq!(reason, REFUSED);
@@ -103,11 +103,11 @@ async fn is_refused(s: &Scenario, both: &Both, texts: &[&str]) -> Result<()> {
     is_untouched(s, both).await
 }
 
-/// The guest lets a volume go that it may not delete: its record goes, and nothing below does.
-async fn let_go(s: &Scenario, both: &Both) -> Result<()> {
+/// Releases a volume that the guest may not delete: the guest's PersistentVolume is deleted, and nothing below.
+async fn release(s: &Scenario, both: &Both) -> Result<()> {
     set_above(s, both, "Retain").await?;
     s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
-    eventually("the guest volume gone", PATIENCE, || async {
+    eventually("the guest volume is deleted", PATIENCE, || async {
         let left = s.guest_volumes().get_opt(&both.above).await?;
         Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
     })
@@ -116,21 +116,24 @@ async fn let_go(s: &Scenario, both: &Both) -> Result<()> {
 }
 
 async fn refuses(driver: &Driver, handle: &str, texts: &[&str]) -> Result<()> {
-    let refused = refusal(&format!("delete {handle}"), || driver.delete(handle)).await?;
+    let refused = refusal(&format!("deletion of {handle}"), || driver.delete(handle)).await?;
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused} does not name {texts:?}");
+    assert!(
+        texts.iter().all(|text| refused.message().contains(text)),
+        "{refused} does not contain {texts:?}"
+    );
     Ok(())
 }
 
-/// Why the driver refuses to do something, asked again while csi-provisioner asks for the same.
+/// The error with which the driver refuses a call. Retries while csi-provisioner runs the same operation.
 async fn refusal<T, F, R>(what: &str, call: F) -> Result<Status>
 where
     F: Fn() -> R,
     R: Future<Output = Result<T, Status>>,
 {
-    eventually(&format!("a refusal to {what}"), PATIENCE, || async {
+    eventually(&format!("{what} is refused"), PATIENCE, || async {
         match call().await {
-            Ok(_) => anyhow::bail!("the driver did not refuse to {what}"),
+            Ok(_) => anyhow::bail!("{what} was not refused"),
             Err(busy) if busy.code() == Code::Aborted => Ok(Err(busy.to_string())),
             Err(refused) => Ok(Ok(refused)),
         }
@@ -138,7 +141,7 @@ where
     .await
 }
 
-/// Both management objects and the infra's volume are there, and nobody has asked for their end.
+/// Checks that both management objects and the storage infra's volume exist and are not being deleted.
 async fn is_untouched(s: &Scenario, both: &Both) -> Result<()> {
     let claim = s.claims().get(&both.handle).await?;
     assert!(claim.metadata.deletion_timestamp.is_none());
@@ -149,10 +152,10 @@ async fn is_untouched(s: &Scenario, both: &Both) -> Result<()> {
     Ok(())
 }
 
-// ---- the four rows ----
+// ---- the four combinations ----
 
 #[tokio::test]
-async fn delete_and_delete_all_goes() -> Result<()> {
+async fn delete_and_delete_removes_everything() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor").await?;
         let file = s.file_of(&s.infra_volume(&both.handle).await?).await?;
@@ -165,13 +168,13 @@ async fn delete_and_delete_all_goes() -> Result<()> {
 }
 
 #[tokio::test]
-async fn delete_and_retain_is_refused_until_the_management_tier_lets_go() -> Result<()> {
+async fn delete_and_retain_is_refused_until_the_management_policy_changes() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor").await?;
         set_below(&s, &both, "Retain").await?;
         delete_claim(&s).await?;
         is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
-        // csi-provisioner asks again by itself.
+        // csi-provisioner retries.
         s.set_reclaim_policy(&both.handle, "Delete").await?;
         goes(&s, &both).await
     })
@@ -179,20 +182,20 @@ async fn delete_and_retain_is_refused_until_the_management_tier_lets_go() -> Res
 }
 
 #[tokio::test]
-async fn delete_and_retain_by_their_classes_is_refused_too() -> Result<()> {
+async fn delete_and_retain_from_the_classes_is_refused_too() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor-retain").await?;
         set_above(&s, &both, "Delete").await?;
         delete_claim(&s).await?;
         is_refused(&s, &both, &["Retain", &both.below, &both.handle]).await?;
-        // The guest can settle it, too.
-        let_go(&s, &both).await
+        // The guest can resolve it too.
+        release(&s, &both).await
     })
     .await
 }
 
 #[tokio::test]
-async fn retain_and_delete_nothing_is_called_in_the_whole_life_of_the_volume() -> Result<()> {
+async fn retain_and_delete_never_removes_a_management_object() -> Result<()> {
     run(|s| async move {
         let begin = s.lab.audit()?.mark()?;
         let both = bound(&s, "nestor").await?;
@@ -203,7 +206,7 @@ async fn retain_and_delete_nothing_is_called_in_the_whole_life_of_the_volume() -
 }
 
 #[tokio::test]
-async fn retain_and_retain_nothing_is_called_in_the_whole_life_of_the_volume() -> Result<()> {
+async fn retain_and_retain_never_removes_a_management_object() -> Result<()> {
     run(|s| async move {
         let begin = s.lab.audit()?.mark()?;
         let both = bound(&s, "nestor-retain").await?;
@@ -212,8 +215,8 @@ async fn retain_and_retain_nothing_is_called_in_the_whole_life_of_the_volume() -
     .await
 }
 
-/// The volume is used, its claim goes, then the volume itself: the management claim stays Bound, the audit log since
-/// `begin` has no request that removes it, and a volume made by hand has it back.
+/// Uses the volume, deletes its claim, then the volume: the management claim stays Bound, the audit log since `begin` has
+/// no request that removes it, and a static volume can use it again.
 async fn outlives_its_guest(s: &Scenario, both: &Both, begin: Mark) -> Result<()> {
     let node = s.node().await?;
     let disk = s.driver.publish(&both.handle, &node.name).await?;
@@ -221,7 +224,7 @@ async fn outlives_its_guest(s: &Scenario, both: &Both, begin: Mark) -> Result<()
     delete_claim(s).await?;
     released(s, both).await?;
     s.guest_volumes().delete(&both.above, &DeleteParams::default()).await?;
-    eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+    eventually(&format!("guest volume {} deleted", both.above), PATIENCE, || async {
         let left = s.guest_volumes().get_opt(&both.above).await?;
         Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata))))
     })
@@ -230,33 +233,33 @@ async fn outlives_its_guest(s: &Scenario, both: &Both, begin: Mark) -> Result<()
     no_removal(s, both, begin)?;
 
     s.static_claim("again", &both.handle, json!({})).await?;
-    assert_eq!(s.driver.publish(&both.handle, &node.name).await?, disk, "the same disk is back");
+    assert_eq!(s.driver.publish(&both.handle, &node.name).await?, disk, "the disk is another one");
     s.driver.unpublish(&both.handle, &node.name).await?;
     no_removal(s, both, begin)
 }
 
-/// Proves by the management API's audit log that gc-csi, as whom it proved to be, made the claim and asked for the end
-/// of nothing of it.
+/// Checks in the management API's audit log that gc-csi's account created the claim and sent no request to delete
+/// anything of it.
 fn no_removal(s: &Scenario, both: &Both, begin: Mark) -> Result<()> {
     let state = s.lab.state();
     let account = state.guests.get("g1").context("the lab has no guest g1")?.account();
     let user = format!("system:serviceaccount:{}:{account}", s.namespace);
-    let asked = s.lab.audit()?.since(begin)?.into_iter().filter(|entry| entry.user == user);
+    let requests = s.lab.audit()?.since(begin)?.into_iter().filter(|entry| entry.user == user);
     let (mut made, mut removals) = (false, Vec::new());
-    for entry in asked {
+    for entry in requests {
         let is_it = [&both.handle, &both.below].contains(&&entry.name);
         made |= is_it && entry.verb == "create" && entry.code == 201;
         if entry.verb == "deletecollection" || (entry.verb == "delete" && is_it) {
             removals.push(entry);
         }
     }
-    assert!(made, "the log has the requests of {user}");
+    assert!(made, "the log has no requests of {user}");
     assert!(removals.is_empty(), "{removals:?}");
     Ok(())
 }
 
 #[tokio::test]
-async fn a_released_volume_that_is_given_the_policy_delete_goes_by_the_table() -> Result<()> {
+async fn a_released_volume_whose_policy_changes_to_delete_is_deleted_or_refused() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor-retain").await?;
         delete_claim(&s).await?;
@@ -270,10 +273,10 @@ async fn a_released_volume_that_is_given_the_policy_delete_goes_by_the_table() -
     .await
 }
 
-// ---- classes that differ ----
+// ---- classes with different policies ----
 
 #[tokio::test]
-async fn classes_that_differ_are_refused_with_both_names_and_policies() -> Result<()> {
+async fn classes_with_different_policies_are_refused_with_both_names_and_policies() -> Result<()> {
     run(|s| async move {
         for (name, above, below, policy) in
             [("keeps", "Retain", "nestor", "Delete"), ("lets-go", "Delete", "nestor-retain", "Retain")]
@@ -285,17 +288,20 @@ async fn classes_that_differ_are_refused_with_both_names_and_policies() -> Resul
             assert_eq!(reason, "ProvisioningFailed");
             let csi_name = format!("pvc-{}", claim.uid().context("no UID")?);
             let create = || s.driver.create(for_claim(&s, name, &csi_name, below));
-            let refused = refusal(&format!("create {csi_name}"), create).await?;
+            let refused = refusal(&format!("creation of {csi_name}"), create).await?;
             assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
             assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
-            assert!(s.claims().get_opt(&s.claim_name(&csi_name)).await?.is_none(), "nothing is made below");
+            assert!(
+                s.claims().get_opt(&s.claim_name(&csi_name)).await?.is_none(),
+                "a management claim was created"
+            );
         }
         Ok(())
     })
     .await
 }
 
-/// What csi-provisioner asks for a guest claim.
+/// csi-provisioner's request for a guest claim.
 fn for_claim(s: &Scenario, claim: &str, csi_name: &str, class: &str) -> csi::proto::CreateVolumeRequest {
     let mut request = new_volume(csi_name, MIB, class);
     for (key, value) in [("pvc/name", claim), ("pvc/namespace", &s.name), ("pv/name", csi_name)] {
@@ -305,10 +311,10 @@ fn for_claim(s: &Scenario, claim: &str, csi_name: &str, class: &str) -> csi::pro
 }
 
 #[tokio::test]
-async fn classes_that_differ_are_only_warned_of_where_that_is_asked_for() -> Result<()> {
+async fn classes_with_different_policies_only_cause_a_warning_with_that_flag() -> Result<()> {
     run(|s| async move {
         let class = s.guest_class("Retain", &[(names::PARAMETER_MANAGEMENT_CLASS, "nestor")]).await?;
-        // It names its volume, so csi-provisioner, whose driver would refuse, leaves it alone.
+        // The claim has a volumeName, so that csi-provisioner ignores it.
         let claim = s.claim_with("data", &class, "1Mi", json!({"volumeName": unique(&s.name)})).await?;
         let csi_name = s.own(&format!("pvc-{}", claim.uid().context("no UID")?));
         let lenient = Controller::start(&s, &["--reclaim-policy-mismatch=warn"]).await?;
@@ -329,7 +335,7 @@ async fn classes_that_differ_are_only_warned_of_where_that_is_asked_for() -> Res
 // ---- in use ----
 
 #[tokio::test]
-async fn a_volume_that_a_machine_has_is_refused_with_its_name_and_goes_once_it_is_detached() -> Result<()> {
+async fn deletion_of_an_attached_volume_is_refused_with_the_vms_name_until_it_is_detached() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let both = bound(&s, "nestor").await?;
@@ -343,8 +349,7 @@ async fn a_volume_that_a_machine_has_is_refused_with_its_name_and_goes_once_it_i
 }
 
 #[tokio::test]
-async fn a_volume_that_another_guest_uses_is_refused_with_its_name_and_goes_once_that_one_leaves()
--> Result<()> {
+async fn deletion_of_a_volume_used_by_another_guest_is_refused_until_that_guest_releases_it() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
         let both = bound(&s, "nestor").await?;
@@ -369,14 +374,14 @@ async fn a_volume_that_another_guest_uses_is_refused_with_its_name_and_goes_once
 }
 
 #[tokio::test]
-async fn a_guest_that_is_no_more_holds_a_volume_until_the_platform_team_removes_its_record() -> Result<()> {
+async fn the_record_of_a_deleted_guest_blocks_deletion_until_the_platform_team_removes_it() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor").await?;
         let guest = unique("gone");
         let record = format!("{}{guest}", names::ANNOTATION_CONSUMER_PREFIX);
         let write =
             |value: serde_json::Value| Patch::Merge(json!({"metadata": {"annotations": {&record: value}}}));
-        // As that guest wrote it once, and damaged: it counts all the same.
+        // A record of a former guest counts, even if it is malformed.
         s.claims().patch(&both.handle, &PatchParams::default(), &write(json!("{"))).await?;
         delete_claim(&s).await?;
         is_refused(&s, &both, &[&both.handle, &guest]).await?;
@@ -387,7 +392,7 @@ async fn a_guest_that_is_no_more_holds_a_volume_until_the_platform_team_removes_
 }
 
 #[tokio::test]
-async fn a_volume_that_another_one_of_the_guest_names_too_is_refused_with_that_name() -> Result<()> {
+async fn deletion_of_a_volume_that_another_guest_volume_references_is_refused_with_its_name() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor").await?;
         let other = s.static_claim("other", &both.handle, json!({})).await?.name_any();
@@ -400,9 +405,9 @@ async fn a_volume_that_another_one_of_the_guest_names_too_is_refused_with_that_n
     .await
 }
 
-// ---- volumes that were not made here ----
+// ---- static volumes ----
 
-/// What makes csi-provisioner delete the storage of a volume that was made by hand.
+/// Marks a static volume as provisioned, so that csi-provisioner deletes its storage.
 async fn as_if_provisioned(s: &Scenario, volume: &str) -> Result<()> {
     let patch = json!({
         "metadata": {"annotations": {"pv.kubernetes.io/provisioned-by": names::GUEST_DRIVER}},
@@ -413,7 +418,7 @@ async fn as_if_provisioned(s: &Scenario, volume: &str) -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_shared_claim_is_never_deleted_by_those_it_is_shared_with() -> Result<()> {
+async fn a_shared_claim_is_never_deleted_by_guests_it_is_shared_with() -> Result<()> {
     run(|s| async move {
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
         let labels = [(names::LABEL_CLUSTER_ID, "the-owner"), (share.as_str(), "rw")];
@@ -425,14 +430,14 @@ async fn a_shared_claim_is_never_deleted_by_those_it_is_shared_with() -> Result<
         delete_claim(&s).await?;
         is_refused(&s, &both, &[&both.handle, "the-owner", "Retain"]).await?;
 
-        // The remedy that the refusal names.
-        let_go(&s, &both).await
+        // The solution named in the error message.
+        release(&s, &both).await
     })
     .await
 }
 
 #[tokio::test]
-async fn a_guests_own_claim_that_it_names_by_hand_can_go_with_its_volume() -> Result<()> {
+async fn a_guests_own_claim_of_a_static_volume_is_deleted_with_it() -> Result<()> {
     run(|s| async move {
         let handle = s.management_claim(&[(names::LABEL_CLUSTER_ID, &s.cluster_id)], json!({})).await?;
         let above = s.static_claim("data", &handle, json!({})).await?.name_any();
@@ -444,10 +449,10 @@ async fn a_guests_own_claim_that_it_names_by_hand_can_go_with_its_volume() -> Re
     .await
 }
 
-// ---- several volumes of the same bytes ----
+// ---- several volumes with the same data ----
 
 #[tokio::test]
-async fn bytes_stay_while_another_management_volume_names_them() -> Result<()> {
+async fn data_is_kept_while_another_management_volume_references_it() -> Result<()> {
     run(|s| async move {
         let both = bound(&s, "nestor").await?;
         let infra = s.infra_volume(&both.handle).await?.id;
@@ -462,14 +467,14 @@ async fn bytes_stay_while_another_management_volume_names_them() -> Result<()> {
         });
         s.volumes().create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
         delete_claim(&s).await?;
-        // The guest's part is done when the management claim is gone; what is below is not the guest's.
-        eventually(&format!("guest volume {} gone", both.above), PATIENCE, || async {
+        // The guest volume is deleted after the management claim; the rest belongs to the management tier.
+        eventually(&format!("guest volume {} deleted", both.above), PATIENCE, || async {
             let left = s.guest_volumes().get_opt(&both.above).await?;
             Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
         })
         .await?;
         let refused = told_of_volume(&s, &both.below, &sibling).await;
-        assert!(s.infra.get_volume(&infra).await?.is_some(), "the sibling's bytes are gone: {refused:?}");
+        assert!(s.infra.get_volume(&infra).await?.is_some(), "the sibling's data is deleted: {refused:?}");
         s.volumes().delete(&sibling, &DeleteParams::default()).await?;
         assert_eq!(refused?, REFUSED);
         s.own(&both.above);
@@ -478,7 +483,7 @@ async fn bytes_stay_while_another_management_volume_names_them() -> Result<()> {
     .await
 }
 
-/// Waits for an event on a management volume that has this text, or the volume's end; gives the event's reason.
+/// Waits for an event on a management volume whose message contains this text; fails if the volume is deleted.
 async fn told_of_volume(s: &Scenario, volume: &str, text: &str) -> Result<String> {
     let events: Api<Event> = Api::all(s.management.clone());
     let about = format!("involvedObject.kind=PersistentVolume,involvedObject.name={volume}");
@@ -488,7 +493,7 @@ async fn told_of_volume(s: &Scenario, volume: &str, text: &str) -> Result<String
             |event: &&Event| event.message.as_deref().is_some_and(|message| message.contains(text));
         let found = list.iter().find(names_it).and_then(|event| event.reason.clone());
         if found.is_none() && s.volumes().get_opt(volume).await?.is_none() {
-            anyhow::bail!("management volume {volume} is gone");
+            anyhow::bail!("management volume {volume} is deleted");
         }
         Ok(found.ok_or_else(|| format!("{list:?}")))
     })

@@ -1,4 +1,4 @@
-//! What was edited, lost or left over by hand, in each tier: it heals, is told, or is left to people.
+//! Repair: objects that were edited, lost or left over in each tier are repaired, reported or left to an operator.
 
 use std::collections::HashMap;
 
@@ -15,13 +15,13 @@ use tests::program::{Controller, binary};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tokio::process::Command;
 
-/// How long the tests' own controllers wait before they call something wrong.
+/// Repair grace of the tests' own controllers.
 const GRACE: &str = "--repair-grace=2s";
 
-// ---- entries of machines ----
+// ---- entries of VMs ----
 
 #[tokio::test]
-async fn an_entry_that_nothing_orders_is_taken_out_after_a_while_and_those_of_others_stay() -> Result<()> {
+async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_others_stay() -> Result<()> {
     run(|s| async move {
         let (id, controller) = own_controller(&s, &[]).await?;
         let (node, no_node) = (s.node().await?, s.node().await?);
@@ -43,13 +43,13 @@ async fn an_entry_that_nothing_orders_is_taken_out_after_a_while_and_those_of_ot
         controller.driver.publish(&ordered, &node.name).await?;
         controller.driver.publish(&elsewhere, &no_node.name).await?;
         s.add_entry(&node.name, entry(&nobodys)).await?;
-        // The last, so that its time is over only after that of the others.
+        // Attached last, so that its grace ends after that of the others.
         controller.driver.publish(&stale, &node.name).await?;
 
         entries(&s, &node.name, &[&ordered, &nobodys]).await?;
         let (reason, _) = s.told_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
         assert_eq!(reason, "StaleEntryRemoved");
-        eventually("the disk unplugged", PATIENCE, || async {
+        eventually("the disk is detached", PATIENCE, || async {
             let disk = s.disk(&node.name, &stale).await?;
             Ok(disk.map_or(Ok(()), |disk| Err(format!("{disk:?}"))))
         })
@@ -65,7 +65,7 @@ async fn an_entry_that_nothing_orders_is_taken_out_after_a_while_and_those_of_ot
 }
 
 #[tokio::test]
-async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
+async fn a_lost_entry_with_a_guest_attachment_is_restored() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
@@ -73,9 +73,8 @@ async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
         let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
-        // A second controller of another test sees this guest too, and says that it can't put it back.
-        let (reason, _) =
-            s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
+        // Another test's controller sees this guest too, and reports that it cannot restore the entry.
+        let (reason, _) = s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
@@ -88,7 +87,7 @@ async fn an_entry_that_the_guest_counts_on_is_put_back() -> Result<()> {
 }
 
 #[tokio::test]
-async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_the_disk() -> Result<()> {
+async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_the_disk() -> Result<()> {
     run(|s| async move {
         let (node, other) = (s.node().await?, s.node().await?);
         let handle = s.bound_claim("data").await?;
@@ -96,7 +95,7 @@ async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_th
         let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         s.add_entry(&other.name, entry(&handle)).await?;
-        // It waits for the disk before that is let go of, and so is the first to have it then.
+        // The other VM waits for the disk, and gets it first when it is detached.
         eventually(&format!("{handle} refused to {}", other.name), PATIENCE, || async {
             let order = s.attachment(&other.name, &handle).await?.and_then(|order| order.status);
             let is_refused = order.as_ref().is_some_and(|status| status.error.is_some());
@@ -108,13 +107,13 @@ async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_th
             s.told("data", &["had no entry", &handle, "the entry was restored"]).await?.0,
             "LostEntryRestored"
         );
-        // Nobody wanted it for a moment, so the other machine has it; a second writer is refused.
+        // The disk was detached for a moment, so the other VM has it; a second writer is refused.
         attached(&s, &other.name, &handle, &disk).await?;
         let volume = s.infra_volume(&handle).await?.id;
         let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
         assert!(plugged.len() == 1 && plugged[0].node.to_string() == other.uuid.to_string(), "{plugged:?}");
         s.told("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
-        // Once a person has decided, it heals.
+        // After an operator has removed the other entry, the disk is attached again.
         s.remove_entries(&other.name, |entry| entry["name"] == json!(handle)).await?;
         attached(&s, &node.name, &handle, &disk).await?;
         s.order_detach(&order).await
@@ -122,19 +121,19 @@ async fn an_entry_is_put_back_beside_that_of_another_machine_and_only_one_has_th
     .await
 }
 
-// ---- attachments of the infra ----
+// ---- attachments of the storage infra ----
 
 #[tokio::test]
-async fn a_disk_that_the_infra_lost_is_plugged_again() -> Result<()> {
+async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
         let before = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
-        let lost = before.first().context("the infra has no attachment")?;
+        let lost = before.first().context("the storage infra has no attachment")?;
         s.infra.detach(&lost.id, PATIENCE).await?;
         let told = told_below(&s, &handle, &["lost the attachment"]).await?;
         assert_eq!(told, "AttachmentLost");
-        eventually("the disk plugged again", PATIENCE, || async {
+        eventually("the disk is attached again", PATIENCE, || async {
             let now = s.infra.list_attachments(Some(lost.node), None).await?;
             let is_there = now.iter().any(|one| one.state == infra_api::AttachmentState::Attached);
             Ok(if is_there { Ok(()) } else { Err(format!("{now:?}")) })
@@ -151,15 +150,15 @@ async fn a_disk_that_the_infra_lost_is_plugged_again() -> Result<()> {
 }
 
 #[tokio::test]
-async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -> Result<()> {
+async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         let (left, wanted, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
-        // What is left when an order is deleted past its finalizer.
+        // Left over if a VolumeAttachment is deleted without its finalizer.
         let leftover = |name: &str| format!("{}.{name}.{}", s.namespace, uuid::Uuid::new_v4());
         let stray = plug(&s, &leftover(&unique("gone")), &left, &node).await?;
         let again = plug(&s, &leftover(&unique("gone")), &wanted, &node).await?;
-        // At once, before its grace is over.
+        // Added before the grace ends.
         s.add_entry(&node.name, entry(&wanted)).await?;
         let foreign = plug(&s, &unique("somebody"), &by_hand, &node).await?;
 
@@ -181,7 +180,7 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
         );
         assert!(value(&metrics, "nestor_mgmt_csi_dangling_attachments")? >= 2, "{metrics}");
 
-        // Whoever unplugs it by hand makes room for the order.
+        // After a manual detach, the VolumeAttachment is served.
         s.infra.detach(&again, PATIENCE).await?;
         s.infra.detach(&foreign, PATIENCE).await?;
         let disk = s.infra_volume(&wanted).await?.disk_uuid.to_string();
@@ -193,7 +192,7 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
 // ---- orphans ----
 
 #[tokio::test]
-async fn a_claim_whose_volume_is_gone_is_marked_and_told_until_a_volume_names_it_again() -> Result<()> {
+async fn a_claim_whose_volume_is_deleted_is_marked_and_reported_until_a_volume_references_it() -> Result<()> {
     run(|s| async move {
         let (id, controller) = own_controller(&s, &[]).await?;
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
@@ -217,7 +216,7 @@ async fn a_claim_whose_volume_is_gone_is_marked_and_told_until_a_volume_names_it
 }
 
 #[tokio::test]
-async fn a_volume_that_the_guest_let_go_with_retain_is_no_orphan() -> Result<()> {
+async fn a_volume_that_the_guest_deleted_with_retain_is_not_an_orphan() -> Result<()> {
     run(|s| async move {
         let (id, controller) = own_controller(&s, &["--remove-orphans-after=0s"]).await?;
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
@@ -232,11 +231,11 @@ async fn a_volume_that_the_guest_let_go_with_retain_is_no_orphan() -> Result<()>
 }
 
 #[tokio::test]
-async fn an_orphan_is_deleted_only_where_the_policy_says_so_and_nothing_keeps_it() -> Result<()> {
+async fn an_orphan_is_deleted_only_with_the_policy_and_if_it_is_unused() -> Result<()> {
     run(|s| async move {
-        // Nothing is deleted before all is as it should be found.
+        // The claims are prepared by a controller that deletes nothing.
         let (id, maker) = own_controller(&s, &[]).await?;
-        // A person's claim that the guest has lost: it is marked, and stays.
+        // A claim that gc-csi did not create is marked, but never deleted.
         let by_hand = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
         let policy = json!({"persistentVolumeReclaimPolicy": "Delete"});
         used_and_lost(&s, &by_hand, "data", policy).await?;
@@ -266,7 +265,7 @@ async fn an_orphan_is_deleted_only_where_the_policy_says_so_and_nothing_keeps_it
             marked(&s, claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
             ensure!(s.claims().get(claim).await?.metadata.deletion_timestamp.is_none(), "{claim}");
         }
-        // What stood in its way is over.
+        // After the policy changes, the orphan is deleted.
         s.set_reclaim_policy(&kept, "Delete").await?;
         gone_below(&s, &kept).await?;
         controller.stop().await?;
@@ -277,7 +276,7 @@ async fn an_orphan_is_deleted_only_where_the_policy_says_so_and_nothing_keeps_it
 }
 
 #[tokio::test]
-async fn a_claim_that_lost_its_label_is_told_and_left_alone_until_it_has_it_again() -> Result<()> {
+async fn a_claim_that_lost_its_label_is_reported_and_usable_when_it_is_restored() -> Result<()> {
     run(|s| async move {
         let handle = s.bound_claim("data").await?;
         let label = |value: Value| {
@@ -295,10 +294,10 @@ async fn a_claim_that_lost_its_label_is_told_and_left_alone_until_it_has_it_agai
     .await
 }
 
-// ---- the list ----
+// ---- the orphans command ----
 
 #[tokio::test]
-async fn what_nothing_uses_is_listed_and_removed_only_on_request() -> Result<()> {
+async fn unused_volumes_are_listed_and_removed_only_with_all_flags() -> Result<()> {
     run(|s| async move {
         let volume = VolumeId::new(format!("pvc-{}", uuid::Uuid::new_v4()))?;
         let labels = [("namespace", s.namespace.as_str()), ("pvc", s.name.as_str())];
@@ -321,7 +320,7 @@ async fn what_nothing_uses_is_listed_and_removed_only_on_request() -> Result<()>
         ensure!(found["ageSeconds"].is_u64() && found["removable"] == json!(false), "{found}");
         ensure!(orphans(&s, &[only, "--older-than=1d"]).await?["items"] == json!([]));
 
-        // Nothing goes without each of the flags.
+        // Nothing is removed unless all flags are set.
         let remove = ["--remove", "--older-than=0s"];
         let same_clock = "--max-clock-skew=0s";
         for flags in [
@@ -336,15 +335,15 @@ async fn what_nothing_uses_is_listed_and_removed_only_on_request() -> Result<()>
         let flags = [only, same_clock, remove[0], remove[1], "--exclusive-infra", "--dry-run=false"];
         let said = orphans(&s, &flags).await?;
         ensure!(item(&said, only).is_some_and(|item| item["removed"] == json!(true)), "{said}");
-        ensure!(s.infra.get_volume(&volume).await?.is_none(), "it is still there");
+        ensure!(s.infra.get_volume(&volume).await?.is_none(), "it still exists");
         Ok(())
     })
     .await
 }
 
-// ---- what they share ----
+// ---- helpers ----
 
-/// A controller with an identity of its own, that is soon done with waiting.
+/// Starts a controller with its own cluster ID and a short grace.
 async fn own_controller(s: &Scenario, flags: &[&str]) -> Result<(String, Controller)> {
     let id = unique(&s.name);
     let controller = Controller::start_as(s, &id, &[&[GRACE], flags].concat()).await?;
@@ -355,33 +354,33 @@ fn entry(claim: &str) -> Value {
     json!({"name": claim, "persistentVolumeClaim": {"claimName": claim}})
 }
 
-/// Waits until a machine has exactly these entries.
-async fn entries(s: &Scenario, machine: &str, wanted: &[&String]) -> Result<()> {
-    let mut wanted: Vec<String> = wanted.iter().map(|name| (*name).clone()).collect();
-    wanted.sort_unstable();
-    eventually(&format!("{machine} has entries {wanted:?}"), PATIENCE, || async {
+/// Waits until a VM has exactly these entries.
+async fn entries(s: &Scenario, machine: &str, expected: &[&String]) -> Result<()> {
+    let mut expected: Vec<String> = expected.iter().map(|name| (*name).clone()).collect();
+    expected.sort_unstable();
+    eventually(&format!("{machine} has entries {expected:?}"), PATIENCE, || async {
         let volumes = s.machines().get(machine).await?.spec.volumes;
         let mut names: Vec<String> = volumes.into_iter().map(|entry| entry.name).collect();
         names.sort_unstable();
-        Ok(if names == wanted { Ok(()) } else { Err(format!("{names:?}")) })
+        Ok(if names == expected { Ok(()) } else { Err(format!("{names:?}")) })
     })
     .await
 }
 
-/// Waits until a machine has the disk, and says so.
+/// Waits until a VM has the disk, in the VolumeAttachment's and the VM's status.
 async fn attached(s: &Scenario, machine: &str, handle: &str, disk: &str) -> Result<()> {
     eventually(&format!("{handle} attached to {machine}"), PATIENCE, || async {
         let shown = s.disk(machine, handle).await?;
-        let order = s.attachment(machine, handle).await?.and_then(|order| order.status);
-        let is_there = shown.as_ref().is_some_and(|shown| shown.attached)
-            && order.as_ref().is_some_and(|status| status.attached)
+        let attachment = s.attachment(machine, handle).await?.and_then(|one| one.status);
+        let matches = shown.as_ref().is_some_and(|shown| shown.attached)
+            && attachment.as_ref().is_some_and(|status| status.attached)
             && shown.as_ref().and_then(|shown| shown.disk_uuid.as_deref()) == Some(disk);
-        Ok(if is_there { Ok(()) } else { Err(format!("{shown:?}, {order:?}")) })
+        Ok(if matches { Ok(()) } else { Err(format!("{shown:?}, {attachment:?}")) })
     })
     .await
 }
 
-/// Plugs the volume behind a management claim into a machine, past everybody but the infra.
+/// Attaches the volume of a management claim to a node with a request to storage-infra only.
 async fn plug(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Result<AttachmentId> {
     let id = AttachmentId::new(id)?;
     let volume = s.infra_volume(claim).await?.id;
@@ -391,32 +390,32 @@ async fn plug(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Resu
     Ok(id)
 }
 
-/// Binds a guest claim to a management claim, waits until that is written down below, and deletes both the guest's claim
-/// and its volume.
+/// Binds a guest claim to a management claim, waits until that is recorded on the management claim, and deletes the guest
+/// claim and its volume.
 async fn used_and_lost(s: &Scenario, claim: &str, name: &str, more: Value) -> Result<()> {
     let volume = s.static_claim(name, claim, more).await?.name_any();
     eventually(&format!("{claim} names volume {volume}"), PATIENCE, || async {
         let annotations = s.claims().get(claim).await?.annotations().clone();
-        let is_so = annotations.get(names::ANNOTATION_GUEST_PV) == Some(&volume);
-        Ok(if is_so { Ok(()) } else { Err(format!("{annotations:?}")) })
+        let matches = annotations.get(names::ANNOTATION_GUEST_PV) == Some(&volume);
+        Ok(if matches { Ok(()) } else { Err(format!("{annotations:?}")) })
     })
     .await?;
     s.guest_claims().delete(name, &DeleteParams::default()).await?;
-    // With policy Delete, the lab's own driver, to which the claim is nothing, may have let it go already.
+    // With policy Delete, the lab's driver may have deleted it already, because it does not own the claim.
     match s.guest_volumes().delete(&volume, &DeleteParams::default()).await {
         Err(kube::Error::Api(status)) if status.code == 404 => {}
         deleted => drop(deleted?),
     }
-    eventually(&format!("guest volume {volume} gone"), PATIENCE, || async {
+    eventually(&format!("guest volume {volume} deleted"), PATIENCE, || async {
         let left = s.guest_volumes().get_opt(&volume).await?;
         Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.metadata.finalizers))))
     })
     .await
 }
 
-/// Waits until a management claim is gone.
+/// Waits until a management claim is deleted.
 async fn gone_below(s: &Scenario, claim: &str) -> Result<()> {
-    eventually(&format!("management claim {claim} gone"), PATIENCE, || async {
+    eventually(&format!("management claim {claim} deleted"), PATIENCE, || async {
         let left = s.claims().get_opt(claim).await?;
         Ok(left.map_or(Ok(()), |claim| Err(format!("{:?}", claim.annotations()))))
     })
@@ -429,25 +428,25 @@ async fn annotate(s: &Scenario, claim: &str, annotations: Value) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a management claim has an annotation, or hasn't.
-async fn marked(s: &Scenario, claim: &str, mark: &str, wanted: bool) -> Result<()> {
-    eventually(&format!("{mark} on {claim}: {wanted}"), PATIENCE, || async {
+/// Waits until a management claim has, or does not have, an annotation.
+async fn marked(s: &Scenario, claim: &str, mark: &str, expected: bool) -> Result<()> {
+    eventually(&format!("{mark} on {claim}: {expected}"), PATIENCE, || async {
         let annotations = s.claims().get(claim).await?.annotations().clone();
-        let is_so = annotations.contains_key(mark) == wanted;
-        Ok(if is_so { Ok(()) } else { Err(format!("{annotations:?}")) })
+        let matches = annotations.contains_key(mark) == expected;
+        Ok(if matches { Ok(()) } else { Err(format!("{annotations:?}")) })
     })
     .await
 }
 
-/// Waits for an event on a management claim whose text has all of these; gives its reason.
+/// Waits for an event on a management claim whose message contains all of `texts`; returns its reason.
 async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<String> {
     let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
     let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
     eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
         let list = events.list(&ListParams::default().fields(&about)).await?.items;
         let found = list.iter().find(|event| {
-            let text = event.message.as_deref().unwrap_or_default();
-            texts.iter().all(|part| text.contains(part))
+            let message = event.message.as_deref().unwrap_or_default();
+            texts.iter().all(|text| message.contains(text))
         });
         let all = || list.iter().map(|event| (&event.reason, &event.message)).collect::<Vec<_>>();
         Ok(found.and_then(|event| event.reason.clone()).ok_or_else(|| format!("{:?}", all())))
@@ -455,7 +454,7 @@ async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<String>
     .await
 }
 
-/// Waits for a line of a controller's metrics.
+/// Waits for a line in a controller's metrics.
 async fn counted(controller: &Controller, line: &str) -> Result<()> {
     let line = format!("nestor_gc_csi_{line}");
     eventually(&format!("the metric {line}"), PATIENCE, || async {
@@ -470,10 +469,10 @@ fn value(metrics: &str, name: &str) -> Result<u64> {
     Ok(line.with_context(|| format!("no metric {name}"))?.parse()?)
 }
 
-/// What `mgmt-csi orphans` lists.
+/// Output of `mgmt-csi orphans`.
 async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
     let state = s.lab.state();
-    let infra = state.infra.clone().context("the lab has no infra")?;
+    let infra = state.infra.clone().context("the lab has no storage infra")?;
     let management = state.management.clone().context("the lab has no management cluster")?;
     let file = |name: &str| infra.pki.join(name);
     let mut command = Command::new(binary(&s.lab, "mgmt-csi"));
@@ -483,7 +482,7 @@ async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
     command.arg("--infra-cert").arg(file("client.crt")).arg("--infra-key").arg(file("client.key"));
     let output = tokio::time::timeout(PATIENCE, command.output()).await??;
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    ensure!(output.status.success(), "mgmt-csi orphans {flags:?} ended with {}: {said}", output.status);
+    ensure!(output.status.success(), "mgmt-csi orphans {flags:?} exited with {}: {said}", output.status);
     serde_json::from_slice(&output.stdout).with_context(|| format!("not JSON; {said}"))
 }
 

@@ -1,5 +1,5 @@
-//! What an attach costs the management cluster's API, counted in its audit log. One test at a time, since
-//! each counts everything that our parts ask.
+//! API requests per operation, counted in the management cluster's audit log. The tests run one at a time, because each
+//! counts all requests of our components.
 
 use std::collections::BTreeMap;
 
@@ -10,11 +10,11 @@ use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
-/// Our parts, by the beginning of their user agents.
+/// Our components, by the prefix of their user agents.
 const PARTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
 
 #[tokio::test]
-async fn an_attach_is_four_writes_and_gc_csi_reads_nothing_for_it() -> Result<()> {
+async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
@@ -44,8 +44,7 @@ async fn an_attach_is_four_writes_and_gc_csi_reads_nothing_for_it() -> Result<()
 }
 
 #[tokio::test]
-async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_without_conflicts() -> Result<()>
-{
+async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_without_conflicts() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let node = s.node().await?;
@@ -70,13 +69,13 @@ async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_with
             entry.verb == "patch" && entry.resource == "virtualmachines" && part(entry) == Some("gc-csi")
         });
         let patches: usize = patches.values().sum();
-        assert!((1..=5).contains(&patches), "{patches} PATCHes of the machine by gc-csi");
-        // The shim tells of the machine that it saw: when a PATCH of gc-csi's comes in between, it tells anew.
+        assert!((1..=5).contains(&patches), "{patches} PATCHes of the VM by gc-csi");
+        // The shim writes the status with a resourceVersion; if gc-csi's PATCH comes in between, it retries.
         let overtaken = |entry: &Entry| {
             entry.code == 409 && entry.resource == "virtualmachines" && entry.subresource == "status"
         };
         let refused = tally(&entries, |entry| entry.code >= 400 && !overtaken(entry));
-        assert_eq!(refused, BTreeMap::new(), "nothing was refused, as a conflict or otherwise");
+        assert_eq!(refused, BTreeMap::new(), "requests were refused");
         let reads = tally(&entries, |entry| part(entry) == Some("gc-csi") && entry.verb == "get");
         assert_eq!(reads, BTreeMap::new());
         Ok(())
@@ -85,28 +84,28 @@ async fn twenty_attaches_at_once_on_one_machine_are_merged_into_few_patches_with
 }
 
 #[tokio::test]
-async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<()> {
+async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let node = s.simulated_node().await?;
-        let life = async |name: &str| {
+        let lifecycle = async |name: &str| {
             s.claim(name, "nestor", "4Mi").await?;
             let volume = s.bound(name).await?.1.name_any();
             let order = s.order_attach(&volume, &node.name).await?;
             s.attached(&order).await?;
             s.order_detach(&order).await?;
             s.guest_claims().delete(name, &DeleteParams::default()).await?;
-            eventually(&format!("volume {volume} gone"), PATIENCE, || async {
+            eventually(&format!("volume {volume} deleted"), PATIENCE, || async {
                 let left = s.guest_volumes().get_opt(&volume).await?;
                 Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
             })
             .await
         };
-        life("warm-up").await?;
+        lifecycle("warm-up").await?;
         let mut reads = Vec::new();
         for number in 0..5 {
             let mark = calm(&s).await?;
-            life(&format!("life-{number}")).await?;
+            lifecycle(&format!("volume-{number}")).await?;
             let entries = of_gc_csi(&s, mark).await?;
             let expected = [
                 ("gc-csi create persistentvolumeclaims", 1),
@@ -117,7 +116,7 @@ async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<(
             assert_eq!(tally(&entries, Entry::is_write), expected.into());
             reads.push(tally(&entries, |entry| !entry.is_write() && entry.verb != "watch"));
         }
-        // A sidecar that repeats a call much later than it usually does is answered after a read.
+        // A call that a sidecar repeats much later than usual may need a read.
         assert!(reads.iter().any(BTreeMap::is_empty), "{reads:#?}");
         Ok(())
     })
@@ -125,7 +124,7 @@ async fn a_volumes_whole_life_is_four_writes_of_gc_csi_and_no_read() -> Result<(
 }
 
 #[tokio::test]
-async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_of_gc_csi_and_no_read() -> Result<()> {
+async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_by_gc_csi_and_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let handle = s.volume().await?;
@@ -142,8 +141,8 @@ async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_of_gc_csi_a
     .await
 }
 
-/// One attach and detach before, so that nothing is done for the first time; and then nothing is on its way any more,
-/// of an earlier test either.
+/// Attaches and detaches once, so that one-time work is done, and waits until no requests are in flight, of earlier tests
+/// either.
 async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     s.driver.publish(handle, &node.name).await?;
     s.driver.unpublish(handle, &node.name).await?;
@@ -151,47 +150,47 @@ async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     calm(s).await.map(drop)
 }
 
-/// The end of the log, once nothing is on its way any more.
+/// The end of the log, once no requests are in flight.
 async fn calm(s: &Scenario) -> Result<Mark> {
     settled(s, s.lab.audit()?.mark()?).await?;
     s.lab.audit()?.mark()
 }
 
-/// What gc-csi asked since `mark`, but for its Lease.
+/// gc-csi's requests since `mark`, except for its Lease.
 async fn of_gc_csi(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let mut entries = settled(s, mark).await?;
     entries.retain(|entry| part(entry) == Some("gc-csi") && entry.resource != "leases");
     Ok(entries)
 }
 
-/// This one request is all that gc-csi made since `mark`.
+/// Checks that gc-csi made only this request since `mark`; returns the new end of the log.
 async fn only(s: &Scenario, mark: Mark, request: &str) -> Result<Mark> {
     let all = tally(&of_gc_csi(s, mark).await?, |entry| entry.verb != "watch");
     assert_eq!(all, [(request.to_owned(), 1)].into());
     s.lab.audit()?.mark()
 }
 
-/// The entries of our parts since `mark`, once no more come: the last answer of a call is written before the
-/// call ends, but a write that should not be there may come later.
+/// The requests of our components since `mark`, once no more arrive: an unexpected write may arrive after the end of a
+/// call.
 async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let audit = s.lab.audit()?;
-    let mut seen = usize::MAX;
+    let mut count = usize::MAX;
     let mut calm = 0;
-    eventually("no more requests of our parts", PATIENCE, || {
+    eventually("no more requests of our components", PATIENCE, || {
         let entries: Result<Vec<Entry>> =
             audit.since(mark).map(|all| all.into_iter().filter(|entry| part(entry).is_some()).collect());
         let result = entries.map(|entries| {
-            calm = if entries.len() == seen { calm + 1 } else { 0 };
-            seen = entries.len();
-            if calm >= 5 { Ok(entries) } else { Err(format!("{seen} so far")) }
+            calm = if entries.len() == count { calm + 1 } else { 0 };
+            count = entries.len();
+            if calm >= 5 { Ok(entries) } else { Err(format!("{count} so far")) }
         });
         async move { result }
     })
     .await
 }
 
-/// The part that made a request, unless it is about how much room is left: that is written when volumes come and go,
-/// whatever is attached meanwhile.
+/// The component that made a request; `None` for CSIStorageCapacity objects, which are written when volumes are created
+/// or deleted.
 fn part(entry: &Entry) -> Option<&'static str> {
     if entry.resource == "csistoragecapacities" {
         return None;
@@ -199,7 +198,7 @@ fn part(entry: &Entry) -> Option<&'static str> {
     PARTS.into_iter().find(|part| entry.user_agent.starts_with(part))
 }
 
-/// How often each kind of request was made.
+/// The number of requests of each kind.
 fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for entry in entries.iter().filter(|entry| pick(entry)) {
@@ -211,12 +210,12 @@ fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, u
     counts
 }
 
-/// The shared watches are renewed now and then; a read that names an object is made for a call.
+/// Checks that gc-csi made no reads. Renewals of shared watches do not count, unless they name an object.
 fn nothing_read_for(entries: &[Entry], node: &LoopNode, claim: &str) {
     let reads = tally(entries, |entry| {
         let own = entry.name == node.name || entry.name == claim;
         part(entry) == Some("gc-csi")
             && (["get", "list"].contains(&entry.verb.as_str()) || entry.verb == "watch" && own)
     });
-    assert_eq!(reads, BTreeMap::new(), "gc-csi answered from what it knows");
+    assert_eq!(reads, BTreeMap::new(), "gc-csi made reads");
 }

@@ -1,5 +1,4 @@
-//! Snapshots: a guest's VolumeSnapshot becomes one of the management cluster, that one a snapshot of the infra; and
-//! volumes are made from it.
+//! Snapshots in the guest, the management cluster and the storage infra, and volumes restored from them.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -17,14 +16,13 @@ use tests::pools::freeze_filesystem_of;
 use tests::{MIB, PATIENCE, Scenario, eventually, from_snapshot, run, unique};
 use tonic::Code;
 
-/// As many bytes as a volume of 4 MiB has.
+/// Size of a volume of 4 MiB.
 const ALL: usize = 4 << 20;
 
 // ---- in both tiers ----
 
 #[tokio::test]
-async fn a_guest_snapshot_is_one_of_the_infra_with_the_same_facts_in_both_tiers_and_leaves_nothing()
--> Result<()> {
+async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "5Mi").await?;
         let (volume, _) = s.followed("data").await?;
@@ -53,18 +51,22 @@ async fn a_guest_snapshot_is_one_of_the_infra_with_the_same_facts_in_both_tiers_
         assert_eq!(kept.volume, s.infra_volume(&volume).await?.id);
         assert_eq!((kept.capacity_bytes, kept.state), (5 << 20, VolumeState::Ready));
         let second = |time: &str| time.split(['.', 'Z']).next().unwrap_or_default().to_owned();
-        let told = above.data["status"]["creationTime"].as_str().context("no creationTime")?;
-        assert_eq!(second(&kept.created_at), second(told), "the moment is the infra's");
+        let created = above.data["status"]["creationTime"].as_str().context("no creationTime")?;
+        assert_eq!(
+            second(&kept.created_at),
+            second(created),
+            "the creation time differs from the storage infra's"
+        );
 
         let content =
             above.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
-        eventually("the guest's content gone", PATIENCE, || async {
+        eventually("the guest's content is deleted", PATIENCE, || async {
             let left = s.guest_contents().get_opt(content).await?;
             Ok(left.map_or(Ok(()), |content| Err(content.data["status"].to_string())))
         })
         .await?;
-        // Nothing is reported done above before it is done below.
+        // The guest's content is deleted only after everything below it.
         assert!(s.snapshots().get_opt(&handle).await?.is_none());
         assert!(s.infra.get_snapshot(&kept.id).await?.is_none());
         Ok(())
@@ -73,7 +75,7 @@ async fn a_guest_snapshot_is_one_of_the_infra_with_the_same_facts_in_both_tiers_
 }
 
 #[tokio::test]
-async fn a_snapshot_is_ready_no_sooner_than_the_infra_has_all_its_bytes() -> Result<()> {
+async fn a_snapshot_is_not_ready_before_the_infra_has_copied_all_data() -> Result<()> {
     run(|s| async move {
         let (volume, file) = copied_volume(&s, "16Mi").await?;
         write(&file, &noise(5, 1 << 20).repeat(16))?;
@@ -81,26 +83,26 @@ async fn a_snapshot_is_ready_no_sooner_than_the_infra_has_all_its_bytes() -> Res
         let frozen = freeze_filesystem_of(&file)?;
         s.snapshot("first", "data").await?;
         let both = || async {
-            // The guest first: what it says must be true below by then.
+            // The guest is read first: what it reports must be true below by then.
             let above = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
             let below = s.infra.list_snapshots(Some(&id), None, None).await?.items;
             let below = below.iter().map(|one| one.state).collect::<Vec<_>>();
-            ensure!(above != Some(true) || below == [VolumeState::Ready], "the infra has {below:?} of it");
+            ensure!(above != Some(true) || below == [VolumeState::Ready], "the storage infra has {below:?}");
             anyhow::Ok((above, below))
         };
-        eventually("the copy under way, and the guest told so", PATIENCE, || async {
-            let seen = both().await?;
-            Ok(if seen == (Some(false), vec![VolumeState::Creating]) {
+        eventually("the copy is in progress, and the guest's snapshot is not ready", PATIENCE, || async {
+            let observed = both().await?;
+            Ok(if observed == (Some(false), vec![VolumeState::Creating]) {
                 Ok(())
             } else {
-                Err(format!("{seen:?}"))
+                Err(format!("{observed:?}"))
             })
         })
         .await?;
         drop(frozen);
         eventually("ready in the guest", PATIENCE, || async {
-            let seen = both().await?;
-            Ok(if seen.0 == Some(true) { Ok(()) } else { Err(format!("{seen:?}")) })
+            let observed = both().await?;
+            Ok(if observed.0 == Some(true) { Ok(()) } else { Err(format!("{observed:?}")) })
         })
         .await?;
         s.snapshot_ready("first").await?;
@@ -109,7 +111,7 @@ async fn a_snapshot_is_ready_no_sooner_than_the_infra_has_all_its_bytes() -> Res
     .await
 }
 
-/// A bound claim `data` of a pool that shares no blocks, so that its snapshots are copies; its handle, and its file.
+/// A bound claim `data` in a pool without reflink, where snapshots are full copies; returns its handle and file.
 async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::PathBuf)> {
     let label = unique("label");
     s.pool_of_copies(&[(&label, &s.name)]).await?;
@@ -119,10 +121,10 @@ async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::P
     s.followed("data").await
 }
 
-// ---- bytes ----
+// ---- data ----
 
 #[tokio::test]
-async fn what_is_restored_has_the_bytes_of_the_moment_in_the_same_size_and_in_a_larger_one() -> Result<()> {
+async fn restored_volumes_of_the_same_and_a_larger_size_have_the_data_of_the_snapshot() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (_, source) = s.followed("data").await?;
@@ -144,28 +146,29 @@ async fn what_is_restored_has_the_bytes_of_the_moment_in_the_same_size_and_in_a_
             assert_eq!(volume.capacity_bytes, size);
             let kept = s.infra_snapshot(&handle).await?.id;
             assert_eq!(volume.source, Some(VolumeSource::Snapshot(kept)));
-            assert!(read(&file, ALL)? == then, "{claim} has other bytes");
+            assert!(read(&file, ALL)? == then, "{claim} has other data");
             let rest = read_at(&file, 4 << 20, size as usize - ALL)?;
-            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has something behind the snapshot's bytes");
+            assert!(rest.iter().all(|byte| *byte == 0), "{claim} has data behind the snapshot's data");
         }
 
-        // From now on they are volumes of their own.
+        // The volumes are independent of each other.
         let (_, same) = s.followed("same").await?;
         write(&same, b"changed")?;
         s.restore("again", "first", "4Mi").await?;
         let (again, file) = s.followed("again").await?;
-        assert!(read(&file, ALL)? == then, "the snapshot changed with what was made from it");
+        assert!(read(&file, ALL)? == then, "the snapshot changed with a restored volume");
         assert!(read(&source, ALL)? == later, "the source changed");
         let node = s.node().await?;
         let disk = s.driver.publish(&again, &node.name).await?;
-        assert!(read(&device(&node, &disk), ALL)? == then, "a machine sees other bytes");
+        assert!(read(&device(&node, &disk), ALL)? == then, "the node reads other data");
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn a_source_may_go_before_its_snapshot_and_a_snapshot_before_what_was_made_from_it() -> Result<()> {
+async fn a_source_can_be_deleted_before_its_snapshot_and_a_snapshot_before_its_restored_volume() -> Result<()>
+{
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (volume, source) = s.followed("data").await?;
@@ -174,12 +177,12 @@ async fn a_source_may_go_before_its_snapshot_and_a_snapshot_before_what_was_made
         let handle = s.snapshot_ready("first").await?;
 
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        eventually("the source gone in both tiers", PATIENCE, || async {
+        eventually("the source is deleted in both tiers", PATIENCE, || async {
             let left = s.claims().get_opt(&volume).await?;
             Ok(left.map_or(Ok(()), |claim| Err(format!("{:?}", claim.metadata))))
         })
         .await?;
-        eventually("the source gone in the infra", PATIENCE, || async {
+        eventually("the source is deleted in the storage infra", PATIENCE, || async {
             Ok(if source.exists() { Err(source.display().to_string()) } else { Ok(()) })
         })
         .await?;
@@ -190,14 +193,14 @@ async fn a_source_may_go_before_its_snapshot_and_a_snapshot_before_what_was_made
 
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         s.snapshot_gone("first").await?;
-        assert!(read(&restored, ALL)? == noise(1, ALL), "the bytes went with the snapshot");
+        assert!(read(&restored, ALL)? == noise(1, ALL), "the data was deleted with the snapshot");
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn a_smaller_volume_than_the_snapshot_is_refused_with_both_sizes() -> Result<()> {
+async fn a_restore_smaller_than_the_snapshot_is_refused_with_both_sizes() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         s.bound("data").await?;
@@ -221,8 +224,7 @@ async fn a_smaller_volume_than_the_snapshot_is_refused_with_both_sizes() -> Resu
 // ---- refusals ----
 
 #[tokio::test]
-async fn a_class_that_does_not_lead_to_a_management_class_is_told_and_heals_when_there_is_one() -> Result<()>
-{
+async fn a_class_without_a_management_class_is_reported_and_recovers_when_there_is_one() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         s.bound("data").await?;
@@ -240,7 +242,7 @@ async fn a_class_that_does_not_lead_to_a_management_class_is_told_and_heals_when
         let content = s.guest_snapshots().get("data").await?.data["status"].clone();
         let content = content["boundVolumeSnapshotContentName"].as_str().context("no content")?;
         let (reason, _) = s.told_of("VolumeSnapshotContent", content, &texts).await?;
-        // csi-snapshotter calls it a check once something else, as a class that it had not seen yet, failed before.
+        // csi-snapshotter uses the second reason if an earlier attempt failed for another cause.
         let reasons = ["SnapshotCreationFailed", "SnapshotContentCheckandUpdateFailed"];
         assert!(reasons.contains(&reason.as_str()), "{reason}");
         s.management_snapshot_class(&absent).await?;
@@ -251,7 +253,7 @@ async fn a_class_that_does_not_lead_to_a_management_class_is_told_and_heals_when
 }
 
 #[tokio::test]
-async fn a_snapshot_that_the_infra_refuses_is_told_in_its_words_and_taken_once_it_can_be() -> Result<()> {
+async fn a_snapshot_refused_by_the_infra_is_reported_with_its_message_and_retried() -> Result<()> {
     run(|s| async move {
         let (volume, file) = copied_volume(&s, "4Mi").await?;
         write(&file, &noise(3, ALL))?;
@@ -267,7 +269,7 @@ async fn a_snapshot_that_the_infra_refuses_is_told_in_its_words_and_taken_once_i
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_deleted_before_it_could_be_taken_leaves_nothing() -> Result<()> {
+async fn a_snapshot_deleted_before_it_was_taken_leaves_nothing() -> Result<()> {
     run(|s| async move {
         let (volume, _) = copied_volume(&s, "4Mi").await?;
         let node = s.node().await?;
@@ -276,7 +278,7 @@ async fn a_snapshot_that_is_deleted_before_it_could_be_taken_leaves_nothing() ->
         s.snapshot_failure("first", &["detach it first"]).await?;
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         s.snapshot_gone("first").await?;
-        eventually("the management snapshot gone", PATIENCE, || async {
+        eventually("the management snapshot is deleted", PATIENCE, || async {
             let own = |one: &&kube::api::DynamicObject| {
                 one.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
             };
@@ -290,24 +292,24 @@ async fn a_snapshot_that_is_deleted_before_it_could_be_taken_leaves_nothing() ->
 }
 
 #[tokio::test]
-async fn a_restore_that_never_came_to_be_and_its_snapshot_go_together() -> Result<()> {
+async fn a_restore_that_cannot_be_created_can_be_deleted_with_its_snapshot() -> Result<()> {
     run(|s| async move {
         let source = s.bound_claim("data").await?;
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
-        // There is no pool that its class could use.
+        // No pool matches the class.
         let below = s.management_class(&[("pool.test", &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let claim = s.claim_with("restored", &class, "4Mi", from_snapshot("first")).await?;
         let restored = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
         s.told("restored", &["no pool for"]).await?;
-        // As when their namespace is deleted.
+        // Like the deletion of their namespace.
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         for claim in ["data", "restored"] {
             s.guest_claims().delete(claim, &DeleteParams::default()).await?;
         }
         s.snapshot_gone("first").await?;
-        eventually("nothing left in the management cluster", PATIENCE, || async {
+        eventually("everything is deleted in the management cluster", PATIENCE, || async {
             let claims = (s.claims().get_opt(&source).await?, s.claims().get_opt(&restored).await?);
             let left = s.snapshots().get_opt(&handle).await?.is_some() || claims != (None, None);
             Ok(if left { Err(format!("{claims:?}")) } else { Ok(()) })
@@ -320,7 +322,7 @@ async fn a_restore_that_never_came_to_be_and_its_snapshot_go_together() -> Resul
 // ---- many ----
 
 #[tokio::test]
-async fn twenty_snapshots_at_once_are_twenty_snapshots() -> Result<()> {
+async fn twenty_concurrent_snapshots_are_twenty_snapshots() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
         let (volume, file) = s.followed("data").await?;
@@ -346,19 +348,19 @@ async fn twenty_snapshots_at_once_are_twenty_snapshots() -> Result<()> {
 
 // ---- pods ----
 
-/// Waits until a file is there.
+/// A shell loop that waits until a file exists.
 fn until(path: &str) -> String {
     format!("until [ -e {path} ]; do sleep 1; done")
 }
 
 #[tokio::test]
-async fn a_snapshot_of_a_running_pods_volume_has_what_it_had_written_and_nothing_since() -> Result<()> {
+async fn a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes() -> Result<()> {
     pods::run(|machines| async move {
         let s = machines.scenario();
         let volume = machines.claim("data", &filesystem("ext4")).await?;
         let dd =
             |name: &str| format!("dd if=/dev/urandom of=/data/{name} bs=64k count=64 conv=fsync 2>/dev/null");
-        // It never stops writing, so that the snapshot is of a filesystem in motion.
+        // The pod keeps writing, so that the snapshot is of a mounted filesystem.
         let writer = format!(
             "{}\ntouch /data/written; sync
             while [ ! -e /data/go ]; do echo more >> /data/log; done
@@ -369,7 +371,7 @@ async fn a_snapshot_of_a_running_pods_volume_has_what_it_had_written_and_nothing
         let (here, there) = (&machines.here, &machines.there);
         let writer = machines.start(Script::new("writer", here, &writer).mount(&volume, "/data")).await?;
         machines.running(&writer).await?;
-        // It can see the file before the writer's own sync has ended.
+        // The file can be visible before the writer's sync has ended.
         let look = format!("{}\nsync; sha256sum < /data/first.bin", until("/data/written"));
         let written = machines.run(Script::new("look", here, &look).mount(&volume, "/data")).await?;
         s.snapshot("first", &volume.claim).await?;
@@ -392,19 +394,19 @@ async fn a_snapshot_of_a_running_pods_volume_has_what_it_had_written_and_nothing
         let [first, files, size, first_larger, files_larger, size_larger] = lines[..] else {
             anyhow::bail!("{said}")
         };
-        ensure!(first == written && first_larger == written, "written was {written}, read is {said}");
+        ensure!(first == written && first_larger == written, "written {written}, read {said}");
         ensure!(files == "first.bin written" && files_larger == files, "{said}");
         let of_disk = |kib: &str, mebibytes: u64| -> Result<bool> {
             let kib: u64 = kib.parse().with_context(|| said.clone())?;
             Ok(kib > (mebibytes << 10) / 10 * 8 && kib <= mebibytes << 10)
         };
         ensure!(of_disk(size, 320)? && of_disk(size_larger, 640)?, "{said}");
-        ensure!(grown(&larger.file)? == 640 << 20, "the infra's file has another size");
+        ensure!(file_size(&larger.file)? == 640 << 20, "the volume's file has another size");
         Ok(())
     })
     .await
 }
 
-fn grown(file: &Path) -> Result<u64> {
+fn file_size(file: &Path) -> Result<u64> {
     Ok(std::fs::metadata(file)?.len())
 }

@@ -1,4 +1,4 @@
-//! Whose a snapshot is: what a guest finds by its handle, in lists and by name, and what it doesn't.
+//! Ownership of snapshots: which ones a guest can use, list and delete.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,13 +12,13 @@ use tests::driver::{Driver, restored_volume};
 use tests::{MIB, run, unique};
 use tonic::Code;
 
-/// As many bytes as a volume of 4 MiB has.
+/// Size of a volume of 4 MiB.
 const ALL: usize = 4 << 20;
 
-// ---- what was there ----
+// ---- existing snapshots ----
 
 #[tokio::test]
-async fn a_snapshot_that_the_platform_team_gave_the_guest_is_used_and_kept() -> Result<()> {
+async fn a_snapshot_assigned_by_the_platform_team_is_used_and_kept() -> Result<()> {
     run(|s| async move {
         let own = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
         let claim = s.management_claim(&own, json!({})).await?;
@@ -51,13 +51,13 @@ async fn a_snapshot_that_the_platform_team_gave_the_guest_is_used_and_kept() -> 
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_there() -> Result<()> {
+async fn a_snapshot_of_another_guest_is_reported_like_a_missing_one() -> Result<()> {
     run(|s| async move {
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &s.cluster_id)], json!({})).await?;
         let unlabelled = s.management_snapshot(&[], &claim).await?;
         let foreign = s.management_snapshot(&[(names::LABEL_CLUSTER_ID, "another-guest")], &claim).await?;
         let absent = unique(&s.name);
-        let mut told = Vec::new();
+        let mut messages = Vec::new();
         for (name, handle) in [("absent", &absent), ("unlabelled", &unlabelled), ("foreign", &foreign)] {
             let content = s.static_snapshot(name, handle, "Delete").await?;
             let error = s.snapshot_failure(name, &[handle]).await?;
@@ -68,13 +68,13 @@ async fn a_snapshot_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_t
             assert_eq!(refused.code(), Code::NotFound, "{name}: {refused}");
             s.driver.delete_snapshot(handle).await?;
 
-            // The content says that the snapshot is to go with it.
+            // The content has deletionPolicy Delete.
             s.guest_snapshots().delete(name, &DeleteParams::default()).await?;
             s.snapshot_gone(name).await?;
             let without = |text: &str| text.replace(handle.as_str(), "SNAPSHOT").replace(&content, "CONTENT");
-            told.push((without(&error), without(refused.message())));
+            messages.push((without(&error), without(refused.message())));
         }
-        assert!(told.iter().all(|one| *one == told[0]), "{told:#?}");
+        assert!(messages.iter().all(|one| *one == messages[0]), "{messages:#?}");
         for handle in [&unlabelled, &foreign] {
             assert!(s.snapshots().get(handle).await?.metadata.deletion_timestamp.is_none(), "{handle}");
         }
@@ -85,7 +85,7 @@ async fn a_snapshot_that_is_not_the_guests_cannot_be_told_from_one_that_is_not_t
 
 // ---- lists ----
 
-/// The snapshots that a driver lists, page by page.
+/// All snapshots that a driver lists, page by page.
 async fn listed(driver: &Driver, most: i32, source: &str) -> Result<Vec<Snapshot>> {
     let mut request =
         ListSnapshotsRequest { max_entries: most, source_volume_id: source.to_owned(), ..Default::default() };
@@ -102,7 +102,7 @@ async fn listed(driver: &Driver, most: i32, source: &str) -> Result<Vec<Snapshot
 }
 
 #[tokio::test]
-async fn each_guest_lists_its_own_snapshots_alone_page_by_page() -> Result<()> {
+async fn each_guest_lists_only_its_own_snapshots_page_by_page() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
         let mine = s.volume().await?;
@@ -132,10 +132,10 @@ async fn each_guest_lists_its_own_snapshots_alone_page_by_page() -> Result<()> {
         let theirs: Vec<_> = listed(&second.driver, 0, &theirs).await?;
         assert!(theirs.len() == 1 && theirs[0].snapshot_id == foreign, "{theirs:?}");
 
-        for (id, wanted) in [(own.first().context("none")?, 1), (&foreign, 0), (&unlabelled, 0)] {
+        for (id, expected) in [(own.first().context("none")?, 1), (&foreign, 0), (&unlabelled, 0)] {
             let request = ListSnapshotsRequest { snapshot_id: id.clone(), ..Default::default() };
             let answer = s.driver.calls().list_snapshots(request).await?.into_inner();
-            assert_eq!(answer.entries.len(), wanted, "{answer:?}");
+            assert_eq!(answer.entries.len(), expected, "{answer:?}");
         }
         let request = ListSnapshotsRequest { starting_token: "no-token".into(), ..Default::default() };
         let refused = s.driver.calls().list_snapshots(request).await.unwrap_err();
@@ -148,7 +148,7 @@ async fn each_guest_lists_its_own_snapshots_alone_page_by_page() -> Result<()> {
 // ---- calls ----
 
 #[tokio::test]
-async fn calls_can_be_repeated_and_another_source_or_class_of_the_same_name_is_refused() -> Result<()> {
+async fn calls_are_idempotent_and_another_source_or_class_for_the_same_name_is_refused() -> Result<()> {
     run(|s| async move {
         let (one, other) = (s.volume().await?, s.volume().await?);
         let name = unique(&s.name);

@@ -1,8 +1,9 @@
-//! Users of two guests who do this and that for a while, as a seed has it, while parts of the system die and stand still,
-//! also as the seed has it. After each operation what exists must be what the operations come to, and each record that a
-//! volume acknowledged must be in it.
+//! Soak test: users of two guests run random operations, while components crash and are paused at random. Both are drawn
+//! from a seed. After each operation the existing objects must match the expected state, and each volume must have all
+//! acknowledged records.
 //!
-//! `NESTOR_SOAK_MINUTES` says how long (3), `NESTOR_SOAK_SEED` repeats a run (else a new seed, which is told).
+//! `NESTOR_SOAK_MINUTES` sets the duration (3), `NESTOR_SOAK_SEED` repeats a run (default: a random seed, which is
+//! printed).
 
 #[path = "soak/faults.rs"]
 mod faults;
@@ -21,20 +22,20 @@ use tests::{alone, run};
 use faults::Faults;
 use user::User;
 
-/// How many users each guest has.
+/// Number of users per guest.
 const USERS: u64 = 2;
 
 fn number(variable: &str) -> Result<Option<u64>> {
-    let said = std::env::var(variable).ok();
-    said.map(|text| text.parse().with_context(|| format!("{variable}={text} is not a number"))).transpose()
+    let text = std::env::var(variable).ok();
+    text.map(|text| text.parse().with_context(|| format!("{variable}={text} is not a number"))).transpose()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whatever_users_do_and_whatever_fails_nothing_is_lost_and_nothing_is_stuck() -> Result<()> {
+async fn random_operations_and_faults_lose_no_data_and_leave_nothing_stuck() -> Result<()> {
     let _alone = alone().await;
     let minutes = number("NESTOR_SOAK_MINUTES")?.unwrap_or(3);
     let seed = number("NESTOR_SOAK_SEED")?.unwrap_or_else(|| fastrand::u64(..1_000_000));
-    println!("soak: {minutes} minutes with seed {seed}; NESTOR_SOAK_SEED={seed} does the same again");
+    println!("soak: {minutes} minutes with seed {seed}; NESTOR_SOAK_SEED={seed} repeats the run");
     run(move |s| async move {
         let until = Instant::now() + Duration::from_secs(60 * minutes);
         let mut users = Vec::new();
@@ -48,7 +49,7 @@ async fn whatever_users_do_and_whatever_fails_nothing_is_lost_and_nothing_is_stu
         let failing = tokio::spawn(faults.clone().until(until));
         let working: Vec<_> = users.into_iter().map(|user| tokio::spawn(user.until(until))).collect();
         let worked = futures::future::join_all(working).await;
-        let failed = failing.await?.context("making parts fail")?;
+        let failed = failing.await?.context("injecting faults")?;
         let mut counts: BTreeMap<&'static str, usize> = BTreeMap::new();
         for done in worked {
             let done = done?.with_context(|| format!("seed {seed}"))?;
@@ -56,7 +57,7 @@ async fn whatever_users_do_and_whatever_fails_nothing_is_lost_and_nothing_is_stu
         }
         let total: usize = counts.values().sum();
         println!(
-            "soak: seed {seed}: {total} operations {counts:?}, {failed} faults; nothing lost, nothing stuck"
+            "soak: seed {seed}: {total} operations {counts:?}, {failed} faults; no data lost, nothing stuck"
         );
         Ok(())
     })

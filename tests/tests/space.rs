@@ -1,4 +1,4 @@
-//! Promised space is there, and a failed request holds none of it.
+//! Space in pools: promised space is available, and failed requests reserve none.
 
 use std::path::PathBuf;
 
@@ -15,30 +15,30 @@ use tests::pools::OwnPool;
 use tests::writer::{BEGINNING, PIECE, Writer};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 
-/// What each claim asks for: three of them fill a pool of a scenario's own.
+/// Size of each claim: three of them fill a scenario's own pool.
 const SIZE: &str = "300Mi";
-/// How often a guest tries.
+/// Number of attempts of a guest.
 const TRIES: usize = 4;
 
-/// Waits for an event on a management claim whose text has all of these.
+/// Waits for an event on a management claim whose message contains all of `texts`.
 async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<()> {
     let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
     let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
     eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
         let list = events.list(&ListParams::default().fields(&about)).await?;
         let said: Vec<String> = list.into_iter().filter_map(|event| event.message).collect();
-        let found = said.iter().any(|text| texts.iter().all(|part| text.contains(part)));
+        let found = said.iter().any(|message| texts.iter().all(|text| message.contains(text)));
         Ok(if found { Ok(()) } else { Err(format!("{said:?}")) })
     })
     .await
 }
 
-/// Makes a claim as soon as the quota counts the last one no more.
+/// Creates a claim as soon as the quota no longer counts the previous one.
 async fn create_in_quota(
     claims: &Api<PersistentVolumeClaim>,
     claim: &PersistentVolumeClaim,
 ) -> Result<PersistentVolumeClaim> {
-    eventually("room in the quota", PATIENCE, || async {
+    eventually("the quota allows the claim", PATIENCE, || async {
         match claims.create(&PostParams::default(), claim).await {
             Err(kube::Error::Api(status)) if status.code == 403 => Ok(Err(status.message)),
             made => Ok(Ok(made?)),
@@ -47,13 +47,13 @@ async fn create_in_quota(
     .await
 }
 
-/// What the infra has promised in a pool.
+/// Reserved bytes of a pool.
 async fn reserved(s: &Scenario, pool: &OwnPool) -> Result<u64> {
     Ok(s.infra.get_pool(&pool.name).await?.context("the pool is gone")?.reserved_bytes)
 }
 
 #[tokio::test]
-async fn claims_that_no_infra_can_serve_hold_no_space_that_another_guest_needs() -> Result<()> {
+async fn claims_that_cannot_be_provisioned_reserve_no_space() -> Result<()> {
     run(|s| async move {
         let pool = s.pool(&[]).await?;
         let class = s.management_class(&[("pool", pool.name.as_str())]).await?;
@@ -83,7 +83,7 @@ async fn claims_that_no_infra_can_serve_hold_no_space_that_another_guest_needs()
             .await?;
             claims.delete(&name, &DeleteParams::default()).await?;
         }
-        ensure!(reserved(&s, &pool).await? == 0, "{} bytes are held", reserved(&s, &pool).await?);
+        ensure!(reserved(&s, &pool).await? == 0, "{} bytes are reserved", reserved(&s, &pool).await?);
 
         let spec = json!({"storageClassName": class, "resources": {"requests": {"storage": SIZE}}});
         let second = s.second_guest().await?.cluster_id;
@@ -106,7 +106,7 @@ async fn claims_that_no_infra_can_serve_hold_no_space_that_another_guest_needs()
 }
 
 #[tokio::test]
-async fn a_claim_larger_than_any_volume_is_refused_in_exact_words_and_makes_nothing() -> Result<()> {
+async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_creates_nothing() -> Result<()> {
     run(|s| async move {
         let most = i64::MAX.to_string();
         s.claim("vast", "nestor", &most).await?;
@@ -121,7 +121,7 @@ async fn a_claim_larger_than_any_volume_is_refused_in_exact_words_and_makes_noth
         ensure!(below.is_none(), "{below:?}");
         s.guest_claims().delete("vast", &DeleteParams::default()).await?;
 
-        // The same below, where the infra says it.
+        // A management claim of this size is refused by the storage infra.
         let guest = s.lab.management_as_guest("g1").await?;
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(guest, &s.namespace);
         let name = unique(&s.name);
@@ -143,11 +143,11 @@ async fn a_claim_larger_than_any_volume_is_refused_in_exact_words_and_makes_noth
     .await
 }
 
-/// How large the disk of a VM that writes is, and what its pool has for it at first.
+/// Size of the disk of a VM that writes, and the free space of its pool at first.
 const DISK: u64 = 32 * MIB.cast_unsigned();
 const LEFT: u64 = DISK / 2;
 
-/// A VM whose disk is in a pool that has too little room for it, right before it writes.
+/// A VM whose disk is in a pool with too little free space, before it writes.
 struct Short<'a> {
     vm: Writer<'a>,
     file: PathBuf,
@@ -176,7 +176,7 @@ impl<'a> Short<'a> {
         Ok(Self { vm, file, filler: pool.fill_up_to(LEFT).await? })
     }
 
-    /// How many pieces of the disk were written.
+    /// Number of pieces of the disk that were written.
     fn written(&self) -> Result<usize> {
         let pieces = (0..DISK).step_by(PIECE);
         let beginnings = pieces.map(|start| read_at(&self.file, start, BEGINNING.len()));
@@ -192,8 +192,11 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
     short.vm.comes_to(Some(PAUSED), "shut off").await?;
     let texts = ["is paused", "got no space in pool", pool.name.as_str()];
     s.told("pause", &texts).await?;
-    ensure!(s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full), "the pool is not called full");
-    ensure!(short.written()? < PIECES, "there was room for all");
+    ensure!(
+        s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full),
+        "the pool is not reported as full"
+    );
+    ensure!(short.written()? < PIECES, "there was enough space");
     std::fs::remove_file(&short.filler)?;
     short.vm.comes_to(None, "shut off").await?;
     ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
@@ -202,14 +205,14 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
 
 async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {
     short.vm.go().await?;
-    // It ends itself at the first error.
+    // The VM shuts down at the first error.
     short.vm.comes_to(None, PAUSED).await?;
-    ensure!(short.written()? < PIECES, "there was room for all");
+    ensure!(short.written()? < PIECES, "there was enough space");
     Ok(std::fs::remove_file(&short.filler)?)
 }
 
 #[tokio::test]
-async fn a_vm_that_finds_its_pool_full_is_paused_until_there_is_room_and_no_write_fails() -> Result<()> {
+async fn a_vm_whose_pool_is_full_is_paused_until_there_is_space_and_no_write_fails() -> Result<()> {
     run(|s| async move {
         let pool = s.pool(&[]).await?;
         s.show_to_libvirt(&pool).await?;

@@ -1,19 +1,19 @@
-//! A new leader acts only on what the API server shows now: it has stood by with a watch that is behind.
+//! Stale leaders: a new leader whose watches lag does nothing that the current state does not call for.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result};
 use crds::names;
 use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
 use tests::link::Link;
-use tests::program::{Running, binary};
+use tests::program::{Running, management_cluster, shim_replica};
 use tests::{PATIENCE, Scenario, alone, eventually, run};
 
 const SHIM: &str = "vm-operator-shim";
 
 #[tokio::test]
-async fn a_new_leader_whose_watches_are_behind_takes_no_disk_away_and_plugs_none() -> Result<()> {
+async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let node = s.node().await?;
@@ -21,15 +21,15 @@ async fn a_new_leader_whose_watches_are_behind_takes_no_disk_away_and_plugs_none
         let disk = s.driver.publish(&kept, &node.name).await?;
         let before = s.attachment(&node.name, &kept).await?.context("no VolumeAttachment")?.metadata.uid;
         s.stop_part(SHIM).await?;
-        let management = s.lab.state().management.as_ref().context("the lab has no management cluster")?;
-        let leader = shim(&s, &management.kubeconfig_of(SHIM)).await?;
+        let management = management_cluster(&s)?;
+        let leader = shim_replica(&s, &management.kubeconfig_of(SHIM), &[]).await?;
         leads(&leader).await?;
         let (link, folder) = (Link::to(&management.server).await?, tempfile::tempdir()?);
         let linked: PathBuf = folder.path().join("kubeconfig");
         link.kubeconfig(&management.kubeconfig_of(SHIM), &linked)?;
-        let standby = shim(&s, &linked).await?;
+        let standby = shim_replica(&s, &linked, &[]).await?;
 
-        // The last that the standby sees: one disk is to go and one is to come, and nothing was done about either yet.
+        // The last state that the standby observes: one entry removed and one added, neither processed yet.
         let frozen = leader.freeze()?;
         s.remove_entries(&node.name, |one| *one == entry(&kept)).await?;
         s.add_entry(&node.name, entry(&given_up)).await?;
@@ -43,7 +43,7 @@ async fn a_new_leader_whose_watches_are_behind_takes_no_disk_away_and_plugs_none
         begins(&s, mark).await?;
         link.cut();
         link.open().await?;
-        // The standby has looked at this very machine once this is answered.
+        // The standby has reconciled this VM before it answers.
         s.driver.publish(&after, &node.name).await?;
 
         let written = writes(&s, mark)?;
@@ -51,16 +51,16 @@ async fn a_new_leader_whose_watches_are_behind_takes_no_disk_away_and_plugs_none
             let name = names::volume_attachment(&node.name, claim);
             written.iter().filter(|one| one.name == name).cloned().collect::<Vec<_>>()
         };
-        assert_eq!(touched(&kept), [], "the disk was pulled from under the pod");
-        assert_eq!(touched(&given_up), [], "a disk was plugged that nobody asks for");
+        assert_eq!(touched(&kept), [], "the disk was detached");
+        assert_eq!(touched(&given_up), [], "a disk without an entry was attached");
         let now = s.attachment(&node.name, &kept).await?.context("no VolumeAttachment")?;
         assert_eq!(now.metadata.uid, before);
         assert_eq!(s.driver.publish(&kept, &node.name).await?, disk);
         for volume in [&kept, &after] {
             s.driver.unpublish(volume, &node.name).await?;
         }
-        let ended = standby.stop().await?;
-        anyhow::ensure!(ended.success(), "the standby ended with {ended}");
+        let status = standby.stop().await?;
+        anyhow::ensure!(status.success(), "the standby exited with {status}");
         drop((frozen, leader));
         s.start_part(SHIM).await
     })
@@ -69,21 +69,6 @@ async fn a_new_leader_whose_watches_are_behind_takes_no_disk_away_and_plugs_none
 
 fn entry(claim: &str) -> Value {
     json!({"name": names::volume_entry(claim), "persistentVolumeClaim": {"claimName": claim}})
-}
-
-/// A replica of the shim, which takes the Lease over within seconds.
-async fn shim(s: &Scenario, kubeconfig: &Path) -> Result<Running> {
-    let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
-    let words = [
-        &*kubeconfig,
-        "--lease-namespace=nestor-system",
-        "--lease-duration=5",
-        "--lease-renew-deadline=4",
-        "--lease-retry-period=1",
-    ];
-    let running = Running::start(&binary(&s.lab, SHIM), &words).await?;
-    running.ready().await?;
-    Ok(running)
 }
 
 async fn leads(replica: &Running) -> Result<()> {
@@ -95,9 +80,9 @@ async fn leads(replica: &Running) -> Result<()> {
     .await
 }
 
-/// Waits until the new leader asks for, or does, something about VMs or their disks.
+/// Waits until the new leader sends requests about VMs or their disks.
 async fn begins(s: &Scenario, mark: Mark) -> Result<()> {
-    eventually("the new leader begins", PATIENCE, || async {
+    eventually("the new leader sends requests", PATIENCE, || async {
         let all = s.lab.audit()?.since(mark)?;
         let mut of_shim = all.iter().filter(|one| one.user_agent.starts_with(SHIM));
         let begun = of_shim.any(|one| one.verb != "watch" && one.resource != "leases");
@@ -106,7 +91,7 @@ async fn begins(s: &Scenario, mark: Mark) -> Result<()> {
     .await
 }
 
-/// What the shim wrote about VolumeAttachments.
+/// The shim's writes to VolumeAttachments.
 fn writes(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let mut all = s.lab.audit()?.since(mark)?;
     all.retain(|one| {

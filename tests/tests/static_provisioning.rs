@@ -1,4 +1,4 @@
-//! Static provisioning: a guest's PersistentVolume that a person wrote by hand, and the management claim it names.
+//! Static provisioning: PersistentVolumes written by hand for management claims.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,10 +26,10 @@ fn share(cluster_id: &str) -> String {
     format!("{}{cluster_id}", names::LABEL_SHARE_PREFIX)
 }
 
-// ---- what was there ----
+// ---- existing data ----
 
 #[tokio::test]
-async fn pods_find_what_was_on_the_volume_and_nothing_is_formatted() -> Result<()> {
+async fn pods_find_existing_data_and_nothing_is_formatted() -> Result<()> {
     pods::run(|machines| async move {
         let s = machines.scenario();
         let own = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
@@ -55,15 +55,12 @@ async fn pods_find_what_was_on_the_volume_and_nothing_is_formatted() -> Result<(
         let pod =
             Script::new("here", &machines.here, script).mount(&files, "/files").device(&raw, "/dev/raw");
         let said = machines.run(pod).await?;
-        ensure!(
-            said == format!("{kept}  -\n{device}  -"),
-            "written were {kept} and {device}, read is {said}"
-        );
+        ensure!(said == format!("{kept}  -\n{device}  -"), "written {kept} and {device}, read {said}");
 
         let script = "sha256sum < /files/kept; cat /files/more";
         let pod = Script::new("there", &machines.there, script).mount(&files, "/files");
         let said = machines.run(pod).await?;
-        ensure!(said == format!("{kept}  -\nmore"), "on the other machine: {said}");
+        ensure!(said == format!("{kept}  -\nmore"), "on the other VM: {said}");
 
         machines.detached(&files).await?;
         let after = filesystem_uuid(&files.file).await?;
@@ -81,9 +78,9 @@ async fn filesystem_uuid(file: &Path) -> Result<String> {
 
 // ---- one claim, several guests ----
 
-/// Waits until these guests, and no others, are recorded as users of a management claim: cluster ID, volume, mode.
-async fn consumers(s: &Scenario, claim: &str, wanted: &[(&str, &str, &str)]) -> Result<()> {
-    let wanted: BTreeMap<String, Value> = wanted
+/// Waits until exactly these consumers are recorded on a management claim: cluster ID, volume, mode.
+async fn consumers(s: &Scenario, claim: &str, expected: &[(&str, &str, &str)]) -> Result<()> {
+    let expected: BTreeMap<String, Value> = expected
         .iter()
         .map(|(id, volume, mode)| ((*id).to_owned(), json!({"pv": volume, "mode": mode})))
         .collect();
@@ -95,17 +92,17 @@ async fn consumers(s: &Scenario, claim: &str, wanted: &[(&str, &str, &str)]) -> 
                 there.insert(id.to_owned(), serde_json::from_str(value)?);
             }
         }
-        Ok(if there == wanted { Ok(()) } else { Err(format!("{there:?}, not {wanted:?}")) })
+        Ok(if there == expected { Ok(()) } else { Err(format!("{there:?}, not {expected:?}")) })
     })
     .await
 }
 
 #[tokio::test]
-async fn two_guests_read_one_management_claim_at_once_and_are_recorded_on_it_for_as_long() -> Result<()> {
+async fn two_guests_read_one_management_claim_and_are_recorded_as_consumers() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
         let shares = [share(&s.cluster_id), share(&second.cluster_id)];
-        // Nobody's own: the platform team's.
+        // The claim belongs to the platform team.
         let labels = [(shares[0].as_str(), "ro"), (shares[1].as_str(), "ro")];
         let reading = json!({"accessModes": ["ReadOnlyMany"]});
         let handle = s.management_claim(&labels, reading.clone()).await?;
@@ -127,12 +124,12 @@ async fn two_guests_read_one_management_claim_at_once_and_are_recorded_on_it_for
         for (node, disk) in
             [(&here, s.orders().attached(&one).await?), (&there, second.orders().attached(&other).await?)]
         {
-            assert!(read(&device(node, &disk), bytes.len())? == bytes, "{} reads something else", node.name);
+            assert!(read(&device(node, &disk), bytes.len())? == bytes, "{} reads other data", node.name);
             let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
             assert!(attachments.iter().all(|one| one.read_only), "{attachments:?}");
         }
 
-        // A guest that leaves takes its record with it, and no other.
+        // Only the record of the guest that releases the claim is removed.
         second.orders().detach(&other).await?;
         second.volumes().delete(&second_volume, &DeleteParams::default()).await?;
         consumers(&s, &handle, &[first_entry]).await?;
@@ -140,14 +137,17 @@ async fn two_guests_read_one_management_claim_at_once_and_are_recorded_on_it_for
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         s.guest_volumes().delete(&first_volume, &DeleteParams::default()).await?;
         consumers(&s, &handle, &[]).await?;
-        assert!(s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none(), "the claim is kept");
+        assert!(
+            s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none(),
+            "the claim was deleted"
+        );
         Ok(())
     })
     .await
 }
 
 #[tokio::test]
-async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_guest() -> Result<()> {
+async fn a_single_writer_claim_moves_between_vms_and_guests() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
         let shared = share(&second.cluster_id);
@@ -155,7 +155,7 @@ async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_gu
         let handle = s.management_claim(&labels, json!({})).await?;
         let mine = s.static_claim("data", &handle, json!({})).await?.name_any();
         let theirs = second.static_volume(&handle, &json!({})).await?.name_any();
-        // Whose own it is, its label says: only the other guest is recorded.
+        // The owner is not recorded as a consumer, only the other guest.
         consumers(&s, &handle, &[(&second.cluster_id, &theirs, "rw")]).await?;
 
         let (here, there, far) = (s.node().await?, s.node().await?, second.node().await?);
@@ -166,7 +166,7 @@ async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_gu
         let disk = s.orders().attached(&first).await?;
         write(&device(&here, &disk), b"written in the first guest")?;
 
-        // No second writer: neither on another machine of the guest, nor in the other guest.
+        // A second writer is refused on another VM of the guest and in the other guest.
         let another = s.orders().attach(&mine, &there.name).await?;
         s.orders().refused(&another, &["FailedPrecondition", &here.name]).await?;
         let writer = mount(Mode::SingleNodeWriter);
@@ -179,7 +179,7 @@ async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_gu
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&here.name), "{refused}");
 
-        // Once the first lets go, the other guest has it by itself, and finds what was written.
+        // After the detach, the other guest's attach succeeds, and the data is there.
         s.orders().detach(&another).await?;
         s.orders().detach(&first).await?;
         assert_eq!(second.orders().attached(&elsewhere).await?, disk, "the same disk");
@@ -194,7 +194,7 @@ async fn a_claim_of_one_writer_goes_from_machine_to_machine_and_from_guest_to_gu
 }
 
 #[tokio::test]
-async fn a_guest_may_use_what_is_shared_with_it_and_change_nothing_of_it() -> Result<()> {
+async fn a_guest_can_use_but_not_change_a_shared_claim() -> Result<()> {
     run(|s| async move {
         let shared = share(&s.cluster_id);
         let labels = [(names::LABEL_CLUSTER_ID, "the-owner"), (shared.as_str(), "rw")];
@@ -202,17 +202,17 @@ async fn a_guest_may_use_what_is_shared_with_it_and_change_nothing_of_it() -> Re
         s.static_claim("data", &handle, json!({})).await?;
         let mut calls = s.driver.calls();
 
-        let wanted = vec![mount(Mode::SingleNodeWriter)];
+        let capabilities = vec![mount(Mode::SingleNodeWriter)];
         let validate = ValidateVolumeCapabilitiesRequest {
             volume_id: handle.clone(),
-            volume_capabilities: wanted.clone(),
+            volume_capabilities: capabilities.clone(),
             ..Default::default()
         };
         let answer = calls.validate_volume_capabilities(validate).await?.into_inner();
-        assert_eq!(answer.confirmed.map(|confirmed| confirmed.volume_capabilities), Some(wanted));
+        assert_eq!(answer.confirmed.map(|confirmed| confirmed.volume_capabilities), Some(capabilities));
         let listed = calls.list_volumes(ListVolumesRequest::default()).await?.into_inner();
         let listed = listed.entries.into_iter().filter_map(|entry| entry.volume);
-        assert!(listed.into_iter().any(|volume| volume.volume_id == handle), "it is listed");
+        assert!(listed.into_iter().any(|volume| volume.volume_id == handle), "it is not listed");
 
         let expand = ControllerExpandVolumeRequest {
             volume_id: handle.clone(),
@@ -229,7 +229,7 @@ async fn a_guest_may_use_what_is_shared_with_it_and_change_nothing_of_it() -> Re
             .into(),
             ..Default::default()
         };
-        // Codes that end the sidecars' tries: no try of this guest can ever succeed.
+        // Final codes: a retry by this guest can never succeed.
         for refused in [
             calls.controller_expand_volume(expand).await.unwrap_err(),
             calls.controller_modify_volume(modify).await.unwrap_err(),
@@ -255,7 +255,7 @@ async fn a_guest_may_use_what_is_shared_with_it_and_change_nothing_of_it() -> Re
 }
 
 #[tokio::test]
-async fn what_is_no_longer_shared_is_not_found_and_can_still_be_detached() -> Result<()> {
+async fn a_claim_that_is_no_longer_shared_is_not_found_but_can_be_detached() -> Result<()> {
     run(|s| async move {
         let shared = share(&s.cluster_id);
         let handle = s.management_claim(&[(&shared, "rw")], json!({})).await?;
@@ -272,7 +272,7 @@ async fn what_is_no_longer_shared_is_not_found_and_can_still_be_detached() -> Re
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
 
-        // Its record would hold up the owner for ever.
+        // Its record would block the owner's deletion.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         s.guest_volumes().delete(&volume, &DeleteParams::default()).await?;
         consumers(&s, &handle, &[]).await
@@ -281,8 +281,7 @@ async fn what_is_no_longer_shared_is_not_found_and_can_still_be_detached() -> Re
 }
 
 #[tokio::test]
-async fn a_guest_is_recorded_until_the_last_of_its_volumes_is_gone_and_as_a_writer_while_one_writes()
--> Result<()> {
+async fn a_guest_is_recorded_until_its_last_volume_is_deleted_and_as_writer_while_one_writes() -> Result<()> {
     run(|s| async move {
         let shared = share(&s.cluster_id);
         let modes = json!({"accessModes": ["ReadWriteOnce", "ReadOnlyMany"]});
@@ -298,8 +297,8 @@ async fn a_guest_is_recorded_until_the_last_of_its_volumes_is_gone_and_as_a_writ
         let record = format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, s.cluster_id);
         eventually("the guest is recorded as a writer", PATIENCE, || async {
             let claim = s.claims().get(&handle).await?;
-            let said = claim.annotations().get(&record).cloned().unwrap_or_default();
-            Ok(if said.contains("\"rw\"") { Ok(()) } else { Err(said) })
+            let record = claim.annotations().get(&record).cloned().unwrap_or_default();
+            Ok(if record.contains("\"rw\"") { Ok(()) } else { Err(record) })
         })
         .await?;
 
@@ -312,7 +311,7 @@ async fn a_guest_is_recorded_until_the_last_of_its_volumes_is_gone_and_as_a_writ
 }
 
 #[tokio::test]
-async fn a_claim_shared_for_reading_is_given_to_a_volume_that_says_it_only_reads() -> Result<()> {
+async fn a_claim_shared_read_only_can_be_attached_by_a_read_only_volume() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -328,26 +327,26 @@ async fn a_claim_shared_for_reading_is_given_to_a_volume_that_says_it_only_reads
     .await
 }
 
-// ---- what does not fit ----
+// ---- incompatible volumes ----
 
-/// A guest volume that does not fit the management claim it names.
+/// A guest volume that is incompatible with its management claim.
 struct Misfit {
     /// Name of the guest's claim.
     name: &'static str,
     /// Labels of the management claim.
     labels: Vec<(String, String)>,
-    /// What its spec says other than a filesystem of 4 MiB, ReadWriteOnce.
+    /// Spec fields of the management claim, whose default is a filesystem of 4 MiB, ReadWriteOnce.
     below: Value,
-    /// The same of the guest's volume.
+    /// Spec fields of the guest's volume.
     above: Value,
-    /// As which it is attached.
-    wanted: VolumeCapability,
-    /// What the refusal names, besides both objects.
+    /// Capability of the attach.
+    capability: VolumeCapability,
+    /// Texts in the error, besides the names of both objects.
     texts: Vec<String>,
 }
 
 #[tokio::test]
-async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_never_attached() -> Result<()> {
+async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_attached() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -359,7 +358,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: own(),
                 below: json!({}),
                 above: json!({"capacity": {"storage": "8Mi"}}),
-                wanted: mount(Mode::SingleNodeWriter),
+                capability: mount(Mode::SingleNodeWriter),
                 texts: words(&["8Mi", "4Mi"]),
             },
             Misfit {
@@ -367,7 +366,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: own(),
                 below: json!({}),
                 above: json!({"volumeMode": "Block"}),
-                wanted: block(Mode::SingleNodeWriter),
+                capability: block(Mode::SingleNodeWriter),
                 texts: words(&["volumeMode", "Block", "Filesystem"]),
             },
             Misfit {
@@ -375,7 +374,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: own(),
                 below: json!({"volumeMode": "Block"}),
                 above: json!({}),
-                wanted: mount(Mode::SingleNodeWriter),
+                capability: mount(Mode::SingleNodeWriter),
                 texts: words(&["volumeMode", "Block", "Filesystem"]),
             },
             Misfit {
@@ -383,7 +382,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: own(),
                 below: json!({}),
                 above: json!({"accessModes": ["ReadOnlyMany"]}),
-                wanted: mount(Mode::MultiNodeReaderOnly),
+                capability: mount(Mode::MultiNodeReaderOnly),
                 texts: words(&["ReadOnlyMany", "ReadWriteOnce"]),
             },
             Misfit {
@@ -391,7 +390,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: own(),
                 below: json!({"accessModes": ["ReadOnlyMany"]}),
                 above: json!({}),
-                wanted: mount(Mode::SingleNodeWriter),
+                capability: mount(Mode::SingleNodeWriter),
                 texts: words(&["ReadWriteOnce", "ReadOnlyMany"]),
             },
             Misfit {
@@ -399,7 +398,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
                 labels: vec![(share(&s.cluster_id), "ro".to_owned())],
                 below: json!({}),
                 above: json!({}),
-                wanted: mount(Mode::SingleNodeWriter),
+                capability: mount(Mode::SingleNodeWriter),
                 texts: words(&["shared read-only"]),
             },
         ] {
@@ -410,7 +409,7 @@ async fn a_volume_that_does_not_fit_its_management_claim_is_told_at_once_and_nev
     .await
 }
 
-/// The same words stand on the guest's claim, in the answer to the CSI call, and in what csi-attacher writes.
+/// Checks that the same error is in the event on the guest's claim, the CSI status, and csi-attacher's attachError.
 async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Result<()> {
     let name = misfit.name;
     let labels: Vec<_> = misfit.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
@@ -419,7 +418,7 @@ async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Re
     let mut texts: Vec<&str> = misfit.texts.iter().map(String::as_str).collect();
     texts.extend([volume.as_str(), handle.as_str()]);
     s.told(name, &texts).await.context(name)?;
-    let Err(refused) = s.driver.publish_as(&handle, &node.name, misfit.wanted).await else {
+    let Err(refused) = s.driver.publish_as(&handle, &node.name, misfit.capability).await else {
         anyhow::bail!("{name}: it was attached");
     };
     assert_eq!(refused.code(), Code::FailedPrecondition, "{name}: {refused}");
@@ -431,7 +430,7 @@ async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Re
 }
 
 #[tokio::test]
-async fn a_claim_of_another_guest_cannot_be_told_from_one_that_is_not_there() -> Result<()> {
+async fn a_claim_of_another_guest_is_reported_like_a_missing_one() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -439,7 +438,7 @@ async fn a_claim_of_another_guest_cannot_be_told_from_one_that_is_not_there() ->
         let shared_elsewhere = share("another-guest");
         let elsewhere = s.management_claim(&[(&shared_elsewhere, "rw")], json!({})).await?;
         let absent = unique(&s.name);
-        let mut told = Vec::new();
+        let mut messages = Vec::new();
         for (name, handle) in [("absent", &absent), ("foreign", &foreign), ("elsewhere", &elsewhere)] {
             let volume = s.static_claim(name, handle, json!({})).await?.name_any();
             let (_, event) = s.told(name, &[&volume, handle]).await?;
@@ -449,12 +448,12 @@ async fn a_claim_of_another_guest_cannot_be_told_from_one_that_is_not_there() ->
             s.orders().refused(&order, &["NotFound", &volume, handle]).await?;
             s.orders().detach(&order).await?;
             let without = |text: &str| text.replace(&volume, "VOLUME").replace(handle.as_str(), "CLAIM");
-            told.push((without(&event), without(answer.message())));
+            messages.push((without(&event), without(answer.message())));
         }
-        assert!(told.iter().all(|one| *one == told[0]), "{told:#?}");
+        assert!(messages.iter().all(|one| *one == messages[0]), "{messages:#?}");
         consumers(&s, &foreign, &[]).await?;
 
-        // While a volume has no claim, it is told on the volume.
+        // An unbound volume gets the event itself.
         let lonely = static_volume(&unique(&s.name), &s.name, &absent, &json!({}))?;
         let lonely = s.guest_volumes().create(&PostParams::default(), &lonely).await?.name_any();
         s.told_of("PersistentVolume", &lonely, &[&lonely, &absent]).await?;
@@ -464,7 +463,7 @@ async fn a_claim_of_another_guest_cannot_be_told_from_one_that_is_not_there() ->
 }
 
 #[tokio::test]
-async fn a_volume_that_was_refused_is_attached_once_its_claim_below_is_there() -> Result<()> {
+async fn a_refused_volume_is_attached_once_its_management_claim_is_shared() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
@@ -472,7 +471,7 @@ async fn a_volume_that_was_refused_is_attached_once_its_claim_below_is_there() -
         let volume = s.static_claim("data", &handle, json!({})).await?.name_any();
         let order = s.orders().attach(&volume, &node.name).await?;
         s.orders().refused(&order, &["NotFound", &handle]).await?;
-        // Only a claim that was told of a misfit is told that it fits.
+        // Only a claim that was reported as incompatible is reported as compatible.
         s.told("data", &[&volume, &handle]).await?;
 
         let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));

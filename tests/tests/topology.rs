@@ -1,5 +1,4 @@
-//! Zones: from a machine to its node, from a pod to its volume's pool, and back as the places from which a volume can be
-//! reached; and how much room each zone has, by which the scheduler chooses.
+//! Topology: zones of VMs, nodes, pools and volumes, and the storage capacity of each zone for the scheduler.
 
 use anyhow::{Context, Result};
 use crds::names;
@@ -21,14 +20,14 @@ const B: &str = "zone-b";
 /// Label of a scenario's pools.
 const OWN: &str = "test";
 
-/// A pool of the scenario's own in a zone, or in none.
+/// Creates a pool for the scenario in a zone, or in none.
 async fn pool_in(s: &Scenario, zone: Option<&str>) -> Result<OwnPool> {
     let zone = zone.map(|zone| (names::LABEL_ZONE, zone));
     let labels: Vec<_> = [(OWN, s.name.as_str())].into_iter().chain(zone).collect();
     s.pool(&labels).await
 }
 
-/// A management class that only the scenario's pools serve, and a guest's class for it that says this besides.
+/// Creates a management class for the scenario's pools, and a guest class with `more` merged into it.
 async fn classes(s: &Scenario, more: Value) -> Result<(String, String)> {
     let below = s.management_class(&[(&format!("pool.{OWN}"), &s.name)]).await?;
     let above = s.guest_class_with(&[(names::PARAMETER_MANAGEMENT_CLASS, &below)], more).await?;
@@ -43,27 +42,27 @@ fn only_in(zone: &str) -> Value {
     json!({"allowedTopologies": [{"matchLabelExpressions": [{"key": names::LABEL_ZONE, "values": [zone]}]}]})
 }
 
-/// A claim of a raw volume, so that no pod needs a filesystem.
+/// Creates a raw block claim, so that no pod needs a filesystem.
 async fn raw_claim(s: &Scenario, name: &str, class: &str) -> Result<()> {
     s.claim_with(name, class, "4Mi", json!({"volumeMode": "Block"})).await.map(drop)
 }
 
-/// What a volume's node affinity says, as text; nothing where it can be used on every node.
+/// A volume's node affinity as text; `None` if it has none.
 fn affinity(volume: &PersistentVolume) -> Option<String> {
     let affinity = volume.spec.as_ref()?.node_affinity.as_ref()?;
     serde_json::to_string(affinity).ok()
 }
 
-/// The volume of a bound guest claim lies in this pool, and can be reached from its zone only.
-async fn lies_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Result<()> {
+/// Checks that the volume of a guest claim is in this pool and accessible from this zone only.
+async fn is_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Result<()> {
     let (_, volume) = s.bound(claim).await?;
     let handle = handle(&volume)?;
     assert_eq!(s.infra_volume(&handle).await?.pool, pool.name);
     let term = json!({"matchExpressions": [{"key": names::LABEL_ZONE, "operator": "In", "values": [zone]}]});
-    let wanted = json!({"required": {"nodeSelectorTerms": [term]}});
+    let expected = json!({"required": {"nodeSelectorTerms": [term]}});
     let affinity =
         affinity(&volume).with_context(|| format!("volume {} has no node affinity", volume.name_any()))?;
-    assert_eq!(serde_json::from_str::<Value>(&affinity)?, wanted);
+    assert_eq!(serde_json::from_str::<Value>(&affinity)?, expected);
     let below = s.claims().get(&handle).await?;
     for annotation in [names::ANNOTATION_REQUESTED_ZONES, names::ANNOTATION_ACCESSIBLE_ZONES] {
         assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(zone), "{annotation}");
@@ -71,13 +70,13 @@ async fn lies_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Resul
     Ok(())
 }
 
-// ---- machines ----
+// ---- VMs ----
 
 #[tokio::test]
-async fn a_machines_zone_is_its_nodes_label_and_known_to_the_driver_there() -> Result<()> {
+async fn a_vms_zone_is_a_label_of_its_node_and_a_topology_key_of_the_driver() -> Result<()> {
     run(|s| async move {
         let machines = s.lab.vms();
-        anyhow::ensure!(machines.len() > 1, "two virtual machines are needed: `cargo lab up --vms 2`");
+        anyhow::ensure!(machines.len() > 1, "the test needs two virtual machines: `cargo lab up --vms 2`");
         let mut zones = Vec::new();
         for machine in machines {
             let zone = s.lab.vm(&machine)?.zone;
@@ -96,7 +95,7 @@ async fn a_machines_zone_is_its_nodes_label_and_known_to_the_driver_there() -> R
 }
 
 #[tokio::test]
-async fn a_zone_that_somebody_wrote_on_a_node_is_kept_and_told() -> Result<()> {
+async fn a_zone_label_set_by_hand_is_kept_and_reported() -> Result<()> {
     run(|s| async move {
         let node = s.node_for_pods(A, None).await?;
         let nodes = Api::<Node>::all(s.guest.clone());
@@ -110,7 +109,7 @@ async fn a_zone_that_somebody_wrote_on_a_node_is_kept_and_told() -> Result<()> {
         let there = nodes.get(&node.name).await?;
         assert_eq!(there.labels().get(names::LABEL_ZONE).map(String::as_str), Some("elsewhere"));
         label(None).await?;
-        eventually("the node has its machine's zone again", PATIENCE, || async {
+        eventually("the node has its VM's zone again", PATIENCE, || async {
             let there = nodes.get(&node.name).await?;
             let zone = there.labels().get(names::LABEL_ZONE).cloned();
             Ok(if zone.as_deref() == Some(A) { Ok(()) } else { Err(format!("{zone:?}")) })
@@ -120,10 +119,10 @@ async fn a_zone_that_somebody_wrote_on_a_node_is_kept_and_told() -> Result<()> {
     .await
 }
 
-// ---- where volumes go ----
+// ---- placement of volumes ----
 
 #[tokio::test]
-async fn a_volume_is_made_in_the_zone_of_its_pods_node_and_holds_later_pods_there() -> Result<()> {
+async fn a_volume_is_created_in_its_pods_zone_and_later_pods_are_scheduled_there() -> Result<()> {
     run(|s| async move {
         let (pool_a, pool_b) = (pool_in(&s, Some(A)).await?, pool_in(&s, Some(B)).await?);
         let (node_a, node_b) = (s.node_for_pods(A, None).await?, s.node_for_pods(B, None).await?);
@@ -132,7 +131,7 @@ async fn a_volume_is_made_in_the_zone_of_its_pods_node_and_holds_later_pods_ther
             raw_claim(&s, name, &class).await?;
             s.pod(name, Some(node), &[name]).await?;
             assert_eq!(s.scheduled(name).await?, node.name);
-            lies_in(&s, name, pool, zone).await?;
+            is_in(&s, name, pool, zone).await?;
         }
         s.pod("astray", Some(&node_a), &["b"]).await?;
         s.not_scheduled("astray", &["1 node(s) didn't match PersistentVolume's node affinity"]).await?;
@@ -144,7 +143,7 @@ async fn a_volume_is_made_in_the_zone_of_its_pods_node_and_holds_later_pods_ther
 }
 
 #[tokio::test]
-async fn a_pod_that_may_run_anywhere_is_sent_where_its_volume_has_room() -> Result<()> {
+async fn a_pod_without_a_zone_is_scheduled_to_a_zone_with_capacity() -> Result<()> {
     run(|s| async move {
         let pool = pool_in(&s, Some(B)).await?;
         s.node_for_pods(A, None).await?;
@@ -153,25 +152,25 @@ async fn a_pod_that_may_run_anywhere_is_sent_where_its_volume_has_room() -> Resu
         raw_claim(&s, "data", &class).await?;
         s.pod("pod", None, &["data"]).await?;
         assert_eq!(s.scheduled("pod").await?, node.name);
-        lies_in(&s, "data", &pool, B).await
+        is_in(&s, "data", &pool, B).await
     })
     .await
 }
 
 #[tokio::test]
-async fn a_class_that_allows_one_zone_keeps_to_it() -> Result<()> {
+async fn allowed_topologies_of_a_class_are_respected() -> Result<()> {
     run(|s| async move {
         pool_in(&s, Some(A)).await?;
         let pool = pool_in(&s, Some(B)).await?;
         let (_, class) = classes(&s, only_in(B)).await?;
         raw_claim(&s, "data", &class).await?;
-        lies_in(&s, "data", &pool, B).await
+        is_in(&s, "data", &pool, B).await
     })
     .await
 }
 
 #[tokio::test]
-async fn a_volume_that_is_reached_from_everywhere_names_no_zone() -> Result<()> {
+async fn a_volume_accessible_from_all_zones_has_no_node_affinity() -> Result<()> {
     run(|s| async move {
         let pool = pool_in(&s, None).await?;
         let (below, class) = classes(&s, json!({})).await?;
@@ -184,7 +183,7 @@ async fn a_volume_that_is_reached_from_everywhere_names_no_zone() -> Result<()> 
         for annotation in [names::ANNOTATION_REQUESTED_ZONES, names::ANNOTATION_ACCESSIBLE_ZONES] {
             assert!(!claim.annotations().contains_key(annotation), "{annotation}");
         }
-        // Also where a zone is asked for: from there it is reached, too.
+        // The same with allowedTopologies: the zone can access the volume too.
         let above = [(names::PARAMETER_MANAGEMENT_CLASS, below.as_str())];
         let zoned = s.guest_class_with(&above, only_in(B)).await?;
         raw_claim(&s, "zoned", &zoned).await?;
@@ -195,7 +194,7 @@ async fn a_volume_that_is_reached_from_everywhere_names_no_zone() -> Result<()> 
 }
 
 #[tokio::test]
-async fn a_zone_without_room_is_told_with_what_each_pool_lacks_and_heals() -> Result<()> {
+async fn a_zone_without_capacity_is_reported_with_the_reason_per_pool_and_recovers() -> Result<()> {
     run(|s| async move {
         let pool = pool_in(&s, Some(A)).await?;
         let (_, class) = classes(&s, only_in(B)).await?;
@@ -204,20 +203,20 @@ async fn a_zone_without_room_is_told_with_what_each_pool_lacks_and_heals() -> Re
             s.told("data", &["no pool for", "1 in another zone", "labels do not match"]).await?;
         assert_eq!(reason, "ProvisioningFailed");
         s.label_own_pool(&pool, &[(OWN, &s.name), (names::LABEL_ZONE, B)]).await?;
-        lies_in(&s, "data", &pool, B).await
+        is_in(&s, "data", &pool, B).await
     })
     .await
 }
 
-// ---- how much room there is ----
+// ---- capacity ----
 
-/// What is free in a pool, as the infra says.
+/// Free bytes of a pool in the storage infra.
 async fn free(s: &Scenario, pool: &OwnPool) -> Result<u64> {
     let pool: Pool = s.infra.get_pool(&pool.name).await?.context("the pool is gone")?;
     Ok(pool.free_bytes)
 }
 
-/// What is published in a cluster for a class and a zone: all that is left, and the largest volume.
+/// The published CSIStorageCapacity of a class and a zone: capacity and maximum volume size.
 async fn published(
     client: &Client,
     namespace: &str,
@@ -235,9 +234,9 @@ async fn published(
     Ok(found.map(|one| (bytes(one.capacity), bytes(one.maximum_volume_size))))
 }
 
-/// Waits until both tiers say of both zones what the pools there have: the guest no more than this, where it is limited.
-/// Gives what is free in each.
-async fn is_told(
+/// Waits until both tiers publish the free space of the pools in both zones; the guest at most `most`, if there is a
+/// limit. Returns the free space of each pool.
+async fn capacity_published(
     s: &Scenario,
     below: &str,
     above: &str,
@@ -246,7 +245,7 @@ async fn is_told(
 ) -> Result<[u64; 2]> {
     let mut frees = [0; 2];
     for (at, (zone, pool)) in pools.iter().enumerate() {
-        let what = format!("the room of {above} in {zone}, at most {most:?}, is told");
+        let what = format!("the capacity of {above} in {zone}, at most {most:?}, is published");
         frees[at] = eventually(&what, PATIENCE, || async {
             let free = free(s, pool).await?;
             let left = most.map_or(free, |most| most.min(free));
@@ -258,7 +257,7 @@ async fn is_told(
                 ..Default::default()
             };
             let answer = s.driver.calls().get_capacity(request).await?.into_inner();
-            let seen = [
+            let observed = [
                 published(&s.management, "nestor-system", below, zone).await?,
                 published(&s.guest, "kube-system", above, zone).await?,
                 Some((
@@ -266,8 +265,12 @@ async fn is_told(
                     answer.maximum_volume_size.map(|size| size as u64),
                 )),
             ];
-            let wanted = [free, left, left].map(|bytes| Some((Some(bytes), Some(bytes))));
-            Ok(if seen == wanted { Ok(free) } else { Err(format!("{seen:?} instead of {wanted:?}")) })
+            let expected = [free, left, left].map(|bytes| Some((Some(bytes), Some(bytes))));
+            Ok(if observed == expected {
+                Ok(free)
+            } else {
+                Err(format!("{observed:?} instead of {expected:?}"))
+            })
         })
         .await?;
     }
@@ -275,12 +278,12 @@ async fn is_told(
 }
 
 #[tokio::test]
-async fn both_tiers_say_how_much_room_each_zones_pools_have_less_what_quotas_leave() -> Result<()> {
+async fn both_tiers_publish_the_capacity_of_each_zone_limited_by_quotas() -> Result<()> {
     run(|s| async move {
         let (pool_a, pool_b) = (pool_in(&s, Some(A)).await?, pool_in(&s, Some(B)).await?);
         let pools = [(A, &pool_a), (B, &pool_b)];
         let (below, above) = classes(&s, wait_for_consumer()).await?;
-        let before = is_told(&s, &below, &above, &pools, None).await?;
+        let before = capacity_published(&s, &below, &above, &pools, None).await?;
         assert!(before.iter().all(|bytes| *bytes > 100 << 20), "{before:?}");
 
         let mut request = new_volume(&s.csi_name(), 64 * MIB, &below);
@@ -291,13 +294,13 @@ async fn both_tiers_say_how_much_room_each_zones_pools_have_less_what_quotas_lea
         });
         let made = s.driver.create(request).await?;
         assert_eq!(made.accessible_topology, [zone]);
-        let after = is_told(&s, &below, &above, &pools, None).await?;
-        assert!(after[0] <= before[0] - (64 << 20), "{before:?}, and with a volume {after:?}");
+        let after = capacity_published(&s, &below, &above, &pools, None).await?;
+        assert!(after[0] <= before[0] - (64 << 20), "{before:?} before, {after:?} with a volume");
 
         s.quota(&below, "100Mi").await?;
-        is_told(&s, &below, &above, &pools, Some(36 << 20)).await?;
+        capacity_published(&s, &below, &above, &pools, Some(36 << 20)).await?;
         s.driver.delete(&made.volume_id).await?;
-        is_told(&s, &below, &above, &pools, Some(100 << 20)).await.map(drop)
+        capacity_published(&s, &below, &above, &pools, Some(100 << 20)).await.map(drop)
     })
     .await
 }

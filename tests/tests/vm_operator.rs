@@ -1,4 +1,4 @@
-//! gc-csi beside the rules of the upstream VM Operator.
+//! Compatibility of gc-csi with the upstream VM Operator.
 
 use std::time::Duration;
 
@@ -16,13 +16,13 @@ use tests::program::Controller;
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::Code;
 
-/// For a call that must not end well while the disk is there.
+/// Timeout of a call that must not succeed while the disk is attached.
 const SHORT: Duration = Duration::from_secs(3);
 
-/// A machine whose status is the test's alone: vm-operator-shim has nothing to say of one without a UUID, and leaves
-/// entries alone that have fields of the upstream operator's.
-async fn told_machine(s: &Scenario, entry: &str, told: &[(&str, &str)]) -> Result<String> {
-    let name = unique("told");
+/// Creates a VirtualMachine whose status only the test writes: vm-operator-shim ignores VMs without a UUID, and status
+/// entries with fields of the upstream operator.
+async fn vm_with_status(s: &Scenario, entry: &str, disks: &[(&str, &str)]) -> Result<String> {
+    let name = unique("vm");
     let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
     let machine: VirtualMachine = serde_json::from_value(json!({
         "apiVersion": resource.api_version, "kind": resource.kind,
@@ -30,28 +30,28 @@ async fn told_machine(s: &Scenario, entry: &str, told: &[(&str, &str)]) -> Resul
         "spec": {"volumes": [{"name": entry, "persistentVolumeClaim": {"claimName": entry}}]},
     }))?;
     s.machines().create(&Default::default(), &machine).await?;
-    tell(s, &name, told).await?;
+    set_status(s, &name, disks).await?;
     Ok(name)
 }
 
-/// Says of a machine that it has disks under these names, with these UUIDs.
-async fn tell(s: &Scenario, machine: &str, told: &[(&str, &str)]) -> Result<()> {
-    let told: Vec<Value> = told
+/// Sets the disks in a VM's status: names and UUIDs.
+async fn set_status(s: &Scenario, machine: &str, disks: &[(&str, &str)]) -> Result<()> {
+    let disks: Vec<Value> = disks
         .iter()
         .map(|(name, disk)| json!({"name": name, "type": "Managed", "attached": true, "diskUUID": disk}))
         .collect();
-    let status = Patch::Merge(json!({"status": {"volumes": told}}));
+    let status = Patch::Merge(json!({"status": {"volumes": disks}}));
     s.machines().patch_status(machine, &PatchParams::default(), &status).await?;
     Ok(())
 }
 
 #[tokio::test]
-async fn a_disk_that_the_operator_has_renamed_is_not_taken_for_detached() -> Result<()> {
+async fn a_disk_renamed_by_the_operator_is_not_considered_detached() -> Result<()> {
     run(|s| async move {
         let handle = s.volume().await?;
         let disk = s.infra_volume(&handle).await?.disk_uuid.to_string();
         for renamed in [format!("{handle}:detaching"), format!("{handle}-1:detaching")] {
-            let machine = told_machine(&s, &handle, &[(&renamed, &disk)]).await?;
+            let machine = vm_with_status(&s, &handle, &[(&renamed, &disk)]).await?;
             let answer = s.driver.unpublish_within(&handle, &machine, SHORT).await;
             let entries = s.machines().get(&machine).await?.spec.volumes;
             ensure!(entries.is_empty(), "the entry is still in the spec: {entries:?}");
@@ -60,7 +60,7 @@ async fn a_disk_that_the_operator_has_renamed_is_not_taken_for_detached() -> Res
             let published = s.driver.publish_within(&handle, &machine, SHORT).await.unwrap_err();
             assert_eq!(published.code(), Code::Aborted, "{published}");
             assert!(published.message().contains("still being detached"), "{published}");
-            tell(&s, &machine, &[]).await?;
+            set_status(&s, &machine, &[]).await?;
             s.driver.unpublish(&handle, &machine).await?;
             s.machines().delete(&machine, &DeleteParams::default()).await?;
         }
@@ -70,7 +70,7 @@ async fn a_disk_that_the_operator_has_renamed_is_not_taken_for_detached() -> Res
 }
 
 #[tokio::test]
-async fn a_detach_waits_for_the_disk_whoever_the_claim_belongs_to_by_now() -> Result<()> {
+async fn a_detach_waits_for_the_disk_even_if_the_claim_now_belongs_to_another_guest() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
@@ -78,32 +78,32 @@ async fn a_detach_waits_for_the_disk_whoever_the_claim_belongs_to_by_now() -> Re
         let label =
             |guest: &str| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
         s.claims().patch(&handle, &PatchParams::default(), &label("another-guest")).await?;
-        eventually("the changed label is seen", PATIENCE, || async {
-            let ask = ValidateVolumeCapabilitiesRequest {
+        eventually("the changed label is observed", PATIENCE, || async {
+            let request = ValidateVolumeCapabilitiesRequest {
                 volume_id: handle.clone(),
                 volume_capabilities: vec![mount(Mode::SingleNodeWriter)],
                 ..Default::default()
             };
-            let answer = s.driver.calls().validate_volume_capabilities(ask).await;
+            let answer = s.driver.calls().validate_volume_capabilities(request).await;
             Ok(answer.map_or_else(
                 |status| if status.code() == Code::NotFound { Ok(()) } else { Err(status.to_string()) },
-                |_| Err("it is this guest's still".to_owned()),
+                |_| Err("it still belongs to this guest".to_owned()),
             ))
         })
         .await?;
 
         let answer = s.driver.unpublish_within(&handle, &node.name, SHORT).await;
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
-        assert_eq!(there.len(), 1, "the machine lets go of nothing");
-        let refused = answer.err().context("answered as detached, and the disk is still plugged")?;
+        assert_eq!(there.len(), 1, "the disk was detached from a paused VM");
+        let refused = answer.err().context("the detach succeeded, but the disk is still attached")?;
         assert!(matches!(refused.code(), Code::Unavailable | Code::DeadlineExceeded), "{refused}");
-        // As the upstream operator has it: not under the entry's name any more.
-        let told = s.machines().get(&node.name).await?.status.unwrap_or_default().volumes;
-        let told: Vec<_> = told.iter().map(|disk| (&*disk.name, disk.disk_uuid.as_deref())).collect();
-        assert_eq!(told, [(&*names::detaching_entry(&handle), Some(&*disk))]);
+        // Like with the upstream operator, the disk has a new name in the status.
+        let disks = s.machines().get(&node.name).await?.status.unwrap_or_default().volumes;
+        let disks: Vec<_> = disks.iter().map(|disk| (&*disk.name, disk.disk_uuid.as_deref())).collect();
+        assert_eq!(disks, [(&*names::detaching_entry(&handle), Some(&*disk))]);
 
         drop(paused);
-        eventually("the machine has let go", PATIENCE, || async {
+        eventually("the disk is detached", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
         .await?;
@@ -115,16 +115,16 @@ async fn a_detach_waits_for_the_disk_whoever_the_claim_belongs_to_by_now() -> Re
 }
 
 #[tokio::test]
-async fn a_disk_of_another_guests_machine_is_left_alone_and_not_called_detached() -> Result<()> {
+async fn a_disk_of_another_guests_vm_is_left_alone_and_the_detach_is_refused() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
         let of =
             |guest: Value| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
         s.machines().patch(&node.name, &PatchParams::default(), &of(json!("another-guest"))).await?;
-        eventually("left alone", PATIENCE, || async {
+        eventually("the detach is refused", PATIENCE, || async {
             let refused = s.driver.unpublish_within(&handle, &node.name, SHORT).await;
-            let Err(refused) = refused else { anyhow::bail!("answered as detached") };
+            let Err(refused) = refused else { anyhow::bail!("the detach succeeded") };
             let is_final = refused.code() == Code::FailedPrecondition;
             Ok(if is_final { Ok(()) } else { Err(refused.to_string()) })
         })
@@ -140,7 +140,7 @@ async fn a_disk_of_another_guests_machine_is_left_alone_and_not_called_detached(
 }
 
 #[tokio::test]
-async fn a_claim_is_attached_by_one_entry_of_a_machine_and_refused_to_the_next() -> Result<()> {
+async fn a_claim_is_attached_through_one_entry_of_a_vm_and_refused_for_a_second() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
@@ -148,20 +148,20 @@ async fn a_claim_is_attached_by_one_entry_of_a_machine_and_refused_to_the_next()
             "name": "second", "persistentVolumeClaim": {"claimName": handle, "readOnly": true},
         });
         s.add_entry(&node.name, second).await?;
-        let told = eventually("the second entry is told of", PATIENCE, || async {
+        let second = eventually("the status has the second entry", PATIENCE, || async {
             let status = s.machines().get(&node.name).await?.status.unwrap_or_default();
-            let told = status.volumes.into_iter().find(|disk| disk.name == "second");
-            Ok(told.ok_or_else(|| "nothing yet".to_owned()))
+            let found = status.volumes.into_iter().find(|disk| disk.name == "second");
+            Ok(found.ok_or_else(|| "no entry".to_owned()))
         })
         .await?;
-        assert!(!told.attached, "both are attached, of one disk that can be written to: {told:?}");
-        let error = told.error.unwrap_or_default();
+        assert!(!second.attached, "both entries are attached: {second:?}");
+        let error = second.error.unwrap_or_default();
         assert!(error.starts_with("ClaimAttachedTwice") && error.contains(&handle), "{error}");
-        let first = s.disk(&node.name, &handle).await?.context("the first is not told of any more")?;
+        let first = s.disk(&node.name, &handle).await?.context("the status does not have the first entry")?;
         assert!(first.attached && first.disk_uuid.as_ref() == Some(&disk), "{first:?}");
         assert!(!s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.spec.read_only);
 
-        // What somebody else holds is not called detached.
+        // A detach is refused while another client's entry holds the disk.
         let held = s.driver.unpublish(&handle, &node.name).await.unwrap_err();
         assert_eq!(held.code(), Code::FailedPrecondition, "{held}");
         assert!(held.message().contains("entry second"), "{held}");
@@ -173,7 +173,7 @@ async fn a_claim_is_attached_by_one_entry_of_a_machine_and_refused_to_the_next()
 }
 
 #[tokio::test]
-async fn v1alpha6_is_stored_and_every_earlier_version_is_served() -> Result<()> {
+async fn v1alpha6_is_the_storage_version_and_every_earlier_version_is_served() -> Result<()> {
     run(|s| async move {
         let definitions: Api<CustomResourceDefinition> = Api::all(s.management.clone());
         let definition = definitions.get("virtualmachines.vmoperator.vmware.com").await?;
@@ -196,19 +196,21 @@ async fn v1alpha6_is_stored_and_every_earlier_version_is_served() -> Result<()> 
 }
 
 #[tokio::test]
-async fn what_the_upstream_operator_refuses_is_refused_early_and_what_it_needs_is_asked_for() -> Result<()> {
+async fn requests_that_the_upstream_operator_refuses_are_refused_early_and_required_fields_are_set()
+-> Result<()> {
     run(|s| async move {
         let upstream = Controller::start(&s, &["--vm-operator=upstream"]).await?;
         let reads = mount(Mode::MultiNodeReaderOnly);
-        let ask = |class: &str, wanted: &[_]| CreateVolumeRequest {
-            volume_capabilities: wanted.to_vec(),
+        let request = |class: &str, capabilities: &[_]| CreateVolumeRequest {
+            volume_capabilities: capabilities.to_vec(),
             ..new_volume(&s.csi_name(), MIB, class)
         };
-        let refused = upstream.driver.create(ask("nestor", std::slice::from_ref(&reads))).await.unwrap_err();
+        let refused =
+            upstream.driver.create(request("nestor", std::slice::from_ref(&reads))).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         assert!(refused.message().contains("read-only"), "{refused}");
         let node = s.node().await?;
-        let made = s.driver.create(ask("nestor", std::slice::from_ref(&reads))).await?.volume_id;
+        let made = s.driver.create(request("nestor", std::slice::from_ref(&reads))).await?.volume_id;
         let refused = upstream.driver.publish_as(&made, &node.name, reads.clone()).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         let validate = ValidateVolumeCapabilitiesRequest {
@@ -229,13 +231,14 @@ async fn what_the_upstream_operator_refuses_is_refused_early_and_what_it_needs_i
 
         let many = block(Mode::MultiNodeMultiWriter);
         let shared =
-            upstream.driver.create(ask("nestor-shareable", std::slice::from_ref(&many))).await?.volume_id;
+            upstream.driver.create(request("nestor-shareable", std::slice::from_ref(&many))).await?.volume_id;
         upstream.driver.publish_as(&shared, &node.name, many).await?;
         let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
         assert_eq!(entries[0]["sharingMode"], json!("MultiWriter"), "{entries}");
         assert_eq!(entries[0]["diskMode"], json!("IndependentPersistent"), "{entries}");
         upstream.driver.unpublish(&shared, &node.name).await?;
-        let own = upstream.driver.create(ask("nestor", &[mount(Mode::SingleNodeWriter)])).await?.volume_id;
+        let own =
+            upstream.driver.create(request("nestor", &[mount(Mode::SingleNodeWriter)])).await?.volume_id;
         upstream.driver.publish(&own, &node.name).await?;
         let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
         assert_eq!(entries, json!([{"name": own, "persistentVolumeClaim": {"claimName": own}}]));

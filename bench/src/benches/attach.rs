@@ -1,6 +1,6 @@
-//! An order to attach (`storage.k8s.io/VolumeAttachment` in the guest) from its creation until it is carried out, and from
-//! its deletion until it is gone, on a simulated machine, which takes no time. The floor is the infra's own attach and
-//! detach of the same volumes to the same machine.
+//! Bench: time from the creation of a guest's storage.k8s.io/VolumeAttachment until it is attached, and from its deletion
+//! until it is gone, on a simulated node, whose hypervisor takes no time. The floor is the storage infra's own attach
+//! and detach of the same volumes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,16 +13,16 @@ use tests::guest::handle;
 
 use crate::cost::{ALONE, Cost, metered};
 use crate::floor;
-use crate::objects::{Claims, Orders};
+use crate::objects::{Attachments, Claims};
 use crate::report::Report;
 use crate::work::{Work, case};
 
-/// Which way is reported.
+/// The measured operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Plug.
+    /// Attach.
     Attach,
-    /// Unplug.
+    /// Detach.
     Detach,
 }
 
@@ -32,7 +32,7 @@ pub async fn run(report: &Report, work: &Work, direction: Direction) -> Result<(
     tests::run(move |s| async move { measure(&s, &report, &work, direction).await }).await
 }
 
-/// A volume by its name in the guest and in the infra.
+/// A volume: its name in the guest, and its ID in the storage infra.
 struct Disk {
     volume: String,
     below: VolumeId,
@@ -41,11 +41,11 @@ struct Disk {
 struct Bench<'a> {
     s: &'a Scenario,
     node: LoopNode,
-    orders: Orders,
+    attachments: Attachments,
     direction: Direction,
 }
 
-/// What one round took.
+/// Results of one round.
 #[derive(Default)]
 struct Round {
     times: Vec<Duration>,
@@ -54,8 +54,12 @@ struct Round {
 }
 
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Direction) -> Result<()> {
-    let bench =
-        Bench { s, node: s.simulated_node().await?, orders: Orders::watch(&s.guest, &s.name), direction };
+    let bench = Bench {
+        s,
+        node: s.simulated_node().await?,
+        attachments: Attachments::watch(&s.guest, &s.name),
+        direction,
+    };
     let bursts = work.bursts(&[30]);
     let most = bursts.iter().copied().max().unwrap_or(1).max(1);
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
@@ -66,7 +70,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
         disks.push(Disk { volume: claim.volume.clone(), below: s.infra_volume(&handle(&volume)?).await?.id });
     }
     bench.rounds(&disks, 1, work.warm_up(), false).await?;
-    // One right after the other, and what each costs by itself.
+    // One at a time, and the cost of each.
     let all = bench.rounds(&disks, 1, work.count(), false).await?;
     report.times("one", &all.times, &all.floor);
     let all = bench.rounds(&disks, 1, work.count().min(ALONE), true).await?;
@@ -81,7 +85,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
 }
 
 impl Bench<'_> {
-    /// So many at once, so often, each volume in its turn as far as they go.
+    /// Runs `rounds` rounds with `at_once` volumes each, alternating the volumes.
     async fn rounds(&self, disks: &[Disk], at_once: usize, rounds: usize, is_metered: bool) -> Result<Round> {
         let mut all = Round::default();
         for round in 0..rounds {
@@ -96,14 +100,15 @@ impl Bench<'_> {
 
     async fn round(&self, disks: &[Disk], is_metered: bool) -> Result<Round> {
         let volumes: Vec<String> = disks.iter().map(|disk| disk.volume.clone()).collect();
-        let (attached, detached) = self.infra(disks).await?;
-        let attach = self.orders.attach(&volumes, &self.node.name);
-        let ((orders, mut times), mut cost) = self.perhaps_metered(is_metered, volumes.len(), attach).await?;
-        let detach = self.orders.detach(&orders);
-        let (unplugged, cost_of_detach) = self.perhaps_metered(is_metered, volumes.len(), detach).await?;
-        let mut floor = attached;
+        let (floor_attach, floor_detach) = self.infra(disks).await?;
+        let attach = self.attachments.attach(&volumes, &self.node.name);
+        let ((attachments, mut times), mut cost) =
+            self.perhaps_metered(is_metered, volumes.len(), attach).await?;
+        let detach = self.attachments.detach(&attachments);
+        let (detach_times, cost_of_detach) = self.perhaps_metered(is_metered, volumes.len(), detach).await?;
+        let mut floor = floor_attach;
         if self.direction == Direction::Detach {
-            (times, floor, cost) = (unplugged, detached, cost_of_detach);
+            (times, floor, cost) = (detach_times, floor_detach, cost_of_detach);
         }
         Ok(Round { times, floor, cost })
     }
@@ -120,7 +125,7 @@ impl Bench<'_> {
         }
     }
 
-    /// By the infra alone: attached, and detached again.
+    /// Attaches and detaches with the storage infra only.
     async fn infra(&self, disks: &[Disk]) -> Result<(Vec<Duration>, Vec<Duration>)> {
         let volumes: Vec<VolumeId> = disks.iter().map(|disk| disk.below.clone()).collect();
         let (attachments, attached) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;

@@ -1,12 +1,12 @@
-//! Whether one machine that hangs delays others: attaches to a well machine, one after the other, first with nothing
-//! else to do and then while many disks wait for a machine whose hypervisor does not answer. The floor is the former.
+//! Bench: effect of a hanging VM on others. Attaches to a healthy VM are measured while many disks wait for a VM whose
+//! hypervisor does not respond. The floor is the same work without the hanging VM.
 
 use std::sync::Arc;
 
 use anyhow::Result;
 use tests::Scenario;
 
-use crate::objects::{Claims, Orders};
+use crate::objects::{Attachments, Claims};
 use crate::report::Report;
 use crate::stats::Stats;
 use crate::work::Work;
@@ -20,17 +20,17 @@ pub async fn run(report: &Report, work: &Work, waiting: usize) -> Result<()> {
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, waiting: usize) -> Result<()> {
     let (well, hanging) = (s.simulated_node().await?, s.simulated_node().await?);
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
-    let orders = Orders::watch(&s.guest, &s.name);
+    let attachments = Attachments::watch(&s.guest, &s.name);
     let (made, _) = claims.create(waiting + 1).await?;
     let volumes: Vec<String> = made.iter().map(|claim| claim.volume.clone()).collect();
     let (one, stuck) = volumes.split_at(1);
-    // Claims are made meanwhile as well: their volumes have nothing to do with machines.
+    // Claims are created meanwhile too, because they do not depend on VMs.
     let rounds = async |count: usize| {
         let (mut attach, mut detach, mut create) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..count {
-            let (given, time) = orders.attach(one, &well.name).await?;
+            let (created, time) = attachments.attach(one, &well.name).await?;
             attach.extend(time);
-            detach.extend(orders.detach(&given).await?);
+            detach.extend(attachments.detach(&created).await?);
             let (made, time) = claims.create(1).await?;
             create.extend(time);
             claims.delete(&made).await?;
@@ -39,19 +39,19 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, waiting: usize
     };
     rounds(work.warm_up()).await?;
     let alone = rounds(work.count()).await?;
-    hanging.hang()?;
-    let given = orders.give(stuck, &hanging.name).await?;
+    hanging.block_calls()?;
+    let created = attachments.start(stuck, &hanging.name).await?;
     let beside = rounds(work.count()).await;
-    hanging.go_on()?;
-    orders.attached(&given).await?;
-    orders.detach(&given).await?;
+    hanging.unblock_calls()?;
+    attachments.attached(&created).await?;
+    attachments.detach(&created).await?;
     for ((metric, times), (_, floor)) in beside?.iter().zip(&alone) {
         report.times_of("blocked", metric, times, floor);
         let p90 = |times: &[std::time::Duration]| {
             Stats::of(times.iter().map(std::time::Duration::as_secs_f64).collect()).map(|stats| stats.p90)
         };
         if let (Some(beside), Some(alone)) = (p90(times), p90(floor)) {
-            report.number("blocked", &format!("{metric} p90"), "times that alone", beside / alone);
+            report.number("blocked", &format!("{metric} p90"), "times the floor", beside / alone);
         }
     }
     claims.delete(&made).await.map(drop)

@@ -1,5 +1,5 @@
-//! How claims that come at once fare as they become more: from the first claim's creation until the last is bound, and
-//! until the last volume is gone. The floor is the same in the management cluster alone.
+//! Bench: bursts of claims of increasing size, from the first claim's creation until the last is bound, and until the
+//! last volume is deleted. The floor is the same in the management cluster only.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Snapshots and clones of a volume, from the CSI call in the guest to its answer. The floor is the infra's own snapshot or
-//! clone of the same volume.
+//! Bench: snapshots and clones of a volume, from the CSI call in the guest to its response. The floor is the storage
+//! infra's own snapshot or clone of the same volume.
 
 use std::collections::HashMap;
 use std::os::unix::fs::FileExt;
@@ -18,14 +18,14 @@ use crate::cost::{Cost, metered};
 use crate::report::Report;
 use crate::work::Work;
 
-/// How long one copy may take.
+/// Timeout of one copy.
 const LONGEST: Duration = Duration::from_secs(60);
 /// The volume's size, in bytes.
 const SIZE: i64 = 1 << 30;
-/// How much of it holds data, in MiB.
+/// Amount of data in it, in MiB.
 const DATA: u64 = 256;
 
-/// What is copied to.
+/// The kind of copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Copy {
     /// A snapshot.
@@ -48,7 +48,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, copy: Copy) ->
         through_both_tiers(s, copy, &source).await?;
         by_the_infra(s, copy, &below.id).await?;
     }
-    // In turns, so that whatever else the machine does weighs on both alike.
+    // Alternating, so that other load on the host affects both equally.
     let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
     for _ in 0..work.count() {
         floor.push(by_the_infra(s, copy, &below.id).await?);
@@ -61,7 +61,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, copy: Copy) ->
     Ok(())
 }
 
-/// Data that doesn't compress into holes.
+/// Writes data that cannot be stored as holes.
 async fn fill(file: std::path::PathBuf) -> Result<()> {
     let write = move || -> std::io::Result<()> {
         let file = std::fs::File::options().write(true).open(file)?;
@@ -88,7 +88,7 @@ async fn through_both_tiers(s: &Scenario, copy: Copy, source: &str) -> Result<Du
             let start = Instant::now();
             let answer = s.driver.calls().create_snapshot(request).await?.into_inner();
             let took = start.elapsed();
-            let snapshot = answer.snapshot.context("the answer has no snapshot")?;
+            let snapshot = answer.snapshot.context("the response has no snapshot")?;
             anyhow::ensure!(snapshot.ready_to_use, "the snapshot is not ready");
             let delete = DeleteSnapshotRequest { snapshot_id: snapshot.snapshot_id, ..Default::default() };
             s.driver.calls().delete_snapshot(delete).await?;

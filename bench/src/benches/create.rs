@@ -1,5 +1,5 @@
-//! A guest claim from its creation until it is bound. The floor is the same claim made in the management
-//! cluster, which is what gc-csi makes for it.
+//! Bench: time from a guest claim's creation until it is bound. The floor is the same claim in the management cluster,
+//! like the one that gc-csi creates for it.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub async fn run(report: &Report, work: &Work, backend: Backend) -> Result<()> {
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
     let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
 
-    // In turns, so that whatever else the machine does weighs on both alike.
+    // Alternating, so that other load on the host affects both equally.
     let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
     let (mut made_above, mut made_below) = (Vec::new(), Vec::new());
     for _ in 0..work.count() {

@@ -1,4 +1,4 @@
-//! A guest claim from its deletion until its volume is gone. The floor is the same in the management cluster alone.
+//! Bench: time from a guest claim's deletion until its volume is deleted. The floor is the same in the management cluster.
 
 use std::sync::Arc;
 

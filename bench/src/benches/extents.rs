@@ -1,5 +1,5 @@
-//! What a filesystem takes for itself where a volume is written in random order, in pieces of one block: each piece is an
-//! extent, and each has its place in the file's map. Pools keep that much back.
+//! Bench: filesystem metadata of a volume that is written in random attachment, block by block, so that each block is an
+//! extent in the file's extent tree. Pools reserve this space.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -13,7 +13,7 @@ use crate::report::Report;
 const BLOCK: usize = 4096;
 const DIRECT: i32 = rustix::fs::OFlags::DIRECT.bits().cast_signed();
 
-/// Runs the bench, with volumes of so many MiB.
+/// Runs the bench, with volumes of this size in MiB.
 pub async fn run(report: &Report, mebibytes: u64) -> Result<()> {
     let report = report.clone();
     tests::run(move |s| async move {
@@ -33,7 +33,7 @@ impl Folder {
         Ok(has.f_bavail * has.f_frsize)
     }
 
-    /// What work that writes so many bytes takes beyond these, in bytes for each block.
+    /// The space that `work` takes in addition to the `bytes` bytes that it writes, in bytes per block.
     fn beyond(&self, bytes: u64, work: impl FnOnce() -> Result<()>) -> Result<f64> {
         let before = self.available()?;
         work()?;
@@ -46,7 +46,7 @@ impl Folder {
     }
 }
 
-/// Writes every so many blocks of a file once, in random order, past the page cache as QEMU does.
+/// Writes every `every`-th block of a file once, in random attachment, with direct I/O like QEMU.
 fn write_randomly(path: &Path, bytes: u64, every: usize) -> Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).custom_flags(DIRECT).open(path)?;
     file.set_len(bytes)?;
@@ -61,13 +61,13 @@ fn write_randomly(path: &Path, bytes: u64, every: usize) -> Result<()> {
 
 fn measure(report: &Report, folder: &Folder, bytes: u64) -> Result<()> {
     let (dense, sparse, snapshot) = (folder.file("dense"), folder.file("sparse"), folder.file("snapshot"));
-    let tell = |case: &str, extra| report.number(case, "metadata", "bytes per 4 KiB", extra);
-    tell("every block", folder.beyond(bytes, || write_randomly(&dense, bytes, 1))?);
-    tell("every second block", folder.beyond(bytes / 2, || write_randomly(&sparse, bytes, 2))?);
+    let record = |case: &str, extra| report.number(case, "metadata", "bytes per 4 KiB", extra);
+    record("every block", folder.beyond(bytes, || write_randomly(&dense, bytes, 1))?);
+    record("every second block", folder.beyond(bytes / 2, || write_randomly(&sparse, bytes, 2))?);
     let again = folder.beyond(bytes, || {
         ioctl_ficlone(File::create(&snapshot)?, File::open(&dense)?)?;
         write_randomly(&dense, bytes, 1)
     })?;
-    tell("every block again, after a snapshot", again);
+    record("every block again, after a snapshot", again);
     Ok(())
 }

@@ -1,5 +1,4 @@
-//! What it costs when nothing happens: requests and processor time with volumes that are there and attached, while nobody
-//! does anything.
+//! Bench: requests and CPU time while idle, with existing and attached volumes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,10 +7,10 @@ use anyhow::Result;
 use tests::Scenario;
 
 use crate::cost::Meter;
-use crate::objects::{Claims, Orders};
+use crate::objects::{Attachments, Claims};
 use crate::report::Report;
 
-/// How many of the volumes are attached.
+/// Number of attached volumes.
 const ATTACHED: usize = 100;
 
 /// Runs the bench.
@@ -24,16 +23,16 @@ pub async fn run(report: &Report, volumes: &[u32], seconds: u64) -> Result<()> {
 
 async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Duration) -> Result<()> {
     let claims = Claims::watch(&s.guest, &s.name, &s.name);
-    let orders = Orders::watch(&s.guest, &s.name);
+    let attachments = Attachments::watch(&s.guest, &s.name);
     let node = s.simulated_node().await?;
-    let (mut made, mut given) = (Vec::new(), Vec::new());
+    let (mut made, mut created) = (Vec::new(), Vec::new());
     for size in sizes {
         claims.fill(&mut made, *size).await?;
         let volumes: Vec<String> =
-            made.iter().take(ATTACHED).skip(given.len()).map(|claim| claim.volume.clone()).collect();
-        given.extend(orders.attach(&volumes, &node.name).await?.0);
+            made.iter().take(ATTACHED).skip(created.len()).map(|claim| claim.volume.clone()).collect();
+        created.extend(attachments.attach(&volumes, &node.name).await?.0);
         let meter = Meter::start(&s.lab).await?;
-        // The time is what is measured.
+        // This interval is measured.
         tokio::time::sleep(time).await;
         let requests = meter.so_far()?;
         let cost = meter.stop(1).await?;
@@ -42,13 +41,13 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
         report.number(&case, "requests beyond leases", "per minute", all as f64 * 60.0 / time.as_secs_f64());
         for (kind, count) in requests {
             let name = format!("{} {} {} ({})", kind.component, kind.verb, kind.resource, kind.cluster);
-            report.number(&case, &name, "in all", count as f64);
+            report.number(&case, &name, "total", count as f64);
         }
         for (part, used) in &cost.used {
             let share = 100.0 * used.cpu.as_secs_f64() / time.as_secs_f64();
             report.number(&case, &format!("{part} cpu"), "% of a core", share);
         }
     }
-    orders.detach(&given).await?;
+    attachments.detach(&created).await?;
     claims.empty(&made).await
 }

@@ -1,6 +1,6 @@
-//! A volume's whole life: claim made and bound, attached, detached, claim deleted and volume gone. The floor is the same
-//! one tier further down: a claim of the management cluster, and the infra's own attach and detach. With more and more
-//! other machines and volumes beside it, what it costs is to stay the same.
+//! Bench: lifecycle of a volume: claim created and bound, attached, detached, claim deleted and volume deleted. The floor
+//! is the same one tier below: a claim of the management cluster, and the storage infra's own attach and detach. The
+//! cost should stay constant with more VMs and volumes.
 
 use std::sync::Arc;
 
@@ -15,52 +15,51 @@ use uuid::Uuid;
 use crate::cost::{Cost, metered};
 use crate::fleet::{AT_ONCE, ZONE};
 use crate::floor::{self, timed};
-use crate::objects::{Claims, Orders};
+use crate::objects::{Attachments, Claims};
 use crate::report::Report;
 use crate::work::{Work, case};
 
-/// What there is meanwhile.
+/// Other objects that exist during the measurement.
 #[derive(Debug, Clone, Args)]
-pub struct Beside {
-    /// How many other volumes there are meanwhile; several numbers are measured one after the other.
+pub struct OtherObjects {
+    /// Number of other volumes; several numbers are measured one after the other.
     #[arg(long, value_delimiter = ',', default_values_t = [0])]
-    besides: Vec<usize>,
-    /// How many other machines the guest has meanwhile, while there are no other volumes; several numbers are measured one
-    /// after the other.
+    other_volumes: Vec<usize>,
+    /// Number of other VMs of the guest, without other volumes; several numbers are measured one after the other.
     #[arg(long, value_delimiter = ',')]
-    machines: Vec<usize>,
+    other_vms: Vec<usize>,
 }
 
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work, beside: &Beside) -> Result<()> {
+pub async fn run(report: &Report, work: &Work, beside: &OtherObjects) -> Result<()> {
     let (report, work, mut beside) = (report.clone(), work.clone(), beside.clone());
-    beside.besides.sort_unstable();
-    beside.machines.sort_unstable();
+    beside.other_volumes.sort_unstable();
+    beside.other_vms.sort_unstable();
     tests::run(move |s| async move { measure(&s, &report, &work, &beside).await }).await
 }
 
-struct Lives<'a> {
+struct Lifecycles<'a> {
     s: &'a Scenario,
     node: LoopNode,
     above: Claims,
     below: Claims,
-    orders: Orders,
+    attachments: Attachments,
 }
 
-impl Lives<'_> {
-    /// So many lives at once, through both tiers.
+impl Lifecycles<'_> {
+    /// Runs `count` lifecycles concurrently through both tiers.
     async fn guest(&self, count: usize) -> Result<()> {
         let (claims, _) = self.above.create(count).await?;
         let volumes: Vec<String> = claims.iter().map(|claim| claim.volume.clone()).collect();
-        let (orders, _) = self.orders.attach(&volumes, &self.node.name).await?;
-        self.orders.detach(&orders).await?;
+        let (attachments, _) = self.attachments.attach(&volumes, &self.node.name).await?;
+        self.attachments.detach(&attachments).await?;
         self.above.delete(&claims).await.map(drop)
     }
 
-    /// The same in the management cluster and the infra.
+    /// The same in the management cluster and the storage infra.
     async fn management(&self, count: usize) -> Result<()> {
         let (claims, _) = self.below.create(count).await?;
-        // The infra knows a volume by the name that csi-provisioner gives it.
+        // The volume's name is also its ID in the storage infra.
         let volumes: Vec<VolumeId> =
             claims.iter().map(|claim| Ok(VolumeId::new(claim.volume.clone())?)).collect::<Result<_>>()?;
         let (attachments, _) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;
@@ -85,44 +84,44 @@ impl Lives<'_> {
             report.times(&case, &whole, &below);
             report.cost(&case, &cost);
             let requests = cost.of("gc-csi", "management") as f64 / cost.operations as f64;
-            report.number(&case, "gc-csi to management", "requests/life", requests);
+            report.number(&case, "gc-csi to management", "requests/lifecycle", requests);
         }
         Ok(())
     }
 }
 
-async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &Beside) -> Result<()> {
-    let lives = Lives {
+async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &OtherObjects) -> Result<()> {
+    let lifecycles = Lifecycles {
         s,
         node: s.simulated_node().await?,
         above: Claims::watch(&s.guest, &s.name, &s.name),
         below: Claims::watch(&s.management, &s.namespace, &s.name),
-        orders: Orders::watch(&s.guest, &s.name),
+        attachments: Attachments::watch(&s.guest, &s.name),
     };
     for _ in 0..work.warm_up() {
-        lives.guest(1).await?;
-        lives.management(1).await?;
+        lifecycles.guest(1).await?;
+        lifecycles.management(1).await?;
     }
-    let mut machines = Vec::new();
-    for others in &beside.machines {
-        add_machines(s, &mut machines, *others).await?;
-        lives.measure(report, work, *others, " machines").await?;
+    let mut vms = Vec::new();
+    for others in &beside.other_vms {
+        add_vms(s, &mut vms, *others).await?;
+        lifecycles.measure(report, work, *others, " VMs").await?;
     }
-    stream::iter(&machines)
+    stream::iter(&vms)
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| lab::machines::delete(&s.management, &s.namespace, name))
         .await?;
     let mut made = Vec::new();
-    for others in &beside.besides {
-        lives.above.fill(&mut made, *others).await?;
-        lives.measure(report, work, *others, "").await?;
+    for others in &beside.other_volumes {
+        lifecycles.above.fill(&mut made, *others).await?;
+        lifecycles.measure(report, work, *others, "").await?;
     }
-    lives.above.empty(&made).await
+    lifecycles.above.empty(&made).await
 }
 
-/// Makes machines of the guest until there are so many.
-async fn add_machines(s: &Scenario, machines: &mut Vec<String>, count: usize) -> Result<()> {
-    let new: Vec<String> = (machines.len()..count).map(|_| unique("machine")).collect();
+/// Creates VirtualMachines of the guest until there are `count`.
+async fn add_vms(s: &Scenario, vms: &mut Vec<String>, count: usize) -> Result<()> {
+    let new: Vec<String> = (vms.len()..count).map(|_| unique("vm")).collect();
     stream::iter(&new)
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| async move {
@@ -130,6 +129,6 @@ async fn add_machines(s: &Scenario, machines: &mut Vec<String>, count: usize) ->
             lab::machines::create(&s.management, &s.namespace, name, &uuid, ZONE).await
         })
         .await?;
-    machines.extend(new);
+    vms.extend(new);
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! How much memory each process has with more and more volumes: as it has grown, at most so far, and, for our own, after
-//! a restart, when only what is kept is there.
+//! Bench: memory of each process with increasing numbers of volumes: current and peak, and, for our own processes, after
+//! a restart.
 
 use std::sync::Arc;
 
@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use tests::Scenario;
 
 use crate::objects::Claims;
-use crate::parts;
 use crate::report::Report;
+use crate::usage;
 
-/// Our own processes of a lab.
+/// Components of Nestor.
 const OURS: [&str; 4] = ["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
 /// Runs the bench.
@@ -29,16 +29,16 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<
     for size in sizes {
         claims.fill(&mut made, *size).await?;
         let case = format!("{size} volumes");
-        for (part, process) in parts::running(&s.lab)? {
-            let memory = parts::resident(process)?;
+        for (part, process) in usage::running(&s.lab)? {
+            let memory = usage::resident(process)?;
             report.number(&case, &format!("{part} rss"), "MiB", mib(memory.now));
             report.number(&case, &format!("{part} rss peak"), "MiB", mib(memory.peak));
         }
         for part in OURS {
             s.stop_part(part).await?;
             s.start_part(part).await?;
-            let process = s.lab.run().process(part).with_context(|| format!("{part} does not run"))?;
-            let fresh = parts::resident(process)?;
+            let process = s.lab.run().process(part).with_context(|| format!("{part} is not running"))?;
+            let fresh = usage::resident(process)?;
             report.number(&case, &format!("{part} rss after a restart"), "MiB", mib(fresh.now));
         }
     }

@@ -1,4 +1,4 @@
-//! What is measured, a file each.
+//! The benches, one per file.
 
 pub mod attach;
 pub mod blocked;
@@ -8,9 +8,9 @@ pub mod create;
 pub mod delete;
 pub mod extents;
 pub mod fairness;
-pub mod heal;
 pub mod idle;
 pub mod lifecycle;
 pub mod memory;
 pub mod recovery;
+pub mod retry;
 pub mod scale;

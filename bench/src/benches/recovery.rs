@@ -1,5 +1,5 @@
-//! How long each of our processes takes from its start until it is ready, with volumes that are there; and how long until
-//! all of them are ready again once an API server that was killed answers.
+//! Bench: time from the start of each of our processes until it is ready, with existing volumes, and from the return of a
+//! killed API server until all of them are ready again.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,17 +9,17 @@ use lab::Lab;
 use tests::Scenario;
 
 use crate::objects::Claims;
+use crate::observed::LONGEST;
 use crate::report::Report;
-use crate::seen::LONGEST;
 use crate::work::Work;
 
-/// Our own processes of a lab.
+/// Components of Nestor.
 const OURS: [&str; 4] = ["storage-infra", "mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
-/// Those that watch the management cluster.
+/// Components that watch the management cluster.
 const WATCHING: [&str; 3] = ["mgmt-csi", "vm-operator-shim", "g1-gc-csi"];
 /// The management cluster's API server.
 const SERVER: &str = "mgmt-apiserver";
-/// How often it is looked.
+/// Poll interval.
 const PACE: Duration = Duration::from_millis(2);
 
 /// Runs the bench.
@@ -41,7 +41,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
             let (started, ready) = tokio::join!(s.lab.start_alone(part), ready(&s.lab, part));
             started?;
             times.push(ready?.duration_since(start));
-            // With its sidecars, which ended with it.
+            // Restarted with its sidecars, which exited with it.
             s.lab.restart(part).await?;
         }
         report.times_of(&case, &format!("{part} started"), &times, &[]);
@@ -63,17 +63,17 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
     claims.empty(&made).await
 }
 
-/// The moment at which a part is first seen to be ready.
+/// The time at which a component is first observed to be ready.
 async fn ready(lab: &Lab, part: &str) -> Result<Instant> {
     until(|| lab.is_ready(part)).await.with_context(|| format!("{part} is not ready"))
 }
 
 async fn until<R: Future<Output = Result<bool>>>(mut condition: impl FnMut() -> R) -> Result<Instant> {
-    let looking = async {
+    let polling = async {
         while !condition().await? {
             tokio::time::sleep(PACE).await;
         }
         Ok(Instant::now())
     };
-    tokio::time::timeout(LONGEST, looking).await?
+    tokio::time::timeout(LONGEST, polling).await?
 }

@@ -1,4 +1,4 @@
-//! An API server's audit log: every request, written before it was answered.
+//! Audit log of an API server: one record per request, written before the response is sent.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom};
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-/// How much is looked through at once for the end of a line.
+/// Block size of the backward search for the last line end.
 const CHUNK: u64 = 64 * 1024;
 
 /// A reader over the audit log of a cluster.
@@ -16,16 +16,16 @@ pub struct Audit {
     log: PathBuf,
 }
 
-/// A place in the log.
+/// A position in the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(u64);
 
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Who asked, as it names itself (`gc-csi/0.1.0`).
+    /// User agent of the client (`gc-csi/0.1.0`).
     pub user_agent: String,
-    /// Who asked, as it proved to be (`system:serviceaccount:guest-g1:gc-csi-g1`).
+    /// Authenticated user (`system:serviceaccount:guest-g1:gc-csi-g1`).
     pub user: String,
     /// `get`, `list`, `watch`, `create`, `update`, `patch`, `delete`.
     pub verb: String,
@@ -35,18 +35,18 @@ pub struct Entry {
     pub group: String,
     /// `status` and such; empty for the object itself.
     pub subresource: String,
-    /// Empty for the cluster-wide.
+    /// Empty for cluster-scoped objects.
     pub namespace: String,
     /// Empty for collections.
     pub name: String,
-    /// HTTP status of the answer; 0 where there was none.
+    /// HTTP status of the response; 0 if there was none.
     pub code: u16,
-    /// `ResponseComplete`; for a long watch `ResponseStarted` comes first.
+    /// `ResponseComplete`; a long watch writes `ResponseStarted` first.
     pub stage: String,
 }
 
 impl Entry {
-    /// Whether the request may change anything.
+    /// Whether the request may change an object.
     pub fn is_write(&self) -> bool {
         matches!(self.verb.as_str(), "create" | "update" | "patch" | "delete" | "deletecollection")
     }
@@ -57,7 +57,7 @@ impl Audit {
         Self { log }
     }
 
-    /// The end of the log now. A line that is still being written comes after it.
+    /// The current end of the log, after the last complete line.
     pub fn mark(&self) -> Result<Mark> {
         self.last_line_end().map(Mark).with_context(|| self.unreadable())
     }
@@ -79,7 +79,7 @@ impl Audit {
         Ok(0)
     }
 
-    /// The requests that were answered since a mark, in the order of their answers.
+    /// The requests that completed after `mark`, in order of completion.
     pub fn since(&self, mark: Mark) -> Result<Vec<Entry>> {
         let mut file = File::open(&self.log).with_context(|| self.unreadable())?;
         file.seek(SeekFrom::Start(mark.0)).with_context(|| self.unreadable())?;
@@ -89,7 +89,7 @@ impl Audit {
         loop {
             line.clear();
             let read = reader.read_line(&mut line).with_context(|| self.unreadable())?;
-            // A line without its end is still being written: it is of a request that nobody has an answer to.
+            // An incomplete line belongs to a request that has no response yet.
             if read == 0 || !line.ends_with('\n') {
                 return Ok(entries);
             }
@@ -165,7 +165,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_whole_lines_after_the_mark_are_read() {
+    fn only_complete_lines_after_the_mark_are_read() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let line = |name: &str| {
             format!(
@@ -183,7 +183,7 @@ mod tests {
         let mark = audit.mark().unwrap();
         writeln!(file, "{}", &line("unfinished")[40..]).unwrap();
         assert_eq!(audit.since(mark).unwrap()[0].name, "unfinished");
-        // However long it is.
+        // Lines longer than one block.
         let long = "x".repeat(2 * CHUNK as usize);
         let mark = audit.mark().unwrap();
         write!(file, "{}", &line(&long)[..line(&long).len() - 1]).unwrap();

@@ -1,4 +1,4 @@
-//! The command line: verbs and their flags.
+//! Command line: verbs and their flags.
 
 use std::process::ExitCode;
 
@@ -15,11 +15,11 @@ use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
 use crate::{images, verbs, verify};
 
-/// Brings up both clusters, virtual machines, the storage infra and the system on this machine, from source.
+/// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
 #[derive(Debug, Parser)]
 #[command(name = "cargo lab", bin_name = "cargo lab", version)]
 pub struct Cli {
-    /// Which lab: labs of different names run side by side.
+    /// Name of the lab. Labs with different names run side by side.
     #[arg(long, global = true, env = "NESTOR_LAB_NAME", default_value = "default")]
     name: String,
     #[command(subcommand)]
@@ -28,70 +28,70 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Brings a lab up. What is missing is built or installed first.
+    /// Start a lab. Builds or installs what is missing first.
     Up(UpOptions),
-    /// Takes a lab down, wholly, whatever state it is in.
+    /// Stop a lab and remove everything it created, in whatever state it is.
     Down {
-        /// Leave the logs.
+        /// Keep the logs.
         #[arg(long)]
         keep_logs: bool,
     },
-    /// Shows every part, whether it is well, its process and where it is. Exits with 1 unless all are well.
+    /// Show every component: whether it is ready, its process and its address. Exits with 1 unless all are ready.
     Status,
-    /// Shows the log of a part.
+    /// Show the log of a component.
     Logs {
-        /// A part, or a virtual machine's `-console`, `-kubelet` or `-gc-csi-node`.
+        /// A component, or a virtual machine's `-console`, `-kubelet` or `-gc-csi-node`.
         part: String,
-        /// Go on as the log grows.
+        /// Follow the log as it grows.
         #[arg(short, long)]
         follow: bool,
     },
-    /// Restarts parts, with the binaries as they are now, and the sidecars that end when their driver does.
+    /// Restart components with their current binaries, and the sidecars that exit with their driver.
     Restart {
-        /// Parts, by the names that `cargo lab status` shows.
+        /// Components, by the names that `cargo lab status` shows.
         #[arg(required = true)]
         parts: Vec<String>,
     },
-    /// Runs kubectl against a cluster of the lab.
+    /// Run kubectl against a cluster of the lab.
     Kubectl {
-        /// `mgmt`, `guest` (which is g1), or a guest's name.
+        /// `mgmt`, `guest` (guest g1), or the name of a guest.
         cluster: String,
-        /// What kubectl is given.
+        /// Arguments of kubectl.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// A volume's whole life, shown in both clusters: made, written, moved to another machine, checked, removed.
+    /// Show the lifecycle of a volume in both clusters: create, write, move to another VM, verify, delete.
     Demo {
-        /// Leave the lab up.
+        /// Keep the lab running.
         #[arg(long)]
         keep: bool,
     },
-    /// Formatting, lints, unit tests, and then the black-box tests and csi-sanity over a lab of their own.
+    /// Run the checks: formatting, lints, unit tests, then black-box tests and csi-sanity in a lab of their own.
     Test(verify::Selection),
-    /// Lets users of two guests do this and that while parts of the system fail, and checks what must exist, over this
-    /// lab or, where it is not up, one of its own.
+    /// Run random user operations in two guests while components fail, and verify the result. Uses this lab if it is
+    /// up, otherwise a lab of its own.
     Soak {
-        /// How long.
+        /// Duration in minutes.
         #[arg(long, default_value_t = 3)]
         minutes: u64,
-        /// Does again what a run with this seed did.
+        /// Repeat the operations and faults of the run with this seed.
         #[arg(long)]
         seed: Option<u64>,
     },
-    /// Runs csi-sanity against a driver, over this lab or, where it is not up, one of its own.
+    /// Run csi-sanity against a driver. Uses this lab if it is up, otherwise a lab of its own.
     Sanity {
-        /// Which driver.
+        /// The driver to test.
         tier: Tier,
     },
-    /// Builds the container images as OCI archives, without a container engine: Debian packages, and our programs.
+    /// Build the container images as OCI archives from Debian packages and Nestor's programs. Needs no container engine.
     Images(images::Options),
-    /// Writes the CustomResourceDefinitions under crds/yaml from the types.
+    /// Write the CustomResourceDefinitions in crds/yaml from the Rust types.
     Generate,
-    /// Runs a bench over this lab or, where it is not up, one of its own.
+    /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
-        /// Which bench.
+        /// Name of the bench.
         bench: String,
-        /// What the bench is given.
+        /// Arguments of the bench.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
@@ -108,7 +108,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
                 interrupt = interrupted() => return Err(interrupt?.context(unfinished(&run))),
             }
             say(format!(
-                "lab {} is up: `cargo lab status` shows it; NESTOR_LAB={}",
+                "lab {} is up: `cargo lab status` shows its components; NESTOR_LAB={}",
                 cli.name,
                 run.dir().display()
             ));
@@ -128,7 +128,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
             let after = if keep { After::Keep } else { After::Down };
             let run = Run::named("demo")?;
             with_lab(&ui, &run, &UpOptions::default(), after, async |lab| demo(&ui, lab).await).await?;
-            say("the demo's claims all held");
+            say("demo passed");
         }
         Verb::Test(selection) => return verify::verify(&ui, &selection).await,
         Verb::Sanity { tier } => {
@@ -148,7 +148,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Images(options) => images::images(&ui, &options).await?,
         Verb::Generate => verbs::generate()?,
         Verb::Bench { bench, args } => {
-            // Plots are drawn from what was measured before.
+            // `plot` draws recorded results and needs no lab.
             if bench == "plot" {
                 return verbs::bench(None, &bench, &args).await;
             }
@@ -161,5 +161,5 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
 }
 
 fn unfinished(run: &Run) -> String {
-    format!("the lab at {} is not up (`cargo lab down` clears what was begun)", run.dir().display())
+    format!("the lab at {} is not up (`cargo lab down` removes what was started)", run.dir().display())
 }

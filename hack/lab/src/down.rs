@@ -1,4 +1,4 @@
-//! Taking a lab down: everything that its state names, in the order that lets each thing go.
+//! Teardown of a lab: everything in its state, in dependency order.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use crate::wait::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Takes a lab down. Goes on after a failure, and then says what is left. Fine where there is no lab.
+/// Takes a lab down. Continues after an error and then reports what is left. Succeeds if the lab does not exist.
 pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
     let _alone = lock(&run.dir().with_extension("lock"))?;
     if !run.exists() {
@@ -36,10 +36,10 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         }
     };
     if state.boot_id == boot_id() {
-        // Once libvirt is gone no further machine can begin.
-        note(stop_parts(run, &state).await);
-        note(stop_machines(run, &state).await);
-        // Volumes lie in the pools: their loop devices go before the pools can.
+        // Once libvirt has stopped, no VM can start.
+        note(stop_components(run, &state).await);
+        note(stop_vms(run, &state).await);
+        // Loop devices over volumes in the pools are detached before the pools are unmounted.
         let pools = run.path("pools");
         note(unmount_all(run.dir(), |point| !point.starts_with(&pools)).await);
         note(detach_loops(run.dir()).await);
@@ -52,38 +52,38 @@ pub async fn down(ui: &Ui, run: &Run, keep_logs: bool) -> Result<()> {
         return Ok(());
     }
     anyhow::bail!(
-        "lab {} is not wholly down; its state is kept for another `cargo lab down`:\n{}",
+        "lab {} is not completely down; its state is kept for another `cargo lab down`:\n{}",
         state.name,
         problems.join("\n")
     )
 }
 
-/// Machines are libvirt's children, not ours: they go by their own processes, whether libvirt lives or not.
-async fn stop_machines(run: &Run, state: &State) -> Result<()> {
-    let processes = state.vms.iter().filter_map(|(name, machine)| vm::process(run, name, machine));
+/// Stops the VMs by their QEMU processes, which are children of libvirt, whether libvirt runs or not.
+async fn stop_vms(run: &Run, state: &State) -> Result<()> {
+    let processes = state.vms.iter().filter_map(|(name, vm)| vm::process(run, name, vm));
     let stops = processes.map(|process| async move { process.stop(Duration::ZERO).await });
     futures::future::join_all(stops).await.into_iter().collect()
 }
 
-/// Nothing of the lab is to survive, so nothing is asked: all are killed at once.
-async fn stop_parts(run: &Run, state: &State) -> Result<()> {
+/// Kills all components at once: nothing of the lab needs a clean shutdown.
+async fn stop_components(run: &Run, state: &State) -> Result<()> {
     let processes = state.parts.keys().filter_map(|name| run.process(name));
     let stops = processes.map(|process| async move { process.stop(Duration::ZERO).await });
     futures::future::join_all(stops).await.into_iter().collect()
 }
 
-/// Unmounts whatever is mounted under a folder and wanted, innermost first.
-async fn unmount_all(dir: &Path, wanted: impl Fn(&Path) -> bool) -> Result<()> {
+/// Unmounts all mounts under a folder that `selected` accepts, innermost first.
+async fn unmount_all(dir: &Path, selected: impl Fn(&Path) -> bool) -> Result<()> {
     let table = fs::read_to_string("/proc/self/mountinfo").context("cannot read the mount table")?;
     let mut points: Vec<PathBuf> = table
         .lines()
         .filter_map(|line| line.split(' ').nth(4))
         .map(|point| PathBuf::from(point.replace("\\040", " ")))
-        .filter(|point| point.starts_with(dir) && wanted(point))
+        .filter(|point| point.starts_with(dir) && selected(point))
         .collect();
     points.reverse();
     for point in points {
-        // What a killed process held is let go a moment after it is gone.
+        // A mount stays busy for a moment after the process that used it was killed.
         eventually(&format!("{} is unmounted", point.display()), PATIENCE, || async {
             match unmount(&point, UnmountFlags::empty()) {
                 Ok(()) => Ok(Ok(())),
@@ -96,7 +96,7 @@ async fn unmount_all(dir: &Path, wanted: impl Fn(&Path) -> bool) -> Result<()> {
     Ok(())
 }
 
-/// Frees loop devices over files under a folder; one that is mounted goes with its mount.
+/// Detaches loop devices over files under a folder. A mounted one is detached by its unmount.
 async fn detach_loops(dir: &Path) -> Result<()> {
     let listed = crate::process::run(&mut command(
         "losetup",
@@ -108,7 +108,7 @@ async fn detach_loops(dir: &Path) -> Result<()> {
             && Path::new(file).starts_with(dir)
         {
             let detached = crate::process::run(&mut command("losetup", ["--detach", device])).await;
-            // What was mounted lets go of its device by itself, perhaps only after it was listed.
+            // A device with autoclear is freed by its unmount, perhaps after it was listed.
             let name = device.trim_start_matches("/dev/");
             if Path::new("/sys/block").join(name).join("loop").exists() {
                 detached?;
@@ -127,7 +127,7 @@ fn remove(dir: &Path) -> Result<()> {
     }
 }
 
-/// The state goes last: while it is there, another `down` finds what a failed one left.
+/// Removes the state last: while it exists, another `down` can continue.
 fn remove_folder(run: &Run, keep_logs: bool) -> Result<()> {
     let entries = fs::read_dir(run.dir()).with_context(|| format!("cannot read {}", run.dir().display()))?;
     for entry in entries {

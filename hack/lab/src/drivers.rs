@@ -1,4 +1,4 @@
-//! The system itself: both drivers with their sidecars, and the VM Operator's stand-in.
+//! Nestor's components: both drivers with their sidecars, and vm-operator-shim.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,10 @@ use crate::ready::Ready;
 use crate::run::Run;
 use crate::state::{Cluster, Guest, Infra, Part, State};
 
-/// How long a binary of ours may take to finish what it does.
+/// Seconds that our programs may take to exit after SIGTERM.
 const GRACE: u64 = 15;
 
-/// mgmt-csi with its sidecars, and the shim, each so many times.
+/// Starts the replicas of mgmt-csi with its sidecars, and of vm-operator-shim.
 pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result<()> {
     let cluster = state.management.as_ref().context("no management cluster")?;
     let infra = state.infra.as_ref().context("no storage infra")?;
@@ -38,7 +38,7 @@ pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result
     futures::future::try_join_all(all).await.map(drop)
 }
 
-/// A guest's gc-csi controller with its sidecars, so many times.
+/// Starts the replicas of a guest's gc-csi controller with its sidecars.
 pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) -> Result<()> {
     let guest = state.guests.get(name).with_context(|| format!("no guest {name}"))?;
     let management = state.management.as_ref().context("no management cluster")?;
@@ -63,7 +63,7 @@ pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) ->
     futures::future::try_join_all(all).await.map(drop)
 }
 
-/// The controllers that cut snapshots of claims, one for each cluster.
+/// Starts one snapshot-controller for each cluster.
 pub async fn start_snapshot_controllers(run: &Run, state: &State) -> Result<()> {
     let management = state.management.as_ref().context("no management cluster")?;
     let guests = state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster));
@@ -72,11 +72,11 @@ pub async fn start_snapshot_controllers(run: &Run, state: &State) -> Result<()> 
     launch_all(run, parts.collect::<Result<Vec<_>>>()?).await
 }
 
-/// One of several that are alike.
+/// One replica of a component.
 #[derive(Debug, Clone, Copy)]
 pub struct Replica {
     number: u32,
-    /// Whether it has others beside it.
+    /// Whether it has peers and takes part in leader election.
     elects: bool,
 }
 
@@ -85,22 +85,22 @@ impl Replica {
         (1..=replicas).map(move |number| Self { number, elects: replicas > 1 })
     }
 
-    /// The replica of this number among several, from 1.
+    /// Replica `number` of several, from 1.
     pub fn nth(number: u32) -> Self {
         Self { number, elects: true }
     }
 
-    /// Its part's name: the first has the plain one.
+    /// Its component name: the first replica has the plain one.
     pub fn name(self, plain: &str) -> String {
         if self.number == 1 { plain.to_owned() } else { format!("{plain}-{}", self.number) }
     }
 
-    /// The flags of a program of ours that elects.
+    /// The leader election flags of our programs.
     fn lease(self, namespace: &str) -> Option<String> {
         self.elects.then(|| format!("--lease-namespace={namespace}"))
     }
 
-    /// Its socket, next to the first's.
+    /// Its socket, beside the first replica's.
     pub fn socket(self, first: &Path) -> PathBuf {
         let stem = first.file_stem().unwrap_or_default().to_string_lossy();
         first.with_file_name(format!("{}.sock", self.name(&stem)))
@@ -112,7 +112,7 @@ async fn launch_all(run: &Run, parts: impl IntoIterator<Item = (String, Part)>) 
     futures::future::try_join_all(launches).await.map(drop)
 }
 
-/// A part that serves `/readyz` and `/metrics` over HTTP, and CSI where there is a socket.
+/// A component that serves `/readyz` and `/metrics` over HTTP, and CSI if it has a socket.
 pub(crate) fn part(mut words: Vec<String>, http: u16, socket: Option<&Path>) -> Part {
     words.push(format!("--http-listen=127.0.0.1:{http}"));
     let mut conditions = vec![Ready::http(http, "/readyz")];
@@ -148,10 +148,10 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Part> {
             ("infra-cert", file("client.crt")),
             ("infra-key", file("client.key")),
             ("capacity-namespace", MANAGEMENT_NAMESPACE.to_owned()),
-            // Soon enough for a test, and late enough for everything that puts itself right by other means.
+            // Short enough for a test, and long enough for every other way of recovery.
             ("repair-grace", "30s".to_owned()),
             ("repair-interval", "5s".to_owned()),
-            // All of it runs on this machine.
+            // Everything runs on this host, with one clock.
             ("max-clock-skew", "0s".to_owned()),
         ],
     );
@@ -181,23 +181,23 @@ fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Gues
     Ok(part(words, ports::free(1)?[0], Some(&driver.socket)))
 }
 
-/// A driver, as its sidecars see it.
+/// A driver and what its sidecars need to know of it.
 struct Driver<'a> {
-    /// Its name among the parts.
+    /// Its component name.
     name: String,
-    /// What its sidecars' names begin with.
+    /// Prefix of its sidecars' names.
     tier: &'a str,
     cluster: &'a Cluster,
     socket: PathBuf,
     replica: Replica,
-    /// Where its own Lease and those of its sidecars are.
+    /// Namespace of its Lease and those of its sidecars.
     namespace: &'a str,
 }
 
-/// Flags of one sidecar.
+/// Flags of a sidecar.
 type Flags<'a> = &'a [(&'a str, &'a str)];
 
-/// A process of the Kubernetes project that carries a cluster's wishes to drivers; ready when it serves metrics.
+/// A sidecar of the Kubernetes project. It is ready when it serves metrics.
 fn controller(
     state: &State,
     tier: &str,
@@ -227,7 +227,7 @@ fn controller(
     Ok((format!("{tier}-{}", program.trim_start_matches("csi-")), part))
 }
 
-/// A controller with a driver's socket: it is ready when it has found its driver, since only then it serves metrics.
+/// A sidecar with a driver's socket. It serves metrics, and so is ready, once it has found its driver.
 fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -> Result<(String, Part)> {
     let socket = text(&driver.socket);
     let mut flags = vec![("csi-address", socket.as_str()), ("timeout", "60s")];
@@ -235,7 +235,7 @@ fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -
         flags.extend([
             ("leader-election", "true"),
             ("leader-election-namespace", driver.namespace),
-            // Else the others wait for as long as after a crash, also where it ends well.
+            // Otherwise the other replicas wait until the Lease expires, also after a clean exit.
             ("feature-gates", "ReleaseLeaderElectionOnExit=true"),
         ]);
     }
@@ -248,30 +248,30 @@ fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -
     Ok((name, part))
 }
 
-/// A program that takes the host's name for its own, as pods have theirs: sidecars are candidates by it.
+/// Runs a program with a hostname of its own, like in a pod: sidecars use it as their leader election identity.
 fn with_hostname(name: &str, argv: Vec<String>) -> Vec<String> {
     let shell = ["unshare", "--uts", "--", "/bin/sh", "-c", r#"hostname "$0" && exec "$@""#, name];
     shell.into_iter().map(str::to_owned).chain(argv).collect()
 }
 
-/// `capacity` is the namespace in which it publishes what there is room for, where it does.
+/// `capacity` is the namespace in which it publishes CSIStorageCapacity objects, if it does.
 fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Result<(String, Part)> {
     let mut flags = vec![
         ("worker-threads", "100"),
         ("extra-create-metadata", "true"),
-        // A volume that is bound at once goes where its class allows, and else where the driver thinks best. By default
-        // it would be given zones of nodes, and fail while no node has any.
+        // With immediate binding the class's topology or the driver decides. By default the provisioner passes the
+        // zones of all nodes, and fails while no node has one.
         ("immediate-topology", "false"),
-        // A volume for a pod goes to the zone of the pod's node, and nowhere else: from another, the pod may not reach
-        // it. Which zones have room, the scheduler knows from the published capacity.
+        // With delayed binding the volume is placed in the zone of the pod's node only: the pod may not reach other
+        // zones. The scheduler knows from CSIStorageCapacity which zones have capacity.
         ("strict-topology", "true"),
-        // How long a snapshot stays held by a claim that was to be made from it and is gone: 5 minutes by default.
+        // How long a deleted claim keeps its source snapshot: 5 minutes by default.
         ("snapshot-orphan-sweep-interval", "10s"),
     ];
     if capacity.is_some() {
         flags.extend([
             ("enable-capacity", "true"),
-            // There is no pod that could own what it publishes.
+            // The provisioner does not run in a pod that could own the CSIStorageCapacity objects.
             ("capacity-ownerref-level", "-1"),
             ("capacity-poll-interval", "5s"),
             ("kube-api-capacity-qps", "100"),
@@ -284,13 +284,12 @@ fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Re
 }
 
 fn attacher(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
-    // A call for a machine that hangs keeps its worker until it ends: with as many of those as there are workers, all other
-    // attaches wait.
+    // A call for a VM that hangs occupies a worker until it ends. If all workers are occupied, all other attaches wait.
     sidecar(state, driver, "csi-attacher", &[("worker-threads", "500")])
 }
 
 fn resizer(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
-    // Both drivers grow volumes that are in use: it need not watch all pods to know which are.
+    // Both drivers expand volumes in use, so the resizer need not watch pods.
     sidecar(state, driver, "csi-resizer", &[("workers", "100"), ("handle-volume-inuse-error", "false")])
 }
 
@@ -307,7 +306,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sidecar_ends_with_its_driver_and_only_a_guests_provisioner_publishes_capacity() {
+    fn a_sidecar_belongs_to_its_driver_and_only_a_guests_provisioner_publishes_capacity() {
         let cluster = cluster();
         let driver = driver(&cluster, Replica { number: 1, elects: false });
         let state = State::default();
@@ -324,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn replicas_elect_each_by_a_name_of_its_own_and_one_alone_does_not() {
+    fn replicas_elect_with_different_identities_and_a_single_one_does_not() {
         let cluster = cluster();
         let state = State::default();
         let alone = Replica::all(1).next().unwrap();

@@ -1,4 +1,4 @@
-//! The storage infra of a run: two reflink pools, and the server over them.
+//! Storage infra of a lab: two reflink pools and the storage-infra server.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -17,20 +17,20 @@ use crate::state::{Infra, Part};
 use crate::vm::libvirtd;
 use crate::wait::eventually;
 
-/// One filesystem each. Sparse: only what is written takes space.
+/// The pools, one filesystem each.
 const POOLS: [&str; 2] = ["pool-a", "pool-b"];
 const POOL_BYTES: u64 = 8 << 30;
-/// The zones of the lab. Virtual machines are in one after the other, nodes that this host plays in the first unless
-/// it is said otherwise. Pools have none: they are reached from all.
+/// The zones of the lab. VMs are assigned to them in turn, loop nodes are in the first by default. Pools have no
+/// zone: all nodes reach them.
 pub const ZONES: [&str; 2] = ["zone-a", "zone-b"];
-/// The names of the hypervisors in the server's flags.
+/// Name of the libvirt hypervisor in the server's flags.
 pub const LIBVIRT: &str = "libvirt";
-/// This host plays the machine.
+/// Name of the loop hypervisor: this host plays the VM.
 pub const LOOP: &str = "loop";
-/// The machine is only told of.
+/// Name of the simulated hypervisor: VMs without a domain or devices.
 pub const SIMULATED: &str = "simulated";
 
-/// Makes and mounts the pools. Must be done before libvirt starts, which sees what is mounted then.
+/// Creates and mounts the pools. Must run before libvirt starts, whose mount namespace is copied at its start.
 pub async fn mount_pools(run: &Run) -> Result<BTreeMap<String, PathBuf>> {
     let made = futures::future::try_join_all(POOLS.map(|name| mount_pool(run, name))).await?;
     Ok(POOLS.map(ToOwned::to_owned).into_iter().zip(made).collect())
@@ -44,12 +44,12 @@ async fn mount_pool(run: &Run, name: &str) -> Result<PathBuf> {
         .and_then(|file| file.set_len(POOL_BYTES))
         .with_context(|| format!("cannot make {}", file.display()))?;
     run_helper(command("mkfs.xfs", ["-q", "-m", "reflink=1"]).arg(&file)).await?;
-    // `down` finds the mount and its loop device by the run folder's path.
+    // `down` finds the mount and its loop device by the path of the run folder.
     run_helper(command("mount", ["-o", "loop"]).arg(&file).arg(&dir)).await?;
     Ok(dir)
 }
 
-/// Starts the server and gives it the pools.
+/// Starts the server and registers the pools.
 pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>) -> Result<()> {
     let free = ports::free(2)?;
     let dir = run.path("infra");
@@ -115,12 +115,12 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     Ok(())
 }
 
-/// A client with the run's own certificate.
+/// A client with the lab's client certificate.
 pub fn client(infra: &Infra) -> Result<infra_api::Client> {
     Ok(infra_api::Client::new(&ClientOptions::from_pki_dir(infra.url.clone(), &infra.pki)?)?)
 }
 
-/// Tells the infra of a virtual machine, and waits until its hypervisor knows it.
+/// Registers a VM with the storage infra and waits until the hypervisor finds it.
 pub async fn register_node(
     infra: &Infra,
     name: &str,
@@ -135,8 +135,8 @@ pub async fn register_node(
         zone: Some(zone.to_owned()),
         labels: BTreeMap::new(),
     };
-    let uuid = uuid.parse().with_context(|| format!("{uuid:?} is no UUID"))?;
-    eventually(&format!("{name} runs, as the storage infra sees it"), Duration::from_secs(180), || async {
+    let uuid = uuid.parse().with_context(|| format!("{uuid:?} is not a UUID"))?;
+    eventually(&format!("the storage infra reports {name} as running"), Duration::from_secs(180), || async {
         let node = client.put_node(uuid, &spec).await?;
         let running = node.state == infra_api::NodeState::Running;
         Ok(if running { Ok(()) } else { Err(format!("it is {}", node.state)) })

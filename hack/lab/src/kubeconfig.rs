@@ -1,4 +1,4 @@
-//! Kubeconfigs: each complete in one file, each verifying the server.
+//! Kubeconfigs: self-contained files that verify the server.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::pki::{Pair, write_private};
 
-/// Who speaks.
+/// Credentials of a user.
 pub enum User<'a> {
     /// A client certificate.
     Certificate(&'a Pair),
@@ -17,7 +17,7 @@ pub enum User<'a> {
     Token(&'a str),
 }
 
-/// The text of a kubeconfig (JSON, which every reader of YAML reads).
+/// The text of a kubeconfig (JSON, which is valid YAML).
 pub fn render(server: &str, ca: &str, user: &User<'_>) -> Result<String> {
     let data = |pem: &str| json!(ByteString(pem.as_bytes().to_vec()));
     let user: Value = match user {
@@ -32,17 +32,17 @@ pub fn render(server: &str, ca: &str, user: &User<'_>) -> Result<String> {
         "users": [{"name": "lab", "user": user}],
         "contexts": [{"name": "lab", "context": {"cluster": "lab", "user": "lab"}}],
     });
-    serde_json::to_string_pretty(&config).context("a kubeconfig is always JSON")
+    serde_json::to_string_pretty(&config).context("cannot encode the kubeconfig")
 }
 
-/// Writes a kubeconfig, for its owner only.
+/// Writes a kubeconfig that only its owner can read.
 pub fn write(path: &Path, server: &str, ca: &str, user: &User<'_>) -> Result<()> {
     write_private(path, &render(server, ca, user)?)
 }
 
 /// A client from a kubeconfig.
 pub async fn client(path: &Path) -> Result<kube::Client> {
-    // Fails only where one is installed already.
+    // Fails only if a provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let connect = async {
         let file = Kubeconfig::read_from(path)?;

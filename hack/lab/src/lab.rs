@@ -1,4 +1,4 @@
-//! A lab that is up, for tests and benches.
+//! Handle of a running lab, for tests and benches.
 
 use std::path::{Path, PathBuf};
 
@@ -12,19 +12,19 @@ use crate::run::Run;
 use crate::state::{Guest, Infra, LoopNodeRecord, Part, State};
 use crate::{drivers, infra, kubeconfig, machines, ports, vm};
 
-/// A lab that is up.
+/// A running lab.
 #[derive(Debug, Clone)]
 pub struct Lab {
     run: Run,
     state: State,
 }
 
-/// A node that this host plays: its disks are loop devices, shown as links.
+/// A VM without a domain: this host plays it (loop devices, shown as links), or it is simulated.
 #[derive(Debug, Clone)]
 pub struct LoopNode {
-    /// Name of the `VirtualMachine`, and of the node.
+    /// Name of the `VirtualMachine` and of the node.
     pub name: String,
-    /// The machine's UUID.
+    /// The VM's UUID.
     pub uuid: Uuid,
     /// The guest it belongs to.
     pub guest: String,
@@ -37,15 +37,15 @@ pub struct LoopNode {
 /// A node plugin (`gc-csi-node`) on this host.
 #[derive(Debug, Clone)]
 pub struct NodePlugin {
-    /// Its name among the parts.
+    /// Its component name.
     pub part: String,
     /// Its CSI socket.
     pub socket: PathBuf,
-    /// What it takes for kubelet's folder.
+    /// Folder that it uses in place of kubelet's.
     pub kubelet_dir: PathBuf,
 }
 
-/// A virtual machine of the lab.
+/// A libvirt VM of the lab.
 #[derive(Debug, Clone)]
 pub struct Machine {
     run: Run,
@@ -58,7 +58,7 @@ pub struct Machine {
     pub guest: String,
     /// The zone it is in.
     pub zone: String,
-    /// Port on 127.0.0.1 that leads to its kubelet.
+    /// Port on 127.0.0.1 that is forwarded to its kubelet.
     pub kubelet_port: u16,
 }
 
@@ -74,12 +74,12 @@ impl Lab {
         Self::open(Run::at(PathBuf::from(dir)))
     }
 
-    /// The lab of a run. Fails unless it came up wholly.
+    /// The lab of a run. Fails unless `up` completed.
     pub fn open(run: Run) -> Result<Self> {
         let state = run.state()?;
         if !state.complete {
             bail!(
-                "the lab at {} did not come up wholly: `cargo lab down`, then `cargo lab up`",
+                "the lab at {} did not come up completely: run `cargo lab down`, then `cargo lab up`",
                 run.dir().display()
             );
         }
@@ -91,19 +91,19 @@ impl Lab {
         self.run.dir()
     }
 
-    /// Log, state and parts of the run.
+    /// Logs, state and components of the run.
     pub fn run(&self) -> &Run {
         &self.run
     }
 
-    /// What was recorded of the run when this was opened.
+    /// The state when this was opened.
     pub fn state(&self) -> &State {
         &self.state
     }
 
     // ---- clusters ----
 
-    /// A client of the management cluster, as administrator. Belongs to the runtime that it is made in.
+    /// A client of the management cluster, as administrator. It is bound to the current async runtime.
     pub async fn management(&self) -> Result<kube::Client> {
         kubeconfig::client(&self.management_cluster()?.kubeconfig).await
     }
@@ -119,7 +119,7 @@ impl Lab {
         kubeconfig::client(&path).await
     }
 
-    /// A client of a virtual machine's kubelet, with the API server's rights there.
+    /// A client of a VM's kubelet, with the API server's rights.
     pub async fn kubelet(&self, vm: &str) -> Result<kube::Client> {
         self.vm(vm)?;
         kubeconfig::client(&vm::kubelet_kubeconfig(&self.run, vm)).await
@@ -130,7 +130,7 @@ impl Lab {
         Ok(self.guest_record(guest)?.namespace.clone())
     }
 
-    /// A guest's identity in the management cluster.
+    /// A guest's cluster ID.
     pub fn cluster_id(&self, guest: &str) -> Result<String> {
         Ok(self.guest_record(guest)?.cluster_id.clone())
     }
@@ -140,8 +140,7 @@ impl Lab {
         Ok(self.guest_record(guest)?.controller_socket.clone())
     }
 
-    /// Runs so many replicas of mgmt-csi, the shim and a guest's gc-csi, with their sidecars, in the place of those
-    /// that there are.
+    /// Replaces mgmt-csi, vm-operator-shim and a guest's gc-csi, with their sidecars, by this number of replicas.
     pub async fn scale(&self, guest: &str, replicas: u32) -> Result<()> {
         let ours = |name: &str| {
             let plain = name.trim_end_matches(|c: char| c.is_ascii_digit()).trim_end_matches('-');
@@ -173,12 +172,12 @@ impl Lab {
         infra::client(self.infra_record()?)
     }
 
-    /// Every request to the management API.
+    /// Audit log of the management API server.
     pub fn audit(&self) -> Result<Audit> {
         Ok(Audit::new(self.management_cluster()?.audit_log.clone()))
     }
 
-    /// Every request to a guest's API.
+    /// Audit log of a guest's API server.
     pub fn guest_audit(&self, guest: &str) -> Result<Audit> {
         Ok(Audit::new(self.guest_record(guest)?.cluster.audit_log.clone()))
     }
@@ -191,7 +190,7 @@ impl Lab {
         self.state.guests.get(name).with_context(|| {
             let known: Vec<&str> = self.state.guests.keys().map(String::as_str).collect();
             format!(
-                "the lab has no guest {name:?}, only {}; `cargo lab up --guests N` makes more",
+                "the lab has no guest {name:?}, only {}; `cargo lab up --guests N` creates more",
                 known.join(", ")
             )
         })
@@ -201,27 +200,27 @@ impl Lab {
         self.state.infra.as_ref().context("the lab has no storage infra")
     }
 
-    // ---- parts ----
+    // ---- components ----
 
-    /// The process of a part, where it runs.
+    /// The PID of a component, if it runs.
     pub fn pid(&self, part: &str) -> Option<i32> {
         self.run.process(part).filter(Process::alive).map(|process| process.pid)
     }
 
-    /// Starts a part that is stopped, and waits until it is ready. Sidecars that ended with it begin anew, as their
-    /// orchestrator would have them do.
+    /// Starts a component that is stopped, and waits until it is ready. Restarts its sidecars, which exited with it, as
+    /// kubelet would.
     pub async fn start(&self, part: &str) -> Result<()> {
         let runs = self.pid(part).is_some();
         self.run.start(part).await?;
         if runs { Ok(()) } else { self.restart_sidecars(part).await }
     }
 
-    /// Starts a part that is stopped, and waits until it is ready, but leaves its sidecars as they are.
+    /// Starts a component that is stopped, and waits until it is ready. Does not restart its sidecars.
     pub async fn start_alone(&self, part: &str) -> Result<()> {
         self.run.start(part).await
     }
 
-    /// Where a part is told at which points of its work to die: see the crate `fail_point`.
+    /// File with the fail points at which a component dies: see the crate `fail_point`.
     pub fn fail_points(&self, part: &str) -> PathBuf {
         self.run.fail_points(part)
     }
@@ -232,7 +231,7 @@ impl Lab {
         Ok(parts.filter(|(_, part)| part.driver.as_deref() == Some(driver)).map(|(name, _)| name).collect())
     }
 
-    /// Sidecars end by themselves when their driver's socket does, but some time later: none is left from before.
+    /// Restarts the sidecars of a driver. They exit some time after the socket closed, so each is stopped first.
     async fn restart_sidecars(&self, driver: &str) -> Result<()> {
         let sidecars = self.sidecars(driver)?;
         let restarts = sidecars.iter().map(|name| async move {
@@ -242,41 +241,41 @@ impl Lab {
         futures::future::try_join_all(restarts).await.map(drop)
     }
 
-    /// Stops a part as its orchestrator would: asks, waits, kills.
+    /// Stops a component as kubelet would: SIGTERM, grace period, SIGKILL.
     pub async fn stop(&self, part: &str) -> Result<()> {
         self.run.stop(part).await
     }
 
-    /// Kills a part, as a crash would.
+    /// Kills a component, like a crash.
     pub async fn kill(&self, part: &str) -> Result<()> {
         self.run.kill(part).await
     }
 
-    /// Stops a part and starts it again.
+    /// Stops a component and starts it again.
     pub async fn restart(&self, part: &str) -> Result<()> {
         self.stop(part).await?;
         self.start(part).await
     }
 
-    /// Base URL of a part's metrics.
+    /// URL of a component's metrics.
     pub fn metrics_url(&self, part: &str) -> Result<String> {
         let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
-        part.http.map(|base| format!("{base}/metrics")).context("it has no metrics")
+        part.http.map(|base| format!("{base}/metrics")).context("the component serves no metrics")
     }
 
-    /// Whether a part says that it is ready. One that does not run is not.
+    /// Whether a component reports ready; false if it does not run.
     pub async fn is_ready(&self, part: &str) -> Result<bool> {
         let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
-        let base = part.http.context("it does not say whether it is ready")?;
+        let base = part.http.context("the component has no readiness endpoint")?;
         Ok(crate::ready::get(&format!("{base}/readyz"), None).await.is_ok())
     }
 
-    /// A part's metrics, as Prometheus text.
+    /// A component's metrics, as Prometheus text.
     pub async fn metrics(&self, part: &str) -> Result<String> {
         crate::ready::get(&self.metrics_url(part)?, None).await.map_err(anyhow::Error::msg)
     }
 
-    // ---- machines ----
+    // ---- VMs ----
 
     /// The names of the virtual machines.
     pub fn vms(&self) -> Vec<String> {
@@ -291,7 +290,7 @@ impl Lab {
         Ok(Machine {
             run: self.run.clone(),
             name: name.to_owned(),
-            uuid: record.uuid.parse().context("the recorded UUID is damaged")?,
+            uuid: record.uuid.parse().context("bad UUID in the state")?,
             guest: record.guest.clone(),
             zone: record.zone.clone(),
             kubelet_port: record.kubelet_port,
@@ -299,29 +298,28 @@ impl Lab {
         })
     }
 
-    /// The serials of the disks that are hot-plugged into a virtual machine, as its live state says.
+    /// The serials of the disks that are hot-plugged into a VM, from the live domain.
     pub async fn libvirt_disks(&self, vm: &str) -> Result<Vec<String>> {
         let xml = vm::virsh(&self.run, ["dumpxml", vm]).await?;
         Ok(vm::serials(&xml))
     }
 
-    /// Adds a machine to guest `g1` that this host plays.
+    /// Adds a loop node to guest `g1`.
     pub async fn add_loop_node(&self, name: &str) -> Result<LoopNode> {
         self.add_loop_node_to("g1", name).await
     }
 
-    /// Adds a machine to a guest that this host plays.
+    /// Adds a loop node to a guest.
     pub async fn add_loop_node_to(&self, guest: &str, name: &str) -> Result<LoopNode> {
         self.add_loop_node_in(infra::ZONES[0], guest, name).await
     }
 
-    /// Adds a machine to a guest that this host plays, in a zone: a `VirtualMachine` with its status, and a node of the
-    /// infra.
+    /// Adds a loop node to a guest, in a zone: a `VirtualMachine` with its status, and a node of the storage infra.
     pub async fn add_loop_node_in(&self, zone: &str, guest: &str, name: &str) -> Result<LoopNode> {
         self.add_node(infra::LOOP, zone, guest, name).await
     }
 
-    /// Adds a machine to a guest that is only told of: disks take no time and no device. See [`LoopNode::hang`].
+    /// Adds a simulated node to a guest: attaching takes no time and no device. See [`LoopNode::block_calls`].
     pub async fn add_simulated_node(&self, guest: &str, name: &str) -> Result<LoopNode> {
         self.add_node(infra::SIMULATED, infra::ZONES[0], guest, name).await
     }
@@ -347,7 +345,7 @@ impl Lab {
         })
     }
 
-    /// Makes a loop node known to its guest, so that csi-attacher attaches to it: Node and CSINode objects.
+    /// Creates Node and CSINode objects of a loop node in its guest, so that csi-attacher attaches to it.
     pub async fn join_guest(&self, node: &LoopNode) -> Result<()> {
         let client = self.guest(&node.guest).await?;
         vm::join_without_kubelet(&client, &node.name).await
@@ -359,7 +357,7 @@ impl Lab {
             self.run.state()?.loop_nodes.remove(name).with_context(|| format!("no loop node {name:?}"))?;
         vm::leave_guest(&self.guest(&record.guest).await?, name).await?;
         machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name).await?;
-        let uuid = record.uuid.parse().context("the recorded UUID is damaged")?;
+        let uuid = record.uuid.parse().context("bad UUID in the state")?;
         self.infra()?.delete_node(uuid).await.with_context(|| format!("cannot remove loop node {name}"))?;
         self.run.update(|state| state.loop_nodes.remove(name)).map(drop)
     }
@@ -390,7 +388,7 @@ impl Lab {
         Ok(plugin)
     }
 
-    /// Stops a node plugin and forgets it.
+    /// Stops a node plugin and removes its record.
     pub async fn remove_node_plugin(&self, plugin: &NodePlugin) -> Result<()> {
         self.run.stop(&plugin.part).await?;
         self.run.forget(&plugin.part)
@@ -398,32 +396,32 @@ impl Lab {
 }
 
 impl LoopNode {
-    /// Lets no call about a simulated machine return, until it goes on.
-    pub fn hang(&self) -> Result<()> {
+    /// Blocks all hypervisor calls for a simulated node until [`Self::unblock_calls`].
+    pub fn block_calls(&self) -> Result<()> {
         std::fs::create_dir_all(&self.by_id_dir)
             .and_then(|()| std::fs::write(self.by_id_dir.join("hang"), ""))
-            .with_context(|| format!("cannot let {} hang", self.name))
+            .with_context(|| format!("cannot block calls for {}", self.name))
     }
 
-    /// Lets a simulated machine that hangs go on.
-    pub fn go_on(&self) -> Result<()> {
+    /// Unblocks the hypervisor calls for a simulated node.
+    pub fn unblock_calls(&self) -> Result<()> {
         let hang = self.by_id_dir.join("hang");
         std::fs::remove_file(&hang).with_context(|| format!("cannot remove {}", hang.display()))
     }
 }
 
 impl Machine {
-    /// Whether its QEMU runs.
+    /// Whether its QEMU process runs.
     pub fn is_running(&self) -> bool {
         vm::process(&self.run, &self.name, &self.record).is_some()
     }
 
-    /// Cuts its power.
+    /// Powers it off at once (`virsh destroy`).
     pub async fn power_off(&self) -> Result<()> {
         vm::virsh(&self.run, ["destroy", &self.name]).await.map(drop)
     }
 
-    /// Kills its QEMU, as a crash of the hypervisor would.
+    /// Kills its QEMU process, like a crash.
     pub async fn crash(&self) -> Result<()> {
         match vm::process(&self.run, &self.name, &self.record) {
             Some(process) => process.stop(std::time::Duration::ZERO).await,
@@ -431,45 +429,45 @@ impl Machine {
         }
     }
 
-    /// Switches it on. It becomes a node again some time later: see [`Machine::wait_for_node`].
+    /// Powers it on. Its node becomes ready some time later: see [`Machine::wait_for_node`].
     pub async fn power_on(&self) -> Result<()> {
         vm::start(&self.run, &self.name).await
     }
 
-    /// Freezes it; nothing of it runs, and disks cannot leave it.
+    /// Pauses its CPUs (`virsh suspend`); disks cannot be detached meanwhile.
     pub async fn pause(&self) -> Result<()> {
         vm::virsh(&self.run, ["suspend", &self.name]).await.map(drop)
     }
 
-    /// Lets it go on.
+    /// Resumes its CPUs.
     pub async fn resume(&self) -> Result<()> {
         vm::virsh(&self.run, ["resume", &self.name]).await.map(drop)
     }
 
-    /// Lets its QEMU itself stand still, so that not even its hypervisor hears from it.
-    pub fn hang(&self) -> Result<()> {
+    /// Stops its QEMU process (SIGSTOP), so that libvirt gets no response from it.
+    pub fn stop_qemu(&self) -> Result<()> {
         self.signal(Signal::STOP)
     }
 
-    /// Lets its QEMU go on, where it is still there.
-    pub fn go_on(&self) -> Result<()> {
+    /// Continues its QEMU process (SIGCONT), if it still exists.
+    pub fn continue_qemu(&self) -> Result<()> {
         if self.is_running() { self.signal(Signal::CONT) } else { Ok(()) }
     }
 
     fn signal(&self, signal: Signal) -> Result<()> {
         let process = vm::process(&self.run, &self.name, &self.record);
-        let process = process.with_context(|| format!("virtual machine {} does not run", self.name))?;
+        let process = process.with_context(|| format!("virtual machine {} is not running", self.name))?;
         let pid = Pid::from_raw(process.pid).context("no process has pid 0")?;
         kill_process(pid, signal).with_context(|| format!("cannot signal the QEMU of {}", self.name))
     }
 
-    /// Cuts its network, or connects it again.
+    /// Disconnects or reconnects its network.
     pub async fn set_network(&self, connected: bool) -> Result<()> {
         let command = if connected { "set_link lab on" } else { "set_link lab off" };
         vm::virsh(&self.run, ["qemu-monitor-command", &self.name, "--hmp", command]).await.map(drop)
     }
 
-    /// Waits until its node is ready and knows gc-csi. `client` is the guest's.
+    /// Waits until its node is ready and gc-csi-node is registered. `client` is the guest's.
     pub async fn wait_for_node(&self, client: &kube::Client) -> Result<()> {
         vm::wait_for_node(&self.run, client, &self.name).await?;
         vm::wait_for_driver(&self.run, client, &self.name).await

@@ -1,7 +1,7 @@
-//! The lab: a management cluster, guest clusters, virtual machines, the storage infra and the whole system on one
-//! machine, from source.
+//! The lab: a management cluster, guest clusters, virtual machines, the storage infra and Nestor on one host, from
+//! source.
 //!
-//! `cargo lab` is its command line; tests and benches use [`Lab`] on a run that is up.
+//! `cargo lab` is its command line; tests and benches use [`Lab`] on a running lab.
 
 pub mod audit;
 pub mod cache;

@@ -1,4 +1,4 @@
-//! `VirtualMachine` objects: what a VM Operator would make for each machine of the lab.
+//! `VirtualMachine` objects of the lab's VMs, as a VM Operator would create them.
 
 use anyhow::{Context, Result};
 use crds::{VirtualMachine, newest_virtual_machine_version, virtual_machine_resource};
@@ -8,17 +8,17 @@ use serde_json::json;
 
 use crate::cluster::objects::apply_one;
 
-/// The API of `VirtualMachine`s in a namespace, in the newest version that the cluster serves and we know.
+/// The API of `VirtualMachine`s in a namespace, in the newest version that both the cluster and we know.
 pub async fn api(client: &Client, namespace: &str) -> Result<Api<VirtualMachine>> {
     let group = kube::discovery::group(client, crds::VIRTUAL_MACHINE_GROUP).await?;
     let served: Vec<String> = group.versions().map(str::to_owned).collect();
     let version = newest_virtual_machine_version(&served).with_context(|| {
-        format!("no known version of VirtualMachine is served, only {}", served.join(", "))
+        format!("no known version of VirtualMachine is served; the cluster serves {}", served.join(", "))
     })?;
     Ok(Api::namespaced_with(client.clone(), namespace, &virtual_machine_resource(version)))
 }
 
-/// The same, in the newest version that we know, without asking.
+/// The same API in the newest version that we know, without discovery.
 pub fn api_in(client: &Client, namespace: &str) -> Api<VirtualMachine> {
     Api::namespaced_with(client.clone(), namespace, &newest())
 }
@@ -32,7 +32,7 @@ fn newest() -> kube::core::ApiResource {
     virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
 }
 
-/// Makes a machine's object, with the status of one that runs.
+/// Creates the object of a running VM, with its status.
 pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str, zone: &str) -> Result<()> {
     let api = api(client, namespace).await?;
     let resource = api.resource_url();
@@ -51,7 +51,7 @@ pub async fn create(client: &Client, namespace: &str, name: &str, uuid: &str, zo
         .map(drop)
 }
 
-/// Removes a machine's object. Fine when it is gone.
+/// Deletes a VM's object. Succeeds if it does not exist.
 pub async fn delete(client: &Client, namespace: &str, name: &str) -> Result<()> {
     match api(client, namespace).await?.delete(name, &DeleteParams::default()).await {
         Ok(_) => Ok(()),

@@ -1,4 +1,4 @@
-//! `cargo lab VERB`.
+//! Program `cargo lab`.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use clap::Parser;
 
 fn main() -> ExitCode {
     let cli = lab::cli::Cli::parse();
-    // Fails only when a provider is installed already, which is what is wanted.
+    // Fails only if a provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,

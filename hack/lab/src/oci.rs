@@ -1,4 +1,4 @@
-//! OCI image layouts: folders of blobs by digest, and archives of them.
+//! OCI image layouts (folders of blobs, named by digest) and their archives.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::process::{command, run};
 const MANIFEST: &str = "application/vnd.oci.image.manifest.v1+json";
 const CONFIG: &str = "application/vnd.oci.image.config.v1+json";
 
-/// A layer: what a manifest and a configuration say of it.
+/// A layer: its descriptor for the manifest, and its diff ID for the configuration.
 #[derive(Debug, Clone)]
 pub(crate) struct Layer {
     descriptor: Value,
@@ -26,14 +26,14 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// An empty one, in a folder that is made.
+    /// Creates an empty layout in a new folder.
     pub(crate) fn create(dir: PathBuf) -> Result<Self> {
         fs::create_dir_all(dir.join("blobs/sha256"))
             .with_context(|| format!("cannot make {}", dir.display()))?;
         Ok(Self { dir, manifests: Vec::new() })
     }
 
-    /// A layer of everything in a folder, all of it root's and from the beginning of time.
+    /// Adds a layer of all files in a folder, owned by root and dated 1970.
     pub(crate) async fn layer(&self, root: &Path) -> Result<Layer> {
         let archive = self.dir.join("layer.tar");
         tar(root, &archive).await?;
@@ -44,7 +44,7 @@ impl Layout {
         Ok(Layer { descriptor, diff_id })
     }
 
-    /// Adds an image of these layers. `config` is its configuration but for them. Gives the manifest's digest.
+    /// Adds an image. `config` is its configuration without the layers. Returns the manifest's digest.
     pub(crate) fn image(&mut self, name: &str, mut config: Value, layers: &[Layer]) -> Result<String> {
         let diff_ids: Vec<&String> = layers.iter().map(|layer| &layer.diff_id).collect();
         config["rootfs"] = json!({"type": "layers", "diff_ids": diff_ids});
@@ -66,7 +66,7 @@ impl Layout {
         Ok(digest)
     }
 
-    /// Writes the index, and everything as an archive.
+    /// Writes the index and packs the layout into an archive.
     pub(crate) async fn archive(self, archive: &Path) -> Result<()> {
         fs::write(self.dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#)?;
         let index = json!({"schemaVersion": 2, "manifests": self.manifests});
@@ -78,7 +78,7 @@ impl Layout {
         self.blob(value.to_string().as_bytes(), kind)
     }
 
-    /// Stores bytes under their digest, and gives the descriptor that points to them.
+    /// Stores bytes under their digest and returns the descriptor.
     fn blob(&self, bytes: &[u8], kind: &str) -> Result<Value> {
         let hex = sha256(bytes);
         fs::write(self.dir.join("blobs/sha256").join(&hex), bytes)?;

@@ -1,6 +1,6 @@
-//! One certificate authority per cluster, and everything it signs.
+//! PKI: one certificate authority per cluster, and the certificates it signs.
 //!
-//! The authority's key lives only in this process: what a run needs is signed while it comes up.
+//! The authority's key exists only in this process: everything a lab needs is signed while it starts.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -15,7 +15,7 @@ use rcgen::{
 };
 
 const LIFETIME: Duration = Duration::from_secs(365 * 24 * 3600);
-/// Clocks of virtual machines may be a little behind.
+/// The clocks of VMs may be slow.
 const BACKDATED: Duration = Duration::from_secs(24 * 3600);
 
 /// A certificate and its key, PEM.
@@ -48,12 +48,12 @@ impl Authority {
         self.issuer.pem()
     }
 
-    /// A server's certificate for these host names and addresses.
+    /// A server certificate for these host names and addresses.
     pub fn server(&self, name: &str, hosts: &[&str]) -> Result<Pair> {
         self.sign(params(name, hosts)?, ExtendedKeyUsagePurpose::ServerAuth)
     }
 
-    /// A client's certificate: `user` and `group` are what Kubernetes reads out of it.
+    /// A client certificate. Kubernetes reads `user` and `group` from it.
     pub fn client(&self, user: &str, group: Option<&str>) -> Result<Pair> {
         let mut params = params(user, &[])?;
         if let Some(group) = group {
@@ -83,7 +83,7 @@ fn params(name: &str, hosts: &[&str]) -> Result<CertificateParams> {
     Ok(params)
 }
 
-/// A key that signs service account tokens, and the public half that checks them.
+/// A key that signs ServiceAccount tokens, and its public half.
 pub fn token_key() -> Result<(String, String)> {
     let key = KeyPair::generate()?;
     Ok((key.serialize_pem(), key.public_key_pem()))
@@ -99,7 +99,7 @@ impl Pair {
     }
 }
 
-/// Writes a file that only its owner may read.
+/// Writes a file that only its owner can read.
 pub fn write_private(path: &Path, text: &str) -> Result<()> {
     let write = || -> std::io::Result<()> {
         if let Some(parent) = path.parent() {

@@ -1,7 +1,7 @@
-//! Processes that outlive the command that started them, and are never mistaken for others.
+//! Processes that outlive the command that started them, identified by PID and start time.
 //!
-//! A pid alone can be reused; a pid with the time its process began cannot. The child writes both into its own pid
-//! file before it becomes the wanted program, so no crash of the lab leaves a program running that no file names.
+//! A PID alone can be reused; a PID with the start time cannot. The child writes both into its PID file before it
+//! executes the program, so a crash of the lab leaves no program running without a PID file.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -16,19 +16,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::wait::until;
 
-/// A process, by pid and the time it began (clock ticks after boot, field 22 of `/proc/PID/stat`).
+/// A process: its PID and start time (clock ticks after boot, field 22 of `/proc/PID/stat`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
     /// The process ID.
     pub pid: i32,
-    /// When it began.
+    /// Start time.
     pub start: u64,
 }
 
-/// Writes the shell's own stat line into `$1`, then becomes the rest of the arguments, same pid.
+/// Writes the shell's own stat line into `$1`, then executes the remaining arguments with the same PID.
 const LAUNCHER: &str = r#"IFS= read -r stat < /proc/$$/stat && printf '%s\n' "$stat" > "$1.new" && mv "$1.new" "$1" && shift && exec "$@""#;
 
-/// Starts a program in a session of its own, its output appended to `log`, its identity written to `pid_file`.
+/// Starts a program in a new session, with its output appended to `log` and its identity written to `pid_file`.
 pub fn spawn(
     argv: &[String],
     env: &BTreeMap<String, String>,
@@ -54,34 +54,33 @@ pub fn spawn(
         .stderr(output)
         .spawn()
         .context("cannot start setsid (Debian package util-linux)")?;
-    // Reaped whenever it ends, so that a dead part is not shown as a zombie while this process lives.
+    // Reap the child, so that an exited component does not stay a zombie while this process runs.
     std::thread::spawn(move || child.wait());
     Ok(())
 }
 
 impl Process {
-    /// The process that a pid file names, whether it lives or not. `None` where the file is not there yet.
+    /// The process in a PID file, whether it runs or not. `None` if the file does not exist.
     pub fn from_pid_file(path: &Path) -> Option<Self> {
         let (process, _) = parse_stat(&fs::read_to_string(path).ok()?)?;
         Some(process)
     }
 
-    /// The process that has this pid now and still holds anything: its ports, files and locks are free when this is
-    /// `None`.
+    /// The process that has this PID now. When this is `None`, its ports, files and locks are free.
     pub fn current(pid: i32) -> Option<Self> {
         let (process, running) = parse_stat(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)?;
         running.then_some(process)
     }
 
-    /// Whether this very process still runs.
+    /// Whether this process still runs.
     pub fn alive(&self) -> bool {
         Self::current(self.pid) == Some(*self)
     }
 
-    /// Sends a signal to this very process; nothing happens when it is gone.
+    /// Sends a signal to this process; does nothing if it has exited.
     pub fn signal(&self, signal: Signal) -> Result<()> {
-        let Some(pid) = Pid::from_raw(self.pid) else { bail!("{} is no pid", self.pid) };
-        // The pidfd is taken before the check, so the process cannot be swapped for another in between.
+        let Some(pid) = Pid::from_raw(self.pid) else { bail!("{} is not a PID", self.pid) };
+        // The pidfd is opened before the check, so that it cannot refer to another process.
         let Ok(handle) = pidfd_open(pid, PidfdFlags::empty()) else { return Ok(()) };
         if self.alive() {
             match pidfd_send_signal(handle, signal) {
@@ -94,7 +93,7 @@ impl Process {
         Ok(())
     }
 
-    /// Asks it to end (unless `grace` is zero), kills it after `grace`, and waits until it is gone.
+    /// Sends SIGTERM (unless `grace` is zero), then SIGKILL after `grace`, and waits until the process has exited.
     pub async fn stop(&self, grace: Duration) -> Result<()> {
         if !grace.is_zero() {
             self.signal(Signal::TERM)?;
@@ -110,9 +109,9 @@ impl Process {
     }
 }
 
-/// Identity out of a stat line, and whether any thread of it runs: where the first thread is a zombie, others may
-/// still be ending, and hold all that the process has open. The command's name may hold spaces and brackets: fields
-/// count from the last `)`.
+/// Parses the identity from a stat line, and whether any thread runs: if the first thread is a zombie, others may still
+/// hold the files of the process open. The command name may contain spaces and parentheses, so fields are counted from
+/// the last `)`.
 fn parse_stat(line: &str) -> Option<(Process, bool)> {
     let (head, tail) = line.rsplit_once(')')?;
     let pid = head.split_whitespace().next()?.parse().ok()?;
@@ -122,15 +121,15 @@ fn parse_stat(line: &str) -> Option<(Process, bool)> {
     Some((Process { pid, start: fields.get(19)?.parse().ok()? }, !ended || threads > 1))
 }
 
-/// The identity of this boot: after another boot no recorded process can be alive.
+/// The ID of the current boot: processes recorded in an earlier boot cannot run.
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// How much of a line is shown.
+/// Length at which a line is truncated.
 const LINE: usize = 400;
 
-/// The last lines of a log, the long ones cut.
+/// The last lines of a log, with long lines truncated.
 pub fn tail(log: &Path, lines: usize) -> String {
     use std::io::{Read, Seek, SeekFrom};
     let read = || -> std::io::Result<String> {
@@ -150,7 +149,7 @@ pub fn tail(log: &Path, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].iter().map(cut).collect::<Vec<_>>().join("\n")
 }
 
-/// Runs a helper program to its end and gives its standard output; a failure names the command and what it said.
+/// Runs a program until it exits and returns its standard output. An error holds the command and its error output.
 pub async fn run(command: &mut tokio::process::Command) -> Result<String> {
     let words = || {
         let command = command.as_std();
@@ -162,21 +161,25 @@ pub async fn run(command: &mut tokio::process::Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
     let output = output.with_context(|| format!("cannot run `{text}`"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let said: Vec<&str> = said.trim().lines().collect();
-        bail!("`{text}` failed ({}): {}", output.status, said[said.len().saturating_sub(20)..].join("\n"));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let stderr: Vec<&str> = stderr.trim().lines().collect();
+        bail!(
+            "`{text}` failed ({}): {}",
+            output.status,
+            stderr[stderr.len().saturating_sub(20)..].join("\n")
+        );
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Shorthand for a command with arguments.
+/// A command with arguments.
 pub fn command<S: AsRef<std::ffi::OsStr>>(
     program: &str,
     args: impl IntoIterator<Item = S>,
 ) -> tokio::process::Command {
     let mut command = tokio::process::Command::new(program);
     command.args(args);
-    // An interrupt at the terminal is for the lab, which then winds down; its helpers end with it.
+    // Ctrl-C at the terminal goes to the lab only, which then stops its helpers.
     command.as_std_mut().process_group(0);
     command
 }
@@ -186,13 +189,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_name_with_brackets_does_not_shift_the_fields() {
+    fn a_command_name_with_parentheses_does_not_shift_the_fields() {
         let line = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 777 9";
         assert_eq!(parse_stat(line), Some((Process { pid: 42, start: 777 }, true)));
     }
 
     #[test]
-    fn a_process_has_ended_when_its_last_thread_has() {
+    fn a_process_has_exited_when_its_last_thread_has() {
         let running = |state: &str, threads: u32| {
             let line = format!("42 (a) {state} 1 42 42 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 {threads} 0 777 9");
             parse_stat(&line).unwrap().1
@@ -204,7 +207,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_spawned_process_is_known_by_its_file_and_stops() {
+    async fn a_spawned_process_is_found_by_its_pid_file_and_stops() {
         let dir = tempfile::tempdir().unwrap();
         let pid_file = dir.path().join("pid");
         let argv = ["sleep".to_owned(), "1000".to_owned()];

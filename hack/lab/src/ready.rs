@@ -1,4 +1,4 @@
-//! When a part counts as ready.
+//! Readiness conditions of components.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -6,20 +6,20 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::net::UnixStream;
 
-/// A condition that can be looked at from outside.
+/// A condition that can be checked from outside.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ready {
-    /// A GET answers with 200.
+    /// A GET request returns 200.
     Http {
         /// The URL.
         url: String,
         /// The authority to trust, for https.
         ca: Option<PathBuf>,
     },
-    /// Something accepts connections on a unix socket.
+    /// A Unix socket accepts connections.
     Socket(PathBuf),
-    /// All of these.
+    /// All of these conditions.
     All(Vec<Ready>),
 }
 
@@ -34,7 +34,7 @@ impl Ready {
         Self::Http { url: format!("https://127.0.0.1:{port}{path}"), ca: Some(ca.to_owned()) }
     }
 
-    /// The unix sockets that the condition names.
+    /// The Unix sockets in the condition.
     pub fn sockets(&self) -> Vec<&Path> {
         match self {
             Self::Socket(path) => vec![path],
@@ -43,16 +43,16 @@ impl Ready {
         }
     }
 
-    /// Where the part is reached, for people.
-    pub fn place(&self) -> String {
+    /// The component's addresses, for display.
+    pub fn address(&self) -> String {
         match self {
             Self::Http { url, .. } => url.rsplit_once('/').map_or(url.as_str(), |(base, _)| base).to_owned(),
             Self::Socket(path) => path.display().to_string(),
-            Self::All(all) => all.iter().map(Self::place).collect::<Vec<_>>().join(" "),
+            Self::All(all) => all.iter().map(Self::address).collect::<Vec<_>>().join(" "),
         }
     }
 
-    /// `Err` says why not.
+    /// Checks the condition. The error is the reason why the component is not ready.
     pub async fn check(&self) -> Result<(), String> {
         match self {
             Self::Http { url, ca } => get(url, ca.as_deref()).await.map(drop),
@@ -70,7 +70,7 @@ impl Ready {
     }
 }
 
-/// The body of a GET that answers 200.
+/// The body of a GET request; an error unless the status is 200.
 pub async fn get(url: &str, ca: Option<&Path>) -> Result<String, String> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let fail = |error: reqwest::Error| kube_kit::client::chain(&error.without_url());

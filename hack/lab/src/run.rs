@@ -1,4 +1,4 @@
-//! The run folder: where everything of one lab is, and the one way to change its state.
+//! Run folder: the files, processes and state of one lab.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use crate::process::{Process, spawn, tail};
 use crate::state::{Part, State};
 use crate::wait::until;
 
-/// How long a part may take to become ready. Machines that also build are slow.
+/// How long a component may take to become ready on a busy host.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// What came of waiting for a part.
+/// Result of waiting for a component.
 enum Outcome {
     Ready,
-    /// Its process is gone.
-    Ended,
+    /// Its process has exited.
+    Exited,
 }
 
 /// A run folder. Cheap to clone; all state is on disk, guarded by a file lock.
@@ -28,12 +28,12 @@ pub struct Run {
 }
 
 impl Run {
-    /// The run at a folder, whether it exists or not.
+    /// The run in a folder, which need not exist.
     pub fn at(dir: impl Into<PathBuf>) -> Self {
         Self { dir: dir.into() }
     }
 
-    /// The run of a name, beside the other build results.
+    /// The run with a name, in the target folder.
     pub fn named(name: &str) -> Result<Self> {
         let legal = !name.is_empty()
             && name.len() <= 40
@@ -49,17 +49,17 @@ impl Run {
         &self.dir
     }
 
-    /// A path inside.
+    /// A path in the folder.
     pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
         self.dir.join(inside)
     }
 
-    /// The log of a part.
+    /// The log of a component.
     pub fn log(&self, part: &str) -> PathBuf {
         self.path("logs").join(format!("{part}.log"))
     }
 
-    /// Where a part is told at which points of its work to die: see the crate `fail_point`.
+    /// File with the fail points at which a component dies: see the crate `fail_point`.
     pub fn fail_points(&self, part: &str) -> PathBuf {
         self.path("fail-points").join(part)
     }
@@ -68,28 +68,28 @@ impl Run {
         self.path("pids").join(part)
     }
 
-    /// A folder of this run for sockets, with a short path that is the same every time.
+    /// Folder for the sockets of this run, with a short and stable path.
     pub fn socket_dir(&self) -> PathBuf {
         let hash = Sha256::digest(self.dir.to_string_lossy().as_bytes());
         let short: String = hash.iter().take(4).map(|byte| format!("{byte:02x}")).collect();
         PathBuf::from(format!("/run/nestor-lab-{short}"))
     }
 
-    /// Whether there is anything to take down.
+    /// Whether the run has state, so that there is something to take down.
     pub fn exists(&self) -> bool {
         self.path("state.json").exists()
     }
 
-    /// The state as it is now.
+    /// The current state.
     pub fn state(&self) -> Result<State> {
         let path = self.path("state.json");
         let text = fs::read_to_string(&path).with_context(|| {
-            format!("no lab at {} (cannot read state.json): `cargo lab up` makes one", self.dir.display())
+            format!("no lab at {} (cannot read state.json): `cargo lab up` starts one", self.dir.display())
         })?;
-        serde_json::from_str(&text).with_context(|| format!("{} is damaged", path.display()))
+        serde_json::from_str(&text).with_context(|| format!("{} is not a valid state file", path.display()))
     }
 
-    /// Changes the state, in one piece: other processes see it as before or as after.
+    /// Changes the state atomically.
     pub fn update<T>(&self, change: impl FnOnce(&mut State) -> T) -> Result<T> {
         let _lock = lock(&self.path("state.lock"))?;
         let path = self.path("state.json");
@@ -102,26 +102,26 @@ impl Run {
         Ok(result)
     }
 
-    // ---- parts ----
+    // ---- components ----
 
-    /// The process of a part, dead or alive.
+    /// The process of a component, running or not.
     pub fn process(&self, part: &str) -> Option<Process> {
         Process::from_pid_file(&self.pid_file(part))
     }
 
-    /// Records a new part, starts it and waits until it is ready.
+    /// Records a new component, starts it and waits until it is ready.
     pub async fn launch(&self, name: &str, part: Part) -> Result<()> {
         self.update(|state| state.parts.insert(name.to_owned(), part))?;
         self.start(name).await
     }
 
-    /// Records a changed part without starting it.
+    /// Records a changed component without starting it.
     pub fn record(&self, name: &str, part: Part) -> Result<()> {
         self.update(|state| state.parts.insert(name.to_owned(), part)).map(drop)
     }
 
-    /// Starts a recorded part and waits until it is ready. Fine when it runs already. A sidecar that ends before it is
-    /// ready, as it does when it loses its driver, begins anew, as its orchestrator would have it.
+    /// Starts a recorded component and waits until it is ready. Does nothing if it runs. A sidecar that exits before it is
+    /// ready, because it lost its driver, is started again, as kubelet would.
     pub async fn start(&self, name: &str) -> Result<()> {
         let part = self.part(name)?;
         let deadline = Instant::now() + PATIENCE;
@@ -129,22 +129,19 @@ impl Run {
             if !self.process(name).is_some_and(|process| process.alive()) {
                 self.clear_sockets(&part);
                 let mut env = part.env.clone();
-                // Only builds of our own programs with debug assertions heed it.
-                env.insert(
-                    fail_point::DIRECTORY_VAR.to_owned(),
-                    self.fail_points(name).display().to_string(),
-                );
+                // Only builds with debug assertions read it.
+                env.insert(fail_point::DIRECTORY_VAR.to_owned(), self.fail_points(name).display().to_string());
                 spawn(&part.argv, &env, &self.dir, &self.log(name), &self.pid_file(name))?;
             }
             match self.wait_ready(name, &part, deadline).await? {
                 Outcome::Ready => return Ok(()),
-                Outcome::Ended if part.driver.is_some() && Instant::now() < deadline => {}
-                Outcome::Ended => bail!(self.explain(name, "it ended")),
+                Outcome::Exited if part.driver.is_some() && Instant::now() < deadline => {}
+                Outcome::Exited => bail!(self.explain(name, "it exited")),
             }
         }
     }
 
-    /// A socket left by a killed process would look like one that is not ready yet.
+    /// Removes sockets of a killed process, which would accept no connections.
     fn clear_sockets(&self, part: &Part) {
         for socket in part.ready.sockets() {
             let _ = fs::remove_file(socket);
@@ -155,14 +152,14 @@ impl Run {
         let pid_file = self.pid_file(name);
         let process = until(PATIENCE, || Process::from_pid_file(&pid_file))
             .await
-            .with_context(|| self.explain(name, "it did not even start"))?;
+            .with_context(|| self.explain(name, "it did not start"))?;
         loop {
             let reason = match part.ready.check().await {
                 Ok(()) => return Ok(Outcome::Ready),
                 Err(reason) => reason,
             };
             if !process.alive() {
-                return Ok(Outcome::Ended);
+                return Ok(Outcome::Exited);
             }
             if Instant::now() > deadline {
                 bail!(self.explain(name, &format!("not ready within {PATIENCE:?}: {reason}")));
@@ -171,19 +168,19 @@ impl Run {
         }
     }
 
-    /// An error's text for a part: what happened, the end of its log, and where the rest is.
+    /// An error message for a component: what failed, and the end of its log.
     pub fn explain(&self, part: &str, what: &str) -> String {
         let log = self.log(part);
-        format!("part {part}: {what}\n--- last lines of {} ---\n{}", log.display(), tail(&log, 20))
+        format!("component {part}: {what}\n--- last lines of {} ---\n{}", log.display(), tail(&log, 20))
     }
 
-    /// Stops a part: asks, then kills. Fine when it does not run.
+    /// Stops a component: SIGTERM, then SIGKILL. Does nothing if it does not run.
     pub async fn stop(&self, name: &str) -> Result<()> {
         let part = self.part(name)?;
         self.stop_process(name, Duration::from_secs(part.grace)).await
     }
 
-    /// Kills a part at once, as a crash would.
+    /// Kills a component at once, like a crash.
     pub async fn kill(&self, name: &str) -> Result<()> {
         self.part(name)?;
         self.stop_process(name, Duration::ZERO).await
@@ -191,7 +188,9 @@ impl Run {
 
     async fn stop_process(&self, name: &str, grace: Duration) -> Result<()> {
         match self.process(name) {
-            Some(process) => process.stop(grace).await.with_context(|| format!("cannot stop part {name}")),
+            Some(process) => {
+                process.stop(grace).await.with_context(|| format!("cannot stop component {name}"))
+            }
             None => Ok(()),
         }
     }
@@ -200,11 +199,11 @@ impl Run {
         let mut state = self.state()?;
         state.parts.remove(name).with_context(|| {
             let known: Vec<&str> = state.parts.keys().map(String::as_str).collect();
-            format!("no part {name:?} in this lab; it has: {}", known.join(", "))
+            format!("the lab has no component {name:?}; it has: {}", known.join(", "))
         })
     }
 
-    /// Removes the record of a part that is stopped.
+    /// Removes the record of a stopped component.
     pub fn forget(&self, name: &str) -> Result<()> {
         self.update(|state| state.parts.remove(name))?;
         let _ = fs::remove_file(self.pid_file(name));
@@ -212,7 +211,7 @@ impl Run {
     }
 }
 
-/// Holds an exclusive lock on a file until the result is dropped.
+/// Takes an exclusive lock on a file, held until the result is dropped.
 pub fn lock(path: &Path) -> Result<File> {
     let open = || -> std::io::Result<File> {
         if let Some(parent) = path.parent() {
@@ -225,13 +224,13 @@ pub fn lock(path: &Path) -> Result<File> {
     open().with_context(|| format!("cannot lock {}", path.display()))
 }
 
-/// Cargo's target folder, which holds this very program (`<target>/<profile>/lab`).
+/// Cargo's target folder, which contains this program (`<target>/<profile>/lab`).
 pub fn target_dir() -> Result<PathBuf> {
-    let exe = std::env::current_exe().context("cannot tell where this program is")?;
+    let exe = std::env::current_exe().context("cannot find the path of this program")?;
     let folder = exe.ancestors().find(|dir| dir.join("CACHEDIR.TAG").exists());
-    folder
-        .map(Path::to_owned)
-        .with_context(|| format!("{} is not in a cargo target folder: run it by `cargo lab`", exe.display()))
+    folder.map(Path::to_owned).with_context(|| {
+        format!("{} is not in a cargo target folder: run it with `cargo lab`", exe.display())
+    })
 }
 
 /// The root of the repository.

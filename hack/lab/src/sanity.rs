@@ -1,4 +1,4 @@
-//! csi-sanity, the CSI community's conformance tests, against a driver of a lab.
+//! csi-sanity, the CSI conformance tests, against a driver of a lab.
 
 use std::fmt;
 use std::fs;
@@ -14,7 +14,7 @@ use crate::drivers::endpoint;
 use crate::lab::Lab;
 use crate::ui::Ui;
 
-/// A driver.
+/// The driver to test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Tier {
     /// gc-csi: its controller, and a node plugin on this host.
@@ -23,22 +23,22 @@ pub enum Tier {
     Mgmt,
 }
 
-/// How many of csi-sanity's tests ran, and how.
+/// Results of csi-sanity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     /// Which driver.
     pub tier: Tier,
-    /// Tests that held.
+    /// Tests that passed.
     pub passed: u32,
-    /// Tests that did not.
+    /// Tests that failed.
     pub failed: u32,
-    /// Tests of what the driver does not have: services, capabilities.
+    /// Tests of services and capabilities that the driver does not have.
     pub skipped: u32,
 }
 
 impl Counts {
-    /// Whether tests ran and all held.
-    pub fn good(&self) -> bool {
+    /// Whether tests ran and all passed.
+    pub fn success(&self) -> bool {
         self.failed == 0 && self.passed > 0
     }
 }
@@ -58,13 +58,13 @@ impl fmt::Display for Counts {
 struct Session<'a> {
     /// Name of its log and report.
     name: &'static str,
-    /// The socket of the node part, or of the whole.
+    /// The socket of the node service, or of all services.
     endpoint: &'a Path,
-    /// The socket of the controller part, where it is another.
+    /// The socket of the controller service, if it is another.
     controller: Option<&'a Path>,
-    /// Only tests whose names match.
+    /// Run only tests whose names match.
     focus: Option<&'static str>,
-    /// Parameters of the classes, as sidecars would hand them over.
+    /// Parameters of the classes, as the sidecars pass them.
     parameters: Parameters,
 }
 
@@ -93,7 +93,7 @@ impl Parameters {
     }
 }
 
-/// Runs csi-sanity against a driver, with a node that this host plays.
+/// Runs csi-sanity against a driver, with a loop node.
 pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
     let name = format!("sanity-{}", &Uuid::new_v4().simple().to_string()[..8]);
     let node = lab.add_loop_node(&name).await?;
@@ -108,7 +108,7 @@ pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
             focus: None,
             parameters,
         }],
-        // mgmt-csi has no node part, and csi-sanity wants one beside every controller: gc-csi's, as in production.
+        // mgmt-csi has no node service, but csi-sanity needs one beside every controller: gc-csi-node's, as in production.
         Tier::Mgmt => vec![
             Session {
                 name: "csi-sanity-mgmt-identity",
@@ -132,7 +132,7 @@ pub async fn sanity(ui: &Ui, lab: &Lab, tier: Tier) -> Result<Counts> {
         let counts = run(ui, lab, tier, session).await?;
         total.passed += counts.passed;
         total.failed += counts.failed;
-        // A test that one session leaves to another is not skipped.
+        // A test that another session runs is not skipped.
         all = counts.passed + counts.failed + counts.skipped;
     }
     lab.remove_node_plugin(&plugin).await?;
@@ -176,14 +176,14 @@ async fn run(ui: &Ui, lab: &Lab, tier: Tier, session: &Session<'_>) -> Result<Co
     let mut command = tokio::process::Command::new(&words[0]);
     command.args(&words[1..]).stdout(output.try_clone()?).stderr(output).kill_on_drop(true);
     command.status().await.context("cannot run csi-sanity")?;
-    let xml = fs::read_to_string(&report).with_context(|| lab.run().explain(name, "it left no report"))?;
-    let counts = counts(tier, &xml).with_context(|| format!("{} is no report", report.display()))?;
+    let xml = fs::read_to_string(&report).with_context(|| lab.run().explain(name, "it wrote no report"))?;
+    let counts = counts(tier, &xml).with_context(|| format!("{} is not a JUnit report", report.display()))?;
     step.done();
-    if !counts.good() {
+    if !counts.success() {
         for failure in failures(&xml) {
             ui.line(format!("failed: {failure}"));
         }
-        ui.line(format!("csi-sanity's own words are in {}", log.display()));
+        ui.line(format!("the output of csi-sanity is in {}", log.display()));
     }
     Ok(counts)
 }
@@ -202,7 +202,7 @@ fn counts(tier: Tier, xml: &str) -> Option<Counts> {
     })
 }
 
-/// The tests that failed, each with why.
+/// The failed tests with their messages.
 fn failures(xml: &str) -> Vec<String> {
     let cases = xml.split("<testcase ").skip(1);
     let failed =
@@ -214,11 +214,7 @@ fn failures(xml: &str) -> Vec<String> {
     failed
         .filter_map(|case| {
             let why = case.split("<failure ").nth(1).and_then(|failure| quoted(failure, "message=\""));
-            Some(format!(
-                "{}: {}",
-                quoted(case, "name=\"")?,
-                why.unwrap_or_else(|| "it does not say why".into())
-            ))
+            Some(format!("{}: {}", quoted(case, "name=\"")?, why.unwrap_or_else(|| "no message".into())))
         })
         .collect()
 }
@@ -228,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_come_from_the_suite_and_not_from_the_whole() {
+    fn counts_come_from_the_suite_element() {
         let xml = r#"<testsuites tests="9" errors="0" failures="0"><testsuite name="CSI" package="/" tests="90" disabled="2" skipped="30" errors="1" failures="2" time="1">
             <testcase name="[It] a" status="passed"></testcase><testcase name="[It] b" status="failed"><failure message="code = Unavailable&#xA;desc = &lt;no room&gt;" type="failed"></failure></testcase></testsuite>"#;
         let expected = Counts { tier: Tier::Mgmt, passed: 55, failed: 3, skipped: 32 };

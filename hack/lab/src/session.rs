@@ -1,4 +1,4 @@
-//! Work over a lab that is brought up for it, and always taken down after it, whatever ends it.
+//! Temporary labs: started for some work and always taken down after it.
 
 use anyhow::{Context, Result, anyhow};
 use tokio::signal::unix::{SignalKind, signal};
@@ -9,16 +9,16 @@ use crate::run::Run;
 use crate::ui::Ui;
 use crate::up::{UpOptions, up};
 
-/// What becomes of the lab after the work.
+/// What to do with the lab after the work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum After {
-    /// Taken down; after a failure its logs stay.
+    /// Take it down; keep its logs after a failure.
     Down,
-    /// Left as it is.
+    /// Keep it running.
     Keep,
 }
 
-/// Brings a lab up, works, and takes it down, also after a failure or an interrupt.
+/// Starts a lab, runs `work`, and takes the lab down, also after a failure or an interrupt.
 pub(crate) async fn with_lab<T, W>(
     ui: &Ui,
     run: &Run,
@@ -33,10 +33,10 @@ where
         up(ui, run, options).await?;
         work(&Lab::open(run.clone())?).await
     };
-    // A lab that was there before is not ours to take down.
+    // A lab that already exists is not ours to take down.
     anyhow::ensure!(
         !run.exists(),
-        "there is a lab at {} already: `cargo lab --name {} down` takes it down",
+        "a lab already exists at {}: `cargo lab --name {} down` takes it down",
         run.dir().display(),
         run.dir().file_name().unwrap_or_default().to_string_lossy()
     );
@@ -45,7 +45,7 @@ where
         interrupt = interrupted() => Err(interrupt?),
     };
     if after == After::Keep {
-        ui.line(format!("the lab is left up, at {}", run.dir().display()));
+        ui.line(format!("the lab keeps running, at {}", run.dir().display()));
         return outcome;
     }
     let failed = outcome.is_err();
@@ -56,7 +56,7 @@ where
     outcome.and_then(|value| down.map(|()| value))
 }
 
-/// Works over the lab of a run where it is up, else over one of its own.
+/// Runs `work` in the lab of `run` if it is up, otherwise in a temporary lab.
 pub(crate) async fn with_any_lab<T, W>(
     ui: &Ui,
     run: &Run,
@@ -73,7 +73,7 @@ where
     with_lab(ui, &Run::named(own)?, options, After::Down, work).await
 }
 
-/// Ends when this process is asked to.
+/// Waits for SIGTERM or SIGINT.
 pub(crate) async fn interrupted() -> Result<anyhow::Error> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot handle SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot handle SIGINT")?;

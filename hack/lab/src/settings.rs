@@ -1,4 +1,4 @@
-//! Flags that parts run with instead of their usual ones, for a while: what a setting costs is measured by changing it.
+//! Temporary flags of components, to measure the effect of a setting.
 
 use std::str::FromStr;
 
@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use crate::lab::Lab;
 use crate::state::Part;
 
-/// One flag of one part, written `PART:FLAG[=VALUE]`.
+/// One flag of one component, written `COMPONENT:FLAG[=VALUE]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
     part: String,
@@ -21,8 +21,8 @@ impl FromStr for Setting {
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || {
             format!(
-                "{text:?} is not PART:FLAG or PART:FLAG=VALUE, as in g1-provisioner:kube-api-qps=5; \
-                 `cargo lab status` shows the parts"
+                "{text:?} is not COMPONENT:FLAG or COMPONENT:FLAG=VALUE, as in g1-provisioner:kube-api-qps=5; \
+                 `cargo lab status` shows the components"
             )
         };
         let (part, flag) = text.split_once(':').ok_or_else(form)?;
@@ -39,7 +39,7 @@ impl FromStr for Setting {
 }
 
 impl Setting {
-    /// A part's words with this flag in the place of what was said of it before.
+    /// Sets the flag in a command line, replacing any earlier value.
     fn put(&self, words: &mut Vec<String>) {
         let flag = format!("--{}", self.flag);
         let is_same = |word: &String| *word == flag || word.starts_with(&format!("{flag}="));
@@ -52,7 +52,7 @@ impl Setting {
 }
 
 impl Lab {
-    /// Does some work while parts run with other flags than usual. However it ends, they run with the usual ones again.
+    /// Runs `work` while components run with changed flags. Always restores the usual flags.
     pub async fn with_settings<T>(
         &self,
         settings: &[Setting],
@@ -67,7 +67,7 @@ impl Lab {
                 let part = self.run().state()?.parts.remove(name);
                 let part = part.with_context(|| {
                     format!(
-                        "the lab has no part {name:?} to set flags of; `cargo lab status` shows the parts"
+                        "the lab has no component {name:?} to set flags of; `cargo lab status` shows the components"
                     )
                 })?;
                 usual.push((name.clone(), part.clone()));
@@ -89,7 +89,7 @@ impl Lab {
     async fn run_as(&self, name: &str, part: Part) -> Result<()> {
         self.stop(name).await?;
         self.run().record(name, part)?;
-        self.start(name).await.with_context(|| format!("{name} does not start with other flags"))
+        self.start(name).await.with_context(|| format!("{name} does not start with the changed flags"))
     }
 }
 
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_flag_takes_the_place_of_what_was_said_before() {
+    fn a_flag_replaces_its_earlier_value() {
         let mut words: Vec<String> =
             ["/bin/csi-provisioner", "--kube-api-qps=500", "--kube-api-burst=1000"].map(str::to_owned).into();
         let setting: Setting = "g1-provisioner:--kube-api-qps=5".parse().unwrap();

@@ -1,4 +1,4 @@
-//! What a run has made, on disk before it is made, so that `down` finds all of it after any crash.
+//! State of a run, written before each resource is created, so that `down` finds everything after a crash.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,20 +7,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::ready::Ready;
 
-/// Everything about a run. Lives in `state.json` of the run folder.
+/// Everything about a run, stored in `state.json` of the run folder.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct State {
     /// The run's name.
     pub name: String,
-    /// The boot during which it was made.
+    /// ID of the boot in which the run was created.
     pub boot_id: String,
     /// The folder with the built tools (Kubernetes, containerd).
     pub tools: PathBuf,
-    /// The folder with the system's own binaries.
+    /// The folder with Nestor's programs.
     pub binaries: PathBuf,
-    /// A folder with a short path, since unix socket paths have less than 108 bytes.
+    /// A folder with a short path: paths of Unix sockets have less than 108 bytes.
     pub sockets: PathBuf,
-    /// `up` ended well.
+    /// Whether `up` completed.
     pub complete: bool,
     /// The processes on this host, by name.
     pub parts: BTreeMap<String, Part>,
@@ -32,26 +32,26 @@ pub struct State {
     pub infra: Option<Infra>,
     /// The virtual machines.
     pub vms: BTreeMap<String, Vm>,
-    /// Nodes that this host plays.
+    /// Loop and simulated nodes.
     pub loop_nodes: BTreeMap<String, LoopNodeRecord>,
 }
 
-/// A process of the run: all that is needed to start it again.
+/// A process of the run, with everything needed to start it again.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Part {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Environment beyond the lab's own.
+    /// Environment in addition to the lab's own.
     #[serde(default)]
     pub env: BTreeMap<String, String>,
     /// When it counts as ready.
     pub ready: Ready,
-    /// Base URL of its `/metrics`, where it has them.
+    /// Base URL of its `/metrics`, if it serves them.
     #[serde(default)]
     pub http: Option<String>,
-    /// How long it may take to end by itself before it is killed, in seconds.
+    /// Seconds to exit after SIGTERM before it is killed.
     pub grace: u64,
-    /// The part with whose end it ends, as a sidecar does with its driver.
+    /// For a sidecar: its driver, with which it exits.
     #[serde(default)]
     pub driver: Option<String>,
 }
@@ -65,7 +65,7 @@ pub struct Cluster {
     pub server: String,
     /// The administrator's kubeconfig.
     pub kubeconfig: PathBuf,
-    /// Its authority's certificate.
+    /// The certificate of its authority.
     pub ca: PathBuf,
     /// Audit log, as JSON lines.
     pub audit_log: PathBuf,
@@ -76,9 +76,9 @@ pub struct Cluster {
 pub struct Guest {
     /// Its control plane.
     pub cluster: Cluster,
-    /// Its namespace in the management cluster, which it may have in common with others.
+    /// Its namespace in the management cluster, which other guests may share.
     pub namespace: String,
-    /// Its identity in the management cluster; empty until the control plane is up.
+    /// Its cluster ID; empty until the control plane is up.
     pub cluster_id: String,
     /// gc-csi's controller socket.
     pub controller_socket: PathBuf,
@@ -95,30 +95,30 @@ pub struct Infra {
     pub pools: BTreeMap<String, PathBuf>,
     /// Where the loop hypervisor shows disks: one folder per node UUID.
     pub loop_root: PathBuf,
-    /// Where the simulated hypervisor notes disks: one folder per node UUID.
+    /// Where the simulated hypervisor records disks: one folder per node UUID.
     pub simulated_root: PathBuf,
-    /// URI of the run's own libvirt.
+    /// URI of the run's libvirt.
     pub libvirt_uri: String,
     /// mgmt-csi's socket.
     pub mgmt_socket: PathBuf,
 }
 
-/// A virtual machine.
+/// A libvirt VM.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Vm {
     /// The guest cluster whose node it is.
     pub guest: String,
-    /// Domain UUID, which is its DMI UUID too.
+    /// UUID of the domain, and in its DMI data.
     pub uuid: String,
     /// The zone it is in.
     pub zone: String,
     /// `kvm` or `tcg`.
     pub accelerator: String,
-    /// Port on this host that leads to its kubelet.
+    /// Port on this host that is forwarded to its kubelet.
     pub kubelet_port: u16,
 }
 
-/// A node that this host plays.
+/// A loop or simulated node.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LoopNodeRecord {
     /// The guest it belongs to.

@@ -1,4 +1,4 @@
-//! What a lab is made of, and how each part is.
+//! Status of a lab and its components.
 
 use anyhow::Result;
 use futures::future::join_all;
@@ -12,14 +12,14 @@ use crate::state::{Part, State, Vm};
 use crate::ui::{say, table};
 use crate::vm;
 
-/// Prints every part, and tells whether all are well.
+/// Prints every component, and returns whether all are ready.
 pub async fn status(run: &Run) -> Result<bool> {
     let state = run.state()?;
     let parts = join_all(state.parts.iter().map(|(name, part)| part_row(run, name, part))).await;
     let vms = join_all(state.vms.iter().map(|(name, machine)| vm_row(run, &state, name, machine))).await;
     let rows: Vec<Row> = parts.into_iter().chain(vms).collect();
     let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
-    for line in table(&["PART", "STATE", "PID", "WHERE"], &cells) {
+    for line in table(&["COMPONENT", "STATE", "PID", "ADDRESS"], &cells) {
         say(line);
     }
     say(format!("\nrun folder  {}", run.dir().display()));
@@ -31,30 +31,30 @@ pub async fn status(run: &Run) -> Result<bool> {
     {
         say(format!("kubeconfig  {name:<5} {}", cluster.kubeconfig.display()));
     }
-    let well = state.complete && rows.iter().all(|row| row.state == "ready");
+    let ready = state.complete && rows.iter().all(|row| row.state == "ready");
     if state.boot_id != boot_id() {
-        say("\nthe machine was restarted since: `cargo lab down`, then `cargo lab up`");
+        say("\nthe host was restarted since `up`: run `cargo lab down`, then `cargo lab up`");
     } else if !state.complete {
-        say("\n`up` did not end well: `cargo lab down`, then `cargo lab up`");
+        say("\n`up` did not complete: run `cargo lab down`, then `cargo lab up`");
     }
-    Ok(well)
+    Ok(ready)
 }
 
 struct Row {
     name: String,
     state: String,
     pid: Option<i32>,
-    place: String,
+    address: String,
 }
 
 impl Row {
     fn cells(&self) -> Vec<String> {
         let pid = self.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string());
-        vec![self.name.clone(), self.state.clone(), pid, self.place.clone()]
+        vec![self.name.clone(), self.state.clone(), pid, self.address.clone()]
     }
 }
 
-/// As much of a reason as a table can hold.
+/// The first line of a reason, cut to fit into the table.
 fn not_ready(reason: &str) -> String {
     let line: String = reason.lines().next().unwrap_or_default().chars().take(90).collect();
     format!("NOT READY: {line}")
@@ -69,7 +69,12 @@ async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
             Err(reason) => not_ready(&reason),
         },
     };
-    Row { name: name.to_owned(), state, pid: process.map(|process| process.pid), place: part.ready.place() }
+    Row {
+        name: name.to_owned(),
+        state,
+        pid: process.map(|process| process.pid),
+        address: part.ready.address(),
+    }
 }
 
 async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
@@ -80,18 +85,20 @@ async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
             node_state(state, name, machine).await.unwrap_or_else(|error| not_ready(&format!("{error:#}")))
         }
     };
-    let place = format!(
+    let address = format!(
         "{} of {}, {}, {}, kubelet on {}",
         machine.uuid, machine.guest, machine.zone, machine.accelerator, machine.kubelet_port
     );
-    Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), place }
+    Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), address }
 }
 
 async fn node_state(state: &State, name: &str, machine: &Vm) -> Result<String> {
-    let Some(guest) = state.guests.get(&machine.guest) else { return Ok("NOT READY: no guest".to_owned()) };
+    let Some(guest) = state.guests.get(&machine.guest) else {
+        return Ok("NOT READY: no guest cluster".to_owned());
+    };
     let nodes: Api<Node> = Api::all(kubeconfig::client(&guest.cluster.kubeconfig).await?);
-    let Some(node) = nodes.get_opt(name).await? else { return Ok("NOT READY: no node".to_owned()) };
+    let Some(node) = nodes.get_opt(name).await? else { return Ok("NOT READY: no Node object".to_owned()) };
     let conditions = node.status.and_then(|status| status.conditions).unwrap_or_default();
     let ready = conditions.iter().any(|condition| condition.type_ == "Ready" && condition.status == "True");
-    Ok(if ready { "ready" } else { "NOT READY: the node is not" }.to_owned())
+    Ok(if ready { "ready" } else { "NOT READY: the Node is not ready" }.to_owned())
 }

@@ -1,13 +1,13 @@
-//! What the lab shows while it works: spinners on a terminal, plain lines elsewhere.
+//! Progress output: spinners on a terminal, plain lines elsewhere.
 //!
-//! Progress goes to standard error; results that another program may read go to standard output.
+//! Progress goes to standard error, results to standard output.
 
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
-/// Where progress is shown. Cheap to clone.
+/// Progress output. Cheap to clone.
 #[derive(Clone)]
 pub struct Ui {
     start: Instant,
@@ -22,12 +22,12 @@ impl Default for Ui {
 }
 
 impl Ui {
-    /// Time since the command began.
+    /// Time since the start of the command.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// One line, with the time since the command began before it.
+    /// Prints a line, prefixed with the time since the start of the command.
     pub fn line(&self, text: impl AsRef<str>) {
         let text = format!("{:>7.1}s  {}", self.elapsed().as_secs_f64(), text.as_ref());
         match &self.bars {
@@ -36,7 +36,7 @@ impl Ui {
         }
     }
 
-    /// Begins something that takes time. Without [`Step::done`] it vanishes silently, as its error speaks for it.
+    /// Starts a step that takes time. Without [`Step::done`] it ends silently: its error is reported elsewhere.
     pub fn step(&self, name: impl Into<String>) -> Step {
         let name = name.into();
         let bar = self.bars.as_ref().map(|bars| {
@@ -48,33 +48,33 @@ impl Ui {
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
         });
-        Step { ui: self.clone(), name, bar, start: Instant::now(), told: Instant::now() }
+        Step { ui: self.clone(), name, bar, start: Instant::now(), last_line: Instant::now() }
     }
 }
 
-/// Something under way.
+/// A step in progress.
 pub struct Step {
     ui: Ui,
     name: String,
     bar: Option<ProgressBar>,
     start: Instant,
-    told: Instant,
+    last_line: Instant,
 }
 
 impl Step {
-    /// How far it is. Without a terminal, a line now and then.
+    /// Shows progress. Without a terminal, prints at most one line per 15 seconds.
     pub fn message(&mut self, text: impl AsRef<str>) {
         match &self.bar {
             Some(bar) => bar.set_message(text.as_ref().to_owned()),
-            None if self.told.elapsed() > Duration::from_secs(15) => {
-                self.told = Instant::now();
+            None if self.last_line.elapsed() > Duration::from_secs(15) => {
+                self.last_line = Instant::now();
                 self.ui.line(format!("{}: {}", self.name, text.as_ref()));
             }
             None => {}
         }
     }
 
-    /// It is done.
+    /// Prints that the step is done.
     pub fn done(self) {
         self.ui.line(format!("{} ({:.1}s)", self.name, self.start.elapsed().as_secs_f64()));
     }
@@ -88,7 +88,7 @@ impl Drop for Step {
     }
 }
 
-/// A line of result on standard output. A reader that went away is no error.
+/// Prints a line of the result to standard output. Ignores a closed pipe.
 pub fn say(text: impl AsRef<str>) {
     let _ = writeln!(std::io::stdout(), "{}", text.as_ref());
 }

@@ -1,4 +1,4 @@
-//! Bringing a lab up: what depends on nothing starts at once, the rest as soon as what it needs is ready.
+//! Start of a lab: everything starts as soon as its dependencies are ready.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,27 +14,27 @@ use crate::ui::Ui;
 use crate::vm::{self, libvirtd};
 use crate::{drivers, infra, kubeconfig, machines};
 
-/// The guest whose nodes the virtual machines are.
+/// The guest that all VMs belong to.
 const VM_GUEST: &str = "g1";
 /// The management namespace of guests that share one.
 const ONE_NAMESPACE: &str = "guests";
 
-/// What to bring up.
+/// What to start.
 #[derive(Debug, Clone, clap::Args)]
 pub struct UpOptions {
-    /// Virtual machines, all nodes of guest g1.
+    /// Number of virtual machines, all nodes of guest g1.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=16))]
     pub vms: u32,
-    /// Guest clusters, named g1, g2 and so on.
+    /// Number of guest clusters, named g1, g2 and so on.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=8))]
     pub guests: u32,
-    /// All guests share one namespace of the management cluster; else each has one of its own.
+    /// Put all guests into one namespace of the management cluster, instead of one namespace each.
     #[arg(long)]
     pub one_namespace: bool,
-    /// Replicas of each controller of ours, each with sidecars; several elect leaders.
+    /// Number of replicas of each Nestor controller with its sidecars. Several replicas use leader election.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=5))]
     pub replicas: u32,
-    /// Run the system's release build.
+    /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
 }
@@ -45,7 +45,7 @@ impl Default for UpOptions {
     }
 }
 
-/// What was built or found in the cache.
+/// The built or cached inputs of a lab.
 struct Built {
     tools: PathBuf,
     snapshot_definitions: PathBuf,
@@ -53,13 +53,13 @@ struct Built {
     binaries: PathBuf,
 }
 
-/// A guest that is planned: its control plane, and its record in the state.
+/// A guest that is not started yet: its control plane, and its record in the state.
 struct PlannedGuest {
     plane: ControlPlane,
     guest: Guest,
 }
 
-/// Brings a lab up; when it returns, every part is ready.
+/// Starts a lab; returns when every component is ready.
 pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
@@ -68,7 +68,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     let _alone = lock(&run.dir().with_extension("lock"))?;
     if run.exists() {
         bail!(
-            "there is a lab at {} already: `cargo lab status` shows it, `cargo lab down` takes it down",
+            "a lab already exists at {}: `cargo lab status` shows it, `cargo lab down` takes it down",
             run.dir().display()
         );
     }
@@ -85,7 +85,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         .map(|(name, zone)| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, zone, accelerator)?)))
         .collect::<Result<_>>()?;
 
-    // The machines boot while the control planes come up: it is what takes longest.
+    // The VMs boot while the control planes start, because booting takes longest.
     futures::try_join!(
         start_infra(ui, run, &built, &guests, &vms),
         start_management(ui, run, &built, &management),
@@ -107,7 +107,7 @@ async fn prepare(ui: &Ui, release: bool) -> Result<Built> {
 }
 
 fn make_folders(run: &Run, built: &Built) -> Result<()> {
-    // Logs that a failed run left.
+    // Logs of a failed run.
     let _ = fs::remove_dir_all(run.dir());
     fs::create_dir_all(run.dir()).with_context(|| format!("cannot make {}", run.dir().display()))?;
     let name = run.dir().file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -148,7 +148,7 @@ async fn start_infra(
     vms: &[(String, Vm)],
 ) -> Result<()> {
     let step = ui.step("pools and libvirt");
-    // libvirt's mount namespace begins with what is mounted now.
+    // libvirt's mount namespace starts as a copy of the current mounts.
     let pools = infra::mount_pools(run).await?;
     libvirtd::start(ui, run).await?;
     step.done();
@@ -186,7 +186,7 @@ async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) ->
     Ok(())
 }
 
-/// Namespaces, machines' objects, and all of our own parts.
+/// Creates namespaces and VirtualMachine objects, and starts all of Nestor's components.
 async fn start_system(
     ui: &Ui,
     run: &Run,
@@ -224,7 +224,7 @@ async fn start_system(
 
 async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, Vm)]) -> Result<()> {
     let joins = vms.iter().map(|(name, machine)| async move {
-        let step = ui.step(format!("{name} is a ready node with the driver"));
+        let step = ui.step(format!("{name} is a ready node with gc-csi-node"));
         let client = kubeconfig::client(&planned(guests, &machine.guest)?.plane.cluster.kubeconfig).await?;
         vm::wait_for_node(run, &client, name).await?;
         vm::wait_for_driver(run, &client, name).await?;

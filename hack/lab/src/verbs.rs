@@ -1,4 +1,4 @@
-//! The small verbs: logs, kubectl, generate, bench.
+//! Small verbs: logs, kubectl, generate, bench, soak.
 
 use std::fs;
 use std::process::{ExitCode, Stdio};
@@ -11,7 +11,7 @@ use crate::run::{Run, repository};
 use crate::state::Cluster;
 use crate::ui::say;
 
-/// Shows a log, or follows it.
+/// Prints or follows a log.
 pub async fn logs(run: &Run, name: &str, follow: bool) -> Result<ExitCode> {
     let path = run.log(name);
     if !path.exists() {
@@ -48,31 +48,31 @@ pub async fn kubectl(run: &Run, cluster: &str, args: &[String]) -> Result<ExitCo
     foreground(kubectl.arg("--kubeconfig").arg(&found.kubeconfig).args(args)).await
 }
 
-/// Writes the definitions under `crds/yaml/` as the types are now.
+/// Writes the definitions in `crds/yaml/` from the Rust types.
 pub fn generate() -> Result<()> {
     let folder = repository().join("crds/yaml");
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let wanted = crds::generate::all();
+    let expected = crds::generate::all();
     for entry in fs::read_dir(&folder)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if !wanted.iter().any(|(file, _)| *file == name) {
+        if !expected.iter().any(|(file, _)| *file == name) {
             fs::remove_file(entry.path())?;
             say(format!("removed crds/yaml/{name}"));
         }
     }
-    for (name, yaml) in wanted {
+    for (name, yaml) in expected {
         let path = folder.join(&name);
         let changed = fs::read_to_string(&path).ok().as_ref() != Some(&yaml);
         if changed {
             fs::write(&path, yaml).with_context(|| format!("cannot write {}", path.display()))?;
         }
-        say(format!("{} crds/yaml/{name}", if changed { "wrote" } else { "same " }));
+        say(format!("{} crds/yaml/{name}", if changed { "wrote    " } else { "unchanged" }));
     }
     Ok(())
 }
 
-/// Runs a bench, over a lab where it needs one.
+/// Runs a bench, with a lab if it needs one.
 pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<ExitCode> {
     let mut bench = cargo();
     bench.args(["run", "--quiet", "--release", "-p", "bench", "--", name]).args(args);
@@ -82,7 +82,7 @@ pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<Exi
     foreground(&mut bench).await
 }
 
-/// Runs the random operations and faults against a lab.
+/// Runs the soak test, with random operations and faults, against a lab.
 pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode> {
     let mut soak = cargo();
     soak.args([
@@ -93,7 +93,7 @@ pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode
         "--test",
         "blackbox",
         "--",
-        "soak::whatever",
+        "soak::random_operations_and_faults",
         "--nocapture",
     ]);
     soak.env("NESTOR_LAB", lab.dir()).env("NESTOR_SOAK_MINUTES", minutes.to_string());
@@ -103,14 +103,14 @@ pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode
     foreground(&mut soak).await
 }
 
-/// The cargo that runs us, in the repository and in the foreground: an interrupt reaches it too.
+/// The cargo that runs us, in the repository. It runs in the foreground, so that an interrupt reaches it.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_owned()));
     command.current_dir(repository());
     command
 }
 
-/// Runs a program with our own input and output, and gives its exit code.
+/// Runs a program with our input and output, and returns its exit code.
 pub(crate) async fn foreground(command: &mut Command) -> Result<ExitCode> {
     command.stdin(Stdio::inherit()).kill_on_drop(true);
     let program = command.as_std().get_program().to_string_lossy().into_owned();

@@ -1,4 +1,4 @@
-//! `cargo lab test`: everything that must hold before a change goes in, with the time of each stage.
+//! `cargo lab test`: all checks of a change, with the time of each stage.
 
 use std::fs;
 use std::path::Path;
@@ -17,24 +17,24 @@ use crate::ui::{Ui, say, table};
 use crate::up::UpOptions;
 use crate::verbs::{self, cargo, foreground};
 
-/// How long the soak of `--all` goes on.
+/// Duration of the soak test of `--all`.
 const SOAK_MINUTES: u64 = 20;
 
-/// How many steps the model's tests of `--all` make for each budget: more than most of them have.
+/// Steps of the model tests of `--all` for each fault budget: more than most of them have.
 const MODEL_STEPS: &str = "5000000";
 
-/// The stages so far.
+/// The stages that have run.
 #[derive(Default)]
 struct Stages {
     rows: Vec<(String, String, Duration)>,
 }
 
 impl Stages {
-    fn note(&mut self, name: &str, outcome: impl Into<String>, start: Instant) {
+    fn record(&mut self, name: &str, outcome: impl Into<String>, start: Instant) {
         self.rows.push((name.to_owned(), outcome.into(), start.elapsed()));
     }
 
-    /// Runs cargo as a stage. The outcome is whether it held.
+    /// Runs cargo as a stage. Returns whether it passed.
     async fn cargo(&mut self, ui: &Ui, name: &str, args: &[&str], lab: Option<&Lab>) -> Result<bool> {
         let mut command = cargo();
         command.args(args).env("RUSTDOCFLAGS", "-D warnings");
@@ -48,9 +48,9 @@ impl Stages {
     /// Runs a command as a stage.
     async fn run(&mut self, name: &str, command: &mut Command) -> Result<bool> {
         let start = Instant::now();
-        let held = foreground(command).await? == ExitCode::SUCCESS;
-        self.note(name, if held { "ok" } else { "FAILED" }, start);
-        Ok(held)
+        let passed = foreground(command).await? == ExitCode::SUCCESS;
+        self.record(name, if passed { "ok" } else { "FAILED" }, start);
+        Ok(passed)
     }
 
     fn print(&self) {
@@ -70,24 +70,24 @@ impl Stages {
 /// Which tests to run.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Selection {
-    /// Only black-box tests whose names contain this.
+    /// Run only black-box tests whose names contain this text.
     filter: Option<String>,
-    /// Only formatting, lints and unit tests: no lab.
+    /// Run only formatting, lints and unit tests; starts no lab.
     #[arg(long, conflicts_with_all = ["all", "filter"])]
     quick: bool,
-    /// Also what takes longer: licences, sources and unused dependencies, whose tools are built first, and a soak.
+    /// Also run the longer checks: licences, dependency sources, unused dependencies (builds the tools), and a soak test.
     #[arg(long, conflicts_with = "filter")]
     all: bool,
 }
 
-/// Runs all stages. What needs no lab comes first, and must hold before a lab is brought up.
+/// Runs all stages. The stages without a lab run first and must pass before a lab is started.
 pub async fn verify(ui: &Ui, selection: &Selection) -> Result<ExitCode> {
     let mut stages = Stages::default();
     let outcome = run_stages(ui, selection, &mut stages).await;
     stages.print();
     match outcome {
         Ok(()) => {
-            say(format!("all held in {:.0}s", ui.elapsed().as_secs_f64()));
+            say(format!("all stages passed in {:.0}s", ui.elapsed().as_secs_f64()));
             Ok(ExitCode::SUCCESS)
         }
         Err(error) => Err(error),
@@ -97,21 +97,21 @@ pub async fn verify(ui: &Ui, selection: &Selection) -> Result<ExitCode> {
 async fn run_stages(ui: &Ui, selection: &Selection, stages: &mut Stages) -> Result<()> {
     let start = Instant::now();
     cache::packages::ensure(ui).await?;
-    stages.note("packages", "ok", start);
-    // The black-box tests are built before there are machines to compete with. kube-kit's own tests want another tokio,
-    // with a clock that can be stopped: beside the others, everything would be built twice.
+    stages.record("packages", "ok", start);
+    // The black-box tests are built before VMs compete for the CPU. kube-kit's own tests use tokio with a clock that can
+    // be paused; with the other crates in one command, everything would be built twice.
     let quick: [(&str, &[&str]); 7] = [
         ("formatting", &["fmt", "--all", "--check"]),
         ("lints", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]),
         ("documentation", &["doc", "--workspace", "--no-deps"]),
         ("unit tests", &["test", "--workspace", "--exclude", "tests", "--exclude", "kube-kit"]),
         ("unit tests of kube-kit", &["test", "-p", "kube-kit"]),
-        ("black-box tests, built", &["test", "-p", "tests", "--no-run"]),
-        ("their helpers", &["test", "-p", "tests", "--lib"]),
+        ("build of the black-box tests", &["test", "-p", "tests", "--no-run"]),
+        ("unit tests of the test helpers", &["test", "-p", "tests", "--lib"]),
     ];
     for (name, args) in quick {
         if !stages.cargo(ui, name, args, None).await? {
-            bail!("{name} did not hold; the lab was not brought up");
+            bail!("{name} failed; the lab was not started");
         }
     }
     if selection.quick {
@@ -125,22 +125,22 @@ async fn run_stages(ui: &Ui, selection: &Selection, stages: &mut Stages) -> Resu
     let run = Run::named("test")?;
     let options = UpOptions { guests: 2, one_namespace: true, ..UpOptions::default() };
     with_lab(ui, &run, &options, After::Down, async |lab| {
-        stages.note("lab up", "ok", start);
-        over_lab(ui, selection, stages, lab).await
+        stages.record("lab up", "ok", start);
+        run_in_lab(ui, selection, stages, lab).await
     })
     .await
 }
 
-/// The model's tests again, through more states than anybody waits for every day.
+/// Runs the model tests through more states than usual.
 async fn model(stages: &mut Stages) -> Result<()> {
     let mut command = cargo();
     command.args(["test", "--workspace", "--exclude", "tests", "--exclude", "kube-kit", "--test", "attach"]);
     command.env("NESTOR_MODEL_STATES", MODEL_STEPS);
-    ensure!(stages.run("the model, further", &mut command).await?, "the model did not hold");
+    ensure!(stages.run("model with more states", &mut command).await?, "the model tests failed");
     Ok(())
 }
 
-/// Checks of the dependencies, by tools that are built once. Advisories are left out: their database is elsewhere.
+/// Checks the dependencies with tools that are built once. Advisories are left out: their database is online.
 async fn dependencies(ui: &Ui, stages: &mut Stages) -> Result<()> {
     let checks: [(&str, &str, &[&str]); 2] = [
         ("cargo-deny", "0.20.2", &["--offline", "check", "bans", "licenses", "sources"]),
@@ -149,9 +149,9 @@ async fn dependencies(ui: &Ui, stages: &mut Stages) -> Result<()> {
     for (tool, version, args) in checks {
         let start = Instant::now();
         let folder = cache::cargo::tool(ui, tool, version).await?;
-        stages.note(&format!("{tool} {version}, built"), "ok", start);
+        stages.record(&format!("build of {tool} {version}"), "ok", start);
         if !stages.run(tool, &mut check(&folder, tool, args)).await? {
-            bail!("{tool} found something; the lab was not brought up");
+            bail!("{tool} found problems; the lab was not started");
         }
     }
     Ok(())
@@ -163,37 +163,37 @@ fn check(folder: &Path, tool: &str, args: &[&str]) -> Command {
     command
 }
 
-async fn over_lab(ui: &Ui, selection: &Selection, stages: &mut Stages, lab: &Lab) -> Result<()> {
+async fn run_in_lab(ui: &Ui, selection: &Selection, stages: &mut Stages, lab: &Lab) -> Result<()> {
     let runs = match &selection.filter {
         Some(filter) => vec![(filter.clone(), filter.clone())],
         None => capabilities()?.into_iter().map(|name| (format!("{name}::"), name)).collect(),
     };
-    let mut held = true;
+    let mut passed = true;
     for (only, name) in runs {
         let args = ["test", "-p", "tests", "--test", "blackbox", "--", &only];
-        held &= stages.cargo(ui, &name, &args, Some(lab)).await?;
+        passed &= stages.cargo(ui, &name, &args, Some(lab)).await?;
     }
     if selection.all {
         let start = Instant::now();
-        let held_out = verbs::soak(lab, SOAK_MINUTES, None).await? == ExitCode::SUCCESS;
-        stages.note("soak", if held_out { "ok" } else { "FAILED" }, start);
-        held &= held_out;
+        let soak_passed = verbs::soak(lab, SOAK_MINUTES, None).await? == ExitCode::SUCCESS;
+        stages.record("soak", if soak_passed { "ok" } else { "FAILED" }, start);
+        passed &= soak_passed;
     }
     for tier in [Tier::Guest, Tier::Mgmt] {
         let start = Instant::now();
         let counts = sanity(ui, lab, tier).await?;
         let text = counts.to_string();
         let (name, numbers) = text.split_once(": ").unwrap_or((&text, ""));
-        stages.note(name, numbers, start);
-        held &= counts.good();
+        stages.record(name, numbers, start);
+        passed &= counts.success();
     }
-    if !held {
-        bail!("not all tests held");
+    if !passed {
+        bail!("tests failed");
     }
     Ok(())
 }
 
-/// The files of the black-box tests, each of which is a module of their program.
+/// The modules of the black-box tests, one per file.
 fn capabilities() -> Result<Vec<String>> {
     let folder = repository().join("tests/tests");
     let main = folder.join("main.rs");

@@ -1,4 +1,4 @@
-//! Removes what a scenario made, in both tiers, however far it came.
+//! Cleanup of a scenario's objects in both tiers, however far it came.
 
 use std::collections::BTreeSet;
 
@@ -13,13 +13,13 @@ use super::{Scenario, delete, gone, set_policy};
 use crate::{PATIENCE, eventually};
 
 impl Scenario {
-    /// Notes every management claim of the scenario and the infra volume behind it.
+    /// Records every management claim of the scenario and the volume behind it.
     async fn take_stock(&self) -> Result<()> {
         let claims = self.claims().list(&ListParams::default()).await?;
         for claim in claims.into_iter().filter(|claim| self.is_own(claim)) {
             self.made().claims.insert(claim.name_any());
             if let Some(uid) = claim.uid() {
-                // The name that csi-provisioner gives, which the infra has as the volume's id.
+                // The name of the PersistentVolume and the ID of the volume in the storage infra.
                 self.made().volumes.insert(VolumeId::new(format!("pvc-{uid}"))?);
             }
         }
@@ -80,7 +80,7 @@ impl Scenario {
         self.clean_pools().await
     }
 
-    /// Lets go of every volume that a reclaim policy would keep.
+    /// Sets the reclaim policy of every volume that would be kept to Delete.
     async fn release(&self) -> Result<()> {
         let claims = self.made().claims.clone();
         let is_below =
@@ -89,7 +89,7 @@ impl Scenario {
         let by_hand = |volume: &PersistentVolume| volume.labels().get("test") == Some(&self.name);
         let is_above = |claim: &ObjectReference| claim.namespace.as_ref() == Some(&self.name);
         let volumes = self.guest_volumes();
-        // What is made by hand goes without the driver, which may have every reason to refuse.
+        // Static volumes are deleted without the driver, which may refuse.
         set_policies(&volumes, "Retain", |volume, _| by_hand(volume)).await?;
         set_policies(&volumes, "Delete", |volume, claim| !by_hand(volume) && claim.is_some_and(is_above))
             .await
@@ -113,7 +113,7 @@ impl Scenario {
         for content in contents.list(&by_hand).await? {
             delete(&contents, &content.name_any()).await?;
         }
-        // A snapshot stays while a claim that waits is to be made from it, and a claim while a snapshot is taken of it.
+        // A snapshot is kept while a pending claim restores it, and a claim while a snapshot of it is taken.
         for claim in claims.list(&ListParams::default()).await? {
             delete(&claims, &claim.name_any()).await?;
         }
@@ -131,7 +131,7 @@ impl Scenario {
             for volume in volumes.list(&by_hand).await? {
                 delete(&volumes, &volume.name_any()).await?;
             }
-            gone("volumes made by hand", || async {
+            gone("static volumes", || async {
                 Ok(volumes.list(&by_hand).await?.items.iter().map(ResourceExt::name_any).collect())
             })
             .await?;
@@ -147,12 +147,12 @@ impl Scenario {
         .await?;
         delete(&Api::<Namespace>::all(self.guest.clone()), &self.name).await
     }
-
+    /// Detaches all disks of the scenario's nodes, and removes the nodes.
     /// Detaches whatever the scenario's machines still have, and removes them.
     async fn clean_nodes(&self) -> Result<()> {
         let nodes = std::mem::take(&mut self.made().nodes);
         for (node, driver) in nodes {
-            let entries = self.machines().get_opt(&node.name).await?.map(|machine| machine.spec.volumes);
+            let entries = self.machines().get_opt(&node.name).await?.map(|vm| vm.spec.volumes);
             for claim in entries.unwrap_or_default().into_iter().filter_map(|e| e.persistent_volume_claim) {
                 let claim = claim.claim_name;
                 eventually(&format!("{claim} detached from {}", node.name), PATIENCE, || async {
@@ -167,7 +167,7 @@ impl Scenario {
     }
 }
 
-/// Gives the volumes that `whose` picks, by themselves and the claims they are bound to, this reclaim policy.
+/// Sets the reclaim policy of the volumes that `whose` selects by themselves and their claims.
 async fn set_policies(
     volumes: &Api<PersistentVolume>,
     policy: &str,

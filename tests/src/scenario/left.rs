@@ -1,4 +1,4 @@
-//! Looks for what a scenario left behind, in both tiers and the infra.
+//! Leftovers of a scenario in both tiers and the storage infra.
 
 use anyhow::{Result, bail};
 use kube::ResourceExt;
@@ -8,7 +8,7 @@ use lab::LoopNode;
 use super::{Scenario, gone};
 
 impl Scenario {
-    /// Waits until the infra and our attachments are free of a machine.
+    /// Waits until a node has no attachments in the management cluster and the storage infra.
     pub async fn nothing_is_attached(&self, node: &LoopNode) -> Result<()> {
         let uuid = node.uuid.to_string();
         gone(&format!("VolumeAttachments of {}", node.name), || async {
@@ -17,19 +17,19 @@ impl Scenario {
             Ok(own.map(ResourceExt::name_any).collect())
         })
         .await?;
-        gone(&format!("attachments of {} in the infra", node.name), || async {
+        gone(&format!("attachments of {} in the storage infra", node.name), || async {
             let list = self.infra.list_attachments(Some(uuid.parse()?), None).await?;
             Ok(list.iter().map(|one| format!("{} ({})", one.id, one.state)).collect())
         })
         .await?;
         let disks: Vec<_> = std::fs::read_dir(&node.by_id_dir).map(Iterator::collect).unwrap_or_default();
         if !disks.is_empty() {
-            bail!("{} still shows disks: {disks:?}", node.name);
+            bail!("{} still has disks: {disks:?}", node.name);
         }
         Ok(())
     }
 
-    /// Waits until neither tier nor the infra holds anything of the scenario's volumes.
+    /// Waits until both tiers and the storage infra hold nothing of the scenario's volumes.
     pub async fn nothing_is_left(&self) -> Result<()> {
         let (claims, volumes) = {
             let made = self.made();
@@ -51,7 +51,7 @@ impl Scenario {
         })
         .await?;
         gone("management snapshots", || self.own_snapshots()).await?;
-        gone("snapshots of the infra", || async {
+        gone("snapshots in the storage infra", || async {
             let list = self.infra.list_snapshots(None, None, None).await?.items;
             let own = list.iter().filter(|snapshot| volumes.contains(&snapshot.volume));
             Ok(own.map(|snapshot| snapshot.id.to_string()).collect())
@@ -63,7 +63,7 @@ impl Scenario {
             Ok(own.map(ResourceExt::name_any).collect())
         })
         .await?;
-        gone("volumes of the infra", || async {
+        gone("volumes in the storage infra", || async {
             let list = self.infra.list_volumes(None, None).await?.items;
             let own = list.iter().filter(|volume| {
                 volumes.contains(&volume.id)

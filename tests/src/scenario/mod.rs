@@ -1,4 +1,4 @@
-//! One test's world: connections, names of its own, and what it made.
+//! Scenario: the clients of one test, its unique names, and a record of the objects it created.
 
 mod cleaning;
 mod left;
@@ -27,15 +27,15 @@ pub(crate) use objects::{delete, gone, set_policy};
 /// The guest that the tests use.
 pub(crate) const GUEST: &str = "g1";
 
-/// Everything a test needs, and the record of what it made.
+/// Everything a test needs, and the record of what it created.
 pub struct Scenario {
     /// The lab.
     pub lab: Lab,
-    /// The scenario's own name, which is also that of its namespace in the guest.
+    /// Name of the scenario and of its namespace in the guest.
     pub name: String,
     /// The guest's namespace in the management cluster.
     pub namespace: String,
-    /// The guest's identity.
+    /// The guest's cluster ID.
     pub cluster_id: String,
     /// The guest cluster, as its administrator.
     pub guest: Client,
@@ -68,7 +68,7 @@ pub(crate) struct Made {
     pub(crate) machines: Vec<uuid::Uuid>,
 }
 
-/// A part that stands still until this is dropped.
+/// A paused process (SIGSTOP) that continues when this is dropped.
 pub struct Frozen(Pid);
 
 impl Frozen {
@@ -84,26 +84,26 @@ impl Drop for Frozen {
     }
 }
 
-/// Runs a test, removes what it made, however it ended, and then looks for what is left.
+/// Runs a test, removes its objects and checks for leftovers, whether the test succeeded or not.
 pub async fn run<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     let scenario = Arc::new(Scenario::begin().await?);
-    // In a task of its own, so that a failed assertion doesn't keep the cleaning from being done.
+    // In its own task, so that a failed assertion does not skip the cleanup.
     let outcome = tokio::spawn(body(scenario.clone())).await;
-    let cleaned = scenario.clean_up().await.context("cleaning up");
+    let cleaned = scenario.clean_up().await.context("cleanup");
     match outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))) {
         Ok(()) => cleaned,
         Err(error) => match cleaned {
             Ok(()) => Err(error),
-            Err(dirty) => Err(error.context(format!("(and afterwards: {dirty:#})"))),
+            Err(dirty) => Err(error.context(format!("(the cleanup failed too: {dirty:#})"))),
         },
     }
 }
 
-/// Keeps the tests of one file apart that would disturb each other.
+/// Serializes tests of one program that would disturb each other.
 pub async fn alone() -> tokio::sync::MutexGuard<'static, ()> {
     static ALONE: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
     ALONE.lock().await
@@ -134,67 +134,67 @@ impl Scenario {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Creates a volume of the default class by a CSI call, and gives its handle.
+    /// Creates a volume of the default class with a CSI call; returns its handle.
     pub async fn volume(&self) -> Result<String> {
         let request = driver::new_volume(&self.csi_name(), 4 * crate::MIB, "nestor");
         Ok(self.driver.create(request).await?.volume_id)
     }
 
-    /// A CSI name of the scenario's own; its volume is removed in the end.
+    /// A unique CSI name; its volume is deleted when the scenario ends.
     pub fn csi_name(&self) -> String {
         self.own(&unique(&self.name))
     }
 
-    /// Counts the volume of a CSI name as the scenario's own.
+    /// Adds the volume of a CSI name to the cleanup.
     pub fn own(&self, csi_name: &str) -> String {
         self.made().claims.insert(self.claim_name(csi_name));
         csi_name.to_owned()
     }
 
-    /// A machine that this host plays.
+    /// Creates a loop node.
     pub async fn node(&self) -> Result<LoopNode> {
         let node = self.lab.add_loop_node(&unique("loop")).await?;
         self.own_node(node.clone(), self.driver.clone());
         Ok(node)
     }
 
-    /// A machine that is only told of, and that csi-attacher attaches to.
+    /// Creates a simulated node that csi-attacher can attach to.
     pub async fn simulated_node(&self) -> Result<LoopNode> {
-        let node = self.lab.add_simulated_node(GUEST, &unique("machine")).await?;
+        let node = self.lab.add_simulated_node(GUEST, &unique("vm")).await?;
         self.own_node(node.clone(), self.driver.clone());
         self.lab.join_guest(&node).await?;
         Ok(node)
     }
 
-    /// Counts a machine as the scenario's own; its disks are unplugged by this driver in the end.
+    /// Adds a node to the cleanup, which detaches its disks with this driver.
     pub(crate) fn own_node(&self, node: LoopNode, driver: Driver) {
         self.made().nodes.push((node, driver));
     }
 
-    /// Says that there may be volumes of the scenario's own in the second guest.
+    /// Adds the volumes of the second guest to the cleanup.
     pub(crate) fn own_second_volume(&self) {
         self.made().second_guest_volumes = true;
     }
 
-    /// Stops a part of the lab as its orchestrator would. It runs again when the scenario ends, at the latest.
+    /// Stops a component of the lab with SIGTERM. It is started again when the scenario ends, at the latest.
     pub async fn stop_part(&self, part: &str) -> Result<()> {
         self.made().stopped.insert(part.to_owned());
         self.lab.stop(part).await
     }
 
-    /// Kills a part of the lab as a crash would. It runs again when the scenario ends, at the latest.
+    /// Kills a component of the lab, like a crash. It is started again when the scenario ends, at the latest.
     pub async fn kill_part(&self, part: &str) -> Result<()> {
         self.made().stopped.insert(part.to_owned());
         self.lab.kill(part).await
     }
 
-    /// Lets a part of the lab stand still, until what is given is dropped.
+    /// Pauses a component of the lab (SIGSTOP) until the result is dropped.
     pub fn freeze_part(&self, part: &str) -> Result<Frozen> {
         let pid = self.lab.pid(part).and_then(Pid::from_raw);
-        Frozen::stop(pid.with_context(|| format!("{part} does not run"))?)
+        Frozen::stop(pid.with_context(|| format!("{part} is not running"))?)
     }
 
-    /// Starts a part of the lab again, and the sidecars that ended with it.
+    /// Starts a component of the lab again, and the sidecars that exited with it.
     pub async fn start_part(&self, part: &str) -> Result<()> {
         self.lab.start(part).await
     }
@@ -211,7 +211,7 @@ impl Scenario {
         name
     }
 
-    /// Counts a management claim as the scenario's own that somebody other than gc-csi made; it is deleted in the end.
+    /// Adds a management claim that gc-csi does not create to the cleanup.
     pub(crate) fn new_management_claim(&self) -> String {
         let name = unique(&self.name);
         let mut made = self.made();
@@ -226,7 +226,7 @@ impl Scenario {
         name
     }
 
-    /// Counts a management snapshot as the scenario's own; it is deleted in the end.
+    /// Adds a management snapshot to the cleanup.
     pub(crate) fn own_snapshot(&self, name: String) -> String {
         self.made().management_snapshots.insert(name.clone());
         name

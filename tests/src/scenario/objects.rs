@@ -1,4 +1,4 @@
-//! Objects that may be gone already.
+//! Kubernetes objects that may not exist any more.
 
 use anyhow::{Context, Result};
 use k8s_openapi::api::core::v1::PersistentVolume;
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::{PATIENCE, eventually};
 
-/// Changes the reclaim policy of a volume, unless it is gone.
+/// Changes the reclaim policy of a volume, if it exists.
 pub(crate) async fn set_policy(volumes: &Api<PersistentVolume>, name: &str, policy: &str) -> Result<()> {
     let patch = Patch::Merge(json!({"spec": {"persistentVolumeReclaimPolicy": policy}}));
     match volumes.patch(name, &PatchParams::default(), &patch).await {
@@ -18,7 +18,7 @@ pub(crate) async fn set_policy(volumes: &Api<PersistentVolume>, name: &str, poli
     }
 }
 
-/// Deletes an object that may be gone.
+/// Deletes an object, if it exists.
 pub(crate) async fn delete<K>(api: &Api<K>, name: &str) -> Result<()>
 where
     K: Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,

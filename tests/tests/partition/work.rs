@@ -1,4 +1,4 @@
-//! Work that goes on while a link is away: what a guest's part has to do beneath it, what becomes of it, and what it wrote.
+//! Work during a network fault: operations of a controller behind a proxy, and checks of their results.
 
 use std::time::{Duration, Instant};
 
@@ -17,23 +17,23 @@ use tonic::{Code, Status};
 
 use super::LONG;
 
-/// How long a link is down that is down for long: longer than any pause before our programs try again.
+/// Duration of a long outage: longer than any retry interval of our programs.
 pub(super) fn outage() -> Duration {
     let seconds = std::env::var("NESTOR_TEST_OUTAGE").ok().and_then(|text| text.parse().ok());
     Duration::from_secs(seconds.unwrap_or(12))
 }
 
-/// Whether a sidecar tries again after this, and takes the work for possibly done.
+/// Whether a sidecar retries after this status, assuming that the operation may be done.
 pub(super) fn is_retryable(status: &Status) -> bool {
     matches!(status.code(), Code::Unavailable | Code::DeadlineExceeded | Code::Aborted)
 }
 
-/// Says how long ago something was.
+/// Prints the time since an instant.
 pub(super) fn say(what: &str, since: Instant) {
     println!("{what}: {:.1} s", since.elapsed().as_secs_f64());
 }
 
-/// Makes a call until it is answered well, as a sidecar does; every other answer must be one to try again after.
+/// Repeats a call like a sidecar until it succeeds; fails on a status that is not retryable.
 pub(super) async fn healed<T, F, R>(what: &str, back: Instant, call: F) -> Result<T>
 where
     F: Fn() -> R,
@@ -47,11 +47,11 @@ where
         }
     })
     .await?;
-    say(&format!("{what}, after the return"), back);
+    say(&format!("{what}, after the connection's return"), back);
     Ok(answer)
 }
 
-/// A guest's part beneath a link, with work to do: a disk to unplug, a volume to attach, and one to make.
+/// A controller behind a proxy with pending work: a disk to detach, a volume to attach, and a volume to create.
 pub(super) struct Busy {
     pub(super) link: Link,
     pub(super) beyond: Controller,
@@ -62,7 +62,7 @@ pub(super) struct Busy {
 }
 
 impl Busy {
-    /// Starts it, over a link that is open, and goes on writing to the disk that is plugged.
+    /// Starts the controller behind an open proxy, and a background writer on the attached disk.
     pub(super) async fn beneath_link(s: &Scenario) -> Result<(Self, Writer)> {
         let (link, beyond) = Link::beneath_controller(s).await?;
         let (node, used, free) = (s.node().await?, s.volume().await?, s.volume().await?);
@@ -72,7 +72,7 @@ impl Busy {
         Ok((Self { link, beyond, node, used, free, wanted }, writer))
     }
 
-    /// Opens the link, and waits until what was refused is done and all watches are back. Says since when it is open.
+    /// Opens the proxy, and waits until all failed operations succeed and all watches are back. Returns the opening time.
     pub(super) async fn heals(&self) -> Result<Instant> {
         let Self { link, beyond, node, free, wanted, .. } = self;
         link.open().await?;
@@ -85,8 +85,8 @@ impl Busy {
     }
 }
 
-/// Begins an attach, and gives it once its entry is in the machine's spec. It waits for sure, until what is given with
-/// it is dropped: the VM Operator stands still meanwhile.
+/// Starts an attach, and returns once its entry is in the VM's spec. The attach waits until the returned guard is
+/// dropped, because vm-operator-shim is paused.
 pub(super) async fn under_way(
     s: &Scenario,
     beyond: &Controller,
@@ -100,8 +100,8 @@ pub(super) async fn under_way(
     Ok((frozen, waiting))
 }
 
-/// The answer of a call that was under way when its link broke. Where it broke before the call had the answer to its
-/// own write, which others saw already, the call says so, and the same call finds the work done.
+/// The result of a call that was in progress when its connection broke. If the response to its own write was lost, the
+/// call fails, and a repeated call finds the work done.
 pub(super) async fn answered<T, F, R>(waiting: JoinHandle<Result<T, Status>>, again: F) -> Result<T>
 where
     F: Fn() -> R,
@@ -118,13 +118,13 @@ where
     }
 }
 
-/// Goes on writing to a machine's disk, as its pod does.
+/// Starts a background writer on a node's disk.
 pub(super) fn write_to(node: &LoopNode, disk: &str) -> Result<Writer> {
     let [link, ..] = names::disk_by_id(disk);
     Ok(Records::begin(&node.by_id_dir.join(link), 1 << 20)?.keep_appending())
 }
 
-/// Ends a writer that must not have noticed anything.
+/// Stops a writer that must not have failed.
 pub(super) fn unharmed(writer: Writer) -> Result<()> {
     let written = writer.log().acknowledged();
     let records = writer.stop()?;
@@ -132,29 +132,33 @@ pub(super) fn unharmed(writer: Writer) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a machine's spec has a claim, or has it no more.
-pub(super) async fn entered(s: &Scenario, node: &LoopNode, claim: &str, wanted: bool) -> Result<()> {
-    eventually(&format!("{claim} in the spec of {}: {wanted}", node.name), PATIENCE, || async {
+/// Waits until a VM's spec has, or does not have, an entry for a claim.
+pub(super) async fn entered(s: &Scenario, node: &LoopNode, claim: &str, expected: bool) -> Result<()> {
+    eventually(&format!("{claim} in the spec of {}: {expected}", node.name), PATIENCE, || async {
         let volumes = s.machines().get(&node.name).await?.spec.volumes;
         let sources = volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
         let there = sources.into_iter().any(|source| source.claim_name == claim);
-        Ok(if there == wanted { Ok(()) } else { Err(format!("{volumes:?}")) })
+        Ok(if there == expected { Ok(()) } else { Err(format!("{volumes:?}")) })
     })
     .await
 }
 
-/// Waits until a machine shows a claim's disk as plugged, or shows nothing of it any more.
-pub(super) async fn shown(s: &Scenario, node: &LoopNode, claim: &str, plugged: bool) -> Result<()> {
-    eventually(&format!("{} shows the disk of {claim}: {plugged}", node.name), PATIENCE, || async {
-        let disk = s.disk(&node.name, claim).await?;
-        let as_wanted =
-            if plugged { disk.as_ref().is_some_and(|disk| disk.attached) } else { disk.is_none() };
-        Ok(if as_wanted { Ok(()) } else { Err(format!("{disk:?}")) })
-    })
+/// Waits until a VM's status reports a claim's disk as attached, or does not have it.
+pub(super) async fn shown(s: &Scenario, node: &LoopNode, claim: &str, attached: bool) -> Result<()> {
+    eventually(
+        &format!("the status of {} has the disk of {claim}: {attached}", node.name),
+        PATIENCE,
+        || async {
+            let disk = s.disk(&node.name, claim).await?;
+            let matches =
+                if attached { disk.as_ref().is_some_and(|disk| disk.attached) } else { disk.is_none() };
+            Ok(if matches { Ok(()) } else { Err(format!("{disk:?}")) })
+        },
+    )
     .await
 }
 
-/// What an attach writes.
+/// The writes of one attach.
 const ONE_ATTACH: [&str; 4] = [
     "create volumeattachments",
     "patch virtualmachines",
@@ -162,20 +166,20 @@ const ONE_ATTACH: [&str; 4] = [
     "patch volumeattachments/status",
 ];
 
-/// Proves that since a mark the writes of one attach to a machine were carried out, and no more. One whose answer was
-/// lost may be told as broken off (504) although it was carried out. What a watch shows may not be in the log yet.
+/// Waits until the audit log since a mark has the writes of exactly one attach. A write whose response was lost may be
+/// logged as failed (504) although it was executed. The log may lag behind the watches.
 pub(super) async fn attached_once(s: &Scenario, mark: Mark, node: &LoopNode) -> Result<()> {
     eventually("the writes of one attach", PATIENCE, || async {
         let entries = s.lab.audit()?.since(mark)?;
         let done = |is_done: fn(u16) -> bool| done(&entries, node, is_done);
         let (answered, with_lost) = (done(|code| code < 300), done(|code| code < 300 || code == 504));
         let is_one = [&answered, &with_lost].into_iter().any(|done| unconfirmed(done) == ONE_ATTACH);
-        Ok(is_one.then_some(()).ok_or_else(|| format!("{answered:?}, with those broken off {with_lost:?}")))
+        Ok(is_one.then_some(()).ok_or_else(|| format!("{answered:?}, with lost responses {with_lost:?}")))
     })
     .await
 }
 
-/// The writes without the one by which a repeated attach confirms the entry that it finds.
+/// The writes without the PATCH by which a repeated attach confirms its existing entry.
 fn unconfirmed(done: &[String]) -> Vec<String> {
     let mut left = done.to_vec();
     let patches: Vec<usize> = (0..left.len()).filter(|at| left[*at] == "patch virtualmachines").collect();
@@ -185,9 +189,9 @@ fn unconfirmed(done: &[String]) -> Vec<String> {
     left
 }
 
-/// The writes about a machine and its disks that were answered so.
+/// The writes to a VM and its VolumeAttachments with a matching status code.
 fn done(entries: &[Entry], node: &LoopNode, is_done: impl Fn(u16) -> bool) -> Vec<String> {
-    // What a machine's attachments are called begins with its name.
+    // The names of a VM's VolumeAttachments begin with its name.
     let about = |entry: &Entry| {
         ["virtualmachines", "volumeattachments"].contains(&entry.resource.as_str())
             && entry.name.starts_with(&node.name)
@@ -203,10 +207,10 @@ fn done(entries: &[Entry], node: &LoopNode, is_done: impl Fn(u16) -> bool) -> Ve
     lines
 }
 
-/// Another mgmt-csi in the place of the lab's own, with the infra behind a link.
+/// Starts a second mgmt-csi in place of the lab's, with the storage infra behind a proxy.
 pub(super) async fn mgmt_csi(s: &Scenario, link: &Link) -> Result<Running> {
     let state = s.lab.state();
-    let infra = state.infra.as_ref().context("the lab has no infra")?;
+    let infra = state.infra.as_ref().context("the lab has no storage infra")?;
     let management = state.management.as_ref().context("the lab has no management cluster")?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let words = [

@@ -1,4 +1,4 @@
-//! What fails meanwhile: parts die, or stand still for a while.
+//! Fault injection: components that crash or are paused.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,10 +7,10 @@ use anyhow::{Context, Result};
 use fastrand::Rng;
 use tests::Scenario;
 
-/// Parts that may die or stand still at any moment.
+/// Components that may crash or be paused at any time.
 const PARTS: [&str; 5] = ["g1-gc-csi", "g2-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
-/// The faults of one run.
+/// The faults of a run.
 pub struct Faults {
     scenario: Arc<Scenario>,
     random: std::sync::Mutex<Rng>,
@@ -18,12 +18,12 @@ pub struct Faults {
 
 #[derive(Debug, Clone, Copy)]
 enum Fault {
-    /// Dies, and is started again at once.
-    Dies,
-    /// Dies, and is away for so many seconds.
-    IsAway(u64),
-    /// Stands still for so many seconds.
-    StandsStill(u64),
+    /// Killed and restarted at once.
+    Crash,
+    /// Killed and restarted after this number of seconds.
+    Outage(u64),
+    /// Paused (SIGSTOP) for this number of seconds.
+    Pause(u64),
 }
 
 impl Faults {
@@ -36,14 +36,14 @@ impl Faults {
         let pause = Duration::from_millis(random.u64(500..6000));
         let part = PARTS[random.usize(..PARTS.len())];
         let fault = match random.u8(..4) {
-            0 | 1 => Fault::Dies,
-            2 => Fault::IsAway(random.u64(1..6)),
-            _ => Fault::StandsStill(random.u64(1..8)),
+            0 | 1 => Fault::Crash,
+            2 => Fault::Outage(random.u64(1..6)),
+            _ => Fault::Pause(random.u64(1..8)),
         };
         Ok((pause, part, fault))
     }
 
-    /// Lets parts fail until then, with all of them back at the end. Gives the number of faults.
+    /// Injects faults until `until`, with all components running at the end. Returns the number of faults.
     pub async fn until(self: Arc<Self>, until: Instant) -> Result<usize> {
         let s = &self.scenario;
         let mut faults = 0;
@@ -56,16 +56,16 @@ impl Faults {
             faults += 1;
             let why = || format!("{part} {fault:?}");
             match fault {
-                Fault::Dies => {
+                Fault::Crash => {
                     s.kill_part(part).await.with_context(why)?;
                     s.start_part(part).await.with_context(why)?;
                 }
-                Fault::IsAway(seconds) => {
+                Fault::Outage(seconds) => {
                     s.kill_part(part).await.with_context(why)?;
                     tokio::time::sleep(Duration::from_secs(seconds)).await;
                     s.start_part(part).await.with_context(why)?;
                 }
-                Fault::StandsStill(seconds) => {
+                Fault::Pause(seconds) => {
                     let frozen = s.freeze_part(part).with_context(why)?;
                     tokio::time::sleep(Duration::from_secs(seconds)).await;
                     drop(frozen);

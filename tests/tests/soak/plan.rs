@@ -1,39 +1,39 @@
-//! What one user does, one operation after the other, drawn from a seed alone, and what must exist after each: the same
-//! seed gives the same operations, however long each of them takes.
+//! Plan of one user: operations drawn from a seed, and the expected state after each. The same seed gives the same
+//! operations, independent of their durations.
 
 use std::collections::BTreeMap;
 
 use fastrand::Rng;
 
-/// How many machines a user has.
+/// Number of nodes of a user.
 pub const MACHINES: usize = 2;
 const VOLUMES: usize = 4;
 const SNAPSHOTS: usize = 3;
 const LARGEST_MIB: i64 = 32;
 
-/// A name for a volume or a snapshot that the user never gives again.
+/// A number of a volume or snapshot, used only once.
 pub type Number = u64;
 
-/// Records that must be found: those of the volume that they were first written to, and how many.
+/// The expected records: the volume that they were first written to, and their number.
 pub type Records = Option<(Number, u64)>;
 
-/// A volume as it must be.
+/// The expected state of a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Volume {
     pub mib: i64,
     pub records: Records,
-    /// The machine that it is attached to.
+    /// The node that it is attached to.
     pub at: Option<usize>,
 }
 
-/// A snapshot as it must be.
+/// The expected state of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Snapshot {
     pub mib: i64,
     pub records: Records,
 }
 
-/// One thing that a user does.
+/// An operation of a user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Operation {
     Create {
@@ -54,7 +54,7 @@ pub enum Operation {
         volume: Number,
         machine: usize,
     },
-    /// A second machine asks for a volume that is attached, and must be refused.
+    /// An attach of an attached volume to a second node, which must be refused.
     Contend {
         volume: Number,
         machine: usize,
@@ -86,7 +86,7 @@ pub enum Operation {
     },
 }
 
-/// One user's operations, and what they come to.
+/// A user's operations and the expected state.
 #[derive(Debug)]
 pub struct Plan {
     random: Rng,
@@ -101,7 +101,7 @@ impl Plan {
         Self { random: Rng::with_seed(seed), next: 0, volumes, snapshots }
     }
 
-    /// The next operation. It must be carried out, and then be [`Self::done`].
+    /// Draws the next operation. The caller executes it and then calls [`Self::done`].
     pub fn next(&mut self) -> Operation {
         let mut possible = Vec::new();
         let fresh = self.next;
@@ -117,7 +117,7 @@ impl Plan {
             match volume.at {
                 None => {
                     let machine = self.random.usize(0..MACHINES);
-                    // Twice as likely: most of what can go wrong is about disks in use.
+                    // Twice as likely, because most failures involve attached disks.
                     possible.extend([(); 2].map(|()| Operation::Attach { volume: number, machine }));
                     possible.push(Operation::Delete { volume: number });
                 }
@@ -144,7 +144,7 @@ impl Plan {
         possible.swap_remove(self.random.usize(..possible.len()))
     }
 
-    /// Brings what must exist up to date with an operation that was carried out.
+    /// Updates the expected state after an operation.
     pub fn done(&mut self, operation: &Operation) {
         let Self { next, volumes, snapshots, .. } = self;
         let made = |mib: i64, records: Records| Volume { mib, records, at: None };
@@ -170,7 +170,7 @@ impl Plan {
             Operation::Detach { volume, .. } => of(volumes, volume).at = None,
             Operation::Write { volume, records } => {
                 let written = &mut of(volumes, volume).records;
-                // What a volume began with is no more once something was written over it.
+                // Writing replaces the records that a clone or restored volume started with.
                 let own = written.filter(|(writer, _)| *writer == volume).map_or(0, |(_, own)| own);
                 *written = Some((volume, own + records));
             }
@@ -181,7 +181,7 @@ impl Plan {
         }
     }
 
-    /// What takes everything away that is left.
+    /// The operations that remove everything that is left.
     pub fn end(&self) -> Vec<Operation> {
         let mut all = Vec::new();
         for (number, volume) in &self.volumes {
@@ -198,7 +198,7 @@ impl Plan {
     }
 }
 
-#[allow(clippy::unwrap_used, reason = "an operation on a volume that is not there is a mistake in this file")]
+#[allow(clippy::unwrap_used, reason = "an operation on a volume that does not exist is a bug in this file")]
 fn of(volumes: &mut BTreeMap<Number, Volume>, number: Number) -> &mut Volume {
     volumes.get_mut(&number).unwrap()
 }

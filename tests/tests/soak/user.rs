@@ -1,5 +1,4 @@
-//! One user: carries operations out as a sidecar would, again and again until the answer is final, and looks whether
-//! what there is then is what must be.
+//! User: executes operations like a sidecar, with retries until the status is final, and checks the resulting state.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -16,12 +15,12 @@ use tonic::{Code, Status};
 
 use super::plan::{MACHINES, Number, Operation, Plan};
 
-/// How long an operation may take, while parts may fail again before what they are needed for is done.
+/// Timeout of an operation, during which components may fail repeatedly.
 const STUCK: Duration = Duration::from_secs(600);
-/// What the records of a volume have room for.
-const ROOM: u64 = 256 << 10;
+/// Size of the records' area of a volume.
+const RECORDS_SIZE: u64 = 256 << 10;
 
-/// A user of a guest, with machines of its own.
+/// A user of a guest, with its own nodes.
 pub struct User {
     scenario: Arc<Scenario>,
     name: String,
@@ -32,7 +31,7 @@ pub struct User {
     handles: BTreeMap<Number, String>,
     /// The disks of attached volumes.
     disks: BTreeMap<Number, PathBuf>,
-    /// What was written, by the volume that it was written to.
+    /// The written records, by the volume that they were first written to.
     records: BTreeMap<Number, Records>,
 }
 
@@ -58,7 +57,7 @@ impl User {
         })
     }
 
-    /// Does what the plan has until then, and takes everything away that is left. Gives how often it did what.
+    /// Runs the plan until `until`, and then removes everything. Returns the number of operations by kind.
     pub async fn until(mut self, until: Instant) -> Result<BTreeMap<&'static str, usize>> {
         let mut counts = BTreeMap::new();
         while Instant::now() < until {
@@ -121,16 +120,19 @@ impl User {
                         }
                     })
                     .await?;
-                let Err(refused) = refused else { bail!("two machines have {handle}") };
+                let Err(refused) = refused else { bail!("two nodes have {handle}") };
                 let first = &self.machines[(machine + 1) % MACHINES].name;
-                ensure!(refused.message().contains(first.as_str()), "who has it is not told: {refused}");
+                ensure!(
+                    refused.message().contains(first.as_str()),
+                    "the error does not name the other VM: {refused}"
+                );
                 self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
                 "contend"
             }
             Operation::Write { volume, records } => {
                 let mut own = match self.records.remove(&volume) {
                     Some(records) => records,
-                    None => Records::begin(&self.disks[&volume], ROOM)?,
+                    None => Records::begin(&self.disks[&volume], RECORDS_SIZE)?,
                 };
                 let appended =
                     tokio::task::block_in_place(|| (0..records).try_for_each(|_| own.append().map(drop)));
@@ -147,7 +149,7 @@ impl User {
             }
             Operation::Detach { volume, machine } => {
                 self.disks.remove(&volume);
-                // Nobody holds the disk any more.
+                // Closes the disk before the detach.
                 self.move_records(volume).await?;
                 let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
                 self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
@@ -180,21 +182,21 @@ impl User {
     }
 
     async fn make(&mut self, volume: Number, request: csi::proto::CreateVolumeRequest) -> Result<()> {
-        let wanted = request.capacity_range.unwrap_or_default().required_bytes;
+        let requested = request.capacity_range.unwrap_or_default().required_bytes;
         let request = &request;
         let made = self.insist(|driver| async move { driver.create(request.clone()).await }).await?;
-        ensure!(made.capacity_bytes == wanted, "{made:?}");
+        ensure!(made.capacity_bytes == requested, "{made:?}");
         self.handles.insert(volume, made.volume_id);
         Ok(())
     }
 
-    /// Calls the driver until it answers finally. What is not final is what a sidecar repeats because the work may be
-    /// under way, or that nobody answers.
+    /// Calls the driver until the status is final, like a sidecar: retries while the operation may be running or the driver
+    /// does not respond.
     async fn insist<T, Answer>(&self, call: impl Fn(Driver) -> Answer) -> Result<T>
     where
         Answer: Future<Output = Result<T, Status>>,
     {
-        eventually("a final answer", STUCK, || async {
+        eventually("a final status", STUCK, || async {
             let driver = match Driver::connect(&self.socket).await {
                 Ok(driver) => driver,
                 Err(error) => return Ok(Err(format!("{error:#}"))),
@@ -202,13 +204,13 @@ impl User {
             match call(driver).await {
                 Ok(answer) => Ok(Ok(answer)),
                 Err(status) if may_be_under_way(&status) => Ok(Err(status.to_string())),
-                Err(status) => bail!("a final answer: {status}"),
+                Err(status) => bail!("final status: {status}"),
             }
         })
         .await
     }
 
-    /// Looks whether the volume or snapshot of an operation is as it must be, in the infra and by its records.
+    /// Checks the volume or snapshot of an operation in the storage infra, and its records.
     async fn check(&self, operation: &Operation) -> Result<()> {
         match *operation {
             Operation::Create { volume, .. }
@@ -236,12 +238,12 @@ impl User {
     }
 
     async fn check_volume(&self, number: Number) -> Result<()> {
-        let must = &self.plan.volumes[&number];
+        let expected = &self.plan.volumes[&number];
         let claim = &self.handles[&number];
-        let size = u64::try_from(must.mib * MIB)?;
-        let node = must.at.map(|machine| self.machines[machine].uuid);
-        // Asked until it answers: the infra may be away just now.
-        let file = eventually(&format!("volume {claim} as it must be: {must:?}"), PATIENCE, || async {
+        let size = u64::try_from(expected.mib * MIB)?;
+        let node = expected.at.map(|machine| self.machines[machine].uuid);
+        // Retried, because storage-infra may be down.
+        let file = eventually(&format!("volume {claim} is {expected:?}"), PATIENCE, || async {
             let volume = match self.scenario.infra_volume(claim).await {
                 Ok(volume) => volume,
                 Err(error) => return Ok(Err(format!("{error:#}"))),
@@ -252,31 +254,31 @@ impl User {
             };
             let nodes: Vec<_> = attachments.iter().map(|one| one.node).collect();
             let attached = attachments.iter().all(|one| one.state == AttachmentState::Attached);
-            let as_it_must_be = volume.state == VolumeState::Ready
+            let matches = volume.state == VolumeState::Ready
                 && volume.capacity_bytes == size
                 && attached
                 && nodes == Vec::from_iter(node);
-            if !as_it_must_be {
+            if !matches {
                 return Ok(Err(format!("{volume:?} {attachments:?}")));
             }
             Ok(self.scenario.file_of(&volume).await.map_err(|error| format!("{error:#}")))
         })
         .await?;
-        if let Some((writer, count)) = must.records {
+        if let Some((writer, count)) = expected.records {
             let path = self.disks.get(&number).unwrap_or(&file);
             tokio::task::block_in_place(|| self.records[&writer].verify_since(count, path))?;
         }
         Ok(())
     }
 
-    /// Lets the records of a volume go on where its bytes are now.
+    /// Continues a volume's records on the current path to its data.
     async fn move_records(&mut self, volume: Number) -> Result<()> {
         let Some(records) = self.records.remove(&volume) else { return Ok(()) };
-        let place = match self.disks.get(&volume) {
+        let path = match self.disks.get(&volume) {
             Some(disk) => disk.clone(),
             None => self.file(volume).await?,
         };
-        self.records.insert(volume, records.moved_to(&place)?);
+        self.records.insert(volume, records.moved_to(&path)?);
         Ok(())
     }
 
@@ -302,7 +304,7 @@ impl User {
 }
 
 fn may_be_under_way(status: &Status) -> bool {
-    // Unknown is what the transport says of a driver that died while it was asked.
+    // The transport reports UNKNOWN if the driver died during the call.
     matches!(
         status.code(),
         Code::Unavailable | Code::DeadlineExceeded | Code::Aborted | Code::Cancelled | Code::Unknown

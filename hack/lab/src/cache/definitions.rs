@@ -1,4 +1,4 @@
-//! The definitions of the snapshot API (VolumeSnapshot and its like), as the module of its Go client has them.
+//! CustomResourceDefinitions of the snapshot API (VolumeSnapshot and related kinds), from the module of its Go client.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use crate::process::{command, run};
 use crate::run::repository;
 
 const MODULE: &str = "github.com/kubernetes-csi/external-snapshotter/client/v8";
-/// Where the module keeps them. Snapshots of groups of volumes have another prefix, and are not installed.
+/// Folder of the definitions in the module. Group snapshots have another prefix and are not installed.
 const FOLDER: &str = "config/crd";
 const PREFIX: &str = "snapshot.storage.k8s.io_";
 
-/// The folder that holds them, of the version that the sidecars are built with.
+/// Returns the folder with the definitions, in the version that the sidecars are built with.
 pub async fn snapshot_definitions() -> Result<PathBuf> {
     let tools = repository().join("hack/tools/kubernetes");
     let go_mod =
@@ -22,7 +22,7 @@ pub async fn snapshot_definitions() -> Result<PathBuf> {
     let key = Key::new("snapshot-definitions").with("go.mod", &go_mod);
     entry(&format!("definitions-{}", key.hex()), async |out: &Path| {
         let go = async |args: &[&str]| run(command("go", args).current_dir(&tools)).await;
-        // What is built needs the module too, but the build's own cache may have outlived the modules'.
+        // `go build` also downloads the module, but its build cache may outlive the module cache.
         go(&["mod", "download", MODULE]).await?;
         let source = go(&["list", "-m", "-f", "{{.Dir}}", MODULE]).await?;
         copy(&Path::new(source.trim()).join(FOLDER), out)
@@ -36,7 +36,7 @@ fn copy(source: &Path, out: &Path) -> Result<()> {
     for entry in entries {
         let name = entry?.file_name();
         if name.to_string_lossy().starts_with(PREFIX) {
-            // Written anew, since files of a module are read-only.
+            // Written as new files, because the files of a Go module are read-only.
             let text = fs::read(source.join(&name))?;
             fs::write(out.join(&name), text)
                 .with_context(|| format!("cannot write {}", out.join(&name).display()))?;
@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_definitions_of_single_snapshots_are_taken() {
+    fn definitions_of_group_snapshots_are_not_copied() {
         let (source, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let names = [
             "snapshot.storage.k8s.io_volumesnapshots.yaml",

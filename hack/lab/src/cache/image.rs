@@ -1,6 +1,6 @@
-//! The virtual machines' base image: Debian's smallest system, its cloud kernel, kubelet, containerd and CNI.
+//! Base image of the virtual machines: minimal Debian with its cloud kernel, kubelet, containerd and CNI plugins.
 //!
-//! Nothing in it belongs to one run or one machine: that comes on each machine's second disk.
+//! It holds nothing that is specific to a lab or a VM; that is on each VM's second disk.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -13,7 +13,7 @@ use super::{Key, entry};
 use crate::process::{command, run};
 use crate::ui::Ui;
 
-/// Debian packages inside the machine.
+/// Debian packages installed in the VM.
 const INCLUDE: [&str; 12] = [
     "runc",
     "kmod",
@@ -32,7 +32,7 @@ const INCLUDE: [&str; 12] = [
 const EARLY_MODULES: [&str; 4] = ["virtio_pci", "virtio_blk", "crc32c_generic", "ext4"];
 const NODE_TOOLS: [&str; 4] = ["kubelet", "containerd", "containerd-shim-runc-v2", "ctr"];
 const CNI_PLUGINS: [&str; 3] = ["bridge", "host-local", "loopback"];
-/// The root disk's size. Sparse: only what is written takes space.
+/// Size of the root disk. The file is sparse.
 const ROOT_SIZE: &str = "4G";
 
 const INIT: &str = include_str!("../../image/init");
@@ -41,7 +41,7 @@ const FSTAB: &str = include_str!("../../image/fstab");
 const CONTAINERD: &str = include_str!("../../image/containerd.toml");
 const CNI: &str = include_str!("../../image/cni.conflist");
 
-/// The files of the base image. None is ever written to again.
+/// The files of the base image. They are never modified after the build.
 #[derive(Debug, Clone)]
 pub struct BaseImage {
     /// The kernel.
@@ -52,7 +52,7 @@ pub struct BaseImage {
     pub root: PathBuf,
 }
 
-/// The base image, built when its inputs are new.
+/// Returns the base image; builds it if its inputs changed.
 pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
     let kernel = newest_cloud_kernel()?;
     let suite = debian_suite()?;
@@ -71,7 +71,7 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
         .with("tools", tools.to_string_lossy().as_bytes())
         .with_file(busybox)?;
     let dir = entry(&format!("image-{}", key.hex()), async |out: &Path| {
-        let step = ui.step("building the virtual machines' base image");
+        let step = ui.step("building the base image of the virtual machines");
         let root = out.join("root");
         install_debian(&suite, &root).await?;
         copy_tree(Path::new("/lib/modules"), &kernel, &root.join("lib/modules")).await?;
@@ -98,8 +98,8 @@ pub async fn base_image(ui: &Ui, tools: &Path) -> Result<BaseImage> {
 async fn install_debian(suite: &str, root: &Path) -> Result<()> {
     let mut debian = command("mmdebstrap", ["--quiet", "--variant=minbase", "--mode=root"]);
     debian.arg(format!("--include={}", INCLUDE.join(",")));
-    for unread in ["man", "doc", "locale", "info"] {
-        debian.arg(format!("--dpkgopt=path-exclude=/usr/share/{unread}/*"));
+    for excluded in ["man", "doc", "locale", "info"] {
+        debian.arg(format!("--dpkgopt=path-exclude=/usr/share/{excluded}/*"));
     }
     run(debian.arg(suite).arg(root)).await.map(drop)
 }
@@ -138,7 +138,7 @@ async fn copy_tree(from: &Path, name: &str, to: &Path) -> Result<()> {
         .map(drop)
 }
 
-/// An uncompressed cpio archive: busybox, the modules numbered in loading order, and our init.
+/// Writes an uncompressed cpio archive: busybox, the modules numbered in load order, and our init.
 async fn initramfs(kernel: &str, busybox: &Path, work: &Path, archive: &Path) -> Result<()> {
     for folder in ["bin", "proc", "sys", "dev", "mnt", "modules"] {
         fs::create_dir_all(work.join(folder))?;
@@ -182,7 +182,7 @@ fn newest_cloud_kernel() -> Result<String> {
             version.ends_with("-cloud-amd64") && Path::new("/lib/modules").join(version).exists()
         })
         .max_by_key(|version| version_key(version))
-        .context("no kernel of the cloud flavour in /boot (Debian package linux-image-cloud-amd64)")
+        .context("no cloud kernel in /boot (Debian package linux-image-cloud-amd64)")
 }
 
 /// The numbers in a version, so that 6.1.0-56 comes after 6.1.0-9.
@@ -190,7 +190,7 @@ fn version_key(version: &str) -> Vec<u64> {
     version.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok()).collect()
 }
 
-/// The code name of this machine's Debian: the virtual machines run the same one.
+/// The code name of the host's Debian release; the VMs run the same release.
 pub(crate) fn debian_suite() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release").context("cannot read /etc/os-release")?;
     let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));

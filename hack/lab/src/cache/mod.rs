@@ -1,7 +1,7 @@
-//! What is made once and used by every lab: built tools, the virtual machines' base image, others' API definitions.
+//! Build cache shared by all labs: built tools, the base image of the VMs, third-party API definitions.
 //!
-//! Each entry's name holds a hash of all its inputs. It is built in a folder beside it and renamed when whole, under a
-//! lock, so that labs side by side share one build and a crash leaves nothing half-made under the final name.
+//! The name of each entry holds a hash of all its inputs. An entry is built in a temporary folder under a file lock and
+//! renamed when complete, so concurrent labs share one build and a crash leaves no partial entry.
 
 pub mod cargo;
 mod definitions;
@@ -23,7 +23,7 @@ pub use tools::{helm, tools};
 
 use crate::run::lock;
 
-/// The cache's folder: `NESTOR_CACHE`, else `nestor` in the user's cache folder.
+/// The cache folder: `NESTOR_CACHE`, else `nestor` in the user's cache folder.
 pub fn root() -> Result<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     if let Some(dir) = set("NESTOR_CACHE") {
@@ -31,7 +31,9 @@ pub fn root() -> Result<PathBuf> {
     }
     let user = set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache")));
     Ok(user
-        .context("none of NESTOR_CACHE, XDG_CACHE_HOME and HOME is set: no place for the cache")?
+        .context(
+            "none of NESTOR_CACHE, XDG_CACHE_HOME and HOME is set: set one of them to a folder for the cache",
+        )?
         .join("nestor"))
 }
 
@@ -61,7 +63,7 @@ impl Key {
     }
 }
 
-/// The folder of an entry; `build` fills an empty folder when it is not there.
+/// Returns the folder of an entry. If it does not exist, `build` fills an empty folder.
 pub(crate) async fn entry<B>(name: &str, build: B) -> Result<PathBuf>
 where
     B: AsyncFnOnce(&Path) -> Result<()>,
@@ -80,7 +82,7 @@ where
     if unfinished.exists() {
         fs::remove_dir_all(&unfinished).with_context(|| format!("cannot remove {}", unfinished.display()))?;
     }
-    fs::create_dir_all(&unfinished).with_context(|| format!("cannot make {}", unfinished.display()))?;
+    fs::create_dir_all(&unfinished).with_context(|| format!("cannot create {}", unfinished.display()))?;
     build(&unfinished).await?;
     fs::rename(&unfinished, &path).with_context(|| format!("cannot rename to {}", path.display()))?;
     Ok(path)

@@ -1,4 +1,4 @@
-//! The one container image of the lab, made from the host's static busybox, since nothing can be pulled.
+//! Container images of the lab, built from the host's static busybox: the VMs cannot pull images.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::oci::Layout;
 use crate::process::{command, run};
 
-/// Image names, and what each runs when nothing is said.
+/// Image names and their default commands.
 const IMAGES: [(&str, &[&str]); 2] =
     [("localhost/busybox:1", &["/bin/sh"]), ("localhost/pause:1", &["/bin/sleep", "infinity"])];
 

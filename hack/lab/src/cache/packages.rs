@@ -1,4 +1,4 @@
-//! Debian packages that the lab needs on this machine.
+//! Debian packages that the lab needs on the host.
 
 use std::process::Stdio;
 
@@ -7,28 +7,28 @@ use anyhow::{Context, Result, bail};
 use crate::process::{command, run};
 use crate::ui::Ui;
 
-/// What is needed, and why.
+/// Package names, and what each is needed for.
 const PACKAGES: [(&str, &str); 17] = [
     ("libvirt-daemon", "runs the virtual machines"),
     ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
-    ("libvirt-clients", "virsh, by which storage-infra limits speed"),
+    ("libvirt-clients", "virsh, which storage-infra uses to set disk limits"),
     ("libvirt-dev", "storage-infra links to libvirt"),
-    ("pkg-config", "storage-infra's build finds libvirt"),
-    ("qemu-system-x86", "the machines"),
-    ("qemu-utils", "their disks"),
-    ("linux-image-cloud-amd64", "their kernel"),
-    ("mmdebstrap", "their root filesystem"),
-    ("busybox-static", "their initramfs, and the containers' image"),
-    ("cpio", "their initramfs"),
-    ("e2fsprogs", "their root image"),
+    ("pkg-config", "storage-infra's build finds libvirt with it"),
+    ("qemu-system-x86", "emulator of the virtual machines"),
+    ("qemu-utils", "disks of the virtual machines"),
+    ("linux-image-cloud-amd64", "kernel of the virtual machines"),
+    ("mmdebstrap", "root filesystem of the virtual machines"),
+    ("busybox-static", "initramfs and container images of the virtual machines"),
+    ("cpio", "initramfs of the virtual machines"),
+    ("e2fsprogs", "root disk of the virtual machines"),
     ("xfsprogs", "storage pools"),
-    ("btrfs-progs", "a filesystem that volumes can have"),
+    ("btrfs-progs", "a filesystem type of volumes"),
     ("util-linux", "losetup, fsfreeze, unshare, setsid"),
     ("kmod", "module dependencies"),
-    ("runc", "containers of our images, in a test"),
+    ("runc", "test of the container images"),
 ];
 
-/// Makes sure that all packages are installed: by apt-get when root, else by saying what to do.
+/// Ensures that all packages are installed: runs apt-get as root, otherwise fails with the command to run.
 pub async fn ensure(ui: &Ui) -> Result<()> {
     let missing = missing().await?;
     if missing.is_empty() {
@@ -58,7 +58,7 @@ pub async fn ensure(ui: &Ui) -> Result<()> {
 async fn missing() -> Result<Vec<(&'static str, &'static str)>> {
     let mut query = command("dpkg-query", ["--show", "--showformat", "${Package} ${db:Status-Status}\n"]);
     query.args(PACKAGES.map(|(name, _)| name));
-    // It fails when it knows nothing of a package, and lists the others all the same.
+    // dpkg-query fails if a package is unknown, but still lists the others.
     let output = query.stdin(Stdio::null()).output().await;
     let output = output.context("cannot run dpkg-query: the lab needs Debian (12 or later)")?;
     let listed = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,4 +1,4 @@
-//! Kubernetes, etcd, the sidecars, csi-sanity, containerd and CNI, and helm, built from pinned Go modules.
+//! Go tools built from pinned modules: Kubernetes, etcd, the sidecars, csi-sanity, containerd, CNI plugins, and helm.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,15 +12,15 @@ use crate::process::{command, run};
 use crate::run::repository;
 use crate::ui::Ui;
 
-/// The module folders under `hack/tools` that a lab is made of.
+/// The module folders under `hack/tools` that a lab needs.
 const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
-/// The folder that holds every tool of a lab.
+/// Returns the folder with all tools of a lab.
 pub async fn tools(ui: &Ui) -> Result<PathBuf> {
     modules(ui, "tools", &MODULES).await
 }
 
-/// The program helm, which only tests of the charts need: it is built when they ask for it.
+/// Returns the helm program. Only the chart tests need it, so it is built on demand.
 pub async fn helm(ui: &Ui) -> Result<PathBuf> {
     Ok(modules(ui, "helm", &["helm"]).await?.join("helm"))
 }
@@ -50,34 +50,36 @@ async fn modules(ui: &Ui, kind: &str, modules: &[&str]) -> Result<PathBuf> {
 async fn build(ui: &Ui, module: &Path, out: &Path) -> Result<()> {
     let manifest = fs::read_to_string(module.join("go.mod"))?;
     let name = module.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut step = ui.step(format!("building {name} tools with Go (minutes when done for the first time)"));
-    let mut go =
-        command("go", ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &stamps(&manifest), "-o"]);
+    let mut step = ui.step(format!("building {name} tools with Go (takes minutes the first time)"));
+    let mut go = command(
+        "go",
+        ["build", "-v", "-trimpath", "-buildvcs=false", "-ldflags", &linker_flags(&manifest), "-o"],
+    );
     go.arg(out).arg("tool").current_dir(module).env("CGO_ENABLED", "0").env("GOFLAGS", "-mod=readonly");
     go.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
     let mut child = go.spawn().context("cannot run go build")?;
-    // With -v each compiled package is a line; what else is said matters when it fails.
-    let mut said: Vec<String> = Vec::new();
+    // With -v, each compiled package is a line. The output is shown if the build fails.
+    let mut output: Vec<String> = Vec::new();
     let mut compiled = 0;
     if let Some(stderr) = child.stderr.take() {
         let mut lines = BufReader::new(stderr).lines();
         while let Some(line) = lines.next_line().await? {
             compiled += 1;
             step.message(format!("{compiled} packages, now {line}"));
-            said.push(line);
+            output.push(line);
         }
     }
     let status = child.wait().await?;
     if !status.success() {
-        let end = said[said.len().saturating_sub(20)..].join("\n");
+        let end = output[output.len().saturating_sub(20)..].join("\n");
         bail!("go build in {} failed ({status}):\n{end}", module.display());
     }
     step.done();
     Ok(())
 }
 
-/// Linker flags that tell Kubernetes its version, which clients compare; unstamped it says v0.0.0.
-fn stamps(manifest: &str) -> String {
+/// Linker flags that set Kubernetes' version, which clients compare; without them it is v0.0.0.
+fn linker_flags(manifest: &str) -> String {
     let mut flags = "-s -w".to_owned();
     if let Some(version) = required_version(manifest, "k8s.io/kubernetes") {
         let mut parts = version.trim_start_matches('v').split('.');
@@ -103,12 +105,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kubernetes_is_stamped_with_the_version_of_the_manifest() {
+    fn kubernetes_is_built_with_the_version_in_go_mod() {
         let manifest = "require (\n\tk8s.io/kubernetes/x v9.9.9\n\tk8s.io/kubernetes v1.36.3 // indirect\n)";
-        assert!(stamps(manifest).ends_with(
+        assert!(linker_flags(manifest).ends_with(
             "gitVersion=v1.36.3 -X k8s.io/component-base/version.gitMajor=1 \
              -X k8s.io/component-base/version.gitMinor=36 -X k8s.io/component-base/version.gitTreeState=clean"
         ));
-        assert_eq!(stamps("module a"), "-s -w");
+        assert_eq!(linker_flags("module a"), "-s -w");
     }
 }

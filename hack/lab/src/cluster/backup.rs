@@ -1,4 +1,4 @@
-//! Copies of the management cluster's etcd, and what putting one back takes.
+//! Backup and restore of the management cluster's etcd.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,46 +16,46 @@ use crate::wait::until;
 const ETCD: &str = "mgmt-etcd";
 const API_SERVER: &str = "mgmt-apiserver";
 const CONTROLLERS: &str = "mgmt-controller-manager";
-/// "nestor", as etcd's JSON has keys. No key of Kubernetes begins with it.
+/// "nestor" in base64, as etcd's JSON API encodes keys. No key of Kubernetes begins with it.
 const KEY: &str = "bmVzdG9y";
 
-/// What etcd held at one moment.
+/// A copy of etcd's data folder at one moment.
 #[derive(Debug)]
 pub struct Backup(TempDir);
 
-/// What a restore does about revisions, from which Kubernetes makes resource versions.
+/// How a restore treats revisions, which Kubernetes uses as resource versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Revisions {
-    /// They go on after the last that anybody has seen, and all before are compacted, as by `etcdutl snapshot restore
-    /// --bump-revision --mark-compacted`: watches begin anew.
-    GoOn,
-    /// They are given out a second time: a watch that goes on misses whatever happens until its own is reached again.
-    ComeAgain,
+    /// Revisions continue after the newest one, and older ones are compacted, like `etcdutl snapshot restore
+    /// --bump-revision --mark-compacted`: watches start again.
+    Bumped,
+    /// Revisions are reused: a watch that continues misses changes until its own revision is reached again.
+    Reused,
 }
 
 impl Lab {
-    /// Copies what the management cluster's etcd holds now, as a crash would leave it. Nobody notices.
+    /// Copies the data of the management cluster's etcd, as a crash would leave it. Clients are not interrupted.
     pub async fn back_up_management(&self) -> Result<Backup> {
         let folder = tempfile::tempdir()?;
-        let process = self.run().process(ETCD).filter(Process::alive).context("etcd does not run")?;
-        let _standing = Standing::still(process).await?;
+        let process = self.run().process(ETCD).filter(Process::alive).context("etcd is not running")?;
+        let _stopped = StoppedProcess::stop(process).await?;
         copy(&self.etcd_data(), &folder.path().join("etcd")).await?;
         Ok(Backup(folder))
     }
 
-    /// Puts a copy back. Nothing but the control plane is started anew.
+    /// Restores a backup. Restarts only the control plane.
     pub async fn restore_management(&self, backup: &Backup, revisions: Revisions) -> Result<()> {
         for part in [CONTROLLERS, API_SERVER] {
             self.stop(part).await?;
         }
-        // Nobody writes any more.
+        // No client can write any more.
         let last = self.revision().await?;
         self.stop(ETCD).await?;
         let data = self.etcd_data();
         std::fs::remove_dir_all(&data).with_context(|| format!("cannot remove {}", data.display()))?;
         copy(&backup.0.path().join("etcd"), &data).await?;
         self.start(ETCD).await?;
-        if revisions == Revisions::GoOn {
+        if revisions == Revisions::Bumped {
             let missing = last.saturating_sub(self.revision().await?) + 1;
             let put = json!({"key": KEY, "value": KEY});
             let puts = (0..missing).map(|_| self.etcd("kv/put", &put));
@@ -66,7 +66,7 @@ impl Lab {
         self.start(CONTROLLERS).await
     }
 
-    /// Starts everything anew that watches the management cluster, besides its control plane.
+    /// Restarts every component that watches the management cluster, except its control plane.
     pub async fn restart_watchers_of_management(&self) -> Result<()> {
         let watches = |name: &str, program: &str| match program {
             "mgmt-csi" | "gc-csi" | "vm-operator-shim" => true,
@@ -89,17 +89,17 @@ impl Lab {
     async fn revision(&self) -> Result<u64> {
         let answer = self.etcd("kv/range", &json!({"key": KEY})).await?;
         let revision = answer["header"]["revision"].as_str().and_then(|text| text.parse().ok());
-        revision.with_context(|| format!("etcd answers without a revision: {answer}"))
+        revision.with_context(|| format!("etcd's response has no revision: {answer}"))
     }
 
-    /// A call of etcd's v3 API, in JSON.
+    /// Calls etcd's v3 API with JSON.
     async fn etcd(&self, call: &str, request: &Value) -> Result<Value> {
         let part = self.state().parts.get(ETCD).context("the lab has no etcd")?;
         let url = format!("{}/v3/{call}", part.http.as_deref().context("etcd has no address")?);
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
         let answer = client.post(&url).body(request.to_string()).send().await?;
         let text = answer.error_for_status()?.text().await?;
-        serde_json::from_str(&text).with_context(|| format!("{url} answers {text}"))
+        serde_json::from_str(&text).with_context(|| format!("{url}: bad response: {text}"))
     }
 }
 
@@ -107,20 +107,20 @@ async fn copy(from: &Path, to: &Path) -> Result<()> {
     run(command("cp", ["-a"]).arg(from).arg(to)).await.map(drop)
 }
 
-/// A process that stands still until this is dropped.
-struct Standing(Process);
+/// A process that is stopped (SIGSTOP) until this is dropped.
+struct StoppedProcess(Process);
 
-impl Standing {
-    async fn still(process: Process) -> Result<Self> {
+impl StoppedProcess {
+    async fn stop(process: Process) -> Result<Self> {
         process.signal(Signal::STOP)?;
-        let standing = Self(process);
+        let guard = Self(process);
         let stopped = until(Duration::from_secs(120), || is_stopped(process.pid).then_some(())).await;
-        stopped.with_context(|| format!("process {} does not stand still", process.pid))?;
-        Ok(standing)
+        stopped.with_context(|| format!("process {} did not stop", process.pid))?;
+        Ok(guard)
     }
 }
 
-impl Drop for Standing {
+impl Drop for StoppedProcess {
     fn drop(&mut self) {
         let _ = self.0.signal(Signal::CONT);
     }

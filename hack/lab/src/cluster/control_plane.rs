@@ -1,4 +1,4 @@
-//! One Kubernetes control plane: etcd, kube-apiserver, kube-controller-manager and, in guests, kube-scheduler.
+//! Kubernetes control plane: etcd, kube-apiserver, kube-controller-manager and, in guests, kube-scheduler.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,23 +12,23 @@ use crate::ready::Ready;
 use crate::run::Run;
 use crate::state::{Cluster, Part};
 
-/// This host's loopback address as a virtual machine with user-mode networking reaches it.
-pub const SERVER_SEEN_FROM_VM: &str = "10.0.2.2";
-/// First address of the service range: the `kubernetes` service.
+/// The host's loopback address as a VM with user-mode networking reaches it.
+pub const SERVER_ADDRESS_FROM_VM: &str = "10.0.2.2";
+/// First address of the service range: the `kubernetes` Service.
 const KUBERNETES_SERVICE: &str = "10.96.0.1";
 const SERVICE_RANGE: &str = "10.96.0.0/16";
 
-/// What kind of control plane to make.
+/// Parameters of a control plane.
 pub struct ControlPlanePlan<'a> {
     /// `mgmt`, or the guest's name.
     pub name: &'a str,
-    /// Guests run pods.
+    /// Whether it runs kube-scheduler: guests run pods.
     pub scheduler: bool,
 }
 
-/// A control plane whose files are written and whose processes can be started.
+/// A control plane that is configured and can be started.
 pub struct ControlPlane {
-    /// For the state file.
+    /// Its record in the state file.
     pub cluster: Cluster,
     authority: Authority,
     dir: PathBuf,
@@ -40,10 +40,10 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Draws ports, signs certificates and writes kubeconfigs. Starts nothing.
+    /// Allocates ports, signs certificates and writes kubeconfigs. Starts no process.
     pub fn plan(run: &Run, plan: &ControlPlanePlan<'_>) -> Result<Self> {
         let dir = run.path("clusters").join(plan.name);
-        fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
         let free = ports::free(5)?;
         let authority = Authority::new(&format!("{} cluster", plan.name))?;
         let ca = dir.join("ca.crt");
@@ -74,7 +74,7 @@ impl ControlPlane {
         let api = [
             "127.0.0.1",
             "localhost",
-            SERVER_SEEN_FROM_VM,
+            SERVER_ADDRESS_FROM_VM,
             KUBERNETES_SERVICE,
             "kubernetes",
             "kubernetes.default",
@@ -102,10 +102,10 @@ impl ControlPlane {
         kubeconfig::write(path, &self.cluster.server, &self.authority.cert(), &User::Certificate(&pair))
     }
 
-    /// Files that a virtual machine needs to become the node `name`: its kubeconfig, and its kubelet's certificate.
+    /// Files that a VM needs to become the node `name`: a kubeconfig and the kubelet's certificate.
     pub fn kubelet_files(&self, name: &str) -> Result<KubeletFiles> {
         let client = self.authority.client(&format!("system:node:{name}"), Some("system:nodes"))?;
-        let server = format!("https://{SERVER_SEEN_FROM_VM}:{}", self.api);
+        let server = format!("https://{SERVER_ADDRESS_FROM_VM}:{}", self.api);
         Ok(KubeletFiles {
             kubeconfig: kubeconfig::render(&server, &self.authority.cert(), &User::Certificate(&client))?,
             serving: self.authority.server(&format!("system:node:{name}"), &["127.0.0.1", name])?,
@@ -114,7 +114,7 @@ impl ControlPlane {
         })
     }
 
-    /// Starts everything. The API answers when this returns.
+    /// Starts all processes and returns when the API server is ready.
     pub async fn start(&self, run: &Run, tools: &Path) -> Result<()> {
         let name = &self.cluster.name;
         run.launch(&format!("{name}-etcd"), self.etcd_part(tools)).await?;
@@ -151,9 +151,9 @@ impl ControlPlane {
                     ("listen-peer-urls", peer.clone()),
                     ("initial-advertise-peer-urls", peer.clone()),
                     ("initial-cluster", format!("{}={peer}", self.cluster.name)),
-                    // A lab's data need not survive the machine, only the process.
+                    // The data of a lab need not survive a crash of the host, only of the process.
                     ("unsafe-no-fsync", "true".into()),
-                    // As kubeadm does: watches of what nobody writes are told how far the cluster is.
+                    // As kubeadm sets it: idle watches receive bookmarks.
                     ("watch-progress-notify-interval", "5s".into()),
                     ("log-level", "warn".into()),
                 ],
@@ -171,8 +171,8 @@ impl ControlPlane {
             ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
             ("bind-address", "127.0.0.1".into()),
             ("secure-port", self.api.to_string()),
-            // The address in the `kubernetes` endpoints: must not be loopback, and is where pods in VMs reach us.
-            ("advertise-address", SERVER_SEEN_FROM_VM.into()),
+            // The address in the `kubernetes` endpoints. It must not be loopback; pods in VMs reach us there.
+            ("advertise-address", SERVER_ADDRESS_FROM_VM.into()),
             ("tls-cert-file", self.file("apiserver.crt")),
             ("tls-private-key-file", self.file("apiserver.key")),
             ("client-ca-file", self.file("ca.crt")),
@@ -197,7 +197,7 @@ impl ControlPlane {
             ("audit-policy-file", policy.display().to_string()),
             ("audit-log-path", self.cluster.audit_log.display().to_string()),
             ("audit-log-format", "json".into()),
-            // An entry is on disk before its answer is sent, so that tests can count exactly.
+            // An entry is on disk before its response is sent, so that tests can count exactly.
             ("audit-log-mode", "blocking".into()),
             ("audit-log-maxsize", "4096".into()),
         ]);
@@ -269,15 +269,15 @@ impl ControlPlane {
     }
 }
 
-/// What makes a virtual machine a node.
+/// Credentials that make a VM a node.
 pub struct KubeletFiles {
-    /// Speaks to the API server as `system:node:NAME`.
+    /// Kubeconfig of the user `system:node:NAME`.
     pub kubeconfig: String,
-    /// What the kubelet shows to the API server.
+    /// The kubelet's serving certificate.
     pub serving: pki::Pair,
-    /// What the lab shows to the kubelet.
+    /// The client certificate that the lab presents to the kubelet.
     pub client: pki::Pair,
-    /// The cluster's authority.
+    /// The certificate of the cluster's authority.
     pub ca: String,
 }
 

@@ -1,4 +1,4 @@
-//! The two tiers' control planes and what is applied to them.
+//! Control planes of both tiers, and the objects applied to them.
 
 mod backup;
 mod control_plane;
@@ -6,7 +6,7 @@ pub mod objects;
 mod tiers;
 
 pub use backup::{Backup, Revisions};
-pub use control_plane::{ControlPlane, ControlPlanePlan, KubeletFiles, SERVER_SEEN_FROM_VM, argv};
+pub use control_plane::{ControlPlane, ControlPlanePlan, KubeletFiles, SERVER_ADDRESS_FROM_VM, argv};
 pub use tiers::{
     GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, prepare_guest, prepare_guest_namespace, prepare_management,
 };

@@ -1,4 +1,4 @@
-//! Applying manifests and getting credentials.
+//! Manifests and credentials: server-side apply and token requests.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use serde_json::Value;
 
 use crate::wait::eventually;
 
-/// How long the API may take to serve what it is given.
+/// How long the API server may take to accept an object.
 const PATIENCE: Duration = Duration::from_secs(180);
-/// A lab's credentials last as long as a lab may.
+/// Lifetime of the lab's tokens: longer than any lab runs.
 const TOKEN_SECONDS: i64 = 30 * 24 * 3600;
 
-/// Applies every document of a YAML text (server-side, so that applying again changes nothing).
+/// Applies every document of a YAML text (server-side apply, so repeating it changes nothing).
 pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
     let documents: Vec<Value> =
         serde_saphyr::from_multiple(yaml).with_context(|| format!("{what} is not valid YAML"))?;
@@ -28,10 +28,9 @@ pub async fn apply(client: &Client, what: &str, yaml: &str) -> Result<()> {
     Ok(())
 }
 
-/// Applies one object. A definition that is just established may not be served yet, and an API server that is slow may
-/// not answer: both are waited for.
+/// Applies one object. Retries while the definition is not served yet or the API server does not respond.
 pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject> {
-    let object: DynamicObject = serde_json::from_value(document).context("not an object of Kubernetes")?;
+    let object: DynamicObject = serde_json::from_value(document).context("not a Kubernetes object")?;
     let types = object.types.clone().context("no kind")?;
     let gvk = GroupVersionKind::try_from(&types)?;
     let name = object.name_any();
@@ -46,7 +45,7 @@ pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject
     eventually(&format!("{} {} {name} is applied", types.api_version, types.kind), PATIENCE, || async {
         match attempt().await {
             Ok(applied) => Ok(Ok(applied)),
-            // What the API server judged.
+            // Errors that a retry does not fix.
             Err(kube::Error::Api(status)) if matches!(status.code, 400..=403 | 422) => {
                 Err(kube::Error::Api(status)).with_context(|| format!("{} {name}", types.kind))
             }
@@ -56,7 +55,7 @@ pub async fn apply_one(client: &Client, document: Value) -> Result<DynamicObject
     .await
 }
 
-/// Applies every definition and waits until the API serves it.
+/// Applies every definition and waits until the API server serves it.
 pub async fn apply_definitions(client: &Client, definitions: &[(String, String)]) -> Result<()> {
     for (file, yaml) in definitions {
         apply(client, file, yaml).await?;
@@ -79,7 +78,7 @@ pub async fn apply_definitions(client: &Client, definitions: &[(String, String)]
     .await
 }
 
-/// A bearer token of a service account.
+/// Requests a bearer token of a ServiceAccount.
 pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<String> {
     let api: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
     let request = TokenRequest {
@@ -90,5 +89,5 @@ pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<St
         .create_token_request(account, &PostParams::default(), &request)
         .await
         .with_context(|| format!("no token for ServiceAccount {namespace}/{account}"))?;
-    answer.status.and_then(|status| status.token).context("the token request has no answer")
+    answer.status.and_then(|status| status.token).context("the TokenRequest returned no token")
 }

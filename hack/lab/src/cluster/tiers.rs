@@ -1,4 +1,4 @@
-//! What each tier gets once its API answers: definitions, drivers, classes, accounts, kubeconfigs.
+//! Cluster contents of each tier: definitions, drivers, classes, accounts, kubeconfigs.
 
 use std::path::{Path, PathBuf};
 
@@ -12,18 +12,18 @@ use crate::kubeconfig::{self, User};
 use crate::run::repository;
 use crate::state::{Cluster, Guest};
 
-/// The namespace of the parts in the management cluster.
+/// The namespace of Nestor's components in the management cluster.
 pub const MANAGEMENT_NAMESPACE: &str = "nestor-system";
-/// The namespace of the parts in a guest.
+/// The namespace of Nestor's components in a guest.
 pub const GUEST_NAMESPACE: &str = "kube-system";
-/// The management cluster's own parts. A part's account has its name.
+/// Components of the management cluster. A component's ServiceAccount has its name.
 const MANAGEMENT_PARTS: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
-/// A guest's own.
+/// Components of a guest.
 const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
-/// What both have.
+/// Components of both tiers.
 const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter", "snapshot-controller"];
 
-// The charts' own files: a lab needs no helm.
+// The files of the charts: a lab needs no helm.
 const MANAGEMENT: &str = include_str!("../../../../charts/nestor-management/files/management.yaml");
 const MANAGEMENT_CLASSES: &str = include_str!("../../../../charts/nestor-management/files/classes.yaml");
 const GUEST_ACCOUNT: &str = include_str!("../../../../charts/nestor-management/files/guest.yaml");
@@ -35,8 +35,8 @@ fn namespace(name: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 }
 
-/// Applies definitions, driver, classes and accounts, and writes a kubeconfig for each part. The snapshot API's
-/// definitions are not ours, and come from a folder.
+/// Applies definitions, driver, classes and accounts to the management cluster, and writes a kubeconfig for each
+/// component. The definitions of the snapshot API are third-party and come from a folder.
 pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     let ours = definitions(&repository().join("crds").join("yaml"))?;
@@ -50,7 +50,7 @@ pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) 
     prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
 }
 
-/// Applies the sidecars' accounts, and writes a kubeconfig for each of them and for each of the tier's own parts.
+/// Applies the sidecars' accounts, and writes a kubeconfig for each sidecar and each component in `own`.
 async fn prepare_parts(
     client: &kube::Client,
     cluster: &Cluster,
@@ -65,7 +65,7 @@ async fn prepare_parts(
     Ok(())
 }
 
-/// Makes a guest's namespace in the management cluster, its account, and the kubeconfig its gc-csi uses there.
+/// Creates a guest's namespace and account in the management cluster, and the kubeconfig that its gc-csi uses.
 pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Result<()> {
     let client = kubeconfig::client(&management.kubeconfig).await?;
     let yaml = GUEST_ACCOUNT
@@ -77,7 +77,7 @@ pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Res
     token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
-/// Applies definitions, driver, classes and accounts to a guest, and gives the cluster's identity: its kube-system's UID.
+/// Applies definitions, driver, classes and accounts to a guest. Returns the cluster ID: the UID of kube-system.
 pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Result<String> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
     apply_definitions(&client, &definitions(snapshot_definitions)?).await?;
@@ -90,14 +90,14 @@ pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Re
 }
 
 impl Cluster {
-    /// The kubeconfig of an account, which has its part's name, for this cluster.
+    /// Path of the kubeconfig of an account, which has the name of its component.
     pub fn kubeconfig_of(&self, account: &str) -> PathBuf {
         self.kubeconfig.with_file_name(format!("{account}.kubeconfig"))
     }
 }
 
 impl Guest {
-    /// Its gc-csi's account in the management cluster: guests have one each, also where they share a namespace.
+    /// The account of its gc-csi in the management cluster. Each guest has its own, even in a shared namespace.
     pub fn account(&self) -> String {
         format!("gc-csi-{}", self.cluster.name)
     }
@@ -115,7 +115,7 @@ async fn token_kubeconfig(
     kubeconfig::write(&cluster.kubeconfig_of(account), &cluster.server, &ca, &User::Token(&token))
 }
 
-/// The definitions in a folder: file name and text.
+/// Reads the definitions in a folder: file name and text.
 fn definitions(folder: &Path) -> Result<Vec<(String, String)>> {
     let read = || -> std::io::Result<Vec<(String, String)>> {
         let mut found = Vec::new();
@@ -130,10 +130,6 @@ fn definitions(folder: &Path) -> Result<Vec<(String, String)>> {
         Ok(found)
     };
     let found = read().with_context(|| format!("cannot read {}", folder.display()))?;
-    anyhow::ensure!(
-        !found.is_empty(),
-        "no definitions in {}: `cargo lab generate` writes ours",
-        folder.display()
-    );
+    anyhow::ensure!(!found.is_empty(), "no definitions in {}: run `cargo lab generate`", folder.display());
     Ok(found)
 }

@@ -1,4 +1,4 @@
-//! `cargo lab demo`: a volume's whole life, with the objects of both clusters that it moves through.
+//! `cargo lab demo`: the lifecycle of a volume, with the objects involved in both clusters.
 
 mod trace;
 
@@ -22,7 +22,7 @@ const MANIFEST: &str = include_str!("../../manifests/demo.yaml");
 const NAMESPACE: &str = "demo";
 const POD: &str = "writer-0";
 const CLAIM: &str = "data-writer-0";
-/// Emulated machines take their time beside other work.
+/// Emulated VMs are slow on a busy host.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 struct Demo<'a> {
@@ -32,25 +32,24 @@ struct Demo<'a> {
     steps: u32,
 }
 
-/// What the pod's first container said.
+/// Termination message of the pod's init container.
 struct Report {
-    did: String,
+    action: String,
     sum: String,
     device: String,
     pod: String,
 }
 
-/// Runs the demo over a lab of two machines. An error is a claim that did not hold.
+/// Runs the demo in a lab with two VMs. Fails if a step does not behave as described.
 pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
-    let [first, second] = <[String; 2]>::try_from(lab.vms())
-        .map_err(|vms| anyhow::anyhow!("the demo needs two virtual machines, the lab has {}", vms.len()))?;
+    let [first, second] = <[String; 2]>::try_from(lab.vms()).map_err(|vms| {
+        anyhow::anyhow!("the demo needs two virtual machines, but the lab has {}", vms.len())
+    })?;
     let guest = lab.guest("g1").await?;
     let mut demo = Demo { ui, tracer: Tracer::new(lab, &guest).await?, guest, steps: 0 };
-    demo.tell(&[&first, &second], lab).await?;
+    demo.check_nodes(&[&first, &second], lab).await?;
 
-    demo.step(
-        "a person applies a StorageClass and a StatefulSet with a claim; the second machine is cordoned",
-    );
+    demo.step("apply a StorageClass and a StatefulSet with a claim; the second VM is cordoned");
     demo.cordon(&second, true).await?;
     apply(&demo.guest, "manifests/demo.yaml", MANIFEST).await?;
     let chain = demo.tracer.chain(NAMESPACE, CLAIM).await?;
@@ -58,7 +57,7 @@ pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
 
     demo.step(&format!("the pod runs on {first} and writes 64 MiB with their checksum"));
     let wrote = demo.report(&first, None).await?;
-    ensure!(wrote.did == "wrote", "the new volume was not empty: the pod says {:?}", wrote.did);
+    ensure!(wrote.action == "wrote", "the new volume was not empty: the pod reported {:?}", wrote.action);
     demo.show(&demo.tracer.attachment(&chain, &first, &wrote.device).await?);
     demo.show(&[format!("pod {POD} on {first}: wrote, sha256 {}", wrote.sum)]);
 
@@ -68,24 +67,24 @@ pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     demo.delete::<Pod>(POD).await?;
     let verified = demo.report(&second, Some(&wrote.pod)).await?;
     demo.show(&demo.tracer.attachment(&chain, &second, &verified.device).await?);
-    ensure!(verified.did == "verified", "the data is gone: the pod says {:?}", verified.did);
-    ensure!(verified.sum == wrote.sum, "the checksum was {} and is {}", wrote.sum, verified.sum);
+    ensure!(verified.action == "verified", "the data is gone: the pod reported {:?}", verified.action);
+    ensure!(verified.sum == wrote.sum, "the checksum changed from {} to {}", wrote.sum, verified.sum);
     demo.show(&[format!("pod {POD} on {second}: verified, sha256 {} as before", verified.sum)]);
 
-    demo.step("the StatefulSet and its claim are deleted: nothing of the volume is left, on any tier");
+    demo.step("the StatefulSet and its claim are deleted: the volume is removed from every tier");
     demo.delete::<StatefulSet>("writer").await?;
     demo.delete::<PersistentVolumeClaim>(CLAIM).await?;
-    let nothing = eventually("nothing is left of the volume", PATIENCE, || async {
+    let empty = eventually("the volume is removed everywhere", PATIENCE, || async {
         let left = demo.tracer.leftovers(&chain).await?;
         Ok(if left.iter().all(|place| place.found.is_empty()) {
             Ok(left)
         } else {
-            let full = left.into_iter().filter(|place| !place.found.is_empty());
-            Err(full.map(|place| place.to_string()).collect::<Vec<_>>().join("; "))
+            let remaining = left.into_iter().filter(|place| !place.found.is_empty());
+            Err(remaining.map(|place| place.to_string()).collect::<Vec<_>>().join("; "))
         })
     })
     .await?;
-    demo.show(&nothing.iter().map(ToString::to_string).collect::<Vec<_>>());
+    demo.show(&empty.iter().map(ToString::to_string).collect::<Vec<_>>());
     let none = DeleteParams::default();
     Api::<Namespace>::all(demo.guest.clone()).delete(NAMESPACE, &none).await?;
     Api::<StorageClass>::all(demo.guest.clone()).delete("demo", &none).await?;
@@ -104,18 +103,17 @@ impl Demo<'_> {
         }
     }
 
-    /// Both machines are nodes: real kubelets that know the driver.
-    async fn tell(&mut self, machines: &[&String], lab: &Lab) -> Result<()> {
+    /// Checks that both VMs are nodes of the guest with the right identity.
+    async fn check_nodes(&mut self, vms: &[&String], lab: &Lab) -> Result<()> {
         self.step("both virtual machines have joined the guest cluster");
         let nodes: Api<Node> = Api::all(self.guest.clone());
-        for name in machines {
+        for name in vms {
             let node = nodes.get(name).await.with_context(|| format!("guest Node {name}"))?;
-            let info =
-                node.status.and_then(|status| status.node_info).context("the node says nothing of itself")?;
+            let info = node.status.and_then(|status| status.node_info).context("the Node has no nodeInfo")?;
             let uuid = lab.vm(name)?.uuid;
             ensure!(
                 info.system_uuid.eq_ignore_ascii_case(&uuid.to_string()),
-                "{name} is another machine: its kubelet sees UUID {}, libvirt knows {uuid}",
+                "{name} is a different VM: its kubelet reports UUID {}, but the domain has UUID {uuid}",
                 info.system_uuid
             );
             self.show(&[format!(
@@ -150,39 +148,43 @@ impl Demo<'_> {
             .with_context(|| format!("cannot delete guest {} {NAMESPACE}/{name}", K::kind(&())))
     }
 
-    /// Waits until the pod runs on a machine, and gives what it said. `not` is the pod that was there before.
+    /// Waits until the pod runs on a node, and returns its report. `not` is the UID of the previous pod.
     async fn report(&self, node: &str, not: Option<&str>) -> Result<Report> {
         let pods: Api<Pod> = Api::namespaced(self.guest.clone(), NAMESPACE);
         let what = format!("guest pod {NAMESPACE}/{POD} runs on {node}");
         eventually(&what, PATIENCE, || async {
-            let Some(pod) = pods.get_opt(POD).await? else { return Ok(Err("there is no pod".to_owned())) };
+            let Some(pod) = pods.get_opt(POD).await? else {
+                return Ok(Err("the pod does not exist".to_owned()));
+            };
             let uid = pod.uid().unwrap_or_default();
             if not == Some(uid.as_str()) {
-                return Ok(Err("the old pod is still there".to_owned()));
+                return Ok(Err("the previous pod still exists".to_owned()));
             }
             let status = pod.status.unwrap_or_default();
             let started = status.init_container_statuses.unwrap_or_default().into_iter().next();
             let Some(ended) = started.and_then(|container| container.state?.terminated) else {
-                return Ok(Err(format!("it is {}", status.phase.unwrap_or_default())));
+                return Ok(Err(format!("the pod is {}", status.phase.unwrap_or_default())));
             };
             if ended.exit_code != 0 {
                 bail!(
-                    "its first container failed with code {} ({})",
+                    "its init container failed with code {} ({})",
                     ended.exit_code,
                     ended.reason.unwrap_or_default()
                 );
             }
             if status.phase.as_deref() != Some("Running") {
-                return Ok(Err("its first container ended, its second has not begun".to_owned()));
+                return Ok(Err(
+                    "the init container has exited, the main container has not started".to_owned()
+                ));
             }
             let on = pod.spec.and_then(|spec| spec.node_name).unwrap_or_default();
-            ensure!(on == node, "it runs on {on}");
-            let said = ended.message.unwrap_or_default();
-            let [did, sum, device] = said.split_whitespace().collect::<Vec<_>>()[..] else {
-                bail!("its first container said {said:?}");
+            ensure!(on == node, "the pod runs on {on}");
+            let message = ended.message.unwrap_or_default();
+            let [action, sum, device] = message.split_whitespace().collect::<Vec<_>>()[..] else {
+                bail!("the init container reported {message:?}");
             };
-            let (did, sum, device) = (did.to_owned(), sum.to_owned(), device.to_owned());
-            Ok(Ok(Report { did, sum, device, pod: uid }))
+            let (action, sum, device) = (action.to_owned(), sum.to_owned(), device.to_owned());
+            Ok(Ok(Report { action, sum, device, pod: uid }))
         })
         .await
     }

@@ -1,4 +1,4 @@
-//! Follows one volume through guest, management cluster, hypervisor and storage infra.
+//! Tracer: follows one volume through guest, management cluster, hypervisor and storage infra.
 
 use std::fmt;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::wait::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// Reads both clusters, the hypervisor and the infra.
+/// Reads both clusters, the hypervisor and the storage infra.
 pub(super) struct Tracer {
     lab: Lab,
     guest: Client,
@@ -27,7 +27,7 @@ pub(super) struct Tracer {
     namespace: String,
 }
 
-/// The objects that a guest claim is made of, top to bottom.
+/// The objects behind a guest claim, from top to bottom.
 pub(super) struct Chain {
     claim: String,
     volume: String,
@@ -36,7 +36,7 @@ pub(super) struct Chain {
     infra: infra_api::Volume,
 }
 
-/// A place, and what it holds.
+/// A kind of object in one tier, and the names found.
 pub(super) struct Place {
     name: &'static str,
     pub(super) found: Vec<String>,
@@ -82,7 +82,7 @@ impl Tracer {
         })
     }
 
-    /// Waits until a guest claim is bound, and follows it down to the infra's volume.
+    /// Waits until a guest claim is bound, and follows it down to the storage infra's volume.
     pub(super) async fn chain(&self, namespace: &str, claim: &str) -> Result<Chain> {
         let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.guest.clone(), namespace);
         let volume = bound(&claims, "guest", claim).await?;
@@ -100,60 +100,60 @@ impl Tracer {
         })
     }
 
-    /// Checks that a volume is plugged into a machine, and into no other, and gives a line per object that says so.
-    pub(super) async fn attachment(&self, chain: &Chain, machine: &str, device: &str) -> Result<Vec<String>> {
+    /// Checks that a volume is attached to one VM and to no other. Returns one line per object.
+    pub(super) async fn attachment(&self, chain: &Chain, vm_name: &str, device: &str) -> Result<Vec<String>> {
         let claim = self.claim_name(chain);
         let disk = chain.infra.disk_uuid.to_string();
-        let object = self.machines.get(machine).await.with_context(|| format!("VirtualMachine {machine}"))?;
+        let object = self.machines.get(vm_name).await.with_context(|| format!("VirtualMachine {vm_name}"))?;
         let entry = object.spec.volumes.iter().find(|entry| {
             entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name == claim)
         });
         let entry = entry
-            .with_context(|| format!("VirtualMachine {machine} has no entry in spec.volumes for {claim}"))?;
+            .with_context(|| format!("VirtualMachine {vm_name} has no entry in spec.volumes for {claim}"))?;
         let status = object.status.unwrap_or_default();
-        let seen = status.volumes.iter().find(|volume| volume.name == entry.name);
-        let seen =
-            seen.with_context(|| format!("VirtualMachine {machine} has no status of volume {}", entry.name))?;
-        anyhow::ensure!(seen.attached, "VirtualMachine {machine} says that {claim} is not attached");
+        let observed = status.volumes.iter().find(|volume| volume.name == entry.name);
+        let observed = observed
+            .with_context(|| format!("VirtualMachine {vm_name} has no status of volume {}", entry.name))?;
+        anyhow::ensure!(observed.attached, "VirtualMachine {vm_name} reports that {claim} is not attached");
         anyhow::ensure!(
-            seen.disk_uuid.as_deref() == Some(&disk),
-            "VirtualMachine {machine} says disk UUID {:?}, the infra {disk}",
-            seen.disk_uuid
+            observed.disk_uuid.as_deref() == Some(&disk),
+            "VirtualMachine {vm_name} reports disk UUID {:?}, the storage infra {disk}",
+            observed.disk_uuid
         );
-        let orders = self.orders(claim).await?;
-        let [order] = &orders[..] else {
-            anyhow::bail!("{} VolumeAttachments are of {claim}, not one", orders.len());
+        let attachments = self.attachments(claim).await?;
+        let [attachment] = &attachments[..] else {
+            anyhow::bail!("{claim} has {} VolumeAttachments, expected one", attachments.len());
         };
         for vm in self.lab.vms() {
-            let plugged = self.lab.libvirt_disks(&vm).await?.contains(&disk);
+            let attached = self.lab.libvirt_disks(&vm).await?.contains(&disk);
             anyhow::ensure!(
-                plugged == (vm == machine),
+                attached == (vm == vm_name),
                 "disk {disk} is {} {vm}",
-                if plugged { "in" } else { "not in" }
+                if attached { "in" } else { "not in" }
             );
         }
         Ok(vec![
-            format!("management  VirtualMachine {machine}, spec.volumes entry {}", entry.name),
-            format!("management  VolumeAttachment {order}, attached"),
-            format!("hypervisor  {machine} alone has the disk with serial {disk}"),
-            format!("in {machine}     {device} on /data"),
+            format!("management  VirtualMachine {vm_name}, spec.volumes entry {}", entry.name),
+            format!("management  VolumeAttachment {attachment}, attached"),
+            format!("hypervisor  only {vm_name} has the disk with serial {disk}"),
+            format!("in {vm_name}     {device} on /data"),
         ])
     }
 
-    /// Everything on every tier that could be left of a volume, place by place.
+    /// Lists every object on every tier that may be left of a volume.
     pub(super) async fn leftovers(&self, chain: &Chain) -> Result<Vec<Place>> {
         let claims: Api<PersistentVolumeClaim> = Api::all(self.guest.clone());
         let volumes: Api<PersistentVolume> = Api::all(self.guest.clone());
-        let attachments: Api<GuestAttachment> = Api::all(self.guest.clone());
+        let guest_attachments: Api<GuestAttachment> = Api::all(self.guest.clone());
         let management_claims: Api<PersistentVolumeClaim> = Api::all(self.management.clone());
         let management_volumes: Api<PersistentVolume> = Api::all(self.management.clone());
-        let orders: Api<VolumeAttachment> = Api::all(self.management.clone());
+        let attachments: Api<VolumeAttachment> = Api::all(self.management.clone());
         let mut entries = Vec::new();
-        for machine in self.machines.list(&ListParams::default()).await? {
-            let status = machine.status.clone().unwrap_or_default();
-            let names = machine.spec.volumes.iter().map(|volume| &volume.name);
+        for vm in self.machines.list(&ListParams::default()).await? {
+            let status = vm.status.clone().unwrap_or_default();
+            let names = vm.spec.volumes.iter().map(|volume| &volume.name);
             let names = names.chain(status.volumes.iter().map(|volume| &volume.name));
-            entries.extend(names.map(|name| format!("{} of {}", name, machine.name_any())));
+            entries.extend(names.map(|name| format!("{} of {}", name, vm.name_any())));
         }
         let mut disks = Vec::new();
         for vm in self.lab.vms() {
@@ -165,10 +165,13 @@ impl Tracer {
         Ok(vec![
             Place { name: "guest       PersistentVolumeClaims", found: names(&claims).await? },
             Place { name: "guest       PersistentVolumes", found: names(&volumes).await? },
-            Place { name: "guest       storage.k8s.io/VolumeAttachments", found: names(&attachments).await? },
+            Place {
+                name: "guest       storage.k8s.io/VolumeAttachments",
+                found: names(&guest_attachments).await?,
+            },
             Place { name: "management  PersistentVolumeClaims", found: names(&management_claims).await? },
             Place { name: "management  PersistentVolumes", found: names(&management_volumes).await? },
-            Place { name: "management  VolumeAttachments", found: names(&orders).await? },
+            Place { name: "management  VolumeAttachments", found: names(&attachments).await? },
             Place { name: "management  VirtualMachine volumes", found: entries },
             Place { name: "hypervisor  hot-plugged disks", found: disks },
             Place {
@@ -183,7 +186,7 @@ impl Tracer {
         ])
     }
 
-    /// Files of the volume in any pool.
+    /// The files of the volume in all pools.
     fn files(&self, chain: &Chain) -> Result<Vec<String>> {
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let mut found = Vec::new();
@@ -199,12 +202,13 @@ impl Tracer {
     }
 
     /// The attached VolumeAttachments of a management claim, as `namespace/name`.
-    async fn orders(&self, claim: &str) -> Result<Vec<String>> {
-        let orders: Api<VolumeAttachment> = Api::namespaced(self.management.clone(), &self.namespace);
-        let listed = orders.list(&ListParams::default()).await?;
-        let own = listed.iter().filter(|order| order.spec.volume_name == claim);
-        let attached = own.filter(|order| order.status.as_ref().is_some_and(|status| status.attached));
-        Ok(attached.map(|order| format!("{}/{}", self.namespace, order.name_any())).collect())
+    async fn attachments(&self, claim: &str) -> Result<Vec<String>> {
+        let api: Api<VolumeAttachment> = Api::namespaced(self.management.clone(), &self.namespace);
+        let listed = api.list(&ListParams::default()).await?;
+        let own = listed.iter().filter(|attachment| attachment.spec.volume_name == claim);
+        let attached =
+            own.filter(|attachment| attachment.status.as_ref().is_some_and(|status| status.attached));
+        Ok(attached.map(|attachment| format!("{}/{}", self.namespace, attachment.name_any())).collect())
     }
 
     fn claim_name<'a>(&self, chain: &'a Chain) -> &'a str {

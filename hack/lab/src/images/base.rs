@@ -1,4 +1,4 @@
-//! What is below a program: Debian packages with all that they need, unpacked without their maintainers' scripts.
+//! Base layer of an image: Debian packages with their dependencies, unpacked without running maintainer scripts.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,12 +13,12 @@ use crate::oci::sha256;
 use crate::process::{command, run};
 use crate::ui::Ui;
 
-/// What every program of ours is linked to.
+/// Libraries that every program is linked to.
 const ALWAYS: [&str; 2] = ["libc6", "libgcc-s1"];
-/// Packages that others name and that nothing in an image uses: xfs_scrub_all is in Python, and nothing is configured.
+/// Dependencies that nothing in an image uses: xfs_scrub_all is in Python, and no package is configured.
 const UNUSED: [&str; 6] = ["python3", "libpython3", "dpkg", "tar", "debconf", "media-types"];
-/// What nobody reads in a container.
-const UNREAD: [&str; 6] = ["man", "locale", "info", "lintian", "bash-completion", "doc-base"];
+/// Folders under /usr/share that a container does not need.
+const EXCLUDED: [&str; 6] = ["man", "locale", "info", "lintian", "bash-completion", "doc-base"];
 
 /// A package in an image.
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ pub(crate) struct Package {
     pub(crate) name: String,
     pub(crate) version: String,
     pub(crate) architecture: String,
-    /// Digest of the package's file.
+    /// Digest of the package file.
     pub(crate) sha256: String,
 }
 
@@ -35,12 +35,12 @@ pub(crate) struct Package {
 pub(crate) struct Base {
     pub(crate) root: PathBuf,
     pub(crate) packages: Vec<Package>,
-    /// The code name of its Debian.
+    /// The code name of the Debian release.
     pub(crate) suite: String,
 }
 
 impl Base {
-    /// That of these packages, made once.
+    /// The base with these packages; built once and cached.
     pub(crate) async fn of(ui: &Ui, more: &[&str]) -> Result<Self> {
         let suite = cache::debian_suite()?;
         let wanted = [&ALWAYS[..], more].concat();
@@ -49,7 +49,7 @@ impl Base {
             .with("suite", suite.as_bytes())
             .with("packages", wanted.join(" ").as_bytes())
             .with("unused", UNUSED.join(" ").as_bytes())
-            .with("unread", UNREAD.join(" ").as_bytes());
+            .with("unread", EXCLUDED.join(" ").as_bytes());
         let dir = cache::entry(&format!("image-base-{}", key.hex()), async |out: &Path| {
             let step = ui.step(format!("fetching the Debian packages {}", wanted.join(", ")));
             let work = out.join("work");
@@ -61,12 +61,13 @@ impl Base {
             Ok(())
         })
         .await?;
-        let packages = fs::read(dir.join("packages.json")).context("cannot read what is in the base")?;
+        let packages =
+            fs::read(dir.join("packages.json")).context("cannot read the package list of the base")?;
         Ok(Self { root: dir.join("root"), packages: serde_json::from_slice(&packages)?, suite })
     }
 }
 
-/// Fetches packages with all that they depend on, by this machine's sources, whatever is installed here.
+/// Downloads packages with all dependencies from the host's sources, whatever is installed on the host.
 async fn fetch(wanted: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
     for folder in ["state/lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(work.join(folder))?;
@@ -95,7 +96,7 @@ async fn fetch(wanted: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Unpacks packages to a root, with what scanners look for: which packages they are, and their licences.
+/// Unpacks packages into a root, with the metadata that scanners read: package records and licences.
 async fn unpack(files: &[PathBuf], root: &Path) -> Result<Vec<Package>> {
     skeleton(root)?;
     let mut packages = Vec::new();
@@ -108,7 +109,7 @@ async fn unpack(files: &[PathBuf], root: &Path) -> Result<Vec<Package>> {
         {
             continue;
         }
-        // Debian's /bin is a link to /usr/bin, but its packages still have files in it.
+        // Debian's /bin is a link to /usr/bin, but some packages have files in /bin.
         let line =
             r#"dpkg-deb --fsys-tarfile "$1" | tar --extract --keep-directory-symlink --directory "$2""#;
         run(command("sh", ["-ec", line, "sh"]).arg(file).arg(root)).await?;
@@ -132,14 +133,14 @@ fn skeleton(root: &Path) -> Result<()> {
     symlink("/run", root.join("var/run"))?;
     put(&root.join("etc/passwd"), b"root:x:0:0::/:/none\nnonroot:x:65532:65532::/:/none\n", 0o644)?;
     put(&root.join("etc/group"), b"root:x:0:\nnonroot:x:65532:\n", 0o644)?;
-    // Else names would be asked of services that are not there.
+    // Without this file, names are looked up in services that do not exist.
     put(&root.join("etc/nsswitch.conf"), b"passwd: files\ngroup: files\nhosts: files dns\n", 0o644)?;
     Ok(())
 }
 
 async fn prune(root: &Path) -> Result<()> {
-    for unread in UNREAD {
-        let folder = root.join("usr/share").join(unread);
+    for excluded in EXCLUDED {
+        let folder = root.join("usr/share").join(excluded);
         if folder.exists() {
             fs::remove_dir_all(&folder)?;
         }
@@ -147,11 +148,11 @@ async fn prune(root: &Path) -> Result<()> {
     let mut find = command("find", [root.join("usr/share/doc")]);
     run(find.args(["-not", "-type", "d", "-not", "-name", "copyright", "-delete"])).await?;
     let ld = run(command("ldconfig", ["-r"]).arg(root)).await;
-    ld.context("cannot make the cache of libraries")?;
-    // What ldconfig remembers of its run has times in it.
-    let remembered = root.join("var/cache/ldconfig");
-    if remembered.exists() {
-        fs::remove_dir_all(remembered)?;
+    ld.context("cannot create the library cache")?;
+    // The auxiliary cache of ldconfig holds times.
+    let auxiliary = root.join("var/cache/ldconfig");
+    if auxiliary.exists() {
+        fs::remove_dir_all(auxiliary)?;
     }
     Ok(())
 }

@@ -1,5 +1,5 @@
-//! The container images: for each of our programs, the Debian packages that it needs and the program on top, as an OCI
-//! archive that `ctr images import` and `skopeo copy oci-archive:` take. The same inputs give the same digests.
+//! Container images: for each program, its Debian packages and the program on top, as an OCI archive that
+//! `ctr images import` and `skopeo copy oci-archive:` accept. The same inputs give the same digests.
 
 mod base;
 mod sbom;
@@ -18,17 +18,17 @@ use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
 
-/// Who programs run as that need no rights of root.
+/// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
 
 /// An image.
 #[derive(Debug)]
 pub(crate) struct Image {
     name: &'static str,
-    /// The program, and the crate that it is built from.
+    /// The program, which is also the name of its crate.
     program: &'static str,
     description: &'static str,
-    /// Debian packages beside what every program needs.
+    /// Debian packages in addition to those of every image.
     packages: &'static [&'static str],
     user: &'static str,
 }
@@ -37,16 +37,16 @@ const IMAGES: [Image; 5] = [
     Image {
         name: "gc-csi",
         program: "gc-csi",
-        description: "Nestor's CSI driver for guest clusters: its controller",
+        description: "Nestor's CSI driver for guest clusters: controller",
         packages: &[],
         user: NOBODY,
     },
     Image {
         name: "gc-csi-node",
         program: "gc-csi-node",
-        description: "Nestor's CSI driver for guest clusters: its node plugin, with the tools of filesystems",
+        description: "Nestor's CSI driver for guest clusters: node plugin with the filesystem tools",
         packages: &["e2fsprogs", "xfsprogs", "btrfs-progs", "util-linux", "mount", "kmod"],
-        // It mounts, and opens disks.
+        // It mounts and opens disks.
         user: "0:0",
     },
     Image {
@@ -66,22 +66,22 @@ const IMAGES: [Image; 5] = [
     Image {
         name: "storage-infra",
         program: "storage-infra",
-        description: "Nestor's storage infra: pools of files, and disks of libvirt's machines",
+        description: "Nestor's storage infra: file and RBD pools, and disks of libvirt VMs",
         packages: &["libvirt0", "libvirt-clients", "util-linux"],
-        // Its files are opened by libvirt's QEMUs, whose rights differ from host to host.
+        // The QEMU processes of libvirt open its files; their user differs between hosts.
         user: "0:0",
     },
 ];
 
-/// Which images, and of what.
+/// Which images to build, and from which binaries.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Options {
-    /// Only these images.
+    /// Build only these images.
     names: Vec<String>,
-    /// With the binaries of the debug profile.
+    /// Use the binaries of the debug profile.
     #[arg(long)]
     debug: bool,
-    /// Where to. [default: target/images]
+    /// Output folder. [default: target/images]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -93,7 +93,7 @@ pub struct Built {
     pub name: String,
     /// The archive.
     pub archive: PathBuf,
-    /// What is in it (CycloneDX).
+    /// Its content (SBOM, CycloneDX).
     pub sbom: PathBuf,
     /// Digest of its manifest.
     pub digest: String,
@@ -122,7 +122,7 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds images from a folder of our programs: those of these names, or all.
+/// Builds images from a folder of our programs: those in `names`, or all.
 pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Result<Vec<Built>> {
     for name in names {
         let known: Vec<&str> = IMAGES.iter().map(|image| image.name).collect();
@@ -138,10 +138,10 @@ pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Re
     Ok(built)
 }
 
-/// What was built.
+/// The commit that the images are built from.
 struct Commit {
     id: String,
-    /// When, as in 2026-01-02T03:04:05+00:00.
+    /// Commit date, as in 2026-01-02T03:04:05+00:00.
     date: String,
 }
 

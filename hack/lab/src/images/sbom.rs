@@ -1,5 +1,5 @@
-//! What is in an image, as a CycloneDX document: Debian's packages, and the crates that are linked into the program. It
-//! has no time and no serial number, so that the same content gives the same document.
+//! SBOM of an image (CycloneDX): its Debian packages, and the crates linked into the program. It has no time and no
+//! serial number, so the same content gives the same document.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -36,7 +36,7 @@ fn of_package(package: &Package) -> Value {
     })
 }
 
-/// A version as a package URL has it.
+/// A version, escaped for a package URL.
 fn escaped(version: &str) -> String {
     version.replace('%', "%25").replace('+', "%2B").replace(':', "%3A")
 }
@@ -52,18 +52,19 @@ async fn crates(program: &str) -> Result<Vec<Value>> {
     lines.into_iter().map(of_crate).collect()
 }
 
-/// A crate by cargo's line: `name vVERSION (path)|LICENCE`.
+/// Parses a line of `cargo tree`: `name vVERSION (path)|LICENCE`.
 fn of_crate(line: &str) -> Result<Value> {
-    let (package, licence) = line.split_once('|').with_context(|| format!("cargo tree says {line:?}"))?;
+    let (package, licence) =
+        line.split_once('|').with_context(|| format!("bad line of cargo tree: {line:?}"))?;
     let mut words = package.split(' ');
     let name = words.next().unwrap_or_default();
     let version = words.next().and_then(|word| word.strip_prefix('v'));
-    let version = version.with_context(|| format!("cargo tree says {line:?}"))?;
+    let version = version.with_context(|| format!("bad line of cargo tree: {line:?}"))?;
     let url = format!("pkg:cargo/{name}@{}", escaped(version));
     let mut component =
         json!({"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url});
     if !licence.is_empty() {
-        // cargo still knows the old way to write OR.
+        // Cargo accepts the deprecated "/" for OR.
         component["licenses"] = json!([{"expression": licence.replace('/', " OR ")}]);
     }
     Ok(component)
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn crates_and_packages_have_urls_of_their_kind() {
+    fn crates_and_packages_have_package_urls() {
         let one = of_crate("kube v5.0.0|Apache-2.0").unwrap();
         assert_eq!(one["purl"], "pkg:cargo/kube@5.0.0");
         let own = of_crate("gc-csi v0.1.0 (/src/gc-csi)|MIT/Apache-2.0").unwrap();

@@ -1,7 +1,7 @@
-//! A libvirtd of the run's own, that no other on this machine can meet.
+//! The run's own libvirtd, isolated from others on the host.
 //!
-//! It runs in a mount namespace in which every folder that libvirt uses is the run's, so that labs stand side by side
-//! and beside the system's libvirt.
+//! It runs in a mount namespace in which the run's folders hide every folder that libvirt uses, so that labs run side by
+//! side and beside the system's libvirt.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use crate::run::Run;
 use crate::state::Part;
 use crate::ui::Ui;
 
-/// The folders of the host that are hidden, and by which folder of the run.
+/// Folders of the host, and the folders of the run that hide them.
 const PRIVATE: [(&str, &str); 4] = [
     ("/run/libvirt", "run"),
     ("/var/lib/libvirt", "lib"),
@@ -24,7 +24,7 @@ const PRIVATE: [(&str, &str); 4] = [
     ("/etc/libvirt", "etc"),
 ];
 
-/// Debian's libvirtd does not start unless this account exists, even where its machines run as root.
+/// Debian's libvirtd does not start unless this account exists, even if QEMU runs as root.
 const ACCOUNT: &str = "libvirt-qemu";
 
 const QEMU_CONF: &str = r#"user = "root"
@@ -46,17 +46,17 @@ fn socket(run: &Run) -> PathBuf {
     run.socket_dir().join("libvirt-sock")
 }
 
-/// Where the run's libvirt keeps what it does; `run/qemu/NAME.pid` holds a machine's process.
+/// Folder of the run's libvirt; `run/qemu/NAME.pid` holds the PID of a domain.
 pub(crate) fn folder(run: &Run) -> PathBuf {
     run.path("libvirt")
 }
 
-/// Starts libvirtd. It answers when this returns.
+/// Starts libvirtd and returns when it responds.
 pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
     ensure_account(ui).await?;
     let own = folder(run);
     let mut binds: Vec<(&str, PathBuf)> = PRIVATE.map(|(host, name)| (host, own.join(name))).to_vec();
-    // What QEMU can do is the same for every run, and takes seconds to find out.
+    // QEMU's capabilities are the same for every run, and take seconds to probe.
     binds.push(("/var/cache/libvirt", cache::root()?.join("libvirt")));
     let mut script = String::from("set -e\n");
     for (host, private) in &binds {
@@ -66,7 +66,7 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         script.push_str(&format!("mount --bind '{}' {host}\n", private.display()));
     }
     let config = own.join("etc/libvirtd.conf");
-    // What libvirt makes up where a machine has none is another one after each start, which tells of another host.
+    // Without this, libvirt makes up another host UUID at each start if the host has none.
     let host = Uuid::new_v4();
     let text = format!(
         "host_uuid = \"{host}\"\nunix_sock_dir = \"{}\"\nunix_sock_rw_perms = \"0700\"\nauth_unix_rw = \"none\"\nauth_unix_ro = \"none\"\n",
@@ -76,7 +76,7 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
     fs::write(own.join("etc/qemu.conf"), QEMU_CONF)?;
     script
         .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
-    // Pools that are mounted later must show up inside, mounts from inside never outside.
+    // Pools that are mounted later must appear inside; mounts inside must not appear outside.
     let argv = ["unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
     let part = Part {
         argv: argv.map(ToOwned::to_owned).to_vec(),
@@ -87,10 +87,10 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         driver: None,
     };
     run.launch("libvirtd", part).await?;
-    // The socket is there before the drivers are: a connection waits for them.
+    // The socket exists before the drivers are loaded; a connection waits for them.
     run_helper(&mut command("virsh", ["--connect", &uri(run), "version"]))
         .await
-        .with_context(|| run.explain("libvirtd", "it does not answer"))
+        .with_context(|| run.explain("libvirtd", "it does not respond"))
         .map(drop)
 }
 

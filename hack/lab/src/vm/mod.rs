@@ -1,4 +1,4 @@
-//! Virtual machines: real ones, under libvirt, that join a guest cluster as its nodes.
+//! Virtual machines under libvirt that join a guest cluster as nodes.
 
 mod accel;
 pub mod libvirtd;
@@ -24,14 +24,14 @@ use crate::state::Vm;
 const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
 
-/// The node plugin's arguments, one a line. A node may read itself with its kubelet's credentials.
+/// Arguments of gc-csi-node, one per line. It reads its own Node with the kubelet's credentials.
 const PLUGIN_ARGS: &str = "--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.nestor.dev/csi.sock
 --node-name=${NAME}
 --topology
 --guest-kubeconfig=/config/kubeconfig
 ";
 
-/// What a domain says about how it is run.
+/// The accelerator settings of a domain.
 struct Hardware {
     domain_type: &'static str,
     cpu: &'static str,
@@ -39,20 +39,20 @@ struct Hardware {
 }
 
 const KVM: Hardware = Hardware { domain_type: "kvm", cpu: "<cpu mode='host-passthrough'/>", cmdline: "" };
-/// Emulated: the simplest CPU is the fastest. Its time stamp counter is measured wrong while the host is busy, and then
-/// the machine's clock runs many times too fast: it must not be used at all.
+/// Emulation: the simplest CPU is the fastest. The kernel calibrates the TSC wrongly while the host is busy, and then the
+/// VM's clock runs many times too fast: the TSC must not be used at all.
 const TCG: Hardware = Hardware {
     domain_type: "qemu",
     cpu: "<cpu mode='custom' match='exact'><model>qemu64</model></cpu>",
     cmdline: "tsc=unstable no_timer_check",
 };
 
-/// `kvm` or `tcg`: how this machine runs others.
+/// The accelerator of this host: `kvm` or `tcg`.
 pub async fn accelerator(image: &BaseImage) -> &'static str {
     accel::accelerator(&image.kernel).await
 }
 
-/// A machine that can be defined: identity and port drawn, recorded in the state.
+/// Allocates the identity and port of a VM and records them in the state.
 pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<Vm> {
     let vm = Vm {
         guest: guest.to_owned(),
@@ -65,7 +65,7 @@ pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -
     Ok(vm)
 }
 
-/// Makes a machine's disks, defines it and starts it.
+/// Creates a VM's disks, defines the domain and starts it.
 pub async fn boot(
     run: &Run,
     name: &str,
@@ -110,30 +110,30 @@ pub async fn boot(
     start(run, name).await
 }
 
-/// Starts a defined machine.
+/// Starts a defined domain.
 pub async fn start(run: &Run, name: &str) -> Result<()> {
     virsh(run, ["start", name])
         .await
         .map(drop)
-        .with_context(|| format!("virtual machine {name} does not start"))
+        .with_context(|| format!("cannot start virtual machine {name}"))
 }
 
-/// Runs virsh on the run's own libvirt.
+/// Runs virsh on the run's libvirt.
 pub async fn virsh<'a>(run: &Run, args: impl IntoIterator<Item = &'a str>) -> Result<String> {
     let uri = libvirtd::uri(run);
     run_helper(command("virsh", ["--connect", &uri, "--quiet"]).args(args)).await
 }
 
-/// The QEMU process of a machine, by libvirt's pid file, if it is really that machine's.
+/// The QEMU process of a VM, from libvirt's PID file.
 pub(crate) fn process(run: &Run, name: &str, vm: &Vm) -> Option<Process> {
     let file = libvirtd::folder(run).join("run/qemu").join(format!("{name}.pid"));
     let process = Process::current(fs::read_to_string(file).ok()?.trim().parse().ok()?)?;
-    // The file may be old and the pid another's by now: only a command line with this UUID is this machine.
+    // The PID file may be stale and the PID reused: the command line must contain the VM's UUID.
     let words = fs::read(format!("/proc/{}/cmdline", process.pid)).ok()?;
     String::from_utf8_lossy(&words).contains(&vm.uuid).then_some(process)
 }
 
-/// The second disk: who the machine is, its credentials, and the driver as it was built last.
+/// Builds the second disk: the VM's name and credentials, and the current gc-csi-node.
 async fn config_disk(
     dir: &Path,
     name: &str,
@@ -152,7 +152,7 @@ async fn config_disk(
     run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(plugin)).await?;
     let bytes: u64 = fs::metadata(files.join("gc-csi-node"))?.len();
     let disk = dir.join("config.raw");
-    // Room for the filesystem's own tables; the file is sparse.
+    // Space for the filesystem's metadata; the file is sparse.
     let megabytes = bytes / (1024 * 1024) + 16;
     let mut make = command("mke2fs", ["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"]);
     run_helper(make.arg(&files).arg(&disk).arg(format!("{megabytes}M"))).await?;
@@ -163,12 +163,12 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('\'', "&apos;")
 }
 
-/// The kubeconfig that speaks to a machine's kubelet.
+/// Path of the kubeconfig for a VM's kubelet.
 pub(crate) fn kubelet_kubeconfig(run: &Run, name: &str) -> PathBuf {
     run.path("vms").join(name).join("kubelet.kubeconfig")
 }
 
-/// The serials of the disks in a domain's XML. The machine's own disks have none.
+/// The serials of the hot-plugged disks in a domain's XML. The VM's own disks have none.
 pub(crate) fn serials(xml: &str) -> Vec<String> {
     xml.split("<serial>")
         .skip(1)

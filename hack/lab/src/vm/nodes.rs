@@ -1,4 +1,4 @@
-//! A virtual machine as a node: what a cloud provider would do for it, and when it counts as one.
+//! Guest nodes of VMs: cloud provider tasks and readiness.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::cluster::objects::apply_one;
 use crate::run::Run;
 use crate::wait::eventually;
 
-/// Emulated machines boot in a quarter of a minute when alone, and in minutes beside a build.
+/// An emulated VM boots in 15 seconds on an idle host, and in minutes beside a build.
 const PATIENCE: Duration = Duration::from_secs(900);
 
-/// Waits until kubelet has registered the node, plays the cloud provider for it, and waits until it is ready.
+/// Waits until kubelet has registered the node, initializes it as a cloud provider would, and waits until it is ready.
 pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<Node> = Api::all(client.clone());
     let joined = eventually("its node has joined", PATIENCE, || async {
@@ -45,7 +45,7 @@ pub async fn wait_for_node(run: &Run, client: &Client, name: &str) -> Result<()>
     .with_context(|| explain(run, name))
 }
 
-/// Waits until kubelet knows gc-csi on the node.
+/// Waits until gc-csi-node is registered with the kubelet.
 pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<()> {
     let nodes: Api<CSINode> = Api::all(client.clone());
     eventually("gc-csi-node is registered with its kubelet", PATIENCE, || async {
@@ -54,15 +54,15 @@ pub async fn wait_for_driver(run: &Run, client: &Client, name: &str) -> Result<(
             Err(error) => return Ok(Err(chain(&error))),
         };
         let drivers = node.map(|node| node.spec.drivers).unwrap_or_default();
-        let known = drivers.iter().any(|driver| driver.name == crds::names::GUEST_DRIVER);
-        Ok(if known { Ok(()) } else { Err("CSINode does not name it".to_owned()) })
+        let registered = drivers.iter().any(|driver| driver.name == crds::names::GUEST_DRIVER);
+        Ok(if registered { Ok(()) } else { Err("CSINode does not list it".to_owned()) })
     })
     .await
     .with_context(|| run.explain(&format!("{name}-gc-csi-node"), "the node plugin did not register"))
 }
 
-/// Kubelets in user-mode networks all have one address, which the host cannot reach. As a cloud provider would, the
-/// lab says where each is reached (its forwarded port, which kubelet reports itself), and clears kubelet's taint.
+/// Kubelets in user-mode networks all have the same address, which the host cannot reach. Like a cloud provider, the
+/// lab sets the address where each is reached (with the forwarded port, which kubelet reports) and removes kubelet's taint.
 async fn initialize(nodes: &Api<Node>, node: &Node) -> Result<()> {
     let name = node.name_any();
     let status = json!({"status": {"addresses": [
@@ -87,7 +87,7 @@ fn explain(run: &Run, name: &str) -> String {
     )
 }
 
-/// Node and CSINode objects for a machine that has no kubelet. Its zone is for gc-csi's controller to write.
+/// Creates Node and CSINode objects for a VM without kubelet. gc-csi's controller sets the zone label.
 pub async fn join_without_kubelet(client: &Client, name: &str) -> Result<()> {
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": {"unschedulable": true}});
     let node = apply_one(client, node).await?;
@@ -102,7 +102,7 @@ pub async fn join_without_kubelet(client: &Client, name: &str) -> Result<()> {
     apply_one(client, csi_node).await.map(drop)
 }
 
-/// Removes what [`join_without_kubelet`] made. Fine when there is nothing.
+/// Deletes what [`join_without_kubelet`] created. Succeeds if it does not exist.
 pub async fn leave_guest(client: &Client, name: &str) -> Result<()> {
     let gone = |outcome: kube::Result<()>| match outcome {
         Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),

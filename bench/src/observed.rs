@@ -1,4 +1,4 @@
-//! The moments at which objects were seen to be as wanted, and to be gone, by a watch.
+//! Observations of a watch: when objects first fulfilled a condition, and when they were deleted.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Debug;
@@ -14,30 +14,30 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-/// What takes longer than this is a failure, not a measurement.
+/// Timeout of a measurement.
 pub(crate) const LONGEST: Duration = Duration::from_secs(1800);
 
 type Moments = HashMap<String, Instant>;
 
-/// A watch over objects, and what it saw of each.
-pub(crate) struct Seen {
+/// A watch of objects, with the times of their changes.
+pub(crate) struct Observed {
     reached: watch::Receiver<Moments>,
     gone: watch::Receiver<Moments>,
     watching: JoinHandle<()>,
 }
 
-impl Drop for Seen {
+impl Drop for Observed {
     fn drop(&mut self) {
         self.watching.abort();
     }
 }
 
-impl Seen {
-    /// Watches objects for the moment at which each is first as `wanted`.
+impl Observed {
+    /// Watches objects, and records when each first fulfils `condition`.
     pub(crate) fn watch<K>(
         api: Api<K>,
         config: watcher::Config,
-        wanted: impl Fn(&K) -> bool + Send + Sync + 'static,
+        condition: impl Fn(&K) -> bool + Send + Sync + 'static,
     ) -> Self
     where
         K: Resource + Clone + Debug + DeserializeOwned + Send + 'static,
@@ -56,14 +56,14 @@ impl Seen {
                 });
             };
             while let Some(event) = events.next().await {
-                // It tries again by itself.
+                // The watcher retries by itself.
                 let Ok(event) = event else { continue };
                 match event {
                     Event::Init => listed.clear(),
                     Event::InitApply(object) | Event::Apply(object) => {
                         listed.insert(object.name_any());
                         there.insert(object.name_any());
-                        if wanted(&object) {
+                        if condition(&object) {
                             set(&reach, object.name_any());
                         }
                     }
@@ -83,24 +83,24 @@ impl Seen {
         Self { reached, gone, watching }
     }
 
-    /// Waits until all of these are as wanted; tells when each was.
+    /// Waits until all of these objects have fulfilled the condition; returns the times.
     pub(crate) async fn reached(&self, names: &[String]) -> Result<Vec<Instant>> {
-        all(&self.reached, names).await.context("not all became as wanted")
+        all(&self.reached, names).await.context("not all objects fulfilled the condition")
     }
 
-    /// Waits until all of these are gone; tells when each was.
+    /// Waits until all of these objects are deleted; returns the times.
     pub(crate) async fn gone(&self, names: &[String]) -> Result<Vec<Instant>> {
-        all(&self.gone, names).await.context("not all were gone")
+        all(&self.gone, names).await.context("not all objects were deleted")
     }
 }
 
 async fn all(moments: &watch::Receiver<Moments>, names: &[String]) -> Result<Vec<Instant>> {
     let mut moments = moments.clone();
     let waiting = moments
-        .wait_for(|seen| seen.len() >= names.len() && names.iter().all(|name| seen.contains_key(name)));
-    let seen = tokio::time::timeout(LONGEST, waiting)
+        .wait_for(|times| times.len() >= names.len() && names.iter().all(|name| times.contains_key(name)));
+    let times = tokio::time::timeout(LONGEST, waiting)
         .await
-        .with_context(|| format!("{} objects, within {LONGEST:?}", names.len()))?
+        .with_context(|| format!("{} objects: not within {LONGEST:?}", names.len()))?
         .context("the watch ended")?;
-    Ok(names.iter().map(|name| seen[name]).collect())
+    Ok(names.iter().map(|name| times[name]).collect())
 }

@@ -1,4 +1,4 @@
-//! What the processes of the lab use: memory, processor time, and bytes on the wire to API servers.
+//! Resource usage of the lab's components: memory, CPU time, and bytes sent to and received from API servers.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -7,12 +7,12 @@ use anyhow::{Context, Result};
 use lab::Lab;
 use lab::process::Process;
 
-/// Ticks of the processor time that the kernel shows, per second: fixed in its interface to programs.
+/// Clock ticks per second in /proc, which is fixed in the kernel's user-space API.
 const TICKS: u64 = 100;
-/// Our own parts, as they are named in a lab: they count the bytes of their requests.
+/// Components of Nestor, which count the bytes of their requests.
 const OURS: [&str; 3] = ["g1-gc-csi", "mgmt-csi", "vm-operator-shim"];
 
-/// What one process has used so far.
+/// Usage of one process so far.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Used {
     pub(crate) cpu: Duration,
@@ -32,14 +32,14 @@ impl std::ops::Sub for Used {
     }
 }
 
-/// Resident memory of a process, in bytes: now, and at most so far.
+/// Resident memory of a process in bytes: current and peak.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Resident {
     pub(crate) now: u64,
     pub(crate) peak: u64,
 }
 
-/// The processes of the lab that run, by part.
+/// The running processes of the lab, by component.
 pub(crate) fn running(lab: &Lab) -> Result<Vec<(String, Process)>> {
     let parts = lab.run().state()?.parts.into_keys();
     Ok(parts
@@ -50,11 +50,11 @@ pub(crate) fn running(lab: &Lab) -> Result<Vec<(String, Process)>> {
         .collect())
 }
 
-/// What each part has used so far.
+/// Usage of each component so far.
 pub(crate) async fn used(lab: &Lab) -> Result<BTreeMap<String, Used>> {
     let mut all = BTreeMap::new();
     for (part, process) in running(lab)? {
-        // It may have ended meanwhile.
+        // It may have exited meanwhile.
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", process.pid)) else { continue };
         let mut used = Used { cpu: cpu(&stat).unwrap_or_default(), ..Used::default() };
         if OURS.contains(&part.as_str()) {
@@ -66,7 +66,7 @@ pub(crate) async fn used(lab: &Lab) -> Result<BTreeMap<String, Used>> {
     Ok(all)
 }
 
-/// Memory of a part's process.
+/// Resident memory of a component's process.
 pub(crate) fn resident(process: Process) -> Result<Resident> {
     let path = format!("/proc/{}/status", process.pid);
     let status = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -74,34 +74,34 @@ pub(crate) fn resident(process: Process) -> Result<Resident> {
     Ok(Resident { now: 1024 * field("VmRSS:")?, peak: 1024 * field("VmHWM:")? })
 }
 
-/// How busy all processors of this machine were so far: time at work, and time in all, in ticks.
-pub(crate) fn machine() -> Result<(u64, u64)> {
+/// CPU time of all processors of the host so far: busy and total, in ticks.
+pub(crate) fn host_cpu() -> Result<(u64, u64)> {
     let stat = std::fs::read_to_string("/proc/stat").context("cannot read /proc/stat")?;
     let first = stat.lines().next().context("/proc/stat is empty")?;
     let times: Vec<u64> = first.split_whitespace().skip(1).map_while(|word| word.parse().ok()).collect();
-    // user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already.
+    // user, nice, system, idle, iowait, irq, softirq, steal; guest time is part of user time.
     let all: u64 = times.iter().take(8).sum();
     let idle: u64 = times.iter().skip(3).take(2).sum();
     Ok((all - idle, all))
 }
 
-/// User and system time out of a stat line. The command's name may hold spaces and brackets.
+/// User and system time in a stat line. The command name may contain spaces and parentheses.
 fn cpu(stat: &str) -> Option<Duration> {
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks: u64 = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
     Some(Duration::from_millis(ticks * 1000 / TICKS))
 }
 
-/// A field of /proc/PID/status that is given in kB, which there means KiB.
+/// A field of /proc/PID/status in kB, which means KiB there.
 fn kib(status: &str, field: &str) -> Option<u64> {
     let line = status.lines().find(|line| line.starts_with(field))?;
     line.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// Bytes of one direction, to and from all API servers.
+/// Bytes in one direction, of all API servers.
 fn bytes(metrics: &str, direction: &str) -> u64 {
     let direction = format!("direction=\"{direction}\"");
-    // After the program's own prefix.
+    // The metric name has the program's prefix.
     let lines = metrics.lines().filter(|line| line.contains("_kube_client_bytes_total{"));
     let ours = lines.filter(|line| line.contains(&direction));
     ours.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok()).sum()
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_and_the_metrics_show_is_read() {
+    fn proc_files_and_metrics_are_parsed() {
         let stat = "42 (a) b (c) S 1 42 42 0 -1 4194560 1 2 3 4 150 60 7 8 20 0 1 0 777 9";
         assert_eq!(cpu(stat), Some(Duration::from_millis(2100)));
         assert_eq!(kib("VmHWM:\t  100 kB\nVmRSS:\t    64 kB\n", "VmRSS:"), Some(64));

@@ -1,5 +1,5 @@
-//! The guests' control planes and the management cluster's on processors of their own, as where they run in production, so
-//! that what one of them does takes nothing from the other.
+//! CPU partitioning: the guests' control planes and the management cluster run on separate processors, as in production,
+//! so that they do not slow each other down.
 
 use std::process::Command;
 
@@ -7,25 +7,25 @@ use anyhow::{Context, Result, bail, ensure};
 use lab::Lab;
 use lab::process::Process;
 
-use crate::parts;
+use crate::usage;
 
-/// Does the work with the processors divided: half of them for the management cluster with its drivers and the infra, the
-/// others for the guests. Parts that are started meanwhile have all of them.
-pub async fn apart<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
+/// Runs `work` with the processors divided: half of them for the management cluster with its drivers and the storage
+/// infra, the others for the guests. Components that are started meanwhile can use all processors.
+pub async fn split_cpus<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
-    let all = allowed(&status).context("/proc/self/status does not say which processors there are")?;
-    ensure!(all.len() > 1, "there is one processor, which cannot be divided");
+    let all = allowed(&status).context("/proc/self/status has no Cpus_allowed_list")?;
+    ensure!(all.len() > 1, "there is only one processor, which cannot be divided");
     let (management, guests) = all.split_at(all.len() / 2);
     let outcome = match give(lab, management, guests) {
         Ok(()) => work.await,
         Err(error) => Err(error),
     };
-    // In any case: whoever measures next finds the lab as it was.
+    // Also after an error, so that the next measurement uses all processors.
     let restored = give(lab, &all, &all);
     outcome.and_then(|outcome| restored.map(|()| outcome))
 }
 
-/// The processors that a process may use, out of its status: `0-3,8`.
+/// The processors that a process may use, from its status: `0-3,8`.
 fn allowed(status: &str) -> Option<Vec<usize>> {
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?.trim();
     let ranges = list.split(',').map(|range| {
@@ -35,20 +35,20 @@ fn allowed(status: &str) -> Option<Vec<usize>> {
     Some(ranges.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-fn give(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
-    for (part, process) in parts::running(lab)? {
+fn start(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
+    for (part, process) in usage::running(lab)? {
         move_to(&part, process, if is_guests(lab, &part) { guests } else { management })?;
     }
     Ok(())
 }
 
-/// Parts of a guest are called by its name first.
+/// Whether a component belongs to a guest: its name begins with the guest's.
 fn is_guests(lab: &Lab, part: &str) -> bool {
     let mut guests = lab.state().guests.keys();
     guests.any(|guest| part.strip_prefix(guest.as_str()).is_some_and(|rest| rest.starts_with('-')))
 }
 
-/// With all its threads.
+/// Moves a process with all its threads.
 fn move_to(part: &str, process: Process, processors: &[usize]) -> Result<()> {
     let (list, pid) =
         (processors.iter().map(usize::to_string).collect::<Vec<_>>().join(","), process.pid.to_string());
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processors_are_read_as_the_kernel_lists_them() {
+    fn cpu_lists_of_the_kernel_are_parsed() {
         assert_eq!(allowed("Name:\tbench\nCpus_allowed_list:\t0-2,8\n"), Some(vec![0, 1, 2, 8]));
         assert_eq!(allowed("Cpus_allowed_list:\tall\n"), None);
     }

@@ -74,7 +74,8 @@ async fn a_lost_entry_with_a_guest_attachment_is_restored() -> Result<()> {
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         // Another test's controller sees this guest too, and reports that it cannot restore the entry.
-        let (reason, _) = s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
+        let (reason, _) =
+            s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;

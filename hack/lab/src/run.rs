@@ -130,7 +130,10 @@ impl Run {
                 self.clear_sockets(&part);
                 let mut env = part.env.clone();
                 // Only builds with debug assertions read it.
-                env.insert(fail_point::DIRECTORY_VAR.to_owned(), self.fail_points(name).display().to_string());
+                env.insert(
+                    fail_point::DIRECTORY_VAR.to_owned(),
+                    self.fail_points(name).display().to_string(),
+                );
                 spawn(&part.argv, &env, &self.dir, &self.log(name), &self.pid_file(name))?;
             }
             match self.wait_ready(name, &part, deadline).await? {

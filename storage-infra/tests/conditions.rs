@@ -67,9 +67,7 @@ async fn a_pool_that_is_gone_and_back_is_told_with_each_of_its_volumes() {
     })
     .await;
     told(&mut events, EventKind::Volume, "v").await;
-    assert!(
-        server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#)
-    );
+    assert!(server.ops("/metrics").await.1.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 0"#));
 }
 
 #[tokio::test]

@@ -168,8 +168,7 @@ async fn a_disk_that_nobody_wants_is_reported_and_unplugged_where_it_is_ours() {
     assert!(all.libvirt.has(all.nodes[0], all.disk));
     until("the disk is unplugged", async || !all.libvirt.has(all.nodes[0], all.disk)).await;
     let metric = async |text: &str| all.server.ops("/metrics").await.1.contains(text);
-    until("it is counted", async || metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await)
-        .await;
+    until("it is counted", async || metric("nestor_storage_infra_unwanted_disks_unplugged_total 1").await).await;
     let condition = async || client.get_volume(&id).await.unwrap().unwrap().condition;
     until("it is told", async || {
         condition().await.message.is_some_and(|text| text.contains("no attachment"))

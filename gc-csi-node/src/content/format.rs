@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use uuid::Uuid;
 
-use super::attestation::RecordError;
-use super::marker::{self, FormatToken, Mark};
 use crate::bind::change;
 use crate::blocking::blocking;
 use crate::command::CommandError;
 use crate::disk::Disk;
 use crate::filesystem::Filesystem;
+use super::attestation::RecordError;
+use super::marker::{self, FormatToken, Mark};
 
 /// Why a filesystem was not made. The mark stays, so that a retry begins anew.
 #[derive(Debug, thiserror::Error)]

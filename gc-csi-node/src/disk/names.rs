@@ -17,8 +17,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::FindError;
 use crate::blocking::blocking;
+use super::FindError;
 
 /// The safety net: how often a waiting call looks anyway. Needed only where inotify cannot be had, as
 /// when the machine's inotify instances are used up.

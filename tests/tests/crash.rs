@@ -192,7 +192,7 @@ impl<'a> State<'a> {
         s.orders().attach_by("crash.test", &s.name, &node.name).await?;
         let subject = Volume { handle: s.volume().await?, bytes: SIZE };
         let file = s.file_of(&s.infra_volume(&subject.handle).await?).await?;
-        let log = Records::begin(&file, ROOM)?.close();
+        let log = Records::begin(&file, RECORDS_SIZE)?.close();
         let facts = Facts::now(s).await?;
         Ok(Self { s, node, subject, log, writer: None, spares: Vec::new(), snapshots: Vec::new(), facts })
     }

@@ -136,7 +136,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
             let work = async |lab: &crate::Lab| sanity(&ui, lab, tier).await;
             let counts = with_any_lab(&ui, &run, "sanity", &options, work).await?;
             say(counts.to_string());
-            if !counts.good() {
+            if !counts.success() {
                 return Ok(ExitCode::FAILURE);
             }
         }

@@ -273,8 +273,10 @@ fn says(metrics: &str, metric: &str, value: &str) -> bool {
 /// What a part counts of its writes, as far as it does.
 async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
     let metrics = s.lab.metrics(part).await?;
-    let counts =
-        ["nestor_vm_operator_shim_writes_total", "nestor_mgmt_csi_attachment_operation_duration_seconds_count"];
+    let counts = [
+        "nestor_vm_operator_shim_writes_total",
+        "nestor_mgmt_csi_attachment_operation_duration_seconds_count",
+    ];
     let lines = metrics.lines().filter(|line| counts.iter().any(|count| line.starts_with(count)));
     Ok(lines.map(str::to_owned).collect())
 }

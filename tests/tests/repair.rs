@@ -164,7 +164,10 @@ async fn a_disk_that_nothing_orders_is_unplugged_unless_somebody_may_want_it() -
 
         let told = told_below(&s, &left, &["no VolumeAttachment", "detached"]).await?;
         assert_eq!(told, "DanglingAttachmentRemoved");
-        assert_eq!(told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?, "DanglingAttachment");
+        assert_eq!(
+            told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?,
+            "DanglingAttachment"
+        );
         assert_eq!(told_below(&s, &by_hand, &["left alone", "NotManaged"]).await?, "DanglingAttachment");
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();

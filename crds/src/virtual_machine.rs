@@ -28,6 +28,7 @@ pub type VirtualMachine = Object<VirtualMachineSpec, VirtualMachineStatus>;
     group = "vmoperator.vmware.com",
     version = "v1alpha6",
     kind = "VirtualMachine",
+    doc = "Virtual machine of the VM Operator, with the fields that Nestor uses.",
     root = "VirtualMachineDefinition",
     namespaced,
     status = "VirtualMachineStatus",

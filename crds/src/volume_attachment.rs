@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
     group = "nestor.dev",
     version = "v1alpha1",
     kind = "VolumeAttachment",
+    doc = "Request to attach one volume to one VM, and its observed state.",
     plural = "volumeattachments",
     namespaced,
     status = "VolumeAttachmentStatus",
@@ -63,8 +64,8 @@ pub struct VolumeAttachmentStatus {
     /// Failure of the last attach or detach; absent if it succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<AttachError>,
-    /// Conditions. mgmt-csi sets type `Attached`: `True` while the disk is attached, with the reason and the message of the
-    /// last result.
+    /// Conditions. mgmt-csi sets type `Attached`: `True` while the disk is attached; its reason says why the disk is or is
+    /// not attached.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }

@@ -154,7 +154,7 @@ pub fn plan(
         reported.push(detaching(found));
     }
 
-    plan.in_progress = by_name.values().any(|found| is_owned(found, vm) && is_under_way(found));
+    plan.in_progress = by_name.values().any(|found| is_owned(found, vm) && is_in_progress(found));
     let after = merge(vm, before, reported);
     plan.only_renames = after.len() == before.len() && has_only_renames(&after, before);
     plan.status = (after != before).then_some(after);
@@ -339,7 +339,7 @@ fn is_deleting(attachment: &VolumeAttachment) -> bool {
 }
 
 /// Whether an attach or detach is in progress: there is no status yet, or the detach has not failed so far.
-fn is_under_way(attachment: &VolumeAttachment) -> bool {
+fn is_in_progress(attachment: &VolumeAttachment) -> bool {
     match &attachment.status {
         None => true,
         Some(status) => is_deleting(attachment) && status.error.is_none(),

@@ -105,7 +105,7 @@ impl ClaimController {
         let (bindings, conditions, refreshes) =
             (self.bindings.clone(), self.conditions.clone(), self.refreshes.clone());
         move |volume| {
-            // Before the first list, which covers it.
+            // Skipped before the first list, which covers all volumes.
             let known = |handle: &&str| conditions.of(handle) != Condition::Unknown;
             let id = cluster::handle(&volume.spec).filter(known).map(VolumeId::new);
             if let Some(Ok(id)) = id

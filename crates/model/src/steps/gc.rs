@@ -59,7 +59,7 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
             if !is_involved {
                 return answered(state, vm_index, replica, call, true);
             }
-            may_leave(state, vm_index, call.caller, rules)
+            may_remove(state, vm_index, call.caller, rules)
                 .then_some(Stage::Commit { base: cached, live: false })
         }
         (Stage::WaitToAdd, _) => Some(to_add(vm_index, cached)),
@@ -90,7 +90,7 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
                 Some(since) => waits(call.caller, since, known(&*state)),
                 // Without a caller, the patch is not planned again.
                 None if call.caller == Caller::Gone => None,
-                None if kind == Kind::Unpublish && !may_leave(state, vm_index, call.caller, rules) => None,
+                None if kind == Kind::Unpublish && !may_remove(state, vm_index, call.caller, rules) => None,
                 None => Some(Stage::Commit { base: live, live: true }),
             }
         }
@@ -108,7 +108,7 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
 
 /// Whether the guest allows the removal of an entry. gc-csi checks this after it read the VM; here both happen at once, which
 /// makes no difference, because a removal patch applies only if nothing has changed since the read.
-fn may_leave(state: &State, vm_index: VmIndex, caller: Caller, rules: Rules) -> bool {
+fn may_remove(state: &State, vm_index: VmIndex, caller: Caller, rules: Rules) -> bool {
     !rules.check_guest_before_removals
         || match state.guest_attachments[vm_index] {
             GuestAttachment::None => true,

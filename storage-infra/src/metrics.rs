@@ -9,6 +9,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -66,6 +67,11 @@ struct Inner {
 impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("nestor_storage_infra");
+        registry.register(
+            "build",
+            "Version of the program",
+            Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
         let requests = Family::default();
         registry.register("requests", "Requests completed, by route and HTTP status", requests.clone());
         let latency: Family<RouteLabels, Histogram> =

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use axum::Router;
 use axum::http::StatusCode;
 use axum::routing::get;
+use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -21,6 +22,7 @@ pub async fn serve(
     stop: CancellationToken,
 ) -> std::io::Result<()> {
     crate::client::traffic::register(&mut registry);
+    registry.register("build", "Version of the program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
     let registry = Arc::new(registry);
     let metrics = move || {
         let registry = registry.clone();

@@ -34,7 +34,7 @@ pub fn init(args: &LogArgs) -> Result<(), String> {
     match args.log_format {
         LogFormat::Text => builder.with_writer(|| Lines(std::io::stderr())).init(),
         // The JSON format escapes control characters itself.
-        LogFormat::Json => builder.with_writer(std::io::stderr).json().init(),
+        LogFormat::Json => builder.with_writer(std::io::stderr).json().flatten_event(true).init(),
     }
     Ok(())
 }

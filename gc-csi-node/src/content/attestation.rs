@@ -13,9 +13,9 @@ use std::time::SystemTime;
 
 use uuid::Uuid;
 
+use super::marker::FormatToken;
 use crate::bind::change;
 use crate::blocking::blocking;
-use super::marker::FormatToken;
 
 /// Directory within the state directory.
 const DIRECTORY: &str = "used-attestations";

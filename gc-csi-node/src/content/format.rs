@@ -15,8 +15,6 @@ use crate::blocking::blocking;
 use crate::command::CommandError;
 use crate::disk::Disk;
 use crate::filesystem::Filesystem;
-use super::attestation::RecordError;
-use super::marker::{self, FormatToken, Mark};
 
 /// Failure to format a disk. The marker stays on the disk, so that a retry formats it again.
 #[derive(Debug, thiserror::Error)]

@@ -14,9 +14,6 @@ use super::{Content, classify};
 use crate::blocking::blocking;
 use crate::command::{self, CommandError, Output};
 use crate::disk::Disk;
-use super::marker::{self, FormatToken, Mark};
-use super::remains::{self, Found};
-use super::{Content, classify};
 
 const BLKID_LIMIT: Duration = Duration::from_secs(60);
 

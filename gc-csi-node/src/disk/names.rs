@@ -17,8 +17,8 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::blocking::blocking;
 use super::FindError;
+use crate::blocking::blocking;
 
 /// Interval at which a waiting call also polls, in case inotify is unavailable, such as when all instances of the node are in
 /// use.

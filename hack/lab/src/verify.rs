@@ -146,6 +146,11 @@ async fn dependencies(ui: &Ui, stages: &mut Stages) -> Result<()> {
         ("cargo-deny", "0.20.2", &["--offline", "check", "bans", "licenses", "sources"]),
         ("cargo-machete", "0.9.2", &[]),
     ];
+    // cargo-deny reads the sources of all platforms' crates; a build fetches only this platform's.
+    ensure!(
+        stages.cargo(ui, "fetch of all crates", &["fetch", "--locked"], None).await?,
+        "cargo fetch failed"
+    );
     for (tool, version, args) in checks {
         let start = Instant::now();
         let folder = cache::cargo::tool(ui, tool, version).await?;

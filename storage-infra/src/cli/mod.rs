@@ -10,9 +10,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::Context;
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use tracing_subscriber::EnvFilter;
+use clap::{Args, Parser, Subcommand};
+use process_kit::telemetry::{self, LogArgs};
 
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
 
@@ -22,23 +21,10 @@ pub use client::ClientArgs;
 #[derive(Debug, Parser)]
 #[command(name = "storage-infra", version, max_term_width = 120)]
 pub struct Cli {
-    /// Log level, or tracing directives such as info,storage_infra=debug.
-    #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info")]
-    log_level: String,
-    /// Log format.
-    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
-    log_format: LogFormat,
+    #[command(flatten)]
+    logs: LogArgs,
     #[command(subcommand)]
     command: Command,
-}
-
-/// Log format.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum LogFormat {
-    /// Human-readable lines.
-    Text,
-    /// One JSON object per line.
-    Json,
 }
 
 #[derive(Debug, Subcommand)]
@@ -109,7 +95,7 @@ fn simulated(text: &str) -> Option<HypervisorTarget> {
 
 /// Runs the command.
 pub async fn run(cli: Cli) -> anyhow::Result<()> {
-    start_log(&cli)?;
+    telemetry::init(&cli.logs).map_err(anyhow::Error::msg)?;
     match cli.command {
         Command::Serve(args) => {
             app::serve(app::Options {
@@ -127,17 +113,6 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
         Command::Pki(args) => pki::write(&args),
         Command::Client(command) => client::run(command).await,
     }
-}
-
-fn start_log(cli: &Cli) -> anyhow::Result<()> {
-    let filter = EnvFilter::try_new(&cli.log_level)
-        .with_context(|| format!("invalid --log-level {:?}", cli.log_level))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
-    match cli.log_format {
-        LogFormat::Text => log.init(),
-        LogFormat::Json => log.json().flatten_event(true).init(),
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -41,7 +41,7 @@ impl Client {
     /// Creates a volume, or returns the one that the same request created before.
     ///
     /// Returns within `deadline`. Copying a source can take longer: then it fails with
-    /// [`UnderWay`](super::ClientError::InProgress) or [`Timeout`](super::ClientError::Timeout), the server
+    /// [`InProgress`](super::ClientError::InProgress) or [`Timeout`](super::ClientError::Timeout), the server
     /// continues, and repeating the call returns the result.
     pub async fn put_volume(&self, id: &VolumeId, spec: &VolumeSpec, deadline: Duration) -> Result<Volume> {
         let path = format!("/v1/volumes/{id}");
@@ -149,7 +149,7 @@ impl Client {
 
     /// Attaches a volume to a node and returns when the virtual machine has the disk.
     ///
-    /// Returns within `deadline`: fails with [`UnderWay`](super::ClientError::InProgress) or
+    /// Returns within `deadline`: fails with [`InProgress`](super::ClientError::InProgress) or
     /// [`Timeout`](super::ClientError::Timeout) when it passes; the server continues, and repeating the call returns
     /// the result.
     pub async fn attach(

@@ -23,10 +23,10 @@ pub use client::ClientArgs;
 #[command(name = "storage-infra", version, max_term_width = 120)]
 pub struct Cli {
     /// Log level, or tracing directives such as info,storage_infra=debug.
-    #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info")]
+    #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info", help_heading = "Logging")]
     log_level: String,
     /// Log format.
-    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
+    #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text, help_heading = "Logging")]
     log_format: LogFormat,
     #[command(subcommand)]
     command: Command,

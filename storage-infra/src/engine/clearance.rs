@@ -78,8 +78,8 @@ impl fmt::Display for Refusal {
             Self::Open(holder) => {
                 write!(f, "it is in use by {holder}; stop that first, if it is not needed")
             }
-            Self::Noted(holders) => {
-                let nodes: Vec<String> = holders
+            Self::Noted(attachments) => {
+                let nodes: Vec<String> = attachments
                     .iter()
                     .map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id))
                     .collect();
@@ -133,10 +133,10 @@ impl Evidence {
         if was_nothing {
             return Ok(Cleared { object: self.object, identity: self.identity, was_nothing });
         }
-        let plugged = (!self.live.is_empty()).then_some(Refusal::Plugged(self.live));
-        let noted = (!self.noted.is_empty()).then_some(Refusal::Noted(self.noted));
-        let behind = self.is_behind.then_some(Refusal::Behind);
-        let reasons = [plugged, self.files.open.map(Refusal::Open), noted, behind];
+        let attached = (!self.live.is_empty()).then_some(Refusal::Plugged(self.live));
+        let recorded = (!self.noted.is_empty()).then_some(Refusal::Noted(self.noted));
+        let stale = self.is_behind.then_some(Refusal::Behind);
+        let reasons = [attached, self.files.open.map(Refusal::Open), recorded, stale];
         let reasons: Vec<Refusal> = reasons.into_iter().flatten().collect();
         if reasons.is_empty() {
             return Ok(Cleared { object: self.object, identity: self.identity, was_nothing });
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    fn holder() -> Holder {
+    fn recorded_attachment() -> Holder {
         Holder {
             id: AttachmentId::new("a").unwrap(),
             uuid: Uuid::from_u128(9),
@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    fn plugged() -> (String, Plugged) {
+    fn attached_disk() -> (String, Plugged) {
         let (name, path) = ("vm".to_owned(), PathBuf::from("/pool/v.raw"));
         ("here".to_owned(), Plugged { node: Uuid::from_u128(9), name, path, wwn: None, read_only: true })
     }
@@ -185,9 +185,9 @@ mod tests {
         assert!(!cleared.was_nothing());
         let open = image_lock::Holder::Loop("/dev/loop0".into());
         let held = [
-            Evidence { live: vec![plugged()], ..evidence() },
+            Evidence { live: vec![attached_disk()], ..evidence() },
             Evidence { files: Files { open: Some(open), ..evidence().files }, ..evidence() },
-            Evidence { noted: vec![holder()], ..evidence() },
+            Evidence { noted: vec![recorded_attachment()], ..evidence() },
             Evidence { is_behind: true, ..evidence() },
         ];
         let expected = ["vm (00000000", "/dev/loop0", "n (00000000", "newer than the catalog"];
@@ -199,8 +199,12 @@ mod tests {
 
     #[test]
     fn an_object_without_files_is_always_cleared() {
-        let nothing =
-            Evidence { files: Files::default(), is_behind: true, noted: vec![holder()], ..evidence() };
+        let nothing = Evidence {
+            files: Files::default(),
+            is_behind: true,
+            noted: vec![recorded_attachment()],
+            ..evidence()
+        };
         assert!(nothing.decide().unwrap().was_nothing());
         let unfinished = Files { unfinished: true, ..Files::default() };
         assert!(Evidence { files: unfinished, is_behind: true, ..evidence() }.decide().is_err());

@@ -21,7 +21,7 @@ pub use client::ClientArgs;
 #[derive(Debug, Parser)]
 #[command(name = "storage-infra", version, max_term_width = 120)]
 pub struct Cli {
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Logging")]
     logs: LogArgs,
     #[command(subcommand)]
     command: Command,

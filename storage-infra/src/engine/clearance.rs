@@ -78,8 +78,8 @@ impl fmt::Display for Refusal {
             Self::Open(holder) => {
                 write!(f, "it is in use by {holder}; stop that first, if it is not needed")
             }
-            Self::Recorded(holders) => {
-                let nodes: Vec<String> = holders
+            Self::Recorded(attachments) => {
+                let nodes: Vec<String> = attachments
                     .iter()
                     .map(|one| format!("{} ({}) as {}", one.node.name, one.uuid, one.id))
                     .collect();
@@ -133,10 +133,10 @@ impl Evidence {
         if was_empty {
             return Ok(Clearance { object: self.object, identity: self.identity, was_empty });
         }
-        let plugged = (!self.live.is_empty()).then_some(Refusal::Attached(self.live));
+        let attached = (!self.live.is_empty()).then_some(Refusal::Attached(self.live));
         let recorded = (!self.recorded.is_empty()).then_some(Refusal::Recorded(self.recorded));
-        let behind = self.is_catalog_stale.then_some(Refusal::StaleCatalog);
-        let reasons = [plugged, self.files.open.map(Refusal::Open), recorded, behind];
+        let stale = self.is_catalog_stale.then_some(Refusal::StaleCatalog);
+        let reasons = [attached, self.files.open.map(Refusal::Open), recorded, stale];
         let reasons: Vec<Refusal> = reasons.into_iter().flatten().collect();
         if reasons.is_empty() {
             return Ok(Clearance { object: self.object, identity: self.identity, was_empty });
@@ -162,7 +162,7 @@ mod tests {
         }
     }
 
-    fn holder() -> RecordedAttachment {
+    fn recorded_attachment() -> RecordedAttachment {
         RecordedAttachment {
             id: AttachmentId::new("a").unwrap(),
             uuid: Uuid::from_u128(9),
@@ -173,7 +173,7 @@ mod tests {
         }
     }
 
-    fn plugged() -> (String, AttachedDisk) {
+    fn attached_disk() -> (String, AttachedDisk) {
         let (name, path) = ("vm".to_owned(), PathBuf::from("/pool/v.raw"));
         ("here".to_owned(), AttachedDisk { node: Uuid::from_u128(9), name, path, wwn: None, read_only: true })
     }
@@ -185,9 +185,9 @@ mod tests {
         assert!(!cleared.was_empty());
         let open = image_lock::Holder::Loop("/dev/loop0".into());
         let held = [
-            Evidence { live: vec![plugged()], ..evidence() },
+            Evidence { live: vec![attached_disk()], ..evidence() },
             Evidence { files: Files { open: Some(open), ..evidence().files }, ..evidence() },
-            Evidence { recorded: vec![holder()], ..evidence() },
+            Evidence { recorded: vec![recorded_attachment()], ..evidence() },
             Evidence { is_catalog_stale: true, ..evidence() },
         ];
         let expected = ["vm (00000000", "/dev/loop0", "n (00000000", "newer than the catalog"];
@@ -202,7 +202,7 @@ mod tests {
         let nothing = Evidence {
             files: Files::default(),
             is_catalog_stale: true,
-            recorded: vec![holder()],
+            recorded: vec![recorded_attachment()],
             ..evidence()
         };
         assert!(nothing.decide().unwrap().was_empty());

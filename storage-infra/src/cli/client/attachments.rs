@@ -23,8 +23,8 @@ pub(in crate::cli) enum AttachmentCommand {
         /// The node is out of service: power its virtual machine off if it does not release the disk.
         #[arg(long)]
         fence: bool,
-        /// Seconds to wait for completion.
-        #[arg(long, default_value_t = 60)]
+        /// How long to wait for completion.
+        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
         timeout: u64,
         #[command(flatten)]
         client: ClientArgs,

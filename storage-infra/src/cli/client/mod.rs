@@ -16,6 +16,7 @@ use super::output::{self, Format};
 
 /// Server address and client credentials.
 #[derive(Debug, Args)]
+#[command(next_help_heading = "Client")]
 pub struct ClientArgs {
     /// URL of the server.
     #[arg(long, env = "NESTOR_INFRA_URL", value_name = "https://HOST:PORT")]

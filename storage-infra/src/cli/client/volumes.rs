@@ -56,8 +56,8 @@ pub(in crate::cli) enum VolumeCommand {
         shareable: bool,
         #[command(flatten)]
         qos: QosArgs,
-        /// Seconds to wait for completion. Copying data (pools without reflinks) takes long.
-        #[arg(long, default_value_t = 60)]
+        /// How long to wait for completion. Copying data (pools without reflinks) takes long.
+        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
         timeout: u64,
         #[command(flatten)]
         client: ClientArgs,

@@ -133,14 +133,14 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     let cancelled = CopyProgress::default();
     cancelled.cancel();
     let note = record(&snapshot("v"), 1);
-    let fill = |copying| {
+    let fill = |progress| {
         engine.create_from(
             &cleared(&engine, &snapshot("v"), 1).unwrap(),
             &source,
             65 << 20,
             Method::Copy,
             &note,
-            copying,
+            progress,
         )
     };
     let is_complete = || engine.is_complete(&snapshot("v"), note.identity()).unwrap();
@@ -150,9 +150,9 @@ fn a_copy_keeps_holes_and_has_a_temporary_name_until_it_is_complete() {
     assert!(engine.contents(&known).unwrap().unknown.is_empty());
     assert_eq!(engine.missing(known.clone()).unwrap(), HashSet::from([snapshot("v")]));
 
-    let copying = CopyProgress::default();
-    fill(&copying).unwrap();
-    assert_eq!(copying.copied(), 65 << 20);
+    let progress = CopyProgress::default();
+    fill(&progress).unwrap();
+    assert_eq!(progress.copied(), 65 << 20);
     assert!(engine.missing(known).unwrap().is_empty() && engine.allocated(&snapshot("v")).unwrap() < 1 << 20);
     assert!(is_complete() && engine.read_record(&snapshot("v")).unwrap().as_ref() == Some(&note));
     let copy = File::open(dir.path().join("v.snap")).unwrap();

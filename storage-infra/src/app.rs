@@ -143,7 +143,7 @@ fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> 
     vec![
         start("repair", service, stop, |service, stop| async move { service.run_repair_loop(stop).await }),
         start("release of attachments", service, stop, |service, stop| async move {
-            service.run_release_loop(stop).await
+            service.run_release_loop(stop).await;
         }),
         start(
             "pool monitor",
@@ -152,13 +152,13 @@ fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> 
             |service, stop| async move { service.run_pool_monitor(stop).await },
         ),
         start("power monitor", service, stop, |service, stop| async move {
-            service.run_power_monitor(stop).await
+            service.run_power_monitor(stop).await;
         }),
         start("unexpected disk search", service, stop, |service, stop| async move {
-            service.run_unexpected_disk_search(stop).await
+            service.run_unexpected_disk_search(stop).await;
         }),
         start("resume of paused VMs", service, stop, |service, stop| async move {
-            service.run_resume_loop(stop).await
+            service.run_resume_loop(stop).await;
         }),
     ]
 }

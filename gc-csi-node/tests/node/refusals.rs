@@ -32,7 +32,7 @@ async fn a_disk_with_any_content_is_never_formatted() {
         ("contains vfat, but the request is for ext4", |image| write(image, 0, &vfat())),
         ("contains swap, but the request is for ext4", |image| tool("mkswap", &[], image)),
         ("contains crypto_LUKS, but the request is for ext4", |image| {
-            write(image, 0, b"LUKS\xba\xbe\x00\x01")
+            write(image, 0, b"LUKS\xba\xbe\x00\x01");
         }),
         ("dos partition table", |image| partition(image, 0x83)),
         // Protective MBR of a GPT whose header is damaged.

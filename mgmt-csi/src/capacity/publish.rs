@@ -70,7 +70,7 @@ fn record(outcome: &mut Result<(), String>, what: &str, name: &str, result: kube
         Ok(()) => {}
         Err(kube::Error::Api(status)) if status.is_already_exists() || status.is_not_found() => {}
         Err(error) => {
-            *outcome = Err(format!("failed to {what} CSIStorageCapacity {name}: {}", chain(&error)))
+            *outcome = Err(format!("failed to {what} CSIStorageCapacity {name}: {}", chain(&error)));
         }
     }
 }

@@ -134,7 +134,7 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
             state.guest_attachments[vm_index] = GuestAttachment::Pending;
         }
         Action::DeleteGuestAttachment(vm_index) => {
-            state.guest_attachments[vm_index] = GuestAttachment::Deleting
+            state.guest_attachments[vm_index] = GuestAttachment::Deleting;
         }
         Action::AttacherCalls(vm_index, replica) => {
             let kind = if state.guest_attachments[vm_index] == GuestAttachment::Deleting {
@@ -166,7 +166,7 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
             }
         }
         Action::GcCacheUpdates(vm_index, replica) => {
-            state.gc[replica].vms[vm_index] = state.current_vm(vm_index)
+            state.gc[replica].vms[vm_index] = state.current_vm(vm_index);
         }
         Action::GcContinues(vm_index, replica) => gc_continues(&mut state, vm_index, replica, rules),
         Action::GcRepairs(vm_index, replica) => {
@@ -180,7 +180,7 @@ pub fn next(last: &State, action: Action, rules: Rules) -> Option<State> {
         }
         Action::ShimCacheUpdatesVm(vm_index) => state.shim.vms[vm_index] = state.current_vm(vm_index),
         Action::ShimCacheUpdatesAttachment(vm_index) => {
-            state.shim.attachments[vm_index] = state.api.attachments[vm_index]
+            state.shim.attachments[vm_index] = state.api.attachments[vm_index];
         }
         Action::ShimWrites(vm_index) => {
             let write = shim_decides(&state, vm_index, rules)?;

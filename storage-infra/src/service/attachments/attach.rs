@@ -118,7 +118,7 @@ impl Service {
                 }
             }
             Err(failure) => {
-                tracing::debug!(node = %row.node, %failure, "cannot check whether the VM has the disk")
+                tracing::debug!(node = %row.node, %failure, "cannot check whether the VM has the disk");
             }
         }
     }

@@ -138,7 +138,7 @@ impl Service {
                 tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "could not complete the attachment's operation; will retry");
             }
             Err(failure) => {
-                tracing::debug!(attachment = %row.id, %failure, "could not complete the attachment's operation; same error as before")
+                tracing::debug!(attachment = %row.id, %failure, "could not complete the attachment's operation; same error as before");
             }
         }
     }

@@ -16,12 +16,12 @@ pub async fn split_cpus<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> 
     let all = allowed(&status).context("/proc/self/status has no Cpus_allowed_list")?;
     ensure!(all.len() > 1, "there is only one processor, which cannot be divided");
     let (management, guests) = all.split_at(all.len() / 2);
-    let outcome = match assign(lab, management, guests) {
+    let outcome = match move_components(lab, management, guests) {
         Ok(()) => work.await,
         Err(error) => Err(error),
     };
     // Also after an error, so that the next measurement uses all processors.
-    let restored = assign(lab, &all, &all);
+    let restored = move_components(lab, &all, &all);
     outcome.and_then(|outcome| restored.map(|()| outcome))
 }
 
@@ -35,7 +35,7 @@ fn allowed(status: &str) -> Option<Vec<usize>> {
     Some(ranges.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
 }
 
-fn assign(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
+fn move_components(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
     for (part, process) in usage::running(lab)? {
         move_to(&part, process, if is_guests(lab, &part) { guests } else { management })?;
     }

@@ -234,7 +234,7 @@ mod tests {
         // The fifth record replaced the first one, in the second slot.
         file.write_all_at(&record(log.writer, 1), RECORD as u64).unwrap();
         let error = log.verify(&path).unwrap_err().to_string();
-        assert!(error.contains("record 5 of 6") && error.contains("is record 1 of writer"), "{error}");
+        assert!(error.contains("record 5 of 6") && error.contains("holds record 1 of writer"), "{error}");
         file.write_all_at(&[1; 9], RECORD as u64 + 99).unwrap();
         let error = log.verify(&path).unwrap_err().to_string();
         assert!(error.contains("no valid record"), "{error}");

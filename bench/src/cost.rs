@@ -63,8 +63,8 @@ impl Cost {
         for (component, count) in other.refused {
             *self.refused.entry(component).or_default() += count;
         }
-        for (part, used) in other.used {
-            let sum = self.used.entry(part).or_default();
+        for (component, used) in other.used {
+            let sum = self.used.entry(component).or_default();
             sum.cpu += used.cpu;
             sum.sent += used.sent;
             sum.received += used.received;
@@ -114,9 +114,9 @@ impl<'a> Meter<'a> {
         // Read before the wait, which is not part of the measurement.
         let (at_work, all) = usage::host_cpu()?;
         let (requests, refused) = settled(&self.marks).await?;
-        let used = usage::used(self.lab).await?.into_iter().map(|(part, used)| {
-            let before = self.used.get(&part).copied().unwrap_or_default();
-            (part, used - before)
+        let used = usage::used(self.lab).await?.into_iter().map(|(component, used)| {
+            let before = self.used.get(&component).copied().unwrap_or_default();
+            (component, used - before)
         });
         let busy = (at_work - self.busy.0) as f64 / (all - self.busy.1).max(1) as f64;
         Ok(Cost { operations, requests, refused, used: used.collect(), busy })

@@ -88,7 +88,7 @@ impl<'a> Fleet<'a> {
         volumes: usize,
     ) -> Result<(FleetVm, Vec<String>)> {
         let (name, uuid) = (unique("vm"), Uuid::new_v4());
-        lab::machines::create(&self.client, &namespace, &name, &uuid.to_string(), ZONE).await?;
+        lab::virtual_machines::create(&self.client, &namespace, &name, &uuid.to_string(), ZONE).await?;
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         lab::infra::register_node(infra, &name, &uuid.to_string(), ZONE, lab::infra::SIMULATED).await?;
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &namespace);
@@ -118,7 +118,7 @@ impl<'a> Fleet<'a> {
     }
 
     async fn write_spec(&self, vm: &FleetVm) -> Result<(String, Instant)> {
-        let api = lab::machines::api_in(&self.client, &vm.namespace);
+        let api = lab::virtual_machines::api_in(&self.client, &vm.namespace);
         let entries: Vec<_> = vm
                 .claims
                 .iter()
@@ -168,7 +168,7 @@ impl<'a> Fleet<'a> {
         stream::iter(&self.vms)
             .map(anyhow::Ok)
             .try_for_each_concurrent(AT_ONCE, |vm| async {
-                lab::machines::delete(&self.client, &vm.namespace, &vm.name).await?;
+                lab::virtual_machines::delete(&self.client, &vm.namespace, &vm.name).await?;
                 infra.delete_node(vm.uuid).await?;
                 let claims: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &vm.namespace);
                 for claim in &vm.claims {
@@ -203,7 +203,7 @@ impl Drop for AttachedDisks {
 impl AttachedDisks {
     fn watch(client: &Client) -> Self {
         let (sender, disks) = watch::channel(Disks::new());
-        let vms = watcher(lab::machines::api_everywhere(client), watcher::Config::default());
+        let vms = watcher(lab::virtual_machines::api_everywhere(client), watcher::Config::default());
         let watching = tokio::spawn(async move {
             let vms = vms.default_backoff().applied_objects();
             pin_mut!(vms);

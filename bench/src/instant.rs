@@ -32,8 +32,8 @@ pub enum Backend {
 /// Runs `work` with the instant back end.
 pub(crate) async fn in_place_of_the_infra<T>(lab: &Lab, work: impl Future<Output = Result<T>>) -> Result<T> {
     let client = lab.management().await?;
-    for part in STOPPED {
-        lab.stop(part).await?;
+    for component in STOPPED {
+        lab.stop(component).await?;
     }
     let outcome = tokio::select! {
         outcome = work => outcome,

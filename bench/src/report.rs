@@ -127,11 +127,11 @@ impl Report {
         for (component, count) in &cost.refused {
             self.number(case, &format!("{component} refused"), "total", *count as f64);
         }
-        for (part, used) in &cost.used {
-            if !REPORTED.iter().any(|name| part.ends_with(name)) {
+        for (component, used) in &cost.used {
+            if !REPORTED.iter().any(|name| component.ends_with(name)) {
                 continue;
             }
-            let name = |what: &str| format!("{part} {what}");
+            let name = |what: &str| format!("{component} {what}");
             if used.received > 0 {
                 self.number(case, &name("received"), "B/op", per_op(used.received as f64));
                 self.number(case, &name("sent"), "B/op", per_op(used.sent as f64));

@@ -36,26 +36,30 @@ fn allowed(status: &str) -> Option<Vec<usize>> {
 }
 
 fn move_components(lab: &Lab, management: &[usize], guests: &[usize]) -> Result<()> {
-    for (part, process) in usage::running(lab)? {
-        move_to(&part, process, if is_guests(lab, &part) { guests } else { management })?;
+    for (component, process) in usage::running(lab)? {
+        move_to(&component, process, if is_guests(lab, &component) { guests } else { management })?;
     }
     Ok(())
 }
 
 /// Whether a component belongs to a guest: its name begins with the guest's.
-fn is_guests(lab: &Lab, part: &str) -> bool {
+fn is_guests(lab: &Lab, component: &str) -> bool {
     let mut guests = lab.state().guests.keys();
-    guests.any(|guest| part.strip_prefix(guest.as_str()).is_some_and(|rest| rest.starts_with('-')))
+    guests.any(|guest| component.strip_prefix(guest.as_str()).is_some_and(|rest| rest.starts_with('-')))
 }
 
 /// Moves a process with all its threads.
-fn move_to(part: &str, process: Process, processors: &[usize]) -> Result<()> {
+fn move_to(component: &str, process: Process, processors: &[usize]) -> Result<()> {
     let (list, pid) =
         (processors.iter().map(usize::to_string).collect::<Vec<_>>().join(","), process.pid.to_string());
     let command = ["--all-tasks", "--cpu-list", "--pid", &list, &pid];
     let output = Command::new("taskset").args(command).output().context("cannot run taskset")?;
     if !output.status.success() && process.alive() {
-        bail!("taskset {}: {part}: {}", command.join(" "), String::from_utf8_lossy(&output.stderr).trim());
+        bail!(
+            "taskset {}: {component}: {}",
+            command.join(" "),
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
     }
     Ok(())
 }

@@ -41,11 +41,11 @@ pub(crate) struct Resident {
 
 /// The running processes of the lab, by component.
 pub(crate) fn running(lab: &Lab) -> Result<Vec<(String, Process)>> {
-    let parts = lab.run().state()?.parts.into_keys();
-    Ok(parts
-        .filter_map(|part| {
-            let process = lab.run().process(&part)?;
-            process.alive().then_some((part, process))
+    let components = lab.run().state()?.components.into_keys();
+    Ok(components
+        .filter_map(|component| {
+            let process = lab.run().process(&component)?;
+            process.alive().then_some((component, process))
         })
         .collect())
 }
@@ -53,15 +53,15 @@ pub(crate) fn running(lab: &Lab) -> Result<Vec<(String, Process)>> {
 /// Usage of each component so far.
 pub(crate) async fn used(lab: &Lab) -> Result<BTreeMap<String, Used>> {
     let mut all = BTreeMap::new();
-    for (part, process) in running(lab)? {
+    for (component, process) in running(lab)? {
         // It may have exited meanwhile.
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{}/stat", process.pid)) else { continue };
         let mut used = Used { cpu: cpu(&stat).unwrap_or_default(), ..Used::default() };
-        if OURS.contains(&part.as_str()) {
-            let metrics = lab.metrics(&part).await?;
+        if OURS.contains(&component.as_str()) {
+            let metrics = lab.metrics(&component).await?;
             (used.sent, used.received) = (bytes(&metrics, "sent"), bytes(&metrics, "received"));
         }
-        all.insert(part, used);
+        all.insert(component, used);
     }
     Ok(all)
 }

@@ -15,63 +15,63 @@ const PACE: Duration = Duration::from_millis(20);
 
 /// One passing of a fail point at which a component dies.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct CrashPoint {
     /// The component of the lab.
-    pub part: &'static str,
+    pub component: &'static str,
     /// Name of the fail point.
     pub point: String,
     /// Which passing of the fail point, from 1.
     pub count: usize,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for CrashPoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { part, point, count } = self;
+        let Self { component, point, count } = self;
         match count {
-            1 => write!(f, "{part} at {point}"),
-            _ => write!(f, "{part} at {point} ({count})"),
+            1 => write!(f, "{component} at {point}"),
+            _ => write!(f, "{component} at {point} ({count})"),
         }
     }
 }
 
 /// Makes components of the lab crash, and starts them again.
-pub struct Crashes<'a> {
+pub struct CrashInjector<'a> {
     s: &'a Scenario,
-    parts: &'static [&'static str],
+    components: &'static [&'static str],
     /// Sidecars whose driver died since they were started; they exit some time later.
     stale: BTreeSet<String>,
 }
 
-impl<'a> Crashes<'a> {
+impl<'a> CrashInjector<'a> {
     /// Prepares crashes of these components.
-    pub fn of(s: &'a Scenario, parts: &'static [&'static str]) -> Result<Self> {
-        for part in parts {
-            let folder = s.lab.fail_points(part);
+    pub fn of(s: &'a Scenario, components: &'static [&'static str]) -> Result<Self> {
+        for component in components {
+            let folder = s.lab.fail_points(component);
             std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
         }
-        Ok(Self { s, parts, stale: BTreeSet::new() })
+        Ok(Self { s, components, stale: BTreeSet::new() })
     }
 
-    fn file(&self, part: &str, name: &str) -> PathBuf {
-        self.s.lab.fail_points(part).join(name)
+    fn file(&self, component: &str, name: &str) -> PathBuf {
+        self.s.lab.fail_points(component).join(name)
     }
 
     /// Runs `work` and returns the fail points that were passed meanwhile.
-    pub async fn passed<T>(&self, work: impl Future<Output = Result<T>>) -> Result<(T, Vec<Place>)> {
-        for part in self.parts {
-            std::fs::write(self.file(part, "passed"), "")?;
+    pub async fn trace<T>(&self, work: impl Future<Output = Result<T>>) -> Result<(T, Vec<CrashPoint>)> {
+        for component in self.components {
+            std::fs::write(self.file(component, "passed"), "")?;
         }
         let outcome = work.await;
         let mut places = Vec::new();
-        for part in self.parts.iter().copied() {
-            let file = self.file(part, "passed");
+        for component in self.components.iter().copied() {
+            let file = self.file(component, "passed");
             let passed = std::fs::read_to_string(&file)?;
             std::fs::remove_file(&file)?;
             let mut counts = BTreeMap::new();
             for point in passed.lines() {
                 let count = counts.entry(point).or_default();
                 *count += 1;
-                places.push(Place { part, point: point.to_owned(), count: *count });
+                places.push(CrashPoint { component, point: point.to_owned(), count: *count });
             }
         }
         Ok((outcome?, places))
@@ -86,11 +86,11 @@ impl<'a> Crashes<'a> {
     /// work continues. Returns whether the component died.
     pub async fn meanwhile<T>(
         &mut self,
-        place: &Place,
+        place: &CrashPoint,
         sidecar: Option<&'static str>,
         work: impl Future<Output = Result<T>>,
     ) -> Result<(T, bool)> {
-        let armed = self.file(place.part, "armed");
+        let armed = self.file(place.component, "armed");
         std::fs::write(&armed, format!("{} {}", place.point, place.count))?;
         let mut work = std::pin::pin!(work);
         let mut reviving = std::pin::pin!(self.revive(place, sidecar));
@@ -111,14 +111,14 @@ impl<'a> Crashes<'a> {
     }
 
     /// Waits until the component has died, and starts it again.
-    async fn revive(&mut self, place: &Place, sidecar: Option<&'static str>) -> Result<()> {
-        let armed = self.file(place.part, "armed");
-        while armed.exists() || self.s.lab.pid(place.part).is_some() {
+    async fn revive(&mut self, place: &CrashPoint, sidecar: Option<&'static str>) -> Result<()> {
+        let armed = self.file(place.component, "armed");
+        while armed.exists() || self.s.lab.pid(place.component).is_some() {
             tokio::time::sleep(PACE).await;
         }
         let lab = &self.s.lab;
-        lab.start_alone(place.part).await?;
-        self.stale.extend(lab.sidecars(place.part)?);
+        lab.start_alone(place.component).await?;
+        self.stale.extend(lab.sidecars(place.component)?);
         match sidecar {
             Some(name) => self.needs(name).await,
             None => Ok(()),
@@ -127,11 +127,11 @@ impl<'a> Crashes<'a> {
 
     /// Disarms all fail points and starts all components and sidecars.
     pub async fn end(self) -> Result<()> {
-        for part in self.parts {
+        for component in self.components {
             for name in ["armed", "passed"] {
-                let _ = std::fs::remove_file(self.file(part, name));
+                let _ = std::fs::remove_file(self.file(component, name));
             }
-            self.s.lab.start(part).await?;
+            self.s.lab.start(component).await?;
         }
         for sidecar in &self.stale {
             self.s.lab.restart(sidecar).await?;
@@ -142,7 +142,7 @@ impl<'a> Crashes<'a> {
 
 /// Calls a driver like a sidecar: repeats the call while the status code means that the operation may still be running,
 /// fails on a final code.
-pub async fn insist<T, F, R>(what: &str, call: F) -> Result<T>
+pub async fn call_until_final<T, F, R>(what: &str, call: F) -> Result<T>
 where
     F: Fn() -> R,
     R: Future<Output = Result<T, Status>>,

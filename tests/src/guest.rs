@@ -7,7 +7,7 @@ use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttachment};
 use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::{Orders, PATIENCE, Scenario, eventually};
+use crate::{K8sAttachments, PATIENCE, Scenario, eventually};
 
 impl Scenario {
     /// Claims in the scenario's namespace of the guest.
@@ -162,12 +162,17 @@ impl Scenario {
     }
 
     /// Waits for an event on a guest claim whose message contains all of `texts`.
-    pub async fn told(&self, claim: &str, texts: &[&str]) -> Result<(String, String)> {
-        self.told_of("PersistentVolumeClaim", claim, texts).await
+    pub async fn wait_for_event(&self, claim: &str, texts: &[&str]) -> Result<(String, String)> {
+        self.wait_for_event_of("PersistentVolumeClaim", claim, texts).await
     }
 
     /// Waits for an event on an object whose message contains all of `texts`.
-    pub async fn told_of(&self, kind: &str, name: &str, texts: &[&str]) -> Result<(String, String)> {
+    pub async fn wait_for_event_of(
+        &self,
+        kind: &str,
+        name: &str,
+        texts: &[&str],
+    ) -> Result<(String, String)> {
         eventually(&format!("an event on guest {kind} {name} with {texts:?}"), PATIENCE, || async {
             let events = self.events_of(kind, name).await?;
             let found = events.iter().find(|(_, message)| texts.iter().all(|text| message.contains(text)));
@@ -177,23 +182,23 @@ impl Scenario {
     }
 
     /// The scenario's storage.k8s.io/VolumeAttachments in the guest.
-    pub fn orders(&self) -> Orders {
-        Orders::new(&self.guest, &self.name)
+    pub fn k8s_attachments(&self) -> K8sAttachments {
+        K8sAttachments::new(&self.guest, &self.name)
     }
 
     /// Creates a storage.k8s.io/VolumeAttachment, as the attach-detach controller would.
-    pub async fn order_attach(&self, volume: &str, node: &str) -> Result<String> {
-        self.orders().attach(volume, node).await
+    pub async fn k8s_attach(&self, volume: &str, node: &str) -> Result<String> {
+        self.k8s_attachments().attach(volume, node).await
     }
 
     /// Waits until csi-attacher has attached the volume; returns the disk UUID.
     pub async fn attached(&self, order: &str) -> Result<String> {
-        self.orders().attached(order).await
+        self.k8s_attachments().attached(order).await
     }
 
     /// Deletes a storage.k8s.io/VolumeAttachment and waits until csi-attacher has detached the volume.
-    pub async fn order_detach(&self, order: &str) -> Result<()> {
-        self.orders().detach(order).await
+    pub async fn k8s_detach(&self, order: &str) -> Result<()> {
+        self.k8s_attachments().detach(order).await
     }
 }
 

@@ -11,9 +11,9 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::Scenario;
 
 /// A loop node whose VM is not running, until this is dropped.
-pub struct Halted(PathBuf);
+pub struct HaltedNode(PathBuf);
 
-impl Halted {
+impl HaltedNode {
     /// The VM is paused and keeps its disks.
     pub fn paused(node: &LoopNode) -> Result<Self> {
         let halted = Self(node.by_id_dir.with_extension("state"));
@@ -38,19 +38,19 @@ impl Halted {
     }
 }
 
-impl Drop for Halted {
+impl Drop for HaltedNode {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
 }
 
 /// A libvirt domain without a boot disk, to test hot-plug without a guest OS.
-pub struct Bare {
+pub struct BareDomain {
     /// Its node in both clusters.
     pub node: LoopNode,
 }
 
-impl Bare {
+impl BareDomain {
     /// Starts a domain with a SCSI controller.
     pub async fn start(s: &Scenario) -> Result<Self> {
         let node = s.node().await?;
@@ -116,7 +116,7 @@ impl Scenario {
     }
 
     /// Detaches a disk with virsh, without the knowledge of storage-infra.
-    pub async fn libvirt_unplug(&self, machine: &str, disk: &str) -> Result<()> {
+    pub async fn libvirt_detach(&self, machine: &str, disk: &str) -> Result<()> {
         let xml = self.libvirt_disk(machine, disk).await?.context("the disk is not attached")?;
         let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
         let target = target.with_context(|| format!("a disk without target: {xml}"))?;

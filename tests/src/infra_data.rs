@@ -29,9 +29,9 @@ pub async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
 }
 
 /// A copy of the lab's data directory, made while no server uses it.
-pub struct Copied(TempDir);
+pub struct DataCopy(TempDir);
 
-impl Copied {
+impl DataCopy {
     /// Copies the data directory.
     pub async fn now(s: &Scenario) -> Result<Self> {
         let dir = tempfile::tempdir()?;

@@ -49,7 +49,7 @@ pub struct LocalPod {
 }
 
 /// The context that the containers of a pod share.
-struct World<'a> {
+struct PodContext<'a> {
     lab: &'a Lab,
     spec: &'a Value,
     folder: &'a Path,
@@ -74,13 +74,13 @@ impl LocalPod {
         };
         let cluster = cluster_of(lab, client, namespace).await?;
         let volumes = volumes(client, namespace, spec, folder.path()).await?;
-        let mut world =
-            World { lab, spec, folder: folder.path(), namespace, name, api_port: cluster.1, volumes };
-        let account = account(client, &world, &cluster.0).await?;
-        world.volumes.insert(ACCOUNT.to_owned(), account);
+        let mut context =
+            PodContext { lab, spec, folder: folder.path(), namespace, name, api_port: cluster.1, volumes };
+        let account = account(client, &context, &cluster.0).await?;
+        context.volumes.insert(ACCOUNT.to_owned(), account);
         let mut running = Vec::new();
         for container in containers(spec) {
-            let process = world.run(container).await.with_context(|| format!("{}", container["name"]))?;
+            let process = context.run(container).await.with_context(|| format!("{}", container["name"]))?;
             running.push((container.clone(), process));
         }
         Ok(Self { containers: running, _folder: folder })
@@ -128,7 +128,7 @@ impl LocalPod {
     }
 }
 
-impl World<'_> {
+impl PodContext<'_> {
     async fn run(&self, container: &Value) -> Result<Running> {
         let root = self.folder.join("roots").join(container["name"].as_str().context("no name")?);
         fs::create_dir_all(&root)?;
@@ -224,12 +224,12 @@ async fn cluster_of(lab: &Lab, client: &Client, namespace: &str) -> Result<(Stri
     Ok((fs::read_to_string(&cluster.ca)?, port.parse()?))
 }
 
-async fn account(client: &Client, world: &World<'_>, ca: &str) -> Result<PathBuf> {
-    let name = world.spec["serviceAccountName"].as_str().context("no account")?;
-    let token = objects::token(client, world.namespace, name).await?;
-    let folder = world.folder.join("account");
+async fn account(client: &Client, context: &PodContext<'_>, ca: &str) -> Result<PathBuf> {
+    let name = context.spec["serviceAccountName"].as_str().context("no account")?;
+    let token = objects::token(client, context.namespace, name).await?;
+    let folder = context.folder.join("account");
     fs::create_dir(&folder)?;
-    for (file, text) in [("token", token.as_str()), ("ca.crt", ca), ("namespace", world.namespace)] {
+    for (file, text) in [("token", token.as_str()), ("ca.crt", ca), ("namespace", context.namespace)] {
         fs::write(folder.join(file), text)?;
     }
     Ok(folder)

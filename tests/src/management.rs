@@ -30,7 +30,7 @@ impl Scenario {
     }
 
     /// The guest's VirtualMachines with all fields, known or not.
-    pub fn raw_machines(&self) -> Api<DynamicObject> {
+    pub fn raw_vms(&self) -> Api<DynamicObject> {
         Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
     }
 
@@ -178,13 +178,13 @@ impl Scenario {
     /// Annotates a VirtualMachine, like a client that does not touch its disks.
     pub async fn annotate_machine(&self, machine: &str, annotation: &str) -> Result<()> {
         let patch = json!({"metadata": {"annotations": {annotation: "true"}}});
-        self.raw_machines().patch(machine, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        self.raw_vms().patch(machine, &PatchParams::default(), &Patch::Merge(patch)).await?;
         Ok(())
     }
 
     /// Appends an entry to a VirtualMachine's spec.volumes, like a client other than gc-csi.
     pub async fn add_entry(&self, machine: &str, entry: Value) -> Result<()> {
-        let machines = self.raw_machines();
+        let machines = self.raw_vms();
         eventually("an entry added by another writer", PATIENCE, || async {
             let mut vm = machines.get(machine).await?;
             let volumes = &mut vm.data["spec"]["volumes"];
@@ -204,7 +204,7 @@ impl Scenario {
 
     /// Removes the entries selected by `whose` from a VirtualMachine's spec.volumes, like a client other than gc-csi.
     pub async fn remove_entries(&self, machine: &str, whose: impl Fn(&Value) -> bool) -> Result<()> {
-        let machines = self.raw_machines();
+        let machines = self.raw_vms();
         eventually("entries removed by another writer", PATIENCE, || async {
             let Some(mut vm) = machines.get_opt(machine).await? else { return Ok(Ok(())) };
             if let Some(volumes) = vm.data["spec"]["volumes"].as_array_mut() {

@@ -290,7 +290,7 @@ impl Machines {
     }
 
     /// Waits until kubelet reports why the pod's container is waiting; returns the reason.
-    pub async fn waits_for(&self, pod: &str) -> Result<String> {
+    pub async fn waiting_reason(&self, pod: &str) -> Result<String> {
         eventually(&format!("the container of pod {pod} waits"), crate::PATIENCE, || async {
             let status = self.api::<Pod>().get(pod).await?.status.unwrap_or_default();
             let container = status.container_statuses.as_ref().and_then(|all| all.first());

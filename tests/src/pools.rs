@@ -78,20 +78,20 @@ impl OwnPool {
 }
 
 /// A frozen filesystem (fsfreeze): writes block until this is dropped.
-pub struct Frozen(PathBuf);
+pub struct FrozenFilesystem(PathBuf);
 
-impl Drop for Frozen {
+impl Drop for FrozenFilesystem {
     fn drop(&mut self) {
         let _ = Command::new("fsfreeze").arg("--unfreeze").arg(&self.0).status();
     }
 }
 
 /// Freezes the filesystem of a volume's file, so that a copy in it cannot complete.
-pub fn freeze_filesystem_of(file: &Path) -> Result<Frozen> {
+pub fn freeze_filesystem_of(file: &Path) -> Result<FrozenFilesystem> {
     let dir = file.parent().context("a volume's file is in no directory")?;
     let status = Command::new("fsfreeze").arg("--freeze").arg(dir).status()?;
     ensure!(status.success(), "cannot freeze the filesystem of {}", dir.display());
-    Ok(Frozen(dir.to_owned()))
+    Ok(FrozenFilesystem(dir.to_owned()))
 }
 
 impl Scenario {

@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
 use crate::driver::Driver;
-use crate::{Frozen, PATIENCE, Scenario, eventually, scenario};
+use crate::{PATIENCE, PausedProcess, Scenario, eventually, scenario};
 
 /// One of the lab's programs.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
@@ -172,13 +172,15 @@ impl Running {
     }
 
     /// Pauses the process (SIGSTOP) until the result is dropped.
-    pub fn freeze(&self) -> Result<Frozen> {
+    pub fn freeze(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id();
-        Frozen::stop(id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it has exited")?)
+        PausedProcess::stop(
+            id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it has exited")?,
+        )
     }
 
     /// Waits until the process has stopped itself at a `freeze` fail point. It continues when the result is dropped.
-    pub async fn stands_still(&self) -> Result<Frozen> {
+    pub async fn paused(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it has exited")?;
         eventually("the process has stopped itself", PATIENCE, || async {
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;

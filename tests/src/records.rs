@@ -125,7 +125,7 @@ impl Records {
     }
 
     /// Appends records in a background thread.
-    pub fn keep_appending(mut self) -> Writer {
+    pub fn append_in_background(mut self) -> Writer {
         let log = self.log();
         let (stop, stopped) = channel();
         let thread = std::thread::spawn(move || {
@@ -164,7 +164,7 @@ impl Writer {
     }
 
     /// Stops the writer and ignores write errors: the file or device was expected to fail.
-    pub fn cut_off(self) -> Result<Records> {
+    pub fn stop_ignoring_errors(self) -> Result<Records> {
         self.end().map(|(records, _)| records)
     }
 
@@ -258,12 +258,12 @@ mod tests {
     #[test]
     fn a_background_writer_stops_on_request_and_reports_errors() {
         let (_folder, path, records) = ring();
-        let records = records.keep_appending().stop().unwrap();
+        let records = records.append_in_background().stop().unwrap();
         assert!(records.log().acknowledged() > 0);
         records.log().verify(&path).unwrap();
         let read_only = Records { file: File::open(&path).unwrap(), log: records.close() };
         let before = read_only.log().acknowledged();
-        let writer = read_only.keep_appending();
+        let writer = read_only.append_in_background();
         let error = format!("{:#}", writer.stop().unwrap_err());
         assert!(error.contains(&format!("after {before} records")), "{error}");
     }

@@ -8,7 +8,7 @@ use lab::LoopNode;
 use serde_json::Value;
 
 use crate::driver::Driver;
-use crate::{Orders, Scenario, guest, unique};
+use crate::{K8sAttachments, Scenario, guest, unique};
 
 /// The second guest's name in the lab.
 const NAME: &str = "g2";
@@ -52,8 +52,8 @@ impl SecondGuest<'_> {
     }
 
     /// The scenario's storage.k8s.io/VolumeAttachments in this guest.
-    pub fn orders(&self) -> Orders {
-        Orders::new(&self.client, &self.scenario.name)
+    pub fn k8s_attachments(&self) -> K8sAttachments {
+        K8sAttachments::new(&self.client, &self.scenario.name)
     }
 
     /// Creates a loop node of this guest; it is removed when the scenario ends.

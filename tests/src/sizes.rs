@@ -40,7 +40,7 @@ impl Scenario {
 
     /// Waits until the guest volume, management claim and storage infra have `size` MiB. Meanwhile no tier may report a
     /// larger size than the tier below it.
-    pub async fn grown(&self, claim: &str, size: u64) -> Result<()> {
+    pub async fn expanded(&self, claim: &str, size: u64) -> Result<()> {
         eventually(&format!("guest claim {claim} of {size} MiB in every tier"), PATIENCE, || async {
             let sizes = self.sizes(claim).await?;
             // Sizes are read from the top down and only increase, so a larger size above is a real violation.
@@ -73,7 +73,7 @@ impl Scenario {
     }
 
     /// Waits until the management cluster's csi-resizer has started to expand a management claim to `size` MiB.
-    pub async fn growth_begun(&self, below: &str, size: u64) -> Result<()> {
+    pub async fn expansion_started(&self, below: &str, size: u64) -> Result<()> {
         eventually(&format!("{below} is being expanded to {size} MiB"), PATIENCE, || async {
             let status = self.claims().get(below).await?.status.unwrap_or_default();
             let begun = bytes(status.allocated_resources.as_ref()) == size << 20;

@@ -171,7 +171,7 @@ impl Scenario {
     }
 
     /// Waits until a guest claim is bound; returns its handle and the file with its data.
-    pub async fn followed(&self, claim: &str) -> Result<(String, PathBuf)> {
+    pub async fn bound_file(&self, claim: &str) -> Result<(String, PathBuf)> {
         let handle = guest::handle(&self.bound(claim).await?.1)?;
         let file = self.file_of(&self.infra_volume(&handle).await?).await?;
         Ok((handle, file))

@@ -17,7 +17,7 @@ const ACKNOWLEDGED: &str = "/var/lib/nestor-test";
 impl Machines {
     /// Creates a StatefulSet with one pod, `<name>-0`, which appends numbered records to a file on the volume. Each record
     /// is synced to the disk before its number is stored on the VM as acknowledged. The pod is ready after a few records.
-    pub async fn keep_counting(&self, name: &str, volume: &Volume) -> Result<()> {
+    pub async fn run_record_writer(&self, name: &str, volume: &Volume) -> Result<()> {
         let script = "set -eu
             cd /data; touch records
             n=$(wc -l < records)
@@ -64,7 +64,7 @@ impl Machines {
     }
 
     /// Waits until the pod of a StatefulSet is ready on a node other than `not_on`; returns the node's name.
-    pub async fn counts_on(&self, name: &str, not_on: Option<&str>) -> Result<String> {
+    pub async fn ready_on(&self, name: &str, not_on: Option<&str>) -> Result<String> {
         let pod = format!("{name}-0");
         eventually(&format!("pod {pod} is ready on a node other than {not_on:?}"), POD, || async {
             let Some(pod) = self.api::<Pod>().get_opt(&pod).await? else {

@@ -109,10 +109,12 @@ async fn a_guest_claim_with_an_unsupported_access_mode_gets_an_event_with_the_re
         let mut raw = many;
         raw["volumeMode"] = json!("Block");
         s.claim_with("raw", "nestor", "1Mi", raw).await?;
-        let (reason, _) = s.told("files", &["ReadWriteMany", "filesystem", "volumeMode Block"]).await?;
-        assert_eq!(reason, "ProvisioningFailed");
         let (reason, _) =
-            s.told("raw", &["ReadWriteMany", "StorageClass nestor", names::PARAMETER_SHAREABLE]).await?;
+            s.wait_for_event("files", &["ReadWriteMany", "filesystem", "volumeMode Block"]).await?;
+        assert_eq!(reason, "ProvisioningFailed");
+        let (reason, _) = s
+            .wait_for_event("raw", &["ReadWriteMany", "StorageClass nestor", names::PARAMETER_SHAREABLE])
+            .await?;
         assert_eq!(reason, "ProvisioningFailed");
         Ok(())
     })
@@ -138,10 +140,10 @@ async fn a_single_node_volume_is_refused_to_a_second_node_with_the_name_of_the_f
         ] {
             s.claim_with(claim, class, "1Mi", more).await?;
             let (_, volume) = s.bound(claim).await?;
-            let order = s.order_attach(&volume.name_any(), &first.name).await?;
+            let order = s.k8s_attach(&volume.name_any(), &first.name).await?;
             s.attached(&order).await?;
-            let other = s.order_attach(&volume.name_any(), &second.name).await?;
-            s.orders().refused(&other, &["attached to VirtualMachine", &first.name]).await?;
+            let other = s.k8s_attach(&volume.name_any(), &second.name).await?;
+            s.k8s_attachments().refused(&other, &["attached to VirtualMachine", &first.name]).await?;
             let handle = handle(&volume)?;
             let wanted = if claim == "raw" { block(mode) } else { mount(mode) };
             let refused = s.driver.refusal(&handle, &second.name, &wanted).await?;
@@ -152,9 +154,9 @@ async fn a_single_node_volume_is_refused_to_a_second_node_with_the_name_of_the_f
                 there.iter().map(|one| (one.node, one.access)).collect::<Vec<_>>(),
                 [(first.uuid, Access::SingleNode)]
             );
-            s.order_detach(&order).await?;
+            s.k8s_detach(&order).await?;
             s.attached(&other).await?;
-            s.order_detach(&other).await?;
+            s.k8s_detach(&other).await?;
         }
         Ok(())
     })
@@ -190,7 +192,7 @@ async fn a_read_only_many_volume_is_attached_read_only_to_each_node() -> Result<
         let handle = handle(&volume)?;
         let mut orders = Vec::new();
         for node in [&first, &second] {
-            let order = s.order_attach(&volume.name_any(), &node.name).await?;
+            let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
             let disk = s.attached(&order).await?;
             assert!(is_read_only(node, &disk)?, "{} has a writable disk", node.name);
             orders.push(order);
@@ -207,7 +209,7 @@ async fn a_read_only_many_volume_is_attached_read_only_to_each_node() -> Result<
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains("ReadOnlyMany"), "{refused}");
         for order in orders {
-            s.order_detach(&order).await?;
+            s.k8s_detach(&order).await?;
         }
         Ok(())
     })
@@ -291,7 +293,7 @@ async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Res
         let (_, volume) = s.bound("raw").await?;
         let mut orders = Vec::new();
         for node in &nodes {
-            let order = s.order_attach(&volume.name_any(), &node.name).await?;
+            let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
             let disk = s.attached(&order).await?;
             assert!(!is_read_only(node, &disk)?, "{} has a read-only disk", node.name);
             orders.push(order);
@@ -300,7 +302,7 @@ async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Res
         assert_eq!(there.len(), 2);
         assert!(there.iter().all(|one| !one.read_only && one.access == Access::MultiNode), "{there:?}");
         for order in orders {
-            s.order_detach(&order).await?;
+            s.k8s_detach(&order).await?;
         }
         Ok(())
     })

@@ -32,7 +32,7 @@ async fn an_attach_ends_with_a_device_and_a_status_in_both_tiers() -> Result<()>
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         assert!(device(&node, &disk)?, "the node has no device for the disk");
         condition(&s, "data", "True", &node.name).await?;
-        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+        s.wait_for_event("data", &["attached to VirtualMachine", &node.name]).await?;
 
         assert_eq!(
             s.driver.publish(&handle, &node.name).await?,
@@ -43,7 +43,7 @@ async fn an_attach_ends_with_a_device_and_a_status_in_both_tiers() -> Result<()>
         assert!(s.disk(&node.name, &handle).await?.is_none());
         assert!(s.attachment(&node.name, &handle).await?.is_none());
         assert!(!device(&node, &disk)?);
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         condition(&s, "data", "False", "").await?;
         s.driver.unpublish(&handle, &node.name).await?;
         Ok(())
@@ -58,12 +58,12 @@ async fn csi_attacher_attaches_and_detaches_for_the_attach_detach_controller() -
         let handle = s.bound_claim("data").await?;
         let (_, volume) = s.bound("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.order_attach(&volume.name_any(), &node.name).await?;
+        let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         assert!(device(&node, &disk)?);
         assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
-        s.order_detach(&order).await?;
-        s.nothing_is_attached(&node).await
+        s.k8s_detach(&order).await?;
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -88,7 +88,7 @@ async fn many_volumes_are_attached_to_one_vm_and_detached_at_once() -> Result<()
             })
             .await?;
         }
-        s.nothing_is_attached(&node).await
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -133,7 +133,7 @@ async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_h
         assert!(error.message.contains(&text), "{error:?}");
         let shown = s.disk(&node.name, &handle).await?.and_then(|disk| disk.error);
         assert!(shown.as_ref().is_some_and(|error| error.contains(&text)), "{shown:?}");
-        s.told("data", &["VirtualMachine", &node.name, &text]).await?;
+        s.wait_for_event("data", &["VirtualMachine", &node.name, &text]).await?;
         condition(&s, "data", "False", &text).await?;
 
         let spec = infra_api::NodeSpec {
@@ -166,8 +166,8 @@ async fn a_detach_succeeds_without_the_management_claim() -> Result<()> {
         })
         .await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
-        s.nothing_is_left().await
+        s.no_attachments(&node).await?;
+        s.no_leftovers().await
     })
     .await
 }
@@ -180,7 +180,7 @@ async fn a_detach_succeeds_without_the_volume_attachment() -> Result<()> {
         let order = names::volume_attachment(&node.name, &handle);
         s.attachments().delete(&order, &DeleteParams::default()).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -197,7 +197,7 @@ async fn a_deleted_vm_has_no_disks() -> Result<()> {
         .await?;
         s.driver.unpublish(&handle, &node.name).await?;
         // Its VolumeAttachment is deleted with it, but its finalizer remains until storage-infra has detached the disk.
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         assert!(!device(&node, &disk)?);
         let other = s.node().await?;
         s.driver.publish(&handle, &other.name).await?;
@@ -288,7 +288,7 @@ async fn entries_of_other_writers_in_a_vms_spec_are_never_lost() -> Result<()> {
             .await?;
         }
         writing.await??;
-        let machine = s.raw_machines().get(&node.name).await?;
+        let machine = s.raw_vms().get(&node.name).await?;
         let entries = machine.data["spec"]["volumes"].as_array().cloned().unwrap_or_default();
         for name in &foreign {
             let entry = entries.iter().find(|entry| entry["name"] == json!(name));

@@ -243,7 +243,7 @@ async fn malformed_objects_do_not_affect_others() -> Result<()> {
         ] {
             orders.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
         }
-        let machines = s.raw_machines();
+        let machines = s.raw_vms();
         let machine = |name: &str, spec: serde_json::Value| {
             json!({
                 "apiVersion": format!("vmoperator.vmware.com/{}", crds::VIRTUAL_MACHINE_VERSIONS[0]),

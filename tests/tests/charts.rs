@@ -61,7 +61,7 @@ async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<
 #[tokio::test]
 async fn every_object_of_every_rendering_is_accepted_by_the_api_server() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let tenants: Vec<String> =
             (0..2).map(|guest| format!("guests[{guest}].namespace={}", place.namespace)).collect();
         let tenants: Vec<&str> = tenants.iter().map(String::as_str).collect();
@@ -97,7 +97,7 @@ fn pod(namespace: &str, spec: &Value) -> Value {
 #[tokio::test]
 async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugin_is_not() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         restrict(&s, &place.namespace).await?;
         for chart in Chart::both().await? {
             for (name, objects) in renderings(&chart, &place.namespace, &[]).await? {
@@ -225,20 +225,20 @@ fn shared_flags(words: &[String]) -> Vec<String> {
 #[tokio::test]
 async fn sidecars_have_the_flags_of_the_lab() -> Result<()> {
     run(|s| async move {
-        let parts = &s.lab.state().parts;
+        let components = &s.lab.state().components;
         for (chart, tier) in [(Chart::management().await?, "mgmt"), (Chart::guest().await?, "g1")] {
             let objects = chart.render("nestor-system", &[&chart.example("everything")], &[]).await?;
             let mut compared = 0;
             for container in pod_specs(&objects).into_iter().flat_map(|(_, spec)| containers(spec)) {
                 let name = container["name"].as_str().unwrap_or_default();
-                let part = format!("{tier}-{}", name.trim_start_matches("csi-"));
-                let Some(part) = parts
-                    .get(&part)
+                let component = format!("{tier}-{}", name.trim_start_matches("csi-"));
+                let Some(component) = components
+                    .get(&component)
                     .filter(|_| container["image"].as_str().is_some_and(|i| i.contains("sig-storage")))
                 else {
                     continue;
                 };
-                assert_eq!(shared_flags(&texts(&container["args"])), shared_flags(&part.argv), "{name}");
+                assert_eq!(shared_flags(&texts(&container["args"])), shared_flags(&component.argv), "{name}");
                 compared += 1;
             }
             assert_eq!(compared, if tier == "mgmt" { 4 } else { 5 }, "{tier}");
@@ -305,7 +305,7 @@ async fn remove_rights(client: &Client, objects: &[Value]) -> Result<()> {
 #[tokio::test]
 async fn the_management_charts_pods_become_ready() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let infra = s.lab.state().infra.clone().context("no infra")?;
         let read = |name: &str| std::fs::read_to_string(infra.pki.join(name));
         let secret = json!({

@@ -33,13 +33,13 @@ async fn clones_of_the_same_and_a_larger_size_have_the_sources_data_and_are_inde
 {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (handle, source) = s.followed("data").await?;
+        let (handle, source) = s.bound_file("data").await?;
         write(&source, &noise(1, ALL))?;
         let source_id = s.infra_volume(&handle).await?.id;
         s.clone_of("same", "data", "4Mi").await?;
         s.clone_of("larger", "data", "8Mi").await?;
         for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
-            let (below, file) = s.followed(claim).await?;
+            let (below, file) = s.bound_file(claim).await?;
             s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
             let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
             let reference = reference.context("the management claim has no source")?;
@@ -53,14 +53,14 @@ async fn clones_of_the_same_and_a_larger_size_have_the_sources_data_and_are_inde
         }
 
         // Writes to one do not affect the others, and a clone can be cloned.
-        let (_, same) = s.followed("same").await?;
-        let (_, larger) = s.followed("larger").await?;
+        let (_, same) = s.bound_file("same").await?;
+        let (_, larger) = s.bound_file("larger").await?;
         write(&source, &noise(2, ALL))?;
         write(&same, &noise(3, ALL))?;
         assert!(read(&larger, ALL)? == noise(1, ALL));
         assert!(read(&source, ALL)? == noise(2, ALL));
         s.clone_of("again", "same", "4Mi").await?;
-        let (_, again) = s.followed("again").await?;
+        let (_, again) = s.bound_file("again").await?;
         assert!(read(&again, ALL)? == noise(3, ALL));
 
         // The source is deleted first.
@@ -100,7 +100,7 @@ async fn calls_are_idempotent_and_another_source_for_the_same_name_is_refused() 
 async fn ten_concurrent_clones_are_ten_volumes_with_the_same_data() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (_, source) = s.followed("data").await?;
+        let (_, source) = s.bound_file("data").await?;
         write(&source, &noise(4, ALL))?;
         let names: Vec<String> = (0..10).map(|number| format!("clone-{number}")).collect();
         for name in &names {
@@ -108,7 +108,7 @@ async fn ten_concurrent_clones_are_ten_volumes_with_the_same_data() -> Result<()
         }
         let mut files = std::collections::BTreeSet::new();
         for name in &names {
-            let (_, file) = s.followed(name).await?;
+            let (_, file) = s.bound_file(name).await?;
             assert!(read(&file, ALL)? == noise(4, ALL), "{name} has other data");
             files.insert(file);
         }
@@ -177,7 +177,7 @@ async fn a_smaller_clone_or_one_with_another_volume_mode_is_refused() -> Result<
         assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none(), "a claim was created");
 
         s.clone_of("smaller", "data", "2Mi").await?;
-        s.told("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string()]).await?;
+        s.wait_for_event("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string()]).await?;
         Ok(())
     })
     .await
@@ -190,9 +190,9 @@ async fn a_source_deleted_while_it_is_cloned_is_kept_until_the_clone_is_complete
     let _alone = alone().await;
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (handle, source) = s.followed("data").await?;
+        let (handle, source) = s.bound_file("data").await?;
         write(&source, &noise(1, ALL))?;
-        let frozen = s.freeze_part("mgmt-csi")?;
+        let frozen = s.pause_component("mgmt-csi")?;
         let claim = s.clone_of("clone", "data", "4Mi").await?;
         let below = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
         eventually(&format!("management claim {below} exists"), PATIENCE, || async {
@@ -201,7 +201,7 @@ async fn a_source_deleted_while_it_is_cloned_is_kept_until_the_clone_is_complete
         .await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         drop(frozen);
-        let (_, clone) = s.followed("clone").await?;
+        let (_, clone) = s.bound_file("clone").await?;
         assert!(read(&clone, ALL)? == noise(1, ALL));
         claim_gone(&s, "data", &handle).await?;
         assert!(read(&clone, ALL)? == noise(1, ALL));
@@ -219,10 +219,10 @@ async fn a_clone_that_cannot_be_created_can_be_deleted_with_its_source() -> Resu
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let claim = s.claim_with("clone", &class, "4Mi", from_claim("data")).await?;
         let clone = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
-        s.told("clone", &["no pool for"]).await?;
+        s.wait_for_event("clone", &["no pool for"]).await?;
         // Like the deletion of their namespace.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        s.told("clone", &["data", "being deleted"]).await?;
+        s.wait_for_event("clone", &["data", "being deleted"]).await?;
         s.guest_claims().delete("clone", &DeleteParams::default()).await?;
         claim_gone(&s, "clone", &clone).await?;
         claim_gone(&s, "data", &source).await

@@ -14,9 +14,9 @@ use csi::Status;
 use csi::proto::CreateVolumeRequest;
 use lab::LoopNode;
 use tests::bytes::device;
-use tests::crash::{Crashes, Place, insist};
+use tests::crash::{CrashInjector, CrashPoint, call_until_final};
 use tests::driver::{cloned_volume, new_volume, restored_volume};
-use tests::facts::Facts;
+use tests::inventory::Inventory;
 use tests::records::{Log, Records, Writer};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
@@ -38,25 +38,26 @@ const SIZE: u64 = 4 << 20;
 async fn each_operation_completes_wherever_a_component_dies() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let mut crashes = Crashes::of(&s, PARTS)?;
+        let mut crashes = CrashInjector::of(&s, PARTS)?;
         let outcome = matrix(&s, &mut crashes).await;
         crashes.end().await.and(outcome)
     })
     .await
 }
 
-async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
+async fn matrix(s: &Scenario, crashes: &mut CrashInjector<'_>) -> Result<()> {
     let mut state = State::begin(s).await?;
     let mut table = Vec::new();
     for operation in ALL {
         state.prepare(operation, crashes).await?;
-        let ((), places) = crashes.passed(state.run(operation)).await?;
-        let is_its_own = |place: &Place| !LATER.iter().chain(&ONCE).any(|other| place.point.contains(other));
+        let ((), places) = crashes.trace(state.run(operation)).await?;
+        let is_its_own =
+            |place: &CrashPoint| !LATER.iter().chain(&ONCE).any(|other| place.point.contains(other));
         table.push((operation, places.into_iter().filter(is_its_own).collect::<Vec<_>>()));
     }
     let silent: Vec<_> = PARTS
         .iter()
-        .filter(|part| !table.iter().any(|(_, all)| all.iter().any(|one| one.part == **part)))
+        .filter(|component| !table.iter().any(|(_, all)| all.iter().any(|one| one.component == **component)))
         .collect();
     ensure!(silent.is_empty(), "{silent:?} passed no fail point: were they built with debug assertions?");
 
@@ -76,7 +77,7 @@ async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
             if died { "" } else { ": not passed" }
         );
     }
-    let points: BTreeSet<_> = cases.iter().map(|(_, place)| (place.part, &place.point)).collect();
+    let points: BTreeSet<_> = cases.iter().map(|(_, place)| (place.component, &place.point)).collect();
     let operations: BTreeSet<_> = cases.iter().map(|(operation, _)| operation).collect();
     eprintln!(
         "{total} crashes of {of_all} possible ones: {} fail points in {} operations; {:.0} s, {} records written meanwhile",
@@ -90,18 +91,18 @@ async fn matrix(s: &Scenario, crashes: &mut Crashes<'_>) -> Result<()> {
     state.prepare(Attach, crashes).await
 }
 
-fn name(operation: Operation, place: &Place) -> String {
+fn name(operation: Operation, place: &CrashPoint) -> String {
     format!("{operation:?}: {place}")
 }
 
 /// The selected cases, ordered so that operations that undo each other are adjacent.
-fn chosen(table: &[(Operation, Vec<Place>)]) -> Vec<(Operation, Place)> {
+fn chosen(table: &[(Operation, Vec<CrashPoint>)]) -> Vec<(Operation, CrashPoint)> {
     let wanted = std::env::var("NESTOR_CRASH_CASES").unwrap_or_default();
     let mut met = BTreeSet::new();
     let mut cases = Vec::new();
     for (operation, places) in table {
         for (index, place) in places.iter().enumerate() {
-            let first = met.insert((place.part, place.point.clone()));
+            let first = met.insert((place.component, place.point.clone()));
             let is_chosen = match wanted.as_str() {
                 "" => first,
                 "all" => true,
@@ -182,23 +183,23 @@ struct State<'a> {
     writer: Option<Writer>,
     spares: Vec<Volume>,
     snapshots: Vec<Kept>,
-    facts: Facts,
+    facts: Inventory,
 }
 
 impl<'a> State<'a> {
     async fn begin(s: &'a Scenario) -> Result<Self> {
         let node = s.node().await?;
         // An attachment of another driver, so that the repair does not detach disks of this node as dangling.
-        s.orders().attach_by("crash.test", &s.name, &node.name).await?;
+        s.k8s_attachments().attach_by("crash.test", &s.name, &node.name).await?;
         let subject = Volume { handle: s.volume().await?, bytes: SIZE };
         let file = s.file_of(&s.infra_volume(&subject.handle).await?).await?;
         let log = Records::begin(&file, RECORDS_SIZE)?.close();
-        let facts = Facts::now(s).await?;
+        let facts = Inventory::now(s).await?;
         Ok(Self { s, node, subject, log, writer: None, spares: Vec::new(), snapshots: Vec::new(), facts })
     }
 
     /// Runs the operations that must precede this one.
-    async fn prepare(&mut self, operation: Operation, crashes: &mut Crashes<'_>) -> Result<()> {
+    async fn prepare(&mut self, operation: Operation, crashes: &mut CrashInjector<'_>) -> Result<()> {
         while let Some(before) = self.prerequisite(operation) {
             if let Some(sidecar) = before.sidecar() {
                 crashes.needs(sidecar).await?;
@@ -231,8 +232,8 @@ impl<'a> State<'a> {
     async fn crash(
         &mut self,
         operation: Operation,
-        place: &Place,
-        crashes: &mut Crashes<'_>,
+        place: &CrashPoint,
+        crashes: &mut CrashInjector<'_>,
     ) -> Result<bool> {
         let others = ALL.into_iter().filter(|other| *other != operation);
         for operation in std::iter::repeat_n(operation, ATTEMPTS).chain(others) {
@@ -270,12 +271,12 @@ impl<'a> State<'a> {
 
     async fn attach(&mut self) -> Result<()> {
         let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
-        let disk = insist("attach", || s.driver.publish(&handle, &self.node.name)).await?;
-        let attached = Facts::of_attached(&handle, bytes, &self.node);
-        self.expect(Facts::default(), attached).await?;
+        let disk = call_until_final("attach", || s.driver.publish(&handle, &self.node.name)).await?;
+        let attached = Inventory::of_attached(&handle, bytes, &self.node);
+        self.expect(Inventory::default(), attached).await?;
         let device = device(&self.node, &disk);
         self.log.verify(&device)?;
-        self.writer = Some(self.log.clone().resume(&device)?.keep_appending());
+        self.writer = Some(self.log.clone().resume(&device)?.append_in_background());
         Ok(())
     }
 
@@ -284,19 +285,21 @@ impl<'a> State<'a> {
         let writer = self.writer.take().context("not attached")?;
         drop(writer.stop()?);
         let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
-        insist("detach", || s.driver.unpublish(&handle, &self.node.name)).await?;
-        let attached = Facts::of_attached(&handle, bytes, &self.node);
-        self.expect(attached, Facts::default()).await?;
+        call_until_final("detach", || s.driver.unpublish(&handle, &self.node.name)).await?;
+        let attached = Inventory::of_attached(&handle, bytes, &self.node);
+        self.expect(attached, Inventory::default()).await?;
         self.log.verify(&self.file(&handle).await?)
     }
 
     async fn expand(&mut self) -> Result<()> {
         let (s, Volume { handle, bytes }) = (self.s, self.subject.clone());
         let larger = bytes + MIB as u64;
-        let has = insist("expand", || s.driver.expand(&handle, larger as i64)).await?;
+        let has = call_until_final("expand", || s.driver.expand(&handle, larger as i64)).await?;
         ensure!(has == larger as i64, "it has {has} bytes, not {larger}");
         self.subject.bytes = larger;
-        let of = |bytes| Facts::of_volume(&handle, bytes).and(Facts::of_attached(&handle, bytes, &self.node));
+        let of = |bytes| {
+            Inventory::of_volume(&handle, bytes).and(Inventory::of_attached(&handle, bytes, &self.node))
+        };
         let (before, after) = (of(bytes), of(larger));
         self.expect(before, after).await
     }
@@ -304,13 +307,13 @@ impl<'a> State<'a> {
     async fn snapshot(&mut self) -> Result<()> {
         let (s, name, records) = (self.s, unique(&self.s.name), self.log.acknowledged());
         let Volume { handle: source, bytes } = self.subject.clone();
-        let taken = insist("snapshot", || async {
+        let taken = call_until_final("snapshot", || async {
             let taken = s.csi_snapshot(&name, &source).await?;
             if taken.ready_to_use { Ok(taken) } else { Err(Status::aborted("not ready")) }
         })
         .await?;
         let handle = taken.snapshot_id;
-        self.expect(Facts::default(), Facts::of_snapshot(&handle, &source, bytes)).await?;
+        self.expect(Inventory::default(), Inventory::of_snapshot(&handle, &source, bytes)).await?;
         let file = retried("the snapshot's file", || async {
             let kept = s.infra_snapshot(&handle).await?;
             let pool = s.infra.get_pool(&kept.pool).await?.context("the snapshot's pool does not exist")?;
@@ -324,17 +327,17 @@ impl<'a> State<'a> {
     async fn delete_snapshot(&mut self) -> Result<()> {
         let Kept { handle, bytes, .. } = self.snapshots.pop().context("no snapshot")?;
         let s = self.s;
-        insist("delete a snapshot", || s.driver.delete_snapshot(&handle)).await?;
-        let gone = Facts::of_snapshot(&handle, &self.subject.handle, bytes);
-        self.expect(gone, Facts::default()).await
+        call_until_final("delete a snapshot", || s.driver.delete_snapshot(&handle)).await?;
+        let gone = Inventory::of_snapshot(&handle, &self.subject.handle, bytes);
+        self.expect(gone, Inventory::default()).await
     }
 
     /// Creates a volume and verifies the first `records` records of the subject in a clone or restored volume.
     async fn create(&mut self, request: CreateVolumeRequest, records: Option<u64>) -> Result<()> {
         let s = self.s;
-        let volume = insist("create", || s.driver.create(request.clone())).await?;
+        let volume = call_until_final("create", || s.driver.create(request.clone())).await?;
         let (handle, bytes) = (volume.volume_id, volume.capacity_bytes as u64);
-        self.expect(Facts::default(), Facts::of_volume(&handle, bytes)).await?;
+        self.expect(Inventory::default(), Inventory::of_volume(&handle, bytes)).await?;
         if let Some(records) = records {
             self.log.verify_since(records, &self.file(&handle).await?)?;
         }
@@ -345,12 +348,12 @@ impl<'a> State<'a> {
     async fn delete(&mut self) -> Result<()> {
         let Volume { handle, bytes } = self.spares.pop().context("no spare volume")?;
         let s = self.s;
-        insist("delete", || s.driver.delete(&handle)).await?;
-        self.expect(Facts::of_volume(&handle, bytes), Facts::default()).await
+        call_until_final("delete", || s.driver.delete(&handle)).await?;
+        self.expect(Inventory::of_volume(&handle, bytes), Inventory::default()).await
     }
 
     /// Updates the expected inventory, and waits until it is observed.
-    async fn expect(&mut self, without: Facts, with: Facts) -> Result<()> {
+    async fn expect(&mut self, without: Inventory, with: Inventory) -> Result<()> {
         self.facts = std::mem::take(&mut self.facts).without(&without).and(with);
         self.facts.hold(self.s).await
     }

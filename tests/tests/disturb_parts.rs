@@ -21,7 +21,7 @@ async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_don
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        let frozen = s.freeze_part("vm-operator-shim")?;
+        let frozen = s.pause_component("vm-operator-shim")?;
         // A tenth of it is reserved for the response.
         let time = Duration::from_secs(10);
         let late = s.driver.publish_within(&handle, &node.name, time).await.unwrap_err();
@@ -30,14 +30,14 @@ async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_don
         drop(frozen);
         s.driver.publish(&handle, &node.name).await?;
 
-        let frozen = s.freeze_part("vm-operator-shim")?;
+        let frozen = s.pause_component("vm-operator-shim")?;
         let late = s.driver.unpublish_within(&handle, &node.name, time).await.unwrap_err();
         assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
         drop(frozen);
         s.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
 
-        let frozen = s.freeze_part("mgmt-csi")?;
+        let frozen = s.pause_component("mgmt-csi")?;
         let late = s.driver.publish_within(&handle, &node.name, time).await.unwrap_err();
         assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
         drop(frozen);
@@ -51,28 +51,28 @@ async fn a_call_returns_before_its_deadline_and_the_next_call_finds_the_work_don
 async fn attach_and_detach_succeed_after_each_component_was_killed() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        for part in ["vm-operator-shim", "mgmt-csi", "storage-infra"] {
+        for component in ["vm-operator-shim", "mgmt-csi", "storage-infra"] {
             let (node, handle) = (s.node().await?, s.volume().await?);
-            s.kill_part(part).await?;
+            s.kill_component(component).await?;
             let early =
                 s.driver.publish_within(&handle, &node.name, Duration::from_secs(2)).await.unwrap_err();
             // The client itself reports CANCELLED if the response is too late.
             assert!(
                 matches!(early.code(), Code::DeadlineExceeded | Code::Unavailable | Code::Cancelled),
-                "{part} is down: {early}"
+                "{component} is down: {early}"
             );
-            s.start_part(part).await?;
-            eventually(&format!("an attach after {part} is back"), PATIENCE, || async {
+            s.start_component(component).await?;
+            eventually(&format!("an attach after {component} is back"), PATIENCE, || async {
                 Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
             })
             .await?;
-            s.kill_part(part).await?;
-            s.start_part(part).await?;
-            eventually(&format!("a detach after {part} is back"), PATIENCE, || async {
+            s.kill_component(component).await?;
+            s.start_component(component).await?;
+            eventually(&format!("a detach after {component} is back"), PATIENCE, || async {
                 Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
             })
             .await?;
-            s.nothing_is_attached(&node).await?;
+            s.no_attachments(&node).await?;
         }
         Ok(())
     })
@@ -84,23 +84,23 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
     let _alone = alone().await;
     run(|s| async move {
         // A claim per case: csi-resizer does not expand a claim whose filesystem expansion is pending.
-        for (part, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
-            let below = s.bound_claim(part).await?;
+        for (component, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+            let below = s.bound_claim(component).await?;
             // The component below is paused, so that the expansion is in progress for sure.
-            let frozen = s.freeze_part(beneath)?;
-            s.request(part, "8Mi").await?;
-            s.growth_begun(&below, 8).await?;
-            s.kill_part(part).await?;
+            let frozen = s.pause_component(beneath)?;
+            s.request(component, "8Mi").await?;
+            s.expansion_started(&below, 8).await?;
+            s.kill_component(component).await?;
             drop(frozen);
-            s.start_part(part).await?;
-            s.grown(part, 8).await.with_context(|| format!("{part} was killed"))?;
+            s.start_component(component).await?;
+            s.expanded(component, 8).await.with_context(|| format!("{component} was killed"))?;
         }
         let below = s.bound_claim("storage-infra").await?;
-        s.kill_part("storage-infra").await?;
+        s.kill_component("storage-infra").await?;
         s.request("storage-infra", "8Mi").await?;
-        s.growth_begun(&below, 8).await?;
-        s.start_part("storage-infra").await?;
-        s.grown("storage-infra", 8).await.context("storage-infra was killed")?;
+        s.expansion_started(&below, 8).await?;
+        s.start_component("storage-infra").await?;
+        s.expanded("storage-infra", 8).await.context("storage-infra was killed")?;
         let file = s.file_of(&s.infra_volume(&below).await?).await?;
         assert_eq!(std::fs::metadata(file)?.len(), 8 << 20);
         Ok(())
@@ -112,14 +112,14 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
 async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        for (part, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
-            s.claim(part, "nestor", "4Mi").await?;
-            let (volume, file) = s.followed(part).await?;
+        for (component, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+            s.claim(component, "nestor", "4Mi").await?;
+            let (volume, file) = s.bound_file(component).await?;
             let id = s.infra_volume(&volume).await?.id;
             write(&file, &noise(8, 4 << 20))?;
             // The component below is paused, so that the snapshot is in progress for sure.
-            let frozen = s.freeze_part(beneath)?;
-            s.snapshot(part, part).await?;
+            let frozen = s.pause_component(beneath)?;
+            s.snapshot(component, component).await?;
             eventually(&format!("a management snapshot of {volume}"), PATIENCE, || async {
                 let list = s.snapshots().list(&ListParams::default()).await?;
                 let of = |one: &DynamicObject| {
@@ -129,17 +129,20 @@ async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<(
                 Ok(list.iter().any(of).then_some(()).ok_or_else(|| format!("none of {}", list.items.len())))
             })
             .await?;
-            s.kill_part(part).await?;
+            s.kill_component(component).await?;
             drop(frozen);
-            s.start_part(part).await?;
-            s.snapshot_ready(part).await.with_context(|| format!("{part} was killed"))?;
+            s.start_component(component).await?;
+            s.snapshot_ready(component).await.with_context(|| format!("{component} was killed"))?;
             let kept = s.infra.list_snapshots(Some(&id), None, None).await?.items;
-            assert!(kept.len() == 1 && kept[0].state == VolumeState::Ready, "{part} was killed: {kept:?}");
-            let restored = format!("from-{part}");
-            s.restore(&restored, part, "4Mi").await?;
             assert!(
-                read(&s.followed(&restored).await?.1, 4 << 20)? == noise(8, 4 << 20),
-                "{part} was killed"
+                kept.len() == 1 && kept[0].state == VolumeState::Ready,
+                "{component} was killed: {kept:?}"
+            );
+            let restored = format!("from-{component}");
+            s.restore(&restored, component, "4Mi").await?;
+            assert!(
+                read(&s.bound_file(&restored).await?.1, 4 << 20)? == noise(8, 4 << 20),
+                "{component} was killed"
             );
         }
         Ok(())
@@ -157,7 +160,7 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
 
         // A second mgmt-csi replaces the lab's, with the fake storage infra.
         let management = s.lab.state().management.clone().context("the lab has no management cluster")?;
-        s.stop_part("mgmt-csi").await?;
+        s.stop_component("mgmt-csi").await?;
         let folder = tempfile::tempdir()?;
         let socket = folder.path().join("csi.sock");
         let (endpoint, file) =
@@ -220,14 +223,14 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
         assert!(refused.message().contains("another server"), "{refused}");
-        s.told("data", &["another server"]).await?;
+        s.wait_for_event("data", &["another server"]).await?;
         let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
         let status = order.status.unwrap_or_default();
         assert!(!status.attached && status.error.is_some(), "{status:?}");
 
         let status = second.stop().await?;
         assert!(status.success(), "mgmt-csi exited with {status}");
-        s.start_part("mgmt-csi").await?;
+        s.start_component("mgmt-csi").await?;
         eventually("an attach with the real storage infra", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
@@ -248,9 +251,9 @@ async fn a_consumer_record_is_removed_if_the_volume_was_deleted_while_the_driver
         let record = format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, second.cluster_id);
         let volume = second.static_volume(&handle, &json!({})).await?.name_any();
         recorded(&s, &handle, &record, true).await?;
-        s.stop_part("g2-gc-csi").await?;
+        s.stop_component("g2-gc-csi").await?;
         second.volumes().delete(&volume, &DeleteParams::default()).await?;
-        s.start_part("g2-gc-csi").await?;
+        s.start_component("g2-gc-csi").await?;
         recorded(&s, &handle, &record, false).await
     })
     .await

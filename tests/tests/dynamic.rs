@@ -55,7 +55,7 @@ async fn a_guest_claim_is_bound_with_matching_objects_in_both_tiers_and_leaves_n
         // The guest volume is deleted only after everything below it.
         assert!(s.claims().get_opt(&handle).await?.is_none());
         s.own(&volume.name_any());
-        s.nothing_is_left().await?;
+        s.no_leftovers().await?;
         assert!(!file.exists(), "{} is left", file.display());
         Ok(())
     })
@@ -111,11 +111,11 @@ async fn a_class_without_a_valid_management_class_is_refused_with_the_reason() -
 
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &absent)]).await?;
         s.claim("data", &class, "1Mi").await?;
-        let (reason, _) = s.told("data", &[&absent, "does not exist"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&absent, "does not exist"]).await?;
         assert_eq!(reason, "ProvisioningFailed");
         let none = s.guest_class("Delete", &[]).await?;
         s.claim("other", &none, "1Mi").await?;
-        s.told("other", &[names::PARAMETER_MANAGEMENT_CLASS, "is missing"]).await?;
+        s.wait_for_event("other", &[names::PARAMETER_MANAGEMENT_CLASS, "is missing"]).await?;
         Ok(())
     })
     .await
@@ -134,7 +134,7 @@ async fn a_quota_error_of_the_management_cluster_is_reported_with_its_numbers_an
         assert!(numbers.iter().all(|number| refused.message().contains(number)), "{refused}");
 
         s.claim("data", &class, "20Mi").await?;
-        s.told("data", &numbers).await?;
+        s.wait_for_event("data", &numbers).await?;
         s.quota(&below, "40Mi").await?;
         s.bound("data").await?;
         Ok(())
@@ -150,7 +150,7 @@ async fn missing_capacity_is_reported_with_the_infras_message_and_recovers() -> 
         let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         s.claim("data", &class, "4Mi").await?;
-        s.told("data", &["no pool for", "labels do not match"]).await?;
+        s.wait_for_event("data", &["no pool for", "labels do not match"]).await?;
         let claims = s.claims().list(&ListParams::default()).await?;
         let waiting = claims
             .iter()
@@ -188,9 +188,9 @@ async fn a_guest_claim_deleted_while_there_is_no_capacity_leaves_nothing() -> Re
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let claim = s.claim("data", &class, "4Mi").await?;
         s.own(&format!("pvc-{}", claim.uid().context("no UID")?));
-        s.told("data", &["no pool for"]).await?;
+        s.wait_for_event("data", &["no pool for"]).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
-        s.nothing_is_left().await
+        s.no_leftovers().await
     })
     .await
 }

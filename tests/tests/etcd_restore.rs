@@ -40,9 +40,9 @@ impl Used {
 
     /// Attaches it and writes records to it; returns the guest attachment.
     async fn write(&self, s: &Scenario, node: &LoopNode) -> Result<(String, Writer)> {
-        let order = s.order_attach(&self.volume, &node.name).await?;
+        let order = s.k8s_attach(&self.volume, &node.name).await?;
         let disk = device(node, &s.attached(&order).await?);
-        Ok((order, Records::begin(&disk, 1 << 20)?.keep_appending()))
+        Ok((order, Records::begin(&disk, 1 << 20)?.append_in_background()))
     }
 
     /// Waits until a VolumeAttachment and the VM's status report it as attached.
@@ -124,12 +124,12 @@ async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Resu
         })
         .await?;
         let kept = detached_writer.stop()?.close();
-        s.order_detach(&detached_order).await?;
+        s.k8s_detach(&detached_order).await?;
         let moved_records = moved_writer.stop()?.close();
-        s.order_detach(&moved_order).await?;
-        let moved_order = s.order_attach(&moved.volume, &there.name).await?;
+        s.k8s_detach(&moved_order).await?;
+        let moved_order = s.k8s_attach(&moved.volume, &there.name).await?;
         let moved_disk = device(&there, &s.attached(&moved_order).await?);
-        let moved_writer = moved_records.resume(&moved_disk)?.keep_appending();
+        let moved_writer = moved_records.resume(&moved_disk)?.append_in_background();
 
         s.lab.restore_management(&backup, Revisions::Bumped).await?;
 
@@ -139,11 +139,11 @@ async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Resu
         moved.is_attached(&s, &there).await?;
         assert_eq!(moved.machines(&s).await?, [there.uuid.to_string()]);
         // The new volume's claim is missing, which is reported to the guest; its disk stays attached.
-        s.told(new.claim, &[&new.handle]).await?;
+        s.wait_for_event(new.claim, &[&new.handle]).await?;
         assert_eq!(new.machines(&s).await?, [here.uuid.to_string()]);
-        let second = s.order_attach(&new.volume, &there.name).await?;
-        s.orders().refused(&second, &[&new.handle]).await?;
-        s.order_detach(&second).await?;
+        let second = s.k8s_attach(&new.volume, &there.name).await?;
+        s.k8s_attachments().refused(&second, &[&new.handle]).await?;
+        s.k8s_detach(&second).await?;
         // The deleted volume's claim is back without its volume, which is reported; no empty volume is created.
         eventually("the claim without its volume is reported as unhealthy", PATIENCE, || async {
             let claim = s.claims().get(&deleted.handle).await?;
@@ -170,7 +170,7 @@ async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Resu
         moved_log.verify(&moved_disk)?;
         let new_log = new_writer.stop()?.close();
         for order in [&stays_order, &moved_order, &new_order] {
-            s.order_detach(order).await?;
+            s.k8s_detach(order).await?;
         }
         // The restored entries without a guest attachment would be removed after gc-csi's --repair-grace; detach them at
         // once.
@@ -184,9 +184,9 @@ async fn no_disk_is_detached_attached_twice_or_emptied_after_a_restore() -> Resu
         // All volumes can be attached again, with all records.
         for (used, log) in [(&new, &new_log), (&detached, &kept), (&stays, &stays_log), (&moved, &moved_log)]
         {
-            let order = s.order_attach(&used.volume, &there.name).await?;
+            let order = s.k8s_attach(&used.volume, &there.name).await?;
             log.verify(&device(&there, &s.attached(&order).await?))?;
-            s.order_detach(&order).await?;
+            s.k8s_detach(&order).await?;
         }
         Ok(())
     })
@@ -199,7 +199,7 @@ async fn a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again() -> R
     run(|s| async move {
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
-        s.stop_part("mgmt-csi").await?;
+        s.stop_component("mgmt-csi").await?;
         s.claim("data", "nestor", "4Mi").await?;
         let waiting = eventually("a pending management claim", PATIENCE, || async {
             let claims = s.claims().list(&Default::default()).await?;
@@ -210,7 +210,7 @@ async fn a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again() -> R
         })
         .await?;
         let backup = s.lab.back_up_management().await?;
-        s.start_part("mgmt-csi").await?;
+        s.start_component("mgmt-csi").await?;
         let handle = guest::handle(&s.bound("data").await?.1)?;
         assert_eq!(handle, waiting.name_any());
         let used = Used {
@@ -232,10 +232,10 @@ async fn a_claim_that_was_pending_in_the_backup_gets_its_own_volume_again() -> R
         makes_progress("data", &writer).await?;
         let log = writer.stop()?.close();
         log.verify(&device(&node, &used.infra.disk_uuid.to_string()))?;
-        s.order_detach(&order).await?;
-        let order = s.order_attach(&used.volume, &node.name).await?;
+        s.k8s_detach(&order).await?;
+        let order = s.k8s_attach(&used.volume, &node.name).await?;
         log.verify(&device(&node, &s.attached(&order).await?))?;
-        s.order_detach(&order).await
+        s.k8s_detach(&order).await
     })
     .await
 }

@@ -10,7 +10,7 @@ use kube::ResourceExt;
 use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::json;
 use tests::bytes::{noise, read, write};
-use tests::crash::insist;
+use tests::crash::call_until_final;
 use tests::guest::{handle, static_volume};
 use tests::pods::{self, Machines, Script, Volume, block, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, requested, run, unique};
@@ -30,7 +30,7 @@ async fn a_detached_volume_is_expanded_in_every_tier_and_keeps_its_data() -> Res
         let file = s.file_of(&s.infra_volume(&below).await?).await?;
         write(&file, &noise(1, 4 << 20))?;
         s.request("data", "64Mi").await?;
-        s.grown("data", 64).await?;
+        s.expanded("data", 64).await?;
         assert_eq!(requested(&s.claims().get(&below).await?), 64 << 20);
         assert_eq!(std::fs::metadata(&file)?.len(), 64 << 20);
         assert!(read(&file, 4 << 20)? == noise(1, 4 << 20));
@@ -61,7 +61,7 @@ async fn ten_claims_are_expanded_at_once() -> Result<()> {
             s.request(name, &mebibytes(size)).await?;
         }
         for (name, size) in names.iter().zip(8..) {
-            s.grown(name, size).await?;
+            s.expanded(name, size).await?;
         }
         Ok(())
     })
@@ -77,7 +77,9 @@ async fn repeated_and_concurrent_calls_expand_a_volume_once() -> Result<()> {
             tokio::spawn(async move {
                 // Another call may be running, and csi-resizer below may fail with a stale copy of the claim.
                 let what = format!("{size} MiB of {handle}");
-                insist(&what, || driver.expand(&handle, size * MIB)).await.map(|bytes| (size * MIB, bytes))
+                call_until_final(&what, || driver.expand(&handle, size * MIB))
+                    .await
+                    .map(|bytes| (size * MIB, bytes))
             })
         });
         for one in all.collect::<Vec<_>>() {
@@ -109,7 +111,8 @@ async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_gues
         let below = s.bound_claim("data").await?;
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
         s.claims().patch(&below, &PatchParams::default(), &Patch::Merge(more)).await?;
-        let (reason, _) = s.told("data", &[&below, "8Mi", "4Mi", "spec.resources.requests.storage"]).await?;
+        let (reason, _) =
+            s.wait_for_event("data", &[&below, "8Mi", "4Mi", "spec.resources.requests.storage"]).await?;
         assert_eq!(reason, "VolumeCapacityAvailable");
         eventually("condition nestor.dev/Resizable on the guest claim", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
@@ -124,7 +127,7 @@ async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_gues
         let (audit, version) = (s.lab.audit()?, s.claims().get(&below).await?.resource_version());
         let mark = audit.mark()?;
         s.request("data", "8Mi").await?;
-        s.grown("data", 8).await?;
+        s.expanded("data", 8).await?;
         let writes = audit.since(mark)?.into_iter().filter(|entry| entry.is_write() && entry.name == below);
         assert_eq!(writes.map(|entry| format!("{entry:?}")).collect::<Vec<_>>(), Vec::<String>::new());
         assert_eq!(s.claims().get(&below).await?.resource_version(), version);
@@ -177,12 +180,12 @@ async fn a_quota_error_is_reported_with_its_numbers_and_recovers_when_the_quota_
         s.limited(&class, "20Mi").await?;
         s.request("data", "20Mi").await?;
         let numbers = [below.as_str(), "20Mi", "exceeded quota", "=16Mi", "=4Mi", "=10Mi"];
-        let (reason, _) = s.told("data", &numbers).await?;
+        let (reason, _) = s.wait_for_event("data", &numbers).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         assert_eq!(requested(&s.claims().get(&below).await?), 4 << 20);
         s.quota(&class, "40Mi").await?;
-        s.grown("data", 20).await
+        s.expanded("data", 20).await
     })
     .await
 }
@@ -192,11 +195,11 @@ async fn missing_capacity_is_reported_with_the_infras_message_and_a_smaller_size
     run(|s| async move {
         let below = s.bound_claim("data").await?;
         s.request("data", "900Ti").await?;
-        let (reason, _) = s.told("data", &[&below, "900Ti", "more bytes", "free"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&below, "900Ti", "more bytes", "free"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         s.request("data", "8Mi").await?;
-        s.grown("data", 8).await?;
+        s.expanded("data", 8).await?;
         let requested = requested(&s.claims().get(&below).await?);
         assert_eq!(requested, 8 << 20, "the management claim still requests the larger size");
         Ok(())
@@ -222,13 +225,13 @@ async fn a_class_of_either_tier_without_volume_expansion_is_named() -> Result<()
         })
         .await?;
         s.request("data", "8Mi").await?;
-        let (reason, _) = s.told("data", &[&below, &class, "must support resize"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&below, &class, "must support resize"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         // After the class allows expansion, the volume is expanded.
         let expandable = Patch::Merge(json!({"allowVolumeExpansion": true}));
         classes.patch(&class, &PatchParams::default(), &expandable).await?;
-        s.grown("data", 8).await?;
+        s.expanded("data", 8).await?;
 
         let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, class.as_str())];
         let fixed = s.guest_class_with(&parameters, json!({"allowVolumeExpansion": false})).await?;
@@ -263,7 +266,7 @@ async fn a_shared_claim_can_only_be_expanded_by_its_owner() -> Result<()> {
         s.claim_with("data", "nestor", "4Mi", json!({"volumeName": volume})).await?;
         s.bound("data").await?;
         s.request("data", "8Mi").await?;
-        let (reason, _) = s.told("data", &[&below, "owner"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&below, "owner"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         Ok(())
@@ -336,7 +339,7 @@ async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods()
             s.request(&volume.claim, "512Mi").await?;
         }
         for volume in &volumes {
-            s.grown(&volume.claim, 512).await?;
+            s.expanded(&volume.claim, 512).await?;
             s.has_capacity(&volume.claim, "512Mi").await?;
         }
         check_output(&machines.finish(&running).await?, 512)?;
@@ -349,7 +352,7 @@ async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods()
             s.request(&volume.claim, "640Mi").await?;
         }
         for volume in &volumes {
-            s.grown(&volume.claim, 640).await?;
+            s.expanded(&volume.claim, 640).await?;
         }
         let next = machines.start(pod("next", &machines.there, &volumes, "look")).await?;
         check_output(&machines.finish(&next).await?, 640)?;

@@ -39,7 +39,7 @@ fn absent(count: usize) -> Vec<String> {
 async fn set(client: &Client, namespace: &str, vm: &str, claims: &[String]) -> kube::Result<()> {
     let entries: Vec<Value> = claims.iter().map(|claim| entry(claim)).collect();
     let patch = Patch::Merge(json!({"spec": {"volumes": entries}}));
-    let machines = lab::machines::api_in(client, namespace);
+    let machines = lab::virtual_machines::api_in(client, namespace);
     machines.patch(vm, &PatchParams::default(), &patch).await.map(drop)
 }
 
@@ -51,7 +51,7 @@ async fn told(
     count: usize,
     pick: impl Fn(&crds::VirtualMachineVolumeStatus) -> bool,
 ) -> Result<()> {
-    let machines = lab::machines::api_in(client, namespace);
+    let machines = lab::virtual_machines::api_in(client, namespace);
     eventually(&format!("VM {vm} has {count} disks"), PATIENCE, || async {
         let all = machines.get(vm).await?.status.unwrap_or_default().volumes;
         let accepted = all.iter().filter(|disk| pick(disk)).count();
@@ -155,9 +155,12 @@ async fn a_vm_spec_cannot_have_more_volumes_than_the_limit() -> Result<()> {
 }
 
 /// Creates a VM in its own namespace, with bound claims there.
-async fn elsewhere(s: &Scenario, claims: usize) -> Result<(tests::place::Place, LoopNode, Vec<String>)> {
-    let place = s.place().await?;
-    let node = s.machine_at(&place).await?;
+async fn elsewhere(
+    s: &Scenario,
+    claims: usize,
+) -> Result<(tests::own_namespace::OwnNamespace, LoopNode, Vec<String>)> {
+    let place = s.own_namespace().await?;
+    let node = s.node_in(&place).await?;
     let made: Vec<String> = stream::iter(0..claims)
         .map(|_| async {
             let claim: PersistentVolumeClaim = serde_json::from_value(json!({
@@ -188,7 +191,7 @@ async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()>
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let (place, loud, claims) = elsewhere(&s, FLAPPING).await?;
-        s.stop_part(SHIM).await?;
+        s.stop_component(SHIM).await?;
         let flags = ["--attach-burst=40", "--attach-rate=1"];
         let shim = shim_replica(&s, &management_cluster(&s)?.kubeconfig_of(SHIM), &flags).await?;
         let client = &s.management;
@@ -217,7 +220,7 @@ async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()>
         told(client, &place.namespace, &loud.name, 0, |_| true).await?;
         let status = shim.stop().await?;
         ensure!(status.success(), "the shim exited with {status}");
-        s.start_part(SHIM).await
+        s.start_component(SHIM).await
     })
     .await
 }

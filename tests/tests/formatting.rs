@@ -51,7 +51,7 @@ async fn a_new_disk_is_attested_blank_in_all_tiers_until_the_first_write() -> Re
         let second = s.driver.publish_context(&volume, &node.name).await?;
         assert_eq!((attestation(&second), token(&second)), (None, Some(secret)));
         s.driver.unpublish(&volume, &node.name).await?;
-        s.nothing_is_attached(&node).await
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -120,7 +120,7 @@ async fn a_volume_with_a_lost_superblock_is_not_formatted() -> Result<()> {
         assert_eq!(attestation(&next), None);
         let said = refusal(stage(&mut plugin, &volume, &staging, next).await)?;
         s.driver.unpublish(&volume, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
 
         let file = s.file_of(&s.infra_volume(&volume).await?).await?;
         assert_eq!(repaired(&file, &said)?, "data");

@@ -11,12 +11,12 @@ use lab::LoopNode;
 use serde_json::json;
 use tests::bytes::{device, noise, read, write};
 use tests::guest::static_volume;
-use tests::place::{Place, Tenant, new_claim};
+use tests::own_namespace::{OwnNamespace, Tenant, new_claim};
 use tests::program::Controller;
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 
 /// Creates a claim without gc-csi, with these labels.
-async fn claim_by_hand(place: &Place, labels: &[(&str, &str)]) -> Result<String> {
+async fn claim_by_hand(place: &OwnNamespace, labels: &[(&str, &str)]) -> Result<String> {
     let name = unique("by-hand");
     let labels: std::collections::BTreeMap<_, _> = labels.iter().copied().collect();
     let claim = serde_json::from_value(json!({
@@ -32,7 +32,7 @@ async fn claim_by_hand(place: &Place, labels: &[(&str, &str)]) -> Result<String>
 
 /// A guest with a VM and a volume that are deleted with its Cluster object.
 struct Doomed {
-    place: Place,
+    place: OwnNamespace,
     guest: Tenant,
     machine: LoopNode,
     gc_csi: Controller,
@@ -43,10 +43,10 @@ struct Doomed {
 
 impl Doomed {
     async fn begin(s: &Scenario) -> Result<Self> {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let guest = s.tenant(&place).await?;
         let cluster = place.cluster(&guest.name, &[]).await?.uid().context("no UID")?;
-        let machine = s.machine_at(&place).await?;
+        let machine = s.node_in(&place).await?;
         let gc_csi = guest.start_deleting(s).await?;
         let volume = new_claim(&gc_csi.driver).await?;
         place.owned(&volume, &cluster, true).await?;
@@ -66,7 +66,7 @@ async fn outliving(controller: &Controller, expected: u64) -> Result<()> {
     .await
 }
 
-async fn delete_machine(place: &Place, machine: &LoopNode) -> Result<()> {
+async fn delete_machine(place: &OwnNamespace, machine: &LoopNode) -> Result<()> {
     place.machines().delete(&machine.name, &DeleteParams::default()).await?;
     eventually(&format!("VM {} deleted", machine.name), PATIENCE, || async {
         let left = place.machines().get_opt(&machine.name).await?;
@@ -76,7 +76,7 @@ async fn delete_machine(place: &Place, machine: &LoopNode) -> Result<()> {
 }
 
 /// Waits until a VM has no attachments in the management cluster and the storage infra.
-async fn detached(s: &Scenario, place: &Place, machine: &LoopNode) -> Result<()> {
+async fn detached(s: &Scenario, place: &OwnNamespace, machine: &LoopNode) -> Result<()> {
     eventually(&format!("no disks attached to {}", machine.name), PATIENCE, || async {
         let orders = place.attachments().list(&ListParams::default()).await?.items;
         let uuid = machine.uuid.to_string();
@@ -91,7 +91,7 @@ async fn detached(s: &Scenario, place: &Place, machine: &LoopNode) -> Result<()>
 #[tokio::test]
 async fn with_retain_all_objects_stay_and_can_be_listed_by_cluster_id() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let guest = s.tenant(&place).await?;
         place.cluster(&guest.name, &[]).await?;
         // Retain is the default.
@@ -114,7 +114,7 @@ async fn with_retain_all_objects_stay_and_can_be_listed_by_cluster_id() -> Resul
 
         // A guest with the same cluster ID can use the volume again; another guest can after its label is set.
         let again = guest.start(&s, &[]).await?;
-        let machine = s.machine_at(&place).await?;
+        let machine = s.node_in(&place).await?;
         again.driver.publish(&volume, &machine.name).await?;
         again.driver.unpublish(&volume, &machine.name).await?;
         again.stop().await?;
@@ -135,7 +135,7 @@ async fn with_retain_all_objects_stay_and_can_be_listed_by_cluster_id() -> Resul
 #[tokio::test]
 async fn with_delete_only_the_guests_own_objects_are_deleted_with_its_cluster() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let neighbour = s.tenant(&place).await?;
         let beside = place.cluster(&neighbour.name, &[]).await?.uid().context("no UID")?;
         let theirs = neighbour.start_deleting(&s).await?;
@@ -193,7 +193,7 @@ async fn with_delete_only_the_guests_own_objects_are_deleted_with_its_cluster() 
 #[tokio::test]
 async fn owner_references_follow_the_policy_and_those_of_others_stay() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let guest = s.tenant(&place).await?;
         let other = place.cluster(&unique("other"), &[]).await?;
         // Without a Cluster object, no ownerReference is set, and this is reported.
@@ -308,10 +308,10 @@ async fn deletion_completes_if_vms_or_the_namespace_are_deleted_before_the_clust
 #[tokio::test]
 async fn a_claim_used_by_another_guest_is_kept_when_its_own_guest_is_deleted() -> Result<()> {
     run(|s| async move {
-        let place = s.place().await?;
+        let place = s.own_namespace().await?;
         let (owner, consumer) = (s.tenant(&place).await?, s.tenant(&place).await?);
         let cluster = place.cluster(&owner.name, &[]).await?.uid().context("no UID")?;
-        let machine = s.machine_at(&place).await?;
+        let machine = s.node_in(&place).await?;
         let (ours, theirs) = (owner.start_deleting(&s).await?, consumer.start(&s, &[]).await?);
         let mut volumes = Vec::new();
         for _ in 0..2 {

@@ -53,13 +53,13 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
         })
         .await?;
         // The storage infra is paused, so that some operations are unfinished when the leaders are killed.
-        let frozen = s.freeze_part("storage-infra")?;
+        let frozen = s.pause_component("storage-infra")?;
         work.extend((VOLUMES - LAST..VOLUMES).map(&begin));
         let killed = Instant::now();
         let mut leaders = Vec::new();
         for controller in CONTROLLERS {
             let leader = leader(&s, controller, &[]).await?;
-            s.kill_part(&leader).await?;
+            s.kill_component(&leader).await?;
             leaders.push((controller, leader));
         }
         let before = done.load(Ordering::SeqCst);
@@ -146,7 +146,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
         for controller in CONTROLLERS {
             let leader = leader(&s, controller, &[]).await?;
             let counted = writes(&s, &leader).await?;
-            stopped.push((controller, s.freeze_part(&leader)?, s.lab.pid(&leader), leader, counted));
+            stopped.push((controller, s.pause_component(&leader)?, s.lab.pid(&leader), leader, counted));
         }
         // The paused leaders will receive these changes when they continue.
         let others: Vec<Driver> = drivers
@@ -161,7 +161,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
         }
         let nodes = std::slice::from_ref(&node);
         detach(&others, 1, &handle, nodes).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
 
         for (controller, frozen, pid, old, counted) in stopped {
             drop(frozen);
@@ -178,7 +178,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
             assert_eq!(writes(&s, &old).await?, counted, "{old} wrote after it was paused");
             assert_eq!(s.lab.pid(&old), pid, "{old} was restarted");
         }
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         let made = made(&s.lab.audit()?.since(since)?, "nestor.dev", "volumeattachments");
         assert_eq!(made.into_values().collect::<Vec<_>>(), [1]);
         // The replicas still serve calls.
@@ -197,9 +197,9 @@ async fn each_event_is_written_by_one_replica() -> Result<()> {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
         attach(&drivers, 0, &handle, &node.name).await?;
-        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+        s.wait_for_event("data", &["attached to VirtualMachine", &node.name]).await?;
         detach(&drivers, 1, &handle, std::slice::from_ref(&node)).await?;
-        s.told("data", &["not attached to any VirtualMachine"]).await?;
+        s.wait_for_event("data", &["not attached to any VirtualMachine"]).await?;
         let events = s.events_of("PersistentVolumeClaim", "data").await?;
         for what in ["VolumeAttached", "VolumeDetached"] {
             assert_eq!(events.iter().filter(|(reason, _)| reason == what).count(), 1, "{events:?}");
@@ -249,12 +249,12 @@ async fn drivers(s: &Scenario) -> Result<Vec<Driver>> {
 async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) -> Result<String> {
     eventually(&format!("one {plain} leads"), PATIENCE, || async {
         let mut leading = Vec::new();
-        for part in (1..=REPLICAS).map(|number| Replica::nth(number).name(plain)) {
-            if !silent.contains(&part)
-                && s.lab.pid(&part).is_some()
-                && says(&s.lab.metrics(&part).await.unwrap_or_default(), metric, "1")
+        for component in (1..=REPLICAS).map(|number| Replica::nth(number).name(plain)) {
+            if !silent.contains(&component)
+                && s.lab.pid(&component).is_some()
+                && says(&s.lab.metrics(&component).await.unwrap_or_default(), metric, "1")
             {
-                leading.push(part);
+                leading.push(component);
             }
         }
         match leading.len() {
@@ -271,8 +271,8 @@ fn says(metrics: &str, metric: &str, value: &str) -> bool {
 }
 
 /// The write counters of a component, as far as it has any.
-async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
-    let metrics = s.lab.metrics(part).await?;
+async fn writes(s: &Scenario, component: &str) -> Result<Vec<String>> {
+    let metrics = s.lab.metrics(component).await?;
     let counts = [
         "nestor_vm_operator_shim_writes_total",
         "nestor_mgmt_csi_attachment_operation_duration_seconds_count",
@@ -282,25 +282,30 @@ async fn writes(s: &Scenario, part: &str) -> Result<Vec<String>> {
 }
 
 /// Stops a replica and its sidecars, and starts it again; prints the time until another replica leads.
-async fn restart(s: &Scenario, controller: (&str, &str), part: &str) -> Result<()> {
-    let led = leader(s, controller, &[]).await? == part;
+async fn restart(s: &Scenario, controller: (&str, &str), component: &str) -> Result<()> {
+    let led = leader(s, controller, &[]).await? == component;
     // Sidecars are stopped first: a sidecar that loses its driver exits like in a crash.
-    try_join_all(s.lab.sidecars(part)?.iter().map(|sidecar| s.lab.stop(sidecar))).await?;
+    try_join_all(s.lab.sidecars(component)?.iter().map(|sidecar| s.lab.stop(sidecar))).await?;
     let begun = Instant::now();
-    let away = [part.to_owned()];
+    let away = [component.to_owned()];
     let next = async {
         if led {
             let next = leader(s, controller, &away).await?;
-            println!("{part} was stopped: {next} leads {:.1} s later", begun.elapsed().as_secs_f64());
+            println!("{component} was stopped: {next} leads {:.1} s later", begun.elapsed().as_secs_f64());
         }
         Ok(())
     };
-    futures::try_join!(s.lab.stop(part), next)?;
-    s.lab.start(part).await
+    futures::try_join!(s.lab.stop(component), next)?;
+    s.lab.start(component).await
 }
 
 /// Calls the replicas in turn like a sidecar until a call succeeds; fails on a final code.
-async fn insist<T, Call, Calling>(drivers: &[Driver], first: usize, what: &str, call: Call) -> Result<T>
+async fn call_until_final<T, Call, Calling>(
+    drivers: &[Driver],
+    first: usize,
+    what: &str,
+    call: Call,
+) -> Result<T>
 where
     Call: Fn(Driver) -> Calling,
     Calling: Future<Output = Result<T, Status>>,
@@ -329,19 +334,21 @@ async fn create(s: &Scenario, drivers: &[Driver], turn: usize) -> Result<String>
         let request = new_volume(&name, 4 * MIB, "nestor");
         async move { driver.create(request).await }
     };
-    Ok(insist(drivers, turn, &format!("volume {name} created"), call).await?.volume_id)
+    Ok(call_until_final(drivers, turn, &format!("volume {name} created"), call).await?.volume_id)
 }
 
 async fn attach(drivers: &[Driver], turn: usize, handle: &str, node: &str) -> Result<()> {
     let call = |driver: Driver| async move { driver.publish(handle, node).await };
-    insist(drivers, turn, &format!("{handle} attached to {node}"), call).await.map(drop)
+    call_until_final(drivers, turn, &format!("{handle} attached to {node}"), call).await.map(drop)
 }
 
 /// Detaches a volume from all of these nodes.
 async fn detach(drivers: &[Driver], turn: usize, handle: &str, nodes: &[LoopNode]) -> Result<()> {
     try_join_all(nodes.iter().map(|node| {
         let call = move |driver: Driver| async move { driver.unpublish(handle, &node.name).await };
-        async move { insist(drivers, turn, &format!("{handle} detached from {}", node.name), call).await }
+        async move {
+            call_until_final(drivers, turn, &format!("{handle} detached from {}", node.name), call).await
+        }
     }))
     .await
     .map(drop)
@@ -352,7 +359,7 @@ async fn remove(drivers: &[Driver], handles: &[String], nodes: &[LoopNode]) -> R
     try_join_all(handles.iter().zip(0..).map(|(handle, turn)| async move {
         detach(drivers, turn, handle, nodes).await?;
         let call = |driver: Driver| async move { driver.delete(handle).await };
-        insist(drivers, turn + 1, &format!("{handle} deleted"), call).await
+        call_until_final(drivers, turn + 1, &format!("{handle} deleted"), call).await
     }))
     .await
     .map(drop)

@@ -12,7 +12,7 @@ use kube::api::{Api, DeleteParams, ListParams};
 use rustix::process::Signal;
 use tests::driver::Driver;
 use tests::guest::handle;
-use tests::hypervisor::Bare;
+use tests::hypervisor::BareDomain;
 use tests::pods::{self, Ask, Script, filesystem};
 use tests::{PATIENCE, Scenario, eventually, run};
 
@@ -114,11 +114,11 @@ async fn says(driver: &Driver, volume: &str, abnormal: Option<&str>, nodes: &[&s
 
 /// Waits until the metrics of both tiers count any abnormal volumes, or none.
 async fn counted(s: &Scenario, any: bool) -> Result<()> {
-    for (part, metric) in COUNTS {
+    for (component, metric) in COUNTS {
         eventually(&format!("{metric} counts any: {any}"), PATIENCE, || async {
-            let metrics = s.lab.metrics(part).await?;
+            let metrics = s.lab.metrics(component).await?;
             let line = metrics.lines().find_map(|line| line.strip_prefix(metric)?.trim().parse::<u64>().ok());
-            let count = line.with_context(|| format!("{part} has no metric {metric}"))?;
+            let count = line.with_context(|| format!("{component} has no metric {metric}"))?;
             Ok(if (count > 0) == any { Ok(()) } else { Err(format!("{count}")) })
         })
         .await?;
@@ -143,7 +143,7 @@ async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Resu
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
         says(&s.driver, &handle, None, &[]).await?;
-        let order = s.order_attach(&volume.name_any(), &node.name).await?;
+        let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
         s.attached(&order).await?;
         says(&s.driver, &handle, None, &[&node.name]).await?;
         assert_eq!(
@@ -169,7 +169,7 @@ async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Resu
         says(&s.driver, &handle, None, &[&node.name]).await?;
         says_below(&management, infra.id.as_str(), None).await?;
         counted(&s, false).await?;
-        s.order_detach(&order).await?;
+        s.k8s_detach(&order).await?;
         says(&s.driver, &handle, None, &[]).await
     })
     .await
@@ -250,27 +250,27 @@ async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Re
 #[tokio::test]
 async fn a_disk_detached_by_virsh_is_reported_and_attached_again() -> Result<()> {
     run(|s| async move {
-        let machine = Bare::start(&s).await?;
+        let machine = BareDomain::start(&s).await?;
         let outcome = loses_a_disk(&s, &machine).await;
         outcome.and(machine.remove(&s).await)
     })
     .await
 }
 
-async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
+async fn loses_a_disk(s: &Scenario, machine: &BareDomain) -> Result<()> {
     let name = machine.node.name.as_str();
     s.lab.join_guest(&machine.node).await?;
     s.claim("data", "nestor", "4Mi").await?;
     let (_, volume) = s.bound("data").await?;
     let handle = handle(&volume)?;
-    let order = s.order_attach(&volume.name_any(), name).await?;
+    let order = s.k8s_attach(&volume.name_any(), name).await?;
     let disk = s.attached(&order).await?;
     says(&s.driver, &handle, None, &[name]).await?;
 
     // storage-infra reports the loss and attaches the disk again at once. It cannot attach to a paused QEMU, so that the
     // test has time to observe the report.
-    let infra = s.freeze_part("storage-infra")?;
-    s.libvirt_unplug(name, &disk).await?;
+    let infra = s.pause_component("storage-infra")?;
+    s.libvirt_detach(name, &disk).await?;
     eventually("the disk is detached", PATIENCE, || async {
         let left = s.libvirt_disk(name, &disk).await?;
         Ok(left.map_or(Ok(()), Err))
@@ -287,7 +287,7 @@ async fn loses_a_disk(s: &Scenario, machine: &Bare) -> Result<()> {
     ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not attached again");
     told_above(s, "data", "VolumeConditionNormal", &["healthy"]).await?;
     says(&s.driver, &handle, None, &[name]).await?;
-    s.order_detach(&order).await
+    s.k8s_detach(&order).await
 }
 
 #[tokio::test]

@@ -58,10 +58,10 @@ fn pin(volume: &PersistentVolume) -> Option<String> {
 
 /// Attaches a volume, verifies its data, and detaches it.
 async fn has_text(s: &Scenario, volume: &str, node: &LoopNode) -> Result<()> {
-    let order = s.order_attach(volume, &node.name).await?;
+    let order = s.k8s_attach(volume, &node.name).await?;
     let disk = device(node, &s.attached(&order).await?);
     ensure!(read(&disk, TEXT.len())? == TEXT, "{volume} has other data");
-    s.order_detach(&order).await
+    s.k8s_detach(&order).await
 }
 
 /// Waits for the Usable condition of guest claim `data`.
@@ -105,21 +105,21 @@ async fn a_recreated_claim_is_not_mistaken_for_the_original_volume() -> Result<(
         let (_, guest_volume) = s.bound("data").await?;
         let volume = guest_volume.name_any();
         let first = bound_to(&s, &handle).await?;
-        let order = s.order_attach(&volume, &node.name).await?;
+        let order = s.k8s_attach(&volume, &node.name).await?;
         write(&device(&node, &s.attached(&order).await?), TEXT)?;
-        s.order_detach(&order).await?;
+        s.k8s_detach(&order).await?;
 
         let second = recreate(&s, &handle, None).await?;
         ensure!(first != second, "the claim is bound to {first} again");
-        let order = s.order_attach(&volume, &node.name).await?;
+        let order = s.k8s_attach(&volume, &node.name).await?;
         let texts = [first.as_str(), second.as_str()];
-        s.orders().refused(&order, &[&["FailedPrecondition", &handle], &texts[..]].concat()).await?;
-        s.told("data", &texts).await?;
+        s.k8s_attachments().refused(&order, &[&["FailedPrecondition", &handle], &texts[..]].concat()).await?;
+        s.wait_for_event("data", &texts).await?;
         says(&s, "False", "ManagementVolumeReplaced").await?;
-        s.order_detach(&order).await?;
+        s.k8s_detach(&order).await?;
         assert_eq!(pin(&guest_volume), Some(first.clone()));
         is_left_alone(&s, &handle, [&first, &second]).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
 
         // Bound to the original volume again, the claim is usable.
         assert_eq!(recreate(&s, &handle, Some(&first)).await?, first);
@@ -160,15 +160,15 @@ async fn a_static_volume_can_be_pinned_and_is_not_attached_with_a_wrong_pin() ->
 
         let wrong = s.static_claim("data", &handle, pinned("pvc-of-another-time")).await?.name_any();
         says(&s, "False", "ManagementVolumeReplaced").await?;
-        let order = s.order_attach(&wrong, &node.name).await?;
-        s.orders().refused(&order, &["FailedPrecondition", "pvc-of-another-time", &there]).await?;
-        s.order_detach(&order).await?;
+        let order = s.k8s_attach(&wrong, &node.name).await?;
+        s.k8s_attachments().refused(&order, &["FailedPrecondition", "pvc-of-another-time", &there]).await?;
+        s.k8s_detach(&order).await?;
 
         // A volume with a wrong pin does not block one with the right pin.
         let right = s.static_claim("right", &handle, pinned(&there)).await?.name_any();
-        let order = s.order_attach(&right, &node.name).await?;
+        let order = s.k8s_attach(&right, &node.name).await?;
         s.attached(&order).await?;
-        s.order_detach(&order).await
+        s.k8s_detach(&order).await
     })
     .await
 }

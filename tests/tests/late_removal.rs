@@ -24,14 +24,14 @@ async fn a_late_detach_of_a_paused_replica_does_not_affect_the_next_attach() -> 
         let handle = s.bound_claim("data").await?;
         let volume = s.bound("data").await?.1.name_any();
         // Kubernetes gives both attachments the same name, whatever the replica's watches have.
-        let first = s.orders().attach_as_kubernetes(&volume, &handle, &node.name).await?;
+        let first = s.k8s_attachments().attach_as_kubernetes(&volume, &handle, &node.name).await?;
         s.attached(&first).await?;
 
         let frozen = replica.process.freeze()?;
         let (driver, claim, vm) = (replica.driver.clone(), handle.clone(), node.name.clone());
         let late = tokio::spawn(async move { driver.unpublish_within(&claim, &vm, LONG).await });
-        s.order_detach(&first).await?;
-        let second = s.orders().attach_as_kubernetes(&volume, &handle, &node.name).await?;
+        s.k8s_detach(&first).await?;
+        let second = s.k8s_attachments().attach_as_kubernetes(&volume, &handle, &node.name).await?;
         let disk = s.attached(&second).await?;
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
         drop(frozen);
@@ -43,7 +43,7 @@ async fn a_late_detach_of_a_paused_replica_does_not_affect_the_next_attach() -> 
         keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
         assert_eq!(refusal.code(), Code::FailedPrecondition, "{refusal}");
         assert!(refusal.message().contains(&second), "{refusal}");
-        s.order_detach(&second).await?;
+        s.k8s_detach(&second).await?;
         replica.stop().await
     })
     .await
@@ -69,9 +69,9 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
         std::fs::write(folder.path().join("freeze"), point)?;
         let disk = former.driver.publish(&handle, &node.name).await?;
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
-        let frozen = repairing.process.stands_still().await?;
+        let frozen = repairing.process.paused().await?;
         // Now it has one, and another replica answers: the disk is attached.
-        let order = s.orders().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
+        let order = s.k8s_attachments().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
         let serving = Controller::start_as(&s, &id, &patient).await?;
         assert_eq!(serving.driver.publish(&handle, &node.name).await?, disk);
         drop(frozen);

@@ -88,7 +88,7 @@ async fn each_socket_reports_its_name_and_new_volumes_are_refused_with_the_class
         let _provisioner =
             Running::sidecar(&s, "csi-provisioner", &serving.socket, &["--immediate-topology=false"]).await?;
         s.claim("data", &theirs, "1Mi").await?;
-        let (reason, _) = s.told("data", &texts).await?;
+        let (reason, _) = s.wait_for_event("data", &texts).await?;
         assert_eq!(reason, "ProvisioningFailed");
         serving.controller.stop().await
     })
@@ -125,10 +125,10 @@ async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> R
         let volume = made_by(&s, &name, &handle).await?.name_any();
         let node = s.node().await?;
         join_as(&s, &node, &name).await?;
-        let order = s.orders().attach_by(&name, &volume, &node.name).await?;
+        let order = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
         let disk = s.attached(&order).await?;
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
-        s.told("data", &["attached to VirtualMachine", &node.name]).await?;
+        s.wait_for_event("data", &["attached to VirtualMachine", &node.name]).await?;
 
         s.request("data", "8Mi").await?;
         eventually("the volume is expanded", PATIENCE, || async {
@@ -142,8 +142,8 @@ async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> R
         .await?;
         assert_eq!(s.infra_volume(&handle).await?.capacity_bytes, 8 << 20);
 
-        s.order_detach(&order).await?;
-        s.nothing_is_attached(&node).await?;
+        s.k8s_detach(&order).await?;
+        s.no_attachments(&node).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         eventually("the guest volume is deleted", PATIENCE, || async {
             let left = s.guest_volumes().get_opt(&volume).await?;
@@ -151,7 +151,7 @@ async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> R
             Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}; events: {events:?}", volume.status))))
         })
         .await?;
-        s.nothing_is_left().await?;
+        s.no_leftovers().await?;
         serving.controller.stop().await
     })
     .await
@@ -169,7 +169,7 @@ async fn a_disk_attached_under_both_names_is_detached_with_the_last_of_them() ->
         let own = &serving.controller.driver;
         let disk = own.publish(&handle, &node.name).await?;
         // No sidecar serves this attachment: the test makes the calls.
-        let order = s.orders().attach_by(&name, &volume, &node.name).await?;
+        let order = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
         own.unpublish(&handle, &node.name).await?;
@@ -180,9 +180,9 @@ async fn a_disk_attached_under_both_names_is_detached_with_the_last_of_them() ->
         );
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
-        s.order_detach(&order).await?;
+        s.k8s_detach(&order).await?;
         serving.legacy.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         serving.controller.stop().await
     })
     .await
@@ -297,7 +297,7 @@ async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_con
         let unstage = NodeUnstageVolumeRequest { volume_id: handle.clone(), staging_target_path: staging };
         node.node_unstage_volume(unstage).await?;
         serving.legacy.unpublish(&handle, &machine.name).await?;
-        s.nothing_is_attached(&machine).await?;
+        s.no_attachments(&machine).await?;
         serving.legacy.delete(&handle).await?;
         assert!(s.claims().get_opt(&handle).await?.is_none());
         let status = plugin.stop().await?;

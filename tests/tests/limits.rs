@@ -75,12 +75,12 @@ async fn is_refused(s: &Scenario, machine: &LoopNode) -> Result<()> {
     s.lab.join_guest(machine).await?;
     s.claim("data", "nestor", "1Mi").await?;
     let (_, volume) = s.bound("data").await?;
-    let order = s.order_attach(&volume.name_any(), &machine.name).await?;
+    let order = s.k8s_attach(&volume.name_any(), &machine.name).await?;
     let texts = [machine.name.as_str(), "no virtio-scsi controller"];
-    s.orders().refused(&order, &texts).await?;
-    s.told("data", &texts).await?;
-    s.order_detach(&order).await?;
-    s.nothing_is_attached(machine).await
+    s.k8s_attachments().refused(&order, &texts).await?;
+    s.wait_for_event("data", &texts).await?;
+    s.k8s_detach(&order).await?;
+    s.no_attachments(machine).await
 }
 
 #[tokio::test]

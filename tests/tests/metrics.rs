@@ -32,19 +32,19 @@ async fn every_metric_is_documented_with_its_type_and_labels_and_every_documente
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         let plugin = s.lab.spawn_node_plugin(&node).await?;
-        let plugins = ("gc_csi_node", plugin.part.clone());
+        let plugins = ("gc_csi_node", plugin.component.clone());
 
         let mut seen = BTreeSet::new();
-        for (program, part) in
-            PROGRAMS.map(|(program, part)| (program, part.to_owned())).into_iter().chain([plugins])
+        for (program, component) in
+            PROGRAMS.map(|(program, component)| (program, component.to_owned())).into_iter().chain([plugins])
         {
-            let served = served(&s.lab.metrics(&part).await?)?;
-            ensure!(!served.is_empty(), "{part} serves no metrics");
+            let served = served(&s.lab.metrics(&component).await?)?;
+            ensure!(!served.is_empty(), "{component} serves no metrics");
             for (name, metric) in served {
                 let known =
                     documented.get(&name).or_else(|| documented.get(&name.replace(program, "PROGRAM")));
                 let known =
-                    known.with_context(|| format!("{part} serves {name}, which is not documented"))?;
+                    known.with_context(|| format!("{component} serves {name}, which is not documented"))?;
                 assert_eq!(known.kind, metric.kind, "{name}");
                 // A metric without samples yet shows no labels.
                 assert!(metric.labels.is_empty() || metric.labels == known.labels, "{name}: {metric:?}");
@@ -96,6 +96,9 @@ fn served(text: &str) -> Result<BTreeMap<String, Metric>> {
 
 /// The names in `a="x",b="y"`; no value of ours holds a quote.
 fn label_names(labels: &str) -> Vec<String> {
-    let parts = labels.split('"').step_by(2);
-    parts.filter_map(|part| part.trim_start_matches(',').strip_suffix('=')).map(str::to_owned).collect()
+    let components = labels.split('"').step_by(2);
+    components
+        .filter_map(|component| component.trim_start_matches(',').strip_suffix('='))
+        .map(str::to_owned)
+        .collect()
 }

@@ -84,7 +84,7 @@ async fn a_class_without_a_management_class_is_refused_with_the_reason() -> Resu
         let texts = ["VolumeAttributesClass", &class, "does not exist in the management cluster"];
 
         s.claim_with("new", "nestor", "1Mi", json!({"volumeAttributesClassName": class})).await?;
-        let (reason, _) = s.told("new", &texts).await?;
+        let (reason, _) = s.wait_for_event("new", &texts).await?;
         assert_eq!(reason, "ProvisioningFailed");
 
         let handle = s.bound_claim("data").await?;
@@ -108,7 +108,7 @@ async fn a_class_without_a_management_class_is_refused_with_the_reason() -> Resu
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
 
         choose(&s, "data", &class).await?;
-        let (reason, _) = s.told("data", &texts).await?;
+        let (reason, _) = s.wait_for_event("data", &texts).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         assert_eq!(s.infra_volume(&handle).await?.qos, UNLIMITED);
         choose(&s, "data", "standard").await?;
@@ -125,7 +125,7 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
         s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": good})).await?;
         let handle = handle(&s.bound("data").await?.1)?;
         choose(&s, "data", &odd).await?;
-        let (reason, _) = s.told("data", &[&odd, "speed", "unknown"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&odd, "speed", "unknown"]).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         eventually("the guest claim's modification is infeasible", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();

@@ -181,7 +181,7 @@ async fn is_never_formatted(
     let pod = machines.start(Script::new("pod", &machines.here, "ls /data").mount(&volume, "/data")).await?;
     let said = machines.mount_failure(&pod, words).await?;
     ensure!(said.contains(&volume.disk), "the event does not contain the disk: {said}");
-    let waits = machines.waits_for(&pod).await?;
+    let waits = machines.waiting_reason(&pod).await?;
     ensure!(waits == "ContainerCreating", "the pod waits for {waits}");
     machines.remove(&pod).await?;
     machines.detached(&volume).await?;

@@ -10,7 +10,7 @@ use kube::api::{DeleteParams, ListParams};
 use lab::vm::virsh;
 use rustix::process::Signal;
 use tests::driver;
-use tests::hypervisor::{Bare, Halted};
+use tests::hypervisor::{BareDomain, HaltedNode};
 use tests::pods::{self, Machines, Volume, filesystem};
 use tests::records::Records;
 use tests::{PATIENCE, Scenario, eventually, run};
@@ -27,7 +27,7 @@ async fn a_vm_that_is_off_has_no_disks_and_gets_only_those_with_an_attachment() 
         let (here, there, moved) = (s.node().await?, s.node().await?, s.volume().await?);
         let kept = s.volume().await?;
         s.driver.publish(&moved, &here.name).await?;
-        let off = Halted::off(&here)?;
+        let off = HaltedNode::off(&here)?;
 
         // Without any out-of-service taint, its disks can be detached at once.
         let refused = s.driver.publish(&moved, &there.name).await.unwrap_err();
@@ -63,10 +63,10 @@ async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result
         }
         let written = records.close();
 
-        let hung = Halted::paused(&here)?;
+        let hung = HaltedNode::paused(&here)?;
         is_stuck(&s, &handle, &here.name).await?;
         // The reason is reported on the claim, and to other attaches of the volume.
-        s.told("data", &[&here.name, "is paused"]).await?;
+        s.wait_for_event("data", &[&here.name, "is paused"]).await?;
         let refused = s.driver.publish(&handle, &there.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         for word in [here.name.as_str(), "is paused"] {
@@ -95,7 +95,7 @@ async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result
         // The VM runs again without the disk.
         drop(hung);
         s.taint_out_of_service(&here.name, false).await?;
-        s.nothing_is_attached(&here).await?;
+        s.no_attachments(&here).await?;
         s.driver.unpublish(&handle, &there.name).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         Ok(())
@@ -108,7 +108,7 @@ async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off()
     run(|s| async move {
         let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &here.name).await?;
-        let hung = Halted::paused(&here)?;
+        let hung = HaltedNode::paused(&here)?;
         s.machines().delete(&here.name, &DeleteParams::default()).await?;
         eventually("the VM's object is deleted", PATIENCE, || async {
             Ok(s.machines().get_opt(&here.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
@@ -154,11 +154,11 @@ fn disk_on(by_id: &std::path::Path, disk: &str) -> std::path::PathBuf {
 /// Runs a test with two domains without a boot disk, and removes them afterwards.
 async fn with_bare_domains<Body, Running>(body: Body) -> Result<()>
 where
-    Body: FnOnce(Arc<Scenario>, Arc<[Bare; 2]>) -> Running + Send + 'static,
+    Body: FnOnce(Arc<Scenario>, Arc<[BareDomain; 2]>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     run(|s| async move {
-        let machines = Arc::new([Bare::start(&s).await?, Bare::start(&s).await?]);
+        let machines = Arc::new([BareDomain::start(&s).await?, BareDomain::start(&s).await?]);
         let outcome = tokio::spawn(body(s.clone(), machines.clone())).await;
         let mut removed = Ok(());
         for machine in machines.iter() {
@@ -170,7 +170,7 @@ where
 }
 
 /// Moves a volume from one domain to the other, and prints how long that took.
-async fn moves(s: &Scenario, handle: &str, [from, to]: [&Bare; 2], how: &str) -> Result<String> {
+async fn moves(s: &Scenario, handle: &str, [from, to]: [&BareDomain; 2], how: &str) -> Result<String> {
     let start = Instant::now();
     eventually(&format!("{how}: a detach"), PATIENCE, || async {
         Ok(s.driver.unpublish(handle, &from.node.name).await.map_err(|status| status.to_string()))
@@ -306,8 +306,8 @@ struct Counting {
 
 async fn counting(machines: &Machines) -> Result<Counting> {
     let volume = machines.claim("data", &filesystem("ext4")).await?;
-    machines.keep_counting("web", &volume).await?;
-    let lost = machines.counts_on("web", None).await?;
+    machines.run_record_writer("web", &volume).await?;
+    let lost = machines.ready_on("web", None).await?;
     let other = if lost == machines.here { machines.there.clone() } else { machines.here.clone() };
     Ok(Counting { volume, lost, other })
 }
@@ -330,7 +330,7 @@ impl Counting {
             .await?;
             anyhow::Ok(said.elapsed())
         };
-        let (free, node) = tokio::try_join!(free, machines.counts_on("web", Some(&self.lost)))?;
+        let (free, node) = tokio::try_join!(free, machines.ready_on("web", Some(&self.lost)))?;
         ensure!(node == self.other, "the pod is on {node}");
         let after = said.elapsed() - free;
         println!(

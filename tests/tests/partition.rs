@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use lab::vm::virsh;
 use tests::driver::{late, new_volume};
-use tests::link::Link;
 use tests::pods::{self, Script, filesystem};
+use tests::tcp_proxy::TcpProxy;
 use tests::{MIB, alone, run};
 use tonic::Code;
 
@@ -88,7 +88,7 @@ async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
 async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let (link, beyond) = Link::beneath_controller(&s).await?;
+        let (link, beyond) = TcpProxy::with_controller(&s).await?;
         let (node, handle) = (s.node().await?, s.volume().await?);
         let mark = s.lab.audit()?.mark()?;
         let (frozen, waiting) = under_way(&s, &beyond, &node, &handle).await?;
@@ -102,7 +102,7 @@ async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return()
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         attached_once(&s, mark, &node).await?;
 
-        let frozen = s.freeze_part("vm-operator-shim")?;
+        let frozen = s.pause_component("vm-operator-shim")?;
         let (driver, claim, machine) = (beyond.driver.clone(), handle.clone(), node.name.clone());
         let waiting = tokio::spawn(async move { driver.unpublish_within(&claim, &machine, LONG).await });
         entered(&s, &node, &handle, false).await?;
@@ -113,7 +113,7 @@ async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return()
         let back = Instant::now();
         answered(waiting, || beyond.driver.unpublish(&handle, &node.name)).await?;
         say("detach under way", back);
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         beyond.stop().await
     })
     .await
@@ -123,7 +123,7 @@ async fn a_call_that_waits_over_a_broken_connection_completes_after_its_return()
 async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let (link, beyond) = Link::beneath_controller(&s).await?;
+        let (link, beyond) = TcpProxy::with_controller(&s).await?;
         let (node, used, handle) = (s.node().await?, s.volume().await?, s.volume().await?);
         let writer = write_to(&node, &s.driver.publish(&used, &node.name).await?)?;
         let (frozen, waiting) = under_way(&s, &beyond, &node, &handle).await?;
@@ -132,12 +132,12 @@ async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result
         s.annotate_machine(&node.name, "written-behind-the-link").await?;
 
         // A restarted API server has no watch history.
-        s.kill_part("mgmt-apiserver").await?;
-        s.kill_part("mgmt-etcd").await?;
+        s.kill_component("mgmt-apiserver").await?;
+        s.kill_component("mgmt-etcd").await?;
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
-        s.start_part("mgmt-etcd").await?;
-        s.start_part("mgmt-apiserver").await?;
+        s.start_component("mgmt-etcd").await?;
+        s.start_component("mgmt-apiserver").await?;
         let back = Instant::now();
         drop(frozen);
         shown(&s, &node, &handle, true).await?;
@@ -160,10 +160,10 @@ async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result
 async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let (link, beyond) = Link::beneath_controller(&s).await?;
+        let (link, beyond) = TcpProxy::with_controller(&s).await?;
         let mut node = s.node().await?;
         let wanted = new_volume(&s.csi_name(), 4 * MIB, "nestor");
-        link.reset_next_answer();
+        link.reset_next_response();
         let first = beyond.driver.create(wanted.clone()).await;
         assert!(first.as_ref().err().is_none_or(is_retryable), "{first:?}");
         let handle =
@@ -172,7 +172,7 @@ async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()
         // Another response may be lost instead; then try again.
         let mark = loop {
             let mark = s.lab.audit()?.mark()?;
-            link.reset_next_answer();
+            link.reset_next_response();
             match beyond.driver.publish(&handle, &node.name).await {
                 Err(lost) => {
                     assert!(is_retryable(&lost), "{lost}");
@@ -189,11 +189,11 @@ async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         attached_once(&s, mark, &node).await?;
 
-        link.reset_next_answer();
+        link.reset_next_response();
         let first = beyond.driver.unpublish(&handle, &node.name).await;
         assert!(first.as_ref().err().is_none_or(is_retryable), "{first:?}");
         healed("detach", Instant::now(), || beyond.driver.unpublish(&handle, &node.name)).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         beyond.stop().await
     })
     .await
@@ -203,14 +203,14 @@ async fn a_write_whose_response_is_lost_is_found_and_not_repeated() -> Result<()
 async fn a_slow_connection_only_delays_calls() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let (link, beyond) = Link::beneath_controller(&s).await?;
+        let (link, beyond) = TcpProxy::with_controller(&s).await?;
         let node = s.node().await?;
         link.slow(Duration::from_millis(300));
         let wanted = new_volume(&s.csi_name(), 4 * MIB, "nestor");
         let handle = beyond.driver.create(wanted).await?.volume_id;
         beyond.driver.publish(&handle, &node.name).await?;
         beyond.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         beyond.process.ready().await?;
         beyond.stop().await
     })
@@ -224,14 +224,14 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
         let (node, handle, used) = (s.node().await?, s.bound_claim("data").await?, s.volume().await?);
         let writer = write_to(&node, &s.driver.publish(&used, &node.name).await?)?;
         let infra = s.lab.state().infra.clone().context("the lab has no storage infra")?;
-        let link = Link::to(&infra.url).await?;
-        s.stop_part("mgmt-csi").await?;
+        let link = TcpProxy::to(&infra.url).await?;
+        s.stop_component("mgmt-csi").await?;
         let second = mgmt_csi(&s, &link).await?;
 
         link.stall();
         let begun = Instant::now();
         late("attach", &[], || s.driver.publish_within(&handle, &node.name, SOON)).await?;
-        s.told("data", &["storage infra", &link.url()]).await?;
+        s.wait_for_event("data", &["storage infra", &link.url()]).await?;
         say("half-open connection to the infra reported on the guest's claim after its start", begun);
         second.not_ready_because(&["storage infra", &link.url()]).await?;
         link.open().await?;
@@ -248,7 +248,7 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
         unharmed(writer)?;
         let status = second.stop().await?;
         ensure!(status.success(), "mgmt-csi exited with {status}");
-        s.start_part("mgmt-csi").await
+        s.start_component("mgmt-csi").await
     })
     .await
 }
@@ -261,20 +261,20 @@ async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Res
         let writer = write_to(&node, &s.driver.publish(&used, &node.name).await?)?;
         let wanted = new_volume(&s.csi_name(), 4 * MIB, "nestor");
 
-        let frozen = s.freeze_part("storage-infra")?;
+        let frozen = s.pause_component("storage-infra")?;
         late("attach", &[], || s.driver.publish_within(&handle, &node.name, SOON)).await?;
         drop(frozen);
         let back = Instant::now();
         healed("attach after the infra was paused", back, || s.driver.publish(&handle, &node.name)).await?;
 
-        s.kill_part("storage-infra").await?;
+        s.kill_component("storage-infra").await?;
         let begun = Instant::now();
         while begun.elapsed() < outage() {
             // Each call ends with an error or at its deadline, so no pause is needed.
             late("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SOON)).await?;
             late("CreateVolume", &[], || s.driver.create(wanted.clone())).await?;
         }
-        s.start_part("storage-infra").await?;
+        s.start_component("storage-infra").await?;
         let back = Instant::now();
         healed("detach after the infra was down", back, || s.driver.unpublish(&handle, &node.name)).await?;
         let made =
@@ -310,12 +310,12 @@ async fn a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_dow
         let pod = machines.start(Script::new("writer", &here, records).mount(&data, "/data")).await?;
         machines.running(&pod).await?;
 
-        for part in ["mgmt-apiserver", "libvirtd"] {
-            s.kill_part(part).await?;
+        for component in ["mgmt-apiserver", "libvirtd"] {
+            s.kill_component(component).await?;
         }
         late("attach", &[], || s.driver.publish_within(&more.handle, &here, SOON)).await?;
-        for part in ["mgmt-apiserver", "libvirtd"] {
-            s.start_part(part).await?;
+        for component in ["mgmt-apiserver", "libvirtd"] {
+            s.start_component(component).await?;
         }
         let back = Instant::now();
         // Attached to the running VM through the restarted components.

@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use infra_api::{AttachmentId, VolumeId};
 use tests::bytes::device;
-use tests::crash::insist;
-use tests::infra_data::{Copied, another_server, recover};
+use tests::crash::call_until_final;
+use tests::infra_data::{DataCopy, another_server, recover};
 use tests::records::Records;
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
 
@@ -36,10 +36,10 @@ async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed()
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
         let (volume, attachment) = attached(&s, &disk).await?;
-        let writer = Records::begin(&device(&node, &disk), MIB as u64)?.keep_appending();
-        s.kill_part(PART).await?;
-        let copied = Copied::now(&s).await?;
-        s.start_part(PART).await?;
+        let writer = Records::begin(&device(&node, &disk), MIB as u64)?.append_in_background();
+        s.kill_component(PART).await?;
+        let copied = DataCopy::now(&s).await?;
+        s.start_component(PART).await?;
 
         let (server, client) = another_server(&s, &copied.path()).await?;
         pools_are(&client, false).await?;
@@ -53,13 +53,13 @@ async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed()
         ensure!(device(&node, &disk).exists(), "the disk was detached");
         pools_are(&s.infra, true).await?;
 
-        s.kill_part(PART).await?;
+        s.kill_component(PART).await?;
         pools_are(&client, true).await?;
         ensure!(server.stop().await?.success(), "the second server failed");
-        s.start_part(PART).await?;
+        s.start_component(PART).await?;
         pools_are(&s.infra, true).await?;
         writer.stop()?.close().verify(&device(&node, &disk))?;
-        insist("a detach", || s.driver.unpublish(&handle, &node.name)).await
+        call_until_final("a detach", || s.driver.unpublish(&handle, &node.name)).await
     })
     .await
 }
@@ -69,19 +69,19 @@ async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> 
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        s.kill_part(PART).await?;
-        let older = Copied::now(&s).await?;
-        s.start_part(PART).await?;
+        s.kill_component(PART).await?;
+        let older = DataCopy::now(&s).await?;
+        s.start_component(PART).await?;
         let disk = s.driver.publish(&handle, &node.name).await?;
         let (volume, _) = attached(&s, &disk).await?;
         let path = device(&node, &disk);
-        let writer = Records::begin(&path, MIB as u64)?.keep_appending();
+        let writer = Records::begin(&path, MIB as u64)?.append_in_background();
 
         // mgmt-csi is paused, so that only this test sends requests.
-        let frozen = s.freeze_part("mgmt-csi")?;
-        s.kill_part(PART).await?;
+        let frozen = s.pause_component("mgmt-csi")?;
+        s.kill_component(PART).await?;
         older.put_back(&s).await?;
-        s.start_part(PART).await?;
+        s.start_component(PART).await?;
         let refused = s.infra.delete_volume(&volume).await.unwrap_err();
         ensure!(refused.to_string().contains("older than the pool"), "{refused}");
         // The attached disks were compared with the catalog.
@@ -92,13 +92,13 @@ async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> 
         })
         .await?;
         ensure!(path.exists(), "the disk was detached");
-        s.kill_part(PART).await?;
+        s.kill_component(PART).await?;
         recover(&s, &["--dry-run=false"]).await?;
-        s.start_part(PART).await?;
+        s.start_component(PART).await?;
         drop(frozen);
 
         writer.stop()?.close().verify(&path)?;
-        insist("a detach", || s.driver.unpublish(&handle, &node.name)).await
+        call_until_final("a detach", || s.driver.unpublish(&handle, &node.name)).await
     })
     .await
 }

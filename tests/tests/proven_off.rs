@@ -10,7 +10,7 @@ use kube::api::{DeleteParams, ListParams};
 use lab::vm::virsh;
 use rustix::process::{Pid, Signal, kill_process};
 use tests::driver;
-use tests::hypervisor::Bare;
+use tests::hypervisor::BareDomain;
 use tests::{PATIENCE, Scenario, alone, eventually, run};
 use tonic::Code;
 
@@ -20,13 +20,13 @@ const SHORT: Duration = Duration::from_secs(3);
 /// Runs a test with a domain without a boot disk, and removes it afterwards.
 async fn with_bare_domain<Body, Running>(body: Body) -> Result<()>
 where
-    Body: FnOnce(Arc<Scenario>, Arc<Bare>) -> Running + Send + 'static,
+    Body: FnOnce(Arc<Scenario>, Arc<BareDomain>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     // Each test restarts libvirtd.
     let _alone = alone().await;
     run(|s| async move {
-        let vm = Arc::new(Bare::start(&s).await?);
+        let vm = Arc::new(BareDomain::start(&s).await?);
         let process = vm.process(&s)?;
         let outcome = tokio::spawn(body(s.clone(), vm.clone())).await;
         let removed = vm.remove(&s).await;
@@ -39,9 +39,9 @@ where
 
 /// Kills libvirtd and starts it again. Domains keep running.
 async fn restart_libvirtd(s: &Scenario, between: impl FnOnce() -> Result<()>) -> Result<()> {
-    s.kill_part("libvirtd").await?;
+    s.kill_component("libvirtd").await?;
     between()?;
-    s.start_part("libvirtd").await?;
+    s.start_component("libvirtd").await?;
     eventually("libvirtd responds", PATIENCE, || async {
         Ok(virsh(s.lab.run(), ["version"]).await.map(drop).map_err(|error| format!("{error:#}")))
     })
@@ -99,7 +99,7 @@ async fn a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached() -> 
         s.infra.discard_saved_state(vm.node.uuid).await?;
         is_detached(&s, &handle, &node).await?;
         virsh(s.lab.run(), ["restore", file.to_str().context("a path that is not UTF-8")?]).await?;
-        s.told("data", &["without an attachment", &node]).await?;
+        s.wait_for_event("data", &["without an attachment", &node]).await?;
         eventually("the disk is detached again", PATIENCE, || async {
             Ok(if vm.has(&s, &disk).await? { Err("it is attached".to_owned()) } else { Ok(()) })
         })

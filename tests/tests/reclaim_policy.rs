@@ -91,13 +91,13 @@ async fn goes(s: &Scenario, both: &Both) -> Result<()> {
     .await?;
     assert!(s.claims().get_opt(&both.handle).await?.is_none(), "the management claim still exists");
     s.own(&both.above);
-    s.nothing_is_left().await
+    s.no_leftovers().await
 }
 
 /// Waits until the deletion of the guest's volume is refused with a message that contains all of `texts`, and checks that
 /// the CSI call fails with it too and that nothing was changed.
 async fn is_refused(s: &Scenario, both: &Both, texts: &[&str]) -> Result<()> {
-    let (reason, _) = s.told_of("PersistentVolume", &both.above, texts).await?;
+    let (reason, _) = s.wait_for_event_of("PersistentVolume", &both.above, texts).await?;
     assert_eq!(reason, REFUSED);
     refuses(&s.driver, &both.handle, texts).await?;
     is_untouched(s, both).await
@@ -284,7 +284,7 @@ async fn classes_with_different_policies_are_refused_with_both_names_and_policie
             let class = s.guest_class(above, &[(names::PARAMETER_MANAGEMENT_CLASS, below)]).await?;
             let claim = s.claim(name, &class, "1Mi").await?;
             let texts = ["reclaimPolicy", class.as_str(), above, below, policy];
-            let (reason, _) = s.told(name, &texts).await?;
+            let (reason, _) = s.wait_for_event(name, &texts).await?;
             assert_eq!(reason, "ProvisioningFailed");
             let csi_name = format!("pvc-{}", claim.uid().context("no UID")?);
             let create = || s.driver.create(for_claim(&s, name, &csi_name, below));
@@ -320,7 +320,7 @@ async fn classes_with_different_policies_only_cause_a_warning_with_that_flag() -
         let lenient = Controller::start(&s, &["--reclaim-policy-mismatch=warn"]).await?;
         let made = lenient.driver.create(for_claim(&s, "data", &csi_name, "nestor")).await?;
         s.infra_volume(&made.volume_id).await?;
-        s.told("data", &["reclaimPolicy", &class, "Retain", "nestor", "Delete"]).await?;
+        s.wait_for_event("data", &["reclaimPolicy", &class, "Retain", "nestor", "Delete"]).await?;
         let events: Api<Event> = Api::namespaced(s.guest.clone(), &s.name);
         let events = events.list(&ListParams::default().fields("involvedObject.name=data")).await?.items;
         let about =
@@ -478,7 +478,7 @@ async fn data_is_kept_while_another_management_volume_references_it() -> Result<
         s.volumes().delete(&sibling, &DeleteParams::default()).await?;
         assert_eq!(refused?, REFUSED);
         s.own(&both.above);
-        s.nothing_is_left().await
+        s.no_leftovers().await
     })
     .await
 }

@@ -39,7 +39,7 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
         let (elsewhere, nobodys) = (claim(own_label()).await?, claim(Vec::new()).await?);
         let volume = static_volume(&unique(&s.name), &s.name, &ordered, &json!({}))?;
         let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
-        s.order_attach(&volume.name_any(), &node.name).await?;
+        s.k8s_attach(&volume.name_any(), &node.name).await?;
         controller.driver.publish(&ordered, &node.name).await?;
         controller.driver.publish(&elsewhere, &no_node.name).await?;
         s.add_entry(&node.name, entry(&nobodys)).await?;
@@ -47,7 +47,7 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
         controller.driver.publish(&stale, &node.name).await?;
 
         entries(&s, &node.name, &[&ordered, &nobodys]).await?;
-        let (reason, _) = s.told_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
+        let (reason, _) = s.wait_for_event_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
         assert_eq!(reason, "StaleEntryRemoved");
         eventually("the disk is detached", PATIENCE, || async {
             let disk = s.disk(&node.name, &stale).await?;
@@ -70,18 +70,18 @@ async fn a_lost_entry_with_a_guest_attachment_is_restored() -> Result<()> {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let order = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         // Another test's controller sees this guest too, and reports that it cannot restore the entry.
         let (reason, _) =
-            s.told("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
+            s.wait_for_event("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
         assert_eq!(reason, "LostEntryRestored");
         attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
         let counted = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
         assert!(counted >= 1, "{metrics}");
-        s.order_detach(&order).await?;
+        s.k8s_detach(&order).await?;
         entries(&s, &node.name, &[]).await
     })
     .await
@@ -93,7 +93,7 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
         let (node, other) = (s.node().await?, s.node().await?);
         let handle = s.bound_claim("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.order_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let order = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
         let disk = s.attached(&order).await?;
         s.add_entry(&other.name, entry(&handle)).await?;
         // The other VM waits for the disk, and gets it first when it is detached.
@@ -105,7 +105,7 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
         .await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         assert_eq!(
-            s.told("data", &["had no entry", &handle, "the entry was restored"]).await?.0,
+            s.wait_for_event("data", &["had no entry", &handle, "the entry was restored"]).await?.0,
             "LostEntryRestored"
         );
         // The disk was detached for a moment, so the other VM has it; a second writer is refused.
@@ -113,11 +113,11 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
         let volume = s.infra_volume(&handle).await?.id;
         let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
         assert!(plugged.len() == 1 && plugged[0].node.to_string() == other.uuid.to_string(), "{plugged:?}");
-        s.told("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
+        s.wait_for_event("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
         // After an operator has removed the other entry, the disk is attached again.
         s.remove_entries(&other.name, |entry| entry["name"] == json!(handle)).await?;
         attached(&s, &node.name, &handle, &disk).await?;
-        s.order_detach(&order).await
+        s.k8s_detach(&order).await
     })
     .await
 }
@@ -286,10 +286,13 @@ async fn a_claim_that_lost_its_label_is_reported_and_usable_when_it_is_restored(
             async move { claims.patch(&handle, &PatchParams::default(), &patch).await }
         };
         label(Value::Null).await?;
-        assert_eq!(s.told("data", &["neither this guest's", &handle]).await?.0, "ManagementClaimNotFound");
+        assert_eq!(
+            s.wait_for_event("data", &["neither this guest's", &handle]).await?.0,
+            "ManagementClaimNotFound"
+        );
         ensure!(s.claims().get(&handle).await?.metadata.deletion_timestamp.is_none());
         label(json!(s.cluster_id)).await?;
-        assert_eq!(s.told("data", &["now compatible"]).await?.0, "VolumeCompatible");
+        assert_eq!(s.wait_for_event("data", &["now compatible"]).await?.0, "VolumeCompatible");
         Ok(())
     })
     .await

@@ -66,7 +66,7 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
         }
         let entries = settled(&s, mark).await?;
         let patches = tally(&entries, |entry| {
-            entry.verb == "patch" && entry.resource == "virtualmachines" && part(entry) == Some("gc-csi")
+            entry.verb == "patch" && entry.resource == "virtualmachines" && component(entry) == Some("gc-csi")
         });
         let patches: usize = patches.values().sum();
         assert!((1..=5).contains(&patches), "{patches} PATCHes of the VM by gc-csi");
@@ -76,7 +76,7 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
         };
         let refused = tally(&entries, |entry| entry.code >= 400 && !overtaken(entry));
         assert_eq!(refused, BTreeMap::new(), "requests were refused");
-        let reads = tally(&entries, |entry| part(entry) == Some("gc-csi") && entry.verb == "get");
+        let reads = tally(&entries, |entry| component(entry) == Some("gc-csi") && entry.verb == "get");
         assert_eq!(reads, BTreeMap::new());
         Ok(())
     })
@@ -91,9 +91,9 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
         let lifecycle = async |name: &str| {
             s.claim(name, "nestor", "4Mi").await?;
             let volume = s.bound(name).await?.1.name_any();
-            let order = s.order_attach(&volume, &node.name).await?;
+            let order = s.k8s_attach(&volume, &node.name).await?;
             s.attached(&order).await?;
-            s.order_detach(&order).await?;
+            s.k8s_detach(&order).await?;
             s.guest_claims().delete(name, &DeleteParams::default()).await?;
             eventually(&format!("volume {volume} deleted"), PATIENCE, || async {
                 let left = s.guest_volumes().get_opt(&volume).await?;
@@ -146,7 +146,7 @@ async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_by_gc_csi_a
 async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     s.driver.publish(handle, &node.name).await?;
     s.driver.unpublish(handle, &node.name).await?;
-    s.nothing_is_attached(node).await?;
+    s.no_attachments(node).await?;
     calm(s).await.map(drop)
 }
 
@@ -159,7 +159,7 @@ async fn calm(s: &Scenario) -> Result<Mark> {
 /// gc-csi's requests since `mark`, except for its Lease.
 async fn of_gc_csi(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let mut entries = settled(s, mark).await?;
-    entries.retain(|entry| part(entry) == Some("gc-csi") && entry.resource != "leases");
+    entries.retain(|entry| component(entry) == Some("gc-csi") && entry.resource != "leases");
     Ok(entries)
 }
 
@@ -178,7 +178,7 @@ async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let mut calm = 0;
     eventually("no more requests of our components", PATIENCE, || {
         let entries: Result<Vec<Entry>> =
-            audit.since(mark).map(|all| all.into_iter().filter(|entry| part(entry).is_some()).collect());
+            audit.since(mark).map(|all| all.into_iter().filter(|entry| component(entry).is_some()).collect());
         let result = entries.map(|entries| {
             calm = if entries.len() == count { calm + 1 } else { 0 };
             count = entries.len();
@@ -191,11 +191,11 @@ async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
 
 /// The component that made a request; `None` for CSIStorageCapacity objects, which are written when volumes are created
 /// or deleted.
-fn part(entry: &Entry) -> Option<&'static str> {
+fn component(entry: &Entry) -> Option<&'static str> {
     if entry.resource == "csistoragecapacities" {
         return None;
     }
-    PARTS.into_iter().find(|part| entry.user_agent.starts_with(part))
+    PARTS.into_iter().find(|component| entry.user_agent.starts_with(component))
 }
 
 /// The number of requests of each kind.
@@ -204,7 +204,7 @@ fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, u
     for entry in entries.iter().filter(|entry| pick(entry)) {
         let separator = if entry.subresource.is_empty() { "" } else { "/" };
         let Entry { verb, resource, subresource, .. } = entry;
-        let line = format!("{} {verb} {resource}{separator}{subresource}", part(entry).unwrap_or("?"));
+        let line = format!("{} {verb} {resource}{separator}{subresource}", component(entry).unwrap_or("?"));
         *counts.entry(line).or_default() += 1;
     }
     counts
@@ -214,7 +214,7 @@ fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, u
 fn nothing_read_for(entries: &[Entry], node: &LoopNode, claim: &str) {
     let reads = tally(entries, |entry| {
         let own = entry.name == node.name || entry.name == claim;
-        part(entry) == Some("gc-csi")
+        component(entry) == Some("gc-csi")
             && (["get", "list"].contains(&entry.verb.as_str()) || entry.verb == "watch" && own)
     });
     assert_eq!(reads, BTreeMap::new(), "gc-csi made reads");

@@ -25,7 +25,7 @@ const ALL: usize = 4 << 20;
 async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "5Mi").await?;
-        let (volume, _) = s.followed("data").await?;
+        let (volume, _) = s.bound_file("data").await?;
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
         let above = s.guest_snapshots().get("first").await?;
@@ -118,7 +118,7 @@ async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::P
     let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
     let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
     s.claim("data", &class, size).await?;
-    s.followed("data").await
+    s.bound_file("data").await
 }
 
 // ---- data ----
@@ -127,7 +127,7 @@ async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::P
 async fn restored_volumes_of_the_same_and_a_larger_size_have_the_data_of_the_snapshot() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (_, source) = s.followed("data").await?;
+        let (_, source) = s.bound_file("data").await?;
         let (then, later) = (noise(1, ALL), noise(2, ALL));
         write(&source, &then)?;
         s.snapshot("first", "data").await?;
@@ -137,7 +137,7 @@ async fn restored_volumes_of_the_same_and_a_larger_size_have_the_data_of_the_sna
         s.restore("same", "first", "4Mi").await?;
         s.restore("larger", "first", "8Mi").await?;
         for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
-            let (below, file) = s.followed(claim).await?;
+            let (below, file) = s.bound_file(claim).await?;
             s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
             let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
             let reference = reference.context("the management claim has no source")?;
@@ -152,10 +152,10 @@ async fn restored_volumes_of_the_same_and_a_larger_size_have_the_data_of_the_sna
         }
 
         // The volumes are independent of each other.
-        let (_, same) = s.followed("same").await?;
+        let (_, same) = s.bound_file("same").await?;
         write(&same, b"changed")?;
         s.restore("again", "first", "4Mi").await?;
-        let (again, file) = s.followed("again").await?;
+        let (again, file) = s.bound_file("again").await?;
         assert!(read(&file, ALL)? == then, "the snapshot changed with a restored volume");
         assert!(read(&source, ALL)? == later, "the source changed");
         let node = s.node().await?;
@@ -171,7 +171,7 @@ async fn a_source_can_be_deleted_before_its_snapshot_and_a_snapshot_before_its_r
 {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (volume, source) = s.followed("data").await?;
+        let (volume, source) = s.bound_file("data").await?;
         write(&source, &noise(1, ALL))?;
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
@@ -188,7 +188,7 @@ async fn a_source_can_be_deleted_before_its_snapshot_and_a_snapshot_before_its_r
         .await?;
         assert_eq!(s.infra_snapshot(&handle).await?.state, VolumeState::Ready);
         s.restore("restored", "first", "4Mi").await?;
-        let (_, restored) = s.followed("restored").await?;
+        let (_, restored) = s.bound_file("restored").await?;
         assert!(read(&restored, ALL)? == noise(1, ALL));
 
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
@@ -214,7 +214,7 @@ async fn a_restore_smaller_than_the_snapshot_is_refused_with_both_sizes() -> Res
         assert!(s.claims().get_opt(&s.claim_name(&name)).await?.is_none());
 
         s.restore("smaller", "first", "2Mi").await?;
-        s.told("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string(), "first"]).await?;
+        s.wait_for_event("smaller", &[&(2 * MIB).to_string(), &(4 * MIB).to_string(), "first"]).await?;
         s.guest_claims().delete("smaller", &DeleteParams::default()).await?;
         Ok(())
     })
@@ -241,7 +241,7 @@ async fn a_class_without_a_management_class_is_reported_and_recovers_when_there_
         s.snapshot_failure("data", &texts).await?;
         let content = s.guest_snapshots().get("data").await?.data["status"].clone();
         let content = content["boundVolumeSnapshotContentName"].as_str().context("no content")?;
-        let (reason, _) = s.told_of("VolumeSnapshotContent", content, &texts).await?;
+        let (reason, _) = s.wait_for_event_of("VolumeSnapshotContent", content, &texts).await?;
         // csi-snapshotter uses the second reason if an earlier attempt failed for another cause.
         let reasons = ["SnapshotCreationFailed", "SnapshotContentCheckandUpdateFailed"];
         assert!(reasons.contains(&reason.as_str()), "{reason}");
@@ -302,7 +302,7 @@ async fn a_restore_that_cannot_be_created_can_be_deleted_with_its_snapshot() -> 
         let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
         let claim = s.claim_with("restored", &class, "4Mi", from_snapshot("first")).await?;
         let restored = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
-        s.told("restored", &["no pool for"]).await?;
+        s.wait_for_event("restored", &["no pool for"]).await?;
         // Like the deletion of their namespace.
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         for claim in ["data", "restored"] {
@@ -325,7 +325,7 @@ async fn a_restore_that_cannot_be_created_can_be_deleted_with_its_snapshot() -> 
 async fn twenty_concurrent_snapshots_are_twenty_snapshots() -> Result<()> {
     run(|s| async move {
         s.claim("data", "nestor", "4Mi").await?;
-        let (volume, file) = s.followed("data").await?;
+        let (volume, file) = s.bound_file("data").await?;
         write(&file, &noise(1, ALL))?;
         let names: Vec<String> = (0..20).map(|number| format!("number-{number}")).collect();
         for name in &names {
@@ -339,7 +339,7 @@ async fn twenty_concurrent_snapshots_are_twenty_snapshots() -> Result<()> {
         let id = s.infra_volume(&volume).await?.id;
         assert_eq!(s.infra.list_snapshots(Some(&id), None, None).await?.items.len(), 20);
         s.restore("restored", "number-19", "4Mi").await?;
-        let (_, restored) = s.followed("restored").await?;
+        let (_, restored) = s.bound_file("restored").await?;
         assert_eq!(checksum(&restored).await?, checksum(&file).await?);
         Ok(())
     })

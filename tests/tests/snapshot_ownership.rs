@@ -32,7 +32,7 @@ async fn a_snapshot_assigned_by_the_platform_team_is_used_and_kept() -> Result<(
             assert_eq!(status["restoreSize"], "4Mi", "{status}");
             let restored = format!("from-{name}");
             s.restore(&restored, name, "4Mi").await?;
-            let (_, file) = s.followed(&restored).await?;
+            let (_, file) = s.bound_file(&restored).await?;
             assert!(read(&file, ALL)? == noise(7, ALL), "{name}");
             s.guest_snapshots().delete(name, &DeleteParams::default()).await?;
             s.snapshot_gone(name).await?;
@@ -61,7 +61,7 @@ async fn a_snapshot_of_another_guest_is_reported_like_a_missing_one() -> Result<
         for (name, handle) in [("absent", &absent), ("unlabelled", &unlabelled), ("foreign", &foreign)] {
             let content = s.static_snapshot(name, handle, "Delete").await?;
             let error = s.snapshot_failure(name, &[handle]).await?;
-            s.told_of("VolumeSnapshotContent", &content, &[handle]).await?;
+            s.wait_for_event_of("VolumeSnapshotContent", &content, &[handle]).await?;
 
             let restored = restored_volume(&s.csi_name(), 4 * MIB, handle);
             let refused = s.driver.create(restored).await.unwrap_err();

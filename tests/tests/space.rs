@@ -12,7 +12,7 @@ use serde_json::json;
 use tests::bytes::read_at;
 use tests::guest::handle;
 use tests::pools::OwnPool;
-use tests::writer::{BEGINNING, PIECE, Writer};
+use tests::writer_vm::{BEGINNING, PIECE, WriterVm};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 
 /// Size of each claim: three of them fill a scenario's own pool.
@@ -113,7 +113,7 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         let exact = format!(
             "no volume can have {most} bytes: the largest that can be requested has 9223372036853727232 bytes"
         );
-        s.told("vast", &["OutOfRange", &exact]).await?;
+        s.wait_for_event("vast", &["OutOfRange", &exact]).await?;
         let events = s.events("vast").await?;
         ensure!(!events.iter().any(|(_, text)| text.contains("AlreadyExists")), "{events:?}");
         let uid = s.guest_claims().get("vast").await?.metadata.uid.context("no UID")?;
@@ -149,7 +149,7 @@ const LEFT: u64 = DISK / 2;
 
 /// A VM whose disk is in a pool with too little free space, before it writes.
 struct Short<'a> {
-    vm: Writer<'a>,
+    vm: WriterVm<'a>,
     file: PathBuf,
     filler: PathBuf,
 }
@@ -169,8 +169,8 @@ impl<'a> Short<'a> {
         };
         s.infra.put_node(machine.uuid, &spec).await?;
         s.lab.join_guest(&machine).await?;
-        let vm = Writer::create(s, &machine).await?;
-        let order = s.order_attach(&volume.name_any(), &machine.name).await?;
+        let vm = WriterVm::create(s, &machine).await?;
+        let order = s.k8s_attach(&volume.name_any(), &machine.name).await?;
         s.attached(&order).await?;
         let file = s.file_of(&s.infra_volume(&handle(&volume)?).await?).await?;
         Ok(Self { vm, file, filler: pool.fill_up_to(LEFT).await? })
@@ -191,7 +191,7 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
     short.vm.go().await?;
     short.vm.comes_to(Some(PAUSED), "shut off").await?;
     let texts = ["is paused", "got no space in pool", pool.name.as_str()];
-    s.told("pause", &texts).await?;
+    s.wait_for_event("pause", &texts).await?;
     ensure!(
         s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full),
         "the pool is not reported as full"
@@ -200,7 +200,7 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
     std::fs::remove_file(&short.filler)?;
     short.vm.comes_to(None, "shut off").await?;
     ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
-    s.told("pause", &["the volume is well"]).await.map(drop)
+    s.wait_for_event("pause", &["the volume is well"]).await.map(drop)
 }
 
 async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {

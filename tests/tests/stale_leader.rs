@@ -6,8 +6,8 @@ use anyhow::{Context, Result};
 use crds::names;
 use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
-use tests::link::Link;
 use tests::program::{Running, management_cluster, shim_replica};
+use tests::tcp_proxy::TcpProxy;
 use tests::{PATIENCE, Scenario, alone, eventually, run};
 
 const SHIM: &str = "vm-operator-shim";
@@ -20,11 +20,11 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         let (kept, given_up, after) = (s.volume().await?, s.volume().await?, s.volume().await?);
         let disk = s.driver.publish(&kept, &node.name).await?;
         let before = s.attachment(&node.name, &kept).await?.context("no VolumeAttachment")?.metadata.uid;
-        s.stop_part(SHIM).await?;
+        s.stop_component(SHIM).await?;
         let management = management_cluster(&s)?;
         let leader = shim_replica(&s, &management.kubeconfig_of(SHIM), &[]).await?;
         leads(&leader).await?;
-        let (link, folder) = (Link::to(&management.server).await?, tempfile::tempdir()?);
+        let (link, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
         let linked: PathBuf = folder.path().join("kubeconfig");
         link.kubeconfig(&management.kubeconfig_of(SHIM), &linked)?;
         let standby = shim_replica(&s, &linked, &[]).await?;
@@ -33,11 +33,11 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         let frozen = leader.freeze()?;
         s.remove_entries(&node.name, |one| *one == entry(&kept)).await?;
         s.add_entry(&node.name, entry(&given_up)).await?;
-        link.is_quiet().await?;
+        link.wait_until_idle().await?;
         link.lose_watches();
         s.remove_entries(&node.name, |one| *one == entry(&given_up)).await?;
         s.add_entry(&node.name, entry(&kept)).await?;
-        link.has_lost_watches().await?;
+        link.watches_lost().await?;
         let mark = s.lab.audit()?.mark()?;
         leads(&standby).await?;
         begins(&s, mark).await?;
@@ -62,7 +62,7 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         let status = standby.stop().await?;
         anyhow::ensure!(status.success(), "the standby exited with {status}");
         drop((frozen, leader));
-        s.start_part(SHIM).await
+        s.start_component(SHIM).await
     })
     .await
 }

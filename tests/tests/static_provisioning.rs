@@ -119,21 +119,22 @@ async fn two_guests_read_one_management_claim_and_are_recorded_as_consumers() ->
         let (here, there) = (s.node().await?, second.node().await?);
         s.lab.join_guest(&here).await?;
         s.lab.join_guest(&there).await?;
-        let one = s.orders().attach(&first_volume, &here.name).await?;
-        let other = second.orders().attach(&second_volume, &there.name).await?;
-        for (node, disk) in
-            [(&here, s.orders().attached(&one).await?), (&there, second.orders().attached(&other).await?)]
-        {
+        let one = s.k8s_attachments().attach(&first_volume, &here.name).await?;
+        let other = second.k8s_attachments().attach(&second_volume, &there.name).await?;
+        for (node, disk) in [
+            (&here, s.k8s_attachments().attached(&one).await?),
+            (&there, second.k8s_attachments().attached(&other).await?),
+        ] {
             assert!(read(&device(node, &disk), bytes.len())? == bytes, "{} reads other data", node.name);
             let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
             assert!(attachments.iter().all(|one| one.read_only), "{attachments:?}");
         }
 
         // Only the record of the guest that releases the claim is removed.
-        second.orders().detach(&other).await?;
+        second.k8s_attachments().detach(&other).await?;
         second.volumes().delete(&second_volume, &DeleteParams::default()).await?;
         consumers(&s, &handle, &[first_entry]).await?;
-        s.orders().detach(&one).await?;
+        s.k8s_attachments().detach(&one).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         s.guest_volumes().delete(&first_volume, &DeleteParams::default()).await?;
         consumers(&s, &handle, &[]).await?;
@@ -162,33 +163,33 @@ async fn a_single_writer_claim_moves_between_vms_and_guests() -> Result<()> {
         for node in [&here, &there, &far] {
             s.lab.join_guest(node).await?;
         }
-        let first = s.orders().attach(&mine, &here.name).await?;
-        let disk = s.orders().attached(&first).await?;
+        let first = s.k8s_attachments().attach(&mine, &here.name).await?;
+        let disk = s.k8s_attachments().attached(&first).await?;
         write(&device(&here, &disk), b"written in the first guest")?;
 
         // A second writer is refused on another VM of the guest and in the other guest.
-        let another = s.orders().attach(&mine, &there.name).await?;
-        s.orders().refused(&another, &["FailedPrecondition", &here.name]).await?;
+        let another = s.k8s_attachments().attach(&mine, &there.name).await?;
+        s.k8s_attachments().refused(&another, &["FailedPrecondition", &here.name]).await?;
         let writer = mount(Mode::SingleNodeWriter);
         let refused = s.driver.refusal(&handle, &there.name, &writer).await?;
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&here.name), "{refused}");
-        let elsewhere = second.orders().attach(&theirs, &far.name).await?;
-        second.orders().refused(&elsewhere, &["FailedPrecondition", &here.name]).await?;
+        let elsewhere = second.k8s_attachments().attach(&theirs, &far.name).await?;
+        second.k8s_attachments().refused(&elsewhere, &["FailedPrecondition", &here.name]).await?;
         let refused = second.driver.refusal(&handle, &far.name, &writer).await?;
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&here.name), "{refused}");
 
         // After the detach, the other guest's attach succeeds, and the data is there.
-        s.orders().detach(&another).await?;
-        s.orders().detach(&first).await?;
-        assert_eq!(second.orders().attached(&elsewhere).await?, disk, "the same disk");
+        s.k8s_attachments().detach(&another).await?;
+        s.k8s_attachments().detach(&first).await?;
+        assert_eq!(second.k8s_attachments().attached(&elsewhere).await?, disk, "the same disk");
         let text = b"written in the first guest";
         assert_eq!(read(&device(&far, &disk), text.len())?, text);
         let refused = s.driver.publish(&handle, &here.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&far.name), "{refused}");
-        second.orders().detach(&elsewhere).await
+        second.k8s_attachments().detach(&elsewhere).await
     })
     .await
 }
@@ -266,9 +267,9 @@ async fn a_claim_that_is_no_longer_shared_is_not_found_but_can_be_detached() -> 
 
         let unshare = Patch::Merge(json!({"metadata": {"labels": {&shared: null}}}));
         s.claims().patch(&handle, &PatchParams::default(), &unshare).await?;
-        s.told("data", &[&volume, &handle, &shared]).await?;
+        s.wait_for_event("data", &[&volume, &handle, &shared]).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
 
@@ -318,11 +319,11 @@ async fn a_claim_shared_read_only_can_be_attached_by_a_read_only_volume() -> Res
         let handle = s.management_claim(&[(&share(&s.cluster_id), "ro")], json!({})).await?;
         let volume = s.static_claim("data", &handle, json!({"csi": {"readOnly": true}})).await?.name_any();
         consumers(&s, &handle, &[(&s.cluster_id, &volume, "ro")]).await?;
-        let order = s.orders().attach(&volume, &node.name).await?;
-        s.orders().attached(&order).await?;
+        let order = s.k8s_attachments().attach(&volume, &node.name).await?;
+        s.k8s_attachments().attached(&order).await?;
         let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
         assert!(attachments.len() == 1 && attachments[0].read_only, "{attachments:?}");
-        s.orders().detach(&order).await
+        s.k8s_attachments().detach(&order).await
     })
     .await
 }
@@ -404,7 +405,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
         ] {
             refused_everywhere(&s, &node, misfit).await?;
         }
-        s.nothing_is_attached(&node).await
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -417,16 +418,16 @@ async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Re
     let volume = s.static_claim(name, &handle, misfit.above).await.context(name)?.name_any();
     let mut texts: Vec<&str> = misfit.texts.iter().map(String::as_str).collect();
     texts.extend([volume.as_str(), handle.as_str()]);
-    s.told(name, &texts).await.context(name)?;
+    s.wait_for_event(name, &texts).await.context(name)?;
     let Err(refused) = s.driver.publish_as(&handle, &node.name, misfit.capability).await else {
         anyhow::bail!("{name}: it was attached");
     };
     assert_eq!(refused.code(), Code::FailedPrecondition, "{name}: {refused}");
     assert!(texts.iter().all(|text| refused.message().contains(text)), "{name}: {refused}");
-    let order = s.orders().attach(&volume, &node.name).await?;
+    let order = s.k8s_attachments().attach(&volume, &node.name).await?;
     texts.push("FailedPrecondition");
-    s.orders().refused(&order, &texts).await.context(name)?;
-    s.orders().detach(&order).await
+    s.k8s_attachments().refused(&order, &texts).await.context(name)?;
+    s.k8s_attachments().detach(&order).await
 }
 
 #[tokio::test]
@@ -441,12 +442,12 @@ async fn a_claim_of_another_guest_is_reported_like_a_missing_one() -> Result<()>
         let mut messages = Vec::new();
         for (name, handle) in [("absent", &absent), ("foreign", &foreign), ("elsewhere", &elsewhere)] {
             let volume = s.static_claim(name, handle, json!({})).await?.name_any();
-            let (_, event) = s.told(name, &[&volume, handle]).await?;
+            let (_, event) = s.wait_for_event(name, &[&volume, handle]).await?;
             let answer = s.driver.publish(handle, &node.name).await.unwrap_err();
             assert_eq!(answer.code(), Code::NotFound, "{name}: {answer}");
-            let order = s.orders().attach(&volume, &node.name).await?;
-            s.orders().refused(&order, &["NotFound", &volume, handle]).await?;
-            s.orders().detach(&order).await?;
+            let order = s.k8s_attachments().attach(&volume, &node.name).await?;
+            s.k8s_attachments().refused(&order, &["NotFound", &volume, handle]).await?;
+            s.k8s_attachments().detach(&order).await?;
             let without = |text: &str| text.replace(&volume, "VOLUME").replace(handle.as_str(), "CLAIM");
             messages.push((without(&event), without(answer.message())));
         }
@@ -456,7 +457,7 @@ async fn a_claim_of_another_guest_is_reported_like_a_missing_one() -> Result<()>
         // An unbound volume gets the event itself.
         let lonely = static_volume(&unique(&s.name), &s.name, &absent, &json!({}))?;
         let lonely = s.guest_volumes().create(&PostParams::default(), &lonely).await?.name_any();
-        s.told_of("PersistentVolume", &lonely, &[&lonely, &absent]).await?;
+        s.wait_for_event_of("PersistentVolume", &lonely, &[&lonely, &absent]).await?;
         Ok(())
     })
     .await
@@ -469,18 +470,18 @@ async fn a_refused_volume_is_attached_once_its_management_claim_is_shared() -> R
         s.lab.join_guest(&node).await?;
         let handle = s.management_claim(&[], json!({})).await?;
         let volume = s.static_claim("data", &handle, json!({})).await?.name_any();
-        let order = s.orders().attach(&volume, &node.name).await?;
-        s.orders().refused(&order, &["NotFound", &handle]).await?;
+        let order = s.k8s_attachments().attach(&volume, &node.name).await?;
+        s.k8s_attachments().refused(&order, &["NotFound", &handle]).await?;
         // Only a claim that was reported as incompatible is reported as compatible.
-        s.told("data", &[&volume, &handle]).await?;
+        s.wait_for_event("data", &[&volume, &handle]).await?;
 
         let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));
         s.claims().patch(&handle, &PatchParams::default(), &shared).await?;
-        s.orders().attached(&order).await?;
-        let (reason, _) = s.told("data", &["now compatible"]).await?;
+        s.k8s_attachments().attached(&order).await?;
+        let (reason, _) = s.wait_for_event("data", &["now compatible"]).await?;
         assert_eq!(reason, "VolumeCompatible");
         consumers(&s, &handle, &[(&s.cluster_id, &volume, "rw")]).await?;
-        s.orders().detach(&order).await
+        s.k8s_attachments().detach(&order).await
     })
     .await
 }

@@ -104,7 +104,7 @@ async fn a_zone_label_set_by_hand_is_kept_and_reported() -> Result<()> {
             nodes.patch(&node.name, &PatchParams::default(), &patch).await
         };
         label(Some("elsewhere")).await?;
-        let (reason, _) = s.told_of("Node", &node.name, &["elsewhere", A, &node.name]).await?;
+        let (reason, _) = s.wait_for_event_of("Node", &node.name, &["elsewhere", A, &node.name]).await?;
         assert_eq!(reason, "ZoneMismatch");
         let there = nodes.get(&node.name).await?;
         assert_eq!(there.labels().get(names::LABEL_ZONE).map(String::as_str), Some("elsewhere"));
@@ -200,7 +200,7 @@ async fn a_zone_without_capacity_is_reported_with_the_reason_per_pool_and_recove
         let (_, class) = classes(&s, only_in(B)).await?;
         raw_claim(&s, "data", &class).await?;
         let (reason, _) =
-            s.told("data", &["no pool for", "1 in another zone", "labels do not match"]).await?;
+            s.wait_for_event("data", &["no pool for", "1 in another zone", "labels do not match"]).await?;
         assert_eq!(reason, "ProvisioningFailed");
         s.label_own_pool(&pool, &[(OWN, &s.name), (names::LABEL_ZONE, B)]).await?;
         is_in(&s, "data", &pool, B).await

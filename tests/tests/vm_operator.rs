@@ -11,7 +11,7 @@ use kube::Api;
 use kube::api::{DeleteParams, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tests::driver::{block, mount, new_volume};
-use tests::hypervisor::Halted;
+use tests::hypervisor::HaltedNode;
 use tests::program::Controller;
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 use tonic::Code;
@@ -74,7 +74,7 @@ async fn a_detach_waits_for_the_disk_even_if_the_claim_now_belongs_to_another_gu
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
-        let paused = Halted::paused(&node)?;
+        let paused = HaltedNode::paused(&node)?;
         let label =
             |guest: &str| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
         s.claims().patch(&handle, &PatchParams::default(), &label("another-guest")).await?;
@@ -107,7 +107,7 @@ async fn a_detach_waits_for_the_disk_even_if_the_claim_now_belongs_to_another_gu
             Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
         .await?;
-        s.nothing_is_attached(&node).await?;
+        s.no_attachments(&node).await?;
         s.claims().patch(&handle, &PatchParams::default(), &label(&s.cluster_id)).await?;
         Ok(())
     })
@@ -167,7 +167,7 @@ async fn a_claim_is_attached_through_one_entry_of_a_vm_and_refused_for_a_second(
         assert!(held.message().contains("entry second"), "{held}");
         s.remove_entries(&node.name, |entry| entry["name"] == json!("second")).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        s.nothing_is_attached(&node).await
+        s.no_attachments(&node).await
     })
     .await
 }
@@ -233,14 +233,14 @@ async fn requests_that_the_upstream_operator_refuses_are_refused_early_and_requi
         let shared =
             upstream.driver.create(request("nestor-shareable", std::slice::from_ref(&many))).await?.volume_id;
         upstream.driver.publish_as(&shared, &node.name, many).await?;
-        let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
+        let entries = s.raw_vms().get(&node.name).await?.data["spec"]["volumes"].clone();
         assert_eq!(entries[0]["sharingMode"], json!("MultiWriter"), "{entries}");
         assert_eq!(entries[0]["diskMode"], json!("IndependentPersistent"), "{entries}");
         upstream.driver.unpublish(&shared, &node.name).await?;
         let own =
             upstream.driver.create(request("nestor", &[mount(Mode::SingleNodeWriter)])).await?.volume_id;
         upstream.driver.publish(&own, &node.name).await?;
-        let entries = s.raw_machines().get(&node.name).await?.data["spec"]["volumes"].clone();
+        let entries = s.raw_vms().get(&node.name).await?.data["spec"]["volumes"].clone();
         assert_eq!(entries, json!([{"name": own, "persistentVolumeClaim": {"claimName": own}}]));
         upstream.driver.unpublish(&own, &node.name).await?;
         upstream.stop().await

@@ -105,19 +105,19 @@ async fn measure(s: &Arc<Scenario>, report: &Report, load: &Load) -> Result<()> 
     let requests = s.lab.audit()?.since(mark)?;
     for (resource, name) in [("volumeattachments", "VolumeAttachments"), ("events", "events")] {
         let made = requests.iter().filter(|one| {
-            let by_us = PARTS.iter().any(|part| one.user_agent.starts_with(part));
+            let by_us = PARTS.iter().any(|component| one.user_agent.starts_with(component));
             one.verb == "create" && one.resource == resource && by_us
         });
         report.number(&case, name, "created", made.count() as f64);
     }
-    let lists = requests
-        .iter()
-        .filter(|one| one.verb == "watch" && PARTS.iter().any(|part| one.user_agent.starts_with(part)));
+    let lists = requests.iter().filter(|one| {
+        one.verb == "watch" && PARTS.iter().any(|component| one.user_agent.starts_with(component))
+    });
     report.number(&case, "watches", "started", lists.count() as f64);
     tokio::time::sleep(Duration::from_secs(10)).await;
     for (at, resident) in [("before", before), ("during", during), ("10 s after", self::resident(s)?)] {
-        for (part, bytes) in resident {
-            report.number(&case, &format!("{part} {at}"), "MiB", bytes as f64 / f64::from(1 << 20));
+        for (component, bytes) in resident {
+            report.number(&case, &format!("{component} {at}"), "MiB", bytes as f64 / f64::from(1 << 20));
         }
     }
     match kept {
@@ -173,7 +173,7 @@ async fn set(s: &Scenario, loud: &Loud, claims: &[String]) -> Result<()> {
         .iter()
         .map(|claim| json!({"name": names::volume_entry(claim), "persistentVolumeClaim": {"claimName": claim}}))
         .collect();
-    let vms = lab::machines::api_in(&s.management, &loud.namespace);
+    let vms = lab::virtual_machines::api_in(&s.management, &loud.namespace);
     let patch = Patch::Merge(json!({"spec": {"volumes": entries}}));
     vms.patch(&loud.name, &PatchParams::default(), &patch).await?;
     Ok(())
@@ -181,7 +181,7 @@ async fn set(s: &Scenario, loud: &Loud, claims: &[String]) -> Result<()> {
 
 /// Waits until the other VM has no disks.
 async fn settle(s: &Scenario, loud: &Loud) -> Result<()> {
-    let vms = lab::machines::api_in(&s.management, &loud.namespace);
+    let vms = lab::virtual_machines::api_in(&s.management, &loud.namespace);
     tests::eventually("the other VM has no disk", tests::PATIENCE, || async {
         let left = vms.get(&loud.name).await?.status.unwrap_or_default().volumes;
         Ok(if left.is_empty() { Ok(()) } else { Err(format!("{} left", left.len())) })
@@ -192,6 +192,6 @@ async fn settle(s: &Scenario, loud: &Loud) -> Result<()> {
 /// Resident memory of the components, in bytes.
 fn resident(s: &Scenario) -> Result<Vec<(String, u64)>> {
     let mut all = usage::running(&s.lab)?;
-    all.retain(|(part, _)| PARTS.contains(&part.as_str()));
-    all.into_iter().map(|(part, process)| Ok((part, usage::resident(process)?.now))).collect()
+    all.retain(|(component, _)| PARTS.contains(&component.as_str()));
+    all.into_iter().map(|(component, process)| Ok((component, usage::resident(process)?.now))).collect()
 }

@@ -43,9 +43,9 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize], time: Dura
             let name = format!("{} {} {} ({})", kind.component, kind.verb, kind.resource, kind.cluster);
             report.number(&case, &name, "total", count as f64);
         }
-        for (part, used) in &cost.used {
+        for (component, used) in &cost.used {
             let share = 100.0 * used.cpu.as_secs_f64() / time.as_secs_f64();
-            report.number(&case, &format!("{part} cpu"), "% of a core", share);
+            report.number(&case, &format!("{component} cpu"), "% of a core", share);
         }
     }
     attachments.detach(&created).await?;

@@ -109,7 +109,9 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &Other
     }
     stream::iter(&vms)
         .map(anyhow::Ok)
-        .try_for_each_concurrent(AT_ONCE, |name| lab::machines::delete(&s.management, &s.namespace, name))
+        .try_for_each_concurrent(AT_ONCE, |name| {
+            lab::virtual_machines::delete(&s.management, &s.namespace, name)
+        })
         .await?;
     let mut made = Vec::new();
     for others in &beside.other_volumes {
@@ -126,7 +128,7 @@ async fn add_vms(s: &Scenario, vms: &mut Vec<String>, count: usize) -> Result<()
         .map(anyhow::Ok)
         .try_for_each_concurrent(AT_ONCE, |name| async move {
             let uuid = Uuid::new_v4().to_string();
-            lab::machines::create(&s.management, &s.namespace, name, &uuid, ZONE).await
+            lab::virtual_machines::create(&s.management, &s.namespace, name, &uuid, ZONE).await
         })
         .await?;
     vms.extend(new);

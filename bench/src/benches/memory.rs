@@ -29,17 +29,18 @@ async fn measure(s: &Arc<Scenario>, report: &Report, sizes: &[usize]) -> Result<
     for size in sizes {
         claims.fill(&mut made, *size).await?;
         let case = format!("{size} volumes");
-        for (part, process) in usage::running(&s.lab)? {
+        for (component, process) in usage::running(&s.lab)? {
             let memory = usage::resident(process)?;
-            report.number(&case, &format!("{part} rss"), "MiB", mib(memory.now));
-            report.number(&case, &format!("{part} rss peak"), "MiB", mib(memory.peak));
+            report.number(&case, &format!("{component} rss"), "MiB", mib(memory.now));
+            report.number(&case, &format!("{component} rss peak"), "MiB", mib(memory.peak));
         }
-        for part in OURS {
-            s.stop_part(part).await?;
-            s.start_part(part).await?;
-            let process = s.lab.run().process(part).with_context(|| format!("{part} is not running"))?;
+        for component in OURS {
+            s.stop_component(component).await?;
+            s.start_component(component).await?;
+            let process =
+                s.lab.run().process(component).with_context(|| format!("{component} is not running"))?;
             let fresh = usage::resident(process)?;
-            report.number(&case, &format!("{part} rss after a restart"), "MiB", mib(fresh.now));
+            report.number(&case, &format!("{component} rss after a restart"), "MiB", mib(fresh.now));
         }
     }
     s.lab.remove_node_plugin(&plugin).await?;

@@ -33,29 +33,29 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
     let mut made = Vec::new();
     claims.fill(&mut made, volumes).await?;
     let case = format!("{volumes} volumes");
-    for part in OURS {
+    for component in OURS {
         let mut times = Vec::new();
         for _ in 0..work.count() {
-            s.kill_part(part).await?;
+            s.kill_component(component).await?;
             let start = Instant::now();
-            let (started, ready) = tokio::join!(s.lab.start_alone(part), ready(&s.lab, part));
+            let (started, ready) = tokio::join!(s.lab.start_alone(component), ready(&s.lab, component));
             started?;
             times.push(ready?.duration_since(start));
             // Restarted with its sidecars, which exited with it.
-            s.lab.restart(part).await?;
+            s.lab.restart(component).await?;
         }
-        report.times_of(&case, &format!("{part} started"), &times, &[]);
+        report.times_of(&case, &format!("{component} started"), &times, &[]);
     }
     let mut times = Vec::new();
     for _ in 0..work.rounds() {
-        s.kill_part(SERVER).await?;
-        for part in WATCHING {
-            until(|| async { Ok(!s.lab.is_ready(part).await?) }).await?;
+        s.kill_component(SERVER).await?;
+        for component in WATCHING {
+            until(|| async { Ok(!s.lab.is_ready(component).await?) }).await?;
         }
-        s.start_part(SERVER).await?;
+        s.start_component(SERVER).await?;
         let start = Instant::now();
-        for part in WATCHING {
-            ready(&s.lab, part).await?;
+        for component in WATCHING {
+            ready(&s.lab, component).await?;
         }
         times.push(start.elapsed());
     }
@@ -64,8 +64,8 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, volumes: usize
 }
 
 /// The time at which a component is first observed to be ready.
-async fn ready(lab: &Lab, part: &str) -> Result<Instant> {
-    until(|| lab.is_ready(part)).await.with_context(|| format!("{part} is not ready"))
+async fn ready(lab: &Lab, component: &str) -> Result<Instant> {
+    until(|| lab.is_ready(component)).await.with_context(|| format!("{component} is not ready"))
 }
 
 async fn until<R: Future<Output = Result<bool>>>(mut condition: impl FnMut() -> R) -> Result<Instant> {

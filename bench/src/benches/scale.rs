@@ -82,10 +82,15 @@ async fn measure(s: &Arc<Scenario>, report: &Report, size: &Size) -> Result<()> 
             .collect();
         report.times_of(&case, "moved", &times, &[]);
         report.cost(&case, &cost);
-        for (part, process) in usage::running(&s.lab)? {
-            if PARTS.contains(&part.as_str()) {
+        for (component, process) in usage::running(&s.lab)? {
+            if PARTS.contains(&component.as_str()) {
                 let memory = usage::resident(process)?;
-                report.number(&case, &format!("{part} rss"), "MiB", memory.now as f64 / f64::from(1 << 20));
+                report.number(
+                    &case,
+                    &format!("{component} rss"),
+                    "MiB",
+                    memory.now as f64 / f64::from(1 << 20),
+                );
             }
         }
 

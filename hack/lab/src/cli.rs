@@ -41,7 +41,7 @@ enum Verb {
     /// Show the log of a component.
     Logs {
         /// A component, or a virtual machine's `-console`, `-kubelet` or `-gc-csi-node`.
-        part: String,
+        component: String,
         /// Follow the log as it grows.
         #[arg(short, long)]
         follow: bool,
@@ -50,7 +50,7 @@ enum Verb {
     Restart {
         /// Components, by the names that `cargo lab status` shows.
         #[arg(required = true)]
-        parts: Vec<String>,
+        components: Vec<String>,
     },
     /// Run kubectl against a cluster of the lab.
     Kubectl {
@@ -115,12 +115,12 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         }
         Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await?,
         Verb::Status => return Ok(if status(&run).await? { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
-        Verb::Logs { part, follow } => return verbs::logs(&run, &part, follow).await,
-        Verb::Restart { parts } => {
+        Verb::Logs { component, follow } => return verbs::logs(&run, &component, follow).await,
+        Verb::Restart { components } => {
             let lab = crate::Lab::open(run)?;
-            for part in parts {
-                lab.restart(&part).await?;
-                say(format!("restarted {part}"));
+            for component in components {
+                lab.restart(&component).await?;
+                say(format!("restarted {component}"));
             }
         }
         Verb::Kubectl { cluster, args } => return verbs::kubectl(&run, &cluster, &args).await,

@@ -67,7 +67,7 @@ async fn stop_vms(run: &Run, state: &State) -> Result<()> {
 
 /// Kills all components at once: nothing of the lab needs a clean shutdown.
 async fn stop_components(run: &Run, state: &State) -> Result<()> {
-    let processes = state.parts.keys().filter_map(|name| run.process(name));
+    let processes = state.components.keys().filter_map(|name| run.process(name));
     let stops = processes.map(|process| async move { process.stop(Duration::ZERO).await });
     futures::future::join_all(stops).await.into_iter().collect()
 }

@@ -8,7 +8,7 @@ use crate::cluster::{GUEST_NAMESPACE, MANAGEMENT_NAMESPACE, argv};
 use crate::ports;
 use crate::ready::Ready;
 use crate::run::Run;
-use crate::state::{Cluster, Guest, Infra, Part, State};
+use crate::state::{Cluster, Component, Guest, Infra, State};
 
 /// Seconds that our programs may take to exit after SIGTERM.
 const GRACE: u64 = 15;
@@ -28,9 +28,9 @@ pub async fn start_management(run: &Run, state: &State, replicas: u32) -> Result
         };
         let csi = async {
             run.launch(&driver.name, mgmt_csi(state, &driver, infra)?).await?;
-            let parts =
+            let components =
                 [provisioner(state, &driver, None)?, resizer(state, &driver)?, snapshotter(state, &driver)?];
-            launch_all(run, parts).await
+            launch_all(run, components).await
         };
         let shim = (replica.name("vm-operator-shim"), shim(state, cluster, replica)?);
         futures::try_join!(csi, launch_all(run, [shim])).map(drop)
@@ -52,13 +52,13 @@ pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) ->
             namespace: GUEST_NAMESPACE,
         };
         run.launch(&driver.name, gc_csi(state, &driver, management, guest)?).await?;
-        let parts = [
+        let components = [
             provisioner(state, &driver, Some(GUEST_NAMESPACE))?,
             attacher(state, &driver)?,
             resizer(state, &driver)?,
             snapshotter(state, &driver)?,
         ];
-        launch_all(run, parts).await
+        launch_all(run, components).await
     });
     futures::future::try_join_all(all).await.map(drop)
 }
@@ -67,9 +67,9 @@ pub async fn start_guest(run: &Run, state: &State, name: &str, replicas: u32) ->
 pub async fn start_snapshot_controllers(run: &Run, state: &State) -> Result<()> {
     let management = state.management.as_ref().context("no management cluster")?;
     let guests = state.guests.iter().map(|(name, guest)| (name.as_str(), &guest.cluster));
-    let parts = [("mgmt", management)].into_iter().chain(guests);
-    let parts = parts.map(|(tier, cluster)| snapshot_controller(state, tier, cluster));
-    launch_all(run, parts.collect::<Result<Vec<_>>>()?).await
+    let components = [("mgmt", management)].into_iter().chain(guests);
+    let components = components.map(|(tier, cluster)| snapshot_controller(state, tier, cluster));
+    launch_all(run, components.collect::<Result<Vec<_>>>()?).await
 }
 
 /// One replica of a component.
@@ -107,17 +107,18 @@ impl Replica {
     }
 }
 
-async fn launch_all(run: &Run, parts: impl IntoIterator<Item = (String, Part)>) -> Result<()> {
-    let launches = parts.into_iter().map(|(name, part)| async move { run.launch(&name, part).await });
+async fn launch_all(run: &Run, components: impl IntoIterator<Item = (String, Component)>) -> Result<()> {
+    let launches =
+        components.into_iter().map(|(name, component)| async move { run.launch(&name, component).await });
     futures::future::try_join_all(launches).await.map(drop)
 }
 
 /// A component that serves `/readyz` and `/metrics` over HTTP, and CSI if it has a socket.
-pub(crate) fn part(mut words: Vec<String>, http: u16, socket: Option<&Path>) -> Part {
+pub(crate) fn component(mut words: Vec<String>, http: u16, socket: Option<&Path>) -> Component {
     words.push(format!("--http-listen=127.0.0.1:{http}"));
     let mut conditions = vec![Ready::http(http, "/readyz")];
     conditions.extend(socket.map(|path| Ready::Socket(path.to_owned())));
-    Part {
+    Component {
         argv: words,
         env: Default::default(),
         ready: Ready::All(conditions),
@@ -135,7 +136,7 @@ fn text(path: &Path) -> String {
     path.display().to_string()
 }
 
-fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Part> {
+fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Component> {
     let file = |name: &str| text(&infra.pki.join(name));
     let mut words = argv(
         &state.binaries,
@@ -156,17 +157,17 @@ fn mgmt_csi(state: &State, driver: &Driver<'_>, infra: &Infra) -> Result<Part> {
         ],
     );
     words.extend(driver.replica.lease(driver.namespace));
-    Ok(part(words, ports::free(1)?[0], Some(&driver.socket)))
+    Ok(component(words, ports::free(1)?[0], Some(&driver.socket)))
 }
 
-fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Part> {
+fn shim(state: &State, cluster: &Cluster, replica: Replica) -> Result<Component> {
     let kubeconfig = text(&cluster.kubeconfig_of("vm-operator-shim"));
     let mut words = argv(&state.binaries, "vm-operator-shim", &[("kubeconfig", kubeconfig)]);
     words.extend(replica.lease(MANAGEMENT_NAMESPACE));
-    Ok(part(words, ports::free(1)?[0], None))
+    Ok(component(words, ports::free(1)?[0], None))
 }
 
-fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Guest) -> Result<Part> {
+fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Guest) -> Result<Component> {
     let mut words = vec![text(&state.binaries.join("gc-csi"))];
     words.extend([
         format!("--endpoint={}", endpoint(&driver.socket)),
@@ -178,7 +179,7 @@ fn gc_csi(state: &State, driver: &Driver<'_>, management: &Cluster, guest: &Gues
         "--topology".to_owned(),
     ]);
     words.extend(driver.replica.lease(driver.namespace));
-    Ok(part(words, ports::free(1)?[0], Some(&driver.socket)))
+    Ok(component(words, ports::free(1)?[0], Some(&driver.socket)))
 }
 
 /// A driver and what its sidecars need to know of it.
@@ -204,7 +205,7 @@ fn controller(
     cluster: &Cluster,
     program: &str,
     more: Flags<'_>,
-) -> Result<(String, Part)> {
+) -> Result<(String, Component)> {
     let port = ports::free(1)?[0];
     let mut flags = vec![
         ("kubeconfig", text(&cluster.kubeconfig_of(program))),
@@ -216,7 +217,7 @@ fn controller(
         ("v", "4".to_owned()),
     ];
     flags.extend(more.iter().map(|(flag, value)| (*flag, (*value).to_owned())));
-    let part = Part {
+    let component = Component {
         argv: argv(&state.tools, program, &flags),
         env: Default::default(),
         ready: Ready::http(port, "/metrics"),
@@ -224,11 +225,16 @@ fn controller(
         grace: 5,
         driver: None,
     };
-    Ok((format!("{tier}-{}", program.trim_start_matches("csi-")), part))
+    Ok((format!("{tier}-{}", program.trim_start_matches("csi-")), component))
 }
 
 /// A sidecar with a driver's socket. It serves metrics, and so is ready, once it has found its driver.
-fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -> Result<(String, Part)> {
+fn sidecar(
+    state: &State,
+    driver: &Driver<'_>,
+    program: &str,
+    more: Flags<'_>,
+) -> Result<(String, Component)> {
     let socket = text(&driver.socket);
     let mut flags = vec![("csi-address", socket.as_str()), ("timeout", "60s")];
     if driver.replica.elects {
@@ -239,13 +245,14 @@ fn sidecar(state: &State, driver: &Driver<'_>, program: &str, more: Flags<'_>) -
             ("feature-gates", "ReleaseLeaderElectionOnExit=true"),
         ]);
     }
-    let (name, mut part) = controller(state, driver.tier, driver.cluster, program, &[&flags, more].concat())?;
+    let (name, mut component) =
+        controller(state, driver.tier, driver.cluster, program, &[&flags, more].concat())?;
     let name = driver.replica.name(&name);
-    part.driver = Some(driver.name.clone());
+    component.driver = Some(driver.name.clone());
     if driver.replica.elects {
-        part.argv = with_hostname(&name, part.argv);
+        component.argv = with_hostname(&name, component.argv);
     }
-    Ok((name, part))
+    Ok((name, component))
 }
 
 /// Runs a program with a hostname of its own, like in a pod: sidecars use it as their leader election identity.
@@ -255,7 +262,7 @@ fn with_hostname(name: &str, argv: Vec<String>) -> Vec<String> {
 }
 
 /// `capacity` is the namespace in which it publishes CSIStorageCapacity objects, if it does.
-fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Result<(String, Part)> {
+fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Result<(String, Component)> {
     let mut flags = vec![
         ("worker-threads", "100"),
         ("extra-create-metadata", "true"),
@@ -278,26 +285,26 @@ fn provisioner(state: &State, driver: &Driver<'_>, capacity: Option<&str>) -> Re
             ("kube-api-capacity-burst", "200"),
         ]);
     }
-    let (name, mut part) = sidecar(state, driver, "csi-provisioner", &flags)?;
-    part.env.extend(capacity.map(|namespace| ("NAMESPACE".to_owned(), namespace.to_owned())));
-    Ok((name, part))
+    let (name, mut component) = sidecar(state, driver, "csi-provisioner", &flags)?;
+    component.env.extend(capacity.map(|namespace| ("NAMESPACE".to_owned(), namespace.to_owned())));
+    Ok((name, component))
 }
 
-fn attacher(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+fn attacher(state: &State, driver: &Driver<'_>) -> Result<(String, Component)> {
     // A call for a VM that hangs occupies a worker until it ends. If all workers are occupied, all other attaches wait.
     sidecar(state, driver, "csi-attacher", &[("worker-threads", "500")])
 }
 
-fn resizer(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+fn resizer(state: &State, driver: &Driver<'_>) -> Result<(String, Component)> {
     // Both drivers expand volumes in use, so the resizer need not watch pods.
     sidecar(state, driver, "csi-resizer", &[("workers", "100"), ("handle-volume-inuse-error", "false")])
 }
 
-fn snapshotter(state: &State, driver: &Driver<'_>) -> Result<(String, Part)> {
+fn snapshotter(state: &State, driver: &Driver<'_>) -> Result<(String, Component)> {
     sidecar(state, driver, "csi-snapshotter", &[("worker-threads", "100"), ("extra-create-metadata", "true")])
 }
 
-fn snapshot_controller(state: &State, tier: &str, cluster: &Cluster) -> Result<(String, Part)> {
+fn snapshot_controller(state: &State, tier: &str, cluster: &Cluster) -> Result<(String, Component)> {
     controller(state, tier, cluster, "snapshot-controller", &[("worker-threads", "100")])
 }
 
@@ -310,16 +317,16 @@ mod tests {
         let cluster = cluster();
         let driver = driver(&cluster, Replica { number: 1, elects: false });
         let state = State::default();
-        let (name, part) = provisioner(&state, &driver, Some("kube-system")).unwrap();
-        assert_eq!((name.as_str(), part.driver.as_deref()), ("g2-provisioner", Some("g2-gc-csi")));
-        assert!(part.argv.contains(&"--kubeconfig=/lab/g2/csi-provisioner.kubeconfig".to_owned()));
-        assert!(part.argv.contains(&"--enable-capacity=true".to_owned()));
-        assert_eq!(part.env["NAMESPACE"], "kube-system");
-        let (_, part) = provisioner(&state, &driver, None).unwrap();
-        assert!(part.env.is_empty() && !part.argv.iter().any(|word| word.contains("capacity")));
-        let (name, part) = snapshot_controller(&state, "g2", &cluster).unwrap();
-        assert_eq!((name.as_str(), part.driver), ("g2-snapshot-controller", None));
-        assert!(!part.argv.iter().any(|word| word.contains("csi-address")));
+        let (name, component) = provisioner(&state, &driver, Some("kube-system")).unwrap();
+        assert_eq!((name.as_str(), component.driver.as_deref()), ("g2-provisioner", Some("g2-gc-csi")));
+        assert!(component.argv.contains(&"--kubeconfig=/lab/g2/csi-provisioner.kubeconfig".to_owned()));
+        assert!(component.argv.contains(&"--enable-capacity=true".to_owned()));
+        assert_eq!(component.env["NAMESPACE"], "kube-system");
+        let (_, component) = provisioner(&state, &driver, None).unwrap();
+        assert!(component.env.is_empty() && !component.argv.iter().any(|word| word.contains("capacity")));
+        let (name, component) = snapshot_controller(&state, "g2", &cluster).unwrap();
+        assert_eq!((name.as_str(), component.driver), ("g2-snapshot-controller", None));
+        assert!(!component.argv.iter().any(|word| word.contains("csi-address")));
     }
 
     #[test]
@@ -327,16 +334,16 @@ mod tests {
         let cluster = cluster();
         let state = State::default();
         let alone = Replica::all(1).next().unwrap();
-        let (_, part) = attacher(&state, &driver(&cluster, alone)).unwrap();
-        assert!(!part.argv.iter().any(|word| word.contains("leader-election") || word == "unshare"));
+        let (_, component) = attacher(&state, &driver(&cluster, alone)).unwrap();
+        assert!(!component.argv.iter().any(|word| word.contains("leader-election") || word == "unshare"));
         assert_eq!(alone.lease("kube-system"), None);
         let second = Replica::all(3).nth(1).unwrap();
         let driver = driver(&cluster, second);
-        let (name, part) = attacher(&state, &driver).unwrap();
-        assert_eq!((name.as_str(), part.driver.as_deref()), ("g2-attacher-2", Some("g2-gc-csi-2")));
-        assert!(part.argv.contains(&"--csi-address=/run/g2-2.sock".to_owned()), "{:?}", part.argv);
-        assert!(part.argv.contains(&"--leader-election=true".to_owned()));
-        assert!(part.argv.contains(&"g2-attacher-2".to_owned()));
+        let (name, component) = attacher(&state, &driver).unwrap();
+        assert_eq!((name.as_str(), component.driver.as_deref()), ("g2-attacher-2", Some("g2-gc-csi-2")));
+        assert!(component.argv.contains(&"--csi-address=/run/g2-2.sock".to_owned()), "{:?}", component.argv);
+        assert!(component.argv.contains(&"--leader-election=true".to_owned()));
+        assert!(component.argv.contains(&"g2-attacher-2".to_owned()));
     }
 
     fn cluster() -> Cluster {

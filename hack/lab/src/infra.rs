@@ -13,7 +13,7 @@ use crate::ports;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
 use crate::run::Run;
-use crate::state::{Infra, Part};
+use crate::state::{Component, Infra};
 use crate::vm::libvirtd;
 use crate::wait::eventually;
 
@@ -89,7 +89,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
         .into_iter()
         .skip(1),
     );
-    let part = Part {
+    let component = Component {
         argv: words,
         env: BTreeMap::new(),
         ready: Ready::http(free[1], "/readyz"),
@@ -97,7 +97,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
         grace: 15,
         driver: None,
     };
-    run.launch("storage-infra", part).await?;
+    run.launch("storage-infra", component).await?;
     let client = client(&infra)?;
     for (name, path) in &infra.pools {
         let spec = PoolSpec {

@@ -9,8 +9,8 @@ use uuid::Uuid;
 use crate::audit::Audit;
 use crate::process::Process;
 use crate::run::Run;
-use crate::state::{Guest, Infra, LoopNodeRecord, Part, State};
-use crate::{drivers, infra, kubeconfig, machines, ports, vm};
+use crate::state::{Component, Guest, Infra, LoopNodeRecord, State};
+use crate::{drivers, infra, kubeconfig, ports, virtual_machines, vm};
 
 /// A running lab.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ pub struct LoopNode {
 #[derive(Debug, Clone)]
 pub struct NodePlugin {
     /// Its component name.
-    pub part: String,
+    pub component: String,
     /// Its CSI socket.
     pub socket: PathBuf,
     /// Folder that it uses in place of kubelet's.
@@ -47,9 +47,9 @@ pub struct NodePlugin {
 
 /// A libvirt VM of the lab.
 #[derive(Debug, Clone)]
-pub struct Machine {
+pub struct Vm {
     run: Run,
-    record: crate::state::Vm,
+    record: crate::state::VmRecord,
     /// Name of the domain, of the `VirtualMachine` and of the node.
     pub name: String,
     /// Its UUID.
@@ -148,8 +148,9 @@ impl Lab {
                 ["mgmt-csi", "vm-operator-shim"].contains(name) || *name == format!("{guest}-gc-csi")
             })
         };
-        let parts = self.run.state()?.parts;
-        let stops = parts.iter().filter(|(name, part)| ours(part.driver.as_ref().unwrap_or(name)));
+        let components = self.run.state()?.components;
+        let stops =
+            components.iter().filter(|(name, component)| ours(component.driver.as_ref().unwrap_or(name)));
         let stops = stops.map(|(name, _)| async move {
             self.run.stop(name).await?;
             self.run.forget(name)
@@ -203,32 +204,35 @@ impl Lab {
     // ---- components ----
 
     /// The PID of a component, if it runs.
-    pub fn pid(&self, part: &str) -> Option<i32> {
-        self.run.process(part).filter(Process::alive).map(|process| process.pid)
+    pub fn pid(&self, component: &str) -> Option<i32> {
+        self.run.process(component).filter(Process::alive).map(|process| process.pid)
     }
 
     /// Starts a component that is stopped, and waits until it is ready. Restarts its sidecars, which exited with it, as
     /// kubelet would.
-    pub async fn start(&self, part: &str) -> Result<()> {
-        let runs = self.pid(part).is_some();
-        self.run.start(part).await?;
-        if runs { Ok(()) } else { self.restart_sidecars(part).await }
+    pub async fn start(&self, component: &str) -> Result<()> {
+        let runs = self.pid(component).is_some();
+        self.run.start(component).await?;
+        if runs { Ok(()) } else { self.restart_sidecars(component).await }
     }
 
     /// Starts a component that is stopped, and waits until it is ready. Does not restart its sidecars.
-    pub async fn start_alone(&self, part: &str) -> Result<()> {
-        self.run.start(part).await
+    pub async fn start_alone(&self, component: &str) -> Result<()> {
+        self.run.start(component).await
     }
 
     /// File with the fail points at which a component dies: see the crate `fail_point`.
-    pub fn fail_points(&self, part: &str) -> PathBuf {
-        self.run.fail_points(part)
+    pub fn fail_points(&self, component: &str) -> PathBuf {
+        self.run.fail_points(component)
     }
 
     /// The sidecars of a driver.
     pub fn sidecars(&self, driver: &str) -> Result<Vec<String>> {
-        let parts = self.run.state()?.parts.into_iter();
-        Ok(parts.filter(|(_, part)| part.driver.as_deref() == Some(driver)).map(|(name, _)| name).collect())
+        let components = self.run.state()?.components.into_iter();
+        Ok(components
+            .filter(|(_, component)| component.driver.as_deref() == Some(driver))
+            .map(|(name, _)| name)
+            .collect())
     }
 
     /// Restarts the sidecars of a driver. They exit some time after the socket closed, so each is stopped first.
@@ -242,37 +246,47 @@ impl Lab {
     }
 
     /// Stops a component as kubelet would: SIGTERM, grace period, SIGKILL.
-    pub async fn stop(&self, part: &str) -> Result<()> {
-        self.run.stop(part).await
+    pub async fn stop(&self, component: &str) -> Result<()> {
+        self.run.stop(component).await
     }
 
     /// Kills a component, like a crash.
-    pub async fn kill(&self, part: &str) -> Result<()> {
-        self.run.kill(part).await
+    pub async fn kill(&self, component: &str) -> Result<()> {
+        self.run.kill(component).await
     }
 
     /// Stops a component and starts it again.
-    pub async fn restart(&self, part: &str) -> Result<()> {
-        self.stop(part).await?;
-        self.start(part).await
+    pub async fn restart(&self, component: &str) -> Result<()> {
+        self.stop(component).await?;
+        self.start(component).await
     }
 
     /// URL of a component's metrics.
-    pub fn metrics_url(&self, part: &str) -> Result<String> {
-        let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
-        part.http.map(|base| format!("{base}/metrics")).context("the component serves no metrics")
+    pub fn metrics_url(&self, component: &str) -> Result<String> {
+        let component = self
+            .run
+            .state()?
+            .components
+            .remove(component)
+            .with_context(|| format!("no component {component:?}"))?;
+        component.http.map(|base| format!("{base}/metrics")).context("the component serves no metrics")
     }
 
     /// Whether a component reports ready; false if it does not run.
-    pub async fn is_ready(&self, part: &str) -> Result<bool> {
-        let part = self.run.state()?.parts.remove(part).with_context(|| format!("no part {part:?}"))?;
-        let base = part.http.context("the component has no readiness endpoint")?;
+    pub async fn is_ready(&self, component: &str) -> Result<bool> {
+        let component = self
+            .run
+            .state()?
+            .components
+            .remove(component)
+            .with_context(|| format!("no component {component:?}"))?;
+        let base = component.http.context("the component has no readiness endpoint")?;
         Ok(crate::ready::get(&format!("{base}/readyz"), None).await.is_ok())
     }
 
     /// A component's metrics, as Prometheus text.
-    pub async fn metrics(&self, part: &str) -> Result<String> {
-        crate::ready::get(&self.metrics_url(part)?, None).await.map_err(anyhow::Error::msg)
+    pub async fn metrics(&self, component: &str) -> Result<String> {
+        crate::ready::get(&self.metrics_url(component)?, None).await.map_err(anyhow::Error::msg)
     }
 
     // ---- VMs ----
@@ -283,11 +297,11 @@ impl Lab {
     }
 
     /// A virtual machine.
-    pub fn vm(&self, name: &str) -> Result<Machine> {
+    pub fn vm(&self, name: &str) -> Result<Vm> {
         let record = self.state.vms.get(name).with_context(|| {
             format!("the lab has no virtual machine {name:?}, only {}", self.vms().join(", "))
         })?;
-        Ok(Machine {
+        Ok(Vm {
             run: self.run.clone(),
             name: name.to_owned(),
             uuid: record.uuid.parse().context("bad UUID in the state")?,
@@ -329,7 +343,8 @@ impl Lab {
         let uuid = Uuid::new_v4();
         let record = LoopNodeRecord { guest: guest.to_owned(), uuid: uuid.to_string() };
         self.run.update(|state| state.loop_nodes.insert(name.to_owned(), record))?;
-        machines::create(&self.management().await?, &namespace, name, &uuid.to_string(), zone).await?;
+        virtual_machines::create(&self.management().await?, &namespace, name, &uuid.to_string(), zone)
+            .await?;
         let infra_record = self.infra_record()?;
         infra::register_node(infra_record, name, &uuid.to_string(), zone, hypervisor).await?;
         let root = match hypervisor {
@@ -356,7 +371,8 @@ impl Lab {
         let record =
             self.run.state()?.loop_nodes.remove(name).with_context(|| format!("no loop node {name:?}"))?;
         vm::leave_guest(&self.guest(&record.guest).await?, name).await?;
-        machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name).await?;
+        virtual_machines::delete(&self.management().await?, &self.guest_namespace(&record.guest)?, name)
+            .await?;
         let uuid = record.uuid.parse().context("bad UUID in the state")?;
         self.infra()?.delete_node(uuid).await.with_context(|| format!("cannot remove loop node {name}"))?;
         self.run.update(|state| state.loop_nodes.remove(name)).map(drop)
@@ -364,12 +380,12 @@ impl Lab {
 
     /// Runs gc-csi's node plugin on this host for a loop node.
     pub async fn spawn_node_plugin(&self, node: &LoopNode) -> Result<NodePlugin> {
-        let part = format!("{}-plugin", node.name);
+        let component = format!("{}-plugin", node.name);
         let short: String = node.uuid.simple().to_string().chars().take(12).collect();
         let plugin = NodePlugin {
             socket: self.state.sockets.join(format!("node-{short}.sock")),
             kubelet_dir: self.run.path("kubelets").join(&node.name),
-            part,
+            component,
         };
         std::fs::create_dir_all(&plugin.kubelet_dir)
             .with_context(|| format!("cannot make {}", plugin.kubelet_dir.display()))?;
@@ -383,15 +399,15 @@ impl Lab {
             "--registration-socket=none".to_owned(),
             format!("--by-id-dir={}", node.by_id_dir.display()),
         ];
-        let part: Part = drivers::part(words, ports::free(1)?[0], Some(&plugin.socket));
-        self.run.launch(&plugin.part, part).await?;
+        let component: Component = drivers::component(words, ports::free(1)?[0], Some(&plugin.socket));
+        self.run.launch(&plugin.component, component).await?;
         Ok(plugin)
     }
 
     /// Stops a node plugin and removes its record.
     pub async fn remove_node_plugin(&self, plugin: &NodePlugin) -> Result<()> {
-        self.run.stop(&plugin.part).await?;
-        self.run.forget(&plugin.part)
+        self.run.stop(&plugin.component).await?;
+        self.run.forget(&plugin.component)
     }
 }
 
@@ -410,7 +426,7 @@ impl LoopNode {
     }
 }
 
-impl Machine {
+impl Vm {
     /// Whether its QEMU process runs.
     pub fn is_running(&self) -> bool {
         vm::process(&self.run, &self.name, &self.record).is_some()
@@ -429,7 +445,7 @@ impl Machine {
         }
     }
 
-    /// Powers it on. Its node becomes ready some time later: see [`Machine::wait_for_node`].
+    /// Powers it on. Its node becomes ready some time later: see [`Vm::wait_for_node`].
     pub async fn power_on(&self) -> Result<()> {
         vm::start(&self.run, &self.name).await
     }

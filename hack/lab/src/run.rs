@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use sha2::{Digest, Sha256};
 
 use crate::process::{Process, spawn, tail};
-use crate::state::{Part, State};
+use crate::state::{Component, State};
 use crate::wait::until;
 
 /// How long a component may take to become ready on a busy host.
@@ -55,17 +55,17 @@ impl Run {
     }
 
     /// The log of a component.
-    pub fn log(&self, part: &str) -> PathBuf {
-        self.path("logs").join(format!("{part}.log"))
+    pub fn log(&self, component: &str) -> PathBuf {
+        self.path("logs").join(format!("{component}.log"))
     }
 
     /// File with the fail points at which a component dies: see the crate `fail_point`.
-    pub fn fail_points(&self, part: &str) -> PathBuf {
-        self.path("fail-points").join(part)
+    pub fn fail_points(&self, component: &str) -> PathBuf {
+        self.path("fail-points").join(component)
     }
 
-    fn pid_file(&self, part: &str) -> PathBuf {
-        self.path("pids").join(part)
+    fn pid_file(&self, component: &str) -> PathBuf {
+        self.path("pids").join(component)
     }
 
     /// Folder for the sockets of this run, with a short and stable path.
@@ -105,59 +105,59 @@ impl Run {
     // ---- components ----
 
     /// The process of a component, running or not.
-    pub fn process(&self, part: &str) -> Option<Process> {
-        Process::from_pid_file(&self.pid_file(part))
+    pub fn process(&self, component: &str) -> Option<Process> {
+        Process::from_pid_file(&self.pid_file(component))
     }
 
     /// Records a new component, starts it and waits until it is ready.
-    pub async fn launch(&self, name: &str, part: Part) -> Result<()> {
-        self.update(|state| state.parts.insert(name.to_owned(), part))?;
+    pub async fn launch(&self, name: &str, component: Component) -> Result<()> {
+        self.update(|state| state.components.insert(name.to_owned(), component))?;
         self.start(name).await
     }
 
     /// Records a changed component without starting it.
-    pub fn record(&self, name: &str, part: Part) -> Result<()> {
-        self.update(|state| state.parts.insert(name.to_owned(), part)).map(drop)
+    pub fn record(&self, name: &str, component: Component) -> Result<()> {
+        self.update(|state| state.components.insert(name.to_owned(), component)).map(drop)
     }
 
     /// Starts a recorded component and waits until it is ready. Does nothing if it runs. A sidecar that exits before it is
     /// ready, because it lost its driver, is started again, as kubelet would.
     pub async fn start(&self, name: &str) -> Result<()> {
-        let part = self.part(name)?;
+        let component = self.component(name)?;
         let deadline = Instant::now() + PATIENCE;
         loop {
             if !self.process(name).is_some_and(|process| process.alive()) {
-                self.clear_sockets(&part);
-                let mut env = part.env.clone();
+                self.clear_sockets(&component);
+                let mut env = component.env.clone();
                 // Only builds with debug assertions read it.
                 env.insert(
                     fail_point::DIRECTORY_VAR.to_owned(),
                     self.fail_points(name).display().to_string(),
                 );
-                spawn(&part.argv, &env, &self.dir, &self.log(name), &self.pid_file(name))?;
+                spawn(&component.argv, &env, &self.dir, &self.log(name), &self.pid_file(name))?;
             }
-            match self.wait_ready(name, &part, deadline).await? {
+            match self.wait_ready(name, &component, deadline).await? {
                 Outcome::Ready => return Ok(()),
-                Outcome::Exited if part.driver.is_some() && Instant::now() < deadline => {}
+                Outcome::Exited if component.driver.is_some() && Instant::now() < deadline => {}
                 Outcome::Exited => bail!(self.explain(name, "it exited")),
             }
         }
     }
 
     /// Removes sockets of a killed process, which would accept no connections.
-    fn clear_sockets(&self, part: &Part) {
-        for socket in part.ready.sockets() {
+    fn clear_sockets(&self, component: &Component) {
+        for socket in component.ready.sockets() {
             let _ = fs::remove_file(socket);
         }
     }
 
-    async fn wait_ready(&self, name: &str, part: &Part, deadline: Instant) -> Result<Outcome> {
+    async fn wait_ready(&self, name: &str, component: &Component, deadline: Instant) -> Result<Outcome> {
         let pid_file = self.pid_file(name);
         let process = until(PATIENCE, || Process::from_pid_file(&pid_file))
             .await
             .with_context(|| self.explain(name, "it did not start"))?;
         loop {
-            let reason = match part.ready.check().await {
+            let reason = match component.ready.check().await {
                 Ok(()) => return Ok(Outcome::Ready),
                 Err(reason) => reason,
             };
@@ -172,20 +172,20 @@ impl Run {
     }
 
     /// An error message for a component: what failed, and the end of its log.
-    pub fn explain(&self, part: &str, what: &str) -> String {
-        let log = self.log(part);
-        format!("component {part}: {what}\n--- last lines of {} ---\n{}", log.display(), tail(&log, 20))
+    pub fn explain(&self, component: &str, what: &str) -> String {
+        let log = self.log(component);
+        format!("component {component}: {what}\n--- last lines of {} ---\n{}", log.display(), tail(&log, 20))
     }
 
     /// Stops a component: SIGTERM, then SIGKILL. Does nothing if it does not run.
     pub async fn stop(&self, name: &str) -> Result<()> {
-        let part = self.part(name)?;
-        self.stop_process(name, Duration::from_secs(part.grace)).await
+        let component = self.component(name)?;
+        self.stop_process(name, Duration::from_secs(component.grace)).await
     }
 
     /// Kills a component at once, like a crash.
     pub async fn kill(&self, name: &str) -> Result<()> {
-        self.part(name)?;
+        self.component(name)?;
         self.stop_process(name, Duration::ZERO).await
     }
 
@@ -198,17 +198,17 @@ impl Run {
         }
     }
 
-    fn part(&self, name: &str) -> Result<Part> {
+    fn component(&self, name: &str) -> Result<Component> {
         let mut state = self.state()?;
-        state.parts.remove(name).with_context(|| {
-            let known: Vec<&str> = state.parts.keys().map(String::as_str).collect();
+        state.components.remove(name).with_context(|| {
+            let known: Vec<&str> = state.components.keys().map(String::as_str).collect();
             format!("the lab has no component {name:?}; it has: {}", known.join(", "))
         })
     }
 
     /// Removes the record of a stopped component.
     pub fn forget(&self, name: &str) -> Result<()> {
-        self.update(|state| state.parts.remove(name))?;
+        self.update(|state| state.components.remove(name))?;
         let _ = fs::remove_file(self.pid_file(name));
         Ok(())
     }

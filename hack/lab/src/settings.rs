@@ -5,12 +5,12 @@ use std::str::FromStr;
 use anyhow::{Context, Result};
 
 use crate::lab::Lab;
-use crate::state::Part;
+use crate::state::Component;
 
 /// One flag of one component, written `COMPONENT:FLAG[=VALUE]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
-    part: String,
+    component: String,
     flag: String,
     value: Option<String>,
 }
@@ -25,16 +25,16 @@ impl FromStr for Setting {
                  `cargo lab status` shows the components"
             )
         };
-        let (part, flag) = text.split_once(':').ok_or_else(form)?;
+        let (component, flag) = text.split_once(':').ok_or_else(form)?;
         let (flag, value) = match flag.split_once('=') {
             Some((flag, value)) => (flag, Some(value.to_owned())),
             None => (flag, None),
         };
         let flag = flag.trim_start_matches('-');
-        if part.is_empty() || flag.is_empty() {
+        if component.is_empty() || flag.is_empty() {
             return Err(form());
         }
-        Ok(Self { part: part.to_owned(), flag: flag.to_owned(), value })
+        Ok(Self { component: component.to_owned(), flag: flag.to_owned(), value })
     }
 }
 
@@ -58,21 +58,21 @@ impl Lab {
         settings: &[Setting],
         work: impl Future<Output = Result<T>>,
     ) -> Result<T> {
-        let mut names: Vec<&String> = settings.iter().map(|setting| &setting.part).collect();
+        let mut names: Vec<&String> = settings.iter().map(|setting| &setting.component).collect();
         names.sort();
         names.dedup();
-        let mut usual: Vec<(String, Part)> = Vec::new();
+        let mut usual: Vec<(String, Component)> = Vec::new();
         let changed = async {
             for name in names {
-                let part = self.run().state()?.parts.remove(name);
-                let part = part.with_context(|| {
+                let component = self.run().state()?.components.remove(name);
+                let component = component.with_context(|| {
                     format!(
                         "the lab has no component {name:?} to set flags of; `cargo lab status` shows the components"
                     )
                 })?;
-                usual.push((name.clone(), part.clone()));
-                let mut other = part;
-                for setting in settings.iter().filter(|setting| setting.part == *name) {
+                usual.push((name.clone(), component.clone()));
+                let mut other = component;
+                for setting in settings.iter().filter(|setting| setting.component == *name) {
                     setting.put(&mut other.argv);
                 }
                 self.run_as(name, other).await?;
@@ -80,15 +80,15 @@ impl Lab {
             work.await
         };
         let outcome = changed.await;
-        for (name, part) in usual {
-            self.run_as(&name, part).await?;
+        for (name, component) in usual {
+            self.run_as(&name, component).await?;
         }
         outcome
     }
 
-    async fn run_as(&self, name: &str, part: Part) -> Result<()> {
+    async fn run_as(&self, name: &str, component: Component) -> Result<()> {
         self.stop(name).await?;
-        self.run().record(name, part)?;
+        self.run().record(name, component)?;
         self.start(name).await.with_context(|| format!("{name} does not start with the changed flags"))
     }
 }

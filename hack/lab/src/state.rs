@@ -23,7 +23,7 @@ pub struct State {
     /// Whether `up` completed.
     pub complete: bool,
     /// The processes on this host, by name.
-    pub parts: BTreeMap<String, Part>,
+    pub components: BTreeMap<String, Component>,
     /// The management cluster.
     pub management: Option<Cluster>,
     /// The guest clusters, by name.
@@ -31,14 +31,14 @@ pub struct State {
     /// The storage infra.
     pub infra: Option<Infra>,
     /// The virtual machines.
-    pub vms: BTreeMap<String, Vm>,
+    pub vms: BTreeMap<String, VmRecord>,
     /// Loop and simulated nodes.
     pub loop_nodes: BTreeMap<String, LoopNodeRecord>,
 }
 
 /// A process of the run, with everything needed to start it again.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Part {
+pub struct Component {
     /// Program and arguments.
     pub argv: Vec<String>,
     /// Environment in addition to the lab's own.
@@ -105,7 +105,7 @@ pub struct Infra {
 
 /// A libvirt VM.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Vm {
+pub struct VmRecord {
     /// The guest cluster whose node it is.
     pub guest: String,
     /// UUID of the domain, and in its DMI data.

@@ -8,16 +8,17 @@ use kube::Api;
 use crate::kubeconfig;
 use crate::process::{Process, boot_id};
 use crate::run::Run;
-use crate::state::{Part, State, Vm};
+use crate::state::{Component, State, VmRecord};
 use crate::ui::{say, table};
 use crate::vm;
 
 /// Prints every component, and returns whether all are ready.
 pub async fn status(run: &Run) -> Result<bool> {
     let state = run.state()?;
-    let parts = join_all(state.parts.iter().map(|(name, part)| part_row(run, name, part))).await;
+    let components =
+        join_all(state.components.iter().map(|(name, component)| part_row(run, name, component))).await;
     let vms = join_all(state.vms.iter().map(|(name, machine)| vm_row(run, &state, name, machine))).await;
-    let rows: Vec<Row> = parts.into_iter().chain(vms).collect();
+    let rows: Vec<Row> = components.into_iter().chain(vms).collect();
     let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
     for line in table(&["COMPONENT", "STATE", "PID", "ADDRESS"], &cells) {
         say(line);
@@ -60,11 +61,11 @@ fn not_ready(reason: &str) -> String {
     format!("NOT READY: {line}")
 }
 
-async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
+async fn part_row(run: &Run, name: &str, component: &Component) -> Row {
     let process = run.process(name).filter(Process::alive);
     let state = match process {
         None => "DEAD".to_owned(),
-        Some(_) => match part.ready.check().await {
+        Some(_) => match component.ready.check().await {
             Ok(()) => "ready".to_owned(),
             Err(reason) => not_ready(&reason),
         },
@@ -73,11 +74,11 @@ async fn part_row(run: &Run, name: &str, part: &Part) -> Row {
         name: name.to_owned(),
         state,
         pid: process.map(|process| process.pid),
-        address: part.ready.address(),
+        address: component.ready.address(),
     }
 }
 
-async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
+async fn vm_row(run: &Run, state: &State, name: &str, machine: &VmRecord) -> Row {
     let process = vm::process(run, name, machine);
     let health = match process {
         None => "DEAD".to_owned(),
@@ -92,7 +93,7 @@ async fn vm_row(run: &Run, state: &State, name: &str, machine: &Vm) -> Row {
     Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), address }
 }
 
-async fn node_state(state: &State, name: &str, machine: &Vm) -> Result<String> {
+async fn node_state(state: &State, name: &str, machine: &VmRecord) -> Result<String> {
     let Some(guest) = state.guests.get(&machine.guest) else {
         return Ok("NOT READY: no guest cluster".to_owned());
     };

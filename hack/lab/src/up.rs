@@ -9,10 +9,10 @@ use crate::cache::{self, BaseImage};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::process::boot_id;
 use crate::run::{Run, lock};
-use crate::state::{Guest, State, Vm};
+use crate::state::{Guest, State, VmRecord};
 use crate::ui::Ui;
 use crate::vm::{self, libvirtd};
-use crate::{drivers, infra, kubeconfig, machines};
+use crate::{drivers, infra, kubeconfig, virtual_machines};
 
 /// The guest that all VMs belong to.
 const VM_GUEST: &str = "g1";
@@ -79,7 +79,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     let guests: Vec<PlannedGuest> =
         (1..=options.guests).map(|number| plan_guest(run, options, number)).collect::<Result<_>>()?;
     let accelerator = vm::accelerator(&built.image).await;
-    let vms: Vec<(String, Vm)> = (1..=options.vms)
+    let vms: Vec<(String, VmRecord)> = (1..=options.vms)
         .zip(infra::ZONES.iter().cycle())
         .map(|(number, zone)| (format!("vm-{number}"), zone))
         .map(|(name, zone)| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, zone, accelerator)?)))
@@ -145,7 +145,7 @@ async fn start_infra(
     run: &Run,
     built: &Built,
     guests: &[PlannedGuest],
-    vms: &[(String, Vm)],
+    vms: &[(String, VmRecord)],
 ) -> Result<()> {
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
@@ -193,7 +193,7 @@ async fn start_system(
     replicas: u32,
     management: &ControlPlane,
     guests: &[PlannedGuest],
-    vms: &[(String, Vm)],
+    vms: &[(String, VmRecord)],
 ) -> Result<()> {
     let step = ui.step("drivers and sidecars");
     for guest in guests {
@@ -205,7 +205,7 @@ async fn start_system(
     let machines = async {
         for (name, machine) in vms {
             let namespace = &planned(guests, &machine.guest)?.guest.namespace;
-            machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+            virtual_machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
             infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
         }
         Ok(())
@@ -222,7 +222,7 @@ async fn start_system(
     Ok(())
 }
 
-async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, Vm)]) -> Result<()> {
+async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, VmRecord)]) -> Result<()> {
     let joins = vms.iter().map(|(name, machine)| async move {
         let step = ui.step(format!("{name} is a ready node with gc-csi-node"));
         let client = kubeconfig::client(&planned(guests, &machine.guest)?.plane.cluster.kubeconfig).await?;

@@ -1,7 +1,7 @@
 //! Scenario: the clients of one test, its unique names, and a record of the objects it created.
 
-mod cleaning;
-mod left;
+mod cleanup;
+mod leftovers;
 mod objects;
 
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::json;
 
 use crate::driver::{self, Driver};
-use crate::place::Place;
+use crate::own_namespace::OwnNamespace;
 use crate::pools::OwnPool;
 use crate::unique;
 
@@ -64,21 +64,21 @@ pub(crate) struct Made {
     quotas: BTreeSet<String>,
     pub(crate) pool_labels: Vec<(PoolName, String)>,
     stopped: BTreeSet<String>,
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<OwnNamespace>,
     pub(crate) machines: Vec<uuid::Uuid>,
 }
 
 /// A paused process (SIGSTOP) that continues when this is dropped.
-pub struct Frozen(Pid);
+pub struct PausedProcess(Pid);
 
-impl Frozen {
+impl PausedProcess {
     pub(crate) fn stop(pid: Pid) -> Result<Self> {
         kill_process(pid, Signal::STOP)?;
         Ok(Self(pid))
     }
 }
 
-impl Drop for Frozen {
+impl Drop for PausedProcess {
     fn drop(&mut self) {
         let _ = kill_process(self.0, Signal::CONT);
     }
@@ -177,26 +177,26 @@ impl Scenario {
     }
 
     /// Stops a component of the lab with SIGTERM. It is started again when the scenario ends, at the latest.
-    pub async fn stop_part(&self, part: &str) -> Result<()> {
-        self.made().stopped.insert(part.to_owned());
-        self.lab.stop(part).await
+    pub async fn stop_component(&self, component: &str) -> Result<()> {
+        self.made().stopped.insert(component.to_owned());
+        self.lab.stop(component).await
     }
 
     /// Kills a component of the lab, like a crash. It is started again when the scenario ends, at the latest.
-    pub async fn kill_part(&self, part: &str) -> Result<()> {
-        self.made().stopped.insert(part.to_owned());
-        self.lab.kill(part).await
+    pub async fn kill_component(&self, component: &str) -> Result<()> {
+        self.made().stopped.insert(component.to_owned());
+        self.lab.kill(component).await
     }
 
     /// Pauses a component of the lab (SIGSTOP) until the result is dropped.
-    pub fn freeze_part(&self, part: &str) -> Result<Frozen> {
-        let pid = self.lab.pid(part).and_then(Pid::from_raw);
-        Frozen::stop(pid.with_context(|| format!("{part} is not running"))?)
+    pub fn pause_component(&self, component: &str) -> Result<PausedProcess> {
+        let pid = self.lab.pid(component).and_then(Pid::from_raw);
+        PausedProcess::stop(pid.with_context(|| format!("{component} is not running"))?)
     }
 
     /// Starts a component of the lab again, and the sidecars that exited with it.
-    pub async fn start_part(&self, part: &str) -> Result<()> {
-        self.lab.start(part).await
+    pub async fn start_component(&self, component: &str) -> Result<()> {
+        self.lab.start(component).await
     }
 
     pub(crate) fn new_guest_class(&self) -> String {

@@ -8,10 +8,10 @@ use csi::proto::CreateVolumeRequest;
 use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use tests::driver::new_volume;
-use tests::link::Link;
 use tests::program::{Controller, Running, binary};
 use tests::records::{Records, Writer};
-use tests::{Frozen, MIB, PATIENCE, Scenario, eventually};
+use tests::tcp_proxy::TcpProxy;
+use tests::{MIB, PATIENCE, PausedProcess, Scenario, eventually};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 
@@ -53,7 +53,7 @@ where
 
 /// A controller behind a proxy with pending work: a disk to detach, a volume to attach, and a volume to create.
 pub(super) struct Busy {
-    pub(super) link: Link,
+    pub(super) link: TcpProxy,
     pub(super) beyond: Controller,
     pub(super) node: LoopNode,
     pub(super) used: String,
@@ -64,7 +64,7 @@ pub(super) struct Busy {
 impl Busy {
     /// Starts the controller behind an open proxy, and a background writer on the attached disk.
     pub(super) async fn beneath_link(s: &Scenario) -> Result<(Self, Writer)> {
-        let (link, beyond) = Link::beneath_controller(s).await?;
+        let (link, beyond) = TcpProxy::with_controller(s).await?;
         let (node, used, free) = (s.node().await?, s.volume().await?, s.volume().await?);
         let disk = beyond.driver.publish(&used, &node.name).await?;
         let writer = write_to(&node, &disk)?;
@@ -92,8 +92,8 @@ pub(super) async fn under_way(
     beyond: &Controller,
     node: &LoopNode,
     handle: &str,
-) -> Result<(Frozen, JoinHandle<Result<String, Status>>)> {
-    let frozen = s.freeze_part("vm-operator-shim")?;
+) -> Result<(PausedProcess, JoinHandle<Result<String, Status>>)> {
+    let frozen = s.pause_component("vm-operator-shim")?;
     let (driver, claim, machine) = (beyond.driver.clone(), handle.to_owned(), node.name.clone());
     let waiting = tokio::spawn(async move { driver.publish_within(&claim, &machine, LONG).await });
     entered(s, node, handle, true).await?;
@@ -121,7 +121,7 @@ where
 /// Starts a background writer on a node's disk.
 pub(super) fn write_to(node: &LoopNode, disk: &str) -> Result<Writer> {
     let [link, ..] = names::disk_by_id(disk);
-    Ok(Records::begin(&node.by_id_dir.join(link), 1 << 20)?.keep_appending())
+    Ok(Records::begin(&node.by_id_dir.join(link), 1 << 20)?.append_in_background())
 }
 
 /// Stops a writer that must not have failed.
@@ -208,7 +208,7 @@ fn done(entries: &[Entry], node: &LoopNode, is_done: impl Fn(u16) -> bool) -> Ve
 }
 
 /// Starts a second mgmt-csi in place of the lab's, with the storage infra behind a proxy.
-pub(super) async fn mgmt_csi(s: &Scenario, link: &Link) -> Result<Running> {
+pub(super) async fn mgmt_csi(s: &Scenario, link: &TcpProxy) -> Result<Running> {
     let state = s.lab.state();
     let infra = state.infra.as_ref().context("the lab has no storage infra")?;
     let management = state.management.as_ref().context("the lab has no management cluster")?;

@@ -34,13 +34,13 @@ impl Faults {
     fn draw(&self) -> Result<(Duration, &'static str, Fault)> {
         let mut random = self.random.lock().map_err(|_| anyhow::anyhow!("poisoned"))?;
         let pause = Duration::from_millis(random.u64(500..6000));
-        let part = PARTS[random.usize(..PARTS.len())];
+        let component = PARTS[random.usize(..PARTS.len())];
         let fault = match random.u8(..4) {
             0 | 1 => Fault::Crash,
             2 => Fault::Outage(random.u64(1..6)),
             _ => Fault::Pause(random.u64(1..8)),
         };
-        Ok((pause, part, fault))
+        Ok((pause, component, fault))
     }
 
     /// Injects faults until `until`, with all components running at the end. Returns the number of faults.
@@ -48,25 +48,25 @@ impl Faults {
         let s = &self.scenario;
         let mut faults = 0;
         loop {
-            let (pause, part, fault) = self.draw()?;
+            let (pause, component, fault) = self.draw()?;
             tokio::time::sleep(pause).await;
             if Instant::now() >= until {
                 return Ok(faults);
             }
             faults += 1;
-            let why = || format!("{part} {fault:?}");
+            let why = || format!("{component} {fault:?}");
             match fault {
                 Fault::Crash => {
-                    s.kill_part(part).await.with_context(why)?;
-                    s.start_part(part).await.with_context(why)?;
+                    s.kill_component(component).await.with_context(why)?;
+                    s.start_component(component).await.with_context(why)?;
                 }
                 Fault::Outage(seconds) => {
-                    s.kill_part(part).await.with_context(why)?;
+                    s.kill_component(component).await.with_context(why)?;
                     tokio::time::sleep(Duration::from_secs(seconds)).await;
-                    s.start_part(part).await.with_context(why)?;
+                    s.start_component(component).await.with_context(why)?;
                 }
                 Fault::Pause(seconds) => {
-                    let frozen = s.freeze_part(part).with_context(why)?;
+                    let frozen = s.pause_component(component).with_context(why)?;
                     tokio::time::sleep(Duration::from_secs(seconds)).await;
                     drop(frozen);
                 }

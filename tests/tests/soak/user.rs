@@ -105,7 +105,8 @@ impl User {
             }
             Operation::Attach { volume, machine } => {
                 let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
-                let disk = self.insist(|driver| async move { driver.publish(handle, node).await }).await?;
+                let disk =
+                    self.call_until_final(|driver| async move { driver.publish(handle, node).await }).await?;
                 self.disks.insert(volume, bytes::device(&self.machines[machine], &disk));
                 self.move_records(volume).await?;
                 "attach"
@@ -113,7 +114,7 @@ impl User {
             Operation::Contend { volume, machine } => {
                 let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
                 let refused = self
-                    .insist(|driver| async move {
+                    .call_until_final(|driver| async move {
                         match driver.publish(handle, node).await {
                             Err(status) if status.code() == Code::FailedPrecondition => Ok(Err(status)),
                             answer => answer.map(Ok),
@@ -126,7 +127,7 @@ impl User {
                     refused.message().contains(first.as_str()),
                     "the error does not name the other VM: {refused}"
                 );
-                self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
+                self.call_until_final(|driver| async move { driver.unpublish(handle, node).await }).await?;
                 "contend"
             }
             Operation::Write { volume, records } => {
@@ -143,7 +144,9 @@ impl User {
             Operation::Verify { .. } => "verify",
             Operation::Expand { volume, mib } => {
                 let handle = self.handle(volume);
-                let has = self.insist(|driver| async move { driver.expand(handle, mib * MIB).await }).await?;
+                let has = self
+                    .call_until_final(|driver| async move { driver.expand(handle, mib * MIB).await })
+                    .await?;
                 ensure!(has == mib * MIB, "{has} bytes");
                 "expand"
             }
@@ -152,18 +155,18 @@ impl User {
                 // Closes the disk before the detach.
                 self.move_records(volume).await?;
                 let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
-                self.insist(|driver| async move { driver.unpublish(handle, node).await }).await?;
+                self.call_until_final(|driver| async move { driver.unpublish(handle, node).await }).await?;
                 "detach"
             }
             Operation::Delete { volume } => {
                 let handle = self.handle(volume);
-                self.insist(|driver| async move { driver.delete(handle).await }).await?;
+                self.call_until_final(|driver| async move { driver.delete(handle).await }).await?;
                 "delete"
             }
             Operation::Snapshot { snapshot, volume } => {
                 let (name, of) = (&*self.csi_name(snapshot), self.handle(volume));
                 let made = self
-                    .insist(|driver| async move {
+                    .call_until_final(|driver| async move {
                         match driver.snapshot(name, of, "nestor").await {
                             Ok(made) if !made.ready_to_use => Err(Status::unavailable("not ready to use")),
                             answer => answer,
@@ -175,7 +178,7 @@ impl User {
             }
             Operation::DeleteSnapshot { snapshot } => {
                 let handle = self.handle(snapshot);
-                self.insist(|driver| async move { driver.delete_snapshot(handle).await }).await?;
+                self.call_until_final(|driver| async move { driver.delete_snapshot(handle).await }).await?;
                 "delete snapshot"
             }
         })
@@ -184,7 +187,8 @@ impl User {
     async fn make(&mut self, volume: Number, request: csi::proto::CreateVolumeRequest) -> Result<()> {
         let requested = request.capacity_range.unwrap_or_default().required_bytes;
         let request = &request;
-        let made = self.insist(|driver| async move { driver.create(request.clone()).await }).await?;
+        let made =
+            self.call_until_final(|driver| async move { driver.create(request.clone()).await }).await?;
         ensure!(made.capacity_bytes == requested, "{made:?}");
         self.handles.insert(volume, made.volume_id);
         Ok(())
@@ -192,7 +196,7 @@ impl User {
 
     /// Calls the driver until the status is final, like a sidecar: retries while the operation may be running or the driver
     /// does not respond.
-    async fn insist<T, Answer>(&self, call: impl Fn(Driver) -> Answer) -> Result<T>
+    async fn call_until_final<T, Answer>(&self, call: impl Fn(Driver) -> Answer) -> Result<T>
     where
         Answer: Future<Output = Result<T, Status>>,
     {

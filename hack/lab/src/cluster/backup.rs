@@ -45,8 +45,8 @@ impl Lab {
 
     /// Restores a backup. Restarts only the control plane.
     pub async fn restore_management(&self, backup: &Backup, revisions: Revisions) -> Result<()> {
-        for part in [CONTROLLERS, API_SERVER] {
-            self.stop(part).await?;
+        for component in [CONTROLLERS, API_SERVER] {
+            self.stop(component).await?;
         }
         // No client can write any more.
         let last = self.revision().await?;
@@ -73,8 +73,8 @@ impl Lab {
             "snapshot-controller" => name.starts_with("mgmt-"),
             _ => false,
         };
-        for (name, part) in self.run().state()?.parts {
-            let program = part.argv.first().and_then(|path| path.rsplit('/').next()).unwrap_or_default();
+        for (name, component) in self.run().state()?.components {
+            let program = component.argv.first().and_then(|path| path.rsplit('/').next()).unwrap_or_default();
             if watches(&name, program) {
                 self.restart(&name).await?;
             }
@@ -94,8 +94,8 @@ impl Lab {
 
     /// Calls etcd's v3 API with JSON.
     async fn etcd(&self, call: &str, request: &Value) -> Result<Value> {
-        let part = self.state().parts.get(ETCD).context("the lab has no etcd")?;
-        let url = format!("{}/v3/{call}", part.http.as_deref().context("etcd has no address")?);
+        let component = self.state().components.get(ETCD).context("the lab has no etcd")?;
+        let url = format!("{}/v3/{call}", component.http.as_deref().context("etcd has no address")?);
         let client = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(30)).build()?;
         let answer = client.post(&url).body(request.to_string()).send().await?;
         let text = answer.error_for_status()?.text().await?;

@@ -10,7 +10,7 @@ use crate::pki::{self, Authority};
 use crate::ports;
 use crate::ready::Ready;
 use crate::run::Run;
-use crate::state::{Cluster, Part};
+use crate::state::{Cluster, Component};
 
 /// The host's loopback address as a VM with user-mode networking reaches it.
 pub const SERVER_ADDRESS_FROM_VM: &str = "10.0.2.2";
@@ -136,10 +136,10 @@ impl ControlPlane {
         self.dir.join(name).display().to_string()
     }
 
-    fn etcd_part(&self, tools: &Path) -> Part {
+    fn etcd_part(&self, tools: &Path) -> Component {
         let client = format!("http://127.0.0.1:{}", self.etcd);
         let peer = format!("http://127.0.0.1:{}", self.etcd_peer);
-        Part {
+        Component {
             argv: argv(
                 tools,
                 "server",
@@ -166,7 +166,7 @@ impl ControlPlane {
         }
     }
 
-    fn apiserver_part(&self, tools: &Path) -> Result<Part> {
+    fn apiserver_part(&self, tools: &Path) -> Result<Component> {
         let mut flags = vec![
             ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
             ("bind-address", "127.0.0.1".into()),
@@ -201,7 +201,7 @@ impl ControlPlane {
             ("audit-log-mode", "blocking".into()),
             ("audit-log-maxsize", "4096".into()),
         ]);
-        Ok(Part {
+        Ok(Component {
             argv: argv(tools, "kube-apiserver", &flags),
             env: Default::default(),
             ready: Ready::https(self.api, "/readyz", &self.cluster.ca),
@@ -211,9 +211,9 @@ impl ControlPlane {
         })
     }
 
-    fn controllers_part(&self, tools: &Path) -> Part {
+    fn controllers_part(&self, tools: &Path) -> Component {
         let kubeconfig = self.file("kube-controller-manager.kubeconfig");
-        Part {
+        Component {
             argv: argv(
                 tools,
                 "kube-controller-manager",
@@ -241,9 +241,9 @@ impl ControlPlane {
         }
     }
 
-    fn scheduler_part(&self, tools: &Path, port: u16) -> Part {
+    fn scheduler_part(&self, tools: &Path, port: u16) -> Component {
         let kubeconfig = self.file("kube-scheduler.kubeconfig");
-        Part {
+        Component {
             argv: argv(
                 tools,
                 "kube-scheduler",

@@ -59,8 +59,8 @@ async fn prepare_parts(
 ) -> Result<()> {
     let accounts = SIDECAR_ACCOUNTS.replace("${NAMESPACE}", namespace);
     apply(client, "shared/sidecars.yaml", &accounts).await?;
-    for part in own.iter().chain(&SIDECARS) {
-        token_kubeconfig(client, cluster, namespace, part).await?;
+    for component in own.iter().chain(&SIDECARS) {
+        token_kubeconfig(client, cluster, namespace, component).await?;
     }
     Ok(())
 }

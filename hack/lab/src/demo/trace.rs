@@ -12,7 +12,7 @@ use kube::api::{Api, ListParams};
 use kube::{Client, ResourceExt};
 
 use crate::lab::Lab;
-use crate::machines;
+use crate::virtual_machines;
 use crate::wait::eventually;
 
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -75,7 +75,7 @@ impl Tracer {
         Ok(Self {
             lab: lab.clone(),
             guest: guest.clone(),
-            machines: machines::api(&management, &namespace).await?,
+            machines: virtual_machines::api(&management, &namespace).await?,
             management,
             infra: lab.infra()?,
             namespace,

@@ -13,7 +13,7 @@ use crate::cache;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
 use crate::run::Run;
-use crate::state::Part;
+use crate::state::Component;
 use crate::ui::Ui;
 
 /// Folders of the host, and the folders of the run that hide them.
@@ -78,7 +78,7 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         .push_str("exec libvirtd --config /etc/libvirt/libvirtd.conf --pid-file /run/libvirt/libvirtd.pid\n");
     // Pools that are mounted later must appear inside; mounts inside must not appear outside.
     let argv = ["unshare", "--mount", "--propagation", "slave", "/bin/sh", "-c", &script];
-    let part = Part {
+    let component = Component {
         argv: argv.map(ToOwned::to_owned).to_vec(),
         env: Default::default(),
         ready: Ready::Socket(socket(run)),
@@ -86,7 +86,7 @@ pub async fn start(ui: &Ui, run: &Run) -> Result<()> {
         grace: 10,
         driver: None,
     };
-    run.launch("libvirtd", part).await?;
+    run.launch("libvirtd", component).await?;
     // The socket exists before the drivers are loaded; a connection waits for them.
     run_helper(&mut command("virsh", ["--connect", &uri(run), "version"]))
         .await

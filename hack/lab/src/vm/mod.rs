@@ -19,7 +19,7 @@ use crate::pki::write_private;
 use crate::ports;
 use crate::process::{Process, command, run as run_helper};
 use crate::run::Run;
-use crate::state::Vm;
+use crate::state::VmRecord;
 
 const DOMAIN: &str = include_str!("../../image/domain.xml");
 const KUBELET: &str = include_str!("../../image/kubelet.yaml");
@@ -53,8 +53,8 @@ pub async fn accelerator(image: &BaseImage) -> &'static str {
 }
 
 /// Allocates the identity and port of a VM and records them in the state.
-pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<Vm> {
-    let vm = Vm {
+pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -> Result<VmRecord> {
+    let vm = VmRecord {
         guest: guest.to_owned(),
         uuid: Uuid::new_v4().to_string(),
         zone: zone.to_owned(),
@@ -69,7 +69,7 @@ pub fn plan(run: &Run, name: &str, guest: &str, zone: &str, accelerator: &str) -
 pub async fn boot(
     run: &Run,
     name: &str,
-    vm: &Vm,
+    vm: &VmRecord,
     image: &BaseImage,
     kubelet: &KubeletFiles,
     plugin: &Path,
@@ -125,7 +125,7 @@ pub async fn virsh<'a>(run: &Run, args: impl IntoIterator<Item = &'a str>) -> Re
 }
 
 /// The QEMU process of a VM, from libvirt's PID file.
-pub(crate) fn process(run: &Run, name: &str, vm: &Vm) -> Option<Process> {
+pub(crate) fn process(run: &Run, name: &str, vm: &VmRecord) -> Option<Process> {
     let file = libvirtd::folder(run).join("run/qemu").join(format!("{name}.pid"));
     let process = Process::current(fs::read_to_string(file).ok()?.trim().parse().ok()?)?;
     // The PID file may be stale and the PID reused: the command line must contain the VM's UUID.
@@ -137,7 +137,7 @@ pub(crate) fn process(run: &Run, name: &str, vm: &Vm) -> Option<Process> {
 async fn config_disk(
     dir: &Path,
     name: &str,
-    vm: &Vm,
+    vm: &VmRecord,
     kubelet: &KubeletFiles,
     plugin: &Path,
 ) -> Result<PathBuf> {

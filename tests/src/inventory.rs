@@ -14,9 +14,9 @@ use crate::{PATIENCE, Scenario, eventually};
 
 /// Sorted lines; a duplicate object has two equal lines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Facts(Vec<String>);
+pub struct Inventory(Vec<String>);
 
-impl Facts {
+impl Inventory {
     /// What exists for a detached volume of `bytes` bytes, by the name of its management claim.
     pub fn of_volume(claim: &str, bytes: u64) -> Self {
         Self::new(vec![
@@ -299,7 +299,7 @@ mod tests {
 
     #[test]
     fn missing_and_duplicate_objects_are_reported() {
-        let facts = |all: &[&str]| Facts::new(all.iter().map(|fact| (*fact).to_owned()).collect());
+        let facts = |all: &[&str]| Inventory::new(all.iter().map(|fact| (*fact).to_owned()).collect());
         let expected = facts(&["a"]).and(facts(&["c", "b"]));
         assert!(expected.compare(&facts(&["c", "b", "a"])).is_ok());
         let difference = expected.compare(&facts(&["a", "a", "b"])).unwrap_err();

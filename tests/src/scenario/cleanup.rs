@@ -28,8 +28,8 @@ impl Scenario {
 
     pub(super) async fn clean_up(&self) -> Result<()> {
         let stopped = std::mem::take(&mut self.made().stopped);
-        for part in stopped {
-            self.start_part(&part).await?;
+        for component in stopped {
+            self.start_component(&component).await?;
         }
         self.show_pools()?;
         self.clean_places().await?;
@@ -76,7 +76,7 @@ impl Scenario {
             delete(&Api::<VolumeAttributesClass>::all(self.guest.clone()), &class).await?;
             delete(&Api::<VolumeAttributesClass>::all(self.management.clone()), &class).await?;
         }
-        self.nothing_is_left().await?;
+        self.no_leftovers().await?;
         self.clean_pools().await
     }
 
@@ -96,9 +96,9 @@ impl Scenario {
     }
 
     async fn clean_orders(&self) -> Result<()> {
-        self.orders().clean().await?;
+        self.k8s_attachments().clean().await?;
         if self.made().second_guest_volumes {
-            self.second_guest().await?.orders().clean().await?;
+            self.second_guest().await?.k8s_attachments().clean().await?;
         }
         Ok(())
     }
@@ -160,7 +160,7 @@ impl Scenario {
                 })
                 .await?;
             }
-            self.nothing_is_attached(&node).await?;
+            self.no_attachments(&node).await?;
             self.lab.remove_loop_node(&node.name).await?;
         }
         Ok(())

@@ -47,20 +47,20 @@ struct Carried {
 }
 
 /// A proxy to a server. It starts open; when this is dropped, it stops listening.
-pub struct Link {
+pub struct TcpProxy {
     address: SocketAddr,
     state: Arc<Sender<State>>,
     carried: Arc<Carried>,
     carrying: JoinHandle<()>,
 }
 
-impl Drop for Link {
+impl Drop for TcpProxy {
     fn drop(&mut self) {
         self.carrying.abort();
     }
 }
 
-impl Link {
+impl TcpProxy {
     /// Starts a proxy to a server with this URL, `https://127.0.0.1:PORT`.
     pub async fn to(server: &str) -> Result<Self> {
         let target = server.trim_start_matches("https://").parse();
@@ -87,7 +87,7 @@ impl Link {
     }
 
     /// Starts a proxy to the management cluster's API server, and a second controller of the first guest behind it.
-    pub async fn beneath_controller(s: &Scenario) -> Result<(Self, Controller)> {
+    pub async fn with_controller(s: &Scenario) -> Result<(Self, Controller)> {
         let management = s.lab.state().management.as_ref().context("the lab has no management cluster")?;
         let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
         let link = Self::to(&management.server).await?;
@@ -115,7 +115,7 @@ impl Link {
     }
 
     /// Breaks off the next response in the middle and resets its connection; then the proxy is open again.
-    pub fn reset_next_answer(&self) {
+    pub fn reset_next_response(&self) {
         self.state.send_replace(State::Resetting);
     }
 
@@ -126,7 +126,7 @@ impl Link {
     }
 
     /// Waits until a connection was lost since [`Self::lose_watches`].
-    pub async fn has_lost_watches(&self) -> Result<()> {
+    pub async fn watches_lost(&self) -> Result<()> {
         eventually("a watch is lost", PATIENCE, || async {
             let lost = self.carried.lost.load(Ordering::SeqCst);
             Ok(if lost > 0 { Ok(()) } else { Err("no watch is lost yet".to_owned()) })
@@ -135,7 +135,7 @@ impl Link {
     }
 
     /// Waits until the server sends no more responses or events.
-    pub async fn is_quiet(&self) -> Result<()> {
+    pub async fn wait_until_idle(&self) -> Result<()> {
         eventually("no more data through the proxy", PATIENCE, || async {
             let since = self.carried.told.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
             Ok(if since > QUIET { Ok(()) } else { Err(format!("last data {since:?} ago")) })

@@ -66,13 +66,13 @@ fn domain(machine: &LoopNode, floppy: &Path) -> String {
 }
 
 /// The VM.
-pub struct Writer<'a> {
+pub struct WriterVm<'a> {
     s: &'a Scenario,
     name: String,
     _folder: tempfile::TempDir,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> WriterVm<'a> {
     /// Creates the VM on a node of the scenario. It is paused until [`Self::go`].
     pub async fn create(s: &'a Scenario, machine: &LoopNode) -> Result<Self> {
         let folder = tempfile::tempdir()?;

@@ -12,12 +12,12 @@ use crate::scenario::{delete, gone};
 use crate::{PATIENCE, eventually, unique};
 
 /// The storage.k8s.io/VolumeAttachments of one test in one guest.
-pub struct Orders {
+pub struct K8sAttachments {
     api: Api<VolumeAttachment>,
     test: String,
 }
 
-impl Orders {
+impl K8sAttachments {
     pub(crate) fn new(client: &Client, test: &str) -> Self {
         Self { api: Api::all(client.clone()), test: test.to_owned() }
     }

@@ -9,7 +9,7 @@ use super::{Scenario, gone};
 
 impl Scenario {
     /// Waits until a node has no attachments in the management cluster and the storage infra.
-    pub async fn nothing_is_attached(&self, node: &LoopNode) -> Result<()> {
+    pub async fn no_attachments(&self, node: &LoopNode) -> Result<()> {
         let uuid = node.uuid.to_string();
         gone(&format!("VolumeAttachments of {}", node.name), || async {
             let list = self.attachments().list(&ListParams::default()).await?;
@@ -30,7 +30,7 @@ impl Scenario {
     }
 
     /// Waits until both tiers and the storage infra hold nothing of the scenario's volumes.
-    pub async fn nothing_is_left(&self) -> Result<()> {
+    pub async fn no_leftovers(&self) -> Result<()> {
         let (claims, volumes) = {
             let made = self.made();
             (made.claims.clone(), made.volumes.clone())

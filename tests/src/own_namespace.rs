@@ -12,7 +12,7 @@ use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind,
 use kube::{Client, ResourceExt};
 use lab::cluster::{MANAGEMENT_NAMESPACE, prepare_guest_namespace};
 use lab::state::Guest;
-use lab::{LoopNode, infra, machines};
+use lab::{LoopNode, infra, virtual_machines};
 use serde_json::json;
 use uuid::Uuid;
 
@@ -23,7 +23,7 @@ use crate::{MIB, PATIENCE, Scenario, eventually, unique};
 
 /// A namespace of the management cluster that belongs to one scenario.
 #[derive(Clone)]
-pub struct Place {
+pub struct OwnNamespace {
     client: Client,
     /// Its name.
     pub namespace: String,
@@ -37,13 +37,13 @@ pub struct Tenant {
     pub cluster_id: String,
     /// The kubeconfig of its account in the management cluster.
     pub kubeconfig: PathBuf,
-    place: Place,
+    place: OwnNamespace,
 }
 
 impl Scenario {
     /// Creates a management namespace for the scenario; it is removed with its content when the scenario ends.
-    pub async fn place(&self) -> Result<Place> {
-        let place = Place { client: self.management.clone(), namespace: unique(&self.name) };
+    pub async fn own_namespace(&self) -> Result<OwnNamespace> {
+        let place = OwnNamespace { client: self.management.clone(), namespace: unique(&self.name) };
         self.made().places.push(place.clone());
         let namespace = serde_json::from_value(json!({"metadata": {"name": place.namespace}}))?;
         Api::<Namespace>::all(place.client.clone()).create(&PostParams::default(), &namespace).await?;
@@ -51,7 +51,7 @@ impl Scenario {
     }
 
     /// Creates a guest in the namespace, with the rights of any guest.
-    pub async fn tenant(&self, place: &Place) -> Result<Tenant> {
+    pub async fn tenant(&self, place: &OwnNamespace) -> Result<Tenant> {
         let state = self.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
         let like = state.guests.get(GUEST).context("the lab has no such guest")?;
@@ -65,11 +65,11 @@ impl Scenario {
     }
 
     /// Creates a loop node in the namespace.
-    pub async fn machine_at(&self, place: &Place) -> Result<LoopNode> {
+    pub async fn node_in(&self, place: &OwnNamespace) -> Result<LoopNode> {
         let record = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let (name, uuid, zone) = (unique("loop"), Uuid::new_v4(), infra::ZONES[0]);
         self.made().machines.push(uuid);
-        machines::create(&place.client, &place.namespace, &name, &uuid.to_string(), zone).await?;
+        virtual_machines::create(&place.client, &place.namespace, &name, &uuid.to_string(), zone).await?;
         infra::register_node(record, &name, &uuid.to_string(), zone, infra::LOOP).await?;
         let by_id_dir = record.loop_root.join(uuid.to_string());
         Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })
@@ -107,7 +107,7 @@ impl Scenario {
     }
 }
 
-impl Place {
+impl OwnNamespace {
     /// Claims in the namespace.
     pub fn claims(&self) -> Api<PersistentVolumeClaim> {
         Api::namespaced(self.client.clone(), &self.namespace)

@@ -4,15 +4,13 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use crds::VolumeAttachment;
 use infra_api::{Node, NodeState};
-use k8s_openapi::api::core::v1::ObjectReference;
 use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{CheckError, Repair, TIMEOUT};
-use crate::volume_attachment::{Shared, vm_owner};
+use crate::volume_attachment::{Shared, vm_reference};
 
 /// Last reported state of each VM.
 #[derive(Debug, Default)]
@@ -31,12 +29,11 @@ impl Repair {
     /// Reports the state of a node that changed, if its VM has disks of this driver.
     pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
         let text = node.to_string();
-        let Some(infra_attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text)
-        else {
+        let Some(attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text) else {
             return Ok(NextAction::AwaitChange);
         };
         let (Some(vm), Some(found)) =
-            (reference(&infra_attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
+            (vm_reference(&attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
         else {
             return Ok(NextAction::AwaitChange);
         };
@@ -49,19 +46,6 @@ impl Repair {
         }
         Ok(NextAction::AwaitChange)
     }
-}
-
-/// Object reference to the VirtualMachine of a VolumeAttachment.
-fn reference(infra_attachment: &VolumeAttachment) -> Option<ObjectReference> {
-    let owner = vm_owner(infra_attachment)?;
-    Some(ObjectReference {
-        api_version: Some(owner.api_version.clone()),
-        kind: Some(owner.kind.clone()),
-        name: Some(owner.name.clone()),
-        namespace: infra_attachment.metadata.namespace.clone(),
-        uid: Some(owner.uid.clone()),
-        ..Default::default()
-    })
 }
 
 /// Reason and note of the event.
@@ -85,6 +69,7 @@ fn report(node: &Node) -> (&'static str, String) {
 
 #[cfg(test)]
 mod tests {
+    use crds::VolumeAttachment;
     use serde_json::json;
 
     use super::*;
@@ -107,12 +92,12 @@ mod tests {
     #[test]
     fn the_event_refers_to_the_vm_and_contains_the_message_of_the_infra() {
         let owner = json!({"apiVersion": "vmoperator.vmware.com/v1alpha5", "kind": "VirtualMachine", "name": "vm", "uid": "u1"});
-        let infra_attachment: VolumeAttachment = serde_json::from_value(json!({
+        let attachment: VolumeAttachment = serde_json::from_value(json!({
             "metadata": {"name": "vm-1", "namespace": "guest", "ownerReferences": [owner]},
             "spec": {"nodeUUID": "u", "volumeName": "data"},
         }))
         .unwrap();
-        let vm = reference(&infra_attachment).unwrap();
+        let vm = vm_reference(&attachment).unwrap();
         assert_eq!(
             (vm.name.as_deref(), vm.namespace.as_deref(), vm.uid.as_deref()),
             (Some("vm"), Some("guest"), Some("u1"))

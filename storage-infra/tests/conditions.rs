@@ -52,7 +52,7 @@ async fn a_missing_pool_and_its_return_are_reported_for_each_volume() {
     fs::rename(site.path("pool"), site.path("away")).unwrap();
     wait_for_event(&mut events, EventKind::Pool, "pool").await;
     wait_for_event(&mut events, EventKind::Volume, "v").await;
-    wait_for_error(&server, &id, &["pool pool", "is gone"]).await;
+    wait_for_error(&server, &id, &["pool pool", "does not exist"]).await;
     let (_, metrics) = server.ops("/metrics").await;
     assert!(metrics.contains(r#"nestor_storage_infra_volumes_abnormal{pool="pool"} 1"#), "{metrics}");
 

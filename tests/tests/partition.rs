@@ -73,7 +73,7 @@ async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
         late("detach", &["management"], || beyond.driver.unpublish_within(used, &node.name, SOON)).await?;
         let refused = beyond.driver.create(wanted.clone()).await.unwrap_err();
         assert!(is_retryable(&refused) && refused.message().contains(&link.url()), "{refused}");
-        beyond.process.not_ready_because(&["cannot watch VirtualMachines", &link.url()]).await?;
+        beyond.process.not_ready_because(&["failed to watch VirtualMachines", &link.url()]).await?;
         say("half-open connection detected after its start", begun);
 
         let back = busy.heals().await?;

@@ -78,7 +78,7 @@ async fn claims_that_cannot_be_provisioned_reserve_no_space() -> Result<()> {
             told_below(
                 &s,
                 &name,
-                &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "at most 64"],
+                &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "the maximum is 64"],
             )
             .await?;
             claims.delete(&name, &DeleteParams::default()).await?;
@@ -200,7 +200,7 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
     std::fs::remove_file(&short.filler)?;
     short.vm.comes_to(None, "shut off").await?;
     ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
-    s.wait_for_event("pause", &["the volume is well"]).await.map(drop)
+    s.wait_for_event("pause", &["the volume is healthy"]).await.map(drop)
 }
 
 async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {

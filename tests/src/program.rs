@@ -307,9 +307,9 @@ pub async fn shim_replica(s: &Scenario, kubeconfig: &Path, more: &[&str]) -> Res
     let kubeconfig = format!("--kubeconfig={}", kubeconfig.display());
     let lease = [
         "--lease-namespace=nestor-system",
-        "--lease-duration=5",
-        "--lease-renew-deadline=4",
-        "--lease-retry-period=1",
+        "--lease-duration=5s",
+        "--lease-renew-deadline=4s",
+        "--lease-retry-period=1s",
     ];
     let words = [&[&*kubeconfig], &lease[..], more].concat();
     let running = Running::start(&binary(&s.lab, "vm-operator-shim"), &words).await?;

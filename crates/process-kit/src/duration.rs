@@ -26,6 +26,15 @@ pub fn parse(text: &str) -> Result<Duration, String> {
     if text.is_empty() || !number.is_empty() { Err(wrong()) } else { Ok(Duration::from_secs(seconds)) }
 }
 
+/// Parses a duration from one second to one hour, for timeouts and intervals.
+pub fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let duration = parse(text)?;
+    match duration.as_secs() {
+        1..=3600 => Ok(duration),
+        _ => Err(format!("{text:?} is out of range: expected 1s to 1h")),
+    }
+}
+
 /// Formats a duration with its two largest units, such as `3d4h`.
 pub fn show(duration: Duration) -> String {
     let mut left = duration.as_secs();

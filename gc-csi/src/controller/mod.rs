@@ -31,7 +31,7 @@ use csi::server::Endpoint;
 use kube_kit::health::Health;
 use kube_kit::lease::LeaseArgs;
 use kube_kit::{api_versions, client, http};
-use process_kit::supervise;
+use process_kit::{duration, supervise};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -79,9 +79,9 @@ pub struct Args {
     guest_deletion: GuestDeletion,
     #[command(flatten)]
     legacy: legacy::LegacyArgs,
-    /// Timeout in seconds for a call that has no deadline.
-    #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = clap::value_parser!(u64).range(1..=3600))]
-    default_timeout: u64,
+    /// Timeout of a call that has no deadline.
+    #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse_timeout)]
+    default_timeout: Duration,
     /// Address for /healthz, /readyz and /metrics.
     #[arg(long, value_name = "ADDRESS:PORT")]
     http_listen: Option<SocketAddr>,
@@ -223,7 +223,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         guest,
         k8s_attachments,
         args.reclaim_policy_mismatch == OnMismatch::Refuse,
-        Duration::from_secs(args.default_timeout),
+        args.default_timeout,
         locks,
     );
     startup.pass();

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use kube::Client;
+use process_kit::duration;
 use prometheus_client::registry::Registry;
 
 use super::Election;
@@ -21,19 +22,15 @@ pub struct LeaseArgs {
     /// Namespace of the Lease. [default: the pod's namespace, if no kubeconfig is given]
     #[arg(long, value_name = "NAMESPACE")]
     lease_namespace: Option<String>,
-    /// Time without a renewal after which another replica may acquire the Lease, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 15, value_parser = seconds())]
-    lease_duration: u64,
-    /// Time without a successful renewal after which the leader stops, in seconds: less than the lease duration.
-    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = seconds())]
-    lease_renew_deadline: u64,
-    /// Interval of renewals, in seconds: less than half of the renew deadline.
-    #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = seconds())]
-    lease_retry_period: u64,
-}
-
-fn seconds() -> clap::builder::RangedU64ValueParser {
-    clap::value_parser!(u64).range(1..=3600)
+    /// Time without a renewal after which another replica may acquire the Lease.
+    #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse_timeout)]
+    lease_duration: Duration,
+    /// Time without a successful renewal after which the leader stops: less than the lease duration.
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration::parse_timeout)]
+    lease_renew_deadline: Duration,
+    /// Interval of renewals: less than half of the renew deadline.
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = duration::parse_timeout)]
+    lease_retry_period: Duration,
 }
 
 /// Timings of leader election.
@@ -73,21 +70,23 @@ impl LeaseArgs {
 
     fn read(&self, kubeconfig: Option<&Path>) -> Result<(Option<String>, Timings), String> {
         let timings = Timings {
-            duration: Duration::from_secs(self.lease_duration),
-            renew_deadline: Duration::from_secs(self.lease_renew_deadline),
-            retry_period: Duration::from_secs(self.lease_retry_period),
+            duration: self.lease_duration,
+            renew_deadline: self.lease_renew_deadline,
+            retry_period: self.lease_retry_period,
         };
         if timings.renew_deadline >= timings.duration {
             return Err(format!(
                 "--lease-renew-deadline {} must be less than --lease-duration {}: otherwise two replicas could be leader at the same time",
-                self.lease_renew_deadline, self.lease_duration
+                duration::show(self.lease_renew_deadline),
+                duration::show(self.lease_duration)
             ));
         }
         if timings.retry_period * 2 >= timings.renew_deadline {
             return Err(format!(
                 "--lease-retry-period {} must be less than half of --lease-renew-deadline {}: otherwise one failed request \
                  could end the leadership",
-                self.lease_retry_period, self.lease_renew_deadline
+                duration::show(self.lease_retry_period),
+                duration::show(self.lease_renew_deadline)
             ));
         }
         let namespace = self.lease_namespace.clone().or_else(|| {
@@ -126,8 +125,10 @@ mod tests {
     fn timings_that_permit_two_leaders_are_refused() {
         let (_, timings) = read(&[]).unwrap();
         assert_eq!((timings.duration.as_secs(), timings.retry_period.as_secs()), (15, 2));
-        assert!(read(&["--lease-duration=10"]).unwrap_err().contains("--lease-duration 10"));
-        assert!(read(&["--lease-retry-period=5"]).unwrap_err().contains("--lease-retry-period 5"));
-        assert!(read(&["--lease-duration=5", "--lease-renew-deadline=3", "--lease-retry-period=1"]).is_ok());
+        assert!(read(&["--lease-duration=10s"]).unwrap_err().contains("--lease-duration 10s"));
+        assert!(read(&["--lease-retry-period=5s"]).unwrap_err().contains("--lease-retry-period 5s"));
+        assert!(
+            read(&["--lease-duration=5s", "--lease-renew-deadline=3s", "--lease-retry-period=1s"]).is_ok()
+        );
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use infra_api::AttachmentId;
+use process_kit::duration;
 
 use super::ClientArgs;
 use crate::cli::output;
@@ -24,8 +25,8 @@ pub(in crate::cli) enum AttachmentCommand {
         #[arg(long)]
         fence: bool,
         /// How long to wait for completion.
-        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-        timeout: u64,
+        #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse_timeout)]
+        timeout: Duration,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -38,7 +39,7 @@ pub(super) async fn run(command: AttachmentCommand) -> anyhow::Result<()> {
             output::many(client.output, &client.connect()?.list_attachments(None, None).await?)
         }
         AttachmentCommand::Delete { id, fence, timeout, client } => {
-            let (server, timeout) = (client.connect()?, Duration::from_secs(timeout));
+            let server = client.connect()?;
             match fence {
                 true => server.fence(&id, timeout).await?,
                 false => server.detach(&id, timeout).await?,

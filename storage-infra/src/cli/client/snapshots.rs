@@ -5,6 +5,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Subcommand;
 use infra_api::{Labels, Snapshot, SnapshotId, SnapshotSpec, VolumeId};
+use process_kit::duration;
 
 use super::ClientArgs;
 use crate::cli::output;
@@ -35,8 +36,8 @@ pub(in crate::cli) enum SnapshotCommand {
         #[arg(long)]
         volume: VolumeId,
         /// How long to wait for completion. Copying data (pools without reflinks) takes long.
-        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-        timeout: u64,
+        #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse_timeout)]
+        timeout: Duration,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -71,7 +72,6 @@ pub(super) async fn run(command: SnapshotCommand) -> anyhow::Result<()> {
         }
         SnapshotCommand::Create { id, volume, timeout, client } => {
             let spec = SnapshotSpec { volume, labels: Labels::new() };
-            let timeout = Duration::from_secs(timeout);
             output::one(client.output, &client.connect()?.put_snapshot(&id, &spec, timeout).await?)
         }
         SnapshotCommand::Delete { id, client } => {

@@ -7,6 +7,7 @@ use clap::{Args, Subcommand};
 use infra_api::{
     Labels, Placement, PoolName, Qos, SnapshotId, Volume, VolumeId, VolumeSize, VolumeSource, VolumeSpec,
 };
+use process_kit::duration;
 
 use super::{ClientArgs, label};
 use crate::cli::{output, size};
@@ -57,8 +58,8 @@ pub(in crate::cli) enum VolumeCommand {
         #[command(flatten)]
         qos: QosArgs,
         /// How long to wait for completion. Copying data (pools without reflinks) takes long.
-        #[arg(long, value_name = "SECONDS", default_value_t = 60)]
-        timeout: u64,
+        #[arg(long, value_name = "DURATION", default_value = "60s", value_parser = duration::parse_timeout)]
+        timeout: Duration,
         #[command(flatten)]
         client: ClientArgs,
     },
@@ -158,7 +159,6 @@ pub(super) async fn run(command: VolumeCommand) -> anyhow::Result<()> {
                 shareable,
                 labels: Labels::new(),
             };
-            let timeout = Duration::from_secs(timeout);
             output::one(client.output, &client.connect()?.put_volume(&id, &spec, timeout).await?)
         }
         VolumeCommand::Delete { id, client } => {

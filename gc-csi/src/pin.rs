@@ -6,8 +6,6 @@
 use crds::names::MANAGEMENT_VOLUME;
 use kube_kit::partial::PersistentVolume;
 
-use crate::compatibility::PvRequirements;
-
 /// The management PersistentVolume that a guest PersistentVolume is pinned to.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pin {
@@ -36,17 +34,19 @@ impl Pin {
     }
 
     /// The pin of a call, which has the volume attributes but not the name of its PersistentVolume: that of the
-    /// PersistentVolumes among `volumes` with the same attribute.
-    pub(crate) fn of_call(attribute: Option<&str>, volumes: &[PvRequirements]) -> Result<Self, Ambiguous> {
+    /// PersistentVolumes with the same attribute. `volumes` has the names and pins of the candidates.
+    pub(crate) fn of_call<'a>(
+        attribute: Option<&str>,
+        volumes: impl Iterator<Item = (&'a str, &'a Self)>,
+    ) -> Result<Self, Ambiguous> {
         let attribute = non_empty(attribute);
-        let mut same = volumes.iter().filter(|volume| volume.pin.attribute == attribute);
-        let Some(first) = same.next() else { return Ok(Self { attribute, annotation: None }) };
-        match same.find(|other| other.pin.to() != first.pin.to()) {
-            None => Ok(first.pin.clone()),
-            Some(other) => {
-                let name = |volume: &PvRequirements| volume.volume.clone().unwrap_or_default();
-                let to = |volume: &PvRequirements| volume.pin.to().unwrap_or("none").to_owned();
-                Err(Ambiguous(name(first), name(other), to(first), to(other)))
+        let mut same = volumes.filter(|(_, pin)| pin.attribute == attribute);
+        let Some((name, first)) = same.next() else { return Ok(Self { attribute, annotation: None }) };
+        match same.find(|(_, pin)| pin.to() != first.to()) {
+            None => Ok(first.clone()),
+            Some((other_name, other)) => {
+                let to = |pin: &Self| pin.to().unwrap_or("none").to_owned();
+                Err(Ambiguous(name.to_owned(), other_name.to_owned(), to(first), to(other)))
             }
         }
     }
@@ -97,22 +97,19 @@ mod tests {
 
     #[test]
     fn the_pin_of_a_call_is_that_of_the_volumes_with_the_same_attribute() {
-        let volume = |name: &str, pin: Pin| PvRequirements {
-            volume: Some(name.to_owned()),
-            pin,
-            ..PvRequirements::default()
+        let of_call = |attribute, volumes: &[(&'static str, Pin)]| {
+            Pin::of_call(attribute, volumes.iter().map(|(name, pin)| (*name, pin)))
         };
-        let volumes =
-            [volume("one", pin("a", "")), volume("other", pin("b", "c")), volume("third", pin("", ""))];
-        let to = |attribute| Pin::of_call(attribute, &volumes).map(|pin| pin.to().map(str::to_owned));
+        let volumes = [("one", pin("a", "")), ("other", pin("b", "c")), ("third", pin("", ""))];
+        let to = |attribute| of_call(attribute, &volumes).map(|pin| pin.to().map(str::to_owned));
         assert_eq!(to(Some("a")), Ok(Some("a".to_owned())));
         assert_eq!(to(Some("b")), Ok(Some("c".to_owned())));
         assert_eq!((to(None), to(Some(""))), (Ok(None), Ok(None)));
         // Its PersistentVolume is missing or not cached yet.
         assert_eq!(to(Some("z")), Ok(Some("z".to_owned())));
 
-        let twins = [volume("one", pin("a", "")), volume("two", pin("a", "b"))];
-        let refused = Pin::of_call(Some("a"), &twins).unwrap_err().to_string();
+        let twins = [("one", pin("a", "")), ("two", pin("a", "b"))];
+        let refused = of_call(Some("a"), &twins).unwrap_err().to_string();
         assert!(["one", "two", " a ", " b:"].iter().all(|text| refused.contains(text)), "{refused}");
     }
 }

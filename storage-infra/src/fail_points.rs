@@ -41,11 +41,10 @@ mod debug {
     use uuid::Uuid;
 
     use crate::engine::{
-        self, Clearance, Contents, CopyProgress, DiskSource, Engine, Files, Method, Object, PoolFacts,
-        Record, Revisions,
+        self, Clearance, Contents, CopyProgress, Engine, Files, Method, Object, PoolFacts, Record, Revisions,
     };
     use crate::hypervisor::{
-        self, AttachedDisk, DetachOutcome, Disk, Hypervisor, NodeFacts, PausedVm, Presence,
+        self, AttachedDisk, DetachOutcome, Disk, DiskSource, Hypervisor, NodeFacts, PausedVm, Presence,
     };
 
     /// An engine or a hypervisor with fail points.

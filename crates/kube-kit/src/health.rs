@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use crate::informer::Informers;
+use crate::relist::Informers;
 
 /// All checks of a probe endpoint.
 #[derive(Debug, Clone, Default)]

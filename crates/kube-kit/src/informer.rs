@@ -1,7 +1,6 @@
 //! Informer: a local store of watched objects, shared by all readers. Callers read it, wait for changes, or register
 //! handlers, and make no API requests of their own. Use a partial type of [`partial`](crate::partial) for objects that are numerous.
 
-mod relist;
 mod watch;
 
 use std::collections::HashMap;
@@ -20,8 +19,6 @@ use tokio_util::sync::CancellationToken;
 use crate::health::Check;
 use process_kit::memory::shrink_map;
 use process_kit::supervise;
-
-pub(crate) use relist::Informers;
 
 /// Namespace and name of an object; the namespace is empty for cluster-scoped objects.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -371,7 +368,11 @@ where
     /// Starts the watch. `check` passes while it is established.
     pub fn start(self, check: Check, stop: CancellationToken) -> Informer<K> {
         let informer = self.informer.clone();
-        check.informers().add(&informer);
+        let relisting = informer.clone();
+        check.informers().add(Box::new(move |since| {
+            let informer = relisting.clone();
+            Box::pin(async move { informer.relisted(since).await })
+        }));
         let ended = informer.shared.ended.clone();
         let name = format!("watch of {}", self.what);
         supervise::background(name, stop.clone(), async move {

@@ -29,7 +29,7 @@ use crate::client::chain;
 use crate::events::Events;
 use crate::health::Health;
 use crate::informer::{Informer, Key};
-use crate::mutation_cache::is_newer;
+use crate::resource_version::is_newer;
 use args::Timings;
 use decide::{Step, claimed, holder, next, released};
 

@@ -15,3 +15,5 @@ pub mod mutation_cache;
 pub mod partial;
 pub mod quantity;
 pub mod queue;
+mod relist;
+pub mod resource_version;

@@ -4,10 +4,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kube::{Resource, ResourceExt};
+use kube::Resource;
 use tokio::time::Instant;
 
 use crate::informer::{Change, Informer, Key};
+use crate::resource_version::{self, is_newer};
 use process_kit::memory::shrink_map;
 
 /// Returns the newest known state of an object. An own write is used until the watch has passed it or reports the object's
@@ -63,8 +64,8 @@ impl<K: Resource> MutationCache<K> {
         let seen = self.informer.get(key);
         let was_relisted = last_sync.list_started.is_some_and(|read| read > written.answered);
         // If the store has the old object although the watch has passed the write, the server was restored.
-        let created_and_deleted =
-            seen.is_none() && version(&*written.object).is_some_and(|own| last_sync.version >= Some(own));
+        let created_and_deleted = seen.is_none()
+            && resource_version::of(&*written.object).is_some_and(|own| last_sync.version >= Some(own));
         if was_relisted || created_and_deleted || !written.is_newer(seen.as_deref()) {
             own.remove(key);
             return seen;
@@ -137,27 +138,10 @@ pub async fn catch_up<K: Resource>(
     informer.wait_for(key, deadline, |seen| shows(seen).then_some(())).await.is_some()
 }
 
-/// Whether `written` is newer than `seen`.
-pub fn is_newer<K: Resource>(written: &K, seen: Option<&K>) -> bool {
-    match (version(written), seen) {
-        (_, None) => true,
-        (Some(written), Some(seen)) => version(seen).is_some_and(|seen| written > seen),
-        (None, Some(_)) => false,
-    }
-}
-
-fn version<K: Resource>(object: &K) -> Option<u64> {
-    number(&object.resource_version()?)
-}
-
-/// Parses a resource version as a comparable number (KEP-5504).
-pub(crate) fn number(version: &str) -> Option<u64> {
-    version.parse().ok()
-}
-
 #[cfg(test)]
 mod tests {
     use k8s_openapi::api::core::v1::ConfigMap;
+    use kube::ResourceExt;
 
     use super::*;
 

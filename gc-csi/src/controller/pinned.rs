@@ -36,7 +36,8 @@ impl Controller {
         volumes: &[PvRequirements],
     ) -> Result<Pin, Status> {
         let attribute = context.get(MANAGEMENT_VOLUME).map(String::as_str);
-        Pin::of_call(attribute, volumes).map_err(|error| Status::failed_precondition(error.to_string()))
+        let pins = volumes.iter().map(|volume| (volume.volume.as_deref().unwrap_or_default(), &volume.pin));
+        Pin::of_call(attribute, pins).map_err(|error| Status::failed_precondition(error.to_string()))
     }
 
     /// Checks the pins of all PersistentVolumes of a handle, for a call without volume context. Before it refuses,

@@ -21,7 +21,7 @@ use futures::future::{BoxFuture, join_all};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
 use kube_kit::informer::{Informer, Key};
-use kube_kit::mutation_cache::is_newer;
+use kube_kit::resource_version::is_newer;
 use process_kit::supervise;
 use tokio::sync::oneshot;
 

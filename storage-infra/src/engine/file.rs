@@ -24,11 +24,12 @@ use rustix::io::Errno;
 use uuid::Uuid;
 
 use crate::audit;
+use crate::hypervisor::DiskSource;
 
 use super::clearance::{Clearance, Files};
 use super::{
-    Contents, CopyProgress, DiskSource, Engine, EngineError, Method, Object, PoolFacts, Record, Result,
-    Revisions, image_lock,
+    Contents, CopyProgress, Engine, EngineError, Method, Object, PoolFacts, Record, Result, Revisions,
+    image_lock,
 };
 
 pub use scan::{FoundFile, PoolScan, scan_pool};

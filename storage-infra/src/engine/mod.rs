@@ -9,11 +9,12 @@ pub mod record;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use infra_api::{SnapshotId, VolumeId};
 use uuid::Uuid;
+
+use crate::hypervisor::DiskSource;
 
 pub use clearance::{Clearance, Evidence, Files};
 pub use file::FileEngine;
@@ -135,13 +136,6 @@ pub struct PoolFacts {
     pub used: u64,
     /// Whether the filesystem supports reflinks.
     pub reflink: bool,
-}
-
-/// Storage that a hypervisor opens as a disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum DiskSource {
-    /// Raw file at an absolute path.
-    File(PathBuf),
 }
 
 /// Catalog revisions recorded in a pool; see `crate::catalog`.

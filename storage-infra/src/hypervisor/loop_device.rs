@@ -28,7 +28,7 @@ use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power as NodePower,
     Presence, Result, wwn,
 };
-use crate::engine::DiskSource;
+use crate::hypervisor::DiskSource;
 
 /// How long a detach waits for the kernel to release a device.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(5);

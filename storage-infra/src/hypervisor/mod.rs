@@ -12,8 +12,6 @@ use async_trait::async_trait;
 use infra_api::{NodeState, OnFull, Qos};
 use uuid::Uuid;
 
-use crate::engine::DiskSource;
-
 /// Why a hypervisor call failed, classified by what is known about the disk afterwards.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum HypervisorError {
@@ -36,6 +34,13 @@ pub enum HypervisorError {
 
 /// Result of a hypervisor call.
 pub type Result<T, E = HypervisorError> = std::result::Result<T, E>;
+
+/// Storage that a hypervisor opens as a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DiskSource {
+    /// Raw file at an absolute path.
+    File(PathBuf),
+}
 
 /// A disk to attach, detach or change.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
     Result, wwn,
 };
-use crate::engine::DiskSource;
+use crate::hypervisor::DiskSource;
 
 /// Maximum number of disks per virtual machine, as with libvirt and the expected controllers.
 const MAX_DISKS: u32 = 128;

@@ -12,7 +12,8 @@ use tokio::time::Instant;
 use super::nodes::node_refs;
 use super::{Failure, Result, Service};
 use crate::catalog::{PoolRow, Tx};
-use crate::engine::{Clearance, CopyProgress, DiskSource, EngineError, Method, Object, Record};
+use crate::engine::{Clearance, CopyProgress, EngineError, Method, Object, Record};
+use crate::hypervisor::DiskSource;
 
 /// Number of concurrent block-by-block copies; others wait.
 const MAX_COPIES: usize = 2;

@@ -12,7 +12,8 @@ use super::power::has_no_disks;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, SnapshotRow, Tx, VolumeRow};
 use crate::engine::record::{RecordedAttachment, SnapshotRecord, VolumeRecord};
-use crate::engine::{DiskSource, Engine, EngineError, Object, Record};
+use crate::engine::{Engine, EngineError, Object, Record};
+use crate::hypervisor::DiskSource;
 use crate::hypervisor::{DetachOutcome, Disk};
 
 /// The record of a volume with these holders at this revision.

@@ -15,7 +15,8 @@ use super::power::has_no_disks;
 use super::records::PendingRecord;
 use super::{Result, Service};
 use crate::catalog::{NodeRow, PoolRow, Tx, VolumeRow};
-use crate::engine::{DiskSource, Object, Record};
+use crate::engine::{Object, Record};
+use crate::hypervisor::DiskSource;
 use crate::hypervisor::{AttachedDisk, DetachOutcome, Disk, Hypervisor, wwn};
 
 /// Interval between comparisons of attached disks with attachments.

@@ -24,7 +24,7 @@ use tokio::time::Instant;
 use super::{Builder, Key, LastSync};
 use crate::client::chain;
 use crate::health::Check;
-use crate::mutation_cache::number;
+use crate::resource_version;
 
 /// An API server sends a bookmark every minute on an idle watch, except for resources without a watch cache (Events), or if
 /// nothing was written since the watch began as far as the watch cache knows (which without etcd's
@@ -227,7 +227,7 @@ where
                 }
             };
             if let Some(seen) = seen {
-                self.informer.last_sync_mut().version = number(&seen);
+                self.informer.last_sync_mut().version = resource_version::parse(&seen);
                 position.version = Some(seen);
             }
             (position.unbroken, confirmed) = (true, false);
@@ -245,8 +245,10 @@ where
         };
         let request = Request::new(&self.url).list(&parameters).map_err(Error::BuildRequest)?;
         let list = self.client.request::<ObjectList<IgnoredAny>>(request).await?;
-        let (now, since) =
-            (list.metadata.resource_version.as_deref().and_then(number), version.and_then(number));
+        let (now, since) = (
+            list.metadata.resource_version.as_deref().and_then(resource_version::parse),
+            version.and_then(resource_version::parse),
+        );
         Ok(now.is_some() && now >= since)
     }
 
@@ -281,7 +283,10 @@ where
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
                 let version = page.resource_version.unwrap_or_default();
-                self.replace(fresh, LastSync { version: number(&version), list_started: Some(started) });
+                self.replace(
+                    fresh,
+                    LastSync { version: resource_version::parse(&version), list_started: Some(started) },
+                );
                 self.relist_handlers.iter().for_each(|handler| handler());
                 return Ok(version);
             }

@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use infra_api::{OnFull, Qos};
 use uuid::Uuid;
 
-use crate::engine::DiskSource;
 use crate::hypervisor::Disk;
+use crate::hypervisor::DiskSource;
 
 /// Number of targets used per virtio-scsi controller; one LUN each.
 const TARGETS: u32 = 255;

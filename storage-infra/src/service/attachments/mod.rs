@@ -25,7 +25,7 @@ use uuid::Uuid;
 use super::pools::pool_of;
 use super::{Failure, Result, Service};
 use crate::catalog::{AttachmentRow, NodeRow, PoolRow, Tx, VolumeRow};
-use crate::engine::DiskSource;
+use crate::hypervisor::DiskSource;
 use crate::hypervisor::{Disk, HypervisorError};
 use operations::{Kind, Trigger};
 

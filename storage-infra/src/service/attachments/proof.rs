@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use infra_api::NodeState;
 
 use super::{AttachmentContext, describe};
+use crate::engine::EngineError;
 use crate::engine::image_lock::{Holder, holder};
-use crate::engine::{DiskSource, EngineError};
+use crate::hypervisor::DiskSource;
 use crate::hypervisor::libvirt::LIBVIRT;
 use crate::hypervisor::{DetachOutcome, Disk, Power};
 use crate::service::{Result, Service};

@@ -10,13 +10,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use futures::future::{BoxFuture, join_all};
 use tokio::time::Instant;
 
-use super::Informer;
-
 /// Informers of a process whose watches are required for readiness.
 #[derive(Clone, Default)]
 pub(crate) struct Informers(Arc<Mutex<Vec<Relist>>>);
 
-type Relist = Box<dyn Fn(Instant) -> BoxFuture<'static, ()> + Send>;
+/// Waits until a store is at least as current as the instant.
+pub(crate) type Relist = Box<dyn Fn(Instant) -> BoxFuture<'static, ()> + Send>;
 
 impl Debug for Informers {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -25,12 +24,8 @@ impl Debug for Informers {
 }
 
 impl Informers {
-    pub(super) fn add<K: Send + Sync + 'static>(&self, informer: &Informer<K>) {
-        let informer = informer.clone();
-        let relist: Relist = Box::new(move |since| {
-            let informer = informer.clone();
-            Box::pin(async move { informer.relisted(since).await })
-        });
+    /// Adds an informer by the function that waits until its store is at least as current as an instant.
+    pub(crate) fn add(&self, relist: Relist) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).push(relist);
     }
 

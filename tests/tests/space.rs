@@ -78,7 +78,7 @@ async fn claims_that_cannot_be_provisioned_reserve_no_space() -> Result<()> {
             told_below(
                 &s,
                 &name,
-                &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "the maximum is 64"],
+                &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "at most 64"],
             )
             .await?;
             claims.delete(&name, &DeleteParams::default()).await?;
@@ -134,7 +134,7 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         }))?;
         claims.create(&PostParams::default(), &claim).await?;
         let exact = format!(
-            "capacityBytes {most} is more than any disk can have, which is 9223372036854771712 at most"
+            "capacityBytes {most} exceeds the maximum disk size of 9223372036854771712 bytes"
         );
         told_below(&s, &name, &["InvalidArgument", &exact]).await?;
         claims.delete(&name, &DeleteParams::default()).await?;

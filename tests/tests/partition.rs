@@ -148,7 +148,7 @@ async fn an_expired_watch_is_relisted_and_the_waiting_call_completes() -> Result
         let disk = answered(waiting, || beyond.driver.publish(&handle, &node.name)).await?;
         say("attach in progress behind an expired watch", back);
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
-        beyond.process.has_logged("the watch of VirtualMachines has expired").await?;
+        beyond.process.has_logged("the watch of VirtualMachines expired").await?;
         healed("detach", back, || s.driver.unpublish(&handle, &node.name)).await?;
         unharmed(writer)?;
         beyond.stop().await

@@ -222,8 +222,8 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
         });
         let refused = s.driver.publish(&handle, &node.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
-        assert!(refused.message().contains("another server"), "{refused}");
-        s.wait_for_event("data", &["another server"]).await?;
+        assert!(refused.message().contains("is not a valid Attachment"), "{refused}");
+        s.wait_for_event("data", &["is not a valid Attachment"]).await?;
         let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
         let status = order.status.unwrap_or_default();
         assert!(!status.attached && status.error.is_some(), "{status:?}");

@@ -133,9 +133,8 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
             },
         }))?;
         claims.create(&PostParams::default(), &claim).await?;
-        let exact = format!(
-            "capacityBytes {most} exceeds the maximum disk size of 9223372036854771712 bytes"
-        );
+        let exact =
+            format!("capacityBytes {most} exceeds the maximum disk size of 9223372036854771712 bytes");
         told_below(&s, &name, &["InvalidArgument", &exact]).await?;
         claims.delete(&name, &DeleteParams::default()).await?;
         Ok(())

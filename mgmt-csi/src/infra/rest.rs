@@ -43,7 +43,7 @@ impl Rest {
         match tokio::time::timeout_at(deadline, call).await {
             Ok(answer) => answer.map_err(E::from),
             Err(_) => Err(E::from(Indeterminate::TimedOut(format!(
-                "the storage infra at {} did not answer in time; the operation may continue there, and a retry of the same \
+                "the storage infra at {} did not respond in time; the operation may have taken effect, and a retry of the same \
                  call returns its result",
                 self.0.url()
             )))),

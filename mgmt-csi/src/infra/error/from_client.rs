@@ -179,16 +179,16 @@ fn indeterminate(error: &ClientError) -> Indeterminate {
         )),
         ClientError::Config(text) => Indeterminate::Unreachable(text.clone()),
         ClientError::Timeout { server, .. } => Indeterminate::TimedOut(format!(
-            "the storage infra at {server} did not answer in time; the operation may continue there"
+            "the storage infra at {server} did not respond in time; the operation may have taken effect"
         )),
         ClientError::InProgress { progress, .. } => {
             Indeterminate::TimedOut(format!("the storage infra has not finished yet: {progress}"))
         }
         ClientError::Interrupted { server, .. } => Indeterminate::Failed(format!(
-            "the connection to the storage infra at {server} was lost before the answer; the operation may have happened"
+            "the connection to the storage infra at {server} broke before the response; the operation may have taken effect"
         )),
         ClientError::Malformed { call, status, expected, reason, .. } => Indeterminate::Failed(format!(
-            "the answer of the storage infra to {call} (HTTP {status}) is not a {expected}: {reason}; check that \
+            "the response of the storage infra to {call} (HTTP {status}) is not a valid {expected}: {reason}; check that \
              --infra-url is the storage infra API in a supported version"
         )),
     }

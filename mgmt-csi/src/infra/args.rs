@@ -9,7 +9,7 @@ use super::Rest;
 /// Flags for the connection to the storage infra.
 #[derive(Debug, Clone, clap::Args)]
 pub struct InfraArgs {
-    /// URL of the storage infra API, for instance https://infra.example:8443.
+    /// URL of the storage infra API, for instance `https://infra.example:8443`.
     #[arg(long, env = "NESTOR_INFRA_URL", value_name = "URL")]
     infra_url: String,
     /// CA certificate of the storage infra, PEM.

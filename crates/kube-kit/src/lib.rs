@@ -1,5 +1,5 @@
 //! Controller toolkit on top of kube: clients, informers, mutation cache, work queues, leader election, Events, logs, metrics,
-//! health checks and process setup. Contains nothing about storage.
+//! health checks and their HTTP endpoint. Contains nothing about storage.
 
 pub mod api_versions;
 pub mod client;

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::supervise;
 use crate::telemetry::{self, LogArgs};
 
-/// Time for a program to stop after one of its background tasks failed.
+/// Time for a program to stop after a failure, and for blocking calls to return.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Runs `app` on `threads` worker threads until it returns. SIGTERM and SIGINT cancel its token. An error of `app`, or the
@@ -46,11 +46,14 @@ where
         signals.abort();
         outcome
     });
-    // Blocking calls that hang must not keep the process: every start completes what the last one left.
-    runtime.shutdown_timeout(GRACE);
     match outcome {
+        // Dropping the runtime waits for blocking calls that are in progress.
         Ok(()) => ExitCode::SUCCESS,
-        Err(error) => fail(error, 1),
+        Err(error) => {
+            // After a failure, a hung call must not prevent the restart, which completes what was left.
+            runtime.shutdown_timeout(GRACE);
+            fail(error, 1)
+        }
     }
 }
 

@@ -50,6 +50,7 @@ impl Service {
             }
         };
         let all = join_all(self.0.hypervisors.keys().map(String::as_str).map(keep));
+        // A server without hypervisors has no loops, but is not finished.
         tokio::join!(all, stop.cancelled());
     }
 }

@@ -103,6 +103,7 @@ impl Service {
     /// Searches for unexpected disks until stopped, with one loop per hypervisor, because one may stall.
     pub async fn run_unexpected_disk_search(&self, stop: CancellationToken) {
         let all = self.0.hypervisors.keys().map(|name| self.run_search(name, &stop));
+        // A server without hypervisors has no loops, but is not finished.
         tokio::join!(futures::future::join_all(all), stop.cancelled());
     }
 

@@ -141,24 +141,21 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
 /// Starts the service's periodic loops, each in a supervised task.
 fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
     vec![
-        start("repair", service, stop, |service, stop| async move { service.run_repair_loop(stop).await }),
+        start("repair", service, stop, |service, stop| async move { service.repair().run(stop).await }),
         start("release of attachments", service, stop, |service, stop| async move {
-            service.run_release_loop(stop).await;
+            service.fencing().run_release(stop).await;
         }),
-        start(
-            "pool monitor",
-            service,
-            stop,
-            |service, stop| async move { service.run_pool_monitor(stop).await },
-        ),
+        start("pool monitor", service, stop, |service, stop| async move {
+            service.pool_monitor().run(stop).await
+        }),
         start("power monitor", service, stop, |service, stop| async move {
-            service.run_power_monitor(stop).await;
+            service.power().run_monitor(stop).await;
         }),
         start("unexpected disk search", service, stop, |service, stop| async move {
-            service.run_unexpected_disk_search(stop).await;
+            service.unexpected_disks().run_search(stop).await;
         }),
         start("resume of paused VMs", service, stop, |service, stop| async move {
-            service.run_resume_loop(stop).await;
+            service.paused_vms().run_resume(stop).await;
         }),
     ]
 }

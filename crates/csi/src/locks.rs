@@ -1,38 +1,23 @@
 //! Volume locks: one operation at a time per volume. Concurrent calls receive ABORTED, which sidecars retry with backoff (CSI
 //! specification, "Concurrency").
 
-use std::collections::HashSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use process_kit::keyed_lock::{KeyGuard, KeyedLock};
 
 use crate::Status;
 
-/// Volumes with a running operation.
+/// Volumes with a running operation. Clones share the locks.
 #[derive(Debug, Clone, Default)]
-pub struct VolumeLocks(Arc<Mutex<HashSet<String>>>);
+pub struct VolumeLocks(KeyedLock<String>);
 
 /// Lock of a volume; released on drop.
-#[derive(Debug)]
-pub struct VolumeGuard {
-    locks: VolumeLocks,
-    key: String,
-}
+pub type VolumeGuard = KeyGuard<String>;
 
 impl VolumeLocks {
     /// Locks the volume; returns ABORTED if it is locked.
     pub fn acquire(&self, key: &str) -> Result<VolumeGuard, Status> {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if !held.insert(key.to_owned()) {
-            return Err(Status::aborted(format!(
-                "another operation on volume {key} is in progress: retry later"
-            )));
-        }
-        Ok(VolumeGuard { locks: self.clone(), key: key.to_owned() })
-    }
-}
-
-impl Drop for VolumeGuard {
-    fn drop(&mut self) {
-        self.locks.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
+        self.0.try_lock(key.to_owned()).ok_or_else(|| {
+            Status::aborted(format!("another operation on volume {key} is in progress: retry later"))
+        })
     }
 }
 

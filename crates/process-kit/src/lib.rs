@@ -1,7 +1,8 @@
 //! Process basics of Nestor's programs: the frame of `main` with signals and exit codes, supervised background tasks,
-//! logs, durations, and text that is safe to log. Nothing here knows Kubernetes or storage.
+//! keyed locks, logs, durations, and text that is safe to log. Nothing here knows Kubernetes or storage.
 
 pub mod duration;
+pub mod keyed_lock;
 pub mod memory;
 pub mod process;
 pub mod supervise;

@@ -46,13 +46,13 @@ pub(super) async fn put_pool(
     Id(name): Id<PoolName>,
     Body(spec): Body<PoolSpec>,
 ) -> Result<Response> {
-    app.service.put_pool(name, spec).await.map(created_or_ok)
+    app.service.pools().put(name, spec).await.map(created_or_ok)
 }
 
 /// Lists all pools.
 #[utoipa::path(get, path = "/v1/pools", tag = "Pools", responses((status = 200, body = List<Pool>)))]
 pub(super) async fn list_pools(State(app): State<App>) -> Result<Json<List<Pool>>> {
-    app.service.pools().await.map(all)
+    app.service.pools().list().await.map(all)
 }
 
 /// Gets a pool, with its present usage.
@@ -60,7 +60,7 @@ pub(super) async fn list_pools(State(app): State<App>) -> Result<Json<List<Pool>
     (status = 200, body = Pool), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<Json<Pool>> {
-    app.service.pool(&name).await.map(Json)
+    app.service.pools().get(&name).await.map(Json)
 }
 
 /// Unregisters a pool that has no volumes and no snapshots. Its directory remains and can be registered again.
@@ -68,7 +68,7 @@ pub(super) async fn get_pool(State(app): State<App>, Id(name): Id<PoolName>) -> 
     (status = 204, description = "Unregistered, or did not exist"), (status = 409, description = "`in-use`: the pool has volumes or snapshots", body = Problem),
 ))]
 pub(super) async fn delete_pool(State(app): State<App>, Id(name): Id<PoolName>) -> Result<StatusCode> {
-    app.service.delete_pool(name).await.map(|_| StatusCode::NO_CONTENT)
+    app.service.pools().delete(name).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 // ---- volumes ----
@@ -95,7 +95,7 @@ pub(super) async fn put_volume(
     wait: Wait,
     Body(spec): Body<VolumeSpec>,
 ) -> Result<Response> {
-    let answer = app.service.put_volume(id, spec, wait.or_default()).await?;
+    let answer = app.service.volumes().put(id, spec, wait.or_default()).await?;
     Ok(created_or_accepted(answer.0.state, answer))
 }
 
@@ -116,7 +116,7 @@ pub(super) async fn list_volumes(
     State(app): State<App>,
     Params(page): Params<Page>,
 ) -> Result<Json<List<Volume>>> {
-    app.service.volumes(page.limit, page.after).await.map(Json)
+    app.service.volumes().list(page.limit, page.after).await.map(Json)
 }
 
 /// Gets a volume.
@@ -124,7 +124,7 @@ pub(super) async fn list_volumes(
     (status = 200, body = Volume), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> Result<Json<Volume>> {
-    app.service.volume(&id).await.map(Json)
+    app.service.volumes().get(&id).await.map(Json)
 }
 
 /// Deletes a volume and its data.
@@ -133,7 +133,7 @@ pub(super) async fn get_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> 
     (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
 pub(super) async fn delete_volume(State(app): State<App>, Id(id): Id<VolumeId>) -> Result<StatusCode> {
-    app.service.delete_volume(id).await.map(|_| StatusCode::NO_CONTENT)
+    app.service.volumes().delete(id).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 /// Expands a volume, online if it is attached.
@@ -148,7 +148,7 @@ pub(super) async fn expand_volume(
     Id(id): Id<VolumeId>,
     Body(size): Body<VolumeSize>,
 ) -> Result<Json<Volume>> {
-    app.service.expand_volume(id, size).await.map(Json)
+    app.service.volume_changes().expand(id, size).await.map(Json)
 }
 
 /// Sets the QoS limits of a volume. They apply per node, to present and future attachments. Absent or 0 means no limit.
@@ -164,7 +164,7 @@ pub(super) async fn put_qos(
     Id(id): Id<VolumeId>,
     Body(qos): Body<Qos>,
 ) -> Result<Json<Volume>> {
-    app.service.put_qos(id, qos).await.map(Json)
+    app.service.volume_changes().set_qos(id, qos).await.map(Json)
 }
 
 // ---- snapshots ----
@@ -190,7 +190,7 @@ pub(super) async fn put_snapshot(
     wait: Wait,
     Body(spec): Body<SnapshotSpec>,
 ) -> Result<Response> {
-    let answer = app.service.put_snapshot(id, spec, wait.or_default()).await?;
+    let answer = app.service.snapshots().put(id, spec, wait.or_default()).await?;
     Ok(created_or_accepted(answer.0.state, answer))
 }
 
@@ -213,7 +213,7 @@ pub(super) async fn list_snapshots(
     State(app): State<App>,
     Params(page): Params<SnapshotPage>,
 ) -> Result<Json<List<Snapshot>>> {
-    app.service.snapshots(page.volume, page.limit, page.after).await.map(Json)
+    app.service.snapshots().list(page.volume, page.limit, page.after).await.map(Json)
 }
 
 /// Gets a snapshot.
@@ -221,7 +221,7 @@ pub(super) async fn list_snapshots(
     (status = 200, body = Snapshot), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<Json<Snapshot>> {
-    app.service.snapshot(&id).await.map(Json)
+    app.service.snapshots().get(&id).await.map(Json)
 }
 
 /// Deletes a snapshot. Its volume, and volumes created from it, are not affected.
@@ -230,7 +230,7 @@ pub(super) async fn get_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>)
     (status = 503, description = "`unavailable`: the pool is not available; the server completes the deletion when it is", body = Problem),
 ))]
 pub(super) async fn delete_snapshot(State(app): State<App>, Id(id): Id<SnapshotId>) -> Result<StatusCode> {
-    app.service.delete_snapshot(id).await.map(|_| StatusCode::NO_CONTENT)
+    app.service.snapshots().delete(id).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 // ---- nodes ----
@@ -246,13 +246,13 @@ pub(super) async fn put_node(
     Id(uuid): Id<Uuid>,
     Body(spec): Body<NodeSpec>,
 ) -> Result<Response> {
-    app.service.put_node(uuid, spec).await.map(created_or_ok)
+    app.service.nodes().put(uuid, spec).await.map(created_or_ok)
 }
 
 /// Lists all nodes, with the power state that their hypervisors report now.
 #[utoipa::path(get, path = "/v1/nodes", tag = "Nodes", responses((status = 200, body = List<Node>)))]
 pub(super) async fn list_nodes(State(app): State<App>) -> Result<Json<List<Node>>> {
-    app.service.nodes().await.map(all)
+    app.service.nodes().list().await.map(all)
 }
 
 /// Gets a node, with the power state that its hypervisor reports now.
@@ -260,7 +260,7 @@ pub(super) async fn list_nodes(State(app): State<App>) -> Result<Json<List<Node>
     (status = 200, body = Node), (status = 404, description = "`not-found`", body = Problem),
 ))]
 pub(super) async fn get_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<Json<Node>> {
-    app.service.node(uuid).await.map(Json)
+    app.service.nodes().get(uuid).await.map(Json)
 }
 
 /// Unregisters a node. A node with attachments is unregistered only if its hypervisor confirms that the virtual machine
@@ -270,7 +270,7 @@ pub(super) async fn get_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Resu
     (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
 pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
-    app.service.delete_node(uuid).await.map(|_| StatusCode::NO_CONTENT)
+    app.service.nodes().delete(uuid).await.map(|_| StatusCode::NO_CONTENT)
 }
 
 /// Declares the saved state of a virtual machine as discarded.
@@ -283,7 +283,7 @@ pub(super) async fn delete_node(State(app): State<App>, Id(uuid): Id<Uuid>) -> R
     (status = 503, description = "`unavailable`: its hypervisor cannot be reached", body = Problem),
 ))]
 pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid>) -> Result<StatusCode> {
-    app.service.discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
+    app.service.power().discard_saved_state(uuid).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 /// Declares that a hypervisor moved to another host, and that no virtual machine runs on the previous host.
@@ -292,7 +292,7 @@ pub(super) async fn delete_saved_state(State(app): State<App>, Id(uuid): Id<Uuid
     (status = 404, description = "`not-found`: the hypervisor is not configured", body = Problem),
 ))]
 pub(super) async fn delete_host(State(app): State<App>, Id(name): Id<String>) -> Result<StatusCode> {
-    app.service.forget_host(name).await.map(|()| StatusCode::NO_CONTENT)
+    app.service.power().forget_host(name).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 // ---- attachments ----
@@ -327,7 +327,8 @@ pub(super) async fn put_attachment(
     wait: Wait,
     Body(spec): Body<AttachmentSpec>,
 ) -> Result<Response> {
-    let progress = app.service.attach(id.clone(), spec, params.replaces, wait.or_default()).await?;
+    let progress =
+        app.service.attachments().attach(id.clone(), spec, params.replaces, wait.or_default()).await?;
     attachment(&id, progress)
 }
 
@@ -346,7 +347,7 @@ pub(super) async fn list_attachments(
     State(app): State<App>,
     Params(filter): Params<AttachmentFilter>,
 ) -> Result<Json<List<Attachment>>> {
-    app.service.attachments(filter.node, filter.volume).await.map(all)
+    app.service.attachments().list(filter.node, filter.volume).await.map(all)
 }
 
 /// Gets an attachment. With `Prefer: wait=SECONDS` the server first waits for the operation in progress.
@@ -360,7 +361,7 @@ pub(super) async fn get_attachment(
     Id(id): Id<AttachmentId>,
     wait: Wait,
 ) -> Result<Json<Attachment>> {
-    match app.service.attachment(&id, wait.or_none()).await? {
+    match app.service.attachments().get(&id, wait.or_none()).await? {
         Progress::Attached(found) | Progress::InProgress(found) => Ok(Json(found)),
         Progress::Gone => Err(Failure::not_found(ObjectKind::Attachment, id)),
     }
@@ -395,8 +396,8 @@ pub(super) async fn delete_attachment(
     wait: Wait,
 ) -> Result<Response> {
     let progress = match params.fence {
-        true => app.service.fence(id, wait.or_default()).await?,
-        false => app.service.detach(id, wait.or_default()).await?,
+        true => app.service.fencing().fence(id, wait.or_default()).await?,
+        false => app.service.attachments().detach(id, wait.or_default()).await?,
     };
     match progress {
         Progress::Gone => Ok(StatusCode::NO_CONTENT.into_response()),
@@ -447,11 +448,11 @@ pub(super) async fn capacity(
         }
     }
     query.labels = labels;
-    app.service.capacity(&query).await.map(Json)
+    app.service.capacity().of(&query).await.map(Json)
 }
 
 /// Gets the health of the catalog, the pools and the hypervisors.
 #[utoipa::path(get, path = "/v1/health", tag = "Server", responses((status = 200, body = Health)))]
 pub(super) async fn health(State(app): State<App>) -> Result<Json<Health>> {
-    app.service.health().await.map(Json)
+    app.service.health().check().await.map(Json)
 }

@@ -31,7 +31,7 @@ async fn readyz(State(service): State<Service>) -> impl IntoResponse {
 }
 
 async fn respond(service: &Service, is_ok: impl Fn(&infra_api::Health) -> bool) -> Response {
-    match service.health().await {
+    match service.health().check().await {
         Ok(health) => {
             let status = if is_ok(&health) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
             (status, axum::Json(health)).into_response()
@@ -42,7 +42,7 @@ async fn respond(service: &Service, is_ok: impl Fn(&infra_api::Health) -> bool) 
 
 async fn metrics(State(service): State<Service>) -> impl IntoResponse {
     // The health check updates the gauges.
-    if let Err(failure) = service.health().await {
+    if let Err(failure) = service.health().check().await {
         tracing::warn!(%failure, "cannot update the metrics' gauges: health check failed");
     }
     match service.metrics().encode() {

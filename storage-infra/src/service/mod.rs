@@ -1,215 +1,323 @@
 //! Operations of the storage infra. Each writes its intent to the catalog, performs the effect, then writes the
-//! result; after a crash, `recovery` finds the intents and completes them.
+//! result; after a crash, [`Recovery`] finds the intents and completes them.
 //!
 //! An operation holds its volume's lock from its first read to its last write. Operations run in tasks of their own:
 //! a caller that disconnects stops waiting, and the operation continues.
+//!
+//! Each component has its own fields, and names those that it uses as fields of its type. A component uses only those
+//! above it:
+//!
+//! | module | content |
+//! | --- | --- |
+//! | `core` | catalog, events, running operations, locks, metrics |
+//! | `hypervisors` | the configured hypervisors by name |
+//! | `conditions` | known errors of pools, volumes and disks |
+//! | `pools` | engines and probes, registration, capacity, comparison with the catalog |
+//! | `power` | power state of VMs |
+//! | `records` | records on disk |
+//! | `files` | clearance, removal and copies of files |
+//! | `disks` | disks in VMs, and the proof that one is detached |
+//! | `attachments` | attach, detach, fencing, unexpected disks |
+//! | `nodes` | registered nodes |
+//! | `volumes`, `snapshots` | create, change, delete |
+//! | `repair` | recovery at start-up, repair of drift, pool monitor, paused VMs |
+//! | `health` | health of the server |
 
-pub mod admission;
 mod attachments;
-mod capacity;
-mod capacity_ledger;
-mod clearance;
-mod copy;
-mod expand;
-mod fencing;
-mod locks;
-mod monitor;
+mod conditions;
+mod core;
+mod disks;
+mod files;
+mod health;
+mod hypervisors;
+mod lookups;
 mod nodes;
-mod paused_vms;
 mod pools;
 mod power;
-mod probe;
 mod problems;
-mod qos;
 mod records;
-mod recovery;
-mod reserve;
+mod repair;
 mod snapshots;
 mod ticker;
-mod unexpected_disks;
 mod volumes;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use infra_api::{AttachmentId, Change, Event, EventKind, ObjectKind, PoolName, ProblemCode};
+use infra_api::Event;
 use tokio::sync::broadcast;
-use tokio_util::task::TaskTracker;
-use uuid::Uuid;
 
-use crate::audit;
-use crate::catalog::{Catalog, PoolRow};
-use crate::engine::{Engine, FileEngine};
-use crate::fail_points;
+use self::core::Core;
+use crate::catalog::Catalog;
 use crate::hypervisor::Hypervisor;
 use crate::metrics::Metrics;
+use attachments::Retries;
+use conditions::Conditions;
+use disks::Disks;
+use files::{Copies, ObjectFiles};
+use hypervisors::Hypervisors;
+use pools::{Engines, RevisionCheck};
+use records::Records;
+use repair::Unfinished;
 
-pub use attachments::Progress;
+pub use attachments::{Attachments, Fencing, Progress, UnexpectedDisks, admission};
+pub use health::HealthCheck;
+pub use nodes::Nodes;
+pub use pools::{PoolCapacity, Pools};
+pub use power::PowerStates;
 pub use problems::{Failure, Result};
+pub use repair::{PausedVms, PoolMonitor, Recovery, Repair};
+pub use snapshots::Snapshots;
+pub use volumes::{VolumeChanges, Volumes};
 
-/// Events kept for a slow subscriber. A subscriber that lags further must list everything again.
-const EVENTS_KEPT: usize = 1024;
-
-/// The storage infra service. Cheap to clone.
+/// The storage infra service: its components. Cheap to clone.
 #[derive(Clone)]
-pub struct Service(Arc<Inner>);
+pub struct Service(Arc<Components>);
 
-struct Inner {
-    catalog: Catalog,
-    hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
-    engines: Mutex<HashMap<PoolName, Arc<dyn Engine>>>,
-    /// Locks by volume and by snapshot.
-    locks: locks::Locks,
-    capacity: capacity::CapacityState,
-    operations: Mutex<HashMap<AttachmentId, attachments::Operation>>,
-    unknown_files: Mutex<HashMap<PoolName, Vec<String>>>,
-    copies: copy::Copies,
-    /// Held while overdue on-disk records are written.
-    record_writer: Arc<tokio::sync::Mutex<()>>,
-    errors: Mutex<monitor::KnownErrors>,
-    power: Mutex<power::PowerMemory>,
-    /// By hypervisor: triggers the search for unexpected disks.
-    disk_checks: BTreeMap<String, tokio::sync::Notify>,
-    /// Catalog revision at the start of the server.
-    start_revision: u64,
-    /// Pools whose revisions were compared with the catalog.
-    compared: Mutex<HashSet<Uuid>>,
-    /// By hypervisor: the last list of attached disks.
-    disk_listings: BTreeMap<String, clearance::DiskListing>,
-    retries: attachments::Retries,
-    events: broadcast::Sender<Event>,
-    tasks: TaskTracker,
-    metrics: Metrics,
+struct Components {
+    core: Arc<Core>,
+    pools: Arc<Pools>,
+    capacity: Arc<PoolCapacity>,
+    volumes: Arc<Volumes>,
+    volume_changes: Arc<VolumeChanges>,
+    snapshots: Arc<Snapshots>,
+    copies: Arc<Copies>,
+    nodes: Arc<Nodes>,
+    power: Arc<PowerStates>,
+    attachments: Arc<Attachments>,
+    fencing: Arc<Fencing>,
+    unexpected_disks: Arc<UnexpectedDisks>,
+    paused_vms: PausedVms,
+    pool_monitor: Arc<PoolMonitor>,
+    recovery: Recovery,
+    repair: Arc<Repair>,
+    health: HealthCheck,
 }
 
 impl Service {
-    /// Creates the service from an open catalog and hypervisors by name.
+    /// Wires the components to an open catalog and the hypervisors by name.
     pub fn new(
         catalog: Catalog,
         hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>,
         metrics: Metrics,
     ) -> Self {
-        let hypervisors: BTreeMap<String, Arc<dyn Hypervisor>> =
-            hypervisors.into_iter().map(|(name, one)| (name, fail_points::hypervisor(one))).collect();
-        let start_revision = catalog.revision();
-        let disk_listings = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
-        let disk_checks = hypervisors.keys().map(|name| (name.clone(), Default::default())).collect();
-        Self(Arc::new(Inner {
-            catalog,
-            hypervisors,
-            engines: Mutex::default(),
-            locks: locks::Locks::default(),
-            capacity: capacity::CapacityState::default(),
-            operations: Mutex::default(),
-            unknown_files: Mutex::default(),
-            copies: copy::Copies::default(),
-            record_writer: Arc::default(),
-            errors: Mutex::default(),
-            power: Mutex::default(),
-            disk_checks,
-            start_revision,
-            compared: Mutex::default(),
-            disk_listings,
-            retries: attachments::Retries::default(),
-            events: broadcast::channel(EVENTS_KEPT).0,
-            tasks: TaskTracker::new(),
-            metrics,
+        let hypervisors = Arc::new(Hypervisors::new(hypervisors));
+        let engines = Arc::new(Engines::new(catalog.data_dir()));
+        let core = Arc::new(Core::new(catalog, metrics));
+        let conditions = Arc::new(Conditions::new(core.clone()));
+        let revisions = Arc::new(RevisionCheck::new(core.clone(), engines.clone()));
+        let capacity = Arc::new(PoolCapacity::new(core.clone(), engines.clone(), conditions.clone()));
+        let pools = Arc::new(Pools::new(core.clone(), engines.clone(), revisions.clone(), capacity.clone()));
+        let power = Arc::new(PowerStates::new(core.clone(), hypervisors.clone()));
+        let records = Arc::new(Records::new(
+            core.clone(),
+            engines.clone(),
+            revisions.clone(),
+            hypervisors.clone(),
+            power.clone(),
+            conditions.clone(),
+        ));
+        let files = Arc::new(ObjectFiles::new(
+            core.clone(),
+            engines.clone(),
+            revisions.clone(),
+            hypervisors.clone(),
+            records.clone(),
+            capacity.clone(),
+        ));
+        let copies = Arc::new(Copies::new(engines.clone(), files.clone()));
+        let disks = Arc::new(Disks::new(
+            core.clone(),
+            engines.clone(),
+            hypervisors.clone(),
+            power.clone(),
+            records.clone(),
+        ));
+        let unexpected_disks = Arc::new(UnexpectedDisks::new(
+            core.clone(),
+            engines.clone(),
+            revisions.clone(),
+            hypervisors.clone(),
+            conditions.clone(),
+        ));
+        let retries = Arc::new(Retries::default());
+        let attachments = Arc::new(Attachments::new(
+            core.clone(),
+            disks.clone(),
+            power.clone(),
+            records.clone(),
+            conditions.clone(),
+            unexpected_disks.clone(),
+            retries.clone(),
+        ));
+        let fencing = Arc::new(Fencing::new(
+            core.clone(),
+            hypervisors.clone(),
+            power.clone(),
+            disks.clone(),
+            attachments.clone(),
+        ));
+        let nodes =
+            Arc::new(Nodes::new(core.clone(), hypervisors.clone(), power.clone(), attachments.clone()));
+        let volumes = Arc::new(Volumes::new(
+            core.clone(),
+            engines.clone(),
+            capacity.clone(),
+            files.clone(),
+            copies.clone(),
+            conditions.clone(),
+            unexpected_disks.clone(),
+        ));
+        let volume_changes = Arc::new(VolumeChanges::new(
+            core.clone(),
+            engines.clone(),
+            capacity.clone(),
+            disks.clone(),
+            records.clone(),
+            volumes.clone(),
+        ));
+        let snapshots =
+            Arc::new(Snapshots::new(core.clone(), engines.clone(), capacity.clone(), files, copies.clone()));
+        let unfinished = Arc::new(Unfinished::new(
+            core.clone(),
+            volumes.clone(),
+            volume_changes.clone(),
+            snapshots.clone(),
+            copies.clone(),
+        ));
+        let pool_monitor =
+            Arc::new(PoolMonitor::new(core.clone(), engines.clone(), conditions.clone(), retries));
+        let recovery = Recovery::new(
+            core.clone(),
+            pools.clone(),
+            revisions,
+            records.clone(),
+            unfinished.clone(),
+            pool_monitor.clone(),
+        );
+        let repair = Arc::new(Repair::new(
+            core.clone(),
+            capacity.clone(),
+            records,
+            disks,
+            attachments.clone(),
+            unfinished,
+        ));
+        let paused_vms = PausedVms::new(core.clone(), engines, hypervisors.clone(), conditions);
+        let health = HealthCheck::new(core.clone(), capacity.clone(), hypervisors);
+        Self(Arc::new(Components {
+            core,
+            pools,
+            capacity,
+            volumes,
+            volume_changes,
+            snapshots,
+            copies,
+            nodes,
+            power,
+            attachments,
+            fencing,
+            unexpected_disks,
+            paused_vms,
+            pool_monitor,
+            recovery,
+            repair,
+            health,
         }))
     }
 
     /// Subscribes to changes from now on.
     pub fn events(&self) -> broadcast::Receiver<Event> {
-        self.0.events.subscribe()
+        self.0.core.events()
     }
 
     /// The service's metrics.
     pub fn metrics(&self) -> &Metrics {
-        &self.0.metrics
+        self.0.core.metrics()
+    }
+
+    /// Cancels all copies and prevents new ones. The next start repeats them.
+    pub fn cancel_copies(&self) {
+        self.0.copies.cancel_all();
     }
 
     /// Waits for running operations. No new ones may be started meanwhile.
     pub async fn drain(&self) {
-        self.0.tasks.close();
-        self.0.tasks.wait().await;
+        self.0.core.drain().await;
     }
 
-    fn emit(&self, kind: EventKind, id: impl ToString, change: Change) {
-        // An error means that there are no subscribers.
-        let _ = self.0.events.send(Event { kind, id: id.to_string(), change });
+    /// Completes interrupted operations. Called once before the server accepts requests.
+    pub async fn recover(&self) -> Result<()> {
+        self.0.recovery.run().await
     }
 
-    /// Runs an operation to its end even if the caller disconnects.
-    async fn run_to_completion<T, F>(&self, work: F) -> Result<T>
-    where
-        T: Send + 'static,
-        F: Future<Output = Result<T>> + Send + 'static,
-    {
-        self.0.tasks.spawn(audit::with_actor(audit::actor(), work)).await.unwrap_or_else(|error| {
-            Err(Failure::new(
-                ProblemCode::Internal,
-                format!("the operation panicked or was aborted: {error}"),
-            ))
-        })
+    /// The registered pools.
+    pub fn pools(&self) -> &Arc<Pools> {
+        &self.0.pools
     }
 
-    /// Runs a blocking engine call.
-    async fn engine<T, E, F>(&self, engine: Arc<dyn Engine>, work: F) -> std::result::Result<T, E>
-    where
-        T: Send + 'static,
-        E: From<crate::engine::EngineError> + Send + 'static,
-        F: FnOnce(&dyn Engine) -> std::result::Result<T, E> + Send + 'static,
-    {
-        let who = audit::actor();
-        let work = move || audit::with_actor_blocking(who, || work(engine.as_ref()));
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-            let what = "finish a call to the pool".to_owned();
-            Err(crate::engine::EngineError::Io { what, source: std::io::Error::other(error) }.into())
-        })
+    /// The capacity of the pools.
+    pub fn capacity(&self) -> &Arc<PoolCapacity> {
+        &self.0.capacity
     }
 
-    fn engine_of(&self, pool: &PoolRow) -> Arc<dyn Engine> {
-        let mut engines = self.0.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        let fresh = || match pool.spec.engine {
-            infra_api::EngineKind::File => {
-                let data_dir = self.0.catalog.data_dir();
-                fail_points::engine(Arc::new(FileEngine::new(&pool.spec.path, pool.uuid, data_dir)))
-            }
-        };
-        engines.entry(pool.name.clone()).or_insert_with(fresh).clone()
+    /// The volumes.
+    pub fn volumes(&self) -> &Arc<Volumes> {
+        &self.0.volumes
     }
 
-    fn forget_engine(&self, pool: &PoolName) {
-        self.0.engines.lock().unwrap_or_else(PoisonError::into_inner).remove(pool);
+    /// Changes of existing volumes.
+    pub fn volume_changes(&self) -> &Arc<VolumeChanges> {
+        &self.0.volume_changes
     }
 
-    fn hypervisor(&self, name: &str) -> Result<Arc<dyn Hypervisor>> {
-        self.0.hypervisors.get(name).cloned().ok_or_else(|| {
-            infra_api::Problem::new(
-                ProblemCode::Unavailable,
-                format!(
-                    "the hypervisor {name} is not configured on this server, which has: {}",
-                    self.hypervisor_names()
-                ),
-            )
-            .about(ObjectKind::Hypervisor, name)
-            .into()
-        })
+    /// The snapshots.
+    pub fn snapshots(&self) -> &Arc<Snapshots> {
+        &self.0.snapshots
     }
 
-    fn hypervisor_names(&self) -> String {
-        let names: Vec<&str> = self.0.hypervisors.keys().map(String::as_str).collect();
-        if names.is_empty() { "none (see --hypervisor)".into() } else { names.join(", ") }
+    /// The registered nodes.
+    pub fn nodes(&self) -> &Arc<Nodes> {
+        &self.0.nodes
     }
-}
 
-/// Current time, RFC 3339 in UTC, in whole seconds.
-fn now() -> String {
-    let now = jiff::Timestamp::now();
-    jiff::Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
-}
+    /// The power state of VMs.
+    pub fn power(&self) -> &PowerStates {
+        &self.0.power
+    }
 
-/// Current time in seconds since 1970.
-fn seconds() -> i64 {
-    jiff::Timestamp::now().as_second()
+    /// The attachments.
+    pub fn attachments(&self) -> &Arc<Attachments> {
+        &self.0.attachments
+    }
+
+    /// Forced detach.
+    pub fn fencing(&self) -> &Arc<Fencing> {
+        &self.0.fencing
+    }
+
+    /// The search for unexpected disks.
+    pub fn unexpected_disks(&self) -> &UnexpectedDisks {
+        &self.0.unexpected_disks
+    }
+
+    /// VMs that are paused for lack of space.
+    pub fn paused_vms(&self) -> &PausedVms {
+        &self.0.paused_vms
+    }
+
+    /// The pool monitor.
+    pub fn pool_monitor(&self) -> &PoolMonitor {
+        &self.0.pool_monitor
+    }
+
+    /// The repair of drift.
+    pub fn repair(&self) -> &Arc<Repair> {
+        &self.0.repair
+    }
+
+    /// The health of the server.
+    pub fn health(&self) -> &HealthCheck {
+        &self.0.health
+    }
 }

@@ -1,85 +1,65 @@
 //! Nodes: the VMs that are registered with the server, and their hypervisors.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use infra_api::{Change, EventKind, Node, NodeRef, NodeSpec, NodeState, ObjectKind, Problem, ProblemCode};
 use uuid::Uuid;
 
-use super::power::has_no_disks;
-use super::{Failure, Result, Service};
+use super::attachments::Attachments;
+use super::core::Core;
+use super::hypervisors::Hypervisors;
+use super::power::{PowerStates, has_no_disks};
+use super::problems::{Failure, Result};
 use crate::audit;
-use crate::catalog::{AttachmentRow, NodeRow, Tx};
+use crate::catalog::NodeRow;
 use crate::hypervisor::libvirt::LIBVIRT;
 
-/// Timeout for a hypervisor to describe a VM.
-const TIMEOUT: Duration = Duration::from_secs(5);
-
-/// References to the nodes of these attachments, with names.
-pub(super) fn node_refs(tx: &Tx<'_>, attachments: &[AttachmentRow]) -> Result<Vec<NodeRef>> {
-    let name = |uuid| Ok::<_, Failure>(tx.node(uuid)?.map(|node| node.spec.name).unwrap_or_default());
-    attachments.iter().map(|a| Ok(NodeRef { uuid: a.node, name: name(a.node)? })).collect()
+/// The registered nodes.
+pub struct Nodes {
+    core: Arc<Core>,
+    hypervisors: Arc<Hypervisors>,
+    power: Arc<PowerStates>,
+    attachments: Arc<Attachments>,
 }
 
-impl Service {
+impl Nodes {
+    pub(super) fn new(
+        core: Arc<Core>,
+        hypervisors: Arc<Hypervisors>,
+        power: Arc<PowerStates>,
+        attachments: Arc<Attachments>,
+    ) -> Self {
+        Self { core, hypervisors, power, attachments }
+    }
+
     /// One node with its current state.
-    pub async fn node(&self, uuid: Uuid) -> Result<Node> {
-        let row = self.node_row(uuid).await?;
-        Ok(self.to_node(row).await)
+    pub async fn get(&self, uuid: Uuid) -> Result<Node> {
+        self.power.node(uuid).await
     }
 
     /// All nodes with their current state.
-    pub async fn nodes(&self) -> Result<Vec<Node>> {
-        let rows = self.0.catalog.read(|tx| -> Result<_> { Ok(tx.nodes()?) }).await?;
-        Ok(futures::future::join_all(rows.into_iter().map(|row| self.to_node(row))).await)
-    }
-
-    pub(super) async fn node_row(&self, uuid: Uuid) -> Result<NodeRow> {
-        self.0
-            .catalog
-            .read(move |tx| -> Result<_> {
-                tx.node(uuid)?.ok_or_else(|| Failure::not_found(ObjectKind::Node, uuid))
-            })
-            .await
-    }
-
-    async fn to_node(&self, row: NodeRow) -> Node {
-        let facts = match self.hypervisor(&row.spec.hypervisor) {
-            Ok(hypervisor) => match tokio::time::timeout(TIMEOUT, hypervisor.describe(row.uuid)).await {
-                Ok(Ok(facts)) => Ok(facts),
-                Ok(Err(error)) => Err(error.to_string()),
-                Err(_) => Err(format!("no answer from {} within {TIMEOUT:?}", row.spec.hypervisor)),
-            },
-            Err(failure) => Err(failure.0.detail.clone()),
-        };
-        let max_disks = facts.as_ref().ok().and_then(|facts| facts.max_disks);
-        let result = match facts {
-            Ok(facts) => self.node_state(&row, &facts).await.map_err(|failure| failure.0.detail.clone()),
-            Err(why) => Err(why),
-        };
-        let (state, message) = result.unwrap_or_else(|why| (NodeState::Unknown, Some(why)));
-        let NodeSpec { name, hypervisor, zone, labels } = row.spec;
-        Node { uuid: row.uuid, name, hypervisor, zone, labels, state, max_disks, message }
+    pub async fn list(&self) -> Result<Vec<Node>> {
+        self.power.nodes().await
     }
 
     /// Registers or updates a node. True if it is new.
-    pub async fn put_node(&self, uuid: Uuid, spec: NodeSpec) -> Result<(Node, bool)> {
+    pub async fn put(&self, uuid: Uuid, spec: NodeSpec) -> Result<(Node, bool)> {
         if uuid.is_nil() || spec.name.is_empty() {
             let detail = format!("the node {uuid} must have a non-zero UUID and a name");
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
         spec.check_bounds().map_err(|what| Problem::from(what).about(ObjectKind::Node, uuid))?;
-        if !self.0.hypervisors.contains_key(&spec.hypervisor) {
+        if !self.hypervisors.contains(&spec.hypervisor) {
             let detail = format!(
                 "the node {uuid} is on hypervisor {:?}, which is not configured; this server has: {}",
                 spec.hypervisor,
-                self.hypervisor_names()
+                self.hypervisors.names_text()
             );
             return Err(Failure::new(ProblemCode::Invalid, detail));
         }
         let moved = self.has_moved(uuid, &spec).await?;
-        let created = self
-            .0
-            .catalog
+        let created = self.core.catalog()
             .run(move |tx| -> Result<_> {
                 let before = tx.node(uuid)?;
                 if let Some(before) = &before
@@ -98,24 +78,24 @@ impl Service {
                 Ok(before.is_none())
             })
             .await?;
-        self.0.catalog.save_registered().await?;
-        self.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
-        Ok((self.node(uuid).await?, created))
+        self.core.catalog().save_registered().await?;
+        self.core.emit(EventKind::Node, uuid, if created { Change::Created } else { Change::Updated });
+        Ok((self.power.node(uuid).await?, created))
     }
 
     /// The previous hypervisor, if the VM moved with its disks: it runs on the new hypervisor and not on the previous
     /// one.
     async fn has_moved(&self, uuid: Uuid, spec: &NodeSpec) -> Result<Option<String>> {
-        let before = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await?;
+        let before = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.node(uuid)?) }).await?;
         let Some(before) = before.filter(|row| row.spec.hypervisor != spec.hypervisor) else {
             return Ok(None);
         };
         let now = NodeRow { uuid, spec: spec.clone() };
         let state = async |row: &NodeRow| -> Result<NodeState> {
-            let hypervisor = self.hypervisor(&row.spec.hypervisor)?;
+            let hypervisor = self.hypervisors.get(&row.spec.hypervisor)?;
             // Other kinds report every VM as running, which proves nothing.
             match hypervisor.kind() == LIBVIRT {
-                true => Ok(self.node_state(row, &hypervisor.describe(uuid).await?).await?.0),
+                true => Ok(self.power.node_state(row, &hypervisor.describe(uuid).await?).await?.0),
                 false => Ok(NodeState::Unknown),
             }
         };
@@ -128,18 +108,16 @@ impl Service {
     }
 
     /// Removes a node. Its disks must be detached, or its hypervisor must confirm that the VM is gone.
-    pub async fn delete_node(&self, uuid: Uuid) -> Result<bool> {
-        let service = self.clone();
-        self.run_to_completion(async move {
-            let found = service
-                .0
-                .catalog
+    pub async fn delete(self: &Arc<Self>, uuid: Uuid) -> Result<bool> {
+        let nodes = self.clone();
+        self.core.run_to_completion(async move {
+            let found = nodes.core.catalog()
                 .read(move |tx| -> Result<_> { Ok((tx.node(uuid)?, tx.attachments(Some(uuid), None)?)) })
                 .await?;
             let (Some(row), attachments) = found else { return Ok(false) };
             if !attachments.is_empty() {
-                let facts = service.hypervisor(&row.spec.hypervisor)?.describe(uuid).await?;
-                let (state, _) = service.node_state(&row, &facts).await?;
+                let facts = nodes.hypervisors.get(&row.spec.hypervisor)?.describe(uuid).await?;
+                let (state, _) = nodes.power.node_state(&row, &facts).await?;
                 if state != NodeState::Gone {
                     let volumes: Vec<&str> = attachments.iter().map(|a| a.volume.as_str()).collect();
                     let detail = format!(
@@ -149,17 +127,17 @@ impl Service {
                     );
                     return Err(Problem::new(ProblemCode::InUse, detail)
                         .about(ObjectKind::Node, uuid)
-                        .used_by(vec![infra_api::NodeRef { uuid, name: row.spec.name }])
+                        .used_by(vec![NodeRef { uuid, name: row.spec.name }])
                         .into());
                 }
                 for attachment in attachments {
-                    service.detach(attachment.id, Duration::MAX).await?;
+                    nodes.attachments.detach(attachment.id, Duration::MAX).await?;
                 }
             }
-            service.0.catalog.run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
+            nodes.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_node(uuid)?) }).await?;
             audit::log_removal(format!("node {uuid}"), "it was removed");
-            service.0.catalog.save_registered().await?;
-            service.emit(EventKind::Node, uuid, Change::Deleted);
+            nodes.core.catalog().save_registered().await?;
+            nodes.core.emit(EventKind::Node, uuid, Change::Deleted);
             Ok(true)
         })
         .await

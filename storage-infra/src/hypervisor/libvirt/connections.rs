@@ -1,9 +1,7 @@
-//! Connection pool for a libvirt daemon, and locks per domain.
+//! Connection pool for a libvirt daemon.
 
-use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
-use tokio::sync::OwnedMutexGuard;
 use uuid::Uuid;
 use virt::connect::Connect;
 use virt::error::Error;
@@ -82,18 +80,6 @@ fn connect(uri: &str, idle: &Mutex<Vec<Open>>) -> Result<Open> {
     let host = host_uuid(&capabilities);
     tracing::info!(%uri, ?host, "connected to libvirt");
     Ok(Open { connection: fresh, host })
-}
-
-/// Locks per domain.
-#[derive(Default)]
-pub(super) struct DomainLocks(Mutex<HashMap<Uuid, Arc<tokio::sync::Mutex<()>>>>);
-
-impl DomainLocks {
-    /// Locks a domain.
-    pub(super) async fn lock(&self, node: Uuid) -> OwnedMutexGuard<()> {
-        let lock = self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(node).or_default().clone();
-        lock.lock_owned().await
-    }
 }
 
 static EVENTS: Once = Once::new();

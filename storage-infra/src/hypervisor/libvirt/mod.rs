@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use process_kit::keyed_lock::KeyedLock;
 use tokio::sync::Semaphore;
 use uuid::Uuid;
 use virt::connect::Connect;
@@ -29,7 +30,7 @@ use super::{
     AttachedDisk, DetachOutcome, Disk, Hypervisor, HypervisorError, NodeFacts, PausedVm, Power, Presence,
     Result,
 };
-use connections::{Connections, DomainLocks};
+use connections::Connections;
 use xml::{AttachError, LiveDomain};
 
 /// Kind of this hypervisor in the server's flags.
@@ -56,9 +57,9 @@ pub struct Libvirt {
     checks: Arc<tokio::sync::Mutex<()>>,
     // Choosing a free slot and attaching a disk to it are two steps. A hanging request must end before the next starts,
     // or it would apply to the state after it.
-    changes: DomainLocks,
+    changes: KeyedLock<Uuid>,
     // A hanging read must end before the next starts, or each would occupy a thread and a connection.
-    reads: DomainLocks,
+    reads: KeyedLock<Uuid>,
 }
 
 /// A domain's live state at one point in time.
@@ -127,8 +128,8 @@ impl Libvirt {
             uri,
             calls: Arc::new(Semaphore::new(MAX_CONCURRENT_CALLS)),
             checks: Arc::default(),
-            changes: DomainLocks::default(),
-            reads: DomainLocks::default(),
+            changes: KeyedLock::default(),
+            reads: KeyedLock::default(),
         }
     }
 

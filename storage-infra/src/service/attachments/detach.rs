@@ -2,26 +2,28 @@
 
 use infra_api::{AttachmentId, AttachmentState, Change, EventKind};
 
-use super::{AttachmentContext, Progress, describe};
+use super::{Attachments, Progress};
 use crate::audit;
 use crate::catalog::{AttachmentRow, Tx};
-use crate::hypervisor::{DetachOutcome, Disk};
-use crate::service::{Result, Service, seconds};
+use crate::hypervisor::DetachOutcome;
+use crate::service::core::seconds;
+use crate::service::disks::AttachmentContext;
+use crate::service::problems::Result;
 
-impl Service {
+impl Attachments {
     pub(super) async fn do_detach(&self, id: &AttachmentId) -> Result<Progress> {
         let key = id.clone();
-        let mut found = self.0.catalog.read(move |tx| -> Result<_> { Ok(tx.attachment(&key)?) }).await?;
+        let mut found = self.core.catalog().read(move |tx| -> Result<_> { Ok(tx.attachment(&key)?) }).await?;
         if found.is_none() {
             let key = id.clone();
-            found = self.0.catalog.run(move |tx| read_for_detach(tx, &key)).await?;
+            found = self.core.catalog().run(move |tx| read_for_detach(tx, &key)).await?;
         }
         let Some(row) = found else { return Ok(Progress::Gone) };
-        let _lock = self.0.locks.lock(row.volume.as_str()).await;
+        let _lock = self.core.lock_volume(&row.volume).await;
         let key = id.clone();
         let found = self
-            .0
-            .catalog
+            .core
+            .catalog()
             .run(move |tx| -> Result<_> {
                 let Some(row) = read_for_detach(tx, &key)? else { return Ok(None) };
                 if row.state != AttachmentState::Detaching {
@@ -32,27 +34,21 @@ impl Service {
             .await?;
         let Some(mut context) = found else { return Ok(Progress::Gone) };
         if context.row.state != AttachmentState::Detaching {
-            self.emit(EventKind::Attachment, id, Change::Updated);
+            self.core.emit(EventKind::Attachment, id, Change::Updated);
             context.row.state = AttachmentState::Detaching;
         }
-        let disk = context.disk(self.engine_of(&context.pool).source(&context.volume.id));
-        let result = self.detach_disk(&context, &disk).await;
-        let result = match result {
-            Ok(DetachOutcome::Detached) => self.prove_detached(&context, &disk).await,
-            other => other,
-        };
-        let why = match result {
+        let why = match self.disks.detach(&context).await {
             Ok(DetachOutcome::Detached) => {
                 let key = id.clone();
-                self.0
-                    .catalog
+                self.core
+                    .catalog()
                     .run(move |tx| -> Result<_> { Ok(tx.end_attachment(&key, seconds())?) })
                     .await?;
                 audit::log_removal(format!("attachment {id}"), "its disk is proven to be detached");
-                self.update_record_soon(&context.row.volume);
-                self.clear_disk_lost(id);
-                self.0.retries.forget(id);
-                self.emit(EventKind::Attachment, id, Change::Deleted);
+                self.records.update_soon(&context.row.volume);
+                self.conditions.clear_disk_lost(id);
+                self.retries.forget(id);
+                self.core.emit(EventKind::Attachment, id, Change::Deleted);
                 tracing::info!(attachment = %id, volume = %context.row.volume, node = %context.row.node, "detached");
                 return Ok(Progress::Gone);
             }
@@ -69,13 +65,6 @@ impl Service {
         }
         context.row.message = Some(message);
         why.map(|_| Progress::InProgress(context.to_attachment()))
-    }
-
-    /// Detaches a disk, unless another server serves its pool: that server's catalog is authoritative.
-    async fn detach_disk(&self, context: &AttachmentContext, disk: &Disk) -> Result<DetachOutcome> {
-        self.refuse_served_elsewhere(&context.row).await?;
-        let hypervisor = self.hypervisor(&context.node.spec.hypervisor)?;
-        hypervisor.detach(context.row.node, disk).await.map_err(|error| describe(error, context))
     }
 }
 

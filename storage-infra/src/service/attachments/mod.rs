@@ -7,30 +7,35 @@
 //! IDs are not reused: a late request must not recreate an attachment that was deleted meanwhile. Ended IDs are
 //! remembered for [`ENDED_ID_RETENTION`].
 
+pub mod admission;
 mod attach;
 mod detach;
-mod live;
+mod fencing;
 mod operations;
-mod proof;
 mod retries;
+mod unexpected_disks;
 
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use infra_api::{
-    Access, Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, ObjectKind,
-    Problem, ProblemCode, VolumeId,
+    Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, EventKind, ObjectKind, Problem,
+    ProblemCode, VolumeId,
 };
 use uuid::Uuid;
 
-use super::pools::pool_of;
-use super::{Failure, Result, Service};
-use crate::catalog::{AttachmentRow, NodeRow, PoolRow, Tx, VolumeRow};
-use crate::hypervisor::DiskSource;
-use crate::hypervisor::{Disk, HypervisorError};
-use operations::{Kind, Trigger};
+use super::conditions::Conditions;
+use super::core::Core;
+use super::disks::{AttachmentContext, Disks};
+use super::power::PowerStates;
+use super::problems::Result;
+use super::records::Records;
+use operations::{Kind, Operation, Trigger};
 
-pub(super) use operations::Operation;
+pub use fencing::Fencing;
 pub(super) use retries::Retries;
+pub use unexpected_disks::UnexpectedDisks;
 
 /// How long ended IDs are refused: far longer than any request or paused client can be late.
 pub(super) const ENDED_ID_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
@@ -46,54 +51,35 @@ pub enum Progress {
     Gone,
 }
 
-/// An attachment's row with its volume, pool and node.
-struct AttachmentContext {
-    row: AttachmentRow,
-    volume: VolumeRow,
-    pool: PoolRow,
-    node: NodeRow,
+/// The attachments.
+pub struct Attachments {
+    core: Arc<Core>,
+    disks: Arc<Disks>,
+    power: Arc<PowerStates>,
+    records: Arc<Records>,
+    conditions: Arc<Conditions>,
+    unexpected_disks: Arc<UnexpectedDisks>,
+    retries: Arc<Retries>,
+    /// The last operation on each attachment that has one.
+    operations: Mutex<HashMap<AttachmentId, Operation>>,
 }
 
-impl AttachmentContext {
-    fn of(tx: &Tx<'_>, row: AttachmentRow) -> Result<Self> {
-        let volume =
-            tx.volume(&row.volume)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &row.volume))?;
-        let node = tx.node(row.node)?.ok_or_else(|| Failure::not_found(ObjectKind::Node, row.node))?;
-        Ok(Self { pool: pool_of(tx, &volume)?, row, volume, node })
+impl Attachments {
+    pub(super) fn new(
+        core: Arc<Core>,
+        disks: Arc<Disks>,
+        power: Arc<PowerStates>,
+        records: Arc<Records>,
+        conditions: Arc<Conditions>,
+        unexpected_disks: Arc<UnexpectedDisks>,
+        retries: Arc<Retries>,
+    ) -> Self {
+        let operations = Mutex::default();
+        Self { core, disks, power, records, conditions, unexpected_disks, retries, operations }
     }
 
-    fn disk(&self, source: DiskSource) -> Disk {
-        Disk {
-            uuid: self.volume.disk_uuid,
-            source,
-            read_only: self.row.read_only,
-            shared: self.row.access != Access::SingleNode,
-            qos: self.volume.qos,
-            on_full: self.pool.spec.on_full,
-        }
-    }
-
-    fn to_attachment(&self) -> Attachment {
-        let row = self.row.clone();
-        Attachment {
-            format_token: row.spec().is_sole_writer().then_some(self.volume.format_token),
-            blank_attestation: row.blank.attestation(),
-            id: row.id,
-            volume: row.volume,
-            node: row.node,
-            read_only: row.read_only,
-            access: row.access,
-            state: row.state,
-            disk_uuid: self.volume.disk_uuid,
-            message: row.message,
-            created_at: row.created_at,
-        }
-    }
-}
-
-impl Service {
     /// One attachment. Waits for a running operation at most `wait`.
-    pub async fn attachment(&self, id: &AttachmentId, wait: Duration) -> Result<Progress> {
+    pub async fn get(&self, id: &AttachmentId, wait: Duration) -> Result<Progress> {
         if let Some(operation) = self.operation(id) {
             // The row shows the outcome.
             let _ = tokio::time::timeout(wait, operation.work).await;
@@ -102,9 +88,9 @@ impl Service {
     }
 
     /// All attachments, or those of a node, a volume, or both.
-    pub async fn attachments(&self, node: Option<Uuid>, volume: Option<VolumeId>) -> Result<Vec<Attachment>> {
-        self.0
-            .catalog
+    pub async fn list(&self, node: Option<Uuid>, volume: Option<VolumeId>) -> Result<Vec<Attachment>> {
+        self.core
+            .catalog()
             .read(move |tx| -> Result<_> {
                 tx.attachments(node, volume.as_ref())?
                     .into_iter()
@@ -116,8 +102,8 @@ impl Service {
 
     pub(super) async fn progress(&self, id: &AttachmentId) -> Result<Progress> {
         let id = id.clone();
-        self.0
-            .catalog
+        self.core
+            .catalog()
             .read(move |tx| -> Result<_> {
                 let Some(row) = tx.attachment(&id)? else { return Ok(Progress::Gone) };
                 let attachment = AttachmentContext::of(tx, row)?.to_attachment();
@@ -134,7 +120,7 @@ impl Service {
     /// Attaches a volume to a node, or takes over the disk of the attachment that it replaces. Waits at most `wait`;
     /// the operation continues.
     pub async fn attach(
-        &self,
+        self: &Arc<Self>,
         id: AttachmentId,
         spec: AttachmentSpec,
         replaces: Option<AttachmentId>,
@@ -161,7 +147,7 @@ impl Service {
     }
 
     /// Detaches a disk. Waits at most `wait`; the operation continues.
-    pub async fn detach(&self, id: AttachmentId, wait: Duration) -> Result<Progress> {
+    pub async fn detach(self: &Arc<Self>, id: AttachmentId, wait: Duration) -> Result<Progress> {
         let work = match self.operation(&id) {
             Some(Operation { kind: Kind::Detach, work, .. }) => work,
             _ => self.start_detach(id.clone()),
@@ -176,29 +162,11 @@ impl Service {
         message: Option<String>,
     ) -> Result<()> {
         let key = id.clone();
-        self.0
-            .catalog
+        self.core
+            .catalog()
             .run(move |tx| -> Result<_> { Ok(tx.set_attachment_state(&key, state, message.as_deref())?) })
             .await?;
-        self.emit(EventKind::Attachment, id, Change::Updated);
+        self.core.emit(EventKind::Attachment, id, Change::Updated);
         Ok(())
     }
-}
-
-/// Adds the volume and the node to a hypervisor's error.
-fn describe(error: HypervisorError, context: &AttachmentContext) -> Failure {
-    let mut failure = Failure::from(error);
-    let (what, id) = match failure.code() {
-        ProblemCode::NodeNotRunning | ProblemCode::TooManyDisks => {
-            (ObjectKind::Node, context.row.node.to_string())
-        }
-        _ => (ObjectKind::Attachment, context.row.id.to_string()),
-    };
-    failure.0.detail = format!(
-        "volume {} on node {} ({}): {}",
-        context.volume.id, context.node.spec.name, context.row.node, failure.0.detail
-    );
-    failure.0.what = Some(what);
-    failure.0.id = Some(id);
-    failure
 }

@@ -1,15 +1,17 @@
 //! Attachment operations. Callers can join a running operation; operations on one ID run one after the other.
 
+use std::collections::HashMap;
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use futures::future::{BoxFuture, Shared};
 use infra_api::{AttachmentId, AttachmentSpec, AttachmentState, ProblemCode};
 
-use super::Progress;
+use super::{Attachments, Progress};
 use crate::audit;
 use crate::catalog::AttachmentRow;
-use crate::service::{Failure, Result, Service};
+use crate::service::problems::{Failure, Result};
 
 /// Earliest response to a caller that is willing to wait, if the operation ended without completing.
 const INCOMPLETE_RESPONSE_DELAY: Duration = Duration::from_secs(1);
@@ -18,7 +20,7 @@ pub(super) type Work = Shared<BoxFuture<'static, Result<Progress>>>;
 
 /// A running operation on an attachment.
 #[derive(Clone)]
-pub(in crate::service) struct Operation {
+pub(super) struct Operation {
     number: u64,
     pub(super) kind: Kind,
     pub(super) work: Work,
@@ -43,7 +45,7 @@ pub(super) enum Trigger {
     Catalog,
 }
 
-impl Service {
+impl Attachments {
     /// Waits for an operation at most `wait`. If it ended without completing, the response is delayed: the client
     /// retries at once.
     pub(super) async fn await_operation(
@@ -67,14 +69,12 @@ impl Service {
         self.lock_operations().get(id).cloned()
     }
 
-    fn lock_operations(
-        &self,
-    ) -> std::sync::MutexGuard<'_, std::collections::HashMap<AttachmentId, Operation>> {
-        self.0.operations.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn lock_operations(&self) -> MutexGuard<'_, HashMap<AttachmentId, Operation>> {
+        self.operations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Queues an operation behind the last one with the same ID.
-    fn start<F>(&self, id: AttachmentId, kind: Kind, work: F) -> Work
+    fn start<F>(self: &Arc<Self>, id: AttachmentId, kind: Kind, work: F) -> Work
     where
         F: Future<Output = Result<Progress>> + Send + 'static,
     {
@@ -82,13 +82,13 @@ impl Service {
         let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let mut operations = self.lock_operations();
         let before = operations.get(&id).map(|operation| operation.work.clone());
-        let (service, key) = (self.clone(), id.clone());
-        let task = self.0.tasks.spawn(audit::with_actor(audit::actor(), async move {
+        let (attachments, key) = (self.clone(), id.clone());
+        let task = self.core.spawn(audit::with_actor(audit::actor(), async move {
             if let Some(before) = before {
                 let _ = before.await;
             }
             let result = work.await;
-            let mut operations = service.lock_operations();
+            let mut operations = attachments.lock_operations();
             if operations.get(&key).is_some_and(|operation| operation.number == number) {
                 operations.remove(&key);
             }
@@ -101,27 +101,27 @@ impl Service {
         work
     }
 
-    pub(super) fn start_attach(&self, id: AttachmentId, trigger: Trigger) -> Work {
+    pub(super) fn start_attach(self: &Arc<Self>, id: AttachmentId, trigger: Trigger) -> Work {
         let kind = match &trigger {
             Trigger::Request(spec, _) => Kind::Attach(spec.clone()),
             Trigger::Catalog => Kind::Resume,
         };
-        let (service, key) = (self.clone(), id.clone());
-        self.start(id, kind, async move { service.do_attach(&key, trigger).await })
+        let (attachments, key) = (self.clone(), id.clone());
+        self.start(id, kind, async move { attachments.do_attach(&key, trigger).await })
     }
 
-    pub(super) fn start_detach(&self, id: AttachmentId) -> Work {
-        let (service, key) = (self.clone(), id.clone());
-        self.start(id, Kind::Detach, async move { service.do_detach(&key).await })
+    pub(super) fn start_detach(self: &Arc<Self>, id: AttachmentId) -> Work {
+        let (attachments, key) = (self.clone(), id.clone());
+        self.start(id, Kind::Detach, async move { attachments.do_detach(&key).await })
     }
 
     /// Completes or repairs an attachment by its row, unless an operation is running.
-    pub(in crate::service) async fn resume(&self, row: &AttachmentRow) {
+    pub(in crate::service) async fn resume(self: &Arc<Self>, row: &AttachmentRow) {
         if self.operation(&row.id).is_some() {
             return;
         }
         // Detaches have no backoff: a client waits for them.
-        if row.state != AttachmentState::Detaching && !self.0.retries.is_due(&row.id, Instant::now()) {
+        if row.state != AttachmentState::Detaching && !self.retries.is_due(&row.id, Instant::now()) {
             return;
         }
         let work = match row.state {
@@ -131,10 +131,8 @@ impl Service {
             AttachmentState::Detaching => self.start_detach(row.id.clone()),
         };
         match work.await {
-            Ok(_) => self.0.retries.forget(&row.id),
-            Err(failure)
-                if self.0.retries.failed(&row.id, &row.volume, &failure.0.detail, Instant::now()) =>
-            {
+            Ok(_) => self.retries.forget(&row.id),
+            Err(failure) if self.retries.failed(&row.id, &row.volume, &failure.0.detail, Instant::now()) => {
                 tracing::warn!(attachment = %row.id, volume = %row.volume, node = %row.node, %failure, "could not complete the attachment's operation; will retry");
             }
             Err(failure) => {

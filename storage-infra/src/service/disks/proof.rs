@@ -1,0 +1,115 @@
+//! Proof of detachment after the hypervisor reported a disk as detached. An attachment's row is deleted only with
+//! this proof.
+
+use std::time::{Duration, Instant};
+
+use infra_api::NodeState;
+
+use super::Disks;
+use super::context::{AttachmentContext, describe};
+use crate::engine::EngineError;
+use crate::engine::image_lock::{Holder, holder};
+use crate::hypervisor::DiskSource;
+use crate::hypervisor::libvirt::LIBVIRT;
+use crate::hypervisor::{DetachOutcome, Disk, Power};
+use crate::service::problems::Result;
+
+/// Time for QEMU to close the image of a detached disk.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Timeout for the pool's filesystem to report image locks.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl Disks {
+    /// Whether a disk that its hypervisor reports as detached is free. libvirt may have lost track of a running QEMU
+    /// and report its VM as off; or the VM is saved or runs elsewhere.
+    pub(super) async fn prove_detached(
+        &self,
+        context: &AttachmentContext,
+        disk: &Disk,
+    ) -> Result<DetachOutcome> {
+        let hypervisor = self.hypervisors.get(&context.node.spec.hypervisor)?;
+        if hypervisor.kind() != LIBVIRT {
+            return Ok(DetachOutcome::Detached);
+        }
+        let presence = hypervisor
+            .presence(context.row.node, std::slice::from_ref(disk))
+            .await
+            .map_err(|error| describe(error, context))?;
+        if presence.disks.contains(&disk.uuid) {
+            let why = format!("the VM {} has the disk {} again", context.node.spec.name, disk.uuid);
+            return Ok(DetachOutcome::StillAttached(why));
+        }
+        match self.power.prove_off(&context.node, &presence.facts).await? {
+            DetachOutcome::Detached => self.prove_closed(context, disk, presence.facts.power).await,
+            still_holding => Ok(still_holding),
+        }
+    }
+
+    /// Whether no QEMU has the disk's image open. Other attachments of a shared volume have it legitimately.
+    async fn prove_closed(
+        &self,
+        context: &AttachmentContext,
+        disk: &Disk,
+        power: Power,
+    ) -> Result<DetachOutcome> {
+        let volume = context.volume.id.clone();
+        let rows = self
+            .core
+            .catalog()
+            .read(move |tx| -> Result<_> { Ok(tx.attachments(None, Some(&volume))?) })
+            .await?;
+        if rows.iter().any(|row| row.id != context.row.id) {
+            return Ok(DetachOutcome::Detached);
+        }
+        let lock = self.still_open(context, disk).await;
+        let name = &context.node.spec.name;
+        Ok(match lock {
+            Ok(None) => DetachOutcome::Detached,
+            Ok(Some(holder)) => DetachOutcome::StillAttached(format!(
+                "the VM {name} is {} without the disk {} according to its hypervisor, but {holder} has it open; this may be a QEMU \
+                 process that libvirt lost: end it once you are certain that it is not needed",
+                power.state(),
+                disk.uuid
+            )),
+            // A running QEMU has confirmed itself that it closed the disk.
+            Err(_) if power.state() == NodeState::Running => DetachOutcome::Detached,
+            Err(why) => DetachOutcome::StillAttached(format!(
+                "the VM {name} is {}, but cannot check whether a process still has the disk {} open: {why}",
+                power.state(),
+                disk.uuid
+            )),
+        })
+    }
+
+    /// The process that holds the image of a detached disk after the time to close it.
+    async fn still_open(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
+        let (start, mut pause) = (Instant::now(), Duration::from_millis(5));
+        loop {
+            match self.locked_by(context, disk).await? {
+                Some(found) if start.elapsed() > CLOSE_TIMEOUT => return Ok(Some(found)),
+                Some(_) => tokio::time::sleep(pause).await,
+                None => return Ok(None),
+            }
+            pause = (pause * 2).min(Duration::from_millis(200));
+        }
+    }
+
+    async fn locked_by(&self, context: &AttachmentContext, disk: &Disk) -> Result<Option<Holder>, String> {
+        let DiskSource::File(path) = disk.source.clone();
+        let query = move |engine: &dyn crate::engine::Engine| {
+            // If the pool is not mounted, the image is not there either.
+            engine.inspect()?;
+            let what = || format!("check who has {} open", path.display());
+            holder(&path).map_err(|source| EngineError::Io { what: what(), source })
+        };
+        let query = self.engines.run::<_, EngineError, _>(&context.pool, query);
+        let found = match tokio::time::timeout(QUERY_TIMEOUT, query).await {
+            Ok(found) => found.map_err(|error| error.to_string())?,
+            Err(_) => {
+                return Err(format!("{} does not answer within {QUERY_TIMEOUT:?}", context.pool.spec.path));
+            }
+        };
+        // A loop device of this host does not belong to a VM.
+        Ok(found.filter(|holder| matches!(holder, Holder::Locked(_))))
+    }
+}

@@ -1,0 +1,145 @@
+//! Copies into new volumes and snapshots: by reflink where blocks can be shared, otherwise a block-by-block copy that
+//! reports its progress and is cancelled by a deletion or a shutdown.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use infra_api::{ObjectKind, Problem, ProblemCode, VolumeId};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+
+use super::ObjectFiles;
+use crate::catalog::{PoolRow, Tx};
+use crate::engine::{Clearance, CopyProgress, EngineError, Method, Object, Record};
+use crate::hypervisor::DiskSource;
+use crate::service::lookups::node_refs;
+use crate::service::pools::Engines;
+use crate::service::problems::{Failure, Result};
+
+/// Number of concurrent block-by-block copies; others wait.
+const MAX_COPIES: usize = 2;
+/// Source and method of a copy.
+pub(in crate::service) struct Origin {
+    pub(in crate::service) pool: PoolRow,
+    pub(in crate::service) object: Object,
+    pub(in crate::service) method: Method,
+}
+
+/// Copies of volumes and snapshots.
+pub(in crate::service) struct Copies {
+    engines: Arc<Engines>,
+    files: Arc<ObjectFiles>,
+    running: Mutex<HashMap<Object, Arc<CopyProgress>>>,
+    permits: Semaphore,
+}
+
+impl Copies {
+    pub(in crate::service) fn new(engines: Arc<Engines>, files: Arc<ObjectFiles>) -> Self {
+        Self { engines, files, running: Mutex::default(), permits: Semaphore::new(MAX_COPIES) }
+    }
+
+    fn table(&self) -> MutexGuard<'_, HashMap<Object, Arc<CopyProgress>>> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes copied so far, if a copy of this object is running.
+    pub(in crate::service) fn copied(&self, object: &Object) -> Option<u64> {
+        self.table().get(object).map(|copying| copying.copied())
+    }
+
+    pub(in crate::service) fn is_running(&self, object: &Object) -> bool {
+        self.table().contains_key(object)
+    }
+
+    /// Cancels the copy of an object, if one is running.
+    pub(in crate::service) fn cancel(&self, object: &Object) {
+        if let Some(copying) = self.table().get(object) {
+            copying.cancel();
+        }
+    }
+
+    /// Cancels all copies and prevents new ones. The next start repeats them.
+    pub(in crate::service) fn cancel_all(&self) {
+        self.permits.close();
+        self.table().values().for_each(|copying| copying.cancel());
+    }
+
+    /// Creates an object with the bytes of another. Its intent is in the catalog. False if it was cancelled.
+    pub(in crate::service) async fn copy_into(
+        &self,
+        pool: &PoolRow,
+        origin: Origin,
+        bytes: u64,
+        record: Record,
+    ) -> Result<bool> {
+        let Some(object) = record.object() else {
+            return Err(Failure::new(ProblemCode::Internal, "a pool cannot be the target of a copy"));
+        };
+        let object = &object;
+        let copying = Arc::new(CopyProgress::default());
+        self.table().insert(object.clone(), copying.clone());
+        let result = match self.files.clear(pool, object.clone(), record.identity()).await {
+            Ok(cleared) => Ok(self.run_copy(cleared, pool, origin, bytes, record, copying).await),
+            Err(failure) => Err(failure),
+        };
+        self.table().remove(object);
+        match result? {
+            Ok(()) => Ok(true),
+            Err(EngineError::Cancelled) => Ok(false),
+            Err(error) => {
+                let mut failure = Failure::from(error);
+                failure.0.detail = format!("{object} in pool {}: {}", pool.name, failure.0.detail);
+                Err(failure)
+            }
+        }
+    }
+
+    async fn run_copy(
+        &self,
+        cleared: Clearance,
+        pool: &PoolRow,
+        origin: Origin,
+        bytes: u64,
+        record: Record,
+        copying: Arc<CopyProgress>,
+    ) -> Result<(), EngineError> {
+        let object = cleared.object().clone();
+        let method = origin.method;
+        let _permit = match method {
+            Method::Reflink => None,
+            Method::Copy => Some(self.permits.acquire().await.map_err(|_| EngineError::Cancelled)?),
+        };
+        let start = Instant::now();
+        let from = origin.object.clone();
+        let source: DiskSource =
+            self.engines.run::<_, EngineError, _>(&origin.pool, move |engine| engine.locate(&from)).await?;
+        self.engines
+            .run::<_, EngineError, _>(pool, move |engine| {
+                engine.create_from(&cleared, &source, bytes, method, &record, &copying)
+            })
+            .await?;
+        tracing::info!(%object, from = %origin.object, pool = %pool.name, bytes, ?method, took = ?start.elapsed(), "copy completed");
+        Ok(())
+    }
+}
+
+/// Refuses a block-by-block copy of a volume while a VM may write to it: the copy would be inconsistent.
+pub(in crate::service) fn refuse_copy_while_writable(
+    tx: &Tx<'_>,
+    volume: &VolumeId,
+    why: &str,
+) -> Result<()> {
+    let mut writers = tx.attachments(None, Some(volume))?;
+    writers.retain(|attachment| !attachment.read_only);
+    if writers.is_empty() {
+        return Ok(());
+    }
+    let nodes = node_refs(tx, &writers)?;
+    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+    let detail = format!(
+        "the volume {volume} is attached writable to {}, and {why}, so it can only be copied block by block, which is not \
+         consistent while it is written; detach it first",
+        names.join(", ")
+    );
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, volume).used_by(nodes).into())
+}

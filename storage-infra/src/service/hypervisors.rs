@@ -1,0 +1,131 @@
+//! The configured hypervisors by name, with what is shared between their callers.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures::future::{BoxFuture, join_all};
+use infra_api::{ObjectKind, Problem, ProblemCode};
+use tokio::sync::{Mutex, Notify};
+use tokio_util::sync::CancellationToken;
+
+use super::problems::Result;
+use super::ticker::Ticker;
+use crate::fail_points;
+use crate::hypervisor::{AttachedDisk, Hypervisor};
+
+/// Last list of attached disks, with the time at which the query started.
+type DiskListing = Mutex<Option<(Instant, Arc<Vec<AttachedDisk>>)>>;
+
+/// The configured hypervisors.
+pub(super) struct Hypervisors(BTreeMap<String, Configured>);
+
+struct Configured {
+    hypervisor: Arc<dyn Hypervisor>,
+    listing: DiskListing,
+    /// Triggers the search for unexpected disks.
+    search: Notify,
+}
+
+impl Hypervisors {
+    pub(super) fn new(hypervisors: BTreeMap<String, Arc<dyn Hypervisor>>) -> Self {
+        let configured = |(name, one)| {
+            let hypervisor = fail_points::hypervisor(one);
+            (name, Configured { hypervisor, listing: DiskListing::default(), search: Notify::default() })
+        };
+        Self(hypervisors.into_iter().map(configured).collect())
+    }
+
+    /// A hypervisor. Fails if it is not configured.
+    pub(super) fn get(&self, name: &str) -> Result<Arc<dyn Hypervisor>> {
+        self.0.get(name).map(|one| one.hypervisor.clone()).ok_or_else(|| {
+            Problem::new(
+                ProblemCode::Unavailable,
+                format!(
+                    "the hypervisor {name} is not configured on this server, which has: {}",
+                    self.names_text()
+                ),
+            )
+            .about(ObjectKind::Hypervisor, name)
+            .into()
+        })
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// All hypervisors with their names.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&String, &Arc<dyn Hypervisor>)> {
+        self.0.iter().map(|(name, one)| (name, &one.hypervisor))
+    }
+
+    /// The names, for messages.
+    pub(super) fn names_text(&self) -> String {
+        let names: Vec<&str> = self.0.keys().map(String::as_str).collect();
+        if names.is_empty() { "none (see --hypervisor)".into() } else { names.join(", ") }
+    }
+
+    /// All disks attached on a hypervisor, queried from now on. Concurrent callers share one query.
+    pub(super) async fn attached_disks(&self, name: &str) -> Result<Arc<Vec<AttachedDisk>>, String> {
+        let started = Instant::now();
+        let own = self.get(name).map_err(|failure| failure.to_string())?;
+        let listing = &self.0.get(name).ok_or("the hypervisor is not configured")?.listing;
+        let mut latest = listing.lock().await;
+        if let Some((when, all)) = latest.as_ref()
+            && *when >= started
+        {
+            return Ok(all.clone());
+        }
+        let when = Instant::now();
+        let all = Arc::new(own.attached_disks().await.map_err(|error| error.to_string())?);
+        *latest = Some((when, all.clone()));
+        Ok(all)
+    }
+
+    /// Triggers a search for unexpected disks at once.
+    pub(super) fn search_now(&self, name: &str) {
+        if let Some(one) = self.0.get(name) {
+            one.search.notify_one();
+        }
+    }
+
+    /// Waits until a search for unexpected disks is triggered.
+    pub(super) async fn search_is_triggered(&self, name: &str) {
+        match self.0.get(name) {
+            Some(one) => one.search.notified().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Runs a loop for each hypervisor until stopped, because one may stall.
+    pub(super) async fn for_each<'a, F>(&'a self, stop: &CancellationToken, run: impl Fn(&'a str) -> F)
+    where
+        F: Future<Output = ()>,
+    {
+        let all = join_all(self.0.keys().map(String::as_str).map(run));
+        // A server without hypervisors has no loops, but is not finished.
+        tokio::join!(all, stop.cancelled());
+    }
+
+    /// Polls each hypervisor periodically until stopped.
+    pub(super) async fn poll<'a>(
+        &'a self,
+        period: Duration,
+        stop: &CancellationToken,
+        poll: impl Fn(&'a str) -> BoxFuture<'a, Result<()>>,
+    ) {
+        let poll = &poll;
+        let keep = |name| async move {
+            let mut ticker = Ticker::every(period, stop.clone());
+            while ticker.tick().await {
+                let polled =
+                    tokio::select! { () = stop.cancelled() => return, polled = poll(name) => polled };
+                if let Err(failure) = polled {
+                    tracing::debug!(hypervisor = name, %failure, "cannot poll the hypervisor");
+                }
+            }
+        };
+        self.for_each(stop, keep).await;
+    }
+}

@@ -1,0 +1,130 @@
+//! Deletion of volumes: intent, clearance and removal.
+
+use std::sync::Arc;
+
+use infra_api::{Change, EventKind, ObjectKind, Problem, ProblemCode, VolumeId, VolumeState};
+
+use super::Volumes;
+use crate::audit;
+use crate::catalog::Tx;
+use crate::engine::{Clearance, Object};
+use crate::service::lookups::{node_refs, pool_of};
+use crate::service::problems::{Failure, Result};
+
+impl Volumes {
+    /// Deletes a volume and its bytes. False if it did not exist.
+    pub async fn delete(self: &Arc<Self>, id: VolumeId) -> Result<bool> {
+        let volumes = self.clone();
+        self.core
+            .run_to_completion(async move {
+                volumes.unexpected_disks.refuse(&id, None).await?;
+                // Checked before taking the volume's lock, which a slow detach may hold.
+                let name = id.clone();
+                let copying = volumes
+                    .core
+                    .catalog()
+                    .read(move |tx| -> Result<_> {
+                        refuse_attached(tx, &name)?;
+                        let row = tx.volume(&name)?;
+                        Ok(row.is_some_and(|row| row.copying && row.state == VolumeState::Creating))
+                    })
+                    .await?;
+                if copying {
+                    // The copy is cancelled, and its waiting request must not restart it.
+                    volumes.mark_deleting(&id).await?;
+                }
+                volumes.copies.cancel(&Object::Volume(id.clone()));
+                let _lock = volumes.core.lock_volume(&id).await;
+                let cleared = volumes.clear_for_deletion(&id).await?;
+                if !volumes.mark_deleting(&id).await? {
+                    return Ok(false);
+                }
+                volumes.finish_delete(&id, cleared).await?;
+                Ok(true)
+            })
+            .await
+    }
+
+    /// Checks whether a volume's bytes may be removed, before the deletion starts: a refused deletion changes
+    /// nothing. None if the check is impossible now; the deletion then starts and checks again.
+    async fn clear_for_deletion(&self, id: &VolumeId) -> Result<Option<Clearance>> {
+        let name = id.clone();
+        let found = self
+            .core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                refuse_attached(tx, &name)?;
+                let Some(row) = tx.volume(&name)? else { return Ok(None) };
+                Ok(Some((pool_of(tx, &row)?, row)))
+            })
+            .await?;
+        let Some((pool, row)) = found else { return Ok(None) };
+        match self.files.clear_volume(&pool, &row).await {
+            Ok(cleared) => Ok(Some(cleared)),
+            Err(failure) if failure.code().may_have_taken_effect() => Ok(None),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Writes the intent to delete. Refused while an attachment exists.
+    async fn mark_deleting(&self, id: &VolumeId) -> Result<bool> {
+        let id = id.clone();
+        self.core
+            .catalog()
+            .run(move |tx| -> Result<_> {
+                if tx.volume(&id)?.is_none() {
+                    return Ok(false);
+                }
+                refuse_attached(tx, &id)?;
+                tx.set_volume_state(&id, VolumeState::Deleting)?;
+                Ok(true)
+            })
+            .await
+    }
+
+    /// Removes the bytes of a volume in state deleting without attachments, after the clearance check.
+    pub(in crate::service) async fn finish_delete(
+        &self,
+        id: &VolumeId,
+        cleared: Option<Clearance>,
+    ) -> Result<()> {
+        let name = id.clone();
+        let found = self
+            .core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                let Some(row) = tx.volume(&name)? else { return Ok(None) };
+                // Checked again right before the removal: this is the only place that removes volumes.
+                if row.state != VolumeState::Deleting || !tx.attachments(None, Some(&name))?.is_empty() {
+                    let detail = format!("the volume {name} is {} and must not be removed", row.state);
+                    return Err(Failure::new(ProblemCode::Internal, detail));
+                }
+                Ok(Some((pool_of(tx, &row)?, row)))
+            })
+            .await?;
+        let Some((pool, row)) = found else { return Ok(()) };
+        let size = row.size();
+        let cleared = match cleared {
+            Some(cleared) => cleared,
+            None => self.files.clear_volume(&pool, &row).await?,
+        };
+        self.files.remove(&pool, cleared, size).await?;
+        let name = id.clone();
+        self.core.catalog().run(move |tx| -> Result<_> { Ok(tx.delete_volume(&name)?) }).await?;
+        audit::log_removal(Object::Volume(id.clone()), "it was deleted");
+        self.core.emit(EventKind::Volume, id, Change::Deleted);
+        Ok(())
+    }
+}
+
+/// Refuses while an attachment exists.
+fn refuse_attached(tx: &Tx<'_>, id: &VolumeId) -> Result<()> {
+    let attachments = tx.attachments(None, Some(id))?;
+    if attachments.is_empty() {
+        return Ok(());
+    }
+    let nodes = node_refs(tx, &attachments)?;
+    let names: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+    let detail = format!("the volume {id} is attached to {}; detach it first", names.join(", "));
+    Err(Problem::new(ProblemCode::InUse, detail).about(ObjectKind::Volume, id).used_by(nodes).into())
+}

@@ -1,0 +1,140 @@
+//! Volumes: create, list and delete; changes of their size and limits.
+
+mod create;
+mod delete;
+mod expand;
+mod qos;
+mod reserve;
+mod size;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use infra_api::{List, ObjectKind, PoolName, Volume, VolumeId, VolumeState, ZONE_LABEL};
+
+use super::attachments::UnexpectedDisks;
+use super::conditions::Conditions;
+use super::core::Core;
+use super::disks::Disks;
+use super::files::{Copies, ObjectFiles};
+use super::lookups::pool_of;
+use super::pools::{Engines, PoolCapacity};
+use super::problems::{Failure, Result};
+use super::records::Records;
+use crate::catalog::{AttachmentRow, VolumeRow};
+use crate::engine::Object;
+
+/// Maximum number of volumes in one page of a list.
+const PAGE: usize = 1000;
+
+/// The volumes: create, list and delete.
+pub struct Volumes {
+    core: Arc<Core>,
+    engines: Arc<Engines>,
+    capacity: Arc<PoolCapacity>,
+    files: Arc<ObjectFiles>,
+    copies: Arc<Copies>,
+    conditions: Arc<Conditions>,
+    unexpected_disks: Arc<UnexpectedDisks>,
+}
+
+/// Changes of existing volumes: size and I/O limits.
+pub struct VolumeChanges {
+    core: Arc<Core>,
+    engines: Arc<Engines>,
+    capacity: Arc<PoolCapacity>,
+    disks: Arc<Disks>,
+    records: Arc<Records>,
+    volumes: Arc<Volumes>,
+}
+
+impl VolumeChanges {
+    pub(super) fn new(
+        core: Arc<Core>,
+        engines: Arc<Engines>,
+        capacity: Arc<PoolCapacity>,
+        disks: Arc<Disks>,
+        records: Arc<Records>,
+        volumes: Arc<Volumes>,
+    ) -> Self {
+        Self { core, engines, capacity, disks, records, volumes }
+    }
+}
+
+impl Volumes {
+    pub(super) fn new(
+        core: Arc<Core>,
+        engines: Arc<Engines>,
+        capacity: Arc<PoolCapacity>,
+        files: Arc<ObjectFiles>,
+        copies: Arc<Copies>,
+        conditions: Arc<Conditions>,
+        unexpected_disks: Arc<UnexpectedDisks>,
+    ) -> Self {
+        Self { core, engines, capacity, files, copies, conditions, unexpected_disks }
+    }
+
+    /// One volume.
+    pub async fn get(&self, id: &VolumeId) -> Result<Volume> {
+        let id = id.clone();
+        let (row, attachments, pool) = self
+            .core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                let row = tx.volume(&id)?.ok_or_else(|| Failure::not_found(ObjectKind::Volume, &id))?;
+                let pool = pool_of(tx, &row)?;
+                Ok((row, tx.attachments(None, Some(&id))?, pool))
+            })
+            .await?;
+        Ok(self.to_volume(row, &attachments, pool.spec.labels.get(ZONE_LABEL).cloned()))
+    }
+
+    /// One page of volumes with IDs after `after`.
+    pub async fn list(&self, limit: Option<usize>, after: String) -> Result<List<Volume>> {
+        let limit = limit.filter(|limit| *limit > 0).unwrap_or(PAGE).min(PAGE);
+        let (mut rows, attachments, pools) = self
+            .core
+            .catalog()
+            .read(move |tx| -> Result<_> {
+                Ok((tx.volumes(&after, limit + 1)?, tx.attachments(None, None)?, tx.pools()?))
+            })
+            .await?;
+        let more = rows.len() > limit;
+        rows.truncate(limit);
+        let next = rows.last().filter(|_| more).map(|row| row.id.to_string());
+        let mut of: HashMap<VolumeId, Vec<AttachmentRow>> = HashMap::new();
+        for attachment in attachments {
+            of.entry(attachment.volume.clone()).or_default().push(attachment);
+        }
+        let zones: HashMap<PoolName, String> = pools
+            .into_iter()
+            .filter_map(|mut pool| Some((pool.name, pool.spec.labels.remove(ZONE_LABEL)?)))
+            .collect();
+        let item = |row: VolumeRow| {
+            let attachments = of.remove(&row.id).unwrap_or_default();
+            let zone = zones.get(&row.pool).cloned();
+            self.to_volume(row, &attachments, zone)
+        };
+        Ok(List { items: rows.into_iter().map(item).collect(), next })
+    }
+
+    fn to_volume(&self, row: VolumeRow, attachments: &[AttachmentRow], zone: Option<String>) -> Volume {
+        let copied = self.copies.copied(&Object::Volume(row.id.clone()));
+        Volume {
+            condition: self.conditions.of(&row.id),
+            copied_bytes: copied.filter(|_| row.copying && row.state == VolumeState::Creating),
+            id: row.id,
+            capacity_bytes: row.capacity,
+            pool: row.pool,
+            disk_uuid: row.disk_uuid,
+            state: row.state,
+            zone,
+            source: row.spec.source,
+            qos: row.qos,
+            shareable: row.spec.shareable,
+            labels: row.spec.labels,
+            created_at: row.created_at,
+            attached_to: attachments.iter().map(|attachment| attachment.node).collect(),
+        }
+    }
+}

@@ -9,13 +9,13 @@ use std::time::Duration;
 use anyhow::Context;
 use axum_server::accept::NoDelayAcceptor;
 use axum_server::tls_rustls::{RustlsAcceptor, RustlsConfig};
-use futures::future::join_all;
-use process_kit::supervise;
+use futures::FutureExt;
+use futures::future::{BoxFuture, join_all};
+use process_kit::{process, supervise};
 use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
-use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
@@ -119,7 +119,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     ));
 
     let ended = tokio::select! {
-        result = shutdown_signal() => result,
+        result = process::stop_signal() => result.map(drop).map_err(anyhow::Error::from),
         Some(ended) = tasks.join_next() => ended?.and(Err(anyhow::anyhow!("a listener stopped unexpectedly"))),
         failure = supervise::failure() => Err(anyhow::anyhow!(failure)),
     };
@@ -140,39 +140,16 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
 
 /// Starts the service's periodic loops, each in a supervised task.
 fn periodic(service: &Service, stop: &CancellationToken) -> Vec<JoinHandle<()>> {
-    vec![
-        start("repair", service, stop, |service, stop| async move { service.repair().run(stop).await }),
-        start("release of attachments", service, stop, |service, stop| async move {
-            service.fencing().run_release(stop).await;
-        }),
-        start("pool monitor", service, stop, |service, stop| async move {
-            service.pool_monitor().run(stop).await
-        }),
-        start("power monitor", service, stop, |service, stop| async move {
-            service.power().run_monitor(stop).await;
-        }),
-        start("unexpected disk search", service, stop, |service, stop| async move {
-            service.unexpected_disks().run_search(stop).await;
-        }),
-        start("resume of paused VMs", service, stop, |service, stop| async move {
-            service.paused_vms().run_resume(stop).await;
-        }),
-    ]
-}
-
-fn start<F: Future<Output = ()> + Send + 'static>(
-    name: &str,
-    service: &Service,
-    stop: &CancellationToken,
-    work: impl FnOnce(Service, CancellationToken) -> F,
-) -> JoinHandle<()> {
-    supervise::background(name, stop.clone(), work(service.clone(), stop.clone()))
-}
-
-async fn shutdown_signal() -> anyhow::Result<()> {
-    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    tokio::select! { _ = term.recv() => {} _ = int.recv() => {} }
-    Ok(())
+    let until = || stop.clone();
+    let loops: [(&str, BoxFuture<'static, ()>); 6] = [
+        ("repair", service.repair().clone().run(until()).boxed()),
+        ("release of attachments", service.fencing().clone().run_release(until()).boxed()),
+        ("pool monitor", service.pool_monitor().clone().run(until()).boxed()),
+        ("power monitor", service.power().clone().run_monitor(until()).boxed()),
+        ("unexpected disk search", service.unexpected_disks().clone().run_search(until()).boxed()),
+        ("resume of paused VMs", service.paused_vms().clone().run_resume(until()).boxed()),
+    ];
+    loops.into_iter().map(|(name, work)| supervise::background(name, until(), work)).collect()
 }
 
 /// Builds the hypervisors named by flags.

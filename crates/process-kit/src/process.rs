@@ -2,9 +2,11 @@
 
 use std::fmt::Display;
 use std::future::Future;
+use std::io;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::supervise;
@@ -65,20 +67,23 @@ fn fail(problem: impl Display, code: u8) -> ExitCode {
     ExitCode::from(code)
 }
 
+/// Waits for SIGTERM or SIGINT, and returns its name.
+pub async fn stop_signal() -> io::Result<&'static str> {
+    let (mut terminate, mut interrupt) =
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    Ok(tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    })
+}
+
 async fn cancel_on_signal(stop: CancellationToken) {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) =
-        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
-    else {
+    let Ok(signal) = stop_signal().await else {
         tracing::error!(
             "failed to install signal handlers: SIGTERM will not shut the process down gracefully"
         );
         return;
     };
-    let name = tokio::select! {
-        _ = terminate.recv() => "SIGTERM",
-        _ = interrupt.recv() => "SIGINT",
-    };
-    tracing::info!(signal = name, "stopping");
+    tracing::info!(signal, "stopping");
     stop.cancel();
 }

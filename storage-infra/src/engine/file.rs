@@ -8,18 +8,19 @@
 //! attributes of the volume's, snapshot's or marker file.
 
 mod lock;
+mod ops;
 mod record_xattr;
 mod scan;
 
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use infra_api::VolumeId;
-use rustix::fs::{SeekFrom, StatVfsMountFlags, ioctl_ficlone, seek, statvfs};
+use rustix::fs::{StatVfsMountFlags, ioctl_ficlone, statvfs};
 use rustix::io::Errno;
 use uuid::Uuid;
 
@@ -32,12 +33,12 @@ use super::{
     image_lock,
 };
 
+use ops::{copy_sparse, exists, extend, io_error, next_data, unlink};
+
 pub use scan::{FoundFile, PoolScan, scan_pool};
 
 /// Name of the marker file. No volume can have it: IDs start with a letter or digit.
 const MARKER: &str = ".nestor-pool";
-/// Number of bytes copied at a time.
-const CHUNK: usize = 1 << 20;
 
 fn file_name(object: &Object) -> String {
     match object {
@@ -53,39 +54,12 @@ fn part_name(object: &Object) -> String {
     }
 }
 
-fn exists(path: &Path) -> Result<bool> {
-    match fs::symlink_metadata(path) {
-        Ok(_) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(io_error("read the metadata of", path)(error)),
-    }
-}
-
-/// Removes a file; false if it did not exist.
-fn unlink(path: &Path) -> Result<bool> {
-    match fs::remove_file(path) {
-        Ok(()) => Ok(true),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(io_error("remove", path)(error)),
-    }
-}
-
 /// Storage engine of a pool whose volumes are raw files in a directory.
 pub struct FileEngine {
     dir: PathBuf,
     uuid: Uuid,
     reflink: OnceLock<bool>,
     lock: lock::PoolLock,
-}
-
-fn io_error(action: &str, path: &Path) -> impl FnOnce(io::Error) -> EngineError {
-    let what = format!("cannot {action} {}", path.display());
-    move |source| match source.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => EngineError::NoSpace(what),
-        io::ErrorKind::FileTooLarge => EngineError::TooLarge(what),
-        io::ErrorKind::ReadOnlyFilesystem => EngineError::ReadOnly(what),
-        _ => EngineError::Io { what, source },
-    }
 }
 
 impl FileEngine {
@@ -240,61 +214,6 @@ impl FileEngine {
         };
         *self.reflink.get_or_init(|| can)
     }
-}
-
-/// Expands a file, never truncates it, and syncs it.
-fn extend(path: &Path, bytes: u64) -> Result<()> {
-    let file = OpenOptions::new().write(true).open(path).map_err(io_error("open", path))?;
-    if file.metadata().map_err(io_error("read the metadata of", path))?.len() < bytes {
-        file.set_len(bytes).map_err(|error| match io_error("expand", path)(error) {
-            EngineError::NoSpace(what) => EngineError::NotExpanded(format!("{what}: the filesystem is full")),
-            EngineError::TooLarge(what) => EngineError::NotExpanded(format!(
-                "{what}: the filesystem does not support files of {bytes} bytes"
-            )),
-            other => other,
-        })?;
-    }
-    file.sync_all().map_err(io_error("sync", path))
-}
-
-/// Start and end of the next data extent at or after `at`; `None` if there is none before the end of the file.
-fn next_data(file: &File, at: u64) -> io::Result<Option<(u64, u64)>> {
-    match seek(file, SeekFrom::Data(at)) {
-        Ok(start) => Ok(Some((start, seek(file, SeekFrom::Hole(start))?))),
-        Err(Errno::NXIO) => Ok(None),
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Copies the first `bytes` of a file and preserves holes. `to` must be empty.
-fn copy_sparse(from: &File, to: &File, bytes: u64, progress: &CopyProgress) -> Result<()> {
-    let failed = |source: io::Error| match source.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            EngineError::NoSpace("cannot copy the data".into())
-        }
-        _ => EngineError::Io { what: "cannot copy the data".into(), source },
-    };
-    let mut buffer = vec![0; CHUNK];
-    let mut at = 0;
-    while let Some((start, end)) = next_data(from, at).map_err(failed)? {
-        at = start;
-        let end = end.min(bytes);
-        while at < end {
-            if progress.is_cancelled() {
-                return Err(EngineError::Cancelled);
-            }
-            let length = usize::try_from(end - at).unwrap_or(CHUNK).min(CHUNK);
-            from.read_exact_at(&mut buffer[..length], at).map_err(failed)?;
-            to.write_all_at(&buffer[..length], at).map_err(failed)?;
-            at += length as u64;
-            progress.set(at);
-        }
-        if at >= bytes {
-            break;
-        }
-    }
-    progress.set(bytes);
-    Ok(())
 }
 
 impl Engine for FileEngine {

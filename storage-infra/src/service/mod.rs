@@ -87,7 +87,7 @@ struct Components {
     attachments: Arc<Attachments>,
     fencing: Arc<Fencing>,
     unexpected_disks: Arc<UnexpectedDisks>,
-    paused_vms: PausedVms,
+    paused_vms: Arc<PausedVms>,
     pool_monitor: Arc<PoolMonitor>,
     recovery: Recovery,
     repair: Arc<Repair>,
@@ -203,7 +203,7 @@ impl Service {
             attachments.clone(),
             unfinished,
         ));
-        let paused_vms = PausedVms::new(core.clone(), engines, hypervisors.clone(), conditions);
+        let paused_vms = Arc::new(PausedVms::new(core.clone(), engines, hypervisors.clone(), conditions));
         let health = HealthCheck::new(core.clone(), capacity.clone(), hypervisors);
         Self(Arc::new(Components {
             core,
@@ -282,7 +282,7 @@ impl Service {
     }
 
     /// The power state of VMs.
-    pub fn power(&self) -> &PowerStates {
+    pub fn power(&self) -> &Arc<PowerStates> {
         &self.0.power
     }
 
@@ -297,17 +297,17 @@ impl Service {
     }
 
     /// The search for unexpected disks.
-    pub fn unexpected_disks(&self) -> &UnexpectedDisks {
+    pub fn unexpected_disks(&self) -> &Arc<UnexpectedDisks> {
         &self.0.unexpected_disks
     }
 
     /// VMs that are paused for lack of space.
-    pub fn paused_vms(&self) -> &PausedVms {
+    pub fn paused_vms(&self) -> &Arc<PausedVms> {
         &self.0.paused_vms
     }
 
     /// The pool monitor.
-    pub fn pool_monitor(&self) -> &PoolMonitor {
+    pub fn pool_monitor(&self) -> &Arc<PoolMonitor> {
         &self.0.pool_monitor
     }
 

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
 pub mod libvirtd;
+mod objects;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -14,11 +15,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use infra_api::{
-    Access, AttachmentId, AttachmentSpec, Client, ClientError, ClientOptions, EngineKind, Labels, NodeSpec,
-    Placement, PoolName, PoolSpec, ProblemCode, Qos, SnapshotId, SnapshotSpec, VolumeId, VolumeSource,
-    VolumeSpec,
+    Client, ClientError, ClientOptions, EngineKind, Labels, NodeSpec, PoolSpec, ProblemCode, VolumeId,
 };
 use uuid::Uuid;
+
+pub use objects::*;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_storage-infra");
 pub const MIB: u64 = 1 << 20;
@@ -453,61 +454,6 @@ pub fn write_record(path: &Path, record: Option<&serde_json::Value>) {
         }
         None => rustix::fs::removexattr(path, "user.nestor").unwrap(),
     }
-}
-
-pub fn pool() -> PoolName {
-    PoolName::new("pool").unwrap()
-}
-
-pub fn volume(id: &str) -> VolumeId {
-    VolumeId::new(id).unwrap()
-}
-
-pub fn snapshot(id: &str) -> SnapshotId {
-    SnapshotId::new(id).unwrap()
-}
-
-pub fn of(volume: &VolumeId) -> SnapshotSpec {
-    SnapshotSpec { volume: volume.clone(), labels: Labels::new() }
-}
-
-/// A volume with a snapshot as its source.
-pub fn restored(from: &SnapshotId, bytes: u64) -> VolumeSpec {
-    VolumeSpec { source: Some(VolumeSource::Snapshot(from.clone())), ..size(bytes) }
-}
-
-/// A volume with another volume as its source.
-pub fn cloned(from: &VolumeId, bytes: u64) -> VolumeSpec {
-    VolumeSpec { source: Some(VolumeSource::Volume(from.clone())), ..size(bytes) }
-}
-
-pub fn attachment(id: &str) -> AttachmentId {
-    AttachmentId::new(id).unwrap()
-}
-
-pub fn size(bytes: u64) -> VolumeSpec {
-    VolumeSpec {
-        capacity_bytes: bytes,
-        limit_bytes: None,
-        placement: Placement::default(),
-        source: None,
-        qos: Qos::default(),
-        shareable: false,
-        labels: Labels::new(),
-    }
-}
-
-pub fn writer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
-    AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::SingleNode }
-}
-
-/// One of several writers.
-pub fn sharer(id: &VolumeId, node: Uuid) -> AttachmentSpec {
-    AttachmentSpec { volume: id.clone(), node, read_only: false, access: Access::MultiNode }
-}
-
-pub fn reader(id: &VolumeId, node: Uuid) -> AttachmentSpec {
-    AttachmentSpec { volume: id.clone(), node, read_only: true, access: Access::MultiNodeReadOnly }
 }
 
 /// The code of the problem with which a call must have failed.

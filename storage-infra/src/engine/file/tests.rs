@@ -1,3 +1,5 @@
+use std::os::unix::fs::FileExt;
+
 use infra_api::{EngineKind, Labels, PoolName};
 
 use super::*;

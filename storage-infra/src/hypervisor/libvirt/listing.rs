@@ -7,8 +7,8 @@ use virt::domain::Domain;
 use virt::error::ErrorNumber;
 use virt::sys;
 
+use super::session::{Session, is};
 use super::xml::LiveDomain;
-use super::{Session, is};
 use crate::hypervisor::{AttachedDisk, HypervisorError, NodeFacts, Power, Result, wwn};
 
 /// A listed domain with its live XML.

@@ -110,7 +110,7 @@ impl Fencing {
     }
 
     /// Completes detaches as soon as their VM is off, until stopped.
-    pub async fn run_release(&self, stop: CancellationToken) {
+    pub async fn run_release(self: Arc<Self>, stop: CancellationToken) {
         let mut ticker = Ticker::every(INTERVAL, stop);
         while ticker.tick().await {
             if let Err(failure) = self.release().await {

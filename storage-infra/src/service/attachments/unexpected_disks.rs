@@ -114,7 +114,7 @@ impl UnexpectedDisks {
     }
 
     /// Searches for unexpected disks until stopped, with one loop per hypervisor, because one may stall.
-    pub async fn run_search(&self, stop: CancellationToken) {
+    pub async fn run_search(self: Arc<Self>, stop: CancellationToken) {
         self.hypervisors.for_each(&stop, |name| self.search(name, &stop)).await;
     }
 

@@ -233,7 +233,7 @@ impl PowerStates {
     }
 
     /// Polls VM states periodically until stopped.
-    pub async fn run_monitor(&self, stop: CancellationToken) {
+    pub async fn run_monitor(self: Arc<Self>, stop: CancellationToken) {
         self.hypervisors.poll(INTERVAL, &stop, |name| self.poll_nodes(name).boxed()).await;
     }
 

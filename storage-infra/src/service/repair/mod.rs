@@ -55,7 +55,7 @@ impl Repair {
     }
 
     /// Compares and repairs periodically until stopped.
-    pub async fn run(self: &Arc<Self>, stop: CancellationToken) {
+    pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         let mut ticker = Ticker::every(INTERVAL, stop);
         let mut running = HashMap::new();
         while ticker.tick().await {

@@ -98,7 +98,7 @@ impl PausedVms {
     }
 
     /// Resumes VMs that were paused for lack of space, until stopped.
-    pub async fn run_resume(&self, stop: CancellationToken) {
+    pub async fn run_resume(self: Arc<Self>, stop: CancellationToken) {
         self.hypervisors.poll(INTERVAL, &stop, |name| self.poll(name).boxed()).await;
     }
 

@@ -60,7 +60,7 @@ impl PoolMonitor {
     }
 
     /// Checks pools periodically until stopped.
-    pub async fn run(&self, stop: CancellationToken) {
+    pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         let mut late = LateChecks::default();
         let mut ticker = Ticker::every(INTERVAL, stop);
         while ticker.tick().await {

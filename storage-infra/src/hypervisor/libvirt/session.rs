@@ -1,0 +1,270 @@
+//! Blocking calls on one connection, and what a domain's live state tells.
+
+use uuid::Uuid;
+use virt::connect::Connect;
+use virt::domain::{
+    Domain, DomainShutoffReason, DomainShutoffReasonEnum, DomainState, DomainStateEnum, DomainStateReason,
+    DomainStateReasonEnum,
+};
+use virt::error::{Error, ErrorDomain, ErrorNumber};
+use virt::sys;
+
+use super::xml::{AttachError, LiveDomain};
+use crate::hypervisor::{Disk, HypervisorError, NodeFacts, Power, Result};
+
+/// A disk name that no domain has: a request for it waits for the domain's job lock and changes nothing.
+const NO_DISK: &str = "nestor-no-such-disk";
+
+/// A domain's live state at one point in time.
+pub(super) struct Snapshot {
+    pub(super) power: Power,
+    pub(super) live: LiveDomain,
+}
+
+impl Snapshot {
+    /// The snapshot of an inactive domain, which has no disks in its live state.
+    fn inactive(power: Power) -> Self {
+        Self { power, live: LiveDomain::default() }
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.power, Power::Running { .. })
+    }
+}
+
+/// Power state of an inactive domain, from whether libvirt has a managed save image and why the domain stopped. `None`
+/// if it migrated to another host. libvirt forgets the reason when the daemon restarts.
+fn inactive_power(managed: bool, reason: &DomainStateReasonEnum) -> Option<Power> {
+    let DomainStateReasonEnum::Known(DomainStateReason::Shutoff(DomainShutoffReasonEnum::Known(reason))) =
+        reason
+    else {
+        return Some(if managed { Power::Saved { managed } } else { Power::Off { shut_down: false } });
+    };
+    match reason {
+        _ if managed => Some(Power::Saved { managed }),
+        DomainShutoffReason::Saved => Some(Power::Saved { managed }),
+        DomainShutoffReason::Migrated => None,
+        DomainShutoffReason::Shutdown | DomainShutoffReason::Destroyed => {
+            Some(Power::Off { shut_down: true })
+        }
+        // "Failed" includes a failed restore from saved memory that still exists.
+        DomainShutoffReason::Unknown
+        | DomainShutoffReason::Crashed
+        | DomainShutoffReason::Failed
+        | DomainShutoffReason::FromSnapshot
+        | DomainShutoffReason::Daemon => Some(Power::Off { shut_down: false }),
+    }
+}
+
+/// Unknown unless the domain runs: only then was its XML read.
+pub(super) fn max_disks(now: &Snapshot) -> Option<u32> {
+    now.is_running().then(|| now.live.max_disks())
+}
+
+/// Whether an error means that the request did not reach the daemon or its response was lost.
+fn lost(connection: &Connect, error: &Error) -> bool {
+    error.code().is_any(vec![ErrorNumber::NoConnect, ErrorNumber::InvalidConn, ErrorNumber::Rpc])
+        || error.domain().is(ErrorDomain::Rpc)
+        || !connection.is_alive().unwrap_or(false)
+}
+
+pub(super) fn is(error: &Error, number: ErrorNumber) -> bool {
+    error.code().is(number)
+}
+
+/// A connection in use by one call.
+pub(super) struct Session {
+    pub(super) connection: Connect,
+    pub(super) uri: String,
+    pub(super) host: Option<Uuid>,
+}
+
+impl Session {
+    pub(super) fn error(&self, action: &str, error: &Error) -> HypervisorError {
+        let text = format!("libvirt at {}: cannot {action}: {}", self.uri, error.message());
+        if lost(&self.connection, error) {
+            HypervisorError::Unreachable(text)
+        } else {
+            HypervisorError::Uncertain(text)
+        }
+    }
+
+    /// Looks a domain up; `None` if libvirt has none with this UUID.
+    pub(super) fn domain(&self, node: Uuid) -> Result<Option<Domain>> {
+        match self.connection.lookup_domain_by_uuid(node) {
+            Ok(domain) => Ok(Some(domain)),
+            Err(error) if is(&error, ErrorNumber::NoDomain) => Ok(None),
+            Err(error) => Err(self.error(&format!("look up the domain {node}"), &error)),
+        }
+    }
+
+    pub(super) fn snapshot(&self, node: Uuid) -> Result<Snapshot> {
+        let inactive = Snapshot::inactive;
+        let Some(domain) = self.domain(node)? else { return Ok(inactive(Power::Gone)) };
+        let active = |what| match domain.is_active() {
+            Ok(active) => Ok(Some(active)),
+            Err(error) if is(&error, ErrorNumber::NoDomain) => Ok(None),
+            Err(error) => Err(self.error(what, &error)),
+        };
+        match active("read whether the domain runs")? {
+            None => return Ok(inactive(Power::Gone)),
+            Some(false) => return self.inactive_power(node, &domain),
+            Some(true) => {}
+        }
+        let executing = matches!(domain.state(), Ok((DomainStateEnum::Known(DomainState::Running), _)));
+        let text = match domain.xml_desc(0) {
+            Ok(text) => text,
+            Err(error) if is(&error, ErrorNumber::NoDomain) => return Ok(inactive(Power::Gone)),
+            Err(error) => return Err(self.error(&format!("read the domain {node}"), &error)),
+        };
+        // If the domain stopped meanwhile, the XML is its configuration and not its live state.
+        match active("read whether the domain still runs")? {
+            None => Ok(inactive(Power::Gone)),
+            Some(false) => self.inactive_power(node, &domain),
+            Some(true) => {
+                let live = LiveDomain::parse(&text).map_err(|why| {
+                    HypervisorError::Uncertain(format!("the XML of domain {node} cannot be read: {why}"))
+                })?;
+                Ok(Snapshot { power: Power::Running { executing }, live })
+            }
+        }
+    }
+
+    /// Snapshot of an inactive domain. One that was saved or has migrated resumes with the disks it had, so they stay
+    /// in use.
+    fn inactive_power(&self, node: Uuid, domain: &Domain) -> Result<Snapshot> {
+        match (domain.has_managed_save(0), domain.state()) {
+            (Ok(managed), Ok((_, reason))) => match inactive_power(managed, &reason) {
+                Some(power) => Ok(Snapshot::inactive(power)),
+                None => Err(HypervisorError::Uncertain(format!(
+                    "libvirt at {}: the domain {node} has migrated to another host with its disks; register the node with the \
+                     hypervisor that runs it now",
+                    self.uri
+                ))),
+            },
+            (Err(error), _) | (_, Err(error)) if is(&error, ErrorNumber::NoDomain) => {
+                Ok(Snapshot::inactive(Power::Gone))
+            }
+            (Err(error), _) | (_, Err(error)) => {
+                Err(self.error(&format!("read why the domain {node} stopped"), &error))
+            }
+        }
+    }
+
+    pub(super) fn facts(&self, power: Power, max_disks: Option<u32>) -> NodeFacts {
+        NodeFacts { power, max_disks, host: self.host }
+    }
+
+    pub(super) fn power_off(&self, node: Uuid) -> Result<()> {
+        let Some(domain) = self.domain(node)? else { return Ok(()) };
+        let what = format!("power off the domain {node}");
+        let ignore_inactive = |error: Error| match error.code() {
+            code if code.is_any(vec![ErrorNumber::NoDomain, ErrorNumber::OperationInvalid]) => Ok(()),
+            _ => Err(self.error(&what, &error)),
+        };
+        if domain.is_active().map_err(|e| self.error(&what, &e))? {
+            domain.destroy().or_else(ignore_inactive)?;
+        }
+        if domain.has_managed_save(0).unwrap_or(false) {
+            domain.managed_save_remove(0).or_else(ignore_inactive)?;
+        }
+        match self.snapshot(node)?.power {
+            Power::Running { .. } => Err(HypervisorError::Uncertain(format!(
+                "libvirt at {}: the domain {node} was powered off and runs again; disable whatever restarts it",
+                self.uri
+            ))),
+            // It may have saved its memory to a file; callers that free its disks check that.
+            Power::Off { .. } | Power::Saved { .. } | Power::Gone => Ok(()),
+        }
+    }
+
+    /// A snapshot that is later than every change that libvirt started before this call: an attach whose caller is gone
+    /// may still be running and holds the domain's job lock.
+    fn snapshot_after_jobs(&self, node: Uuid) -> Result<Snapshot> {
+        if let Some(domain) = self.domain(node)?
+            && domain.is_active().map_err(|e| self.error("read whether the domain runs", &e))?
+        {
+            match domain.block_resize(NO_DISK, 1 << 20, sys::VIR_DOMAIN_BLOCK_RESIZE_BYTES) {
+                Ok(()) => {}
+                Err(error) if is(&error, ErrorNumber::OperationTimeout) || lost(&self.connection, &error) => {
+                    return Err(self.error(&format!("wait for a running job of the domain {node}"), &error));
+                }
+                // "No such disk": the lock was acquired, which is all this request is for.
+                Err(_) => {}
+            }
+        }
+        self.snapshot(node)
+    }
+
+    pub(super) fn attach(&self, node: Uuid, disk: &Disk) -> Result<()> {
+        let before = self.snapshot(node)?;
+        if before.live.find(disk.uuid).is_some() {
+            return Ok(());
+        }
+        let not_running = |power: Power| {
+            let state = power.state();
+            HypervisorError::NotRunning(format!("libvirt at {}: the domain {node} is {state}", self.uri))
+        };
+        if !before.is_running() {
+            return Err(not_running(before.power));
+        }
+        let text = before.live.disk_xml(disk).map_err(|why| match why {
+            AttachError::NoFreeSlot(why) => HypervisorError::Full(format!("domain {node}: {why}")),
+            AttachError::Unsupported(why) => HypervisorError::Refused(format!("domain {node}: {why}")),
+        })?;
+        let Some(domain) = self.domain(node)? else { return Err(not_running(Power::Gone)) };
+        let outcome = domain.attach_device_flags(&text, sys::VIR_DOMAIN_AFFECT_LIVE);
+        if let Err(error) = &outcome
+            && lost(&self.connection, error)
+        {
+            return Err(self.error(&format!("attach the disk {} to domain {node}", disk.uuid), error));
+        }
+        let after = self.snapshot_after_jobs(node)?;
+        if !after.is_running() {
+            // It may have been saved with the disk attached.
+            return Err(HypervisorError::Uncertain(not_running(after.power).to_string()));
+        }
+        match (after.live.find(disk.uuid), outcome) {
+            (Some(_), _) => Ok(()),
+            (None, Ok(())) => Err(HypervisorError::Refused(format!(
+                "libvirt at {} reported that it attached the disk {} to domain {node}, and the domain does not have it",
+                self.uri, disk.uuid
+            ))),
+            (None, Err(error)) => Err(HypervisorError::Refused(format!(
+                "libvirt at {} refused to attach the disk {} to domain {node}: {}",
+                self.uri,
+                disk.uuid,
+                error.message()
+            ))),
+        }
+    }
+
+    /// Requests the detach of a disk. True if the domain does not have it any more.
+    pub(super) fn request_detach(&self, node: Uuid, disk: Uuid) -> Result<bool> {
+        let now = self.snapshot_after_jobs(node)?;
+        let Some(found) = now.live.find(disk) else { return Ok(true) };
+        let Some(domain) = self.domain(node)? else { return Ok(true) };
+        match domain.detach_device_flags(&found.xml, sys::VIR_DOMAIN_AFFECT_LIVE) {
+            Ok(()) => {}
+            Err(error) if lost(&self.connection, &error) => {
+                return Err(self.error(&format!("detach the disk {disk} from domain {node}"), &error));
+            }
+            // The disk is being detached or is gone: the live XML decides.
+            Err(error) => tracing::debug!(%node, %disk, error = error.message(), "detach request failed"),
+        }
+        Ok(self.snapshot(node)?.live.find(disk).is_none())
+    }
+
+    pub(super) fn resize(&self, node: Uuid, disk: Uuid, bytes: u64) -> Result<()> {
+        let now = self.snapshot(node)?;
+        if !now.is_running() {
+            return Err(HypervisorError::NotRunning(format!("the domain {node} is {}", now.power.state())));
+        }
+        let (Some(found), Some(domain)) = (now.live.find(disk), self.domain(node)?) else {
+            return Err(HypervisorError::Refused(format!("the domain {node} does not have the disk {disk}")));
+        };
+        domain
+            .block_resize(&found.target, bytes, sys::VIR_DOMAIN_BLOCK_RESIZE_BYTES)
+            .map_err(|e| self.error(&format!("resize the disk {disk} of domain {node}"), &e))
+    }
+}

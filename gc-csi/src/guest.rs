@@ -1,8 +1,6 @@
 //! Guest cluster client: shared informers of claims, PersistentVolumes and StorageClasses, and lookups between them.
 
-mod attachments;
-mod claims;
-mod snapshots;
+mod live;
 
 use std::sync::Arc;
 
@@ -23,8 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
-pub(crate) use attachments::attachment_name;
-pub(crate) use claims::ClaimState;
+pub(crate) use live::{ClaimState, attachment_name};
 
 use crate::compatibility::PvRequirements;
 use crate::management::retain_keys;

@@ -15,7 +15,7 @@ use super::errors;
 use super::parameters::{extra, management_class};
 use super::service::{CACHE_LAG, Controller};
 use crate::guest::reference;
-use crate::management::claims::{Abandoned, NewClaim, Source};
+use crate::management::provisioner::{Abandoned, NewClaim, Source};
 
 /// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;
@@ -58,7 +58,7 @@ impl Controller {
             zones,
             annotations,
         };
-        let bound = self.management.create_claim(&claim, cache_deadline, deadline).await;
+        let bound = self.management.provisioner.create(&claim, cache_deadline, deadline).await;
         let bound = bound.map_err(|error| errors::create(&error))?;
         Ok(proto::CreateVolumeResponse {
             volume: Some(proto::Volume {
@@ -114,7 +114,7 @@ impl Controller {
         if let Some(why) = uncertainty {
             return Err(Status::unavailable(why));
         }
-        match self.management.abandon_claim(csi_name, deadline).await {
+        match self.management.provisioner.abandon(csi_name, deadline).await {
             Ok(Abandoned::HasVolume) => Ok(()),
             Ok(Abandoned::Gone) => Err(Status::not_found(format!(
                 "guest PersistentVolumeClaim {claim}, for which volume {csi_name} was requested, no longer exists: \
@@ -133,7 +133,7 @@ impl Controller {
         cache_deadline: Instant,
     ) -> Result<(), Status> {
         let guest = self.guest.reclaim_policy(guest_class, cache_deadline).await;
-        let management = self.management.reclaim_policy(management_class, cache_deadline).await;
+        let management = self.management.classes.reclaim_policy(management_class, cache_deadline).await;
         let (Some(guest), Some(management)) = (guest, management) else { return Ok(()) };
         if guest == management {
             return Ok(());

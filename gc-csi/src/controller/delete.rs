@@ -11,7 +11,7 @@ use super::errors;
 use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::guest;
-use crate::management::claims::DeleteError;
+use crate::management::provisioner::DeleteError;
 
 impl Controller {
     pub(super) async fn delete(
@@ -41,15 +41,15 @@ impl Controller {
         named: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
-        let outcome = self.management.delete_claim(volume, named, deadline).await;
+        let outcome = self.management.provisioner.delete(volume, named, deadline).await;
         let vms = match &outcome {
             Err(DeleteError::Attached { vm_name, .. }) => vec![vm_name.as_str()],
             Err(DeleteError::Replaced(_)) => Vec::new(),
             _ => return outcome,
         };
         let failed = |source| DeleteError::Api { claim: volume.to_owned(), source };
-        self.management.refresh_cache(volume, &vms, deadline).await.map_err(failed)?;
-        self.management.delete_claim(volume, named, deadline).await
+        self.management.entries.refresh(volume, &vms, deadline).await.map_err(failed)?;
+        self.management.provisioner.delete(volume, named, deadline).await
     }
 }
 

@@ -8,11 +8,11 @@ use csi::Status;
 use super::pinned::PinError;
 use crate::compatibility::Incompatible;
 use crate::management::ApiError;
-use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
-use crate::management::commit::{CommitError, KeepReason};
+use crate::management::claims::{ExpandError, ModifyError};
 use crate::management::consumers::ConsumerError;
+use crate::management::provisioner::{CreateError, DeleteError};
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
-use crate::management::volume_entries::{AttachError, DetachError};
+use crate::management::volume_entries::{AttachError, CommitError, DetachError, KeepReason};
 use crate::vm_volumes::Refusal;
 
 pub(super) fn create(error: &CreateError) -> Status {

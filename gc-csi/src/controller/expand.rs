@@ -36,12 +36,12 @@ impl Controller {
 
     /// Before it refuses, waits for a current cache: another replica may have just created the claim.
     async fn expand_claim(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
-        match self.management.expand_claim(volume, size, deadline).await {
+        match self.management.claims.expand(volume, size, deadline).await {
             Err(ExpandError::NoClaim(_) | ExpandError::NotBound(_)) => {}
             other => return other,
         }
         let failed = |source: ApiError| ExpandError::Unknown { claim: volume.to_owned(), source };
-        self.management.refresh_cache(volume, &[], deadline).await.map_err(failed)?;
-        self.management.expand_claim(volume, size, deadline).await
+        self.management.entries.refresh(volume, &[], deadline).await.map_err(failed)?;
+        self.management.claims.expand(volume, size, deadline).await
     }
 }

@@ -8,7 +8,7 @@ use tonic::Request;
 use super::publish;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
-use crate::management::inventory::Volume;
+use crate::management::inventory::{self, Volume};
 
 impl Controller {
     pub(super) fn list(
@@ -16,7 +16,7 @@ impl Controller {
         request: Request<proto::ListVolumesRequest>,
     ) -> Result<proto::ListVolumesResponse, Status> {
         let (request, _) = self.begin(request)?;
-        let volumes = self.management.volumes();
+        let volumes = inventory::volumes(&self.management.claims, &self.management.vms);
         let page =
             page(volumes, |volume| volume.claim.clone(), request.max_entries, &request.starting_token)?;
         let entries = page.entries.into_iter().map(|volume| {
@@ -35,7 +35,7 @@ impl Controller {
     ) -> Result<proto::ControllerGetVolumeResponse, Status> {
         let (request, _) = self.begin(request)?;
         let handle = request::required("volume_id", &request.volume_id)?;
-        let found = self.management.volume(handle);
+        let found = inventory::volume(&self.management.claims, &self.management.vms, handle);
         let volume =
             found.ok_or_else(|| Status::not_found(format!("there is no volume {handle} of this guest")))?;
         let status = proto::controller_get_volume_response::VolumeStatus {
@@ -62,7 +62,7 @@ impl Controller {
         let requirements = |one| PvRequirements { pin: pin.clone(), ..publish::requirements(one, false) };
         let incompatible = capabilities
             .iter()
-            .find_map(|one| self.management.check_compatible(handle, &requirements(one)).err());
+            .find_map(|one| self.management.claims.check_compatible(handle, &requirements(one)).err());
         let refused = match incompatible {
             Some(Incompatible::ClaimNotFound(..)) => {
                 return Err(Status::not_found(format!("there is no volume {handle} of this guest")));

@@ -8,6 +8,7 @@ use tonic::Request;
 use super::errors;
 use super::parameters::management_class;
 use super::service::{CACHE_LAG, Controller};
+use crate::management::Management;
 
 impl Controller {
     pub(super) async fn modify(
@@ -24,7 +25,8 @@ impl Controller {
         let _guard = self.locks.acquire(volume)?;
         self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
-        let modified = self.management.modify_claim(volume, class, cache_deadline, deadline).await;
+        let Management { claims, classes, .. } = &self.management;
+        let modified = claims.modify(classes, volume, class, cache_deadline, deadline).await;
         modified.map_err(|error| errors::modify(&error))?;
         Ok(proto::ControllerModifyVolumeResponse {})
     }

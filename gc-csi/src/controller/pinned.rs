@@ -44,11 +44,11 @@ impl Controller {
     /// waits for a current cache: another replica may have just created the volume.
     pub(super) async fn check_pin(&self, volume: &str, deadline: Instant) -> Result<(), PinError> {
         let volumes = self.guest.requirements_of(volume);
-        if self.management.check_pins_of(volume, &volumes).is_ok() {
+        if self.management.claims.check_pins_of(volume, &volumes).is_ok() {
             return Ok(());
         }
         let unknown = |source| PinError::Unknown { volume: volume.to_owned(), source };
-        self.management.refresh_cache(volume, &[], deadline).await.map_err(unknown)?;
-        self.management.check_pins_of(volume, &volumes).map_err(PinError::Replaced)
+        self.management.entries.refresh(volume, &[], deadline).await.map_err(unknown)?;
+        self.management.claims.check_pins_of(volume, &volumes).map_err(PinError::Replaced)
     }
 }

@@ -11,8 +11,7 @@ use tonic::Request;
 use super::errors;
 use super::service::Controller;
 use crate::compatibility::PvRequirements;
-use crate::management::commit::CommitError;
-use crate::management::volume_entries::{Attach, AttachError, Attached};
+use crate::management::volume_entries::{Attach, AttachError, Attached, CommitError};
 use crate::pin::Pin;
 use crate::vm_volumes::AttachedDisk;
 
@@ -44,7 +43,7 @@ impl Controller {
 
     /// Before it refuses, waits for a current cache: another replica may have answered the previous call.
     async fn attach(&self, attach: &Attach, deadline: Instant) -> Result<Attached, AttachError> {
-        let refusal = match self.management.attach(attach, deadline).await {
+        let refusal = match self.management.entries.attach(attach, deadline).await {
             Ok(disk) => return Ok(disk),
             Err(refusal) => refusal,
         };
@@ -57,8 +56,8 @@ impl Controller {
             _ => return Err(refusal),
         };
         let failed = |source| AttachError::Commit(CommitError::Api { vm_name: vm_name.clone(), source });
-        self.management.refresh_cache(claim, &vms, deadline).await.map_err(failed)?;
-        self.management.attach(attach, deadline).await
+        self.management.entries.refresh(claim, &vms, deadline).await.map_err(failed)?;
+        self.management.entries.attach(attach, deadline).await
     }
 
     pub(super) async fn unpublish(
@@ -69,7 +68,7 @@ impl Controller {
         let volume = request::required("volume_id", &request.volume_id)?;
         // Without a node, the volume is detached from all nodes (CSI specification, ControllerUnpublishVolume).
         let nodes = match request.node_id.is_empty() {
-            true => self.management.vms_using(volume),
+            true => self.management.vms.using(volume),
             false => vec![request::required("node_id", &request.node_id)?.to_owned()],
         };
         for node in nodes {
@@ -86,7 +85,7 @@ impl Controller {
                 continue;
             }
             let may_remove = self.k8s_attachments.may_remove(volume, &node);
-            let detached = self.management.detach(volume, &node, may_remove, deadline).await;
+            let detached = self.management.entries.detach(volume, &node, may_remove, deadline).await;
             detached.map_err(|error| errors::detach(&error))?;
         }
         Ok(proto::ControllerUnpublishVolumeResponse {})

@@ -13,7 +13,8 @@ use super::errors;
 use super::parameters::{extra, management_class};
 use super::service::{CACHE_LAG, Controller};
 use crate::management::snapshots::{
-    AbandonedSnapshot, NewSnapshot, SnapshotError, VolumeSnapshot, is_ready, restore_size, source_claim,
+    AbandonedSnapshot, NewSnapshot, SnapshotError, Snapshots, VolumeSnapshot, is_ready, restore_size,
+    source_claim,
 };
 
 impl Controller {
@@ -27,7 +28,7 @@ impl Controller {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
         let claim = request::required("source_volume_id", &request.source_volume_id)?.to_owned();
-        self.check_served()?;
+        let snapshots = self.served_snapshots()?;
         let class = management_class(
             "VolumeSnapshotClass",
             names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS,
@@ -42,17 +43,19 @@ impl Controller {
             claim,
             class,
         };
-        if !self.management.snapshot_exists(&new_snapshot.csi_name) {
+        if !snapshots.exists(&new_snapshot.csi_name) {
             // The pin of an existing snapshot was checked when it was created.
             self.check_pin(&new_snapshot.claim, deadline).await.map_err(|error| errors::copy(&error))?;
-            self.abandon_without_content(&new_snapshot.csi_name, content.as_deref(), deadline).await?;
+            self.abandon_without_content(snapshots, &new_snapshot.csi_name, content.as_deref(), deadline)
+                .await?;
         }
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
-        let outcome = self.management.create_snapshot(&new_snapshot, cache_deadline, deadline).await;
+        let outcome = snapshots.create(&new_snapshot, cache_deadline, deadline).await;
         if let Err(SnapshotError::Failing { .. } | SnapshotError::Deleting(_) | SnapshotError::Deadline(_)) =
             &outcome
         {
-            self.abandon_without_content(&new_snapshot.csi_name, content.as_deref(), deadline).await?;
+            self.abandon_without_content(snapshots, &new_snapshot.csi_name, content.as_deref(), deadline)
+                .await?;
         }
         let snapshot = outcome.map_err(|error| errors::snapshot(&error))?;
         Ok(proto::CreateSnapshotResponse { snapshot: Some(about(&snapshot)) })
@@ -63,6 +66,7 @@ impl Controller {
     /// cluster. A snapshot that is already cut is returned, because csi-snapshotter then deletes it.
     async fn abandon_without_content(
         &self,
+        snapshots: &Snapshots,
         csi_name: &str,
         content: Option<&str>,
         deadline: Instant,
@@ -71,7 +75,7 @@ impl Controller {
         if self.guest.has_live_content(content).await {
             return Ok(());
         }
-        match self.management.abandon_snapshot(csi_name, deadline).await {
+        match snapshots.abandon(csi_name, deadline).await {
             Ok(AbandonedSnapshot::Cut) => Ok(()),
             Ok(AbandonedSnapshot::Gone) => Err(Status::not_found(format!(
                 "VolumeSnapshotContent {content} of the guest, for which snapshot {csi_name} was requested, is gone or \
@@ -87,9 +91,9 @@ impl Controller {
     ) -> Result<proto::DeleteSnapshotResponse, Status> {
         let (request, deadline) = self.begin(request)?;
         let snapshot = request::required("snapshot_id", &request.snapshot_id)?;
-        self.check_served()?;
+        let snapshots = self.served_snapshots()?;
         let _guard = self.locks.acquire(&format!("snapshot {snapshot}"))?;
-        let deleted = self.management.delete_snapshot(snapshot, deadline).await;
+        let deleted = snapshots.delete(snapshot, deadline).await;
         deleted.map_err(|error| errors::delete_snapshot(&error))?;
         Ok(proto::DeleteSnapshotResponse {})
     }
@@ -99,10 +103,10 @@ impl Controller {
         request: Request<proto::ListSnapshotsRequest>,
     ) -> Result<proto::ListSnapshotsResponse, Status> {
         let (request, _) = self.begin(request)?;
-        self.check_served()?;
+        let snapshots = self.served_snapshots()?;
         let mut found = match request.snapshot_id.as_str() {
-            "" => self.management.usable_snapshots(),
-            name => self.management.usable_snapshot(name).into_iter().collect(),
+            "" => snapshots.list_usable(),
+            name => snapshots.usable(name).into_iter().collect(),
         };
         let source = &request.source_volume_id;
         found.retain(|one| source.is_empty() || source_claim(one) == source);
@@ -122,18 +126,15 @@ impl Controller {
     ) -> Result<proto::GetSnapshotResponse, Status> {
         let (request, _) = self.begin(request)?;
         let name = request::required("snapshot_id", &request.snapshot_id)?;
-        self.check_served()?;
-        let found = self.management.usable_snapshot(name);
+        let snapshots = self.served_snapshots()?;
+        let found = snapshots.usable(name);
         let found =
             found.ok_or_else(|| Status::not_found(format!("there is no snapshot {name} of this guest")))?;
         Ok(proto::GetSnapshotResponse { snapshot: Some(about(&found)) })
     }
 
-    fn check_served(&self) -> Result<(), Status> {
-        match self.management.has_snapshots() {
-            true => Ok(()),
-            false => Err(errors::snapshot(&SnapshotError::NotServed)),
-        }
+    fn served_snapshots(&self) -> Result<&Snapshots, Status> {
+        self.management.snapshots.as_ref().ok_or_else(|| errors::snapshot(&SnapshotError::NotServed))
     }
 }
 

@@ -15,7 +15,7 @@ use kube_kit::queue::Queue;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest, attachment_name};
-use crate::management::commit::{KeepReason, MayRemove};
+use crate::management::volume_entries::{KeepReason, MayRemove};
 
 /// A guest VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]

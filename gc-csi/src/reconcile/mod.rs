@@ -17,6 +17,7 @@ mod conditions;
 mod consumer_records;
 mod health;
 mod k8s_attachments;
+mod metrics;
 mod options;
 mod orphans;
 mod out_of_service;
@@ -24,7 +25,6 @@ mod owner_refs;
 mod pods;
 mod pv_usable;
 mod repair;
-mod repair_metrics;
 mod resizable;
 mod volume_conditions;
 mod volume_entries;
@@ -214,7 +214,7 @@ impl Reconcilers {
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
         let zones = zones::Zones::start(
             client,
-            management.clone(),
+            management.vms.clone(),
             guest.events.clone(),
             nodes,
             &stop,
@@ -279,8 +279,11 @@ impl Started {
             let abandoned_claims = &abandoned_claims;
             async move { abandoned_claims.reconcile(&claim).await }
         });
-        let owner_refs =
-            owner_refs::OwnerRefs::new(management.clone(), queues.owner_refs.clone(), self.outliving.clone());
+        let owner_refs = owner_refs::OwnerRefReconciler::new(
+            management.owner_refs.clone(),
+            queues.owner_refs.clone(),
+            self.outliving.clone(),
+        );
         let updating_owner_refs = async {
             let work = |object: OwnedObject| {
                 let owner_refs = &owner_refs;
@@ -288,7 +291,7 @@ impl Started {
             };
             let warning_once = async {
                 tokio::select! {
-                    () = management.warn_missing_owner() => {}
+                    () = management.owner_refs.warn_if_missing() => {}
                     () = stop.cancelled() => {}
                 }
             };
@@ -338,7 +341,7 @@ impl Started {
     /// Queues everything: it is unknown how far the previous leader came.
     fn push_all(&self) {
         let Self { queues, guest, management, .. } = self;
-        for claim in management.claim_names() {
+        for claim in management.claims.names() {
             queues.pending_claims.push(claim.clone());
             queues.push_volume(&claim);
         }

@@ -10,9 +10,9 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use super::k8s_attachments::K8sAttachments;
+use super::metrics::{OrphanGauges, RepairMetrics};
 use super::options::Options;
-use super::orphans::{Gauges, Orphans};
-use super::repair_metrics::RepairMetrics;
+use super::orphans::Orphans;
 use super::volume_entries::{DriftTracker, VolumeEntries};
 use super::zones::Zones;
 use super::{SLOW_RETRY, WORKERS};
@@ -32,7 +32,7 @@ pub(super) struct RepairQueues {
 #[derive(Debug)]
 pub(super) struct Registered {
     queues: RepairQueues,
-    gauges: Gauges,
+    gauges: OrphanGauges,
     metrics: RepairMetrics,
 }
 
@@ -48,7 +48,7 @@ impl Registered {
     pub(super) fn new(registry: &mut Registry) -> Self {
         Self {
             queues: RepairQueues { vms: Queue::default(), volumes: Queue::default() },
-            gauges: Gauges::register(registry),
+            gauges: OrphanGauges::register(registry),
             metrics: RepairMetrics::register(registry),
         }
     }
@@ -106,10 +106,10 @@ impl Repair {
         self.volume_entries.drift.forget();
         self.orphans.forget_observations();
         let (vms, volumes) = (self.queues.vms.worker(), self.queues.volumes.worker());
-        for vm_name in self.management.vm_names() {
+        for vm_name in self.management.vms.names() {
             self.queues.vms.push(vm_name);
         }
-        for claim in self.management.claim_names() {
+        for claim in self.management.claims.names() {
             self.queues.volumes.push(claim);
         }
         let vms = vms.run(WORKERS, Retry::default(), stop.clone(), |vm_name| async move {

@@ -12,8 +12,7 @@ use super::pods::PodLister;
 use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
 use super::{attach_state, health, pv_usable, resizable};
 use crate::guest::{self, Guest};
-use crate::management::Management;
-use crate::management::sharing::Relation;
+use crate::management::{Management, Relation};
 
 /// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {
@@ -42,14 +41,15 @@ impl VolumeConditions {
     /// Updates the conditions of all claims of the volume with this handle.
     pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
-        let management_claim = self.management.usable_claim(handle);
+        let management_claim = self.management.claims.usable(handle);
         let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
         self.count(handle, is_abnormal && !volumes.is_empty());
 
         let mut unclaimed = Incompatibilities::new();
         let mut claimed = Vec::new();
         for volume in &volumes {
-            let incompatible = self.management.check_compatible(handle, &guest::requirements(volume)).err();
+            let incompatible =
+                self.management.claims.check_compatible(handle, &guest::requirements(volume)).err();
             match self.guest.claim_of(volume) {
                 Some(claim) => {
                     let management_claim =
@@ -86,7 +86,7 @@ impl VolumeConditions {
         let was_attached = current(claim, attach_state::CONDITION).is_some();
         let mut updates = Vec::new();
         updates.extend(attach_state::condition(
-            &self.management.vms_referencing(handle),
+            &self.management.vms.referencing(handle),
             handle,
             was_attached,
         ));
@@ -98,7 +98,7 @@ impl VolumeConditions {
             (relation, management_claim.status.capacity, volume.spec.capacity, sizes)
         {
             let sizes = resizable::Sizes { management_capacity, pv_capacity, requested, capacity };
-            updates.extend(resizable::condition(sizes, &self.management.full_name(handle)));
+            updates.extend(resizable::condition(sizes, &self.management.claims.full_name(handle)));
         }
         updates
     }

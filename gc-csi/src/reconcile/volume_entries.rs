@@ -16,12 +16,12 @@ use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use super::k8s_attachments::{K8sAttachment, K8sAttachments};
-use super::repair_metrics::{LOST_ENTRY, RepairMetrics, STALE_ENTRY};
+use super::metrics::{RepairKind, RepairMetrics};
 use super::zones::Zones;
 use crate::guest::{self, Guest, reference};
 use crate::management::Management;
-use crate::management::commit::{KeepReason, MayRemove};
-use crate::management::volume_entries::{Attach, AttachError, DetachError};
+use crate::management::claims::Claims;
+use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -55,7 +55,7 @@ pub(super) struct DriftTracker {
 impl VolumeEntries {
     /// Repairs the entries of one VM.
     pub(super) async fn reconcile(&self, vm_name: &str) -> Result<NextAction, String> {
-        let vm = self.management.vm(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
+        let vm = self.management.vms.get(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
         let k8s_attachments = self.k8s_attachments.on_node(vm_name);
         let stale = match &vm {
             Some(vm) if self.zones.is_node(vm_name) => self.stale(vm, &k8s_attachments),
@@ -85,11 +85,13 @@ impl VolumeEntries {
             k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_deref()).collect();
         let unknown: Vec<&K8sAttachment> =
             k8s_attachments.iter().filter(|k8s_attachment| k8s_attachment.handle.is_none()).collect();
-        let own = self.management.own_entries(vm).into_iter();
+        let own = self.management.entries.own(vm).into_iter();
         let unrequested = own.filter(|claim| !requested.contains(claim.as_str()));
         unrequested
             .filter(|claim| {
-                !unknown.iter().any(|k8s_attachment| may_be_for(&self.management, k8s_attachment, claim))
+                !unknown
+                    .iter()
+                    .any(|k8s_attachment| may_be_for(&self.management.claims, k8s_attachment, claim))
             })
             .collect()
     }
@@ -100,15 +102,18 @@ impl VolumeEntries {
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.zones.is_node_live(vm_name).await?
-            || !self.management.has_entry_live(claim, vm_name).await.map_err(|error| error.to_string())?
+            || !self.management.entries.has_live(claim, vm_name).await.map_err(|error| error.to_string())?
         {
             // The caches lag; the informers push the VM when they catch up.
             self.drift.forget_stale(claim, vm_name);
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         }
         let may_remove = self.may_remove(claim, vm_name);
-        let gone =
-            self.management.detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
+        let gone = self
+            .management
+            .entries
+            .detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT)
+            .await;
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
                 tracing::info!(
@@ -128,12 +133,12 @@ impl VolumeEntries {
         let note = format!(
             "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it \
              for {}: its entry was removed from spec.volumes",
-            self.management.full_name(vm_name),
+            self.management.vms.full_name(vm_name),
             process_kit::duration::show(self.grace),
         );
         tracing::warn!(vm = vm_name, claim, "{note}");
         self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
-        self.metrics.count(STALE_ENTRY);
+        self.metrics.count(RepairKind::StaleEntry);
         self.drift.forget_stale(claim, vm_name);
         // The entry is removed. Errors of the detach are reported as for any detach.
         if let Err(error) = gone {
@@ -144,15 +149,15 @@ impl VolumeEntries {
 
     /// Check that no guest VolumeAttachment requests the claim on a VM, or may request it, read from the API server.
     fn may_remove(&self, claim: &str, vm_name: &str) -> MayRemove {
-        let (k8s_attachments, management) = (self.k8s_attachments.clone(), self.management.clone());
+        let (k8s_attachments, claims) = (self.k8s_attachments.clone(), self.management.claims.clone());
         let (vm_name, claim) = (vm_name.to_owned(), claim.to_owned());
         Arc::new(move || {
-            let (k8s_attachments, management) = (k8s_attachments.clone(), management.clone());
+            let (k8s_attachments, claims) = (k8s_attachments.clone(), claims.clone());
             let (vm_name, claim) = (vm_name.clone(), claim.clone());
             Box::pin(async move {
                 let now = k8s_attachments.list_live(&vm_name).await.map_err(KeepReason::Unknown)?;
                 let wants =
-                    now.into_iter().find(|k8s_attachment| may_be_for(&management, k8s_attachment, &claim));
+                    now.into_iter().find(|k8s_attachment| may_be_for(&claims, k8s_attachment, &claim));
                 wants.map_or(Ok(()), |k8s_attachment| Err(KeepReason::Requested(k8s_attachment.name)))
             })
         })
@@ -170,7 +175,7 @@ impl VolumeEntries {
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await?
-            || self.management.has_entry_live(handle, vm_name).await.map_err(|error| error.to_string())?
+            || self.management.entries.has_live(handle, vm_name).await.map_err(|error| error.to_string())?
         {
             return Ok(NextAction::AwaitChange);
         }
@@ -185,14 +190,17 @@ impl VolumeEntries {
             requirements,
             volumes: volumes.iter().map(|volume| guest::requirements(volume)).collect(),
         };
-        let full_name = self.management.full_name(vm_name);
-        let outcome = self.management.attach(&attach, Instant::now() + OPERATION_TIMEOUT).await;
+        let full_name = self.management.vms.full_name(vm_name);
+        let outcome = self.management.entries.attach(&attach, Instant::now() + OPERATION_TIMEOUT).await;
         // If the VolumeAttachment was deleted meanwhile, its ControllerUnpublishVolume may have found nothing to
         // detach.
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await? {
             let may_remove = self.k8s_attachments.may_remove(handle, vm_name);
-            let gone =
-                self.management.detach(handle, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
+            let gone = self
+                .management
+                .entries
+                .detach(handle, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT)
+                .await;
             return gone.map(|()| NextAction::AwaitChange).map_err(|error| error.to_string());
         }
         let about = self.about(handle, vm_name);
@@ -206,7 +214,7 @@ impl VolumeEntries {
                 );
                 tracing::warn!(vm = vm_name, claim = handle, "{note}");
                 self.guest.events.warning(about, "Attach", "LostEntryRestored", note);
-                self.metrics.count(LOST_ENTRY);
+                self.metrics.count(RepairKind::LostEntry);
                 Ok(NextAction::AwaitChange)
             }
             Err(error @ (AttachError::Detaching { .. } | AttachError::Commit(_))) => Err(error.to_string()),
@@ -271,10 +279,10 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Whether a VolumeAttachment is or may be for the volume with this handle. If its PersistentVolume is gone, the
 /// management claim names it.
-fn may_be_for(management: &Management, k8s_attachment: &K8sAttachment, handle: &str) -> bool {
+fn may_be_for(claims: &Claims, k8s_attachment: &K8sAttachment, handle: &str) -> bool {
     match &k8s_attachment.handle {
         Some(requested) => requested == handle,
-        None => management.guest_volume_of(handle).is_none_or(|volume| volume == k8s_attachment.volume),
+        None => claims.guest_volume_of(handle).is_none_or(|volume| volume == k8s_attachment.volume),
     }
 }
 

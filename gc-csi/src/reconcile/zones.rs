@@ -20,13 +20,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::out_of_service;
 use crate::guest::reference;
-use crate::management::Management;
+use crate::management::VirtualMachines;
 
 /// Labels guest Nodes with their zones.
 pub(super) struct Zones {
     api: Api<Node>,
     nodes: Informer<Node>,
-    management: Management,
+    vms: VirtualMachines,
     events: Events,
     reported: Mutex<HashMap<String, String>>,
 }
@@ -50,7 +50,7 @@ impl Zones {
     /// out-of-service taint changes.
     pub(super) fn start(
         client: &Client,
-        management: Management,
+        vms: VirtualMachines,
         events: Events,
         check: Check,
         stop: &CancellationToken,
@@ -67,7 +67,7 @@ impl Zones {
                 }
             })
             .start(check, stop.clone());
-        Self { api: Api::all(client.clone()), nodes, management, events, reported: Mutex::default() }
+        Self { api: Api::all(client.clone()), nodes, vms, events, reported: Mutex::default() }
     }
 
     /// Waits for the first list.
@@ -109,9 +109,9 @@ impl Zones {
     /// Updates the zone label of one Node, and the out-of-service annotation of its VM.
     pub(super) async fn reconcile(&self, name: &str) -> Result<NextAction, String> {
         if let Some(node) = self.nodes.get(&Key::cluster(name)) {
-            out_of_service::reconcile(&self.management, &node).await?;
+            out_of_service::reconcile(&self.vms, &node).await?;
         }
-        let vm = self.management.vm(name);
+        let vm = self.vms.get(name);
         let (Some(node), Some(zone)) = (self.nodes.get(&Key::cluster(name)), vm.as_deref().and_then(zone_of))
         else {
             self.forget(name);
@@ -128,7 +128,7 @@ impl Zones {
                     "label {LABEL_ZONE} of Node {name} is {:?}, but VirtualMachine {} runs in zone {zone:?}: volumes \
                      are placed by the label; correct it, or remove it so that gc-csi sets it",
                     zone_label(&node).unwrap_or_default(),
-                    self.management.full_name(name),
+                    self.vms.full_name(name),
                 );
                 if self.is_new_note(name, &note) {
                     tracing::warn!("{note}");

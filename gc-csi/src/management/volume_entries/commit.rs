@@ -18,15 +18,14 @@ use std::time::Duration;
 
 use crds::VirtualMachine;
 use futures::future::{BoxFuture, join_all};
-use kube::Api;
-use kube::api::{Patch, PatchParams};
-use kube_kit::informer::{Informer, Key};
+use kube::api::Patch;
 use kube_kit::resource_version::is_newer;
 use process_kit::supervise;
 use tokio::sync::oneshot;
 
-use super::ApiError;
 use super::batcher::{Batcher, Operation as BatchedOperation};
+use crate::management::error::ApiError;
+use crate::management::virtual_machines::VirtualMachines;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
@@ -84,10 +83,8 @@ pub(super) type Operation = BatchedOperation<Request>;
 
 /// Batches and commits changes per VM.
 #[derive(Clone)]
-pub struct Committer {
-    api: Api<VirtualMachine>,
-    vms: Informer<VirtualMachine>,
-    namespace: String,
+pub(super) struct Committer {
+    vms: VirtualMachines,
     batcher: Batcher<Request>,
     /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
     own_writes: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
@@ -100,10 +97,8 @@ impl std::fmt::Debug for Committer {
 }
 
 impl Committer {
-    /// Writes through `api`, and plans from the informer `vms`.
-    pub fn new(api: Api<VirtualMachine>, vms: Informer<VirtualMachine>, namespace: &str) -> Self {
-        let (batcher, own_writes) = (Batcher::default(), Arc::default());
-        Self { api, vms, namespace: namespace.to_owned(), batcher, own_writes }
+    pub(super) fn new(vms: VirtualMachines) -> Self {
+        Self { vms, batcher: Batcher::default(), own_writes: Arc::default() }
     }
 
     /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
@@ -193,7 +188,7 @@ impl Committer {
                 Some(vm) => vm,
                 None => {
                     is_live = true;
-                    Arc::new(self.api.get(vm_name).await.map_err(|error| fail(error.into()))?)
+                    Arc::new(self.vms.read_existing(vm_name).await.map_err(fail)?)
                 }
             };
             // A cancelled caller may have retried elsewhere, so its change may be outdated.
@@ -211,14 +206,14 @@ impl Committer {
                 return Ok(outcomes_of(plan, &self.remember(vm_name, vm)));
             }
             let patch = Patch::Json::<()>(json_patch::Patch(plan.operations.clone()));
-            match self.api.patch(vm_name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
+            match self.vms.patch(vm_name, &patch).await {
                 Ok(vm) => return Ok(outcomes_of(plan, &self.remember(vm_name, Arc::new(vm)))),
                 // The list changed in between: read the VM and plan again.
                 Err(ApiError::Conflict(_) | ApiError::Invalid(_)) if conflicts < MAX_CONFLICTS => {
                     conflicts += 1;
                     let longest = Duration::from_millis(5 << conflicts);
                     tokio::time::sleep(longest.mul_f64(fastrand::f64())).await;
-                    let live = self.api.get(vm_name).await.map_err(|error| fail(error.into()))?;
+                    let live = self.vms.read_existing(vm_name).await.map_err(fail)?;
                     // The VM did not change, so the API server refuses the change itself.
                     if live.metadata.resource_version == vm.metadata.resource_version {
                         (conflicts, is_refused) = (MAX_CONFLICTS, true);
@@ -238,7 +233,7 @@ impl Committer {
     fn newest_vm(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
         let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
-        own.or_else(|| self.cached(vm_name))
+        own.or_else(|| self.vms.get(vm_name))
     }
 
     /// Keeps a response until the informer's cache is as new.
@@ -252,12 +247,8 @@ impl Committer {
 
     /// Whether our own response is newer than the informer's cache.
     fn is_newer_than_cache(&self, vm_name: &str, own: &VirtualMachine) -> bool {
-        let cached = self.cached(vm_name);
+        let cached = self.vms.get(vm_name);
         cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
-    }
-
-    fn cached(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
-        self.vms.get(&Key::new(self.namespace.clone(), vm_name))
     }
 }
 
@@ -315,8 +306,8 @@ mod tests {
 
     use http::{Method, Request as HttpRequest, Response};
     use http_body_util::BodyExt;
-    use kube::Client;
     use kube::client::Body;
+    use kube::{Api, Client};
     use serde_json::{Value, json};
 
     use super::*;
@@ -373,7 +364,7 @@ mod tests {
         });
         let resource = crds::virtual_machine_resource("v1alpha5");
         let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
-        (server, Committer::new(api, Informer::fixed([cached]), "n"))
+        (server, Committer::new(VirtualMachines::fixed("n", api, cached)))
     }
 
     /// Runs thirty operations, started `apart`; each lasts for a while after its change.

@@ -3,32 +3,25 @@
 use std::sync::Arc;
 
 use crds::names;
-use kube::api::{DeleteParams, Preconditions};
-use kube_kit::informer::Key;
+use kube::api::Preconditions;
 use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
 
-use super::has_volume;
+use super::Provisioner;
 use crate::compatibility::{Incompatible, PvRequirements};
-use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management, blocking_finalizers, is_object_name, recent_outcomes};
+use crate::management::claims::has_volume;
+use crate::management::error::ApiError;
+use crate::management::identity::Relation;
+use crate::management::objects::blocking_finalizers;
+use crate::management::recent_outcomes;
 
 /// Result of deleting an abandoned claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Abandoned {
+pub(crate) enum Abandoned {
     /// The claim does not exist.
     Gone,
     /// The claim has a volume, which may be in use; it was not deleted.
     HasVolume,
-}
-
-/// A claim without a volume, and the guest claim that it was created for.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct PendingClaim {
-    /// The guest claim.
-    pub(crate) guest_claim: Key,
-    /// CSI name of the volume.
-    pub(crate) csi_name: String,
 }
 
 /// How the deletion of a claim was observed.
@@ -111,29 +104,14 @@ pub(crate) enum DeleteError {
     },
 }
 
-impl Management {
-    /// The guest's own claim of this name, if this driver created it and it has no volume yet.
-    pub(crate) fn pending_claim(&self, name: &str) -> Option<PendingClaim> {
-        let claim = self.claim(name)?;
-        let guest_claim = pending_for(&claim)?;
-        let csi_name = annotation(&claim, names::ANNOTATION_GUEST_PV)?;
-        // The name proves that the claim was created for this volume.
-        let is_own =
-            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &csi_name) == name;
-        is_own.then_some(PendingClaim { guest_claim, csi_name })
-    }
-
+impl Provisioner {
     /// Deletes the claim of a volume that was never returned to the caller, unless it has a volume, and waits until it
     /// is gone.
-    pub(crate) async fn abandon_claim(
-        &self,
-        csi_name: &str,
-        deadline: Instant,
-    ) -> Result<Abandoned, DeleteError> {
-        let name = names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), csi_name);
+    pub(crate) async fn abandon(&self, csi_name: &str, deadline: Instant) -> Result<Abandoned, DeleteError> {
+        let name = self.identity.claim_of(csi_name);
         // The call is not repeated, so a claim that the cache does not show yet would stay: read it from the API
         // server.
-        match self.read_claim(&name).await?.filter(|claim| self.owns(claim)) {
+        match self.read(&name).await?.filter(|claim| self.claims.relation(claim) == Some(Relation::Own)) {
             Some(claim) if has_volume(&claim) => Ok(Abandoned::HasVolume),
             // With the resourceVersion: a claim that got a volume in between is not deleted.
             Some(claim) => {
@@ -146,15 +124,15 @@ impl Management {
 
     /// Deletes the guest's claim and waits until it is gone. Does nothing if the claim does not exist for this guest.
     /// Fails if the claim is not the one that the guest's `volumes` are pinned to.
-    pub(crate) async fn delete_claim(
+    pub(crate) async fn delete(
         &self,
         name: &str,
         volumes: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
-        let mut cached = match self.claims.get(&self.key(name)) {
+        let mut cached = match self.claims.get(name) {
             Some(cached) => Some(cached),
-            None => self.find_uncached_claim(name, deadline).await?,
+            None => self.find_uncached(name, deadline).await?,
         };
         for _ in 0..MAX_CONFLICTS {
             let Some(claim) = cached else { return Ok(()) };
@@ -167,7 +145,7 @@ impl Management {
                 Err(DeleteError::Api { source: ApiError::Conflict(_), .. }) => {}
                 outcome => return outcome,
             }
-            cached = self.read_claim(name).await?.map(Arc::new);
+            cached = self.read(name).await?.map(Arc::new);
         }
         Err(api_error(name, ApiError::Conflict(format!("{MAX_CONFLICTS} attempts failed"))))
     }
@@ -175,25 +153,24 @@ impl Management {
     /// The guest's claim if it exists but the cache does not show it yet: another replica may have just created it, and
     /// the deletion is not repeated after success. Skips the read if this process observed the deletion within the last
     /// seconds.
-    async fn find_uncached_claim(
+    async fn find_uncached(
         &self,
         name: &str,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, DeleteError> {
-        if self.claims.watch_error().is_none()
-            && self.deleted_claims.contains(&recent_outcomes::claim_key(name), "")
+        if self.claims.watch_error().is_none() && self.deleted.contains(&recent_outcomes::claim_key(name), "")
         {
             return Ok(None);
         }
-        match self.read_claim(name).await? {
-            Some(claim) if self.relation(&claim).is_some() => {}
+        match self.read(name).await? {
+            Some(claim) if self.claims.relation(&claim).is_some() => {}
             Some(_) => return Ok(None),
             None => {
-                self.deleted_claims.record(recent_outcomes::claim_key(name), "");
+                self.deleted.record(recent_outcomes::claim_key(name), "");
                 return Ok(None);
             }
         }
-        let cached = self.claims.wait_for(&self.key(name), deadline, |claim| Some(claim?.clone())).await;
+        let cached = self.claims.wait_for(name, deadline, |claim| Some(claim?.clone())).await;
         cached.map(Some).ok_or_else(|| DeleteError::Deadline {
             claim: name.to_owned(),
             detail: ": the watch of the management cluster does not show it yet".to_owned(),
@@ -201,12 +178,8 @@ impl Management {
     }
 
     /// The claim as the API server returns it now; None if it does not exist.
-    async fn read_claim(&self, name: &str) -> Result<Option<PersistentVolumeClaim>, DeleteError> {
-        // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
-        if !is_object_name(name) {
-            return Ok(None);
-        }
-        self.claims_api.get_opt(name).await.map_err(|error| api_error(name, error.into()))
+    async fn read(&self, name: &str) -> Result<Option<PersistentVolumeClaim>, DeleteError> {
+        self.claims.read(name).await.map_err(|source| api_error(name, source))
     }
 
     /// Whether the claim may be deleted; false if it does not exist for this guest.
@@ -217,7 +190,7 @@ impl Management {
         volumes: &[PvRequirements],
     ) -> Result<bool, DeleteError> {
         let claim_name = || name.to_owned();
-        match self.relation(claim) {
+        match self.claims.relation(claim) {
             None => {
                 tracing::warn!(
                     claim = name,
@@ -233,17 +206,17 @@ impl Management {
             }
             Some(Relation::Own) => {}
         }
-        self.check_pins(name, claim, volumes).map_err(DeleteError::Replaced)?;
+        self.claims.check_pins(name, claim, volumes).map_err(DeleteError::Replaced)?;
         let annotations = claim.metadata.annotations.as_ref();
         let policy = annotations.and_then(|annotations| annotations.get(names::ANNOTATION_RECLAIM_POLICY));
         if policy.is_some_and(|policy| policy == "Retain") {
             let volume = claim.spec.volume_name.clone().unwrap_or_default();
             return Err(DeleteError::Retained { claim: claim_name(), volume });
         }
-        if let Some(vm_name) = self.vms_using(name).first() {
+        if let Some(vm_name) = self.vms.using(name).first() {
             return Err(DeleteError::Attached { claim: claim_name(), vm_name: vm_name.clone() });
         }
-        let guests = self.other_consumers(claim);
+        let guests = self.consumers.others(claim);
         if !guests.is_empty() {
             return Err(DeleteError::Consumed { claim: claim_name(), guests: guests.join(", ") });
         }
@@ -260,18 +233,13 @@ impl Management {
     ) -> Result<(), DeleteError> {
         let uid = claim.metadata.uid.clone();
         if claim.metadata.deletion_timestamp.is_none() {
-            let parameters = DeleteParams {
-                preconditions: Some(Preconditions { uid: uid.clone(), resource_version }),
-                ..Default::default()
-            };
-            match self.claims_api.delete(name, &parameters).await.map_err(ApiError::from) {
-                Ok(_) | Err(ApiError::NotFound(_)) => {}
-                Err(source) => return Err(api_error(name, source)),
-            }
+            let preconditions = Preconditions { uid: uid.clone(), resource_version };
+            let deleted = self.claims.delete(name, preconditions).await;
+            deleted.map_err(|source| api_error(name, source))?;
         }
         let gone = self
             .claims
-            .wait_for(&self.key(name), deadline, |now| match now {
+            .wait_for(name, deadline, |now| match now {
                 None => Some(Gone::Absent),
                 Some(now) => (now.metadata.uid != uid).then_some(Gone::Replaced),
             })
@@ -279,57 +247,19 @@ impl Management {
         match gone {
             Some(gone) => {
                 if gone == Gone::Absent {
-                    self.deleted_claims.record(recent_outcomes::claim_key(name), "");
+                    self.deleted.record(recent_outcomes::claim_key(name), "");
                 }
                 Ok(())
             }
             None => {
-                let detail = blocking_finalizers(self.claim(name).as_deref().map(|claim| &claim.metadata));
+                let detail =
+                    blocking_finalizers(self.claims.own(name).as_deref().map(|claim| &claim.metadata));
                 Err(DeleteError::Deadline { claim: name.to_owned(), detail })
             }
         }
     }
 }
 
-/// The guest claim of a management claim without a volume.
-pub(crate) fn pending_for(claim: &PersistentVolumeClaim) -> Option<Key> {
-    if has_volume(claim) || claim.metadata.deletion_timestamp.is_some() {
-        return None;
-    }
-    let namespace = annotation(claim, names::ANNOTATION_GUEST_NAMESPACE)?;
-    Some(Key::new(namespace, annotation(claim, names::ANNOTATION_GUEST_PVC)?))
-}
-
-fn annotation(claim: &PersistentVolumeClaim, key: &str) -> Option<String> {
-    claim.metadata.annotations.as_ref()?.get(key).cloned()
-}
-
 fn api_error(claim: &str, source: ApiError) -> DeleteError {
     DeleteError::Api { claim: claim.to_owned(), source }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn only_a_claim_without_a_volume_is_pending() {
-        let claim = |spec: serde_json::Value, status: serde_json::Value| {
-            let annotations =
-                json!({names::ANNOTATION_GUEST_NAMESPACE: "shop", names::ANNOTATION_GUEST_PVC: "data"});
-            let metadata = json!({"name": "c", "annotations": annotations});
-            let claim = json!({"metadata": metadata, "spec": spec, "status": status});
-            pending_for(&serde_json::from_value(claim).unwrap())
-        };
-        let data = Some(Key::new("shop", "data"));
-        assert_eq!(claim(json!({}), json!({"phase": "Pending"})), data);
-        assert_eq!(claim(json!({}), json!({})), data);
-        // As after a restore from a backup: it is bound again soon.
-        assert_eq!(claim(json!({"volumeName": "pv-1"}), json!({"phase": "Pending"})), None);
-        for phase in ["Bound", "Lost"] {
-            assert_eq!(claim(json!({}), json!({"phase": phase})), None, "{phase}");
-        }
-    }
 }

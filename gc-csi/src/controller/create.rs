@@ -14,8 +14,10 @@ use tonic::Request;
 use super::errors;
 use super::parameters::{extra, management_class};
 use super::service::{CACHE_LAG, Controller};
+use crate::events::Event;
 use crate::guest::reference;
 use crate::management::provisioner::{Abandoned, NewClaim, Source};
+use crate::names::{ClaimName, CsiName};
 
 /// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;
@@ -38,16 +40,17 @@ impl Controller {
         let source = request.volume_content_source.as_ref().map(source).transpose()?;
         let zones = requested_zones(request.accessibility_requirements.as_ref());
         let size = Size::from_range(request.capacity_range.as_ref(), DEFAULT_BYTES)?;
-        let _guard = self.locks.acquire(&request.name)?;
+        let csi_name = CsiName::new(request.name);
+        let _guard = self.locks.acquire(&csi_name)?;
         // csi-provisioner treats a missing class as final, so a new class must not be reported as missing.
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
-        let annotations = self.annotations(&request.name, &request.parameters, &class, deadline).await?;
+        let annotations = self.annotations(&csi_name, &request.parameters, &class, deadline).await?;
         let source_volumes = match &source {
             Some(Source::Volume(handle)) => self.guest.requirements_of(handle),
             Some(Source::Snapshot(_)) | None => Vec::new(),
         };
         let claim = NewClaim {
-            csi_name: request.name,
+            csi_name,
             size,
             class,
             block: capabilities.iter().any(|one| one.access == Access::Block),
@@ -62,7 +65,7 @@ impl Controller {
         let bound = bound.map_err(|error| errors::create(&error))?;
         Ok(proto::CreateVolumeResponse {
             volume: Some(proto::Volume {
-                volume_id: bound.name,
+                volume_id: bound.name.into(),
                 capacity_bytes: i64::try_from(bound.capacity).unwrap_or(i64::MAX),
                 volume_context: HashMap::from([(names::MANAGEMENT_VOLUME.to_owned(), bound.volume)]),
                 content_source: request.volume_content_source,
@@ -74,7 +77,7 @@ impl Controller {
     /// Annotations for the management cluster that name the guest objects of a claim.
     async fn annotations(
         &self,
-        csi_name: &str,
+        csi_name: &CsiName,
         parameters: &HashMap<String, String>,
         management_class: &str,
         deadline: Instant,
@@ -105,7 +108,12 @@ impl Controller {
     /// Aborts the creation of a volume whose guest claim was deleted: csi-provisioner repeats the call until it gets a
     /// final error, and nothing may then be left in the management cluster. A volume that exists already is returned,
     /// because csi-provisioner then deletes it.
-    async fn abandon_unclaimed(&self, csi_name: &str, claim: &Key, deadline: Instant) -> Result<(), Status> {
+    async fn abandon_unclaimed(
+        &self,
+        csi_name: &CsiName,
+        claim: &Key,
+        deadline: Instant,
+    ) -> Result<(), Status> {
         let uncertainty = match self.guest.has_claim_for(claim, csi_name).await {
             Ok(false) => None,
             Ok(true) => Some(format!("the watch of the guest cluster does not show claim {claim} yet")),
@@ -147,7 +155,7 @@ impl Controller {
         }
         tracing::warn!(%claim, "{text}");
         if let Some(claim) = self.guest.claims.get(claim) {
-            self.guest.events.warning(reference(&*claim), "Provision", "ReclaimPolicyMismatch", text);
+            Event::ReclaimPolicyMismatch.report(&self.guest.events, reference(&*claim), text);
         }
         Ok(())
     }
@@ -180,7 +188,7 @@ fn source(source: &proto::VolumeContentSource) -> Result<Source, Status> {
         }
         Some(Type::Volume(volume)) => {
             request::required("volume_id of volume_content_source", &volume.volume_id)
-                .map(|name| Source::Volume(name.to_owned()))
+                .map(|name| Source::Volume(ClaimName::new(name)))
         }
         None => Err(Status::invalid_argument("volume_content_source names neither a snapshot nor a volume")),
     }

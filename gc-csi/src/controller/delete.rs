@@ -12,6 +12,7 @@ use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::guest;
 use crate::management::provisioner::DeleteError;
+use crate::names::ClaimName;
 
 impl Controller {
     pub(super) async fn delete(
@@ -19,7 +20,7 @@ impl Controller {
         request: Request<proto::DeleteVolumeRequest>,
     ) -> Result<proto::DeleteVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let _guard = self.locks.acquire(volume)?;
         let named = self.guest.volumes_of(volume);
         if let Some(other) = other_user(&named, |volume| self.guest.is_released(volume)) {
@@ -37,13 +38,13 @@ impl Controller {
     /// Before it refuses, waits for a current cache: another replica may have just detached the volume.
     async fn delete_claim(
         &self,
-        volume: &str,
+        volume: &ClaimName,
         named: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
         let outcome = self.management.provisioner.delete(volume, named, deadline).await;
         let vms = match &outcome {
-            Err(DeleteError::Attached { vm_name, .. }) => vec![vm_name.as_str()],
+            Err(DeleteError::Attached { vm_name, .. }) => vec![vm_name],
             Err(DeleteError::Replaced(_)) => Vec::new(),
             _ => return outcome,
         };

@@ -9,6 +9,7 @@ use super::errors;
 use super::service::Controller;
 use crate::management::ApiError;
 use crate::management::claims::ExpandError;
+use crate::names::ClaimName;
 
 impl Controller {
     pub(super) async fn expand(
@@ -16,7 +17,7 @@ impl Controller {
         request: Request<proto::ControllerExpandVolumeRequest>,
     ) -> Result<proto::ControllerExpandVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let range = request.capacity_range.as_ref();
         let range = range
             .filter(|range| range.required_bytes != 0 || range.limit_bytes != 0)
@@ -35,7 +36,12 @@ impl Controller {
     }
 
     /// Before it refuses, waits for a current cache: another replica may have just created the claim.
-    async fn expand_claim(&self, volume: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
+    async fn expand_claim(
+        &self,
+        volume: &ClaimName,
+        size: Size,
+        deadline: Instant,
+    ) -> Result<u64, ExpandError> {
         match self.management.claims.expand(volume, size, deadline).await {
             Err(ExpandError::NoClaim(_) | ExpandError::NotBound(_)) => {}
             other => return other,

@@ -9,6 +9,7 @@ use super::errors;
 use super::parameters::management_class;
 use super::service::{CACHE_LAG, Controller};
 use crate::management::Management;
+use crate::names::ClaimName;
 
 impl Controller {
     pub(super) async fn modify(
@@ -16,7 +17,7 @@ impl Controller {
         request: Request<proto::ControllerModifyVolumeRequest>,
     ) -> Result<proto::ControllerModifyVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let class = management_class(
             "VolumeAttributesClass",
             names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS,

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::ApiError;
+use crate::names::ClaimName;
 use crate::pin::Pin;
 
 /// Why a volume is neither changed nor copied.
@@ -22,7 +23,7 @@ pub(super) enum PinError {
     #[error("failed to read which management PersistentVolume volume {volume} is bound to: {source}")]
     Unknown {
         /// The volume.
-        volume: String,
+        volume: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -42,7 +43,7 @@ impl Controller {
 
     /// Checks the pins of all PersistentVolumes of a handle, for a call without volume context. Before it refuses,
     /// waits for a current cache: another replica may have just created the volume.
-    pub(super) async fn check_pin(&self, volume: &str, deadline: Instant) -> Result<(), PinError> {
+    pub(super) async fn check_pin(&self, volume: &ClaimName, deadline: Instant) -> Result<(), PinError> {
         let volumes = self.guest.requirements_of(volume);
         if self.management.claims.check_pins_of(volume, &volumes).is_ok() {
             return Ok(());

@@ -12,6 +12,7 @@ use super::errors;
 use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::management::volume_entries::{Attach, AttachError, Attached, CommitError};
+use crate::names::{ClaimName, VmName};
 use crate::pin::Pin;
 use crate::vm_volumes::AttachedDisk;
 
@@ -21,16 +22,16 @@ impl Controller {
         request: Request<proto::ControllerPublishVolumeRequest>,
     ) -> Result<proto::ControllerPublishVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
-        let node = request::required("node_id", &request.node_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
+        let node = VmName::new(request::required("node_id", &request.node_id)?);
         let capability = capability::required(request.volume_capability.as_ref())?;
         self.supports(std::slice::from_ref(&capability))?;
         let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
         let volumes = self.guest.requirements_of(volume);
         let pin = self.pin(&request.volume_context, &volumes)?;
         let attach = Attach {
-            claim: volume.to_owned(),
-            vm_name: node.to_owned(),
+            claim: volume.clone(),
+            vm_name: node,
             read_only: request.readonly || capability.mode.is_read_only(),
             exclusive: !capability.mode.is_multi_node(),
             requirements: PvRequirements { pin, ..requirements(&capability, request.readonly) },
@@ -50,9 +51,9 @@ impl Controller {
         let Attach { claim, vm_name, .. } = attach;
         let vms = match &refusal {
             AttachError::VmNotFound(_) | AttachError::Incompatible(_) | AttachError::NotBound(_) => {
-                vec![&**vm_name]
+                vec![vm_name]
             }
-            AttachError::InUse { vm_name: other, .. } => vec![&**vm_name, &**other],
+            AttachError::InUse { vm_name: other, .. } => vec![vm_name, other],
             _ => return Err(refusal),
         };
         let failed = |source| AttachError::Commit(CommitError::Api { vm_name: vm_name.clone(), source });
@@ -65,11 +66,11 @@ impl Controller {
         request: Request<proto::ControllerUnpublishVolumeRequest>,
     ) -> Result<proto::ControllerUnpublishVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         // Without a node, the volume is detached from all nodes (CSI specification, ControllerUnpublishVolume).
         let nodes = match request.node_id.is_empty() {
             true => self.management.vms.using(volume),
-            false => vec![request::required("node_id", &request.node_id)?.to_owned()],
+            false => vec![VmName::new(request::required("node_id", &request.node_id)?)],
         };
         for node in nodes {
             let _guard = self.locks.acquire(&format!("{volume} on {node}"))?;
@@ -77,8 +78,8 @@ impl Controller {
             let elsewhere = self.guest.is_attached_under_another_name(volume, &node, driver).await;
             if elsewhere.map_err(Status::unavailable)? {
                 tracing::info!(
-                    volume,
-                    node,
+                    volume = volume.as_str(),
+                    node = node.as_str(),
                     driver,
                     "attached under another driver name: the disk stays attached"
                 );

@@ -16,6 +16,7 @@ use crate::management::snapshots::{
     AbandonedSnapshot, NewSnapshot, SnapshotError, Snapshots, VolumeSnapshot, is_ready, restore_size,
     source_claim,
 };
+use crate::names::{ClaimName, CsiName};
 
 impl Controller {
     pub(super) async fn create_snapshot_of(
@@ -27,7 +28,7 @@ impl Controller {
         if request.name.is_empty() {
             return Err(Status::invalid_argument("name is missing in the request"));
         }
-        let claim = request::required("source_volume_id", &request.source_volume_id)?.to_owned();
+        let claim = ClaimName::new(request::required("source_volume_id", &request.source_volume_id)?);
         let snapshots = self.served_snapshots()?;
         let class = management_class(
             "VolumeSnapshotClass",
@@ -39,7 +40,7 @@ impl Controller {
         let content = extra(&request.parameters, "volumesnapshotcontent/name");
         let new_snapshot = NewSnapshot {
             annotations: annotations(&request.parameters),
-            csi_name: request.name,
+            csi_name: CsiName::new(request.name),
             claim,
             class,
         };
@@ -67,7 +68,7 @@ impl Controller {
     async fn abandon_without_content(
         &self,
         snapshots: &Snapshots,
-        csi_name: &str,
+        csi_name: &CsiName,
         content: Option<&str>,
         deadline: Instant,
     ) -> Result<(), Status> {

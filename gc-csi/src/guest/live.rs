@@ -12,6 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Guest, is_volume_for};
 use crate::management::snapshots::GROUP;
+use crate::names::{ClaimName, CsiName, VmName};
 
 /// Page size of lists.
 const PAGE: u32 = 500;
@@ -30,7 +31,7 @@ pub(crate) enum ClaimState {
 impl Guest {
     /// Whether the claim for which the volume `csi_name` was requested exists. If the cache has no such claim, the API
     /// server is asked, because the volume is deleted otherwise.
-    pub(crate) async fn has_claim_for(&self, claim: &Key, csi_name: &str) -> Result<bool, String> {
+    pub(crate) async fn has_claim_for(&self, claim: &Key, csi_name: &CsiName) -> Result<bool, String> {
         if self
             .claims
             .get(claim)
@@ -46,7 +47,7 @@ impl Guest {
     }
 
     /// State of the claim for which the volume `csi_name` was created, from the cache or else from the API server.
-    pub(crate) async fn claim_state(&self, claim: &Key, csi_name: &str) -> Result<ClaimState, String> {
+    pub(crate) async fn claim_state(&self, claim: &Key, csi_name: &CsiName) -> Result<ClaimState, String> {
         match self.claims.get(claim) {
             Some(cached) => Ok(state_of(&cached, csi_name)),
             None => self.claim_state_live(claim, csi_name).await,
@@ -54,7 +55,11 @@ impl Guest {
     }
 
     /// State of the claim for which the volume `csi_name` was created, read from the API server.
-    pub(crate) async fn claim_state_live(&self, claim: &Key, csi_name: &str) -> Result<ClaimState, String> {
+    pub(crate) async fn claim_state_live(
+        &self,
+        claim: &Key,
+        csi_name: &CsiName,
+    ) -> Result<ClaimState, String> {
         let api: Api<PersistentVolumeClaim> = Api::namespaced(self.client.clone(), &claim.namespace);
         let found = api.get_opt(&claim.name).await.map_err(|error| {
             format!("failed to read guest PersistentVolumeClaim {claim}: {}", chain(&error))
@@ -63,7 +68,7 @@ impl Guest {
     }
 
     /// Handles of all our PersistentVolumes, read from the API server.
-    pub(crate) async fn live_handles(&self) -> Result<HashSet<String>, String> {
+    pub(crate) async fn live_handles(&self) -> Result<HashSet<ClaimName>, String> {
         let api = Api::<PersistentVolume>::all(self.client.clone());
         let mut parameters = ListParams::default().limit(PAGE);
         let mut handles = HashSet::new();
@@ -73,7 +78,10 @@ impl Guest {
                 format!("failed to list the guest's PersistentVolumes: {}", chain(&error))
             })?;
             let csi = page.items.into_iter().filter_map(|volume| volume.spec.csi);
-            handles.extend(csi.filter(|csi| self.drivers.contains(&csi.driver)).map(|csi| csi.volume_handle));
+            handles.extend(
+                csi.filter(|csi| self.drivers.contains(&csi.driver))
+                    .map(|csi| ClaimName::new(csi.volume_handle)),
+            );
             // All pages are from one snapshot.
             match page.metadata.continue_.filter(|token| !token.is_empty()) {
                 Some(token) => parameters = parameters.continue_token(&token),
@@ -86,8 +94,8 @@ impl Guest {
     /// Read from the API server, because the disk is detached otherwise.
     pub(crate) async fn is_attached_under_another_name(
         &self,
-        handle: &str,
-        node: &str,
+        handle: &ClaimName,
+        node: &VmName,
         driver: &str,
     ) -> Result<bool, String> {
         if self.drivers.len() < 2 {
@@ -97,10 +105,11 @@ impl Guest {
         let list = api.list(&ListParams::default()).await;
         let list =
             list.map_err(|error| format!("failed to list the guest's VolumeAttachments: {}", chain(&error)))?;
-        let is_live =
-            |one: &&VolumeAttachment| one.node_name == node && one.metadata.deletion_timestamp.is_none();
+        let is_live = |one: &&VolumeAttachment| {
+            one.node_name == node.as_str() && one.metadata.deletion_timestamp.is_none()
+        };
         let is_volume = |csi: &CsiSource| {
-            csi.volume_handle == handle && csi.driver != driver && self.drivers.contains(&csi.driver)
+            csi.volume_handle == handle.as_str() && csi.driver != driver && self.drivers.contains(&csi.driver)
         };
         Ok(list
             .items
@@ -136,7 +145,7 @@ impl Guest {
 }
 
 /// State of a claim for which the volume `csi_name` was created.
-fn state_of(claim: &PersistentVolumeClaim, csi_name: &str) -> ClaimState {
+fn state_of(claim: &PersistentVolumeClaim, csi_name: &CsiName) -> ClaimState {
     let named = claim.spec.volume_name.as_deref().unwrap_or_default();
     match is_volume_for(csi_name, claim.metadata.uid.as_deref()) {
         false => ClaimState::Gone,
@@ -147,9 +156,9 @@ fn state_of(claim: &PersistentVolumeClaim, csi_name: &str) -> ClaimState {
 
 /// The name that Kubernetes gives the VolumeAttachment of a volume on a node (`getAttachmentName` in
 /// `pkg/volume/csi/csi_attacher.go`).
-pub(crate) fn attachment_name(handle: &str, driver: &str, node: &str) -> String {
+pub(crate) fn attachment_name(handle: &ClaimName, node: &VmName, driver: &str) -> String {
     let mut hasher = Sha256::new();
-    for part in [handle, driver, node] {
+    for part in [handle.as_str(), driver, node.as_str()] {
         hasher.update(part);
     }
     format!("csi-{:x}", hasher.finalize())
@@ -163,7 +172,7 @@ mod tests {
     fn the_attachment_name_is_that_of_kubernetes() {
         // printf %s%s%s volume driver node | sha256sum
         assert_eq!(
-            attachment_name("volume", "driver", "node"),
+            attachment_name(&ClaimName::new("volume"), &VmName::new("node"), "driver"),
             "csi-d94279ecba6bb1a4dae95e5f896a0d7b6b60fb3af97abf98fb0c1bb2a80030a5"
         );
     }

@@ -11,6 +11,7 @@ use super::cluster_owner::removal_patch;
 use super::error::ApiError;
 use super::identity::{GuestIdentity, Relation};
 use crate::compatibility::PvRequirements;
+use crate::names::ClaimName;
 
 /// Use of a claim by a guest that does not own it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,12 +41,12 @@ impl Consumer {
 pub enum ConsumerError {
     /// The claim is being deleted.
     #[error("management PersistentVolumeClaim {0} is being deleted: use another claim")]
-    Deleting(String),
+    Deleting(ClaimName),
     /// The API request failed.
     #[error("failed to update the consumer record on management PersistentVolumeClaim {claim}: {source}")]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -65,7 +66,7 @@ impl Consumers {
 
     /// Records that this guest uses a shared claim, and removes the owning guest's ownerReference from it. Does nothing
     /// for claims that are the guest's own or not usable by it.
-    pub(crate) async fn record(&self, name: &str, consumer: &Consumer) -> Result<(), ConsumerError> {
+    pub(crate) async fn record(&self, name: &ClaimName, consumer: &Consumer) -> Result<(), ConsumerError> {
         let Some((claim, Relation::Shared { .. })) = self.claims.usable(name) else { return Ok(()) };
         if claim.metadata.deletion_timestamp.is_some() {
             return Err(ConsumerError::Deleting(name.to_owned()));
@@ -88,7 +89,7 @@ impl Consumers {
     }
 
     /// Removes the record, also from a claim that is no longer shared with this guest, so that the owner can delete it.
-    pub(crate) async fn remove(&self, name: &str) -> Result<(), ConsumerError> {
+    pub(crate) async fn remove(&self, name: &ClaimName) -> Result<(), ConsumerError> {
         let Some(claim) = self.claims.get(name) else { return Ok(()) };
         if !self.is_recorded(&claim) {
             return Ok(());
@@ -110,7 +111,7 @@ impl Consumers {
     /// Writes the annotation. Returns the claim after the write, or None if it does not exist.
     async fn write(
         &self,
-        name: &str,
+        name: &ClaimName,
         claim: &PersistentVolumeClaim,
         value: &Value,
     ) -> Result<Option<PersistentVolumeClaim>, ConsumerError> {

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::names::{ClaimName, CsiName};
 use crds::names::{self, ClusterId};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube_kit::informer::Key;
@@ -38,12 +39,12 @@ impl GuestIdentity {
     }
 
     /// Name of the management claim of a volume.
-    pub(super) fn claim_of(&self, csi_name: &str) -> String {
-        names::management_pvc(&self.prefix, self.cluster.as_str(), csi_name)
+    pub(super) fn claim_of(&self, csi_name: &CsiName) -> ClaimName {
+        ClaimName::new(names::management_pvc(&self.prefix, self.cluster.as_str(), csi_name))
     }
 
     /// Name of the management snapshot of a snapshot.
-    pub(super) fn snapshot_of(&self, csi_name: &str) -> String {
+    pub(super) fn snapshot_of(&self, csi_name: &CsiName) -> String {
         names::management_snapshot(self.cluster.as_str(), csi_name)
     }
 

@@ -3,18 +3,19 @@
 use crds::names;
 use kube_kit::partial::PersistentVolumeClaim;
 
-use super::claims::{Claims, is_bound};
+use super::claims::{Claims, is_bound, name_of};
 use super::virtual_machines::VirtualMachines;
+use crate::names::{ClaimName, VmName};
 
 /// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
     /// Name of the management claim, which is the volume handle.
-    pub(crate) claim: String,
+    pub(crate) claim: ClaimName,
     /// Capacity in bytes.
     pub(crate) capacity: u64,
     /// Names of the VMs that the volume is attached to.
-    pub(crate) vms: Vec<String>,
+    pub(crate) vms: Vec<VmName>,
     /// Why the volume is abnormal; None while it is healthy.
     pub(crate) abnormal: Option<String>,
 }
@@ -31,13 +32,13 @@ pub(crate) fn volumes(claims: &Claims, vms: &VirtualMachines) -> Vec<Volume> {
 }
 
 /// The volume with this handle.
-pub(crate) fn volume(claims: &Claims, vms: &VirtualMachines, handle: &str) -> Option<Volume> {
+pub(crate) fn volume(claims: &Claims, vms: &VirtualMachines, handle: &ClaimName) -> Option<Volume> {
     let (claim, _) = claims.usable(handle)?;
     listed(&claim, vms.attached_to(handle))
 }
 
-fn listed(claim: &PersistentVolumeClaim, mut vms: Vec<String>) -> Option<Volume> {
-    let name = claim.metadata.name.clone()?;
+fn listed(claim: &PersistentVolumeClaim, mut vms: Vec<VmName>) -> Option<Volume> {
+    let name = name_of(claim)?;
     vms.sort_unstable();
     vms.dedup();
     let is_there = is_bound(claim) || !vms.is_empty();
@@ -69,15 +70,15 @@ mod tests {
         serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).unwrap()
     }
 
-    fn names(vms: &[&str]) -> Vec<String> {
-        vms.iter().map(|name| (*name).to_owned()).collect()
+    fn names(vms: &[&str]) -> Vec<VmName> {
+        vms.iter().map(|name| VmName::new(*name)).collect()
     }
 
     #[test]
     fn volumes_that_are_bound_or_attached_are_listed() {
         let bound = claim(json!({"phase": "Bound", "capacity": {"storage": "1Mi"}}));
         let found = listed(&bound, names(&["b", "a"])).unwrap();
-        assert_eq!((found.capacity, found.vms), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
+        assert_eq!((found.capacity, found.vms), (1 << 20, names(&["a", "b"])));
         assert_eq!(listed(&claim(json!({"phase": "Pending"})), Vec::new()), None);
         assert!(listed(&claim(json!({"phase": "Lost"})), names(&["a"])).is_some());
     }

@@ -12,12 +12,13 @@ use super::consumers::Consumers;
 use super::error::ApiError;
 use super::identity::GuestIdentity;
 use super::snapshots::Snapshots;
+use crate::names::ClaimName;
 
 /// An object that this guest created, or all of them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum OwnedObject {
     /// A claim, by name.
-    Claim(String),
+    Claim(ClaimName),
     /// A VolumeSnapshot, by name.
     Snapshot(String),
     /// All claims and snapshots.

@@ -21,10 +21,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::error::ApiError;
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
+use crate::names::{ClaimName, VmName};
 use crate::vm_volumes;
 
 /// Names of the VMs that each entry's disk is attached to.
-pub(super) type AttachedVms = HashMap<String, Vec<String>>;
+pub(super) type AttachedVms = HashMap<String, Vec<VmName>>;
 
 /// API and informer of VirtualMachines.
 #[derive(Clone, Debug)]
@@ -85,23 +86,23 @@ impl VirtualMachines {
     }
 
     /// Namespaced name of a VM, for messages.
-    pub(crate) fn full_name(&self, name: &str) -> String {
+    pub(crate) fn full_name(&self, name: &VmName) -> String {
         self.key(name).to_string()
     }
 
     /// Names of all VMs.
-    pub(crate) fn names(&self) -> Vec<String> {
-        self.informer.list().iter().filter_map(|vm| vm.metadata.name.clone()).collect()
+    pub(crate) fn names(&self) -> Vec<VmName> {
+        self.informer.list().iter().filter_map(|vm| name_of(vm)).collect()
     }
 
     /// The VM of this name, from the cache.
-    pub(crate) fn get(&self, name: &str) -> Option<Arc<VirtualMachine>> {
+    pub(crate) fn get(&self, name: &VmName) -> Option<Arc<VirtualMachine>> {
         self.informer.get(&self.key(name))
     }
 
     /// VMs whose spec or status names the claim or its entry, ordered by name.
-    pub(crate) fn referencing(&self, claim: &str) -> Vec<Arc<VirtualMachine>> {
-        let keys = [claim.to_owned(), names::volume_entry(claim)].map(Key::cluster);
+    pub(crate) fn referencing(&self, claim: &ClaimName) -> Vec<Arc<VirtualMachine>> {
+        let keys = [claim.clone().into(), claim.entry()].map(Key::cluster);
         let mut vms: Vec<Key> = keys.iter().flat_map(|key| self.by_disk.members(key)).collect();
         vms.sort_unstable();
         vms.dedup();
@@ -109,24 +110,24 @@ impl VirtualMachines {
     }
 
     /// Names of the VMs that have the claim in their spec, or its disk attached.
-    pub(crate) fn using(&self, claim: &str) -> Vec<String> {
-        let entry = names::volume_entry(claim);
-        let mut found: Vec<String> = self
+    pub(crate) fn using(&self, claim: &ClaimName) -> Vec<VmName> {
+        let entry = claim.entry();
+        let mut found: Vec<VmName> = self
             .referencing(claim)
             .iter()
             .filter(|vm| vm_volumes::uses_claim(vm, claim, &entry))
-            .filter_map(|vm| vm.metadata.name.clone())
+            .filter_map(|vm| name_of(vm))
             .collect();
         found.sort_unstable();
         found
     }
 
     /// Names of the VMs that the claim's disk is attached to.
-    pub(super) fn attached_to(&self, claim: &str) -> Vec<String> {
-        let entry = names::volume_entry(claim);
+    pub(super) fn attached_to(&self, claim: &ClaimName) -> Vec<VmName> {
+        let entry = claim.entry();
         let vms = self.referencing(claim);
         let attached = vms.iter().filter(|vm| vm_volumes::is_attached(vm, &entry));
-        attached.filter_map(|vm| vm.metadata.name.clone()).collect()
+        attached.filter_map(|vm| name_of(vm)).collect()
     }
 
     /// Names of the VMs that each entry's disk is attached to.
@@ -137,14 +138,14 @@ impl VirtualMachines {
             let names =
                 disks.filter(|disk| disk.attached).flat_map(|disk| names::entry_candidates(&disk.name));
             for entry in names {
-                attached.entry(entry.to_owned()).or_default().extend(vm.metadata.name.clone());
+                attached.entry(entry.to_owned()).or_default().extend(name_of(&vm));
             }
         }
         attached
     }
 
     /// The error that a VM reports for an entry, as the end of a message; empty without one.
-    pub(super) fn last_error(&self, name: &str, entry: &str) -> String {
+    pub(super) fn last_error(&self, name: &VmName, entry: &str) -> String {
         let error = self.get(name).and_then(|vm| vm_volumes::reported_error(&vm, entry));
         error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
     }
@@ -152,7 +153,7 @@ impl VirtualMachines {
     /// Waits until `check` returns a value for the cached VM, at most until `deadline`.
     pub(super) async fn wait_for<T>(
         &self,
-        name: &str,
+        name: &VmName,
         deadline: Instant,
         check: impl FnMut(Option<&Arc<VirtualMachine>>) -> Option<T>,
     ) -> Option<T> {
@@ -160,7 +161,7 @@ impl VirtualMachines {
     }
 
     /// The VM as the API server returns it now; None if it does not exist.
-    pub(super) async fn read(&self, name: &str) -> Result<Option<VirtualMachine>, ApiError> {
+    pub(super) async fn read(&self, name: &VmName) -> Result<Option<VirtualMachine>, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(None);
@@ -169,21 +170,21 @@ impl VirtualMachines {
     }
 
     /// The VM as the API server returns it now; fails if it does not exist.
-    pub(super) async fn read_existing(&self, name: &str) -> Result<VirtualMachine, ApiError> {
+    pub(super) async fn read_existing(&self, name: &VmName) -> Result<VirtualMachine, ApiError> {
         Ok(self.api.get(name).await?)
     }
 
     /// Sends a patch.
     pub(super) async fn patch<P: Serialize + std::fmt::Debug>(
         &self,
-        name: &str,
+        name: &VmName,
         patch: &Patch<P>,
     ) -> Result<VirtualMachine, ApiError> {
         Ok(self.api.patch(name, &PatchParams::default(), patch).await?)
     }
 
     /// Waits until the cache is as new as the VM in the API server; false if it is still older at the deadline.
-    pub(super) async fn catch_up(&self, name: &str, deadline: Instant) -> Result<bool, ApiError> {
+    pub(super) async fn catch_up(&self, name: &VmName, deadline: Instant) -> Result<bool, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(true);
@@ -200,15 +201,19 @@ impl VirtualMachines {
     ) -> Result<(), ApiError> {
         // With the UID, the API server refuses the patch if the VM was replaced by one of the same name.
         let metadata = json!({"uid": vm.metadata.uid, "annotations": {ANNOTATION_OUT_OF_SERVICE: node}});
-        match self.patch(&vm.name_any(), &Patch::Merge(json!({"metadata": metadata}))).await {
+        match self.patch(&VmName::new(vm.name_any()), &Patch::Merge(json!({"metadata": metadata}))).await {
             Ok(_) | Err(ApiError::NotFound(_)) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    fn key(&self, name: &str) -> Key {
-        Key::new(self.namespace.clone(), name)
+    fn key(&self, name: &VmName) -> Key {
+        Key::new(self.namespace.clone(), name.as_str())
     }
+}
+
+fn name_of(vm: &VirtualMachine) -> Option<VmName> {
+    vm.metadata.name.clone().map(VmName::new)
 }
 
 /// Index keys of a VM: the claims in its spec and the entries in its status.

@@ -16,10 +16,12 @@ use process_kit::duration;
 use tokio::time::Instant;
 
 use super::metrics::{OrphanGauges, RepairKind, RepairMetrics};
+use crate::events::Event;
 use crate::guest::{ClaimState, Guest};
 use crate::management::Management;
 use crate::management::claims::{DesiredMetadata, ProvisionedClaim};
 use crate::management::provisioner::DeleteError;
+use crate::names::ClaimName;
 
 /// How long a list of the guest's PersistentVolumes is reused, so that many orphans need few lists.
 const LIST_TTL: Duration = Duration::from_secs(5);
@@ -54,11 +56,11 @@ pub(super) struct Orphans {
     remove_after: Option<Duration>,
     gauges: OrphanGauges,
     metrics: RepairMetrics,
-    unnamed_since: Mutex<HashMap<String, Instant>>,
-    classified: Mutex<HashMap<String, (State, u64)>>,
-    reported_errors: Mutex<HashMap<String, String>>,
-    marked: Mutex<HashMap<String, Mark>>,
-    listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
+    unnamed_since: Mutex<HashMap<ClaimName, Instant>>,
+    classified: Mutex<HashMap<ClaimName, (State, u64)>>,
+    reported_errors: Mutex<HashMap<ClaimName, String>>,
+    marked: Mutex<HashMap<ClaimName, Mark>>,
+    listed: tokio::sync::Mutex<Option<(Instant, HashSet<ClaimName>)>>,
 }
 
 /// A mark, as first observed in this lease term.
@@ -164,7 +166,7 @@ impl Orphans {
     }
 
     /// Marks, unmarks or deletes the claim with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
+    pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
         let Some(claim) = self.management.claims.provisioned(handle) else {
             self.forget(handle);
             return Ok(NextAction::AwaitChange);
@@ -200,7 +202,12 @@ impl Orphans {
     }
 
     /// Updates the marks and reports changes.
-    async fn mark(&self, handle: &str, claim: &ProvisionedClaim, state: Option<State>) -> Result<(), String> {
+    async fn mark(
+        &self,
+        handle: &ClaimName,
+        claim: &ProvisionedClaim,
+        state: Option<State>,
+    ) -> Result<(), String> {
         let description =
             desired_marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
         let written = self.management.claims.update_metadata(handle, &description).await;
@@ -212,7 +219,7 @@ impl Orphans {
             None if claim.orphaned.is_some() => {
                 let note = "a PersistentVolume of the guest names this claim again: it is no longer orphaned";
                 tracing::info!(claim = name, "{note}");
-                self.events.normal(claim.reference.clone(), "Check", "NotOrphaned", note.to_owned());
+                Event::NotOrphaned.report(&self.events, claim.reference.clone(), note.to_owned());
             }
             Some(State::Retained) => {
                 tracing::info!(
@@ -234,7 +241,7 @@ impl Orphans {
                     },
                 );
                 tracing::warn!(claim = name, "{note}");
-                self.events.warning(claim.reference.clone(), "Check", "Orphaned", note);
+                Event::Orphaned.report(&self.events, claim.reference.clone(), note);
             }
             _ => {}
         }
@@ -244,7 +251,7 @@ impl Orphans {
     /// Deletes an orphan whose retention has passed, if configured.
     async fn delete_if_due(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         claim: &ProvisionedClaim,
         state: State,
     ) -> Result<NextAction, String> {
@@ -270,8 +277,8 @@ impl Orphans {
             match self.management.provisioner.delete(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
                 Ok(()) => {
                     let note = format!("deleted after it was orphaned for {}", duration::show(age));
-                    tracing::warn!(claim = handle, "{note}");
-                    self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
+                    tracing::warn!(claim = handle.as_str(), "{note}");
+                    Event::OrphanRemoved.report(&self.events, claim.reference.clone(), note);
                     self.metrics.count(RepairKind::OrphanRemoved);
                     return Ok(NextAction::AwaitChange);
                 }
@@ -282,14 +289,14 @@ impl Orphans {
             };
         let before = lock(&self.reported_errors).insert(handle.to_owned(), note.clone());
         if before.is_none() {
-            tracing::warn!(claim = handle, "{note}");
-            self.events.warning(claim.reference.clone(), "Delete", "OrphanNotRemoved", note);
+            tracing::warn!(claim = handle.as_str(), "{note}");
+            Event::OrphanNotRemoved.report(&self.events, claim.reference.clone(), note);
         }
         Ok(NextAction::RequeueAfter(REFUSED_RETRY))
     }
 
     /// The mark of a claim; a changed time counts as a new mark.
-    fn marked(&self, handle: &str, since: &str) -> Mark {
+    fn marked(&self, handle: &ClaimName, since: &str) -> Mark {
         let mut marked = lock(&self.marked);
         let known = marked.get(handle).filter(|known| known.since == since).cloned();
         known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Mark::new(since)).get().clone())
@@ -302,7 +309,7 @@ impl Orphans {
     }
 
     /// Whether a guest PersistentVolume names the handle, from a list that is at most `age` old.
-    async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
+    async fn is_named(&self, handle: &ClaimName, age: Duration) -> Result<bool, String> {
         let mut listed = self.listed.lock().await;
         if let Some((at, handles)) = &*listed
             && at.elapsed() < age
@@ -316,7 +323,7 @@ impl Orphans {
         Ok(is_named)
     }
 
-    fn forget(&self, handle: &str) {
+    fn forget(&self, handle: &ClaimName) {
         lock(&self.unnamed_since).remove(handle);
         lock(&self.reported_errors).remove(handle);
         lock(&self.marked).remove(handle);
@@ -346,7 +353,7 @@ mod tests {
 
     fn claim(retain: bool, orphaned: Option<&str>) -> ProvisionedClaim {
         ProvisionedClaim {
-            volume: "pvc-1".to_owned(),
+            volume: crate::names::CsiName::new("pvc-1"),
             guest_claim: None,
             is_dynamic: true,
             retain,

@@ -7,6 +7,7 @@ use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
 use kube_kit::partial::Node;
 
 use crate::management::VirtualMachines;
+use crate::names::VmName;
 
 /// Whether a VM has the annotation.
 pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
@@ -21,7 +22,7 @@ pub(super) fn is_tainted(node: &Node) -> bool {
 
 /// Updates the annotation of one VM. If its Node was deleted, the annotation stays as it is.
 pub(super) async fn reconcile(vms: &VirtualMachines, node: &Node) -> Result<(), String> {
-    let name = node.metadata.name.as_deref().unwrap_or_default();
+    let name = &VmName::new(node.metadata.name.as_deref().unwrap_or_default());
     let Some(vm) = vms.get(name) else { return Ok(()) };
     let tainted = is_tainted(node);
     if tainted == is_annotated(&vm) {

@@ -18,14 +18,15 @@ use super::zones::Zones;
 use super::{SLOW_RETRY, WORKERS};
 use crate::guest::Guest;
 use crate::management::Management;
+use crate::names::{ClaimName, VmName};
 
 /// Work queues.
 #[derive(Debug, Clone)]
 pub(super) struct RepairQueues {
     /// Names of VMs.
-    pub(super) vms: Queue<String>,
+    pub(super) vms: Queue<VmName>,
     /// Handles of volumes.
-    pub(super) volumes: Queue<String>,
+    pub(super) volumes: Queue<ClaimName>,
 }
 
 /// Queues and metrics, before the clusters are connected.

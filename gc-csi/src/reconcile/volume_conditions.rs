@@ -13,12 +13,13 @@ use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
 use super::{attach_state, health, pv_usable, resizable};
 use crate::guest::{self, Guest};
 use crate::management::{Management, Relation};
+use crate::names::ClaimName;
 
 /// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {
     guest: Guest,
     management: Management,
-    abnormal: Mutex<HashSet<String>>,
+    abnormal: Mutex<HashSet<ClaimName>>,
     abnormal_count: Gauge,
     reported: ReportedIncompatibilities,
     pods: PodLister,
@@ -39,7 +40,7 @@ impl VolumeConditions {
     }
 
     /// Updates the conditions of all claims of the volume with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
+    pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
         let management_claim = self.management.claims.usable(handle);
         let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
@@ -78,7 +79,7 @@ impl VolumeConditions {
     /// Condition updates from the management cluster for a claimed volume.
     fn volume_updates(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
         management_claim: Option<(&PersistentVolumeClaim, Relation)>,
@@ -103,7 +104,7 @@ impl VolumeConditions {
         updates
     }
 
-    fn count(&self, handle: &str, is_abnormal: bool) {
+    fn count(&self, handle: &ClaimName, is_abnormal: bool) {
         let mut abnormal = self.abnormal.lock().unwrap_or_else(PoisonError::into_inner);
         match is_abnormal {
             true => abnormal.insert(handle.to_owned()),

@@ -18,10 +18,12 @@ use tokio::time::Instant;
 use super::k8s_attachments::{K8sAttachment, K8sAttachments};
 use super::metrics::{RepairKind, RepairMetrics};
 use super::zones::Zones;
+use crate::events::Event;
 use crate::guest::{self, Guest, reference};
 use crate::management::Management;
 use crate::management::claims::Claims;
 use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
+use crate::names::{ClaimName, VmName};
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -30,8 +32,8 @@ const LOCK_RETRY: Duration = Duration::from_secs(1);
 /// Retry interval after a refused repair: the cause may be something that is not watched.
 const REFUSED_RETRY: Duration = Duration::from_secs(30);
 
-/// A disk: name of the VM and name of the claim.
-type Disk = (String, String);
+/// A claim's disk in a VM.
+type Disk = (ClaimName, VmName);
 
 /// Reconciler of volume entries and guest VolumeAttachments.
 pub(super) struct VolumeEntries {
@@ -54,7 +56,7 @@ pub(super) struct DriftTracker {
 
 impl VolumeEntries {
     /// Repairs the entries of one VM.
-    pub(super) async fn reconcile(&self, vm_name: &str) -> Result<NextAction, String> {
+    pub(super) async fn reconcile(&self, vm_name: &VmName) -> Result<NextAction, String> {
         let vm = self.management.vms.get(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
         let k8s_attachments = self.k8s_attachments.on_node(vm_name);
         let stale = match &vm {
@@ -80,13 +82,13 @@ impl VolumeEntries {
     }
 
     /// The claims of entries that gc-csi created for this guest and that no VolumeAttachment requests.
-    fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<String> {
-        let requested: HashSet<&str> =
-            k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_deref()).collect();
+    fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<ClaimName> {
+        let requested: HashSet<&ClaimName> =
+            k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_ref()).collect();
         let unknown: Vec<&K8sAttachment> =
             k8s_attachments.iter().filter(|k8s_attachment| k8s_attachment.handle.is_none()).collect();
         let own = self.management.entries.own(vm).into_iter();
-        let unrequested = own.filter(|claim| !requested.contains(claim.as_str()));
+        let unrequested = own.filter(|claim| !requested.contains(claim));
         unrequested
             .filter(|claim| {
                 !unknown
@@ -96,7 +98,7 @@ impl VolumeEntries {
             .collect()
     }
 
-    async fn detach(&self, claim: &str, vm_name: &str) -> Result<NextAction, String> {
+    async fn detach(&self, claim: &ClaimName, vm_name: &VmName) -> Result<NextAction, String> {
         // Held during the checks and the removal, so that no CSI call adds the entry meanwhile.
         let Ok(_guard) = self.locks.acquire(&format!("{claim} on {vm_name}")) else {
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
@@ -117,8 +119,8 @@ impl VolumeEntries {
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
                 tracing::info!(
-                    vm = vm_name,
-                    claim,
+                    vm = vm_name.as_str(),
+                    claim = claim.as_str(),
                     attachment = k8s_attachment,
                     "a VolumeAttachment requests the disk again: its entry stays"
                 );
@@ -136,21 +138,21 @@ impl VolumeEntries {
             self.management.vms.full_name(vm_name),
             process_kit::duration::show(self.grace),
         );
-        tracing::warn!(vm = vm_name, claim, "{note}");
-        self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
+        tracing::warn!(vm = vm_name.as_str(), claim = claim.as_str(), "{note}");
+        Event::StaleEntryRemoved.report(&self.guest.events, self.about(claim, vm_name), note);
         self.metrics.count(RepairKind::StaleEntry);
         self.drift.forget_stale(claim, vm_name);
         // The entry is removed. Errors of the detach are reported as for any detach.
         if let Err(error) = gone {
-            tracing::warn!(vm = vm_name, claim, "{error}");
+            tracing::warn!(vm = vm_name.as_str(), claim = claim.as_str(), "{error}");
         }
         Ok(NextAction::AwaitChange)
     }
 
     /// Check that no guest VolumeAttachment requests the claim on a VM, or may request it, read from the API server.
-    fn may_remove(&self, claim: &str, vm_name: &str) -> MayRemove {
+    fn may_remove(&self, claim: &ClaimName, vm_name: &VmName) -> MayRemove {
         let (k8s_attachments, claims) = (self.k8s_attachments.clone(), self.management.claims.clone());
-        let (vm_name, claim) = (vm_name.to_owned(), claim.to_owned());
+        let (vm_name, claim) = (vm_name.clone(), claim.clone());
         Arc::new(move || {
             let (k8s_attachments, claims) = (k8s_attachments.clone(), claims.clone());
             let (vm_name, claim) = (vm_name.clone(), claim.clone());
@@ -163,7 +165,7 @@ impl VolumeEntries {
         })
     }
 
-    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &str) -> Result<NextAction, String> {
+    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &VmName) -> Result<NextAction, String> {
         let Some(handle) = &k8s_attachment.handle else { return Ok(NextAction::AwaitChange) };
         let volumes = self.guest.volumes_of(handle);
         let Some(volume) =
@@ -182,7 +184,7 @@ impl VolumeEntries {
         let requirements = guest::requirements(volume);
         let attach = Attach {
             claim: handle.clone(),
-            vm_name: vm_name.to_owned(),
+            vm_name: vm_name.clone(),
             read_only: requirements.reads_only(),
             // The entry on another VM may be the wrong one, as after a restore from a backup. The storage infra refuses
             // a second writer; if it has this attachment already, it keeps it.
@@ -212,8 +214,8 @@ impl VolumeEntries {
                      attached: the entry was restored; pods that used the volume meanwhile may need a restart",
                     k8s_attachment.name
                 );
-                tracing::warn!(vm = vm_name, claim = handle, "{note}");
-                self.guest.events.warning(about, "Attach", "LostEntryRestored", note);
+                tracing::warn!(vm = vm_name.as_str(), claim = handle.as_str(), "{note}");
+                Event::LostEntryRestored.report(&self.guest.events, about, note);
                 self.metrics.count(RepairKind::LostEntry);
                 Ok(NextAction::AwaitChange)
             }
@@ -225,8 +227,8 @@ impl VolumeEntries {
                     k8s_attachment.name
                 );
                 if self.drift.is_new_error(handle, vm_name, &note) {
-                    tracing::warn!(vm = vm_name, claim = handle, "{note}");
-                    self.guest.events.warning(about, "Attach", "LostEntryNotRestored", note);
+                    tracing::warn!(vm = vm_name.as_str(), claim = handle.as_str(), "{note}");
+                    Event::LostEntryNotRestored.report(&self.guest.events, about, note);
                 }
                 Ok(NextAction::RequeueAfter(REFUSED_RETRY))
             }
@@ -234,7 +236,7 @@ impl VolumeEntries {
     }
 
     /// The object for events: the guest's claim, or else the Node.
-    fn about(&self, handle: &str, vm_name: &str) -> ObjectReference {
+    fn about(&self, handle: &ClaimName, vm_name: &VmName) -> ObjectReference {
         let claim = self.guest.volumes_of(handle).iter().find_map(|volume| self.guest.claim_of(volume));
         claim.map_or_else(|| self.zones.reference_to(vm_name), |claim| reference(&*claim))
     }
@@ -242,11 +244,11 @@ impl VolumeEntries {
 
 impl DriftTracker {
     /// Since when each of the VM's stale claims is stale; forgets all others of the VM.
-    fn since(&self, vm_name: &str, stale: Vec<String>) -> Vec<(String, Instant)> {
+    fn since(&self, vm_name: &VmName, stale: Vec<ClaimName>) -> Vec<(ClaimName, Instant)> {
         let mut drift = lock(&self.stale);
-        drift.retain(|(of, claim), _| of != vm_name || stale.contains(claim));
-        let since = |claim: String| {
-            let since = *drift.entry((vm_name.to_owned(), claim.clone())).or_insert_with(Instant::now);
+        drift.retain(|(claim, of), _| of != vm_name || stale.contains(claim));
+        let since = |claim: ClaimName| {
+            let since = *drift.entry((claim.clone(), vm_name.clone())).or_insert_with(Instant::now);
             (claim, since)
         };
         stale.into_iter().map(since).collect()
@@ -256,19 +258,19 @@ impl DriftTracker {
         lock(&self.stale).clear();
     }
 
-    fn forget_stale(&self, claim: &str, vm_name: &str) {
-        lock(&self.stale).remove(&(vm_name.to_owned(), claim.to_owned()));
+    fn forget_stale(&self, claim: &ClaimName, vm_name: &VmName) {
+        lock(&self.stale).remove(&(claim.clone(), vm_name.clone()));
     }
 
-    fn retain_lost(&self, vm_name: &str, lost: &[&K8sAttachment]) {
-        let is_lost =
-            |claim: &String| lost.iter().any(|k8s_attachment| k8s_attachment.handle.as_ref() == Some(claim));
-        lock(&self.reported_errors).retain(|(of, claim), _| of != vm_name || is_lost(claim));
+    fn retain_lost(&self, vm_name: &VmName, lost: &[&K8sAttachment]) {
+        let is_lost = |claim: &ClaimName| {
+            lost.iter().any(|k8s_attachment| k8s_attachment.handle.as_ref() == Some(claim))
+        };
+        lock(&self.reported_errors).retain(|(claim, of), _| of != vm_name || is_lost(claim));
     }
 
-    fn is_new_error(&self, claim: &str, vm_name: &str, note: &str) -> bool {
-        let before =
-            lock(&self.reported_errors).insert((vm_name.to_owned(), claim.to_owned()), note.to_owned());
+    fn is_new_error(&self, claim: &ClaimName, vm_name: &VmName, note: &str) -> bool {
+        let before = lock(&self.reported_errors).insert((claim.clone(), vm_name.clone()), note.to_owned());
         before.as_deref() != Some(note)
     }
 }
@@ -279,7 +281,7 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Whether a VolumeAttachment is or may be for the volume with this handle. If its PersistentVolume is gone, the
 /// management claim names it.
-fn may_be_for(claims: &Claims, k8s_attachment: &K8sAttachment, handle: &str) -> bool {
+fn may_be_for(claims: &Claims, k8s_attachment: &K8sAttachment, handle: &ClaimName) -> bool {
     match &k8s_attachment.handle {
         Some(requested) => requested == handle,
         None => claims.guest_volume_of(handle).is_none_or(|volume| volume == k8s_attachment.volume),
@@ -326,7 +328,7 @@ mod tests {
     fn k8s_attachment(handle: &str, attached: bool, deleting: bool) -> K8sAttachment {
         K8sAttachment {
             name: format!("attachment-{handle}"),
-            handle: Some(handle.to_owned()),
+            handle: Some(ClaimName::new(handle)),
             volume: format!("pv-{handle}"),
             attached,
             deleting,
@@ -364,21 +366,23 @@ mod tests {
     #[test]
     fn the_grace_period_restarts_when_an_entry_was_requested_in_between() {
         let drift = DriftTracker::default();
-        let first = drift.since("vm", vec!["a".to_owned()])[0].1;
-        drift.since("other", Vec::new());
-        assert_eq!(drift.since("vm", vec!["a".to_owned()])[0].1, first);
-        drift.since("vm", Vec::new());
-        assert!(drift.since("vm", vec!["a".to_owned()])[0].1 >= first);
+        let (vm, a) = (VmName::new("vm"), || vec![ClaimName::new("a")]);
+        let first = drift.since(&vm, a())[0].1;
+        drift.since(&VmName::new("other"), Vec::new());
+        assert_eq!(drift.since(&vm, a())[0].1, first);
+        drift.since(&vm, Vec::new());
+        assert!(drift.since(&vm, a())[0].1 >= first);
         assert_eq!(lock(&drift.stale).len(), 1);
     }
 
     #[test]
     fn a_repeated_error_is_reported_once() {
         let drift = DriftTracker::default();
-        assert!(drift.is_new_error("a", "vm", "in use"));
-        assert!(!drift.is_new_error("a", "vm", "in use"));
-        assert!(drift.is_new_error("a", "vm", "gone"));
-        drift.retain_lost("vm", &[]);
-        assert!(drift.is_new_error("a", "vm", "gone"));
+        let (a, vm) = (ClaimName::new("a"), VmName::new("vm"));
+        assert!(drift.is_new_error(&a, &vm, "in use"));
+        assert!(!drift.is_new_error(&a, &vm, "in use"));
+        assert!(drift.is_new_error(&a, &vm, "gone"));
+        drift.retain_lost(&vm, &[]);
+        assert!(drift.is_new_error(&a, &vm, "gone"));
     }
 }

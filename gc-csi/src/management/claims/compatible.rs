@@ -5,12 +5,13 @@ use kube_kit::partial::PersistentVolumeClaim;
 use super::{Claims, bound_to, is_block};
 use crate::compatibility::{self, ClaimProperties, Incompatible, PvRequirements};
 use crate::management::identity::Relation;
+use crate::names::ClaimName;
 
 impl Claims {
     /// Checks whether the claim of this name meets the requirements of a guest PersistentVolume.
     pub(crate) fn check_compatible(
         &self,
-        name: &str,
+        name: &ClaimName,
         requirements: &PvRequirements,
     ) -> Result<(), Incompatible> {
         let claim_properties = self.usable(name).map(|(claim, relation)| ClaimProperties {
@@ -28,7 +29,7 @@ impl Claims {
     /// its PersistentVolume, and a misconfigured one must not block the others.
     pub(crate) fn check_any_compatible(
         &self,
-        name: &str,
+        name: &ClaimName,
         volumes: &[PvRequirements],
     ) -> Result<(), Incompatible> {
         let mut incompatible = None;
@@ -43,7 +44,11 @@ impl Claims {
 
     /// Checks whether the claim is bound to the management PersistentVolume that all of these PersistentVolumes are
     /// pinned to. Succeeds if the guest may not use the claim; other checks report that.
-    pub(crate) fn check_pins_of(&self, name: &str, volumes: &[PvRequirements]) -> Result<(), Incompatible> {
+    pub(crate) fn check_pins_of(
+        &self,
+        name: &ClaimName,
+        volumes: &[PvRequirements],
+    ) -> Result<(), Incompatible> {
         let Some((claim, _)) = self.usable(name) else { return Ok(()) };
         self.check_pins(name, &claim, volumes)
     }
@@ -51,7 +56,7 @@ impl Claims {
     /// Checks the pins of all of these PersistentVolumes against this claim.
     pub(in crate::management) fn check_pins(
         &self,
-        name: &str,
+        name: &ClaimName,
         claim: &PersistentVolumeClaim,
         volumes: &[PvRequirements],
     ) -> Result<(), Incompatible> {

@@ -13,6 +13,7 @@ use tokio::time::Instant;
 use super::{Claims, SizeError, condition, is_bound};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
+use crate::names::ClaimName;
 
 /// Condition of claims whose expansion failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ControllerResizeError";
@@ -25,12 +26,12 @@ const INFEASIBLE: &str = "ControllerResizeInfeasible";
 pub enum ExpandError {
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim could not be read.
     #[error("failed to read management PersistentVolumeClaim {claim}: {source}")]
     Unknown {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -38,10 +39,10 @@ pub enum ExpandError {
     #[error(
         "management PersistentVolumeClaim {0} is shared with this guest, not its own: only its owner can expand it"
     )]
-    Shared(String),
+    Shared(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The range contains no whole number of MiB.
     #[error(transparent)]
     InvalidSize(SizeError),
@@ -51,7 +52,7 @@ pub enum ExpandError {
     )]
     TooLarge {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its capacity.
         capacity: u64,
         /// The limit.
@@ -61,7 +62,7 @@ pub enum ExpandError {
     #[error("management PersistentVolumeClaim {claim} can't be expanded to {size}: {reason}")]
     Infeasible {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The reported reason.
@@ -71,7 +72,7 @@ pub enum ExpandError {
     #[error("failed to expand management PersistentVolumeClaim {claim} to {size}: {reason}")]
     Failed {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The reported reason.
@@ -81,7 +82,7 @@ pub enum ExpandError {
     #[error("management PersistentVolumeClaim {claim} is not expanded yet: {warning}")]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The reported warning.
         warning: String,
     },
@@ -89,7 +90,7 @@ pub enum ExpandError {
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is expanded to {size}{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The latest warning, or empty.
@@ -101,7 +102,7 @@ pub enum ExpandError {
     )]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its StorageClass.
         class: String,
         /// The requested size.
@@ -128,8 +129,13 @@ enum Step {
 
 impl Claims {
     /// Expands the claim to at least the required size and returns its capacity.
-    pub(crate) async fn expand(&self, name: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
-        let claim = || name.to_owned();
+    pub(crate) async fn expand(
+        &self,
+        name: &ClaimName,
+        size: Size,
+        deadline: Instant,
+    ) -> Result<u64, ExpandError> {
+        let claim = || name.clone();
         let bytes = super::whole_mebibytes(size).map_err(ExpandError::InvalidSize)?;
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
@@ -176,7 +182,7 @@ impl Claims {
     /// Requests this size, guarded by the resourceVersion: a concurrent change may have requested more.
     async fn request_size(
         &self,
-        name: &str,
+        name: &ClaimName,
         cached: &PersistentVolumeClaim,
         bytes: u64,
     ) -> Result<(), ExpandError> {
@@ -196,7 +202,7 @@ impl Claims {
 }
 
 /// The capacity, unless it exceeds the limit.
-fn check_limit(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
+fn check_limit(claim: ClaimName, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
     match limit.filter(|limit| capacity > *limit) {
         Some(limit) => Err(ExpandError::TooLarge { claim, capacity, limit }),
         None => Ok(capacity),

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::Claims;
 use crate::management::error::ApiError;
+use crate::names::ClaimName;
 
 /// Desired labels and annotations; None means absent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -28,7 +29,7 @@ impl Claims {
     /// Does nothing if the claim does not exist.
     pub(crate) async fn update_metadata(
         &self,
-        name: &str,
+        name: &ClaimName,
         desired: &DesiredMetadata,
     ) -> Result<bool, MetadataError> {
         let Some(claim) = self.own(name) else { return Ok(false) };

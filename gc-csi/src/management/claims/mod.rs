@@ -27,6 +27,7 @@ use super::error::ApiError;
 use super::identity::{GuestIdentity, Relation};
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
 use super::warnings::Warnings;
+use crate::names::ClaimName;
 
 pub(crate) use expand::ExpandError;
 pub(crate) use metadata::DesiredMetadata;
@@ -89,13 +90,13 @@ impl Claims {
     }
 
     /// Namespaced name of a claim, for messages.
-    pub(crate) fn full_name(&self, name: &str) -> String {
+    pub(crate) fn full_name(&self, name: &ClaimName) -> String {
         self.identity.key(name).to_string()
     }
 
     /// Names of all claims in this guest's namespace.
-    pub(crate) fn names(&self) -> Vec<String> {
-        self.informer.list().iter().filter_map(|claim| claim.metadata.name.clone()).collect()
+    pub(crate) fn names(&self) -> Vec<ClaimName> {
+        self.informer.list().iter().filter_map(|claim| name_of(claim)).collect()
     }
 
     /// All claims that this guest may use.
@@ -105,19 +106,19 @@ impl Claims {
     }
 
     /// The claim of this name, whoever owns it.
-    pub(super) fn get(&self, name: &str) -> Option<Arc<PersistentVolumeClaim>> {
+    pub(super) fn get(&self, name: &ClaimName) -> Option<Arc<PersistentVolumeClaim>> {
         self.informer.get(&self.identity.key(name))
     }
 
     /// The claim of this name, if this guest may use it, and its relation.
-    pub(crate) fn usable(&self, name: &str) -> Option<(Arc<PersistentVolumeClaim>, Relation)> {
+    pub(crate) fn usable(&self, name: &ClaimName) -> Option<(Arc<PersistentVolumeClaim>, Relation)> {
         let claim = self.get(name)?;
         let relation = self.relation(&claim)?;
         Some((claim, relation))
     }
 
     /// The claim of this name, if this guest owns it.
-    pub(super) fn own(&self, name: &str) -> Option<Arc<PersistentVolumeClaim>> {
+    pub(super) fn own(&self, name: &ClaimName) -> Option<Arc<PersistentVolumeClaim>> {
         self.usable(name).filter(|(_, relation)| *relation == Relation::Own).map(|(claim, _)| claim)
     }
 
@@ -127,7 +128,7 @@ impl Claims {
     }
 
     /// Name of the guest PersistentVolume in the claim's annotation.
-    pub(crate) fn guest_volume_of(&self, name: &str) -> Option<String> {
+    pub(crate) fn guest_volume_of(&self, name: &ClaimName) -> Option<String> {
         let (claim, _) = self.usable(name)?;
         annotation(&claim, names::ANNOTATION_GUEST_PV)
     }
@@ -135,7 +136,7 @@ impl Claims {
     /// Waits until `check` returns a value for the cached claim, at most until `deadline`.
     pub(super) async fn wait_for<T>(
         &self,
-        name: &str,
+        name: &ClaimName,
         deadline: Instant,
         check: impl FnMut(Option<&Arc<PersistentVolumeClaim>>) -> Option<T>,
     ) -> Option<T> {
@@ -143,7 +144,7 @@ impl Claims {
     }
 
     /// The claim as the API server returns it now; None if it does not exist.
-    pub(super) async fn read(&self, name: &str) -> Result<Option<PersistentVolumeClaim>, ApiError> {
+    pub(super) async fn read(&self, name: &ClaimName) -> Result<Option<PersistentVolumeClaim>, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(None);
@@ -152,7 +153,7 @@ impl Claims {
     }
 
     /// Waits until the cache is as new as the claim in the API server; false if it is still older at the deadline.
-    pub(super) async fn catch_up(&self, name: &str, deadline: Instant) -> Result<bool, ApiError> {
+    pub(super) async fn catch_up(&self, name: &ClaimName, deadline: Instant) -> Result<bool, ApiError> {
         // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
         if !is_object_name(name) {
             return Ok(true);
@@ -170,12 +171,20 @@ impl Claims {
     }
 
     /// Sends a merge patch.
-    pub(super) async fn patch(&self, name: &str, patch: Value) -> Result<PersistentVolumeClaim, ApiError> {
+    pub(super) async fn patch(
+        &self,
+        name: &ClaimName,
+        patch: Value,
+    ) -> Result<PersistentVolumeClaim, ApiError> {
         Ok(self.api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?)
     }
 
     /// Deletes the claim if it meets the preconditions. Succeeds if no claim of this name exists.
-    pub(super) async fn delete(&self, name: &str, preconditions: Preconditions) -> Result<(), ApiError> {
+    pub(super) async fn delete(
+        &self,
+        name: &ClaimName,
+        preconditions: Preconditions,
+    ) -> Result<(), ApiError> {
         let parameters = DeleteParams { preconditions: Some(preconditions), ..Default::default() };
         match self.api.delete(name, &parameters).await.map_err(ApiError::from) {
             Ok(_) | Err(ApiError::NotFound(_)) => Ok(()),
@@ -226,6 +235,11 @@ fn condition<'a>(claim: &'a PersistentVolumeClaim, type_: &str) -> Option<&'a st
     let message = found.message.as_deref().unwrap_or("no message");
     // csi-resizer puts the operation and the status code before the driver's message.
     Some(message.split_once(" desc = ").map_or(message, |(_, words)| words))
+}
+
+/// Name of a claim.
+pub(super) fn name_of(claim: &PersistentVolumeClaim) -> Option<ClaimName> {
+    claim.metadata.name.clone().map(ClaimName::new)
 }
 
 /// Whether a claim is bound to a volume.

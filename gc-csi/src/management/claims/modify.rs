@@ -11,6 +11,7 @@ use super::{Claims, condition, is_bound};
 use crate::management::classes::Classes;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
+use crate::names::ClaimName;
 
 /// Condition of claims whose modification failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";
@@ -20,15 +21,15 @@ pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";
 pub enum ModifyError {
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim is only shared with this guest.
     #[error(
         "management PersistentVolumeClaim {0} is shared with this guest, not its own: only its owner can modify it"
     )]
-    Shared(String),
+    Shared(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The management class does not exist.
     #[error(
         "VolumeAttributesClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeAttributesClass, or ask the platform team for that class",
@@ -39,7 +40,7 @@ pub enum ModifyError {
     #[error("management PersistentVolumeClaim {claim} can't have VolumeAttributesClass {class}: {reason}")]
     Infeasible {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The reported reason.
@@ -51,7 +52,7 @@ pub enum ModifyError {
     )]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The reported warning.
@@ -63,7 +64,7 @@ pub enum ModifyError {
     )]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The latest warning, or empty.
@@ -75,7 +76,7 @@ pub enum ModifyError {
     )]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// Error of the API request.
@@ -89,7 +90,7 @@ impl Claims {
     pub(crate) async fn modify(
         &self,
         classes: &Classes,
-        name: &str,
+        name: &ClaimName,
         class: &str,
         cache_deadline: Instant,
         deadline: Instant,

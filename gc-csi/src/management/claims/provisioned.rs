@@ -8,12 +8,13 @@ use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolumeClaim;
 
 use super::{Claims, annotation, has_volume, is_bound};
+use crate::names::{ClaimName, CsiName};
 
 /// A bound claim of this guest that names a guest PersistentVolume.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ProvisionedClaim {
     /// Name of the guest PersistentVolume.
-    pub(crate) volume: String,
+    pub(crate) volume: CsiName,
     /// The guest claim, if known.
     pub(crate) guest_claim: Option<Key>,
     /// Whether gc-csi created the claim for that volume; its name proves it.
@@ -36,21 +37,21 @@ pub(crate) struct PendingClaim {
     /// The guest claim.
     pub(crate) guest_claim: Key,
     /// CSI name of the volume.
-    pub(crate) csi_name: String,
+    pub(crate) csi_name: CsiName,
 }
 
 impl Claims {
     /// The guest's own claim of this name, if it is bound, not being deleted, and names its guest PersistentVolume.
-    pub(crate) fn provisioned(&self, name: &str) -> Option<ProvisionedClaim> {
+    pub(crate) fn provisioned(&self, name: &ClaimName) -> Option<ProvisionedClaim> {
         let claim = self.own(name)?;
         if !is_bound(&claim) || claim.metadata.deletion_timestamp.is_some() {
             return None;
         }
         let annotation = |key: &str| annotation(&claim, key);
-        let volume = annotation(names::ANNOTATION_GUEST_PV)?;
+        let volume = CsiName::new(annotation(names::ANNOTATION_GUEST_PV)?);
         let guest_claim =
             annotation(names::ANNOTATION_GUEST_NAMESPACE).zip(annotation(names::ANNOTATION_GUEST_PVC));
-        let is_dynamic = self.identity.claim_of(&volume) == name;
+        let is_dynamic = self.identity.claim_of(&volume) == *name;
         Some(ProvisionedClaim {
             guest_claim: guest_claim.map(|(namespace, name)| Key::new(namespace, name)),
             is_dynamic,
@@ -66,12 +67,12 @@ impl Claims {
     }
 
     /// The guest's own claim of this name, if this driver created it and it has no volume yet.
-    pub(crate) fn pending(&self, name: &str) -> Option<PendingClaim> {
+    pub(crate) fn pending(&self, name: &ClaimName) -> Option<PendingClaim> {
         let claim = self.own(name)?;
         let guest_claim = pending_for(&claim)?;
-        let csi_name = annotation(&claim, names::ANNOTATION_GUEST_PV)?;
+        let csi_name = CsiName::new(annotation(&claim, names::ANNOTATION_GUEST_PV)?);
         // The name proves that the claim was created for this volume.
-        let is_own = self.identity.claim_of(&csi_name) == name;
+        let is_own = self.identity.claim_of(&csi_name) == *name;
         is_own.then_some(PendingClaim { guest_claim, csi_name })
     }
 }

@@ -15,6 +15,7 @@ use crate::management::claims::{self, SizeError, bound_to, is_block, is_bound, p
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::{recent_outcomes, snapshots};
+use crate::names::{ClaimName, CsiName};
 
 /// Why a claim was not created or bound.
 #[derive(Debug, thiserror::Error)]
@@ -102,9 +103,9 @@ pub(crate) enum CreateError {
     #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
     Differs {
         /// CSI name of the volume.
-        csi_name: String,
+        csi_name: CsiName,
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The difference.
         difference: String,
     },
@@ -114,7 +115,7 @@ pub(crate) enum CreateError {
     )]
     TooLarge {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its capacity.
         capacity: u64,
         /// The limit.
@@ -126,7 +127,7 @@ pub(crate) enum CreateError {
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The reported warning.
         warning: String,
     },
@@ -136,19 +137,19 @@ pub(crate) enum CreateError {
     )]
     Lost {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
     },
     /// The claim is being deleted.
     #[error("management PersistentVolumeClaim {claim} is being deleted: wait until it is gone")]
     Deleting {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
     },
     /// The deadline passed; provisioning continues.
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is bound{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The latest warning, or empty.
         detail: String,
     },
@@ -156,7 +157,7 @@ pub(crate) enum CreateError {
     #[error("failed to create management PersistentVolumeClaim {claim}: {source}")]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -267,7 +268,7 @@ impl Provisioner {
 
     async fn wait_bound(
         &self,
-        name: &str,
+        name: &ClaimName,
         request: &NewClaim,
         bytes: u64,
         mark: u64,
@@ -306,7 +307,7 @@ impl Provisioner {
         })
     }
 
-    async fn new_claim(&self, name: &str, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
+    async fn new_claim(&self, name: &ClaimName, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = request.annotations.clone();
         if !request.zones.is_empty() {

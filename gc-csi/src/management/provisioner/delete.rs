@@ -14,6 +14,7 @@ use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::blocking_finalizers;
 use crate::management::recent_outcomes;
+use crate::names::{ClaimName, CsiName, VmName};
 
 /// Result of deleting an abandoned claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +47,7 @@ pub(crate) enum DeleteError {
     )]
     Shared {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The owner.
         owner: String,
     },
@@ -58,7 +59,7 @@ pub(crate) enum DeleteError {
     )]
     Retained {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the management PersistentVolume.
         volume: String,
     },
@@ -71,7 +72,7 @@ pub(crate) enum DeleteError {
     )]
     Consumed {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The other guests.
         guests: String,
     },
@@ -82,15 +83,15 @@ pub(crate) enum DeleteError {
     #[error("volume {claim} is attached to VirtualMachine {vm_name}: detach it first")]
     Attached {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
     },
     /// The deadline passed; the deletion continues.
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is deleted{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The finalizers that block the deletion, if known.
         detail: String,
     },
@@ -98,7 +99,7 @@ pub(crate) enum DeleteError {
     #[error("failed to delete management PersistentVolumeClaim {claim}: {source}")]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -107,7 +108,11 @@ pub(crate) enum DeleteError {
 impl Provisioner {
     /// Deletes the claim of a volume that was never returned to the caller, unless it has a volume, and waits until it
     /// is gone.
-    pub(crate) async fn abandon(&self, csi_name: &str, deadline: Instant) -> Result<Abandoned, DeleteError> {
+    pub(crate) async fn abandon(
+        &self,
+        csi_name: &CsiName,
+        deadline: Instant,
+    ) -> Result<Abandoned, DeleteError> {
         let name = self.identity.claim_of(csi_name);
         // The call is not repeated, so a claim that the cache does not show yet would stay: read it from the API
         // server.
@@ -126,7 +131,7 @@ impl Provisioner {
     /// Fails if the claim is not the one that the guest's `volumes` are pinned to.
     pub(crate) async fn delete(
         &self,
-        name: &str,
+        name: &ClaimName,
         volumes: &[PvRequirements],
         deadline: Instant,
     ) -> Result<(), DeleteError> {
@@ -155,7 +160,7 @@ impl Provisioner {
     /// seconds.
     async fn find_uncached(
         &self,
-        name: &str,
+        name: &ClaimName,
         deadline: Instant,
     ) -> Result<Option<Arc<PersistentVolumeClaim>>, DeleteError> {
         if self.claims.watch_error().is_none() && self.deleted.contains(&recent_outcomes::claim_key(name), "")
@@ -178,14 +183,14 @@ impl Provisioner {
     }
 
     /// The claim as the API server returns it now; None if it does not exist.
-    async fn read(&self, name: &str) -> Result<Option<PersistentVolumeClaim>, DeleteError> {
+    async fn read(&self, name: &ClaimName) -> Result<Option<PersistentVolumeClaim>, DeleteError> {
         self.claims.read(name).await.map_err(|source| api_error(name, source))
     }
 
     /// Whether the claim may be deleted; false if it does not exist for this guest.
     fn check_deletable(
         &self,
-        name: &str,
+        name: &ClaimName,
         claim: &PersistentVolumeClaim,
         volumes: &[PvRequirements],
     ) -> Result<bool, DeleteError> {
@@ -193,7 +198,7 @@ impl Provisioner {
         match self.claims.relation(claim) {
             None => {
                 tracing::warn!(
-                    claim = name,
+                    claim = name.as_str(),
                     "refused to delete a claim that this guest neither owns nor uses"
                 );
                 return Ok(false);
@@ -226,7 +231,7 @@ impl Provisioner {
     /// Deletes the claim with its UID and this resourceVersion, and waits until it is gone.
     async fn delete_observed(
         &self,
-        name: &str,
+        name: &ClaimName,
         claim: &PersistentVolumeClaim,
         resource_version: Option<String>,
         deadline: Instant,
@@ -260,6 +265,6 @@ impl Provisioner {
     }
 }
 
-fn api_error(claim: &str, source: ApiError) -> DeleteError {
+fn api_error(claim: &ClaimName, source: ApiError) -> DeleteError {
     DeleteError::Api { claim: claim.to_owned(), source }
 }

@@ -17,6 +17,7 @@ use super::recent_outcomes::RecentOutcomes;
 use super::snapshots::{self, Snapshots};
 use super::virtual_machines::VirtualMachines;
 use crate::compatibility::PvRequirements;
+use crate::names::{ClaimName, CsiName};
 
 pub(crate) use create::CreateError;
 pub(crate) use delete::{Abandoned, DeleteError};
@@ -60,7 +61,7 @@ impl Provisioner {
 #[derive(Debug, Clone)]
 pub(crate) struct NewClaim {
     /// CSI name of the volume.
-    pub csi_name: String,
+    pub csi_name: CsiName,
     /// Required and maximum size.
     pub size: Size,
     /// Management StorageClass.
@@ -87,7 +88,7 @@ pub(crate) enum Source {
     /// A management VolumeSnapshot.
     Snapshot(String),
     /// Another management claim.
-    Volume(String),
+    Volume(ClaimName),
 }
 
 impl Source {
@@ -97,7 +98,7 @@ impl Source {
             Self::Volume(name) => TypedLocalObjectReference {
                 api_group: None,
                 kind: "PersistentVolumeClaim".to_owned(),
-                name: name.clone(),
+                name: name.to_string(),
             },
         }
     }
@@ -116,7 +117,7 @@ impl std::fmt::Display for Source {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BoundClaim {
     /// Name of the claim, which is the volume handle.
-    pub name: String,
+    pub name: ClaimName,
     /// Name of its PersistentVolume.
     pub volume: String,
     /// Capacity in bytes.

@@ -15,6 +15,7 @@ use super::{
 use crate::management::claims::is_bound;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
+use crate::names::{ClaimName, CsiName};
 
 /// How long an error may last before it is reported: the snapshot-controller writes one after each conflict and retries
 /// a second later.
@@ -24,9 +25,9 @@ const TRANSIENT_ERROR_WINDOW: Duration = Duration::from_secs(3);
 #[derive(Debug, Clone)]
 pub struct NewSnapshot {
     /// CSI name of the snapshot.
-    pub csi_name: String,
+    pub csi_name: CsiName,
     /// Name of the management claim.
-    pub claim: String,
+    pub claim: ClaimName,
     /// Management VolumeSnapshotClass.
     pub class: String,
     /// Annotations that name the guest objects.
@@ -43,10 +44,10 @@ pub enum SnapshotError {
     NotServed,
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest to take a snapshot of")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet: no snapshot can be taken of it")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The management class does not exist.
     #[error(
         "VolumeSnapshotClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeSnapshotClass, or ask the platform team for that class",
@@ -57,7 +58,7 @@ pub enum SnapshotError {
     #[error("snapshot {csi_name:?} exists as management VolumeSnapshot {snapshot}, but {difference}")]
     Differs {
         /// CSI name of the snapshot.
-        csi_name: String,
+        csi_name: CsiName,
         /// Name of the management snapshot.
         snapshot: String,
         /// The difference.
@@ -89,7 +90,7 @@ pub enum SnapshotError {
 
 impl Snapshots {
     /// Whether the cache shows the snapshot with this CSI name.
-    pub(crate) fn exists(&self, csi_name: &str) -> bool {
+    pub(crate) fn exists(&self, csi_name: &CsiName) -> bool {
         self.get(&self.identity.snapshot_of(csi_name)).is_some()
     }
 
@@ -178,7 +179,7 @@ impl Snapshots {
 
     async fn new_snapshot(&self, name: &str, request: &NewSnapshot) -> VolumeSnapshot {
         let spec = SnapshotSpec {
-            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.clone()) },
+            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.to_string()) },
             volume_snapshot_class_name: Some(request.class.clone()),
         };
         let mut snapshot = VolumeSnapshot::new(name, &self.resource, spec);
@@ -192,8 +193,8 @@ impl Snapshots {
             return Err("it does not have this guest's label".to_owned());
         }
         let claim = source_claim(found);
-        if claim != request.claim {
-            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim));
+        if claim != request.claim.as_str() {
+            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim.as_str()));
         }
         let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
         if class != request.class {

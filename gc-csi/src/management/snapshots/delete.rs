@@ -7,6 +7,7 @@ use super::{Snapshots, VolumeSnapshot, is_cut};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::{blocking_finalizers, is_object_name};
+use crate::names::CsiName;
 
 /// Why a snapshot was not deleted.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +48,7 @@ impl Snapshots {
     /// Deletes a snapshot that was never returned to the caller, unless it is cut, and waits until it is gone.
     pub(crate) async fn abandon(
         &self,
-        csi_name: &str,
+        csi_name: &CsiName,
         deadline: Instant,
     ) -> Result<AbandonedSnapshot, DeleteSnapshotError> {
         let name = self.identity.snapshot_of(csi_name);

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use crds::VirtualMachine;
-use crds::names;
 use process_kit::text::one_line;
 use tokio::time::Instant;
 
@@ -13,6 +12,7 @@ use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::claims::{bound_to, is_bound};
 use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::recent_outcomes::disk_key;
+use crate::names::{ClaimName, VmName};
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, revision};
 
@@ -23,9 +23,9 @@ const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);
 #[derive(Debug, Clone)]
 pub(crate) struct Attach {
     /// Name of the management claim.
-    pub claim: String,
+    pub claim: ClaimName,
     /// Name of the VM.
-    pub vm_name: String,
+    pub vm_name: VmName,
     /// Whether the disk is attached read-only.
     pub read_only: bool,
     /// Whether the disk may be attached to one VM only.
@@ -52,7 +52,7 @@ pub(crate) enum AttachError {
     #[error(
         "there is no VirtualMachine {0} in this guest's namespace of the management cluster: the Node and its VirtualMachine must have the same name"
     )]
-    VmNotFound(String),
+    VmNotFound(VmName),
     /// The claim does not exist for this guest, or is not compatible.
     #[error(transparent)]
     Incompatible(#[from] Incompatible),
@@ -61,19 +61,19 @@ pub(crate) enum AttachError {
     Consumer(#[from] ConsumerError),
     /// The VM Operator does not support read-only disks.
     #[error("volume {0} can't be attached read-only: {READ_ONLY_UNSUPPORTED}")]
-    ReadOnly(String),
+    ReadOnly(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound to a volume yet")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The disk is attached to another VM.
     #[error(
         "volume {claim} is attached to VirtualMachine {vm_name}, and its access mode allows one node: detach it there first{detail}"
     )]
     InUse {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM that has the disk.
-        vm_name: String,
+        vm_name: VmName,
         /// Error of the detach there, or empty.
         detail: String,
     },
@@ -81,9 +81,9 @@ pub(crate) enum AttachError {
     #[error("volume {claim} is already attached {how} to VirtualMachine {vm_name}: detach it first")]
     Differs {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The present access.
         how: &'static str,
     },
@@ -91,9 +91,9 @@ pub(crate) enum AttachError {
     #[error("volume {claim} could not be attached to VirtualMachine {vm_name}: {error}")]
     Failed {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The reported error.
         error: String,
     },
@@ -101,9 +101,9 @@ pub(crate) enum AttachError {
     #[error("volume {claim} is still being detached from VirtualMachine {vm_name}{detail}")]
     Detaching {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The last error, or empty.
         detail: String,
     },
@@ -111,9 +111,9 @@ pub(crate) enum AttachError {
     #[error("timed out waiting until volume {claim} is attached to VirtualMachine {vm_name}{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The last error, or empty.
         detail: String,
     },
@@ -149,7 +149,7 @@ impl VolumeEntries {
         let Some(volume) = bound.and_then(|(claim, _)| bound_to(&claim)) else {
             return Err(AttachError::NotBound(claim.clone()));
         };
-        let entry = names::volume_entry(claim);
+        let entry = claim.entry();
         let mut others = if *exclusive { self.vms.using(claim) } else { Vec::new() };
         others.retain(|other| other != vm_name);
         let step = vm_volumes::decide_attach(&vm, claim, *read_only, !others.is_empty());
@@ -202,7 +202,7 @@ impl VolumeEntries {
         left.ok_or_else(detaching)?;
         let change = EntryChange::Add {
             name: entry.to_owned(),
-            claim: request.claim.clone(),
+            claim: request.claim.clone().into(),
             read_only: request.read_only,
             multi_writer: self.needs_multi_writer(&request.claim),
         };
@@ -246,12 +246,12 @@ impl VolumeEntries {
 
     /// Whether this process observed within the last seconds that the disk was attached to this VM, with the watch
     /// connected.
-    fn recently_attached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
+    fn recently_attached(&self, claim: &ClaimName, vm_name: &VmName, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.watch_error().is_none() && self.attached.contains(&disk_key(claim, vm_name), uid)
     }
 
-    fn needs_multi_writer(&self, claim: &str) -> bool {
+    fn needs_multi_writer(&self, claim: &ClaimName) -> bool {
         let claim = self.claims.get(claim);
         claim.is_some_and(|claim| self.vm_operator.needs_multi_writer(&claim.spec.access_modes))
     }

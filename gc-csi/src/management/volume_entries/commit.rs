@@ -26,6 +26,7 @@ use tokio::sync::oneshot;
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::virtual_machines::VirtualMachines;
+use crate::names::VmName;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
@@ -39,7 +40,7 @@ const GUEST_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 pub enum CommitError {
     /// The VirtualMachine does not exist.
     #[error("there is no VirtualMachine {0} in the management cluster")]
-    VmNotFound(String),
+    VmNotFound(VmName),
     /// The change is not possible in the VM's present state.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -50,7 +51,7 @@ pub enum CommitError {
     #[error("failed to change spec.volumes of VirtualMachine {vm_name}: {source}")]
     Api {
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -87,7 +88,7 @@ pub(super) struct Committer {
     vms: VirtualMachines,
     batcher: Batcher<Request>,
     /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
-    own_writes: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
+    own_writes: Arc<Mutex<HashMap<VmName, Arc<VirtualMachine>>>>,
 }
 
 impl std::fmt::Debug for Committer {
@@ -103,7 +104,7 @@ impl Committer {
 
     /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
     /// likely.
-    pub(super) fn begin(&self, vm_name: &str) -> Operation {
+    pub(super) fn begin(&self, vm_name: &VmName) -> Operation {
         self.batcher.begin(vm_name)
     }
 
@@ -148,7 +149,7 @@ impl Committer {
         })
     }
 
-    async fn apply(&self, vm_name: &str, mut batch: Vec<Request>) {
+    async fn apply(&self, vm_name: &VmName, mut batch: Vec<Request>) {
         let retry_singly = match self.write(vm_name, &mut batch).await {
             Ok(outcomes) => return answer(batch, outcomes),
             // If the API server refuses a batch, each change is sent alone, so that one invalid change does not fail
@@ -173,7 +174,7 @@ impl Committer {
     /// Sends one PATCH for all changes whose callers still wait. Returns one outcome per change, or one error for all.
     async fn write(
         &self,
-        vm_name: &str,
+        vm_name: &VmName,
         batch: &mut Vec<Request>,
     ) -> Result<Vec<Result<Revision, CommitError>>, CommitError> {
         let fail = |source| match source {
@@ -230,14 +231,14 @@ impl Committer {
     }
 
     /// The newest known version of a VM: a PATCH computed from an older one would be refused.
-    fn newest_vm(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
+    fn newest_vm(&self, vm_name: &VmName) -> Option<Arc<VirtualMachine>> {
         let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
         own.or_else(|| self.vms.get(vm_name))
     }
 
     /// Keeps a response until the informer's cache is as new.
-    fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Revision {
+    fn remember(&self, vm_name: &VmName, vm: Arc<VirtualMachine>) -> Revision {
         let committed = revision(&vm);
         let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         own_writes.insert(vm_name.to_owned(), vm);
@@ -246,7 +247,7 @@ impl Committer {
     }
 
     /// Whether our own response is newer than the informer's cache.
-    fn is_newer_than_cache(&self, vm_name: &str, own: &VirtualMachine) -> bool {
+    fn is_newer_than_cache(&self, vm_name: &VmName, own: &VirtualMachine) -> bool {
         let cached = self.vms.get(vm_name);
         cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
     }
@@ -373,7 +374,7 @@ mod tests {
         for number in 0..30 {
             let (committer, change) = (committer.clone(), change(format!("disk-{number}")));
             operations.push(tokio::spawn(async move {
-                let operation = committer.begin("vm");
+                let operation = committer.begin(&VmName::new("vm"));
                 committer.commit(&operation, change).await.unwrap();
                 tokio::time::sleep(Duration::from_millis(120)).await;
             }));
@@ -399,7 +400,7 @@ mod tests {
                 }
             })
         };
-        let operation = committer.begin("vm");
+        let operation = committer.begin(&VmName::new("vm"));
         let reason = KeepReason::Requested("csi-1".to_owned());
         let (kept, gone, unknown) = tokio::join!(
             committer.remove(&operation, "kept", answering(Some(Err(reason.clone())))),

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::VolumeEntries;
 use super::commit::{CommitError, KeepReason, MayRemove};
 use crate::management::recent_outcomes::disk_key;
+use crate::names::{ClaimName, VmName};
 use crate::vm_volumes::{self, PendingDetach};
 
 /// Advice in errors of a detach.
@@ -24,9 +25,9 @@ pub(crate) enum DetachError {
     #[error("volume {claim} could not be detached from VirtualMachine {vm_name}: {error}; {DETACH_HELP}")]
     Failed {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The reported error.
         error: String,
     },
@@ -38,9 +39,9 @@ pub(crate) enum DetachError {
     )]
     NotOwned {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
     },
     /// Another entry, not created by gc-csi, attaches the same claim.
     #[error(
@@ -49,9 +50,9 @@ pub(crate) enum DetachError {
     )]
     ForeignEntry {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// Name of the entry.
         entry: String,
     },
@@ -59,9 +60,9 @@ pub(crate) enum DetachError {
     #[error("volume {claim} stays attached to VirtualMachine {vm_name}: {reason}")]
     Kept {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// Why the entry stays.
         reason: KeepReason,
     },
@@ -71,9 +72,9 @@ pub(crate) enum DetachError {
     )]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// The last error, or empty.
         detail: String,
     },
@@ -87,13 +88,13 @@ impl VolumeEntries {
     /// disk. The claim may be deleted or no longer belong to this guest. A VM that does not exist has no disks.
     pub(crate) async fn detach(
         &self,
-        claim: &str,
-        vm_name: &str,
+        claim: &ClaimName,
+        vm_name: &VmName,
         may_remove: MayRemove,
         deadline: Instant,
     ) -> Result<(), DetachError> {
         let _suppressed = self.attached.suppress(disk_key(claim, vm_name));
-        let entry = names::volume_entry(claim);
+        let entry = claim.entry();
         let Some(vm) = self.find_involved(claim, vm_name, &entry).await? else { return Ok(()) };
         if self.is_other_guests_disk(&vm, claim) {
             return Err(DetachError::NotOwned { claim: claim.to_owned(), vm_name: vm_name.to_owned() });
@@ -139,8 +140,8 @@ impl VolumeEntries {
     /// The VM if it still references the claim's disk: from the cache, or else from the API server.
     async fn find_involved(
         &self,
-        claim: &str,
-        vm_name: &str,
+        claim: &ClaimName,
+        vm_name: &VmName,
         entry: &str,
     ) -> Result<Option<Arc<VirtualMachine>>, DetachError> {
         let is_involved = |vm: &VirtualMachine| vm_volumes::references_claim(vm, claim, entry);
@@ -162,13 +163,13 @@ impl VolumeEntries {
 
     /// Whether this process observed within the last seconds that the disk was detached from this VM, with the watch
     /// connected.
-    fn recently_detached(&self, claim: &str, vm_name: &str, vm: &VirtualMachine) -> bool {
+    fn recently_detached(&self, claim: &ClaimName, vm_name: &VmName, vm: &VirtualMachine) -> bool {
         let uid = vm.metadata.uid.as_deref().unwrap_or_default();
         self.vms.watch_error().is_none() && self.detached.contains(&disk_key(claim, vm_name), uid)
     }
 
     /// Whether a VM's disk belongs to another guest, by the VM's label or, without one, by the claim's.
-    fn is_other_guests_disk(&self, vm: &VirtualMachine, claim: &str) -> bool {
+    fn is_other_guests_disk(&self, vm: &VirtualMachine, claim: &ClaimName) -> bool {
         let labels = vm.metadata.labels.as_ref();
         match labels.and_then(|labels| labels.get(names::LABEL_CLUSTER_ID)) {
             Some(guest) => guest != self.identity.cluster.as_str(),

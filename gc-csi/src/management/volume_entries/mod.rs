@@ -23,6 +23,7 @@ use super::virtual_machines::VirtualMachines;
 use crate::vm_operator::VmOperator;
 use crate::vm_volumes;
 
+use crate::names::{ClaimName, VmName};
 pub(crate) use attach::{Attach, AttachError, Attached};
 use commit::Committer;
 pub(crate) use commit::{CommitError, KeepReason, MayRemove};
@@ -57,16 +58,16 @@ impl VolumeEntries {
 
     /// The claims of a VM's entries that gc-csi created for this guest. Entries of unknown claims and of other guests'
     /// claims are left out.
-    pub(crate) fn own(&self, vm: &VirtualMachine) -> Vec<String> {
+    pub(crate) fn own(&self, vm: &VirtualMachine) -> Vec<ClaimName> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
             let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
-            (entry.name == names::volume_entry(claim)).then_some(claim)
+            (entry.name == names::volume_entry(claim)).then(|| ClaimName::new(claim))
         });
-        entries.filter(|claim| self.uses(claim)).cloned().collect()
+        entries.filter(|claim| self.uses(claim)).collect()
     }
 
     /// Whether a VM has an entry for a claim that this guest owns or uses, read from the API server.
-    pub(crate) async fn has_live(&self, claim: &str, vm_name: &str) -> Result<bool, CommitError> {
+    pub(crate) async fn has_live(&self, claim: &ClaimName, vm_name: &VmName) -> Result<bool, CommitError> {
         let Some(vm) = self.read(vm_name).await? else { return Ok(false) };
         Ok(vm_volumes::spec_read_only(&vm, claim).is_some() && self.uses(claim))
     }
@@ -74,7 +75,12 @@ impl VolumeEntries {
     /// Waits until the caches show the claim and the VMs at least as new as the API server returns them now. Sidecars
     /// call any replica, and a call may follow one that another replica has just answered; objects that were created or
     /// deleted by it must not be reported as missing or in the way.
-    pub(crate) async fn refresh(&self, claim: &str, vms: &[&str], deadline: Instant) -> Result<(), ApiError> {
+    pub(crate) async fn refresh(
+        &self,
+        claim: &ClaimName,
+        vms: &[&VmName],
+        deadline: Instant,
+    ) -> Result<(), ApiError> {
         let mut is_current = self.claims.catch_up(claim, deadline).await?;
         for vm_name in vms {
             is_current &= self.vms.catch_up(vm_name, deadline).await?;
@@ -83,12 +89,12 @@ impl VolumeEntries {
         is_current.then_some(()).ok_or_else(lagging)
     }
 
-    async fn read(&self, vm_name: &str) -> Result<Option<VirtualMachine>, CommitError> {
+    async fn read(&self, vm_name: &VmName) -> Result<Option<VirtualMachine>, CommitError> {
         let answer = self.vms.read(vm_name).await;
         answer.map_err(|source| CommitError::Api { vm_name: vm_name.to_owned(), source })
     }
 
-    fn uses(&self, claim: &str) -> bool {
+    fn uses(&self, claim: &ClaimName) -> bool {
         let used = self.claims.usable(claim);
         used.is_some_and(|(claim, relation)| relation == Relation::Own || self.consumers.is_recorded(&claim))
     }

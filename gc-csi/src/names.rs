@@ -47,14 +47,14 @@ macro_rules! name {
             type Target = str;
 
             fn deref(&self) -> &str {
-                &self.0
+                self.as_str()
             }
         }
 
         // For lookups in maps.
         impl Borrow<str> for $name {
             fn borrow(&self) -> &str {
-                &self.0
+                self.as_str()
             }
         }
     };

@@ -5,6 +5,7 @@ use csi::page::page;
 use csi::{Status, capability, proto, request};
 use tonic::Request;
 
+use super::pinned::pin_of_call;
 use super::publish;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
@@ -53,7 +54,7 @@ impl Controller {
         let (request, _) = self.begin(request)?;
         let handle = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let capabilities = capability::required_all(&request.volume_capabilities)?;
-        let pin = self.pin(&request.volume_context, &self.guest.requirements_of(handle));
+        let pin = pin_of_call(&request.volume_context, &self.guest.requirements_of(handle));
         let pin = match pin {
             Ok(pin) => pin,
             Err(ambiguous) => {

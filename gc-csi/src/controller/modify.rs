@@ -7,6 +7,7 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::management_class;
+use super::pinned::check_pin;
 use super::service::{CACHE_LAG, Controller};
 use crate::management::Management;
 use crate::names::ClaimName;
@@ -24,7 +25,7 @@ impl Controller {
             &request.mutable_parameters,
         )?;
         let _guard = self.locks.acquire(volume)?;
-        self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
+        check_pin(self, volume, deadline).await.map_err(|error| errors::change(&error))?;
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
         let Management { claims, classes, .. } = &self.management;
         let modified = claims.modify(classes, volume, class, cache_deadline, deadline).await;

@@ -1,4 +1,4 @@
-//! ownerReferences from a guest's claims and snapshots to its Cluster object (Cluster API). With `--on-guest-deletion
+//! Cluster object (Cluster API) of the guest, the owner of the guest's claims and snapshots. With `--on-guest-deletion
 //! Delete`, Kubernetes' garbage collection deletes them together with that object, even if gc-csi no longer runs.
 //! Everything else stays.
 //!

@@ -1,4 +1,4 @@
-//! ownerReferences of this guest's claims and snapshots, as [`super::cluster_owner`] decides them.
+//! ownerReferences from this guest's claims and snapshots to its Cluster object ([`super::cluster_owner`]).
 
 use std::fmt::{self, Display};
 

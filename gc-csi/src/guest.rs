@@ -1,8 +1,6 @@
 //! Guest cluster client: shared informers of claims, PersistentVolumes and StorageClasses, and lookups between them.
 
-mod attachments;
-mod claims;
-mod snapshots;
+mod live;
 
 use std::sync::Arc;
 
@@ -23,11 +21,11 @@ use tokio_util::sync::CancellationToken;
 
 use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
 
-pub(crate) use attachments::attachment_name;
-pub(crate) use claims::ClaimState;
+pub(crate) use live::{ClaimState, attachment_name};
 
 use crate::compatibility::PvRequirements;
 use crate::management::retain_keys;
+use crate::names::{ClaimName, CsiName};
 use crate::pin::Pin;
 
 /// Which guest objects belong to this driver, and which labels are kept.
@@ -62,7 +60,7 @@ impl Guest {
         scope: Scope,
         ready: &Health,
         stop: &CancellationToken,
-        volume_changed: impl Fn(&str) + Clone + Send + Sync + 'static,
+        volume_changed: impl Fn(&ClaimName) + Clone + Send + Sync + 'static,
         claim_gone: impl Fn(&Key) + Send + Sync + 'static,
     ) -> Self {
         let not_synced = "not synced yet";
@@ -86,7 +84,7 @@ impl Guest {
                 let volume = claim.spec.volume_name.as_deref();
                 let volume = volume.and_then(|name| bound_to.get(&Key::cluster(name)));
                 if let Some(handle) = volume.as_deref().and_then(handle) {
-                    handle_changed(handle);
+                    handle_changed(&handle);
                 }
             }
         });
@@ -94,8 +92,8 @@ impl Guest {
         let index = by_handle.clone();
         let volumes = volumes.on_change(move |change| {
             let [old, new] = [change.old, change.new].map(|volume| volume.and_then(|volume| handle(volume)));
-            index.put(change.key, new.map(Key::cluster));
-            for handle in old.into_iter().chain(new.filter(|new| old != Some(*new))) {
+            index.put(change.key, new.as_ref().map(|handle| Key::cluster(handle.as_str())));
+            for handle in old.iter().chain(new.iter().filter(|new| old.as_ref() != Some(*new))) {
                 volume_changed(handle);
             }
         });
@@ -129,7 +127,12 @@ impl Guest {
 
     /// StorageClass (may be empty) of the guest claim for which csi-provisioner creates the volume `csi_name`. Waits
     /// until `deadline` for the claim, because the informer may lag; None if it does not appear.
-    pub(crate) async fn class_of(&self, claim: &Key, csi_name: &str, deadline: Instant) -> Option<String> {
+    pub(crate) async fn class_of(
+        &self,
+        claim: &Key,
+        csi_name: &CsiName,
+        deadline: Instant,
+    ) -> Option<String> {
         self.claims
             .wait_for(claim, deadline, |claim| {
                 let claim = claim.filter(|claim| is_volume_for(csi_name, claim.metadata.uid.as_deref()))?;
@@ -148,13 +151,13 @@ impl Guest {
     }
 
     /// The PersistentVolumes with this handle; more than one only if one was created manually.
-    pub(crate) fn volumes_of(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
-        let keys = self.by_handle.members(&Key::cluster(handle));
+    pub(crate) fn volumes_of(&self, handle: &ClaimName) -> Vec<Arc<PersistentVolume>> {
+        let keys = self.by_handle.members(&Key::cluster(handle.as_str()));
         keys.iter().filter_map(|key| self.volumes.get(key)).collect()
     }
 
     /// Requirements of the PersistentVolumes with this handle on their management claim.
-    pub(crate) fn requirements_of(&self, handle: &str) -> Vec<PvRequirements> {
+    pub(crate) fn requirements_of(&self, handle: &ClaimName) -> Vec<PvRequirements> {
         self.volumes_of(handle).iter().map(|volume| requirements(volume)).collect()
     }
 
@@ -174,10 +177,10 @@ impl Guest {
     }
 
     /// Handle of the volume that a claim is bound to.
-    pub(crate) fn handle_of(&self, claim: &Key) -> Option<String> {
+    pub(crate) fn handle_of(&self, claim: &Key) -> Option<ClaimName> {
         let claim = self.claims.get(claim)?;
         let volume = self.volumes.get(&Key::cluster(claim.spec.volume_name.as_deref()?))?;
-        handle(&volume).map(str::to_owned)
+        handle(&volume)
     }
 }
 
@@ -208,8 +211,8 @@ fn is_volume_for(csi_name: &str, uid: Option<&str>) -> bool {
 }
 
 /// Handle of one of our volumes; volumes of other drivers are trimmed and have none.
-pub(crate) fn handle(volume: &PersistentVolume) -> Option<&str> {
-    volume.spec.csi.as_ref().map(|csi| csi.volume_handle.as_str())
+pub(crate) fn handle(volume: &PersistentVolume) -> Option<ClaimName> {
+    volume.spec.csi.as_ref().map(|csi| ClaimName::new(&csi.volume_handle))
 }
 
 /// Keeps identity, class, sizes, volume, our conditions, and the labels that are read.

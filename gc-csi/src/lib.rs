@@ -3,8 +3,10 @@
 
 mod compatibility;
 pub mod controller;
+mod events;
 mod guest;
 mod management;
+mod names;
 mod pin;
 mod reconcile;
 mod vm_operator;

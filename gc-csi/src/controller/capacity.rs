@@ -13,11 +13,11 @@ impl Controller {
         request: Request<proto::GetCapacityRequest>,
     ) -> Result<proto::GetCapacityResponse, Status> {
         let (request, _) = self.begin(request)?;
-        if !self.management.has_capacity_data() {
-            return Err(Status::unimplemented(
+        let capacities = self.management.capacities.as_ref().ok_or_else(|| {
+            Status::unimplemented(
                 "capacity is not known: start gc-csi's controller with --capacity-namespace",
-            ));
-        }
+            )
+        })?;
         // Unsupported capabilities have no capacity.
         if !request.volume_capabilities.is_empty()
             && self.supports(&capability::required_all(&request.volume_capabilities)?).is_err()
@@ -33,7 +33,7 @@ impl Controller {
         };
         let segments = request.accessible_topology.as_ref().map(|topology| &topology.segments);
         let zone = segments.and_then(|segments| segments.get(names::LABEL_ZONE));
-        let free = self.management.free_capacity(class, zone.map(String::as_str));
+        let free = capacities.free(class, zone.map(String::as_str));
         let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
         Ok(proto::GetCapacityResponse {
             available_capacity: bytes(free.available),

@@ -8,11 +8,11 @@ use csi::Status;
 use super::pinned::PinError;
 use crate::compatibility::Incompatible;
 use crate::management::ApiError;
-use crate::management::claims::{CreateError, DeleteError, ExpandError, ModifyError};
-use crate::management::commit::{CommitError, KeepReason};
+use crate::management::claims::{ExpandError, ModifyError};
 use crate::management::consumers::ConsumerError;
+use crate::management::provisioner::{CreateError, DeleteError};
 use crate::management::snapshots::{DeleteSnapshotError, SnapshotError};
-use crate::management::volume_entries::{AttachError, DetachError};
+use crate::management::volume_entries::{AttachError, CommitError, DetachError, KeepReason};
 use crate::vm_volumes::Refusal;
 
 pub(super) fn create(error: &CreateError) -> Status {
@@ -213,10 +213,11 @@ mod tests {
     use tonic::Code;
 
     use super::*;
+    use crate::names::ClaimName;
 
     #[test]
     fn an_exceeded_quota_is_final_and_an_unavailable_api_is_not() {
-        let error = |source| CreateError::Api { claim: "c".to_owned(), source };
+        let error = |source| CreateError::Api { claim: ClaimName::new("c"), source };
         assert_eq!(create(&error(ApiError::Quota("q".to_owned()))).code(), Code::ResourceExhausted);
         assert_eq!(create(&error(ApiError::Unavailable("u".to_owned()))).code(), Code::Unavailable);
     }
@@ -224,7 +225,7 @@ mod tests {
     #[test]
     fn expand_errors_that_allow_a_smaller_request_have_codes_that_csi_resizer_accepts() {
         let refused = |source| {
-            let (claim, class, size) = ("c".to_owned(), "k".to_owned(), "9Gi".to_owned());
+            let (claim, class, size) = (ClaimName::new("c"), "k".to_owned(), "9Gi".to_owned());
             expand(&ExpandError::Api { claim, class, size, source }).code()
         };
         assert_eq!(refused(ApiError::Quota("q".to_owned())), Code::OutOfRange);
@@ -234,7 +235,7 @@ mod tests {
 
     #[test]
     fn a_failing_attributes_class_can_be_replaced() {
-        let (claim, class, warning) = ("c".to_owned(), "gold".to_owned(), "w".to_owned());
+        let (claim, class, warning) = (ClaimName::new("c"), "gold".to_owned(), "w".to_owned());
         assert_eq!(modify(&ModifyError::Failing { claim, class, warning }).code(), Code::Internal);
     }
 }

@@ -5,10 +5,12 @@ use csi::page::page;
 use csi::{Status, capability, proto, request};
 use tonic::Request;
 
+use super::pinned::pin_of_call;
 use super::publish;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
-use crate::management::inventory::Volume;
+use crate::management::inventory::{self, Volume};
+use crate::names::ClaimName;
 
 impl Controller {
     pub(super) fn list(
@@ -16,13 +18,13 @@ impl Controller {
         request: Request<proto::ListVolumesRequest>,
     ) -> Result<proto::ListVolumesResponse, Status> {
         let (request, _) = self.begin(request)?;
-        let volumes = self.management.volumes();
+        let volumes = inventory::volumes(&self.management.claims, &self.management.vms);
         let page =
-            page(volumes, |volume| volume.claim.clone(), request.max_entries, &request.starting_token)?;
+            page(volumes, |volume| volume.claim.to_string(), request.max_entries, &request.starting_token)?;
         let entries = page.entries.into_iter().map(|volume| {
             let status = proto::list_volumes_response::VolumeStatus {
                 volume_condition: Some(condition(&volume)),
-                published_node_ids: volume.vms.clone(),
+                published_node_ids: node_ids(&volume),
             };
             proto::list_volumes_response::Entry { volume: Some(about(volume)), status: Some(status) }
         });
@@ -34,13 +36,13 @@ impl Controller {
         request: Request<proto::ControllerGetVolumeRequest>,
     ) -> Result<proto::ControllerGetVolumeResponse, Status> {
         let (request, _) = self.begin(request)?;
-        let handle = request::required("volume_id", &request.volume_id)?;
-        let found = self.management.volume(handle);
+        let handle = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
+        let found = inventory::volume(&self.management.claims, &self.management.vms, handle);
         let volume =
             found.ok_or_else(|| Status::not_found(format!("there is no volume {handle} of this guest")))?;
         let status = proto::controller_get_volume_response::VolumeStatus {
             volume_condition: Some(condition(&volume)),
-            published_node_ids: volume.vms.clone(),
+            published_node_ids: node_ids(&volume),
         };
         Ok(proto::ControllerGetVolumeResponse { volume: Some(about(volume)), status: Some(status) })
     }
@@ -50,9 +52,9 @@ impl Controller {
         request: Request<proto::ValidateVolumeCapabilitiesRequest>,
     ) -> Result<proto::ValidateVolumeCapabilitiesResponse, Status> {
         let (request, _) = self.begin(request)?;
-        let handle = request::required("volume_id", &request.volume_id)?;
+        let handle = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let capabilities = capability::required_all(&request.volume_capabilities)?;
-        let pin = self.pin(&request.volume_context, &self.guest.requirements_of(handle));
+        let pin = pin_of_call(&request.volume_context, &self.guest.requirements_of(handle));
         let pin = match pin {
             Ok(pin) => pin,
             Err(ambiguous) => {
@@ -62,7 +64,7 @@ impl Controller {
         let requirements = |one| PvRequirements { pin: pin.clone(), ..publish::requirements(one, false) };
         let incompatible = capabilities
             .iter()
-            .find_map(|one| self.management.check_compatible(handle, &requirements(one)).err());
+            .find_map(|one| self.management.claims.check_compatible(handle, &requirements(one)).err());
         let refused = match incompatible {
             Some(Incompatible::ClaimNotFound(..)) => {
                 return Err(Status::not_found(format!("there is no volume {handle} of this guest")));
@@ -76,10 +78,14 @@ impl Controller {
 
 fn about(volume: Volume) -> proto::Volume {
     proto::Volume {
-        volume_id: volume.claim,
+        volume_id: volume.claim.into(),
         capacity_bytes: i64::try_from(volume.capacity).unwrap_or(i64::MAX),
         ..proto::Volume::default()
     }
+}
+
+fn node_ids(volume: &Volume) -> Vec<String> {
+    volume.vms.iter().map(ToString::to_string).collect()
 }
 
 fn condition(volume: &Volume) -> proto::VolumeCondition {

@@ -13,6 +13,8 @@ mod pinned;
 mod publish;
 mod service;
 mod snapshots;
+#[cfg(test)]
+mod testing;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -7,7 +7,10 @@ use tonic::Request;
 
 use super::errors;
 use super::parameters::management_class;
+use super::pinned::check_pin;
 use super::service::{CACHE_LAG, Controller};
+use crate::management::Management;
+use crate::names::ClaimName;
 
 impl Controller {
     pub(super) async fn modify(
@@ -15,16 +18,17 @@ impl Controller {
         request: Request<proto::ControllerModifyVolumeRequest>,
     ) -> Result<proto::ControllerModifyVolumeResponse, Status> {
         let (request, deadline) = self.begin(request)?;
-        let volume = request::required("volume_id", &request.volume_id)?;
+        let volume = &ClaimName::new(request::required("volume_id", &request.volume_id)?);
         let class = management_class(
             "VolumeAttributesClass",
             names::PARAMETER_MANAGEMENT_ATTRIBUTES_CLASS,
             &request.mutable_parameters,
         )?;
         let _guard = self.locks.acquire(volume)?;
-        self.check_pin(volume, deadline).await.map_err(|error| errors::change(&error))?;
+        check_pin(self, volume, deadline).await.map_err(|error| errors::change(&error))?;
         let cache_deadline = deadline.min(Instant::now() + CACHE_LAG);
-        let modified = self.management.modify_claim(volume, class, cache_deadline, deadline).await;
+        let Management { claims, classes, .. } = &self.management;
+        let modified = claims.modify(classes, volume, class, cache_deadline, deadline).await;
         modified.map_err(|error| errors::modify(&error))?;
         Ok(proto::ControllerModifyVolumeResponse {})
     }

@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::ApiError;
+use crate::names::{ClaimName, VmName};
 use crate::pin::Pin;
 
 /// Why a volume is neither changed nor copied.
@@ -22,33 +23,60 @@ pub(super) enum PinError {
     #[error("failed to read which management PersistentVolume volume {volume} is bound to: {source}")]
     Unknown {
         /// The volume.
-        volume: String,
+        volume: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
 }
 
-impl Controller {
-    /// The pin of a call with volume context; `volumes` are all PersistentVolumes of the handle.
-    pub(super) fn pin(
-        &self,
-        context: &HashMap<String, String>,
-        volumes: &[PvRequirements],
-    ) -> Result<Pin, Status> {
-        let attribute = context.get(MANAGEMENT_VOLUME).map(String::as_str);
-        let pins = volumes.iter().map(|volume| (volume.volume.as_deref().unwrap_or_default(), &volume.pin));
-        Pin::of_call(attribute, pins).map_err(|error| Status::failed_precondition(error.to_string()))
+/// Volumes of the guest whose pins can be checked.
+pub(super) trait PinnedVolumes {
+    /// Requirements of the guest's PersistentVolumes with this handle.
+    fn requirements_of(&self, handle: &ClaimName) -> Vec<PvRequirements>;
+
+    /// Checks the pins of these PersistentVolumes by the cache.
+    fn check_cached_pins(&self, handle: &ClaimName, volumes: &[PvRequirements]) -> Result<(), Incompatible>;
+
+    /// Waits for a cache that is as new as the claim and the VMs in the API server.
+    async fn refresh(&self, claim: &ClaimName, vms: &[&VmName], deadline: Instant) -> Result<(), ApiError>;
+}
+
+impl PinnedVolumes for Controller {
+    fn requirements_of(&self, handle: &ClaimName) -> Vec<PvRequirements> {
+        self.guest.requirements_of(handle)
     }
 
-    /// Checks the pins of all PersistentVolumes of a handle, for a call without volume context. Before it refuses,
-    /// waits for a current cache: another replica may have just created the volume.
-    pub(super) async fn check_pin(&self, volume: &str, deadline: Instant) -> Result<(), PinError> {
-        let volumes = self.guest.requirements_of(volume);
-        if self.management.check_pins_of(volume, &volumes).is_ok() {
-            return Ok(());
-        }
-        let unknown = |source| PinError::Unknown { volume: volume.to_owned(), source };
-        self.management.refresh_cache(volume, &[], deadline).await.map_err(unknown)?;
-        self.management.check_pins_of(volume, &volumes).map_err(PinError::Replaced)
+    fn check_cached_pins(&self, handle: &ClaimName, volumes: &[PvRequirements]) -> Result<(), Incompatible> {
+        self.management.claims.check_pins_of(handle, volumes)
     }
+
+    async fn refresh(&self, claim: &ClaimName, vms: &[&VmName], deadline: Instant) -> Result<(), ApiError> {
+        self.management.entries.refresh(claim, vms, deadline).await
+    }
+}
+
+/// The pin of a call with volume context; `volumes` are all PersistentVolumes of the handle.
+pub(super) fn pin_of_call(
+    context: &HashMap<String, String>,
+    volumes: &[PvRequirements],
+) -> Result<Pin, Status> {
+    let attribute = context.get(MANAGEMENT_VOLUME).map(String::as_str);
+    let pins = volumes.iter().map(|volume| (volume.volume.as_deref().unwrap_or_default(), &volume.pin));
+    Pin::of_call(attribute, pins).map_err(|error| Status::failed_precondition(error.to_string()))
+}
+
+/// Checks the pins of all PersistentVolumes of a handle, for a call without volume context. Before it refuses, waits for
+/// a current cache: another replica may have just created the volume.
+pub(super) async fn check_pin(
+    pinned: &impl PinnedVolumes,
+    volume: &ClaimName,
+    deadline: Instant,
+) -> Result<(), PinError> {
+    let volumes = pinned.requirements_of(volume);
+    if pinned.check_cached_pins(volume, &volumes).is_ok() {
+        return Ok(());
+    }
+    let unknown = |source| PinError::Unknown { volume: volume.to_owned(), source };
+    pinned.refresh(volume, &[], deadline).await.map_err(unknown)?;
+    pinned.check_cached_pins(volume, &volumes).map_err(PinError::Replaced)
 }

@@ -47,7 +47,7 @@ impl Controller {
 
     /// Refuses capabilities that this driver or the VM Operator does not support.
     pub(super) fn supports(&self, capabilities: &[Capability]) -> Result<(), Status> {
-        self.management.vm_operator().supports(capabilities)
+        self.management.vm_operator.supports(capabilities)
     }
 
     /// Starts a call; refuses it until both clusters are synced.
@@ -209,18 +209,18 @@ impl proto::controller_server::Controller for Controller {
             Rpc::CloneVolume,
             Rpc::ExpandVolume,
         ];
-        if self.management.vm_operator().supports_read_only() {
+        if self.management.vm_operator.supports_read_only() {
             announced.push(Rpc::PublishReadonly);
         }
         // Capabilities depend on what the management cluster serves.
-        if self.management.has_snapshots() {
+        if self.management.snapshots.is_some() {
             // GET_SNAPSHOT is served, but not announced: no sidecar uses it, and csi-sanity reports it as an error.
             announced.extend([Rpc::CreateDeleteSnapshot, Rpc::ListSnapshots]);
         }
-        if self.management.has_attributes_classes() {
+        if self.management.classes.has_attributes() {
             announced.push(Rpc::ModifyVolume);
         }
-        if self.management.has_capacity_data() {
+        if self.management.capacities.is_some() {
             announced.push(Rpc::GetCapacity);
         }
         let capabilities = announced

@@ -10,18 +10,16 @@ use kube_kit::informer::Informer;
 use kube_kit::quantity;
 use tokio_util::sync::CancellationToken;
 
-use super::Management;
-
 /// Informers of published capacities and quotas.
 #[derive(Clone, Debug)]
-pub(super) struct Capacities {
+pub(crate) struct Capacities {
     published: Informer<CSIStorageCapacity>,
     quotas: Informer<ResourceQuota>,
 }
 
 /// Free capacity in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FreeCapacity {
+pub(crate) struct FreeCapacity {
     /// Total.
     pub available: u64,
     /// Size of the largest possible volume, if known.
@@ -57,21 +55,13 @@ impl Capacities {
     pub(super) fn is_synced(&self) -> bool {
         self.published.is_synced() && self.quotas.is_synced()
     }
-}
-
-impl Management {
-    /// Whether published capacities are watched.
-    pub fn has_capacity_data(&self) -> bool {
-        self.capacities.is_some()
-    }
 
     /// Free capacity for volumes of a management class (or the class with the most) that are reachable from a zone (or
     /// from anywhere).
-    pub fn free_capacity(&self, class: Option<&str>, zone: Option<&str>) -> FreeCapacity {
-        let Some(capacities) = &self.capacities else { return FreeCapacity { available: 0, largest: None } };
-        let published: Vec<_> = capacities.published.list();
+    pub(crate) fn free(&self, class: Option<&str>, zone: Option<&str>) -> FreeCapacity {
+        let published: Vec<_> = self.published.list();
         let free = published_capacity(published.iter().map(|one| &**one), class, zone);
-        let left = capacities.quotas.list().iter().filter_map(|quota| quota_left(quota, class)).min();
+        let left = self.quotas.list().iter().filter_map(|quota| quota_left(quota, class)).min();
         match left {
             None => free,
             Some(left) => FreeCapacity {

@@ -2,14 +2,16 @@
 //! the owning guest cannot delete the claim while there are any. The owner needs no record; its label identifies it.
 
 use crds::names;
-use kube::api::{Patch, PatchParams};
 use kube_kit::partial::PersistentVolumeClaim;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::sharing::Relation;
-use super::{ApiError, Management};
+use super::claims::Claims;
+use super::cluster_owner::removal_patch;
+use super::error::ApiError;
+use super::identity::{GuestIdentity, Relation};
 use crate::compatibility::PvRequirements;
+use crate::names::ClaimName;
 
 /// Use of a claim by a guest that does not own it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,78 +41,89 @@ impl Consumer {
 pub enum ConsumerError {
     /// The claim is being deleted.
     #[error("management PersistentVolumeClaim {0} is being deleted: use another claim")]
-    Deleting(String),
+    Deleting(ClaimName),
     /// The API request failed.
     #[error("failed to update the consumer record on management PersistentVolumeClaim {claim}: {source}")]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
 }
 
-impl Management {
+/// Writes this guest's records.
+#[derive(Clone, Debug)]
+pub(crate) struct Consumers {
+    identity: GuestIdentity,
+    claims: Claims,
+}
+
+impl Consumers {
+    pub(super) fn new(identity: GuestIdentity, claims: Claims) -> Self {
+        Self { identity, claims }
+    }
+
     /// Records that this guest uses a shared claim, and removes the owning guest's ownerReference from it. Does nothing
     /// for claims that are the guest's own or not usable by it.
-    pub async fn record_consumer(&self, name: &str, consumer: &Consumer) -> Result<(), ConsumerError> {
-        let Some((claim, Relation::Shared { .. })) = self.usable_claim(name) else { return Ok(()) };
+    pub(crate) async fn record(&self, name: &ClaimName, consumer: &Consumer) -> Result<(), ConsumerError> {
+        let Some((claim, Relation::Shared { .. })) = self.claims.usable(name) else { return Ok(()) };
         if claim.metadata.deletion_timestamp.is_some() {
             return Err(ConsumerError::Deleting(name.to_owned()));
         }
-        let metadata = if consumer_on(&claim, &self.consumer_key()).as_ref() == Some(consumer) {
+        let metadata = if consumer_on(&claim, &self.identity.consumer_annotation()).as_ref() == Some(consumer)
+        {
             claim.metadata.clone()
         } else {
-            let written = self.write_consumer(name, &claim, &json!(json!(consumer).to_string())).await?;
+            let written = self.write(name, &claim, &json!(json!(consumer).to_string())).await?;
             // The owner may have deleted the claim before it could see this record.
             let written = written.filter(|claim| claim.metadata.deletion_timestamp.is_none());
             written.ok_or_else(|| ConsumerError::Deleting(name.to_owned()))?.metadata
         };
-        let failed = |source: ApiError| ConsumerError::Api { claim: name.to_owned(), source };
-        self.remove_owner_ref(name, &metadata).await.map_err(failed)
+        // The claim must outlive the owning guest. This does not depend on that guest's gc-csi.
+        let Some(patch) = removal_patch(&metadata) else { return Ok(()) };
+        match self.claims.patch(name, json!({"metadata": patch})).await {
+            Ok(_) | Err(ApiError::NotFound(_)) => Ok(()),
+            Err(source) => Err(ConsumerError::Api { claim: name.to_owned(), source }),
+        }
     }
 
     /// Removes the record, also from a claim that is no longer shared with this guest, so that the owner can delete it.
-    pub async fn drop_consumer(&self, name: &str) -> Result<(), ConsumerError> {
-        let Some(claim) = self.claims.get(&self.key(name)) else { return Ok(()) };
-        if !self.is_consumer(&claim) {
+    pub(crate) async fn remove(&self, name: &ClaimName) -> Result<(), ConsumerError> {
+        let Some(claim) = self.claims.get(name) else { return Ok(()) };
+        if !self.is_recorded(&claim) {
             return Ok(());
         }
-        self.write_consumer(name, &claim, &Value::Null).await.map(|_| ())
+        self.write(name, &claim, &Value::Null).await.map(|_| ())
     }
 
     /// Whether this guest is recorded on a claim.
-    pub(super) fn is_consumer(&self, claim: &PersistentVolumeClaim) -> bool {
-        let key = self.consumer_key();
+    pub(super) fn is_recorded(&self, claim: &PersistentVolumeClaim) -> bool {
+        let key = self.identity.consumer_annotation();
         annotations(claim).any(|(found, _)| *found == key)
     }
 
     /// The other guests that are recorded on a claim, with their PersistentVolumes.
-    pub(super) fn other_consumers(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
+    pub(super) fn others(&self, claim: &PersistentVolumeClaim) -> Vec<String> {
         others(claim, self.identity.cluster.as_str())
     }
 
     /// Writes the annotation. Returns the claim after the write, or None if it does not exist.
-    async fn write_consumer(
+    async fn write(
         &self,
-        name: &str,
+        name: &ClaimName,
         claim: &PersistentVolumeClaim,
         value: &Value,
     ) -> Result<Option<PersistentVolumeClaim>, ConsumerError> {
         // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
         let patch = json!({
-            "metadata": {"uid": claim.metadata.uid, "annotations": {self.consumer_key(): value}},
+            "metadata": {"uid": claim.metadata.uid, "annotations": {self.identity.consumer_annotation(): value}},
         });
-        let answer = self.claims_api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
-        match answer.map_err(ApiError::from) {
+        match self.claims.patch(name, patch).await {
             Ok(claim) => Ok(Some(claim)),
             Err(ApiError::NotFound(_)) => Ok(None),
             Err(source) => Err(ConsumerError::Api { claim: name.to_owned(), source }),
         }
-    }
-
-    fn consumer_key(&self) -> String {
-        format!("{}{}", names::ANNOTATION_CONSUMER_PREFIX, self.identity.cluster)
     }
 }
 

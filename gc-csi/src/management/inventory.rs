@@ -3,47 +3,45 @@
 use crds::names;
 use kube_kit::partial::PersistentVolumeClaim;
 
-use super::{Management, claims};
+use super::claims::{Claims, is_bound, name_of};
+use super::virtual_machines::VirtualMachines;
+use crate::names::{ClaimName, VmName};
 
 /// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
     /// Name of the management claim, which is the volume handle.
-    pub(crate) claim: String,
+    pub(crate) claim: ClaimName,
     /// Capacity in bytes.
     pub(crate) capacity: u64,
     /// Names of the VMs that the volume is attached to.
-    pub(crate) vms: Vec<String>,
+    pub(crate) vms: Vec<VmName>,
     /// Why the volume is abnormal; None while it is healthy.
     pub(crate) abnormal: Option<String>,
 }
 
-impl Management {
-    /// All volumes that are bound, or still attached although their claim is no longer bound: csi-attacher compares
-    /// this list with its VolumeAttachments, so no attached volume may be missing.
-    pub(crate) fn volumes(&self) -> Vec<Volume> {
-        let attached = self.attached_vms_by_entry();
-        let claims = self.claims.list();
-        let usable = claims.iter().filter(|claim| self.relation(claim).is_some());
-        let vms = |claim: &PersistentVolumeClaim| {
-            let entry = names::volume_entry(claim.metadata.name.as_deref().unwrap_or_default());
-            attached.get(&entry).cloned().unwrap_or_default()
-        };
-        usable.filter_map(|claim| volume(claim, vms(claim))).collect()
-    }
-
-    /// The volume with this handle.
-    pub(crate) fn volume(&self, handle: &str) -> Option<Volume> {
-        let (claim, _) = self.usable_claim(handle)?;
-        volume(&claim, self.attached_vms(handle))
-    }
+/// All volumes that are bound, or still attached although their claim is no longer bound: csi-attacher compares this list
+/// with its VolumeAttachments, so no attached volume may be missing.
+pub(crate) fn volumes(claims: &Claims, vms: &VirtualMachines) -> Vec<Volume> {
+    let attached = vms.attached_by_entry();
+    let vms = |claim: &PersistentVolumeClaim| {
+        let entry = names::volume_entry(claim.metadata.name.as_deref().unwrap_or_default());
+        attached.get(&entry).cloned().unwrap_or_default()
+    };
+    claims.list_usable().iter().filter_map(|claim| listed(claim, vms(claim))).collect()
 }
 
-fn volume(claim: &PersistentVolumeClaim, mut vms: Vec<String>) -> Option<Volume> {
-    let name = claim.metadata.name.clone()?;
+/// The volume with this handle.
+pub(crate) fn volume(claims: &Claims, vms: &VirtualMachines, handle: &ClaimName) -> Option<Volume> {
+    let (claim, _) = claims.usable(handle)?;
+    listed(&claim, vms.attached_to(handle))
+}
+
+fn listed(claim: &PersistentVolumeClaim, mut vms: Vec<VmName>) -> Option<Volume> {
+    let name = name_of(claim)?;
     vms.sort_unstable();
     vms.dedup();
-    let is_there = claims::is_bound(claim) || !vms.is_empty();
+    let is_there = is_bound(claim) || !vms.is_empty();
     is_there.then(|| Volume {
         capacity: claim.status.capacity.unwrap_or_default(),
         abnormal: abnormal(claim),
@@ -72,17 +70,17 @@ mod tests {
         serde_json::from_value(json!({"metadata": {"name": "c"}, "status": status})).unwrap()
     }
 
-    fn names(vms: &[&str]) -> Vec<String> {
-        vms.iter().map(|name| (*name).to_owned()).collect()
+    fn names(vms: &[&str]) -> Vec<VmName> {
+        vms.iter().map(|name| VmName::new(*name)).collect()
     }
 
     #[test]
     fn volumes_that_are_bound_or_attached_are_listed() {
         let bound = claim(json!({"phase": "Bound", "capacity": {"storage": "1Mi"}}));
-        let listed = volume(&bound, names(&["b", "a"])).unwrap();
-        assert_eq!((listed.capacity, listed.vms), (1 << 20, vec!["a".to_owned(), "b".to_owned()]));
-        assert_eq!(volume(&claim(json!({"phase": "Pending"})), Vec::new()), None);
-        assert!(volume(&claim(json!({"phase": "Lost"})), names(&["a"])).is_some());
+        let found = listed(&bound, names(&["b", "a"])).unwrap();
+        assert_eq!((found.capacity, found.vms), (1 << 20, names(&["a", "b"])));
+        assert_eq!(listed(&claim(json!({"phase": "Pending"})), Vec::new()), None);
+        assert!(listed(&claim(json!({"phase": "Lost"})), names(&["a"])).is_some());
     }
 
     #[test]

@@ -20,6 +20,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::names::{ClaimName, VmName};
 use kube_kit::informer::Key;
 use tokio::time::Instant;
 
@@ -46,13 +47,13 @@ pub(super) struct Suppression {
 }
 
 /// Key of a claim's disk in a VM.
-pub(super) fn disk_key(claim: &str, vm_name: &str) -> Key {
-    Key::new(vm_name, claim)
+pub(super) fn disk_key(claim: &ClaimName, vm_name: &VmName) -> Key {
+    Key::new(vm_name.as_str(), claim.as_str())
 }
 
 /// Key of a claim.
-pub(super) fn claim_key(name: &str) -> Key {
-    Key::cluster(name)
+pub(super) fn claim_key(name: &ClaimName) -> Key {
+    Key::cluster(name.as_str())
 }
 
 impl RecentOutcomes {
@@ -99,6 +100,14 @@ impl Drop for Suppression {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn disk_key(claim: &str, vm_name: &str) -> Key {
+        super::disk_key(&ClaimName::new(claim), &VmName::new(vm_name))
+    }
+
+    fn claim_key(name: &str) -> Key {
+        super::claim_key(&ClaimName::new(name))
+    }
 
     #[tokio::test(start_paused = true)]
     async fn an_outcome_is_known_until_the_ttl_and_only_for_the_same_object() {

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::names::ClaimName;
 use k8s_openapi::api::core::v1::Event;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::runtime::watcher;
@@ -35,7 +36,7 @@ struct InvolvedObject {
 #[derive(Debug, Default)]
 struct Table {
     count: u64,
-    latest: HashMap<String, (u64, Arc<Warning>)>,
+    latest: HashMap<ClaimName, (u64, Arc<Warning>)>,
 }
 
 /// The latest warning about each claim, numbered in the order of arrival.
@@ -63,11 +64,11 @@ impl Warnings {
             })
             .on_change(move |change| {
                 let name = change.old.or(change.new).and_then(|event| event.involved_object.name.clone());
-                let Some(claim) = name else { return };
+                let Some(claim) = name.map(ClaimName::new) else { return };
                 match change.new {
                     Some(event) => {
                         table.record(&claim, event.clone());
-                        claims.wake(&Key::new(change.key.namespace.clone(), claim));
+                        claims.wake(&Key::new(change.key.namespace.clone(), claim.as_str()));
                     }
                     None => table.remove(&claim),
                 }
@@ -82,7 +83,7 @@ impl Warnings {
     }
 
     /// The latest warning about a claim that arrived after `mark`.
-    pub(super) fn since(&self, mark: u64, claim: &str) -> Option<String> {
+    pub(super) fn since(&self, mark: u64, claim: &ClaimName) -> Option<String> {
         let table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, event) = table.latest.get(claim).filter(|(number, _)| *number > mark)?;
         let [reason, message] = [&event.reason, &event.message].map(Option::as_deref);
@@ -90,18 +91,18 @@ impl Warnings {
     }
 
     /// The latest warning about a claim.
-    pub(super) fn latest(&self, claim: &str) -> Option<String> {
+    pub(super) fn latest(&self, claim: &ClaimName) -> Option<String> {
         self.since(0, claim)
     }
 
-    fn record(&self, claim: &str, event: Arc<Warning>) {
+    fn record(&self, claim: &ClaimName, event: Arc<Warning>) {
         let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         table.count += 1;
         let number = table.count;
         table.latest.insert(claim.to_owned(), (number, event));
     }
 
-    fn remove(&self, claim: &str) {
+    fn remove(&self, claim: &ClaimName) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).latest.remove(claim);
     }
 }
@@ -122,16 +123,16 @@ mod tests {
             event.as_object_mut().unwrap().extend(words.as_object().unwrap().clone());
             Arc::new(serde_json::from_value::<Warning>(event).unwrap())
         };
-        let warnings = Warnings::default();
+        let (warnings, c) = (Warnings::default(), ClaimName::new("c"));
         let first = event(json!({"reason": "ProvisioningFailed", "message": "no space"}));
         assert_eq!(first.involved_object.name.as_deref(), Some("c"));
-        warnings.record("c", first);
-        assert_eq!(warnings.latest("c").as_deref(), Some("ProvisioningFailed: no space"));
+        warnings.record(&c, first);
+        assert_eq!(warnings.latest(&c).as_deref(), Some("ProvisioningFailed: no space"));
         let mark = warnings.mark();
-        assert_eq!(warnings.since(mark, "c"), None);
-        warnings.record("c", event(json!({})));
-        assert_eq!(warnings.since(mark, "c").as_deref(), Some("Warning: no message"));
-        warnings.remove("c");
-        assert_eq!(warnings.latest("c"), None);
+        assert_eq!(warnings.since(mark, &c), None);
+        warnings.record(&c, event(json!({})));
+        assert_eq!(warnings.since(mark, &c).as_deref(), Some("Warning: no message"));
+        warnings.remove(&c);
+        assert_eq!(warnings.latest(&c), None);
     }
 }

@@ -11,7 +11,8 @@ use tokio::time::Instant;
 
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::management::claims::Abandoned;
+use crate::management::provisioner::Abandoned;
+use crate::names::ClaimName;
 
 /// Retry interval while the guest's informer lags; otherwise the deletion of the guest claim triggers the reconcile.
 const CACHE_LAG_RETRY: Duration = Duration::from_secs(5);
@@ -30,8 +31,8 @@ impl AbandonedClaims {
     }
 
     /// Deletes the management claim of this name if it has no volume and its guest claim no longer exists.
-    pub(super) async fn reconcile(&self, name: &str) -> Result<NextAction, String> {
-        let Some(pending) = self.management.pending_claim(name) else { return Ok(NextAction::AwaitChange) };
+    pub(super) async fn reconcile(&self, name: &ClaimName) -> Result<NextAction, String> {
+        let Some(pending) = self.management.claims.pending(name) else { return Ok(NextAction::AwaitChange) };
         // A volume that has a guest PersistentVolume is deleted only by DeleteVolume.
         if !self.guest.volumes_of(name).is_empty() {
             return Ok(NextAction::AwaitChange);
@@ -44,10 +45,11 @@ impl AbandonedClaims {
                 NextAction::RequeueAfter(CACHE_LAG_RETRY)
             });
         }
-        let outcome = self.management.abandon_claim(&pending.csi_name, Instant::now() + DELETE_TIMEOUT).await;
+        let outcome =
+            self.management.provisioner.abandon(&pending.csi_name, Instant::now() + DELETE_TIMEOUT).await;
         if outcome.map_err(|error| error.to_string())? == Abandoned::Gone {
             tracing::info!(
-                claim = name,
+                claim = name.as_str(),
                 guest_claim = %pending.guest_claim,
                 "deleted a management claim without a volume: the guest's claim no longer exists"
             );

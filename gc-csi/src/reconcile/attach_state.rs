@@ -7,14 +7,16 @@ use crds::names;
 use crds::{VirtualMachine, VirtualMachineVolumeStatus};
 use kube_kit::informer::Change;
 
-use super::conditions::{ConditionUpdate, Event, State};
+use super::conditions::{ConditionUpdate, Reason, State};
+use crate::events::Event;
+use crate::names::ClaimName;
 use crate::vm_volumes;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";
 
 /// The management claims whose disk status changed on a VM.
-pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String> {
+pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<ClaimName> {
     let (old, new) = (disks(change.old), disks(change.new));
     let mut changed: Vec<&str> =
         old.iter().filter(|(name, disk)| new.get(*name) != Some(*disk)).map(|(name, _)| *name).collect();
@@ -30,8 +32,8 @@ pub(super) fn changed_claims(change: &Change<'_, VirtualMachine>) -> Vec<String>
     }
     // An entry that left the spec in an earlier change has the name of its claim, or else its claim is unknown here.
     let entries = changed.into_iter().flat_map(names::entry_candidates);
-    let mut changed: Vec<String> =
-        entries.map(|entry| claims.get(entry).copied().unwrap_or(entry).to_owned()).collect();
+    let mut changed: Vec<ClaimName> =
+        entries.map(|entry| ClaimName::new(claims.get(entry).copied().unwrap_or(entry))).collect();
     changed.sort_unstable();
     changed.dedup();
     changed
@@ -46,10 +48,10 @@ fn disks(vm: Option<&Arc<VirtualMachine>>) -> HashMap<&str, &VirtualMachineVolum
 /// The condition, from the VMs that reference the volume; None if there is nothing to report.
 pub(super) fn condition(
     vms: &[Arc<VirtualMachine>],
-    handle: &str,
+    handle: &ClaimName,
     had_condition: bool,
 ) -> Option<ConditionUpdate> {
-    let entry = names::volume_entry(handle);
+    let entry = handle.entry();
     let mut attached: Vec<String> = Vec::new();
     let mut attach_errors: Vec<String> = Vec::new();
     let mut detach_errors: Vec<String> = Vec::new();
@@ -76,27 +78,27 @@ pub(super) fn condition(
     attach_errors.sort_unstable();
     detach_errors.sort_unstable();
     if !attach_errors.is_empty() {
-        let event = Event { warning: true, action: "Attach", reason: "VolumeAttachFailed" };
+        let event = Event::VolumeAttachFailed;
         attach_errors.extend(detach_errors);
-        let reason = if attached.is_empty() { "AttachFailed" } else { "AttachedElsewhere" };
+        let reason = if attached.is_empty() { Reason::AttachFailed } else { Reason::AttachedElsewhere };
         return Some(update(!attached.is_empty(), reason, attach_errors.join("; "), event));
     }
     if !detach_errors.is_empty() {
-        let event = Event { warning: true, action: "Detach", reason: "VolumeDetachFailed" };
-        return Some(update(true, "DetachPending", detach_errors.join("; "), event));
+        let event = Event::VolumeDetachFailed;
+        return Some(update(true, Reason::DetachPending, detach_errors.join("; "), event));
     }
     if !attached.is_empty() {
         let message = format!("attached to VirtualMachine {}", attached.join(", "));
-        let event = Event { warning: false, action: "Attach", reason: "VolumeAttached" };
-        return Some(update(true, "Attached", message, event));
+        let event = Event::VolumeAttached;
+        return Some(update(true, Reason::Attached, message, event));
     }
-    let event = Event { warning: false, action: "Detach", reason: "VolumeDetached" };
+    let event = Event::VolumeDetached;
     (had_condition && !in_progress)
-        .then(|| update(false, "Detached", "not attached to any VirtualMachine".to_owned(), event))
+        .then(|| update(false, Reason::Detached, "not attached to any VirtualMachine".to_owned(), event))
 }
 
-fn update(is_true: bool, reason: &str, message: String, event: Event) -> ConditionUpdate {
-    let state = State { is_true, reason: reason.to_owned(), message, event };
+fn update(is_true: bool, reason: Reason, message: String, event: Event) -> ConditionUpdate {
+    let state = State { is_true, reason, message, event };
     // kubelet and kube-controller-manager report attach errors on the pods.
     ConditionUpdate { condition: CONDITION, state: Some(state), notify_pods: false }
 }
@@ -135,14 +137,14 @@ mod tests {
         ]));
         let key = kube_kit::informer::Key::cluster("vm");
         let changed = changed_claims(&Change { key: &key, old: Some(&old), new: Some(&new) });
-        assert_eq!(changed, ["gone", "long-name", "new"]);
+        assert_eq!(changed, ["gone", "long-name", "new"].map(ClaimName::new));
         assert!(changed_claims(&Change { key: &key, old: Some(&new), new: Some(&new) }).is_empty());
     }
 
     #[test]
     fn the_condition_names_the_vms_and_the_errors() {
         let reported = |vms: &[Arc<VirtualMachine>], had_condition| {
-            condition(vms, "c", had_condition)
+            condition(vms, &ClaimName::new("c"), had_condition)
                 .and_then(|update| update.state)
                 .map(|state| (state.is_true, state.message))
         };

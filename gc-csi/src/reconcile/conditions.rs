@@ -1,6 +1,6 @@
 //! Writer of conditions and events on guest claims. Each change of a condition is also reported as an event.
 
-use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaimCondition};
+use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
@@ -12,6 +12,7 @@ use process_kit::text::one_line;
 use serde_json::{Value, json};
 
 use super::pods::PodLister;
+use crate::events::Event;
 use crate::guest::{Guest, reference};
 
 /// Desired value of one condition of a claim.
@@ -29,18 +30,50 @@ pub(super) struct ConditionUpdate {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct State {
     pub(super) is_true: bool,
-    pub(super) reason: String,
+    pub(super) reason: Reason,
     pub(super) message: String,
     /// The event that reports a change to this state.
     pub(super) event: Event,
 }
 
-/// An event; its note is the condition's message.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Event {
-    pub(super) warning: bool,
-    pub(super) action: &'static str,
-    pub(super) reason: &'static str,
+/// Reason of a condition.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Reason {
+    /// A disk is attached.
+    Attached,
+    /// A disk is attached, but could not be attached to another VM.
+    AttachedElsewhere,
+    /// A disk could not be attached.
+    AttachFailed,
+    /// A disk is not attached.
+    Detached,
+    /// A disk could not be detached.
+    DetachPending,
+    /// The volume has capacity that the guest does not use.
+    CapacityAvailable,
+    /// The volume is compatible with its management claim.
+    Compatible,
+    /// The same as the reason of the event.
+    OfEvent,
+    /// Copied from the management claim.
+    Copied(String),
+}
+
+impl State {
+    /// The reason, as it is written to the condition.
+    pub(super) fn reason(&self) -> &str {
+        match &self.reason {
+            Reason::Attached => "Attached",
+            Reason::AttachedElsewhere => "AttachedElsewhere",
+            Reason::AttachFailed => "AttachFailed",
+            Reason::Detached => "Detached",
+            Reason::DetachPending => "DetachPending",
+            Reason::CapacityAvailable => "CapacityAvailable",
+            Reason::Compatible => "Compatible",
+            Reason::OfEvent => self.event.reason(),
+            Reason::Copied(reason) => reason,
+        }
+    }
 }
 
 /// The present condition of this type.
@@ -94,19 +127,11 @@ pub(super) async fn apply(
         let Some(state) = state else { continue };
         for pod in using_pods.iter().filter(|_| notify_pods) {
             let message = format!("PersistentVolumeClaim {}: {}", key.name, state.message);
-            report(guest, pod.clone(), state.event, message);
+            state.event.report(&guest.events, pod.clone(), message);
         }
-        report(guest, reference(claim), state.event, state.message);
+        state.event.report(&guest.events, reference(claim), state.message);
     }
     Ok(())
-}
-
-fn report(guest: &Guest, about: ObjectReference, event: Event, message: String) {
-    let Event { warning, action, reason } = event;
-    match warning {
-        true => guest.events.warning(about, action, reason, message),
-        false => guest.events.normal(about, action, reason, message),
-    }
 }
 
 /// Messages can come from other components.
@@ -123,7 +148,7 @@ fn is_change(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> bool {
         (Some(_), None) => true,
         (Some(state), Some(current)) => {
             is_true(current) != state.is_true
-                || current.reason.as_deref() != Some(&state.reason)
+                || current.reason.as_deref() != Some(state.reason())
                 || current.message.as_deref() != Some(&state.message)
         }
     }
@@ -139,7 +164,7 @@ fn condition_patch(update: &ConditionUpdate, claim: &PersistentVolumeClaim) -> V
     json!(PersistentVolumeClaimCondition {
         type_: update.condition.to_owned(),
         status: if state.is_true { "True" } else { "False" }.to_owned(),
-        reason: Some(state.reason.clone()),
+        reason: Some(state.reason().to_owned()),
         message: Some(state.message.clone()),
         // None keeps the present time.
         last_transition_time: transitioned.then(|| Time(Timestamp::now())),
@@ -165,8 +190,8 @@ mod tests {
     }
 
     fn update(is_true: bool, message: &str) -> ConditionUpdate {
-        let event = Event { warning: false, action: "Look", reason: "Seen" };
-        let state = State { is_true, reason: "Because".to_owned(), message: message.to_owned(), event };
+        let (reason, event) = (Reason::Copied("Because".to_owned()), Event::VolumeAttached);
+        let state = State { is_true, reason, message: message.to_owned(), event };
         ConditionUpdate { condition: "a", state: Some(state), notify_pods: false }
     }
 

@@ -13,10 +13,10 @@ use tokio::time::Instant;
 
 use super::pods::Pods;
 use crate::guest::{self, Guest};
-use crate::management::Management;
+use crate::management::claims::DesiredMetadata;
 use crate::management::consumers::{Consumer, ConsumerError};
-use crate::management::metadata::DesiredMetadata;
-use crate::management::sharing::Relation;
+use crate::management::{Management, Relation};
+use crate::names::ClaimName;
 
 /// Minimum interval between two writes of a volume's pods, so that a rollout needs few writes.
 const PODS_MIN_INTERVAL: Duration = Duration::from_secs(2);
@@ -29,7 +29,7 @@ pub(super) struct ConsumerRecords {
     management: Management,
     labels: Vec<String>,
     pods: Option<Pods>,
-    paused: Mutex<HashMap<String, Instant>>,
+    paused: Mutex<HashMap<ClaimName, Instant>>,
 }
 
 impl ConsumerRecords {
@@ -39,13 +39,13 @@ impl ConsumerRecords {
     }
 
     /// Updates the records of the volume with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
+    pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
-        let relation = self.management.usable_claim(handle).map(|(_, relation)| relation);
+        let relation = self.management.claims.usable(handle).map(|(_, relation)| relation);
         let requirements: Vec<_> = volumes.iter().map(|volume| guest::requirements(volume)).collect();
         let recorded = match Consumer::of(&requirements).filter(|_| relation != Some(Relation::Own)) {
-            Some(consumer) => self.management.record_consumer(handle, &consumer).await,
-            None => self.management.drop_consumer(handle).await,
+            Some(consumer) => self.management.consumers.record(handle, &consumer).await,
+            None => self.management.consumers.remove(handle).await,
         };
         match recorded {
             // The watch reports the deletion.
@@ -66,7 +66,7 @@ impl ConsumerRecords {
                     annotations: [reclaim_policy(&volumes)].into(),
                     ..DesiredMetadata::default()
                 };
-                let written = self.management.patch_claim_metadata(handle, &policy).await;
+                let written = self.management.claims.update_metadata(handle, &policy).await;
                 written.map(|_| NextAction::AwaitChange).map_err(|error| error.to_string())
             }
         }
@@ -74,7 +74,7 @@ impl ConsumerRecords {
 
     async fn update_metadata(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
     ) -> Result<NextAction, String> {
@@ -89,7 +89,8 @@ impl ConsumerRecords {
         }
         let written = self
             .management
-            .patch_claim_metadata(handle, &desired)
+            .claims
+            .update_metadata(handle, &desired)
             .await
             .map_err(|error| error.to_string())?;
         if written && self.pods.is_some() {
@@ -100,7 +101,7 @@ impl ConsumerRecords {
     }
 
     /// Time until the pods of a volume may be written again.
-    fn pause_left(&self, handle: &str) -> Option<Duration> {
+    fn pause_left(&self, handle: &ClaimName) -> Option<Duration> {
         let mut paused = self.paused();
         let left = paused.get(handle)?.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -110,7 +111,7 @@ impl ConsumerRecords {
         Some(left)
     }
 
-    fn paused(&self) -> std::sync::MutexGuard<'_, HashMap<String, Instant>> {
+    fn paused(&self) -> std::sync::MutexGuard<'_, HashMap<ClaimName, Instant>> {
         self.paused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

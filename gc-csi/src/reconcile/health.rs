@@ -4,7 +4,8 @@ use crds::names::CONDITION_HEALTHY;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use kube_kit::partial::PersistentVolumeClaim;
 
-use super::conditions::{ConditionUpdate, Event, State, current, is_true};
+use super::conditions::{ConditionUpdate, Reason, State, current, is_true};
+use crate::events::Event;
 
 /// The condition; None if there is nothing to report, as for a volume that was never abnormal.
 pub(super) fn condition(
@@ -18,28 +19,31 @@ pub(super) fn condition(
     let state = match management.filter(|condition| condition.status == "False") {
         Some(unhealthy) => State {
             is_true: false,
-            reason: or_default(unhealthy.reason.as_ref(), "VolumeConditionAbnormal"),
+            reason: copied(unhealthy.reason.as_ref()),
             message: or_default(
                 unhealthy.message.as_ref(),
                 "the storage infra reports the volume as abnormal",
             ),
-            event: Event { warning: true, action: "Watch", reason: "VolumeConditionAbnormal" },
+            event: Event::VolumeConditionAbnormal,
         },
         None if guest_condition.is_some_and(|guest| !is_true(guest)) => State {
             is_true: true,
-            reason: or_default(
-                management.and_then(|healthy| healthy.reason.as_ref()),
-                "VolumeConditionNormal",
-            ),
+            reason: copied(management.and_then(|healthy| healthy.reason.as_ref())),
             message: or_default(
                 management.and_then(|healthy| healthy.message.as_ref()),
                 "the volume is healthy again",
             ),
-            event: Event { warning: false, action: "Watch", reason: "VolumeConditionNormal" },
+            event: Event::VolumeConditionNormal,
         },
         None => return None,
     };
     Some(ConditionUpdate { condition: CONDITION_HEALTHY, state: Some(state), notify_pods: true })
+}
+
+/// The reason of the management claim, or else that of the event.
+fn copied(reason: Option<&String>) -> Reason {
+    let reason = reason.filter(|reason| !reason.is_empty()).cloned();
+    reason.map_or(Reason::OfEvent, Reason::Copied)
 }
 
 /// Whether the management claim reports its volume as abnormal.
@@ -72,10 +76,10 @@ mod tests {
         let state =
             condition(&management(Some(healthy("False", "pool p1 is gone"))), None).unwrap().state.unwrap();
         assert_eq!(
-            (state.is_true, &*state.reason, &*state.message),
+            (state.is_true, state.reason(), &*state.message),
             (false, "PoolUnhealthy", "pool p1 is gone")
         );
-        assert!(state.event.warning);
+        assert!(state.event.is_warning());
     }
 
     #[test]
@@ -85,7 +89,7 @@ mod tests {
             assert_eq!(condition(&management(now.clone()), None), None);
             assert_eq!(condition(&management(now.clone()), Some(&healthy_condition)), None);
             let state = condition(&management(now), Some(&unhealthy)).unwrap().state.unwrap();
-            assert!(state.is_true && !state.event.warning);
+            assert!(state.is_true && !state.event.is_warning());
         }
     }
 }

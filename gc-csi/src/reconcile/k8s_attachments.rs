@@ -15,7 +15,8 @@ use kube_kit::queue::Queue;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest, attachment_name};
-use crate::management::commit::{KeepReason, MayRemove};
+use crate::management::volume_entries::{KeepReason, MayRemove};
+use crate::names::{ClaimName, VmName};
 
 /// A guest VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,7 +24,7 @@ pub(super) struct K8sAttachment {
     pub(super) name: String,
     /// Handle of the volume; None if the PersistentVolume is missing, not cached yet, or another driver's. It may then
     /// be for any volume.
-    pub(super) handle: Option<String>,
+    pub(super) handle: Option<ClaimName>,
     /// Name of the guest PersistentVolume; empty for inline volumes.
     pub(super) volume: String,
     /// Whether csi-attacher reported the disk as attached.
@@ -47,7 +48,7 @@ impl K8sAttachments {
         guest: Guest,
         check: Check,
         stop: &CancellationToken,
-        changed: Queue<String>,
+        changed: Queue<VmName>,
     ) -> Self {
         let by_node = Arc::new(Index::default());
         let index = by_node.clone();
@@ -57,7 +58,7 @@ impl K8sAttachments {
                 let node = |k8s_attachment: &Arc<VolumeAttachment>| k8s_attachment.node_name.clone();
                 index.put(change.key, change.new.map(node).map(Key::cluster));
                 for node in [change.old.map(node), change.new.map(node)].into_iter().flatten() {
-                    changed.push(node);
+                    changed.push(VmName::new(node));
                 }
             })
             .start(check, stop.clone());
@@ -70,8 +71,8 @@ impl K8sAttachments {
     }
 
     /// The VolumeAttachments of a node, from the cache.
-    pub(super) fn on_node(&self, node: &str) -> Vec<K8sAttachment> {
-        let keys = self.by_node.members(&Key::cluster(node));
+    pub(super) fn on_node(&self, node: &VmName) -> Vec<K8sAttachment> {
+        let keys = self.by_node.members(&Key::cluster(node.as_str()));
         keys.iter()
             .filter_map(|key| self.informer.get(key))
             .map(|k8s_attachment| self.convert(&k8s_attachment))
@@ -79,11 +80,11 @@ impl K8sAttachments {
     }
 
     /// The VolumeAttachments of a node, read from the API server, for decisions about disks.
-    pub(super) async fn list_live(&self, node: &str) -> Result<Vec<K8sAttachment>, String> {
+    pub(super) async fn list_live(&self, node: &VmName) -> Result<Vec<K8sAttachment>, String> {
         let list = self.api.list(&ListParams::default()).await;
         let list =
             list.map_err(|error| format!("failed to list the guest's VolumeAttachments: {}", chain(&error)))?;
-        let here = list.items.iter().filter(|k8s_attachment| k8s_attachment.node_name == node);
+        let here = list.items.iter().filter(|k8s_attachment| k8s_attachment.node_name == node.as_str());
         Ok(here.map(|k8s_attachment| self.convert(k8s_attachment)).collect())
     }
 
@@ -96,8 +97,8 @@ impl K8sAttachments {
     }
 
     /// Check that no VolumeAttachment requests a volume on a node, read from the API server.
-    pub(crate) fn may_remove(&self, handle: &str, node: &str) -> MayRemove {
-        let (k8s_attachments, handle, node) = (self.clone(), handle.to_owned(), node.to_owned());
+    pub(crate) fn may_remove(&self, handle: &ClaimName, node: &VmName) -> MayRemove {
+        let (k8s_attachments, handle, node) = (self.clone(), handle.clone(), node.clone());
         Arc::new(move || {
             let (k8s_attachments, handle, node) = (k8s_attachments.clone(), handle.clone(), node.clone());
             Box::pin(async move {
@@ -110,14 +111,14 @@ impl K8sAttachments {
 
     /// Name of the VolumeAttachment that requests a volume on a node, read from the API server. Kubernetes derives the
     /// name; one that was created manually has another name, which is taken from the cache.
-    async fn live_attachment(&self, handle: &str, node: &str) -> Result<Option<String>, String> {
+    async fn live_attachment(&self, handle: &ClaimName, node: &VmName) -> Result<Option<String>, String> {
         let drivers = &self.guest.drivers;
         let mut names: Vec<String> =
-            drivers.iter().map(|driver| attachment_name(handle, driver, node)).collect();
+            drivers.iter().map(|driver| attachment_name(handle, node, driver)).collect();
         let cached = self
             .on_node(node)
             .into_iter()
-            .filter(|k8s_attachment| k8s_attachment.handle.as_deref() == Some(handle));
+            .filter(|k8s_attachment| k8s_attachment.handle.as_ref() == Some(handle));
         names.extend(cached.map(|k8s_attachment| k8s_attachment.name));
         names.sort_unstable();
         names.dedup();
@@ -131,11 +132,11 @@ impl K8sAttachments {
         let volume = source.persistent_volume_name.clone().unwrap_or_default();
         let named = || {
             let volume = self.guest.volumes.get(&Key::cluster(volume.clone()))?;
-            guest::handle(&volume).map(str::to_owned)
+            guest::handle(&volume)
         };
         K8sAttachment {
             name: k8s_attachment.metadata.name.clone().unwrap_or_default(),
-            handle: inline.map(|csi| csi.volume_handle.clone()).or_else(named),
+            handle: inline.map(|csi| ClaimName::new(&csi.volume_handle)).or_else(named),
             attached: k8s_attachment.attached,
             deleting: k8s_attachment.metadata.deletion_timestamp.is_some(),
             volume,

@@ -17,6 +17,7 @@ mod conditions;
 mod consumer_records;
 mod health;
 mod k8s_attachments;
+mod metrics;
 mod options;
 mod orphans;
 mod out_of_service;
@@ -24,7 +25,6 @@ mod owner_refs;
 mod pods;
 mod pv_usable;
 mod repair;
-mod repair_metrics;
 mod resizable;
 mod volume_conditions;
 mod volume_entries;
@@ -47,6 +47,7 @@ use crate::guest::{self, Guest};
 use crate::management::claims::pending_for;
 use crate::management::{ChangeHandlers, Management, OwnedObject};
 
+use crate::names::{ClaimName, VmName};
 pub(crate) use k8s_attachments::K8sAttachments;
 pub(crate) use options::Options;
 use repair::RepairQueues;
@@ -64,13 +65,13 @@ const SLOW_RETRY: Retry = Retry { first: Duration::from_millis(250), longest: Du
 /// Work queues, filled by the informers of both clusters.
 #[derive(Debug, Clone)]
 pub(crate) struct Queues {
-    conditions: Queue<String>,
-    records: Queue<String>,
-    pending_claims: Queue<String>,
+    conditions: Queue<ClaimName>,
+    records: Queue<ClaimName>,
+    pending_claims: Queue<ClaimName>,
     /// Management claims without a volume, by guest claim.
     pending_by_guest_claim: Arc<Index>,
     owner_refs: Queue<OwnedObject>,
-    zone_labels: Queue<String>,
+    zone_labels: Queue<VmName>,
     repair: RepairQueues,
 }
 
@@ -110,7 +111,7 @@ impl Drop for ResetOnDrop<'_> {
 
 impl Queues {
     /// Queues the volume with this handle.
-    pub(crate) fn push_volume(&self, handle: &str) {
+    pub(crate) fn push_volume(&self, handle: &ClaimName) {
         self.conditions.push_after(handle.to_owned(), CONDITIONS_DELAY);
         self.records.push(handle.to_owned());
         self.repair.volumes.push(handle.to_owned());
@@ -119,7 +120,7 @@ impl Queues {
     /// Queues the management claims without a volume of a guest claim that was deleted.
     pub(crate) fn push_deleted_guest_claim(&self, guest_claim: &Key) {
         for claim in self.pending_by_guest_claim.members(guest_claim) {
-            self.pending_claims.push(claim.name);
+            self.pending_claims.push(ClaimName::new(claim.name));
         }
     }
 
@@ -134,13 +135,14 @@ impl Queues {
         ChangeHandlers {
             vm_changed: Box::new(move |change| vms.push_vm(change)),
             claim_changed: Box::new(move |change| {
-                claims.push_volume(&change.key.name);
-                claims.owner_refs.push(OwnedObject::Claim(change.key.name.clone()));
+                let name = ClaimName::new(&change.key.name);
+                claims.push_volume(&name);
+                claims.owner_refs.push(OwnedObject::Claim(name.clone()));
                 let guest_claim = change.new.and_then(|claim| pending_for(claim));
                 let is_pending = guest_claim.is_some();
                 claims.pending_by_guest_claim.put(change.key, guest_claim);
                 if is_pending {
-                    claims.pending_claims.push(change.key.name.clone());
+                    claims.pending_claims.push(name);
                 }
             }),
             snapshot_changed: Box::new(move |change| {
@@ -152,7 +154,7 @@ impl Queues {
     fn push_vm(&self, change: &Change<'_, VirtualMachine>) {
         let [old, new] = [change.old, change.new].map(|vm| vm.map(|vm| (&vm.metadata.uid, &vm.spec.volumes)));
         if old != new {
-            self.repair.vms.push(change.key.name.clone());
+            self.repair.vms.push(VmName::new(&change.key.name));
         }
         for claim in attach_state::changed_claims(change) {
             self.conditions.push_after(claim, CONDITIONS_DELAY);
@@ -160,7 +162,7 @@ impl Queues {
         let [old, new] = [change.old, change.new]
             .map(|vm| vm.map(|vm| (zones::zone_of(vm), out_of_service::is_annotated(vm))));
         if old != new {
-            self.zone_labels.push(change.key.name.clone());
+            self.zone_labels.push(VmName::new(&change.key.name));
         }
     }
 }
@@ -214,7 +216,7 @@ impl Reconcilers {
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
         let zones = zones::Zones::start(
             client,
-            management.clone(),
+            management.vms.clone(),
             guest.events.clone(),
             nodes,
             &stop,
@@ -279,8 +281,11 @@ impl Started {
             let abandoned_claims = &abandoned_claims;
             async move { abandoned_claims.reconcile(&claim).await }
         });
-        let owner_refs =
-            owner_refs::OwnerRefs::new(management.clone(), queues.owner_refs.clone(), self.outliving.clone());
+        let owner_refs = owner_refs::OwnerRefReconciler::new(
+            management.owner_refs.clone(),
+            queues.owner_refs.clone(),
+            self.outliving.clone(),
+        );
         let updating_owner_refs = async {
             let work = |object: OwnedObject| {
                 let owner_refs = &owner_refs;
@@ -288,7 +293,7 @@ impl Started {
             };
             let warning_once = async {
                 tokio::select! {
-                    () = management.warn_missing_owner() => {}
+                    () = management.owner_refs.warn_if_missing() => {}
                     () = stop.cancelled() => {}
                 }
             };
@@ -308,7 +313,7 @@ impl Started {
                     () = stop.cancelled() => return,
                 }
             }
-            let work = |handle: String| {
+            let work = |handle: ClaimName| {
                 let consumer_records = &consumer_records;
                 async move { consumer_records.reconcile(&handle).await }
             };
@@ -322,7 +327,7 @@ impl Started {
             for node in zones.names() {
                 queues.zone_labels.push(node);
             }
-            let work = |node: String| async move { zones.reconcile(&node).await };
+            let work = |node: VmName| async move { zones.reconcile(&node).await };
             zone_labels.run(WORKERS, Retry::default(), stop.clone(), work).await;
         };
         tokio::join!(
@@ -338,13 +343,13 @@ impl Started {
     /// Queues everything: it is unknown how far the previous leader came.
     fn push_all(&self) {
         let Self { queues, guest, management, .. } = self;
-        for claim in management.claim_names() {
+        for claim in management.claims.names() {
             queues.pending_claims.push(claim.clone());
             queues.push_volume(&claim);
         }
         for volume in guest.volumes.list() {
             if let Some(handle) = guest::handle(&volume) {
-                queues.push_volume(handle);
+                queues.push_volume(&handle);
             }
         }
         queues.push_all_owner_refs();

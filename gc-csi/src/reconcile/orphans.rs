@@ -13,16 +13,15 @@ use k8s_openapi::jiff::Timestamp;
 use kube_kit::events::Events;
 use kube_kit::queue::NextAction;
 use process_kit::duration;
-use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::Registry;
 use tokio::time::Instant;
 
-use super::repair_metrics::{ORPHAN_REMOVED, RepairMetrics};
+use super::metrics::{OrphanGauges, RepairKind, RepairMetrics};
+use crate::events::Event;
 use crate::guest::{ClaimState, Guest};
 use crate::management::Management;
-use crate::management::claims::DeleteError;
-use crate::management::metadata::DesiredMetadata;
-use crate::management::orphans::ProvisionedClaim;
+use crate::management::claims::{DesiredMetadata, ProvisionedClaim};
+use crate::management::provisioner::DeleteError;
+use crate::names::ClaimName;
 
 /// How long a list of the guest's PersistentVolumes is reused, so that many orphans need few lists.
 const LIST_TTL: Duration = Duration::from_secs(5);
@@ -35,14 +34,6 @@ const REFUSED_RETRY: Duration = Duration::from_secs(3600);
 const MIN_OBSERVED: Duration = Duration::from_secs(86_400);
 /// Maximum requeue delay.
 const MAX_REQUEUE: Duration = Duration::from_secs(86_400);
-
-/// Gauges of orphans.
-#[derive(Debug, Clone)]
-pub(super) struct Gauges {
-    orphaned: Gauge,
-    orphaned_bytes: Gauge,
-    retained: Gauge,
-}
 
 /// Why a claim has no PersistentVolume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,13 +54,13 @@ pub(super) struct Orphans {
     events: Events,
     grace: Duration,
     remove_after: Option<Duration>,
-    gauges: Gauges,
+    gauges: OrphanGauges,
     metrics: RepairMetrics,
-    unnamed_since: Mutex<HashMap<String, Instant>>,
-    classified: Mutex<HashMap<String, (State, u64)>>,
-    reported_errors: Mutex<HashMap<String, String>>,
-    marked: Mutex<HashMap<String, Mark>>,
-    listed: tokio::sync::Mutex<Option<(Instant, HashSet<String>)>>,
+    unnamed_since: Mutex<HashMap<ClaimName, Instant>>,
+    classified: Mutex<HashMap<ClaimName, (State, u64)>>,
+    reported_errors: Mutex<HashMap<ClaimName, String>>,
+    marked: Mutex<HashMap<ClaimName, Mark>>,
+    listed: tokio::sync::Mutex<Option<(Instant, HashSet<ClaimName>)>>,
 }
 
 /// A mark, as first observed in this lease term.
@@ -97,29 +88,6 @@ impl Mark {
     fn left(&self, after: Duration) -> Duration {
         let unobserved = after.min(MIN_OBSERVED).saturating_sub(self.first_observed.elapsed());
         after.saturating_sub(self.age()).max(unobserved)
-    }
-}
-
-impl Gauges {
-    pub(super) fn register(registry: &mut Registry) -> Self {
-        let gauge = |registry: &mut Registry, name: &str, help: &str| {
-            let gauge = Gauge::default();
-            registry.register(name, help, gauge.clone());
-            gauge
-        };
-        Self {
-            orphaned: gauge(
-                registry,
-                "orphaned_claims",
-                "Management claims of this guest without a guest PersistentVolume",
-            ),
-            orphaned_bytes: gauge(registry, "orphaned_claims_bytes", "Capacity of orphaned claims in bytes"),
-            retained: gauge(
-                registry,
-                "retained_claims",
-                "Management claims whose guest PersistentVolume was deleted with the reclaim policy Retain",
-            ),
-        }
     }
 }
 
@@ -171,11 +139,11 @@ impl Orphans {
         management: Management,
         locks: VolumeLocks,
         (grace, remove_after): (Duration, Option<Duration>),
-        gauges: Gauges,
+        gauges: OrphanGauges,
         metrics: RepairMetrics,
     ) -> Self {
         Self {
-            events: management.events(),
+            events: management.claims.events(),
             guest,
             management,
             locks,
@@ -198,8 +166,8 @@ impl Orphans {
     }
 
     /// Marks, unmarks or deletes the claim with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
-        let Some(claim) = self.management.provisioned_claim(handle) else {
+    pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
+        let Some(claim) = self.management.claims.provisioned(handle) else {
             self.forget(handle);
             return Ok(NextAction::AwaitChange);
         };
@@ -234,19 +202,24 @@ impl Orphans {
     }
 
     /// Updates the marks and reports changes.
-    async fn mark(&self, handle: &str, claim: &ProvisionedClaim, state: Option<State>) -> Result<(), String> {
+    async fn mark(
+        &self,
+        handle: &ClaimName,
+        claim: &ProvisionedClaim,
+        state: Option<State>,
+    ) -> Result<(), String> {
         let description =
             desired_marks(claim, state, &Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string());
-        let written = self.management.patch_claim_metadata(handle, &description).await;
+        let written = self.management.claims.update_metadata(handle, &description).await;
         if !written.map_err(|error| error.to_string())? {
             return Ok(());
         }
-        let name = self.management.full_name(handle);
+        let name = self.management.claims.full_name(handle);
         match state {
             None if claim.orphaned.is_some() => {
                 let note = "a PersistentVolume of the guest names this claim again: it is no longer orphaned";
                 tracing::info!(claim = name, "{note}");
-                self.events.normal(claim.reference.clone(), "Check", "NotOrphaned", note.to_owned());
+                Event::NotOrphaned.report(&self.events, claim.reference.clone(), note.to_owned());
             }
             Some(State::Retained) => {
                 tracing::info!(
@@ -268,7 +241,7 @@ impl Orphans {
                     },
                 );
                 tracing::warn!(claim = name, "{note}");
-                self.events.warning(claim.reference.clone(), "Check", "Orphaned", note);
+                Event::Orphaned.report(&self.events, claim.reference.clone(), note);
             }
             _ => {}
         }
@@ -278,7 +251,7 @@ impl Orphans {
     /// Deletes an orphan whose retention has passed, if configured.
     async fn delete_if_due(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         claim: &ProvisionedClaim,
         state: State,
     ) -> Result<NextAction, String> {
@@ -300,29 +273,30 @@ impl Orphans {
         if self.is_named(handle, Duration::ZERO).await? || !self.is_guest_claim_gone(claim).await? {
             return Ok(NextAction::RequeueAfter(LIST_TTL));
         }
-        let note = match self.management.delete_claim(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
-            Ok(()) => {
-                let note = format!("deleted after it was orphaned for {}", duration::show(age));
-                tracing::warn!(claim = handle, "{note}");
-                self.events.warning(claim.reference.clone(), "Delete", "OrphanRemoved", note);
-                self.metrics.count(ORPHAN_REMOVED);
-                return Ok(NextAction::AwaitChange);
-            }
-            Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
-                return Err(error.to_string());
-            }
-            Err(error) => format!("orphaned for {}, but not deleted: {error}", duration::show(age)),
-        };
+        let note =
+            match self.management.provisioner.delete(handle, &[], Instant::now() + DELETE_TIMEOUT).await {
+                Ok(()) => {
+                    let note = format!("deleted after it was orphaned for {}", duration::show(age));
+                    tracing::warn!(claim = handle.as_str(), "{note}");
+                    Event::OrphanRemoved.report(&self.events, claim.reference.clone(), note);
+                    self.metrics.count(RepairKind::OrphanRemoved);
+                    return Ok(NextAction::AwaitChange);
+                }
+                Err(error @ (DeleteError::Api { .. } | DeleteError::Deadline { .. })) => {
+                    return Err(error.to_string());
+                }
+                Err(error) => format!("orphaned for {}, but not deleted: {error}", duration::show(age)),
+            };
         let before = lock(&self.reported_errors).insert(handle.to_owned(), note.clone());
         if before.is_none() {
-            tracing::warn!(claim = handle, "{note}");
-            self.events.warning(claim.reference.clone(), "Delete", "OrphanNotRemoved", note);
+            tracing::warn!(claim = handle.as_str(), "{note}");
+            Event::OrphanNotRemoved.report(&self.events, claim.reference.clone(), note);
         }
         Ok(NextAction::RequeueAfter(REFUSED_RETRY))
     }
 
     /// The mark of a claim; a changed time counts as a new mark.
-    fn marked(&self, handle: &str, since: &str) -> Mark {
+    fn marked(&self, handle: &ClaimName, since: &str) -> Mark {
         let mut marked = lock(&self.marked);
         let known = marked.get(handle).filter(|known| known.since == since).cloned();
         known.unwrap_or_else(|| marked.entry(handle.to_owned()).insert_entry(Mark::new(since)).get().clone())
@@ -335,7 +309,7 @@ impl Orphans {
     }
 
     /// Whether a guest PersistentVolume names the handle, from a list that is at most `age` old.
-    async fn is_named(&self, handle: &str, age: Duration) -> Result<bool, String> {
+    async fn is_named(&self, handle: &ClaimName, age: Duration) -> Result<bool, String> {
         let mut listed = self.listed.lock().await;
         if let Some((at, handles)) = &*listed
             && at.elapsed() < age
@@ -349,7 +323,7 @@ impl Orphans {
         Ok(is_named)
     }
 
-    fn forget(&self, handle: &str) {
+    fn forget(&self, handle: &ClaimName) {
         lock(&self.unnamed_since).remove(handle);
         lock(&self.reported_errors).remove(handle);
         lock(&self.marked).remove(handle);
@@ -379,7 +353,7 @@ mod tests {
 
     fn claim(retain: bool, orphaned: Option<&str>) -> ProvisionedClaim {
         ProvisionedClaim {
-            volume: "pvc-1".to_owned(),
+            volume: crate::names::CsiName::new("pvc-1"),
             guest_claim: None,
             is_dynamic: true,
             retain,

@@ -6,7 +6,8 @@ use crds::VirtualMachine;
 use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
 use kube_kit::partial::Node;
 
-use crate::management::Management;
+use crate::management::VirtualMachines;
+use crate::names::VmName;
 
 /// Whether a VM has the annotation.
 pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {
@@ -20,16 +21,16 @@ pub(super) fn is_tainted(node: &Node) -> bool {
 }
 
 /// Updates the annotation of one VM. If its Node was deleted, the annotation stays as it is.
-pub(super) async fn reconcile(management: &Management, node: &Node) -> Result<(), String> {
-    let name = node.metadata.name.as_deref().unwrap_or_default();
-    let Some(vm) = management.vm(name) else { return Ok(()) };
+pub(super) async fn reconcile(vms: &VirtualMachines, node: &Node) -> Result<(), String> {
+    let name = &VmName::new(node.metadata.name.as_deref().unwrap_or_default());
+    let Some(vm) = vms.get(name) else { return Ok(()) };
     let tainted = is_tainted(node);
     if tainted == is_annotated(&vm) {
         return Ok(());
     }
     let of = node.metadata.uid.as_deref().filter(|_| tainted);
-    let full_name = management.full_name(name);
-    management.set_out_of_service(&vm, of).await.map_err(|error| {
+    let full_name = vms.full_name(name);
+    vms.set_out_of_service(&vm, of).await.map_err(|error| {
         format!("failed to update the out-of-service annotation of VirtualMachine {full_name}: {error}")
     })?;
     match tainted {

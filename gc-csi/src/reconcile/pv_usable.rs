@@ -7,9 +7,11 @@ use std::sync::{Mutex, PoisonError};
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use kube_kit::partial::PersistentVolume;
 
-use super::conditions::{ConditionUpdate, Event, State, is_true};
+use super::conditions::{ConditionUpdate, Reason, State, is_true};
 use crate::compatibility::Incompatible;
+use crate::events::Event;
 use crate::guest::{Guest, reference};
+use crate::names::ClaimName;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Usable";
@@ -22,32 +24,32 @@ pub(super) fn condition(
     let state = match incompatible {
         Some(incompatible) => State {
             is_true: false,
-            reason: reason(incompatible).to_owned(),
+            reason: Reason::OfEvent,
             message: incompatible.to_string(),
-            event: Event { warning: true, action: "Check", reason: reason(incompatible) },
+            event: event(incompatible),
         },
         None if current.is_some_and(|current| !is_true(current)) => State {
             is_true: true,
-            reason: "Compatible".to_owned(),
+            reason: Reason::Compatible,
             message: "the volume is now compatible with its management PersistentVolumeClaim".to_owned(),
-            event: Event { warning: false, action: "Check", reason: "VolumeCompatible" },
+            event: Event::VolumeCompatible,
         },
         None => return None,
     };
     Some(ConditionUpdate { condition: CONDITION, state: Some(state), notify_pods: true })
 }
 
-fn reason(incompatible: &Incompatible) -> &'static str {
+fn event(incompatible: &Incompatible) -> Event {
     match incompatible {
-        Incompatible::ClaimNotFound(..) => "ManagementClaimNotFound",
-        Incompatible::Differs(..) => "ManagementClaimMismatch",
-        Incompatible::Replaced { .. } => "ManagementVolumeReplaced",
+        Incompatible::ClaimNotFound(..) => Event::ManagementClaimNotFound,
+        Incompatible::Differs(..) => Event::ManagementClaimMismatch,
+        Incompatible::Replaced { .. } => Event::ManagementVolumeReplaced,
     }
 }
 
 /// Incompatibilities reported on PersistentVolumes without a claim, by handle and name: they have no conditions.
 #[derive(Debug, Default)]
-pub(super) struct ReportedIncompatibilities(Mutex<HashMap<String, Incompatibilities>>);
+pub(super) struct ReportedIncompatibilities(Mutex<HashMap<ClaimName, Incompatibilities>>);
 
 /// Incompatibilities by name of the PersistentVolume.
 pub(super) type Incompatibilities = BTreeMap<String, Incompatible>;
@@ -56,7 +58,7 @@ impl ReportedIncompatibilities {
     /// Stores the incompatibilities of a handle and returns those that changed.
     pub(super) fn take_changed(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         incompatibilities: &Incompatibilities,
     ) -> Incompatibilities {
         let mut reported = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -77,7 +79,7 @@ impl ReportedIncompatibilities {
 
 /// Reports an incompatibility as an event on a PersistentVolume.
 pub(super) fn report(guest: &Guest, volume: &PersistentVolume, incompatible: &Incompatible) {
-    guest.events.warning(reference(volume), "Check", reason(incompatible), incompatible.to_string());
+    event(incompatible).report(&guest.events, reference(volume), incompatible.to_string());
 }
 
 #[cfg(test)]
@@ -92,11 +94,14 @@ mod tests {
     fn an_incompatibility_without_a_claim_is_reported_when_it_changes() {
         let reported = ReportedIncompatibilities::default();
         let one = |what| Incompatibilities::from([("pv-1".to_owned(), incompatible(what))]);
-        assert_eq!(reported.take_changed("h", &one("a")), one("a"));
-        assert_eq!(reported.take_changed("h", &one("a")), Incompatibilities::new());
-        assert_eq!(reported.take_changed("h", &one("b")), one("b"));
-        assert_eq!(reported.take_changed("h", &Incompatibilities::new()), Incompatibilities::new());
-        assert_eq!(reported.take_changed("h", &one("b")), one("b"));
+        assert_eq!(reported.take_changed(&ClaimName::new("h"), &one("a")), one("a"));
+        assert_eq!(reported.take_changed(&ClaimName::new("h"), &one("a")), Incompatibilities::new());
+        assert_eq!(reported.take_changed(&ClaimName::new("h"), &one("b")), one("b"));
+        assert_eq!(
+            reported.take_changed(&ClaimName::new("h"), &Incompatibilities::new()),
+            Incompatibilities::new()
+        );
+        assert_eq!(reported.take_changed(&ClaimName::new("h"), &one("b")), one("b"));
     }
 
     #[test]
@@ -109,6 +114,6 @@ mod tests {
         assert_eq!(condition(None, None), None);
         assert_eq!(condition(None, Some(&before("True"))), None);
         assert!(condition(None, Some(&before("False"))).unwrap().state.unwrap().is_true);
-        assert!(condition(Some(&incompatible("a")), None).unwrap().state.unwrap().event.warning);
+        assert!(condition(Some(&incompatible("a")), None).unwrap().state.unwrap().event.is_warning());
     }
 }

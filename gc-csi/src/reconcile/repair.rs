@@ -10,29 +10,30 @@ use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
 use super::k8s_attachments::K8sAttachments;
+use super::metrics::{OrphanGauges, RepairMetrics};
 use super::options::Options;
-use super::orphans::{Gauges, Orphans};
-use super::repair_metrics::RepairMetrics;
+use super::orphans::Orphans;
 use super::volume_entries::{DriftTracker, VolumeEntries};
 use super::zones::Zones;
 use super::{SLOW_RETRY, WORKERS};
 use crate::guest::Guest;
 use crate::management::Management;
+use crate::names::{ClaimName, VmName};
 
 /// Work queues.
 #[derive(Debug, Clone)]
 pub(super) struct RepairQueues {
     /// Names of VMs.
-    pub(super) vms: Queue<String>,
+    pub(super) vms: Queue<VmName>,
     /// Handles of volumes.
-    pub(super) volumes: Queue<String>,
+    pub(super) volumes: Queue<ClaimName>,
 }
 
 /// Queues and metrics, before the clusters are connected.
 #[derive(Debug)]
 pub(super) struct Registered {
     queues: RepairQueues,
-    gauges: Gauges,
+    gauges: OrphanGauges,
     metrics: RepairMetrics,
 }
 
@@ -48,7 +49,7 @@ impl Registered {
     pub(super) fn new(registry: &mut Registry) -> Self {
         Self {
             queues: RepairQueues { vms: Queue::default(), volumes: Queue::default() },
-            gauges: Gauges::register(registry),
+            gauges: OrphanGauges::register(registry),
             metrics: RepairMetrics::register(registry),
         }
     }
@@ -106,10 +107,10 @@ impl Repair {
         self.volume_entries.drift.forget();
         self.orphans.forget_observations();
         let (vms, volumes) = (self.queues.vms.worker(), self.queues.volumes.worker());
-        for vm_name in self.management.vm_names() {
+        for vm_name in self.management.vms.names() {
             self.queues.vms.push(vm_name);
         }
-        for claim in self.management.claim_names() {
+        for claim in self.management.claims.names() {
             self.queues.volumes.push(claim);
         }
         let vms = vms.run(WORKERS, Retry::default(), stop.clone(), |vm_name| async move {

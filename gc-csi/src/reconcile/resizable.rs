@@ -3,7 +3,8 @@
 
 use kube_kit::quantity;
 
-use super::conditions::{ConditionUpdate, Event, State};
+use super::conditions::{ConditionUpdate, Reason, State};
+use crate::events::Event;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Resizable";
@@ -33,12 +34,12 @@ pub(super) fn condition(sizes: Sizes, management_claim: &str) -> Option<Conditio
         let [available, used] = [management_capacity, pv_capacity].map(|bytes| quantity::of(bytes).0);
         State {
             is_true: true,
-            reason: "CapacityAvailable".to_owned(),
+            reason: Reason::CapacityAvailable,
             message: format!(
                 "management PersistentVolumeClaim {management_claim} has {available}, of which this cluster uses \
                  {used}: request {available} in spec.resources.requests.storage to use all of it"
             ),
-            event: Event { warning: false, action: "Watch", reason: "VolumeCapacityAvailable" },
+            event: Event::VolumeCapacityAvailable,
         }
     });
     Some(ConditionUpdate { condition: CONDITION, state, notify_pods: false })

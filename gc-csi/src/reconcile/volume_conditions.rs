@@ -12,14 +12,14 @@ use super::pods::PodLister;
 use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
 use super::{attach_state, health, pv_usable, resizable};
 use crate::guest::{self, Guest};
-use crate::management::Management;
-use crate::management::sharing::Relation;
+use crate::management::{Management, Relation};
+use crate::names::ClaimName;
 
 /// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {
     guest: Guest,
     management: Management,
-    abnormal: Mutex<HashSet<String>>,
+    abnormal: Mutex<HashSet<ClaimName>>,
     abnormal_count: Gauge,
     reported: ReportedIncompatibilities,
     pods: PodLister,
@@ -40,16 +40,17 @@ impl VolumeConditions {
     }
 
     /// Updates the conditions of all claims of the volume with this handle.
-    pub(super) async fn reconcile(&self, handle: &str) -> Result<NextAction, String> {
+    pub(super) async fn reconcile(&self, handle: &ClaimName) -> Result<NextAction, String> {
         let volumes = self.guest.volumes_of(handle);
-        let management_claim = self.management.usable_claim(handle);
+        let management_claim = self.management.claims.usable(handle);
         let is_abnormal = management_claim.as_ref().is_some_and(|(claim, _)| health::is_abnormal(claim));
         self.count(handle, is_abnormal && !volumes.is_empty());
 
         let mut unclaimed = Incompatibilities::new();
         let mut claimed = Vec::new();
         for volume in &volumes {
-            let incompatible = self.management.check_compatible(handle, &guest::requirements(volume)).err();
+            let incompatible =
+                self.management.claims.check_compatible(handle, &guest::requirements(volume)).err();
             match self.guest.claim_of(volume) {
                 Some(claim) => {
                     let management_claim =
@@ -78,7 +79,7 @@ impl VolumeConditions {
     /// Condition updates from the management cluster for a claimed volume.
     fn volume_updates(
         &self,
-        handle: &str,
+        handle: &ClaimName,
         volume: &PersistentVolume,
         claim: &PersistentVolumeClaim,
         management_claim: Option<(&PersistentVolumeClaim, Relation)>,
@@ -86,7 +87,7 @@ impl VolumeConditions {
         let was_attached = current(claim, attach_state::CONDITION).is_some();
         let mut updates = Vec::new();
         updates.extend(attach_state::condition(
-            &self.management.vms_referencing(handle),
+            &self.management.vms.referencing(handle),
             handle,
             was_attached,
         ));
@@ -98,12 +99,12 @@ impl VolumeConditions {
             (relation, management_claim.status.capacity, volume.spec.capacity, sizes)
         {
             let sizes = resizable::Sizes { management_capacity, pv_capacity, requested, capacity };
-            updates.extend(resizable::condition(sizes, &self.management.full_name(handle)));
+            updates.extend(resizable::condition(sizes, &self.management.claims.full_name(handle)));
         }
         updates
     }
 
-    fn count(&self, handle: &str, is_abnormal: bool) {
+    fn count(&self, handle: &ClaimName, is_abnormal: bool) {
         let mut abnormal = self.abnormal.lock().unwrap_or_else(PoisonError::into_inner);
         match is_abnormal {
             true => abnormal.insert(handle.to_owned()),

@@ -16,12 +16,14 @@ use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use super::k8s_attachments::{K8sAttachment, K8sAttachments};
-use super::repair_metrics::{LOST_ENTRY, RepairMetrics, STALE_ENTRY};
+use super::metrics::{RepairKind, RepairMetrics};
 use super::zones::Zones;
+use crate::events::Event;
 use crate::guest::{self, Guest, reference};
 use crate::management::Management;
-use crate::management::commit::{KeepReason, MayRemove};
-use crate::management::volume_entries::{Attach, AttachError, DetachError};
+use crate::management::claims::Claims;
+use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
+use crate::names::{ClaimName, VmName};
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -30,8 +32,8 @@ const LOCK_RETRY: Duration = Duration::from_secs(1);
 /// Retry interval after a refused repair: the cause may be something that is not watched.
 const REFUSED_RETRY: Duration = Duration::from_secs(30);
 
-/// A disk: name of the VM and name of the claim.
-type Disk = (String, String);
+/// A claim's disk in a VM.
+type Disk = (ClaimName, VmName);
 
 /// Reconciler of volume entries and guest VolumeAttachments.
 pub(super) struct VolumeEntries {
@@ -54,8 +56,8 @@ pub(super) struct DriftTracker {
 
 impl VolumeEntries {
     /// Repairs the entries of one VM.
-    pub(super) async fn reconcile(&self, vm_name: &str) -> Result<NextAction, String> {
-        let vm = self.management.vm(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
+    pub(super) async fn reconcile(&self, vm_name: &VmName) -> Result<NextAction, String> {
+        let vm = self.management.vms.get(vm_name).filter(|vm| vm.metadata.deletion_timestamp.is_none());
         let k8s_attachments = self.k8s_attachments.on_node(vm_name);
         let stale = match &vm {
             Some(vm) if self.zones.is_node(vm_name) => self.stale(vm, &k8s_attachments),
@@ -80,40 +82,45 @@ impl VolumeEntries {
     }
 
     /// The claims of entries that gc-csi created for this guest and that no VolumeAttachment requests.
-    fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<String> {
-        let requested: HashSet<&str> =
-            k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_deref()).collect();
+    fn stale(&self, vm: &VirtualMachine, k8s_attachments: &[K8sAttachment]) -> Vec<ClaimName> {
+        let requested: HashSet<&ClaimName> =
+            k8s_attachments.iter().filter_map(|k8s_attachment| k8s_attachment.handle.as_ref()).collect();
         let unknown: Vec<&K8sAttachment> =
             k8s_attachments.iter().filter(|k8s_attachment| k8s_attachment.handle.is_none()).collect();
-        let own = self.management.own_entries(vm).into_iter();
-        let unrequested = own.filter(|claim| !requested.contains(claim.as_str()));
+        let own = self.management.entries.own(vm).into_iter();
+        let unrequested = own.filter(|claim| !requested.contains(claim));
         unrequested
             .filter(|claim| {
-                !unknown.iter().any(|k8s_attachment| may_be_for(&self.management, k8s_attachment, claim))
+                !unknown
+                    .iter()
+                    .any(|k8s_attachment| may_be_for(&self.management.claims, k8s_attachment, claim))
             })
             .collect()
     }
 
-    async fn detach(&self, claim: &str, vm_name: &str) -> Result<NextAction, String> {
+    async fn detach(&self, claim: &ClaimName, vm_name: &VmName) -> Result<NextAction, String> {
         // Held during the checks and the removal, so that no CSI call adds the entry meanwhile.
         let Ok(_guard) = self.locks.acquire(&format!("{claim} on {vm_name}")) else {
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.zones.is_node_live(vm_name).await?
-            || !self.management.has_entry_live(claim, vm_name).await.map_err(|error| error.to_string())?
+            || !self.management.entries.has_live(claim, vm_name).await.map_err(|error| error.to_string())?
         {
             // The caches lag; the informers push the VM when they catch up.
             self.drift.forget_stale(claim, vm_name);
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         }
         let may_remove = self.may_remove(claim, vm_name);
-        let gone =
-            self.management.detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
+        let gone = self
+            .management
+            .entries
+            .detach(claim, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT)
+            .await;
         match &gone {
             Err(DetachError::Kept { reason: KeepReason::Requested(k8s_attachment), .. }) => {
                 tracing::info!(
-                    vm = vm_name,
-                    claim,
+                    vm = vm_name.as_str(),
+                    claim = claim.as_str(),
                     attachment = k8s_attachment,
                     "a VolumeAttachment requests the disk again: its entry stays"
                 );
@@ -128,37 +135,37 @@ impl VolumeEntries {
         let note = format!(
             "VirtualMachine {} had volume {claim} attached, but no VolumeAttachment of this cluster has requested it \
              for {}: its entry was removed from spec.volumes",
-            self.management.full_name(vm_name),
+            self.management.vms.full_name(vm_name),
             process_kit::duration::show(self.grace),
         );
-        tracing::warn!(vm = vm_name, claim, "{note}");
-        self.guest.events.warning(self.about(claim, vm_name), "Detach", "StaleEntryRemoved", note);
-        self.metrics.count(STALE_ENTRY);
+        tracing::warn!(vm = vm_name.as_str(), claim = claim.as_str(), "{note}");
+        Event::StaleEntryRemoved.report(&self.guest.events, self.about(claim, vm_name), note);
+        self.metrics.count(RepairKind::StaleEntry);
         self.drift.forget_stale(claim, vm_name);
         // The entry is removed. Errors of the detach are reported as for any detach.
         if let Err(error) = gone {
-            tracing::warn!(vm = vm_name, claim, "{error}");
+            tracing::warn!(vm = vm_name.as_str(), claim = claim.as_str(), "{error}");
         }
         Ok(NextAction::AwaitChange)
     }
 
     /// Check that no guest VolumeAttachment requests the claim on a VM, or may request it, read from the API server.
-    fn may_remove(&self, claim: &str, vm_name: &str) -> MayRemove {
-        let (k8s_attachments, management) = (self.k8s_attachments.clone(), self.management.clone());
-        let (vm_name, claim) = (vm_name.to_owned(), claim.to_owned());
+    fn may_remove(&self, claim: &ClaimName, vm_name: &VmName) -> MayRemove {
+        let (k8s_attachments, claims) = (self.k8s_attachments.clone(), self.management.claims.clone());
+        let (vm_name, claim) = (vm_name.clone(), claim.clone());
         Arc::new(move || {
-            let (k8s_attachments, management) = (k8s_attachments.clone(), management.clone());
+            let (k8s_attachments, claims) = (k8s_attachments.clone(), claims.clone());
             let (vm_name, claim) = (vm_name.clone(), claim.clone());
             Box::pin(async move {
                 let now = k8s_attachments.list_live(&vm_name).await.map_err(KeepReason::Unknown)?;
                 let wants =
-                    now.into_iter().find(|k8s_attachment| may_be_for(&management, k8s_attachment, &claim));
+                    now.into_iter().find(|k8s_attachment| may_be_for(&claims, k8s_attachment, &claim));
                 wants.map_or(Ok(()), |k8s_attachment| Err(KeepReason::Requested(k8s_attachment.name)))
             })
         })
     }
 
-    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &str) -> Result<NextAction, String> {
+    async fn restore(&self, k8s_attachment: &K8sAttachment, vm_name: &VmName) -> Result<NextAction, String> {
         let Some(handle) = &k8s_attachment.handle else { return Ok(NextAction::AwaitChange) };
         let volumes = self.guest.volumes_of(handle);
         let Some(volume) =
@@ -170,14 +177,14 @@ impl VolumeEntries {
             return Ok(NextAction::RequeueAfter(LOCK_RETRY));
         };
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await?
-            || self.management.has_entry_live(handle, vm_name).await.map_err(|error| error.to_string())?
+            || self.management.entries.has_live(handle, vm_name).await.map_err(|error| error.to_string())?
         {
             return Ok(NextAction::AwaitChange);
         }
         let requirements = guest::requirements(volume);
         let attach = Attach {
             claim: handle.clone(),
-            vm_name: vm_name.to_owned(),
+            vm_name: vm_name.clone(),
             read_only: requirements.reads_only(),
             // The entry on another VM may be the wrong one, as after a restore from a backup. The storage infra refuses
             // a second writer; if it has this attachment already, it keeps it.
@@ -185,14 +192,17 @@ impl VolumeEntries {
             requirements,
             volumes: volumes.iter().map(|volume| guest::requirements(volume)).collect(),
         };
-        let full_name = self.management.full_name(vm_name);
-        let outcome = self.management.attach(&attach, Instant::now() + OPERATION_TIMEOUT).await;
+        let full_name = self.management.vms.full_name(vm_name);
+        let outcome = self.management.entries.attach(&attach, Instant::now() + OPERATION_TIMEOUT).await;
         // If the VolumeAttachment was deleted meanwhile, its ControllerUnpublishVolume may have found nothing to
         // detach.
         if !self.k8s_attachments.is_live(&k8s_attachment.name).await? {
             let may_remove = self.k8s_attachments.may_remove(handle, vm_name);
-            let gone =
-                self.management.detach(handle, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT).await;
+            let gone = self
+                .management
+                .entries
+                .detach(handle, vm_name, may_remove, Instant::now() + OPERATION_TIMEOUT)
+                .await;
             return gone.map(|()| NextAction::AwaitChange).map_err(|error| error.to_string());
         }
         let about = self.about(handle, vm_name);
@@ -204,9 +214,9 @@ impl VolumeEntries {
                      attached: the entry was restored; pods that used the volume meanwhile may need a restart",
                     k8s_attachment.name
                 );
-                tracing::warn!(vm = vm_name, claim = handle, "{note}");
-                self.guest.events.warning(about, "Attach", "LostEntryRestored", note);
-                self.metrics.count(LOST_ENTRY);
+                tracing::warn!(vm = vm_name.as_str(), claim = handle.as_str(), "{note}");
+                Event::LostEntryRestored.report(&self.guest.events, about, note);
+                self.metrics.count(RepairKind::LostEntry);
                 Ok(NextAction::AwaitChange)
             }
             Err(error @ (AttachError::Detaching { .. } | AttachError::Commit(_))) => Err(error.to_string()),
@@ -217,8 +227,8 @@ impl VolumeEntries {
                     k8s_attachment.name
                 );
                 if self.drift.is_new_error(handle, vm_name, &note) {
-                    tracing::warn!(vm = vm_name, claim = handle, "{note}");
-                    self.guest.events.warning(about, "Attach", "LostEntryNotRestored", note);
+                    tracing::warn!(vm = vm_name.as_str(), claim = handle.as_str(), "{note}");
+                    Event::LostEntryNotRestored.report(&self.guest.events, about, note);
                 }
                 Ok(NextAction::RequeueAfter(REFUSED_RETRY))
             }
@@ -226,7 +236,7 @@ impl VolumeEntries {
     }
 
     /// The object for events: the guest's claim, or else the Node.
-    fn about(&self, handle: &str, vm_name: &str) -> ObjectReference {
+    fn about(&self, handle: &ClaimName, vm_name: &VmName) -> ObjectReference {
         let claim = self.guest.volumes_of(handle).iter().find_map(|volume| self.guest.claim_of(volume));
         claim.map_or_else(|| self.zones.reference_to(vm_name), |claim| reference(&*claim))
     }
@@ -234,11 +244,11 @@ impl VolumeEntries {
 
 impl DriftTracker {
     /// Since when each of the VM's stale claims is stale; forgets all others of the VM.
-    fn since(&self, vm_name: &str, stale: Vec<String>) -> Vec<(String, Instant)> {
+    fn since(&self, vm_name: &VmName, stale: Vec<ClaimName>) -> Vec<(ClaimName, Instant)> {
         let mut drift = lock(&self.stale);
-        drift.retain(|(of, claim), _| of != vm_name || stale.contains(claim));
-        let since = |claim: String| {
-            let since = *drift.entry((vm_name.to_owned(), claim.clone())).or_insert_with(Instant::now);
+        drift.retain(|(claim, of), _| of != vm_name || stale.contains(claim));
+        let since = |claim: ClaimName| {
+            let since = *drift.entry((claim.clone(), vm_name.clone())).or_insert_with(Instant::now);
             (claim, since)
         };
         stale.into_iter().map(since).collect()
@@ -248,19 +258,19 @@ impl DriftTracker {
         lock(&self.stale).clear();
     }
 
-    fn forget_stale(&self, claim: &str, vm_name: &str) {
-        lock(&self.stale).remove(&(vm_name.to_owned(), claim.to_owned()));
+    fn forget_stale(&self, claim: &ClaimName, vm_name: &VmName) {
+        lock(&self.stale).remove(&(claim.clone(), vm_name.clone()));
     }
 
-    fn retain_lost(&self, vm_name: &str, lost: &[&K8sAttachment]) {
-        let is_lost =
-            |claim: &String| lost.iter().any(|k8s_attachment| k8s_attachment.handle.as_ref() == Some(claim));
-        lock(&self.reported_errors).retain(|(of, claim), _| of != vm_name || is_lost(claim));
+    fn retain_lost(&self, vm_name: &VmName, lost: &[&K8sAttachment]) {
+        let is_lost = |claim: &ClaimName| {
+            lost.iter().any(|k8s_attachment| k8s_attachment.handle.as_ref() == Some(claim))
+        };
+        lock(&self.reported_errors).retain(|(claim, of), _| of != vm_name || is_lost(claim));
     }
 
-    fn is_new_error(&self, claim: &str, vm_name: &str, note: &str) -> bool {
-        let before =
-            lock(&self.reported_errors).insert((vm_name.to_owned(), claim.to_owned()), note.to_owned());
+    fn is_new_error(&self, claim: &ClaimName, vm_name: &VmName, note: &str) -> bool {
+        let before = lock(&self.reported_errors).insert((claim.clone(), vm_name.clone()), note.to_owned());
         before.as_deref() != Some(note)
     }
 }
@@ -271,10 +281,10 @@ fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Whether a VolumeAttachment is or may be for the volume with this handle. If its PersistentVolume is gone, the
 /// management claim names it.
-fn may_be_for(management: &Management, k8s_attachment: &K8sAttachment, handle: &str) -> bool {
+fn may_be_for(claims: &Claims, k8s_attachment: &K8sAttachment, handle: &ClaimName) -> bool {
     match &k8s_attachment.handle {
         Some(requested) => requested == handle,
-        None => management.guest_volume_of(handle).is_none_or(|volume| volume == k8s_attachment.volume),
+        None => claims.guest_volume_of(handle).is_none_or(|volume| volume == k8s_attachment.volume),
     }
 }
 
@@ -318,7 +328,7 @@ mod tests {
     fn k8s_attachment(handle: &str, attached: bool, deleting: bool) -> K8sAttachment {
         K8sAttachment {
             name: format!("attachment-{handle}"),
-            handle: Some(handle.to_owned()),
+            handle: Some(ClaimName::new(handle)),
             volume: format!("pv-{handle}"),
             attached,
             deleting,
@@ -356,21 +366,23 @@ mod tests {
     #[test]
     fn the_grace_period_restarts_when_an_entry_was_requested_in_between() {
         let drift = DriftTracker::default();
-        let first = drift.since("vm", vec!["a".to_owned()])[0].1;
-        drift.since("other", Vec::new());
-        assert_eq!(drift.since("vm", vec!["a".to_owned()])[0].1, first);
-        drift.since("vm", Vec::new());
-        assert!(drift.since("vm", vec!["a".to_owned()])[0].1 >= first);
+        let (vm, a) = (VmName::new("vm"), || vec![ClaimName::new("a")]);
+        let first = drift.since(&vm, a())[0].1;
+        drift.since(&VmName::new("other"), Vec::new());
+        assert_eq!(drift.since(&vm, a())[0].1, first);
+        drift.since(&vm, Vec::new());
+        assert!(drift.since(&vm, a())[0].1 >= first);
         assert_eq!(lock(&drift.stale).len(), 1);
     }
 
     #[test]
     fn a_repeated_error_is_reported_once() {
         let drift = DriftTracker::default();
-        assert!(drift.is_new_error("a", "vm", "in use"));
-        assert!(!drift.is_new_error("a", "vm", "in use"));
-        assert!(drift.is_new_error("a", "vm", "gone"));
-        drift.retain_lost("vm", &[]);
-        assert!(drift.is_new_error("a", "vm", "gone"));
+        let (a, vm) = (ClaimName::new("a"), VmName::new("vm"));
+        assert!(drift.is_new_error(&a, &vm, "in use"));
+        assert!(!drift.is_new_error(&a, &vm, "in use"));
+        assert!(drift.is_new_error(&a, &vm, "gone"));
+        drift.retain_lost(&vm, &[]);
+        assert!(drift.is_new_error(&a, &vm, "gone"));
     }
 }

@@ -19,16 +19,18 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::out_of_service;
+use crate::events::Event;
 use crate::guest::reference;
-use crate::management::Management;
+use crate::management::VirtualMachines;
+use crate::names::VmName;
 
 /// Labels guest Nodes with their zones.
 pub(super) struct Zones {
     api: Api<Node>,
     nodes: Informer<Node>,
-    management: Management,
+    vms: VirtualMachines,
     events: Events,
-    reported: Mutex<HashMap<String, String>>,
+    reported: Mutex<HashMap<VmName, String>>,
 }
 
 /// Action for a Node.
@@ -50,11 +52,11 @@ impl Zones {
     /// out-of-service taint changes.
     pub(super) fn start(
         client: &Client,
-        management: Management,
+        vms: VirtualMachines,
         events: Events,
         check: Check,
         stop: &CancellationToken,
-        changed: impl Fn(&str) + Send + Sync + 'static,
+        changed: impl Fn(&VmName) + Send + Sync + 'static,
     ) -> Self {
         let nodes = Informer::builder("guest Nodes", Api::all(client.clone()))
             .trim(trim)
@@ -63,11 +65,11 @@ impl Zones {
                     node.map(|node| (zone_label(node).map(str::to_owned), out_of_service::is_tainted(node)))
                 };
                 if read(change.old) != read(change.new) {
-                    changed(&change.key.name);
+                    changed(&VmName::new(&change.key.name));
                 }
             })
             .start(check, stop.clone());
-        Self { api: Api::all(client.clone()), nodes, management, events, reported: Mutex::default() }
+        Self { api: Api::all(client.clone()), nodes, vms, events, reported: Mutex::default() }
     }
 
     /// Waits for the first list.
@@ -76,30 +78,30 @@ impl Zones {
     }
 
     /// Names of all Nodes.
-    pub(super) fn names(&self) -> Vec<String> {
-        self.nodes.list().iter().filter_map(|node| node.metadata.name.clone()).collect()
+    pub(super) fn names(&self) -> Vec<VmName> {
+        self.nodes.list().iter().filter_map(|node| node.metadata.name.clone().map(VmName::new)).collect()
     }
 
     /// Whether the guest has a Node of this name.
-    pub(super) fn is_node(&self, name: &str) -> bool {
-        self.nodes.get(&Key::cluster(name)).is_some()
+    pub(super) fn is_node(&self, name: &VmName) -> bool {
+        self.nodes.get(&Key::cluster(name.as_str())).is_some()
     }
 
     /// Whether the guest has a Node of this name, read from the API server.
-    pub(super) async fn is_node_live(&self, name: &str) -> Result<bool, String> {
+    pub(super) async fn is_node_live(&self, name: &VmName) -> Result<bool, String> {
         let read = self.api.get_metadata_opt(name).await;
         let node = read.map_err(|error| format!("failed to read guest Node {name}: {}", chain(&error)))?;
         Ok(node.is_some())
     }
 
     /// Reference for events about a Node.
-    pub(super) fn reference_to(&self, name: &str) -> ObjectReference {
-        let node = self.nodes.get(&Key::cluster(name));
+    pub(super) fn reference_to(&self, name: &VmName) -> ObjectReference {
+        let node = self.nodes.get(&Key::cluster(name.as_str()));
         node.map_or_else(
             || ObjectReference {
                 api_version: Some("v1".to_owned()),
                 kind: Some("Node".to_owned()),
-                name: Some(name.to_owned()),
+                name: Some(name.to_string()),
                 ..ObjectReference::default()
             },
             |node| reference(&*node),
@@ -107,12 +109,13 @@ impl Zones {
     }
 
     /// Updates the zone label of one Node, and the out-of-service annotation of its VM.
-    pub(super) async fn reconcile(&self, name: &str) -> Result<NextAction, String> {
-        if let Some(node) = self.nodes.get(&Key::cluster(name)) {
-            out_of_service::reconcile(&self.management, &node).await?;
+    pub(super) async fn reconcile(&self, name: &VmName) -> Result<NextAction, String> {
+        if let Some(node) = self.nodes.get(&Key::cluster(name.as_str())) {
+            out_of_service::reconcile(&self.vms, &node).await?;
         }
-        let vm = self.management.vm(name);
-        let (Some(node), Some(zone)) = (self.nodes.get(&Key::cluster(name)), vm.as_deref().and_then(zone_of))
+        let vm = self.vms.get(name);
+        let (Some(node), Some(zone)) =
+            (self.nodes.get(&Key::cluster(name.as_str())), vm.as_deref().and_then(zone_of))
         else {
             self.forget(name);
             return Ok(NextAction::AwaitChange);
@@ -128,11 +131,11 @@ impl Zones {
                     "label {LABEL_ZONE} of Node {name} is {:?}, but VirtualMachine {} runs in zone {zone:?}: volumes \
                      are placed by the label; correct it, or remove it so that gc-csi sets it",
                     zone_label(&node).unwrap_or_default(),
-                    self.management.full_name(name),
+                    self.vms.full_name(name),
                 );
                 if self.is_new_note(name, &note) {
                     tracing::warn!("{note}");
-                    self.events.warning(reference(&*node), "Label", "ZoneMismatch", note);
+                    Event::ZoneMismatch.report(&self.events, reference(&*node), note);
                 }
             }
         }
@@ -158,12 +161,12 @@ impl Zones {
         }
     }
 
-    fn is_new_note(&self, node: &str, note: &str) -> bool {
+    fn is_new_note(&self, node: &VmName, note: &str) -> bool {
         let mut reported = self.reported.lock().unwrap_or_else(PoisonError::into_inner);
         reported.insert(node.to_owned(), note.to_owned()).as_deref() != Some(note)
     }
 
-    fn forget(&self, node: &str) {
+    fn forget(&self, node: &VmName) {
         self.reported.lock().unwrap_or_else(PoisonError::into_inner).remove(node);
     }
 }

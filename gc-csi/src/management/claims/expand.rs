@@ -5,18 +5,18 @@
 //! allows any size above the capacity (KEP-1790).
 
 use csi::request::Size;
-use kube::api::{Patch, PatchParams};
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{SizeError, condition, is_bound};
-use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management};
+use super::{Claims, SizeError, condition, is_bound};
+use crate::management::error::ApiError;
+use crate::management::identity::Relation;
+use crate::names::ClaimName;
 
 /// Condition of claims whose expansion failed, set by csi-resizer.
-pub const CONDITION_RESIZE_FAILED: &str = "ControllerResizeError";
+pub(super) const CONDITION_FAILED: &str = "ControllerResizeError";
 
 /// Resize state that csi-resizer retries only slowly.
 const INFEASIBLE: &str = "ControllerResizeInfeasible";
@@ -26,12 +26,12 @@ const INFEASIBLE: &str = "ControllerResizeInfeasible";
 pub enum ExpandError {
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim could not be read.
     #[error("failed to read management PersistentVolumeClaim {claim}: {source}")]
     Unknown {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -39,10 +39,10 @@ pub enum ExpandError {
     #[error(
         "management PersistentVolumeClaim {0} is shared with this guest, not its own: only its owner can expand it"
     )]
-    Shared(String),
+    Shared(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The range contains no whole number of MiB.
     #[error(transparent)]
     InvalidSize(SizeError),
@@ -52,7 +52,7 @@ pub enum ExpandError {
     )]
     TooLarge {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its capacity.
         capacity: u64,
         /// The limit.
@@ -62,7 +62,7 @@ pub enum ExpandError {
     #[error("management PersistentVolumeClaim {claim} can't be expanded to {size}: {reason}")]
     Infeasible {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The reported reason.
@@ -72,7 +72,7 @@ pub enum ExpandError {
     #[error("failed to expand management PersistentVolumeClaim {claim} to {size}: {reason}")]
     Failed {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The reported reason.
@@ -82,7 +82,7 @@ pub enum ExpandError {
     #[error("management PersistentVolumeClaim {claim} is not expanded yet: {warning}")]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The reported warning.
         warning: String,
     },
@@ -90,7 +90,7 @@ pub enum ExpandError {
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is expanded to {size}{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The requested size.
         size: String,
         /// The latest warning, or empty.
@@ -102,7 +102,7 @@ pub enum ExpandError {
     )]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its StorageClass.
         class: String,
         /// The requested size.
@@ -127,15 +127,20 @@ enum Step {
     Failed(String),
 }
 
-impl Management {
+impl Claims {
     /// Expands the claim to at least the required size and returns its capacity.
-    pub async fn expand_claim(&self, name: &str, size: Size, deadline: Instant) -> Result<u64, ExpandError> {
-        let claim = || name.to_owned();
+    pub(crate) async fn expand(
+        &self,
+        name: &ClaimName,
+        size: Size,
+        deadline: Instant,
+    ) -> Result<u64, ExpandError> {
+        let claim = || name.clone();
         let bytes = super::whole_mebibytes(size).map_err(ExpandError::InvalidSize)?;
         let text = quantity::of(bytes).0;
         let mark = self.warnings.mark();
         loop {
-            let cached = match self.usable_claim(name) {
+            let cached = match self.usable(name) {
                 Some((cached, Relation::Own)) => cached,
                 Some((_, Relation::Shared { .. })) => return Err(ExpandError::Shared(claim())),
                 None => return Err(ExpandError::NoClaim(claim())),
@@ -156,13 +161,12 @@ impl Management {
                         return Err(ExpandError::Failing { claim: claim(), warning });
                     }
                 }
-                Step::Request => self.request(name, &cached, bytes).await?,
+                Step::Request => self.request_size(name, &cached, bytes).await?,
             }
             // Wait until the claim changes or a new warning arrives.
             let version = &cached.metadata.resource_version;
             let changed = self
-                .claims
-                .wait_for(&self.key(name), deadline, |now| {
+                .wait_for(name, deadline, |now| {
                     let same = now.is_some_and(|now| now.metadata.resource_version == *version);
                     (!same || self.warnings.since(mark, name).is_some()).then_some(())
                 })
@@ -176,9 +180,9 @@ impl Management {
     }
 
     /// Requests this size, guarded by the resourceVersion: a concurrent change may have requested more.
-    async fn request(
+    async fn request_size(
         &self,
-        name: &str,
+        name: &ClaimName,
         cached: &PersistentVolumeClaim,
         bytes: u64,
     ) -> Result<(), ExpandError> {
@@ -187,8 +191,7 @@ impl Management {
             "metadata": {"uid": cached.metadata.uid, "resourceVersion": cached.metadata.resource_version},
             "spec": {"resources": {"requests": {"storage": size}}},
         });
-        let answer = self.claims_api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
-        match answer.map_err(ApiError::from) {
+        match self.patch(name, patch).await {
             Ok(_) | Err(ApiError::Conflict(_)) => Ok(()),
             Err(source) => {
                 let class = cached.spec.storage_class_name.clone().unwrap_or_default();
@@ -199,7 +202,7 @@ impl Management {
 }
 
 /// The capacity, unless it exceeds the limit.
-fn check_limit(claim: String, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
+fn check_limit(claim: ClaimName, capacity: u64, limit: Option<u64>) -> Result<u64, ExpandError> {
     match limit.filter(|limit| capacity > *limit) {
         Some(limit) => Err(ExpandError::TooLarge { claim, capacity, limit }),
         None => Ok(capacity),
@@ -228,7 +231,7 @@ fn failure(claim: &PersistentVolumeClaim, requested: u64) -> Option<Step> {
     if claim.status.allocated != Some(requested) {
         return None;
     }
-    let reason = condition(claim, CONDITION_RESIZE_FAILED).map(str::to_owned);
+    let reason = condition(claim, CONDITION_FAILED).map(str::to_owned);
     match (claim.status.allocated_state.as_deref(), reason) {
         (Some(INFEASIBLE), reason) => {
             Some(Step::Infeasible(reason.unwrap_or_else(|| "it is infeasible".to_owned())))
@@ -252,7 +255,7 @@ mod tests {
     }
 
     fn failing(allocated: &str, state: &str) -> serde_json::Value {
-        let condition = json!({"type": CONDITION_RESIZE_FAILED, "status": "True", "message": "no space"});
+        let condition = json!({"type": CONDITION_FAILED, "status": "True", "message": "no space"});
         json!({
             "allocatedResources": {"storage": allocated}, "allocatedResourceStatuses": {"storage": state},
             "conditions": [condition],

@@ -3,32 +3,33 @@
 //! A class that fails stays requested, and the management cluster's csi-resizer retries it slowly, until the guest
 //! requests another class.
 
-use kube::api::{Patch, PatchParams};
 use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::{condition, is_bound};
-use crate::management::sharing::Relation;
-use crate::management::{ApiError, Management};
+use super::{Claims, condition, is_bound};
+use crate::management::classes::Classes;
+use crate::management::error::ApiError;
+use crate::management::identity::Relation;
+use crate::names::ClaimName;
 
 /// Condition of claims whose modification failed, set by csi-resizer.
-pub const CONDITION_MODIFY_FAILED: &str = "ModifyVolumeError";
+pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";
 
 /// Why a claim was not modified.
 #[derive(Debug, thiserror::Error)]
 pub enum ModifyError {
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim is only shared with this guest.
     #[error(
         "management PersistentVolumeClaim {0} is shared with this guest, not its own: only its owner can modify it"
     )]
-    Shared(String),
+    Shared(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The management class does not exist.
     #[error(
         "VolumeAttributesClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeAttributesClass, or ask the platform team for that class",
@@ -39,7 +40,7 @@ pub enum ModifyError {
     #[error("management PersistentVolumeClaim {claim} can't have VolumeAttributesClass {class}: {reason}")]
     Infeasible {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The reported reason.
@@ -51,7 +52,7 @@ pub enum ModifyError {
     )]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The reported warning.
@@ -63,7 +64,7 @@ pub enum ModifyError {
     )]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// The latest warning, or empty.
@@ -75,7 +76,7 @@ pub enum ModifyError {
     )]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The class.
         class: String,
         /// Error of the API request.
@@ -83,18 +84,19 @@ pub enum ModifyError {
     },
 }
 
-impl Management {
+impl Claims {
     /// Sets a management VolumeAttributesClass on the claim and waits until it is applied. A class that the cache does
     /// not show by `cache_deadline` counts as missing.
-    pub async fn modify_claim(
+    pub(crate) async fn modify(
         &self,
-        name: &str,
+        classes: &Classes,
+        name: &ClaimName,
         class: &str,
         cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<(), ModifyError> {
         let claim = || name.to_owned();
-        let found = match self.usable_claim(name) {
+        let found = match self.usable(name) {
             Some((found, Relation::Own)) => found,
             Some((_, Relation::Shared { .. })) => return Err(ModifyError::Shared(claim())),
             None => return Err(ModifyError::NoClaim(claim())),
@@ -104,7 +106,7 @@ impl Management {
         }
         let mark = self.warnings.mark();
         if requested_class(&found) != Some(class) {
-            if !self.has_attributes_class(class, cache_deadline).await {
+            if !classes.has_attributes_class(class, cache_deadline).await {
                 return Err(ModifyError::NoClass(class.to_owned()));
             }
             // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
@@ -112,15 +114,13 @@ impl Management {
                 "metadata": {"uid": found.metadata.uid},
                 "spec": {"volumeAttributesClassName": class},
             });
-            let answer = self.claims_api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await;
-            if let Err(source) = answer.map_err(ApiError::from) {
+            if let Err(source) = self.patch(name, patch).await {
                 return Err(ModifyError::Api { claim: claim(), class: class.to_owned(), source });
             }
         }
         let uid = &found.metadata.uid;
         let outcome = self
-            .claims
-            .wait_for(&self.key(name), deadline, |now| {
+            .wait_for(name, deadline, |now| {
                 let Some(now) = now.filter(|now| now.metadata.uid == *uid) else {
                     return Some(Err(ModifyError::NoClaim(claim())));
                 };
@@ -162,7 +162,7 @@ fn infeasible(claim: &PersistentVolumeClaim, class: &str) -> Option<String> {
     let state = claim.status.modify_volume_status.as_ref()?;
     let of_class = state.target_volume_attributes_class_name.as_deref() == Some(class);
     (of_class && state.status == "Infeasible")
-        .then(|| condition(claim, CONDITION_MODIFY_FAILED).unwrap_or("it is infeasible").to_owned())
+        .then(|| condition(claim, CONDITION_FAILED).unwrap_or("it is infeasible").to_owned())
 }
 
 #[cfg(test)]
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     fn claim(current: &str, target: Option<(&str, &str)>) -> PersistentVolumeClaim {
-        let condition = json!({"type": CONDITION_MODIFY_FAILED, "status": "True", "message": "too fast"});
+        let condition = json!({"type": CONDITION_FAILED, "status": "True", "message": "too fast"});
         let mut status = json!({"currentVolumeAttributesClassName": current, "conditions": [condition]});
         if let Some((target, state)) = target {
             status["modifyVolumeStatus"] =

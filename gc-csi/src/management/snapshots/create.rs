@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crds::names;
-use kube::api::{ApiResource, PostParams};
+use kube::api::PostParams;
 use kube_kit::informer::Key;
 use tokio::time::Instant;
 
@@ -13,7 +13,9 @@ use super::{
     GROUP_VERSION, SnapshotSource, SnapshotSpec, Snapshots, VolumeSnapshot, is_cut, is_ready, source_claim,
 };
 use crate::management::claims::is_bound;
-use crate::management::{ApiError, Management};
+use crate::management::error::ApiError;
+use crate::management::identity::Relation;
+use crate::names::{ClaimName, CsiName};
 
 /// How long an error may last before it is reported: the snapshot-controller writes one after each conflict and retries
 /// a second later.
@@ -23,9 +25,9 @@ const TRANSIENT_ERROR_WINDOW: Duration = Duration::from_secs(3);
 #[derive(Debug, Clone)]
 pub struct NewSnapshot {
     /// CSI name of the snapshot.
-    pub csi_name: String,
+    pub csi_name: CsiName,
     /// Name of the management claim.
-    pub claim: String,
+    pub claim: ClaimName,
     /// Management VolumeSnapshotClass.
     pub class: String,
     /// Annotations that name the guest objects.
@@ -42,10 +44,10 @@ pub enum SnapshotError {
     NotServed,
     /// The volume does not exist for this guest.
     #[error("there is no volume {0} of this guest to take a snapshot of")]
-    NoClaim(String),
+    NoClaim(ClaimName),
     /// The claim is not bound.
     #[error("management PersistentVolumeClaim {0} is not bound yet: no snapshot can be taken of it")]
-    NotBound(String),
+    NotBound(ClaimName),
     /// The management class does not exist.
     #[error(
         "VolumeSnapshotClass {0:?} does not exist in the management cluster: correct the parameter {parameter} of the guest's VolumeSnapshotClass, or ask the platform team for that class",
@@ -56,7 +58,7 @@ pub enum SnapshotError {
     #[error("snapshot {csi_name:?} exists as management VolumeSnapshot {snapshot}, but {difference}")]
     Differs {
         /// CSI name of the snapshot.
-        csi_name: String,
+        csi_name: CsiName,
         /// Name of the management snapshot.
         snapshot: String,
         /// The difference.
@@ -86,56 +88,51 @@ pub enum SnapshotError {
     },
 }
 
-impl Management {
+impl Snapshots {
     /// Whether the cache shows the snapshot with this CSI name.
-    pub fn snapshot_exists(&self, csi_name: &str) -> bool {
-        let key = self.key(&names::management_snapshot(self.identity.cluster.as_str(), csi_name));
-        self.snapshots.as_ref().is_some_and(|snapshots| snapshots.informer.get(&key).is_some())
+    pub(crate) fn exists(&self, csi_name: &CsiName) -> bool {
+        self.get(&self.identity.snapshot_of(csi_name)).is_some()
     }
 
     /// Creates the snapshot unless it exists, and waits until it is ready to use. At the deadline, a snapshot that is
     /// cut is returned although it is not ready. A class that the cache does not show by `cache_deadline` counts as
     /// missing.
-    pub async fn create_snapshot(
+    pub(crate) async fn create(
         &self,
         request: &NewSnapshot,
         cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
-        let snapshots = self.snapshots.as_ref().ok_or(SnapshotError::NotServed)?;
-        let name = names::management_snapshot(self.identity.cluster.as_str(), &request.csi_name);
-        let key = self.key(&name);
-        if snapshots.informer.get(&key).is_none() {
-            let (claim, _) = self
-                .usable_claim(&request.claim)
-                .ok_or_else(|| SnapshotError::NoClaim(request.claim.clone()))?;
+        let name = self.identity.snapshot_of(&request.csi_name);
+        if self.get(&name).is_none() {
+            let usable = self.claims.usable(&request.claim);
+            let (claim, _) = usable.ok_or_else(|| SnapshotError::NoClaim(request.claim.clone()))?;
             if !is_bound(&claim) {
                 return Err(SnapshotError::NotBound(request.claim.clone()));
             }
             let class = Key::cluster(&request.class);
-            if snapshots.classes.wait_for(&class, cache_deadline, |class| class.map(|_| ())).await.is_none() {
+            if self.classes.wait_for(&class, cache_deadline, |class| class.map(|_| ())).await.is_none() {
                 return Err(SnapshotError::NoClass(request.class.clone()));
             }
-            let snapshot = self.new_snapshot(&snapshots.resource, &name, request).await;
-            match snapshots.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
+            let snapshot = self.new_snapshot(&name, request).await;
+            match self.api.create(&PostParams::default(), &snapshot).await.map_err(ApiError::from) {
                 // If an earlier call created it, it is compared with the request when the informer shows it.
                 Ok(_) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(SnapshotError::Api { snapshot: name, source }),
             }
         }
-        self.wait_ready(snapshots, &name, request, deadline).await
+        self.wait_ready(&name, request, deadline).await
     }
 
     async fn wait_ready(
         &self,
-        snapshots: &Snapshots,
         name: &str,
         request: &NewSnapshot,
         deadline: Instant,
     ) -> Result<Arc<VolumeSnapshot>, SnapshotError> {
-        let key = self.key(name);
+        let key = self.identity.key(name);
         let final_outcome = |found: &Arc<VolumeSnapshot>| {
-            if let Err(difference) = self.check_same_snapshot(found, request) {
+            if let Err(difference) = self.check_same(found, request) {
                 let (csi_name, snapshot) = (request.csi_name.clone(), name.to_owned());
                 return Some(Err(SnapshotError::Differs { csi_name, snapshot, difference }));
             }
@@ -145,7 +142,7 @@ impl Management {
             is_ready(found).then(|| Ok(found.clone()))
         };
         loop {
-            let cached = snapshots.informer.wait_for(&key, deadline, |found| {
+            let cached = self.informer.wait_for(&key, deadline, |found| {
                 let found = found?;
                 final_outcome(found).map(Some).or_else(|| failure(found).map(|_| None))
             });
@@ -154,7 +151,7 @@ impl Management {
                 Some(None) => {}
                 None => break,
             }
-            let recovered = snapshots.informer.wait_for(
+            let recovered = self.informer.wait_for(
                 &key,
                 deadline.min(Instant::now() + TRANSIENT_ERROR_WINDOW),
                 |found| {
@@ -168,7 +165,7 @@ impl Management {
                 None => break,
             }
         }
-        let found = snapshots.informer.get(&key);
+        let found = self.informer.get(&key);
         if let Some(found) = found.as_ref().filter(|found| is_cut(found)) {
             return Ok(found.clone());
         }
@@ -180,29 +177,24 @@ impl Management {
         }
     }
 
-    async fn new_snapshot(
-        &self,
-        resource: &ApiResource,
-        name: &str,
-        request: &NewSnapshot,
-    ) -> VolumeSnapshot {
+    async fn new_snapshot(&self, name: &str, request: &NewSnapshot) -> VolumeSnapshot {
         let spec = SnapshotSpec {
-            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.clone()) },
+            source: SnapshotSource { persistent_volume_claim_name: Some(request.claim.to_string()) },
             volume_snapshot_class_name: Some(request.class.clone()),
         };
-        let mut snapshot = VolumeSnapshot::new(name, resource, spec);
-        snapshot.metadata = self.new_metadata(name, request.annotations.clone()).await;
+        let mut snapshot = VolumeSnapshot::new(name, &self.resource, spec);
+        snapshot.metadata = self.owner.new_metadata(name, request.annotations.clone()).await;
         snapshot
     }
 
     /// Compares an existing snapshot with the request; the error names the difference.
-    fn check_same_snapshot(&self, found: &VolumeSnapshot, request: &NewSnapshot) -> Result<(), String> {
-        if !self.owns_snapshot(found) {
+    fn check_same(&self, found: &VolumeSnapshot, request: &NewSnapshot) -> Result<(), String> {
+        if self.relation(found) != Some(Relation::Own) {
             return Err("it does not have this guest's label".to_owned());
         }
         let claim = source_claim(found);
-        if claim != request.claim {
-            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim));
+        if claim != request.claim.as_str() {
+            return Err(format!("its source is volume {claim:?}, not {:?}", request.claim.as_str()));
         }
         let class = found.spec.volume_snapshot_class_name.as_deref().unwrap_or_default();
         if class != request.class {

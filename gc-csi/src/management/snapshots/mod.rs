@@ -9,18 +9,22 @@ use crds::names;
 use k8s_openapi::api::core::v1::TypedLocalObjectReference;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube::api::{ApiResource, DynamicObject};
+use kube::api::{ApiResource, DynamicObject, Patch, PatchParams};
 use kube::core::{GroupVersionKind, Object};
-use kube::{Api, Client};
+use kube::{Api, Client, ResourceExt};
 use kube_kit::health::Health;
 use kube_kit::informer::Informer;
 use kube_kit::quantity;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use super::sharing::Relation;
-use super::{ChangeHandler, Management, retain_keys};
+use super::claims::Claims;
+use super::cluster_owner::ClusterOwner;
+use super::error::ApiError;
+use super::identity::{GuestIdentity, Relation};
+use super::objects::{ChangeHandler, retain_keys};
 
 pub use create::{NewSnapshot, SnapshotError};
 pub use delete::{AbandonedSnapshot, DeleteSnapshotError};
@@ -82,32 +86,35 @@ pub struct SnapshotFailure {
     pub message: Option<String>,
 }
 
-/// Informers of snapshots and their classes.
+/// Snapshots of the guest's namespace, and their classes.
 #[derive(Clone, Debug)]
-pub(super) struct Snapshots {
+pub(crate) struct Snapshots {
+    identity: GuestIdentity,
     resource: ApiResource,
-    pub(super) api: Api<VolumeSnapshot>,
-    pub(super) informer: Informer<VolumeSnapshot>,
+    api: Api<VolumeSnapshot>,
+    informer: Informer<VolumeSnapshot>,
     classes: Informer<DynamicObject>,
+    claims: Claims,
+    owner: ClusterOwner,
 }
 
 impl Snapshots {
+    /// Watches snapshots and their classes. Snapshots are taken of `claims` and belong to `owner`.
     pub(super) fn start(
         client: &Client,
-        namespace: &str,
+        identity: GuestIdentity,
+        (claims, owner): (Claims, ClusterOwner),
         ready: &Health,
         stop: &CancellationToken,
         changed: ChangeHandler<VolumeSnapshot>,
     ) -> Self {
         let kind = |kind: &str| ApiResource::from_gvk(&GroupVersionKind::gvk(GROUP, "v1", kind));
         let resource = kind("VolumeSnapshot");
-        let informer = Informer::builder(
-            "management VolumeSnapshots",
-            Api::namespaced_with(client.clone(), namespace, &resource),
-        )
-        .trim(trim)
-        .on_change(changed)
-        .start(ready.check("management-snapshots", "not synced yet"), stop.clone());
+        let api = Api::namespaced_with(client.clone(), &identity.namespace, &resource);
+        let informer = Informer::builder("management VolumeSnapshots", api.clone())
+            .trim(trim)
+            .on_change(changed)
+            .start(ready.check("management-snapshots", "not synced yet"), stop.clone());
         let classes = Informer::builder(
             "management VolumeSnapshotClasses",
             Api::all_with(client.clone(), &kind("VolumeSnapshotClass")),
@@ -115,48 +122,53 @@ impl Snapshots {
         // Only the existence of a class is read.
         .trim(|class: &mut DynamicObject| class.data = serde_json::Value::Null)
         .start(ready.check("management-snapshot-classes", "not synced yet"), stop.clone());
-        let api = Api::namespaced_with(client.clone(), namespace, &resource);
-        Self { resource, api, informer, classes }
+        Self { identity, resource, api, informer, classes, claims, owner }
     }
 
     pub(super) fn is_synced(&self) -> bool {
         self.informer.is_synced() && self.classes.is_synced()
     }
-}
 
-impl Management {
-    /// Whether the management cluster serves snapshots.
-    pub fn has_snapshots(&self) -> bool {
-        self.snapshots.is_some()
+    /// Names of all snapshots in this guest's namespace.
+    pub(super) fn names(&self) -> Vec<String> {
+        self.informer.list().iter().map(|snapshot| snapshot.name_any()).collect()
     }
 
     /// The snapshots that this guest owns or that are shared with it.
-    pub fn usable_snapshots(&self) -> Vec<Arc<VolumeSnapshot>> {
-        let all = self.snapshots.as_ref().map(|snapshots| snapshots.informer.list()).unwrap_or_default();
-        all.into_iter().filter(|one| self.may_read(one)).collect()
+    pub(crate) fn list_usable(&self) -> Vec<Arc<VolumeSnapshot>> {
+        self.informer.list().into_iter().filter(|one| self.relation(one).is_some()).collect()
     }
 
     /// The snapshot of this name, if this guest owns it or it is shared with it.
-    pub fn usable_snapshot(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
-        self.snapshots.as_ref()?.informer.get(&self.key(name)).filter(|one| self.may_read(one))
+    pub(crate) fn usable(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
+        self.get(name).filter(|one| self.relation(one).is_some())
     }
 
-    /// Waits until the cache shows a snapshot that this guest may read; None if it does not appear.
-    pub(super) async fn wait_for_snapshot(
-        &self,
-        name: &str,
-        deadline: Instant,
-    ) -> Option<Arc<VolumeSnapshot>> {
-        let usable = |found: Option<&Arc<VolumeSnapshot>>| found.filter(|one| self.may_read(one)).cloned();
-        self.snapshots.as_ref()?.informer.wait_for(&self.key(name), deadline, usable).await
+    /// The snapshot of this name, if this guest owns it.
+    pub(super) fn own(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
+        self.get(name).filter(|one| self.relation(one) == Some(Relation::Own))
     }
 
-    fn may_read(&self, snapshot: &VolumeSnapshot) -> bool {
-        self.relation_of(snapshot.metadata.labels.as_ref()).is_some()
+    /// Waits until the cache shows a snapshot that this guest may use; None if it does not appear.
+    pub(super) async fn wait_for(&self, name: &str, deadline: Instant) -> Option<Arc<VolumeSnapshot>> {
+        let usable =
+            |found: Option<&Arc<VolumeSnapshot>>| found.filter(|one| self.relation(one).is_some()).cloned();
+        self.informer.wait_for(&self.identity.key(name), deadline, usable).await
     }
 
-    pub(super) fn owns_snapshot(&self, snapshot: &VolumeSnapshot) -> bool {
-        self.relation_of(snapshot.metadata.labels.as_ref()) == Some(Relation::Own)
+    /// Sends a merge patch.
+    pub(super) async fn patch(&self, name: &str, patch: Value) -> Result<(), ApiError> {
+        self.api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        Ok(())
+    }
+
+    fn get(&self, name: &str) -> Option<Arc<VolumeSnapshot>> {
+        self.informer.get(&self.identity.key(name))
+    }
+
+    /// Relation of a snapshot to this guest; None if the guest may not use it.
+    fn relation(&self, snapshot: &VolumeSnapshot) -> Option<Relation> {
+        self.identity.relation(snapshot.metadata.labels.as_ref())
     }
 }
 

@@ -18,15 +18,15 @@ use std::time::Duration;
 
 use crds::VirtualMachine;
 use futures::future::{BoxFuture, join_all};
-use kube::Api;
-use kube::api::{Patch, PatchParams};
-use kube_kit::informer::{Informer, Key};
+use kube::api::Patch;
 use kube_kit::resource_version::is_newer;
 use process_kit::supervise;
 use tokio::sync::oneshot;
 
-use super::ApiError;
 use super::batcher::{Batcher, Operation as BatchedOperation};
+use crate::management::error::ApiError;
+use crate::management::virtual_machines::VirtualMachines;
+use crate::names::VmName;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
 
 /// Retries of a PATCH after conflicts with changes of others.
@@ -40,7 +40,7 @@ const GUEST_CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 pub enum CommitError {
     /// The VirtualMachine does not exist.
     #[error("there is no VirtualMachine {0} in the management cluster")]
-    VmNotFound(String),
+    VmNotFound(VmName),
     /// The change is not possible in the VM's present state.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -51,7 +51,7 @@ pub enum CommitError {
     #[error("failed to change spec.volumes of VirtualMachine {vm_name}: {source}")]
     Api {
         /// Name of the VM.
-        vm_name: String,
+        vm_name: VmName,
         /// Error of the API request.
         source: ApiError,
     },
@@ -84,13 +84,11 @@ pub(super) type Operation = BatchedOperation<Request>;
 
 /// Batches and commits changes per VM.
 #[derive(Clone)]
-pub struct Committer {
-    api: Api<VirtualMachine>,
-    vms: Informer<VirtualMachine>,
-    namespace: String,
+pub(super) struct Committer {
+    vms: VirtualMachines,
     batcher: Batcher<Request>,
     /// Mutation cache: the VMs returned by our own PATCHes and reads, until the informer is as new.
-    own_writes: Arc<Mutex<HashMap<String, Arc<VirtualMachine>>>>,
+    own_writes: Arc<Mutex<HashMap<VmName, Arc<VirtualMachine>>>>,
 }
 
 impl std::fmt::Debug for Committer {
@@ -100,15 +98,13 @@ impl std::fmt::Debug for Committer {
 }
 
 impl Committer {
-    /// Writes through `api`, and plans from the informer `vms`.
-    pub fn new(api: Api<VirtualMachine>, vms: Informer<VirtualMachine>, namespace: &str) -> Self {
-        let (batcher, own_writes) = (Batcher::default(), Arc::default());
-        Self { api, vms, namespace: namespace.to_owned(), batcher, own_writes }
+    pub(super) fn new(vms: VirtualMachines) -> Self {
+        Self { vms, batcher: Batcher::default(), own_writes: Arc::default() }
     }
 
     /// Starts an operation on a VM. It ends when the result is dropped; until then, further changes of the VM are
     /// likely.
-    pub(super) fn begin(&self, vm_name: &str) -> Operation {
+    pub(super) fn begin(&self, vm_name: &VmName) -> Operation {
         self.batcher.begin(vm_name)
     }
 
@@ -153,7 +149,7 @@ impl Committer {
         })
     }
 
-    async fn apply(&self, vm_name: &str, mut batch: Vec<Request>) {
+    async fn apply(&self, vm_name: &VmName, mut batch: Vec<Request>) {
         let retry_singly = match self.write(vm_name, &mut batch).await {
             Ok(outcomes) => return answer(batch, outcomes),
             // If the API server refuses a batch, each change is sent alone, so that one invalid change does not fail
@@ -178,7 +174,7 @@ impl Committer {
     /// Sends one PATCH for all changes whose callers still wait. Returns one outcome per change, or one error for all.
     async fn write(
         &self,
-        vm_name: &str,
+        vm_name: &VmName,
         batch: &mut Vec<Request>,
     ) -> Result<Vec<Result<Revision, CommitError>>, CommitError> {
         let fail = |source| match source {
@@ -193,7 +189,7 @@ impl Committer {
                 Some(vm) => vm,
                 None => {
                     is_live = true;
-                    Arc::new(self.api.get(vm_name).await.map_err(|error| fail(error.into()))?)
+                    Arc::new(self.vms.read_existing(vm_name).await.map_err(fail)?)
                 }
             };
             // A cancelled caller may have retried elsewhere, so its change may be outdated.
@@ -211,14 +207,14 @@ impl Committer {
                 return Ok(outcomes_of(plan, &self.remember(vm_name, vm)));
             }
             let patch = Patch::Json::<()>(json_patch::Patch(plan.operations.clone()));
-            match self.api.patch(vm_name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
+            match self.vms.patch(vm_name, &patch).await {
                 Ok(vm) => return Ok(outcomes_of(plan, &self.remember(vm_name, Arc::new(vm)))),
                 // The list changed in between: read the VM and plan again.
                 Err(ApiError::Conflict(_) | ApiError::Invalid(_)) if conflicts < MAX_CONFLICTS => {
                     conflicts += 1;
                     let longest = Duration::from_millis(5 << conflicts);
                     tokio::time::sleep(longest.mul_f64(fastrand::f64())).await;
-                    let live = self.api.get(vm_name).await.map_err(|error| fail(error.into()))?;
+                    let live = self.vms.read_existing(vm_name).await.map_err(fail)?;
                     // The VM did not change, so the API server refuses the change itself.
                     if live.metadata.resource_version == vm.metadata.resource_version {
                         (conflicts, is_refused) = (MAX_CONFLICTS, true);
@@ -235,14 +231,14 @@ impl Committer {
     }
 
     /// The newest known version of a VM: a PATCH computed from an older one would be refused.
-    fn newest_vm(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
+    fn newest_vm(&self, vm_name: &VmName) -> Option<Arc<VirtualMachine>> {
         let own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         let own = own_writes.get(vm_name).filter(|own| self.is_newer_than_cache(vm_name, own)).cloned();
-        own.or_else(|| self.cached(vm_name))
+        own.or_else(|| self.vms.get(vm_name))
     }
 
     /// Keeps a response until the informer's cache is as new.
-    fn remember(&self, vm_name: &str, vm: Arc<VirtualMachine>) -> Revision {
+    fn remember(&self, vm_name: &VmName, vm: Arc<VirtualMachine>) -> Revision {
         let committed = revision(&vm);
         let mut own_writes = self.own_writes.lock().unwrap_or_else(PoisonError::into_inner);
         own_writes.insert(vm_name.to_owned(), vm);
@@ -251,13 +247,9 @@ impl Committer {
     }
 
     /// Whether our own response is newer than the informer's cache.
-    fn is_newer_than_cache(&self, vm_name: &str, own: &VirtualMachine) -> bool {
-        let cached = self.cached(vm_name);
+    fn is_newer_than_cache(&self, vm_name: &VmName, own: &VirtualMachine) -> bool {
+        let cached = self.vms.get(vm_name);
         cached.is_some_and(|cached| cached.metadata.uid == own.metadata.uid && is_newer(own, Some(&*cached)))
-    }
-
-    fn cached(&self, vm_name: &str) -> Option<Arc<VirtualMachine>> {
-        self.vms.get(&Key::new(self.namespace.clone(), vm_name))
     }
 }
 
@@ -315,8 +307,8 @@ mod tests {
 
     use http::{Method, Request as HttpRequest, Response};
     use http_body_util::BodyExt;
-    use kube::Client;
     use kube::client::Body;
+    use kube::{Api, Client};
     use serde_json::{Value, json};
 
     use super::*;
@@ -373,7 +365,7 @@ mod tests {
         });
         let resource = crds::virtual_machine_resource("v1alpha5");
         let api = Api::namespaced_with(Client::new(service, "n"), "n", &resource);
-        (server, Committer::new(api, Informer::fixed([cached]), "n"))
+        (server, Committer::new(VirtualMachines::fixed("n", api, cached)))
     }
 
     /// Runs thirty operations, started `apart`; each lasts for a while after its change.
@@ -382,7 +374,7 @@ mod tests {
         for number in 0..30 {
             let (committer, change) = (committer.clone(), change(format!("disk-{number}")));
             operations.push(tokio::spawn(async move {
-                let operation = committer.begin("vm");
+                let operation = committer.begin(&VmName::new("vm"));
                 committer.commit(&operation, change).await.unwrap();
                 tokio::time::sleep(Duration::from_millis(120)).await;
             }));
@@ -408,7 +400,7 @@ mod tests {
                 }
             })
         };
-        let operation = committer.begin("vm");
+        let operation = committer.begin(&VmName::new("vm"));
         let reason = KeepReason::Requested("csi-1".to_owned());
         let (kept, gone, unknown) = tokio::join!(
             committer.remove(&operation, "kept", answering(Some(Err(reason.clone())))),

@@ -1,4 +1,4 @@
-//! Optional APIs of a management cluster.
+//! APIs that differ between management clusters.
 
 use kube::Client;
 use kube_kit::api_versions;
@@ -6,6 +6,17 @@ use kube_kit::health::Health;
 use tokio_util::sync::CancellationToken;
 
 use super::snapshots;
+use crate::vm_operator::VmOperator;
+
+/// APIs that differ between management clusters.
+pub(crate) struct ServedApis<'a> {
+    /// Version of `VirtualMachine`.
+    pub(crate) vm_version: &'a str,
+    /// The VM Operator.
+    pub(crate) vm_operator: VmOperator,
+    /// APIs that may be missing.
+    pub(crate) optional: &'a OptionalApis,
+}
 
 /// Optional APIs that a management cluster serves.
 #[derive(Debug, Clone, Default)]

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use kube::api::{Patch, PatchParams};
 use serde_json::{Value, json};
 
-use super::{ApiError, Management};
+use super::Claims;
+use crate::management::error::ApiError;
+use crate::names::ClaimName;
 
 /// Desired labels and annotations; None means absent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -23,20 +24,19 @@ pub(crate) struct MetadataError {
     source: ApiError,
 }
 
-impl Management {
+impl Claims {
     /// Updates labels and annotations of the guest's own claim, with at most one request. Returns whether it wrote.
     /// Does nothing if the claim does not exist.
-    pub(crate) async fn patch_claim_metadata(
+    pub(crate) async fn update_metadata(
         &self,
-        name: &str,
+        name: &ClaimName,
         desired: &DesiredMetadata,
     ) -> Result<bool, MetadataError> {
-        let Some(claim) = self.claim(name) else { return Ok(false) };
+        let Some(claim) = self.own(name) else { return Ok(false) };
         let Some(mut metadata) = metadata_patch(&claim.metadata, desired) else { return Ok(false) };
         // With the UID, the API server refuses the patch if the claim was replaced by one of the same name.
         metadata["uid"] = json!(claim.metadata.uid);
-        let patch = Patch::Merge(json!({"metadata": metadata}));
-        match self.claims_api.patch(name, &PatchParams::default(), &patch).await.map_err(ApiError::from) {
+        match self.patch(name, json!({"metadata": metadata})).await {
             Ok(_) => Ok(true),
             Err(ApiError::NotFound(_) | ApiError::Conflict(_)) => Ok(false),
             Err(source) => Err(MetadataError { claim: self.full_name(name), source }),

@@ -1,91 +1,21 @@
 //! Creation of management claims, and the wait until they are bound.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crds::names;
 use csi::request::Size;
 use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResourceRequirements};
-use kube::Api;
-use kube::api::PostParams;
-use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
 use tokio::time::Instant;
 
-use super::{DeleteError, SizeError, is_block, is_bound, phase, volume_mode};
-use crate::compatibility::{Incompatible, PvRequirements};
-use crate::management::sharing::bound_to;
-use crate::management::{ApiError, Management, recent_outcomes, snapshots};
-
-/// A management claim to create.
-#[derive(Debug, Clone)]
-pub(crate) struct NewClaim {
-    /// CSI name of the volume.
-    pub csi_name: String,
-    /// Required and maximum size.
-    pub size: Size,
-    /// Management StorageClass.
-    pub class: String,
-    /// Whether it is a raw block volume.
-    pub block: bool,
-    /// Access modes, as Kubernetes names them.
-    pub access_modes: Vec<&'static str>,
-    /// Source of the data; None for an empty volume.
-    pub source: Option<Source>,
-    /// Requirements of the guest PersistentVolumes of the source, if that is a volume.
-    pub source_volumes: Vec<PvRequirements>,
-    /// Management VolumeAttributesClass.
-    pub attributes_class: Option<String>,
-    /// Zones from which the volume must be reachable, in the order of preference; empty for any.
-    pub zones: Vec<String>,
-    /// Annotations that name the guest objects.
-    pub annotations: BTreeMap<String, String>,
-}
-
-/// Source of a volume's data.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
-    /// A management VolumeSnapshot.
-    Snapshot(String),
-    /// Another management claim.
-    Volume(String),
-}
-
-impl Source {
-    fn reference(&self) -> TypedLocalObjectReference {
-        match self {
-            Self::Snapshot(name) => snapshots::reference(name),
-            Self::Volume(name) => TypedLocalObjectReference {
-                api_group: None,
-                kind: "PersistentVolumeClaim".to_owned(),
-                name: name.clone(),
-            },
-        }
-    }
-}
-
-impl std::fmt::Display for Source {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Snapshot(name) => write!(f, "management VolumeSnapshot {name}"),
-            Self::Volume(name) => write!(f, "management PersistentVolumeClaim {name}"),
-        }
-    }
-}
-
-/// A bound claim.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BoundClaim {
-    /// Name of the claim, which is the volume handle.
-    pub name: String,
-    /// Name of its PersistentVolume.
-    pub volume: String,
-    /// Capacity in bytes.
-    pub capacity: u64,
-    /// Zones from which it is reachable; empty for all.
-    pub zones: Vec<String>,
-}
+use super::{BoundClaim, DeleteError, NewClaim, Provisioner, Source};
+use crate::compatibility::Incompatible;
+use crate::management::claims::{self, SizeError, bound_to, is_block, is_bound, phase, volume_mode};
+use crate::management::error::ApiError;
+use crate::management::identity::Relation;
+use crate::management::{recent_outcomes, snapshots};
+use crate::names::{ClaimName, CsiName};
 
 /// Why a claim was not created or bound.
 #[derive(Debug, thiserror::Error)]
@@ -173,9 +103,9 @@ pub(crate) enum CreateError {
     #[error("volume {csi_name:?} exists as management PersistentVolumeClaim {claim}, but {difference}")]
     Differs {
         /// CSI name of the volume.
-        csi_name: String,
+        csi_name: CsiName,
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The difference.
         difference: String,
     },
@@ -185,7 +115,7 @@ pub(crate) enum CreateError {
     )]
     TooLarge {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Its capacity.
         capacity: u64,
         /// The limit.
@@ -197,7 +127,7 @@ pub(crate) enum CreateError {
     #[error("management PersistentVolumeClaim {claim} is not bound yet: {warning}")]
     Failing {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The reported warning.
         warning: String,
     },
@@ -207,19 +137,19 @@ pub(crate) enum CreateError {
     )]
     Lost {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
     },
     /// The claim is being deleted.
     #[error("management PersistentVolumeClaim {claim} is being deleted: wait until it is gone")]
     Deleting {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
     },
     /// The deadline passed; provisioning continues.
     #[error("timed out waiting until management PersistentVolumeClaim {claim} is bound{detail}")]
     Deadline {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// The latest warning, or empty.
         detail: String,
     },
@@ -227,44 +157,41 @@ pub(crate) enum CreateError {
     #[error("failed to create management PersistentVolumeClaim {claim}: {source}")]
     Api {
         /// Name of the management claim.
-        claim: String,
+        claim: ClaimName,
         /// Error of the API request.
         source: ApiError,
     },
 }
 
-impl Management {
+impl Provisioner {
     /// Creates the claim unless it exists, and waits until it is bound. Classes and sources that the cache does not
     /// show by `cache_deadline` count as missing.
-    pub(crate) async fn create_claim(
+    pub(crate) async fn create(
         &self,
         request: &NewClaim,
         cache_deadline: Instant,
         deadline: Instant,
     ) -> Result<BoundClaim, CreateError> {
-        let name =
-            names::management_pvc(&self.identity.prefix, self.identity.cluster.as_str(), &request.csi_name);
-        let _suppressed = self.deleted_claims.suppress(recent_outcomes::claim_key(&name));
-        let mark = self.warnings.mark();
+        let name = self.identity.claim_of(&request.csi_name);
+        let _suppressed = self.deleted.suppress(recent_outcomes::claim_key(&name));
+        let mark = self.claims.warnings().mark();
         let bytes = whole_mebibytes(request.size)?;
-        if self.claims.get(&self.key(&name)).is_none() {
+        if self.claims.get(&name).is_none() {
             check_zones(&request.zones)?;
             self.check_classes(request, cache_deadline).await?;
             if let Some(source) = &request.source {
                 self.check_source(source, request, bytes, cache_deadline).await?;
             }
             let claim = self.new_claim(&name, request, bytes).await;
-            let api: Api<v1::PersistentVolumeClaim> =
-                Api::namespaced(self.claims_api.clone().into_client(), &self.identity.namespace);
-            match api.create(&PostParams::default(), &claim).await.map_err(ApiError::from) {
+            match self.claims.create(&claim).await {
                 // If an earlier call created it, it is compared with the request when the informer shows it.
-                Ok(_) | Err(ApiError::Exists(_)) => {}
+                Ok(()) | Err(ApiError::Exists(_)) => {}
                 Err(source) => return Err(CreateError::Api { claim: name, source }),
             }
         }
         let bound = self.wait_bound(&name, request, bytes, mark, deadline).await?;
         if let Some(limit) = request.size.limit.filter(|limit| bound.capacity > *limit) {
-            let outcome = match self.delete_claim(&name, &[], deadline).await {
+            let outcome = match self.delete(&name, &[], deadline).await {
                 Ok(()) => "the claim was deleted",
                 Err(DeleteError::Retained { .. }) => {
                     "the claim stays because of its class's reclaim policy Retain: delete it manually"
@@ -281,32 +208,17 @@ impl Management {
 
     /// Checks that the requested classes exist and support the request.
     async fn check_classes(&self, request: &NewClaim, cache_deadline: Instant) -> Result<(), CreateError> {
-        let shareable = self
-            .classes
-            .wait_for(&Key::cluster(&request.class), cache_deadline, |class| {
-                let parameter =
-                    class?.parameters.as_ref().and_then(|all| all.get(names::PARAMETER_SHAREABLE));
-                Some(parameter.map(String::as_str) == Some("true"))
-            })
-            .await
-            .ok_or_else(|| CreateError::NoClass { class: request.class.clone() })?;
+        let shareable = self.classes.is_shareable(&request.class, cache_deadline).await;
+        let shareable = shareable.ok_or_else(|| CreateError::NoClass { class: request.class.clone() })?;
         if request.access_modes.contains(&"ReadWriteMany") && !shareable {
             return Err(CreateError::NotShareable { class: request.class.clone() });
         }
         if let Some(class) = &request.attributes_class
-            && !self.has_attributes_class(class, cache_deadline).await
+            && !self.classes.has_attributes_class(class, cache_deadline).await
         {
             return Err(CreateError::NoAttributesClass { class: class.clone() });
         }
         Ok(())
-    }
-
-    /// Whether mgmt-csi will report the reclaim policy Retain for volumes of this class.
-    fn is_retained(&self, class: &str) -> bool {
-        let class = self.classes.get(&Key::cluster(class));
-        class.is_some_and(|class| {
-            class.provisioner == names::MANAGEMENT_DRIVER && class.reclaim_policy.as_deref() == Some("Retain")
-        })
     }
 
     /// Checks that the guest may read the source, and that it is complete and not larger than the claim.
@@ -321,7 +233,8 @@ impl Management {
         let missing = || CreateError::NoSource { origin: origin() };
         let has = match source {
             Source::Snapshot(name) => {
-                let snapshot = self.wait_for_snapshot(name, cache_deadline).await.ok_or_else(missing)?;
+                let Some(snapshots) = &self.snapshots else { return Err(missing()) };
+                let snapshot = snapshots.wait_for(name, cache_deadline).await.ok_or_else(missing)?;
                 if !snapshots::is_ready(&snapshot) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "ready to use" });
                 }
@@ -329,17 +242,14 @@ impl Management {
             }
             Source::Volume(name) => {
                 let usable = |claim: Option<&Arc<PersistentVolumeClaim>>| {
-                    claim.filter(|claim| self.relation(claim).is_some()).cloned()
+                    claim.filter(|claim| self.claims.relation(claim).is_some()).cloned()
                 };
-                let claim = self
-                    .claims
-                    .wait_for(&self.key(name), cache_deadline, usable)
-                    .await
-                    .ok_or_else(missing)?;
+                let claim = self.claims.wait_for(name, cache_deadline, usable).await.ok_or_else(missing)?;
                 if !is_bound(&claim) {
                     return Err(CreateError::SourceNotReady { origin: origin(), state: "bound" });
                 }
-                self.check_pins(name, &claim, &request.source_volumes)
+                self.claims
+                    .check_pins(name, &claim, &request.source_volumes)
                     .map_err(CreateError::SourceReplaced)?;
                 if is_block(&claim) != request.block {
                     let (has, request) = (volume_mode(!request.block), volume_mode(request.block));
@@ -358,7 +268,7 @@ impl Management {
 
     async fn wait_bound(
         &self,
-        name: &str,
+        name: &ClaimName,
         request: &NewClaim,
         bytes: u64,
         mark: u64,
@@ -366,7 +276,7 @@ impl Management {
     ) -> Result<BoundClaim, CreateError> {
         let outcome = self
             .claims
-            .wait_for(&self.key(name), deadline, |claim| {
+            .wait_for(name, deadline, |claim| {
                 let claim = claim?;
                 if let Err(difference) = self.check_same_claim(claim, request, bytes) {
                     let (csi_name, claim) = (request.csi_name.clone(), name.to_owned());
@@ -383,30 +293,32 @@ impl Management {
                     }
                     "Lost" => Some(Err(CreateError::Lost { claim: name.to_owned() })),
                     _ => self
-                        .warnings
+                        .claims
+                        .warnings()
                         .since(mark, name)
                         .map(|warning| Err(CreateError::Failing { claim: name.to_owned(), warning })),
                 }
             })
             .await;
         outcome.unwrap_or_else(|| {
-            let detail = self.warnings.latest(name).map(|warning| format!(": {warning}")).unwrap_or_default();
+            let warning = self.claims.warnings().latest(name);
+            let detail = warning.map(|warning| format!(": {warning}")).unwrap_or_default();
             Err(CreateError::Deadline { claim: name.to_owned(), detail })
         })
     }
 
-    async fn new_claim(&self, name: &str, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
+    async fn new_claim(&self, name: &ClaimName, request: &NewClaim, bytes: u64) -> v1::PersistentVolumeClaim {
         let requests = [("storage".to_owned(), quantity::of(bytes))];
         let mut annotations = request.annotations.clone();
         if !request.zones.is_empty() {
             annotations.insert(names::ANNOTATION_REQUESTED_ZONES.to_owned(), request.zones.join(","));
         }
-        if self.is_retained(&request.class) {
+        if self.classes.is_retained(&request.class) {
             // mgmt-csi updates the annotation once the volume exists.
             annotations.insert(names::ANNOTATION_RECLAIM_POLICY.to_owned(), "Retain".to_owned());
         }
         v1::PersistentVolumeClaim {
-            metadata: self.new_metadata(name, annotations).await,
+            metadata: self.owner.new_metadata(name, annotations).await,
             spec: Some(v1::PersistentVolumeClaimSpec {
                 access_modes: Some(request.access_modes.iter().map(|mode| (*mode).to_owned()).collect()),
                 storage_class_name: Some(request.class.clone()),
@@ -427,7 +339,7 @@ impl Management {
         request: &NewClaim,
         bytes: u64,
     ) -> Result<(), String> {
-        if !self.owns(claim) {
+        if self.claims.relation(claim) != Some(Relation::Own) {
             return Err("it does not have this guest's label".to_owned());
         }
         let spec = &claim.spec;
@@ -466,7 +378,7 @@ impl Management {
 
 /// The smallest whole number of MiB in the range, in bytes.
 fn whole_mebibytes(size: Size) -> Result<u64, CreateError> {
-    super::whole_mebibytes(size).map_err(CreateError::InvalidSize)
+    claims::whole_mebibytes(size).map_err(CreateError::InvalidSize)
 }
 
 fn check_zones(zones: &[String]) -> Result<(), CreateError> {

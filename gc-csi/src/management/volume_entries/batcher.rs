@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::names::VmName;
 use tokio::time::Instant;
 
 /// Minimum and maximum batching window.
@@ -18,7 +19,7 @@ pub(super) struct Batcher<T>(Arc<Mutex<VmQueues<T>>>);
 
 #[derive(Debug)]
 struct VmQueues<T> {
-    by_vm: HashMap<String, VmQueue<T>>,
+    by_vm: HashMap<VmName, VmQueue<T>>,
     started: u64,
 }
 
@@ -38,7 +39,7 @@ struct VmQueue<T> {
 #[derive(Debug)]
 pub struct Operation<T> {
     batcher: Batcher<T>,
-    vm_name: String,
+    vm_name: VmName,
     number: u64,
 }
 
@@ -46,7 +47,7 @@ pub struct Operation<T> {
 #[derive(Debug)]
 pub(super) struct Batches<T> {
     batcher: Batcher<T>,
-    vm_name: String,
+    vm_name: VmName,
     /// Window before the first batch; None once that batch was taken.
     first: Option<Duration>,
     /// Whether the queue was empty and is released.
@@ -73,7 +74,7 @@ impl<T> Default for VmQueue<T> {
 
 impl<T> Batcher<T> {
     /// Starts an operation on a VM.
-    pub(super) fn begin(&self, vm_name: &str) -> Operation<T> {
+    pub(super) fn begin(&self, vm_name: &VmName) -> Operation<T> {
         let mut queues = self.queues();
         queues.started += 1;
         Operation { batcher: self.clone(), vm_name: vm_name.to_owned(), number: queues.started }
@@ -107,7 +108,7 @@ impl<T> Batcher<T> {
 
 impl<T> VmQueues<T> {
     /// Removes the queue of a VM without operations.
-    fn remove_if_idle(&mut self, vm_name: &str) {
+    fn remove_if_idle(&mut self, vm_name: &VmName) {
         if self.by_vm.get(vm_name).is_some_and(|queue| !queue.busy && queue.changed.is_empty()) {
             self.by_vm.remove(vm_name);
         }
@@ -123,7 +124,7 @@ impl<T> VmQueue<T> {
 
 impl<T> Operation<T> {
     /// Name of the VM.
-    pub(super) fn vm_name(&self) -> &str {
+    pub(super) fn vm_name(&self) -> &VmName {
         &self.vm_name
     }
 }
@@ -154,7 +155,7 @@ impl<T> Drop for Batches<T> {
 
 impl<T> Batches<T> {
     /// Name of the VM.
-    pub(super) fn vm_name(&self) -> &str {
+    pub(super) fn vm_name(&self) -> &VmName {
         &self.vm_name
     }
 
@@ -212,7 +213,7 @@ mod tests {
         let (batcher, sizes) = (Batcher::default(), Arc::default());
         let mut operations = Vec::new();
         for number in 0..count {
-            let operation = batcher.begin("vm");
+            let operation = batcher.begin(&VmName::new("vm"));
             if let Some(batches) = batcher.push(&operation, number) {
                 drain(batches, Duration::from_millis(8), &sizes);
             }
@@ -237,7 +238,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_dropped_task_fails_the_waiting_changes_and_releases_the_queue() {
         let batcher = Batcher::default();
-        let (first, second) = (batcher.begin("vm"), batcher.begin("vm"));
+        let (first, second) = (batcher.begin(&VmName::new("vm")), batcher.begin(&VmName::new("vm")));
         let batches = batcher.push(&first, Arc::new(())).unwrap();
         let waiting = Arc::new(());
         assert!(batcher.push(&second, waiting.clone()).is_none());
@@ -270,10 +271,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_stuck_operation_does_not_delay_others() {
         let batcher = Batcher::default();
-        let stuck = batcher.begin("vm");
+        let stuck = batcher.begin(&VmName::new("vm"));
         drop(batcher.push(&stuck, 1));
         batcher.queues().by_vm.get_mut("vm").unwrap().busy = false;
-        let (next, elsewhere) = (batcher.begin("vm"), batcher.begin("other"));
+        let (next, elsewhere) = (batcher.begin(&VmName::new("vm")), batcher.begin(&VmName::new("other")));
         assert_eq!(batcher.push(&elsewhere, 2).unwrap().first, Some(Duration::ZERO));
         tokio::time::sleep(RECENT).await;
         assert_eq!(batcher.push(&next, 3).unwrap().first, Some(Duration::ZERO));

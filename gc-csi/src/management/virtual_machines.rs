@@ -1,0 +1,244 @@
+//! VirtualMachines of this guest's namespace: the informer, an index by disk, and requests for single VMs. What the
+//! entries of a VM mean is decided in [`crate::vm_volumes`], and their changes are made by
+//! [`super::volume_entries`].
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crds::VirtualMachine;
+use crds::names::{self, ANNOTATION_OUT_OF_SERVICE};
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client, ResourceExt};
+use kube_kit::health::Health;
+use kube_kit::index::Index;
+use kube_kit::informer::{Informer, Key};
+use kube_kit::mutation_cache::catch_up;
+use process_kit::text::one_line;
+use serde::Serialize;
+use serde_json::json;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use super::error::ApiError;
+use super::objects::{ChangeHandler, is_object_name, retain_keys};
+use crate::names::{ClaimName, VmName};
+use crate::vm_volumes;
+
+/// Names of the VMs that each entry's disk is attached to.
+pub(super) type AttachedVms = HashMap<String, Vec<VmName>>;
+
+/// API and informer of VirtualMachines.
+#[derive(Clone, Debug)]
+pub(crate) struct VirtualMachines {
+    namespace: String,
+    api: Api<VirtualMachine>,
+    informer: Informer<VirtualMachine>,
+    by_disk: Arc<Index>,
+}
+
+impl VirtualMachines {
+    /// Watches the VMs of a namespace in this API version.
+    pub(super) fn start(
+        client: &Client,
+        namespace: &str,
+        version: &str,
+        ready: &Health,
+        stop: &CancellationToken,
+        changed: ChangeHandler<VirtualMachine>,
+    ) -> Self {
+        let resource = crds::virtual_machine_resource(version);
+        let api: Api<VirtualMachine> = Api::namespaced_with(client.clone(), namespace, &resource);
+        let by_disk = Arc::new(Index::default());
+        let index = by_disk.clone();
+        let informer = Informer::builder("VirtualMachines", api.clone())
+            .trim(trim)
+            .on_change(move |change| {
+                index.put(change.key, change.new.into_iter().flat_map(|vm| index_keys(vm)));
+            })
+            .on_change(changed)
+            .start(ready.check("virtual-machines", "not synced yet"), stop.clone());
+        Self { namespace: namespace.to_owned(), api, informer, by_disk }
+    }
+
+    /// VMs of a fixed informer, without an index.
+    #[cfg(test)]
+    pub(super) fn fixed(namespace: &str, api: Api<VirtualMachine>, vm: VirtualMachine) -> Self {
+        Self {
+            namespace: namespace.to_owned(),
+            api,
+            informer: Informer::fixed([vm]),
+            by_disk: Arc::default(),
+        }
+    }
+
+    /// Waits for the first list.
+    pub(super) async fn synced(&self) {
+        self.informer.synced().await;
+    }
+
+    pub(super) fn is_synced(&self) -> bool {
+        self.informer.is_synced()
+    }
+
+    /// The watch error while VMs can't be watched; None while connected.
+    pub(super) fn watch_error(&self) -> Option<String> {
+        self.informer.watch_error()
+    }
+
+    /// Namespaced name of a VM, for messages.
+    pub(crate) fn full_name(&self, name: &VmName) -> String {
+        self.key(name).to_string()
+    }
+
+    /// Names of all VMs.
+    pub(crate) fn names(&self) -> Vec<VmName> {
+        self.informer.list().iter().filter_map(|vm| name_of(vm)).collect()
+    }
+
+    /// The VM of this name, from the cache.
+    pub(crate) fn get(&self, name: &VmName) -> Option<Arc<VirtualMachine>> {
+        self.informer.get(&self.key(name))
+    }
+
+    /// VMs whose spec or status names the claim or its entry, ordered by name.
+    pub(crate) fn referencing(&self, claim: &ClaimName) -> Vec<Arc<VirtualMachine>> {
+        let keys = [claim.clone().into(), claim.entry()].map(Key::cluster);
+        let mut vms: Vec<Key> = keys.iter().flat_map(|key| self.by_disk.members(key)).collect();
+        vms.sort_unstable();
+        vms.dedup();
+        vms.iter().filter_map(|key| self.informer.get(key)).collect()
+    }
+
+    /// Names of the VMs that have the claim in their spec, or its disk attached.
+    pub(crate) fn using(&self, claim: &ClaimName) -> Vec<VmName> {
+        let entry = claim.entry();
+        let mut found: Vec<VmName> = self
+            .referencing(claim)
+            .iter()
+            .filter(|vm| vm_volumes::uses_claim(vm, claim, &entry))
+            .filter_map(|vm| name_of(vm))
+            .collect();
+        found.sort_unstable();
+        found
+    }
+
+    /// Names of the VMs that the claim's disk is attached to.
+    pub(super) fn attached_to(&self, claim: &ClaimName) -> Vec<VmName> {
+        let entry = claim.entry();
+        let vms = self.referencing(claim);
+        let attached = vms.iter().filter(|vm| vm_volumes::is_attached(vm, &entry));
+        attached.filter_map(|vm| name_of(vm)).collect()
+    }
+
+    /// Names of the VMs that each entry's disk is attached to.
+    pub(super) fn attached_by_entry(&self) -> AttachedVms {
+        let mut attached = AttachedVms::new();
+        for vm in self.informer.list() {
+            let disks = vm.status.iter().flat_map(|status| &status.volumes);
+            let names =
+                disks.filter(|disk| disk.attached).flat_map(|disk| names::entry_candidates(&disk.name));
+            for entry in names {
+                attached.entry(entry.to_owned()).or_default().extend(name_of(&vm));
+            }
+        }
+        attached
+    }
+
+    /// The error that a VM reports for an entry, as the end of a message; empty without one.
+    pub(super) fn last_error(&self, name: &VmName, entry: &str) -> String {
+        let error = self.get(name).and_then(|vm| vm_volumes::reported_error(&vm, entry));
+        error.map(|error| format!(": {}", one_line(&error))).unwrap_or_default()
+    }
+
+    /// Waits until `check` returns a value for the cached VM, at most until `deadline`.
+    pub(super) async fn wait_for<T>(
+        &self,
+        name: &VmName,
+        deadline: Instant,
+        check: impl FnMut(Option<&Arc<VirtualMachine>>) -> Option<T>,
+    ) -> Option<T> {
+        self.informer.wait_for(&self.key(name), deadline, check).await
+    }
+
+    /// The VM as the API server returns it now; None if it does not exist.
+    pub(super) async fn read(&self, name: &VmName) -> Result<Option<VirtualMachine>, ApiError> {
+        // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
+        if !is_object_name(name) {
+            return Ok(None);
+        }
+        Ok(self.api.get_opt(name).await?)
+    }
+
+    /// The VM as the API server returns it now; fails if it does not exist.
+    pub(super) async fn read_existing(&self, name: &VmName) -> Result<VirtualMachine, ApiError> {
+        Ok(self.api.get(name).await?)
+    }
+
+    /// Sends a patch.
+    pub(super) async fn patch<P: Serialize + std::fmt::Debug>(
+        &self,
+        name: &VmName,
+        patch: &Patch<P>,
+    ) -> Result<VirtualMachine, ApiError> {
+        Ok(self.api.patch(name, &PatchParams::default(), patch).await?)
+    }
+
+    /// Waits until the cache is as new as the VM in the API server; false if it is still older at the deadline.
+    pub(super) async fn catch_up(&self, name: &VmName, deadline: Instant) -> Result<bool, ApiError> {
+        // The guest chooses this name, and it becomes part of a URL: no object can have an invalid name.
+        if !is_object_name(name) {
+            return Ok(true);
+        }
+        let live = self.api.get_opt(name).await?;
+        Ok(catch_up(&self.informer, &self.key(name), live.as_ref(), deadline).await)
+    }
+
+    /// Sets the out-of-service annotation to the UID of the Node, or removes it. Succeeds if the VM does not exist.
+    pub(crate) async fn set_out_of_service(
+        &self,
+        vm: &VirtualMachine,
+        node: Option<&str>,
+    ) -> Result<(), ApiError> {
+        // With the UID, the API server refuses the patch if the VM was replaced by one of the same name.
+        let metadata = json!({"uid": vm.metadata.uid, "annotations": {ANNOTATION_OUT_OF_SERVICE: node}});
+        match self.patch(&VmName::new(vm.name_any()), &Patch::Merge(json!({"metadata": metadata}))).await {
+            Ok(_) | Err(ApiError::NotFound(_)) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn key(&self, name: &VmName) -> Key {
+        Key::new(self.namespace.clone(), name.as_str())
+    }
+}
+
+fn name_of(vm: &VirtualMachine) -> Option<VmName> {
+    vm.metadata.name.clone().map(VmName::new)
+}
+
+/// Index keys of a VM: the claims in its spec and the entries in its status.
+fn index_keys(vm: &VirtualMachine) -> Vec<Key> {
+    let claims = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
+    let entries = vm.status.iter().flat_map(|status| &status.volumes);
+    let claims = claims.map(|source| source.claim_name.as_str());
+    claims.chain(entries.flat_map(|disk| names::entry_candidates(&disk.name))).map(Key::cluster).collect()
+}
+
+/// Keeps identity, the guest's label, the out-of-service annotation and all volumes, since a PATCH names an entry by
+/// its index.
+fn trim(vm: &mut VirtualMachine) {
+    // An empty map shows that there are annotations: a JSON Patch that adds the first one differs.
+    let has_annotations = vm.metadata.annotations.as_ref().is_some_and(|all| !all.is_empty());
+    let read = [names::ANNOTATION_OUT_OF_SERVICE, names::ANNOTATION_VOLUMES_CONFIRMED];
+    retain_keys(&mut vm.metadata.annotations, |key| read.contains(&key));
+    if has_annotations {
+        vm.metadata.annotations.get_or_insert_default();
+    }
+    retain_keys(&mut vm.metadata.labels, |key| key == names::LABEL_CLUSTER_ID);
+    vm.metadata.finalizers = None;
+    vm.metadata.owner_references = None;
+    vm.spec.volumes.shrink_to_fit();
+    if let Some(status) = &mut vm.status {
+        status.volumes.shrink_to_fit();
+    }
+}

@@ -1,0 +1,48 @@
+//! Volume entries of a VirtualMachine: pure rules that plan changes of `spec.volumes` and interpret `status.volumes`.
+//! The model of the attach protocol (crate `model`) runs the same code.
+
+mod observe;
+mod plan;
+
+pub use observe::{
+    AttachStep, AttachedDisk, PendingDetach, Revision, attach_result, can_add_entry, decide_attach,
+    detach_result, disk_uuid, entry_statuses, foreign_entry, is_attached, references_claim, reported_error,
+    revision, spec_read_only, uses_claim,
+};
+pub use plan::{EntryChange, PatchPlan, Refusal, confirmed, plan_patch};
+
+/// VMs for tests.
+#[cfg(test)]
+mod testing {
+    use crds::{PersistentVolumeClaimSource, VirtualMachine, VirtualMachineVolume};
+    use serde_json::{Value, json};
+
+    fn entry(name: &str) -> VirtualMachineVolume {
+        let claim = PersistentVolumeClaimSource { claim_name: name.to_owned(), read_only: false };
+        VirtualMachineVolume {
+            name: name.to_owned(),
+            persistent_volume_claim: Some(claim),
+            ..Default::default()
+        }
+    }
+
+    /// A VM with entries of these names.
+    pub(super) fn vm_with(names: &[&str]) -> VirtualMachine {
+        let mut vm =
+            VirtualMachine::new("vm", &crds::virtual_machine_resource("v1alpha5"), Default::default());
+        vm.metadata.uid = Some("u1".to_owned());
+        vm.metadata.resource_version = Some("7".to_owned());
+        vm.metadata.generation = Some(3);
+        vm.spec.volumes = names.iter().map(|name| entry(name)).collect();
+        vm
+    }
+
+    /// A VM that reports disks with these names and the same UUID.
+    pub(super) fn vm_reporting(names: &[&str]) -> VirtualMachine {
+        let mut vm = vm_with(&["b"]);
+        let disks: Vec<Value> =
+            names.iter().map(|name| json!({"name": name, "attached": true, "diskUUID": "d"})).collect();
+        vm.status = serde_json::from_value(json!({"volumes": disks})).unwrap();
+        vm
+    }
+}

@@ -1,8 +1,12 @@
 //! Process basics of Nestor's programs: the frame of `main` with signals and exit codes, supervised background tasks,
-//! logs, durations, and text that is safe to log. Nothing here knows Kubernetes or storage.
+//! logs and operations, durations, and command-line flags, and text that is safe to
+//! log. Nothing here knows Kubernetes or storage.
 
 pub mod duration;
+pub mod flags;
+pub mod health;
 pub mod memory;
+pub mod operation;
 pub mod process;
 pub mod supervise;
 pub mod telemetry;

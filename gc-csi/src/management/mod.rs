@@ -169,7 +169,7 @@ impl Management {
         )
         .trim(trim_claim)
         .on_change(handlers.claim_changed)
-        .start(ready.check("management-claims", not_synced), stop.clone());
+        .start(ready.check("watch of management PersistentVolumeClaims", not_synced), stop.clone());
         let classes = Informer::builder("management StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| {
                 class.metadata.annotations = None;
@@ -177,7 +177,7 @@ impl Management {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
             })
-            .start(ready.check("management-classes", not_synced), stop.clone());
+            .start(ready.check("watch of management StorageClasses", not_synced), stop.clone());
         let vms_by_disk = Arc::new(Index::default());
         let index = vms_by_disk.clone();
         let vms =
@@ -190,12 +190,12 @@ impl Management {
                     );
                 })
                 .on_change(handlers.vm_changed)
-                .start(ready.check("virtual-machines", not_synced), stop.clone());
+                .start(ready.check("watch of VirtualMachines", not_synced), stop.clone());
         let warnings = Warnings::start(
             client,
             namespace,
             claims.clone(),
-            ready.check("management-events", not_synced),
+            ready.check("watch of warnings about management claims", not_synced),
             stop,
         );
 
@@ -208,7 +208,7 @@ impl Management {
                     class.metadata.annotations = None;
                     class.parameters = None;
                 })
-                .start(ready.check("management-attributes-classes", not_synced), stop.clone())
+                .start(ready.check("watch of management VolumeAttributesClasses", not_synced), stop.clone())
         });
         let capacities = optional
             .capacity_namespace

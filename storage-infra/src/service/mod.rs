@@ -160,8 +160,8 @@ impl Service {
         E: From<crate::engine::EngineError> + Send + 'static,
         F: FnOnce(&dyn Engine) -> std::result::Result<T, E> + Send + 'static,
     {
-        let who = audit::actor();
-        let work = move || audit::with_actor_blocking(who, || work(engine.as_ref()));
+        let (who, span) = (audit::actor(), tracing::Span::current());
+        let work = move || span.in_scope(|| audit::with_actor_blocking(who, || work(engine.as_ref())));
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(crate::engine::EngineError::Io { what, source: std::io::Error::other(error) }.into())

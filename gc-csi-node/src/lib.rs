@@ -39,11 +39,9 @@ mod topology;
 mod volume_condition;
 mod volume_limit;
 
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use clap::builder::NonEmptyStringValueParser;
 use crds::names::GUEST_DRIVER;
 use csi::identity::Identity;
 use csi::metrics::CallMetrics;
@@ -51,8 +49,9 @@ use csi::proto::identity_server::IdentityServer;
 use csi::proto::node_server::NodeServer;
 use csi::proto::plugin_capability::service::Type as PluginService;
 use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
-use csi::server::Endpoint;
+use csi::server::{EndpointArgs, LegacyArgs};
 use kube_kit::health::Health;
+use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 use tonic::service::Routes;
@@ -71,11 +70,10 @@ const VM_UUID: &str = "/sys/class/dmi/id/product_uuid";
 /// Flags of `gc-csi-node`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Unix socket on which to serve CSI, as unix:///PATH.
-    #[arg(long)]
-    endpoint: Endpoint,
+    #[command(flatten)]
+    csi: EndpointArgs,
     /// Name of this node: name of the guest Node and of the VirtualMachine in the management cluster.
-    #[arg(long, env = "NODE_NAME")]
+    #[arg(long, value_name = "NAME")]
     node_name: String,
     /// kubelet's root directory. The path must be the same on the host and in the driver's container.
     #[arg(long, default_value = "/var/lib/kubelet")]
@@ -105,15 +103,11 @@ pub struct Args {
     /// Zone of this node; overrides the Node's label.
     #[arg(long, value_name = "ZONE", value_parser = topology::parse_zone)]
     zone: Option<String>,
-    /// Kubeconfig of the guest cluster, for reading the Node. [default: the pod's service account]
+    /// Kubeconfig of the guest cluster. [default: the pod's service account]
     #[arg(long, value_name = "FILE", requires = "topology")]
     guest_kubeconfig: Option<PathBuf>,
-    /// Legacy driver name: also serve volumes that were created under this name.
-    #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
-    legacy_driver_name: Option<String>,
-    /// Unix socket on which to serve CSI under the legacy driver name, as unix:///PATH.
-    #[arg(long, value_name = "ENDPOINT", requires = "legacy_driver_name")]
-    legacy_endpoint: Option<Endpoint>,
+    #[command(flatten)]
+    legacy: LegacyArgs,
     /// Like --registration-socket, for the legacy driver name.
     /// [default: KUBELET_DIR/plugins_registry/nestor@NAME-reg.sock]
     #[arg(long, value_name = "PATH", requires = "legacy_driver_name")]
@@ -121,9 +115,8 @@ pub struct Args {
     /// Like --kubelet-endpoint, for the legacy driver name. [default: the path of --legacy-endpoint]
     #[arg(long, value_name = "PATH", requires = "legacy_driver_name")]
     legacy_kubelet_endpoint: Option<PathBuf>,
-    /// Address on which to serve /healthz, /readyz and /metrics. [default: off]
-    #[arg(long)]
-    http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 impl Args {
@@ -131,12 +124,12 @@ impl Args {
     fn driver_endpoints(&self) -> anyhow::Result<Vec<DriverEndpoint>> {
         let own = DriverEndpoint::new(
             GUEST_DRIVER,
-            self.endpoint.clone(),
+            self.csi.endpoint.clone(),
             self.registration_socket.as_deref(),
             self.kubelet_endpoint.clone(),
             &self.kubelet_dir,
         );
-        let legacy = self.legacy_driver_name.iter().zip(&self.legacy_endpoint).map(|(name, endpoint)| {
+        let legacy = self.legacy.get().map(|(name, endpoint)| {
             DriverEndpoint::new(
                 name,
                 endpoint.clone(),
@@ -150,7 +143,7 @@ impl Args {
 
     /// Opens the record of used attestations.
     fn used_attestations(&self) -> anyhow::Result<UsedAttestations> {
-        let beside = || self.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
+        let beside = || self.csi.endpoint.path().parent().map(Path::to_owned).unwrap_or_default();
         let dir = self.state_dir.clone().unwrap_or_else(beside);
         UsedAttestations::open(&dir, &self.by_id_dir).with_context(|| {
             format!(
@@ -210,7 +203,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let self_check = SelfCheck::new(&alive, &driver_endpoints);
     let serve_endpoints = futures::future::try_join_all(driver_endpoints.iter().map(|endpoint| {
         // The driver's Controller service is served by gc-csi (CSI specification, GetPluginCapabilities).
-        let identity = Identity::new(endpoint.driver.as_str(), alive.clone())
+        let identity = Identity::new(endpoint.driver.as_str(), alive.clone(), ready.clone())
             .with_service(PluginService::ControllerService)
             .with_expansion(Expansion::Online);
         let identity = match node.zone {
@@ -229,7 +222,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         Ok(())
     };
     let serve_http = async {
-        let Some(address) = args.http_listen else { return Ok(()) };
+        let Some(address) = args.http.http_listen else { return Ok(()) };
         kube_kit::http::serve(address, alive.clone(), ready.clone(), metrics, stop.clone())
             .await
             .with_context(|| format!("failed to serve health and metrics on {address}"))

@@ -6,6 +6,7 @@ use std::time::Duration;
 use csi::proto::node_service_capability::rpc::Type as Can;
 use csi::proto::{self, volume_usage::Unit};
 use csi::{Status, locks::VolumeLocks};
+use process_kit::operation;
 use tonic::{Request, Response};
 
 use super::blocking::blocking;
@@ -61,10 +62,10 @@ impl Node {
         E: status::GrpcCode + Send + 'static,
     {
         let guard = self.locks.acquire(volume)?;
-        let running = tokio::spawn(async move {
+        let running = tokio::spawn(operation::inherit(async move {
             let _guard = guard;
             work.await
-        });
+        }));
         match running.await {
             Ok(done) => done.map_err(|failure| status::from_error(&failure)),
             Err(error) => {

@@ -100,12 +100,13 @@ impl Guest {
 
         let classes = Informer::builder("guest StorageClasses", Api::all(client.clone()))
             .trim(|class: &mut StorageClass| class.metadata.annotations = None)
-            .start(ready.check("guest-classes", not_synced), stop.clone());
+            .start(ready.check("watch of guest StorageClasses", not_synced), stop.clone());
         Self {
             client: client.clone(),
-            claims: claims.start(ready.check("guest-claims", not_synced), stop.clone()),
+            claims: claims
+                .start(ready.check("watch of guest PersistentVolumeClaims", not_synced), stop.clone()),
             claim_cache,
-            volumes: volumes.start(ready.check("guest-volumes", not_synced), stop.clone()),
+            volumes: volumes.start(ready.check("watch of guest PersistentVolumes", not_synced), stop.clone()),
             classes,
             events: Events::new(client.clone(), GUEST_DRIVER),
             drivers: known,

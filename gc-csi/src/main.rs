@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use process_kit::process;
 use process_kit::telemetry::LogArgs;
+use process_kit::{flags, process};
 
 /// Nestor's CSI driver for guest clusters: the controller plugin.
 ///
@@ -20,6 +20,20 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli: Cli = flags::parse();
     process::run(&cli.logs, 2, |stop| gc_csi::controller::run(cli.args, stop))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn every_flag_has_a_help_text_and_an_environment_variable() {
+        let command = flags::with_env(Cli::command());
+        command.clone().debug_assert();
+        assert_eq!(flags::faults(&command), [""; 0]);
+    }
 }

@@ -49,7 +49,7 @@ impl VmOperator {
             VmOperatorArg::Shim => true,
             VmOperatorArg::Upstream => false,
             VmOperatorArg::Auto => {
-                let check = ready.check("vm-operator", "not checked yet");
+                let check = ready.check("VM Operator", "not checked yet");
                 api_versions::is_served(client, "nestor.dev/v1alpha1", "volumeattachments", &check, stop)
                     .await?
             }

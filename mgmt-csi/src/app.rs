@@ -1,7 +1,5 @@
 //! Wiring: flags, and the start of all components.
 
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -12,11 +10,14 @@ use csi::proto::controller_server::ControllerServer;
 use csi::proto::identity_server::IdentityServer;
 use csi::proto::plugin_capability::service::Type as Service;
 use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
-use csi::server::{self, Endpoint};
-use kube_kit::client::{connect, wait_until_reachable};
+use csi::self_check::SocketCheck;
+use csi::server::{self, EndpointArgs};
+use infra_api::InfraArgs;
+use kube_kit::client::{KubeconfigArgs, wait_until_reachable};
 use kube_kit::health::Health;
 use kube_kit::http;
 use kube_kit::lease::LeaseArgs;
+use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio::sync::Notify;
 use tokio_util::sync::{CancellationToken, DropGuard};
@@ -28,18 +29,16 @@ use crate::capacity::Capacity;
 use crate::claims::ClaimController;
 use crate::cluster::Cluster;
 use crate::controller::Controller;
-use crate::infra::{InfraArgs, StorageInfra, monitor, subscribe};
+use crate::infra::{Rest, StorageInfra, monitor, subscribe};
 use crate::repair::{self, Repair};
 
 /// Flags of `mgmt-csi`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Unix socket to serve CSI on, as in unix:///csi/csi.sock.
-    #[arg(long)]
-    endpoint: Endpoint,
-    /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    csi: EndpointArgs,
+    #[command(flatten)]
+    cluster: KubeconfigArgs,
     #[command(flatten)]
     infra: InfraArgs,
     /// Maximum number of concurrent requests to the management API for VolumeAttachments. Calls to the storage infra are
@@ -54,23 +53,22 @@ pub struct Args {
     /// Namespace in which to publish the free capacity as CSIStorageCapacity objects. Without it, none are published.
     #[arg(long, value_name = "NAMESPACE")]
     capacity_namespace: Option<String>,
-    /// Address on which to serve /healthz, /readyz and /metrics.
-    #[arg(long, value_name = "ADDR:PORT")]
-    http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    http: HttpArgs,
     #[command(flatten, next_help_heading = "Leader election")]
     lease: LeaseArgs,
 }
 
 /// Runs the driver until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
-    let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
-    let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
+    let infra: Arc<dyn StorageInfra> = Arc::new(Rest::new(args.infra.client()?));
+    let client = args.cluster.connect("mgmt-csi").await?;
 
     let mut registry = Registry::with_prefix("nestor_mgmt_csi");
     let calls = CallMetrics::register(&mut registry);
     let attach = AttachController::new(&mut registry, args.parallel_attachments.into(), args.fence);
     let repair = Repair::new(&mut registry, args.repair);
-    let election = args.lease.election("mgmt-csi", &client, args.kubeconfig.as_deref(), &mut registry);
+    let election = args.lease.election("mgmt-csi", &client, args.cluster.path(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let cluster = Cluster::new(&client);
     let claims = ClaimController::new(&mut registry, &cluster);
@@ -79,12 +77,13 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let cluster = claims.watch(attach.watch(cluster));
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
-    let wired = ready.check("mgmt-csi", "not started yet");
+    let wired = ready.check("start-up", "not complete yet");
     let reachable = ready.check("management cluster", "not checked yet");
     let infra_answers = ready.check("storage infra", "not checked yet");
 
+    let self_check = SocketCheck::new(&alive, MANAGEMENT_DRIVER, &args.csi.endpoint);
     // The driver serves calls at once, even if a dependency is down: each call returns its own error.
-    let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())
+    let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone(), ready.clone())
         .with_service(Service::ControllerService)
         .with_expansion(Expansion::Online);
     let controller = Controller::new(infra.clone(), client.clone(), caches.clone());
@@ -93,10 +92,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let infra_back = Notify::new();
     let csi = async {
         let _all_stop = stop_with_me(&stop);
-        server::serve(&args.endpoint, routes, calls, stop.clone()).await.map_err(anyhow::Error::from)
+        server::serve(&args.csi.endpoint, routes, calls, stop.clone()).await.map_err(anyhow::Error::from)
     };
     let http = async {
-        let Some(address) = args.http_listen else { return Ok(()) };
+        let Some(address) = args.http.http_listen else { return Ok(()) };
         let _all_stop = stop_with_me(&stop);
         http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
@@ -150,7 +149,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         tokio::join!(biased; leading, conditions, events, started);
     };
     let watch_infra = monitor(infra.clone(), infra_answers, &infra_back, stop.clone());
-    let (csi, http, (), ()) = tokio::join!(csi, http, work, watch_infra);
+    let (csi, http, (), (), ()) = tokio::join!(csi, http, work, watch_infra, self_check.run(stop.clone()));
     csi.and(http)
 }
 

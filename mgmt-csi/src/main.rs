@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use clap::{Args, Command, FromArgMatches};
 use mgmt_csi::{app, repair::orphans};
-use process_kit::process;
 use process_kit::telemetry::LogArgs;
+use process_kit::{flags, process};
 
 /// The driver's flags are required only without a subcommand.
 fn command() -> Command {
@@ -18,7 +18,7 @@ fn command() -> Command {
         .subcommand_negates_reqs(true)
         .subcommand(orphans);
     let driver = app::Args::augment_args(driver);
-    LogArgs::augment_args(driver.next_help_heading("Logs"))
+    flags::with_env(LogArgs::augment_args(driver.next_help_heading("Logs")))
 }
 
 fn main() -> ExitCode {
@@ -49,8 +49,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_subcommand_does_not_require_the_flags_of_the_driver() {
+    fn flags_are_documented_and_the_subcommand_does_not_require_those_of_the_driver() {
         command().debug_assert();
+        assert_eq!(flags::faults(&command()), [""; 0]);
         let infra = ["--infra-url=https://i", "--infra-ca=a", "--infra-cert=b", "--infra-key=c"];
         let read = |words: &[&str]| command().try_get_matches_from([&["mgmt-csi"], words].concat());
         assert!(read(&infra).is_err(), "the driver needs a socket");

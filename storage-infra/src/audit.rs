@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use tokio::task_local;
+use tracing::Instrument;
 
 /// Actor outside of requests: start-up, repair, and work whose caller has disconnected.
 const SERVER: &str = "storage-infra (background)";
@@ -19,9 +20,9 @@ pub fn actor() -> Arc<str> {
     ACTOR.try_with(Arc::clone).unwrap_or_else(|_| SERVER.into())
 }
 
-/// Runs a future on behalf of an actor.
-pub async fn with_actor<F: Future>(who: Arc<str>, work: F) -> F::Output {
-    ACTOR.scope(who, work).await
+/// Runs a future on behalf of an actor, in the span of the caller.
+pub fn with_actor<F: Future>(who: Arc<str>, work: F) -> impl Future<Output = F::Output> {
+    ACTOR.scope(who, work).in_current_span()
 }
 
 /// Runs blocking work on behalf of an actor.

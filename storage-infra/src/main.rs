@@ -3,7 +3,6 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::Parser;
 use storage_infra::cli::{self, Cli};
 
 /// Size of the blocking thread pool. A stalled filesystem blocks one thread per volume in use and a stalled domain a
@@ -13,7 +12,7 @@ const BLOCKING_THREADS: usize = 4096;
 fn main() -> ExitCode {
     // An error means that a crypto provider is already installed.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let cli = Cli::parse();
+    let cli = Cli::read();
     let run = || -> anyhow::Result<()> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .enable_all()

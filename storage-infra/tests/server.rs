@@ -88,7 +88,16 @@ async fn the_command_line_works_and_reports_errors_in_one_line() {
     let server = site.ready(&[]).await;
     let url = format!("https://{}", server.api);
     let (ca, cert, key) = (site.path("pki/ca.crt"), site.path("pki/client.crt"), site.path("pki/client.key"));
-    let access = ["--server", &url, "--ca", text(&ca), "--cert", text(&cert), "--key", text(&key)];
+    let access = [
+        "--infra-url",
+        &url,
+        "--infra-ca",
+        text(&ca),
+        "--infra-cert",
+        text(&cert),
+        "--infra-key",
+        text(&key),
+    ];
     let cli = |arguments: &[&str]| {
         let output = run(&[arguments, &access].concat());
         let out = String::from_utf8(output.stdout).unwrap();

@@ -45,7 +45,11 @@ pub async fn run_to_end(program: &Path, arguments: &[&str]) -> Result<Ended> {
 fn command(program: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(program);
     command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    command.env_remove("KUBECONFIG").env_remove("NESTOR_LOG").kill_on_drop(true);
+    let ours = std::env::vars_os().map(|(name, _)| name);
+    for name in ours.filter(|name| name.to_string_lossy().starts_with("NESTOR_")) {
+        command.env_remove(name);
+    }
+    command.env_remove("KUBECONFIG").kill_on_drop(true);
     command
 }
 

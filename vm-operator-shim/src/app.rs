@@ -1,7 +1,5 @@
 //! Wiring: flags, watches, and the queue of VMs.
 
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
@@ -12,7 +10,7 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
 use kube_kit::api_versions;
-use kube_kit::client::connect;
+use kube_kit::client::KubeconfigArgs;
 use kube_kit::events::Events;
 use kube_kit::fair::{FairLimiter, Limits};
 use kube_kit::health::{Check, Health};
@@ -22,6 +20,7 @@ use kube_kit::lease::{Election, LeaseArgs};
 use kube_kit::mutation_cache::MutationCache;
 use kube_kit::partial::Metadata;
 use kube_kit::queue::{Queue, Retry};
+use process_kit::flags::HttpArgs;
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
 
@@ -43,12 +42,10 @@ type Claim = Metadata<PersistentVolumeClaim>;
 /// Flags of `vm-operator-shim`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
-    /// Address on which to serve /healthz, /readyz and /metrics.
-    #[arg(long, value_name = "ADDR:PORT")]
-    http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    cluster: KubeconfigArgs,
+    #[command(flatten)]
+    http: HttpArgs,
     #[command(flatten)]
     rate: RateArgs,
     #[command(flatten, next_help_heading = "Leader election")]
@@ -57,12 +54,10 @@ pub struct Args {
 
 /// Runs the shim until `stop`, or until a component fails.
 pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
-    let client =
-        connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "vm-operator-shim").await?;
+    let client = args.cluster.connect("vm-operator-shim").await?;
     let mut registry = Registry::with_prefix("nestor_vm_operator_shim");
     let metrics = Metrics::register(&mut registry);
-    let election =
-        args.lease.election("vm-operator-shim", &client, args.kubeconfig.as_deref(), &mut registry);
+    let election = args.lease.election("vm-operator-shim", &client, args.cluster.path(), &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     let (alive, ready) = (Health::default(), Health::default());
     let checks = Checks {
@@ -73,7 +68,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     };
     let components = Components { client, metrics, attach_limiter: AttachLimiter::new(args.rate) };
     let http = async {
-        let Some(address) = args.http_listen else { return Ok(()) };
+        let Some(address) = args.http.http_listen else { return Ok(()) };
         let _all_stop = stop.clone().drop_guard();
         http::serve(address, alive, ready.clone(), registry, stop.clone())
             .await
@@ -185,7 +180,7 @@ async fn run_controller(
         metrics,
     });
     let term = || {
-        let worker = queue.worker();
+        let worker = queue.worker("virtual-machines");
         for vm in reconciler.vms.informer().list() {
             queue.push(Key::of(&*vm));
         }

@@ -13,13 +13,14 @@ pub struct Identity {
     name: String,
     services: Vec<Service>,
     expansion: Option<Expansion>,
-    health: Health,
+    alive: Health,
+    ready: Health,
 }
 
 impl Identity {
-    /// Creates the service; `Probe` reports `health`.
-    pub fn new(name: impl Into<String>, health: Health) -> Self {
-        Self { name: name.into(), services: Vec::new(), expansion: None, health }
+    /// Creates the service. `alive` and `ready` are the checks behind `/healthz` and `/readyz`, which `Probe` also reports.
+    pub fn new(name: impl Into<String>, alive: Health, ready: Health) -> Self {
+        Self { name: name.into(), services: Vec::new(), expansion: None, alive, ready }
     }
 
     /// Announces a service.
@@ -65,7 +66,46 @@ impl proto::identity_server::Identity for Identity {
         Ok(Response::new(proto::GetPluginCapabilitiesResponse { capabilities }))
     }
 
+    /// A driver that is not healthy answers FAILED_PRECONDITION (CSI specification, "Probe"). A driver that is not ready is
+    /// still healthy: sidecars wait for it.
     async fn probe(&self, _: Request<proto::ProbeRequest>) -> Result<Response<proto::ProbeResponse>, Status> {
-        Ok(Response::new(proto::ProbeResponse { ready: Some(self.health.failing().is_empty()) }))
+        if !self.alive.failing().is_empty() {
+            return Err(Status::failed_precondition(reasons(&self.alive)));
+        }
+        let ready = self.ready.failing().is_empty();
+        if !ready {
+            tracing::debug!(failing = reasons(&self.ready), "not ready");
+        }
+        Ok(Response::new(proto::ProbeResponse { ready: Some(ready) }))
+    }
+}
+
+/// Names and reasons of the failing checks.
+fn reasons(health: &Health) -> String {
+    let failing = health.failing().into_iter().map(|(name, reason)| format!("{name}: {reason}"));
+    failing.collect::<Vec<_>>().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::identity_server::Identity as _;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_probe_distinguishes_unhealthy_from_not_ready() {
+        let (alive, ready) = (Health::default(), Health::default());
+        let identity = Identity::new("driver", alive.clone(), ready.clone());
+        let probe = || async {
+            let answer = identity.probe(Request::new(proto::ProbeRequest {})).await;
+            answer.map(|answer| answer.into_inner().ready)
+        };
+        let (socket, cluster) = (alive.check("socket", "gone"), ready.check("cluster", "away"));
+        let refused = probe().await.unwrap_err();
+        assert_eq!((refused.code(), refused.message()), (tonic::Code::FailedPrecondition, "socket: gone"));
+        socket.pass();
+        assert_eq!(probe().await.unwrap(), Some(false));
+        cluster.pass();
+        assert_eq!(probe().await.unwrap(), Some(true));
     }
 }

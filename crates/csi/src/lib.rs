@@ -3,14 +3,17 @@
 
 pub mod capability;
 pub mod client;
+mod codec;
 mod connections;
 pub mod deadline;
 pub mod identity;
 pub mod locks;
 pub mod metrics;
+mod objects;
 pub mod page;
 pub mod registration;
 pub mod request;
+pub mod self_check;
 pub mod server;
 
 /// Messages and services of the Container Storage Interface.

@@ -1,5 +1,5 @@
-//! Call metrics and logs: duration and status code of every call. Requests are never logged, because they may contain
-//! secrets.
+//! Span, log line and metrics of every call: which objects it names, its duration and its status code. Requests are never
+//! logged, because they may contain secrets.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,12 +7,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Instant;
 
+use process_kit::operation::{self, OperationId};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 use tonic::Code;
+use tracing::Span;
+use tracing::field;
 
+use crate::Status;
 use crate::connections::Caller;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -42,9 +46,9 @@ impl CallMetrics {
         Self { durations: Arc::new(durations) }
     }
 
-    fn observe(&self, method: &str, code: Code, started: Instant) {
-        let labels = Labels { method: method.to_owned(), code: format!("{code:?}") };
-        self.durations.get_or_create(&labels).observe(started.elapsed().as_secs_f64());
+    fn observe(&self, call: &Running, code: Code) {
+        let labels = Labels { method: call.method.clone(), code: code_name(code) };
+        self.durations.get_or_create(&labels).observe(call.seconds());
     }
 }
 
@@ -80,25 +84,166 @@ where
 
     fn call(&mut self, request: http::Request<B>) -> Self::Future {
         let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
-        let metrics = self.metrics.clone();
-        let running = request.extensions().get::<Caller>().map(Caller::begin);
-        let started = Instant::now();
+        let (id, metrics) = (OperationId::random(), self.metrics.clone());
+        let span = span(&method, &id);
+        let open = request.extensions().get::<Caller>().map(Caller::begin);
+        let running = Running { method, started: Instant::now(), ended: false };
         let call = self.inner.call(request);
-        Box::pin(async move {
+        Box::pin(operation::run(id, span, async move {
             let response = call.await?;
             // Unary responses without a message carry the status in the headers.
-            let code = Status::from_header_map(response.headers()).map_or(Code::Ok, |status| {
-                tracing::warn!(method, code = ?status.code(), message = status.message(), "call failed");
-                status.code()
-            });
-            if code == Code::Ok {
-                tracing::debug!(method, elapsed = ?started.elapsed(), "call done");
-            }
-            metrics.observe(&method, code, started);
-            drop(running);
+            let failure =
+                Status::from_header_map(response.headers()).filter(|status| status.code() != Code::Ok);
+            metrics.observe(&running, failure.as_ref().map_or(Code::Ok, Status::code));
+            running.end(failure.as_ref());
+            drop(open);
             Ok(response)
-        })
+        }))
     }
 }
 
-use crate::Status;
+/// Span of a call. Its level is that of errors, so that it is part of every log line, whatever the log level. The codec
+/// records the empty fields.
+fn span(method: &str, id: &OperationId) -> Span {
+    tracing::error_span!(
+        "csi",
+        method,
+        request_id = id.as_str(),
+        volume = field::Empty,
+        node = field::Empty,
+        snapshot = field::Empty,
+        name = field::Empty,
+        claim = field::Empty
+    )
+}
+
+/// A call in progress. Logs one line when it ends.
+struct Running {
+    method: String,
+    started: Instant,
+    ended: bool,
+}
+
+impl Running {
+    fn end(mut self, failure: Option<&Status>) {
+        self.ended = true;
+        let duration_seconds = self.seconds();
+        match failure {
+            Some(failure) => {
+                let (code, message) = (code_name(failure.code()), failure.message());
+                match is_own_fault(failure.code()) {
+                    true => tracing::error!(code, error = message, duration_seconds, "call failed"),
+                    false => tracing::warn!(code, error = message, duration_seconds, "call failed"),
+                }
+            }
+            None if is_read(&self.method) => tracing::debug!(duration_seconds, "call done"),
+            None => tracing::info!(duration_seconds, "call done"),
+        }
+    }
+
+    fn seconds(&self) -> f64 {
+        self.started.elapsed().as_secs_f64()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if !self.ended {
+            tracing::warn!(duration_seconds = self.seconds(), "call cancelled by the caller");
+        }
+    }
+}
+
+fn code_name(code: Code) -> String {
+    format!("{code:?}")
+}
+
+/// Whether a failure is a defect of the driver or lost data, not the caller's mistake or a temporary state.
+fn is_own_fault(code: Code) -> bool {
+    matches!(code, Code::Internal | Code::Unknown | Code::DataLoss)
+}
+
+/// Whether a method only reads. Callers poll such methods.
+fn is_read(method: &str) -> bool {
+    matches!(method, "Probe" | "Check" | "Watch") || method.starts_with("List") || method.contains("Get")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Write};
+    use std::sync::Mutex;
+
+    use tokio_util::sync::CancellationToken;
+    use tonic::service::Routes;
+
+    use super::*;
+    use crate::proto::controller_client::ControllerClient;
+    use crate::proto::controller_server::{Controller, ControllerServer};
+    use crate::proto::{ControllerPublishVolumeRequest, GetCapacityRequest};
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Log {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Implements no call.
+    struct Empty;
+
+    impl Controller for Empty {}
+
+    #[tokio::test]
+    async fn a_failed_call_is_one_line_with_the_names_in_the_request_and_without_secrets() {
+        let (log, stop) = (Log::default(), CancellationToken::new());
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
+        let _logging = tracing::subscriber::set_default(subscriber.finish());
+        let dir = std::env::temp_dir().join(format!("nestor-calls-{}", std::process::id()));
+        let endpoint = dir.join("csi.sock").display().to_string().parse().unwrap();
+        let metrics = CallMetrics::register(&mut Registry::default());
+        let bound = crate::server::bind(&endpoint).await.unwrap();
+        let routes = Routes::new(ControllerServer::new(Empty));
+        let serving = tokio::spawn(bound.serve(routes, metrics, stop.clone()));
+
+        let mut client = ControllerClient::new(crate::client::connect(endpoint.path()).await.unwrap());
+        let attach = ControllerPublishVolumeRequest {
+            volume_id: "pvc-1\nforged".to_owned(),
+            node_id: "vm-1".to_owned(),
+            secrets: [("password".to_owned(), "hidden".to_owned())].into(),
+            ..Default::default()
+        };
+        client.controller_publish_volume(attach).await.unwrap_err();
+        client.get_capacity(GetCapacityRequest::default()).await.unwrap_err();
+        drop(client);
+        stop.cancel();
+        serving.await.unwrap().unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+
+        let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let line = log.lines().find(|line| line.contains("ControllerPublishVolume")).unwrap();
+        for part in
+            ["WARN", "volume=\"pvc-1\\nforged\"", "node=\"vm-1\"", "code=\"Unimplemented\"", "request_id="]
+        {
+            assert!(line.contains(part), "{part}: {line}");
+        }
+        assert_eq!(log.matches("call failed").count(), 2, "{log}");
+        assert!(!log.contains("hidden"), "{log}");
+    }
+
+    #[test]
+    fn polled_methods_are_reads() {
+        for method in ["Probe", "NodeGetCapabilities", "NodeGetVolumeStats", "ListVolumes", "GetCapacity"] {
+            assert!(is_read(method), "{method}");
+        }
+        for method in ["CreateVolume", "ControllerPublishVolume", "NodeStageVolume", "DeleteSnapshot"] {
+            assert!(!is_read(method), "{method}");
+        }
+    }
+}

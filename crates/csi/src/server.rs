@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use clap::builder::NonEmptyStringValueParser;
 use tokio::net::{UnixListener, UnixStream};
 use tokio_stream::StreamExt;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -54,6 +55,32 @@ impl FromStr for Endpoint {
             ));
         }
         Ok(Self(path.to_owned()))
+    }
+}
+
+/// Flag of the socket.
+#[derive(Debug, Clone, clap::Args)]
+pub struct EndpointArgs {
+    /// Unix socket on which to serve CSI, for example unix:///csi/csi.sock.
+    #[arg(long, value_name = "unix:///PATH")]
+    pub endpoint: Endpoint,
+}
+
+/// Flags of a second socket, for volumes of an earlier driver.
+#[derive(Debug, Clone, clap::Args)]
+pub struct LegacyArgs {
+    /// Name of an earlier driver whose existing volumes this driver also serves.
+    #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
+    pub legacy_driver_name: Option<String>,
+    /// Unix socket on which to serve CSI under the earlier driver's name, for example unix:///csi/legacy.sock.
+    #[arg(long, value_name = "unix:///PATH", requires = "legacy_driver_name")]
+    pub legacy_endpoint: Option<Endpoint>,
+}
+
+impl LegacyArgs {
+    /// Name and socket, if configured.
+    pub fn get(&self) -> Option<(&str, &Endpoint)> {
+        self.legacy_driver_name.as_deref().zip(self.legacy_endpoint.as_ref())
     }
 }
 
@@ -236,7 +263,7 @@ mod tests {
         let dir = std::env::temp_dir().join(format!("nestor-idle-{}", std::process::id()));
         let socket = dir.join("csi.sock");
         let endpoint: Endpoint = socket.display().to_string().parse().unwrap();
-        let identity = crate::identity::Identity::new("test", kube_kit::health::Health::default());
+        let identity = crate::identity::Identity::new("test", Default::default(), Default::default());
         let routes = Routes::new(IdentityServer::new(identity));
         let metrics = CallMetrics::register(&mut prometheus_client::registry::Registry::default());
         let (stop, connections) = (CancellationToken::new(), Connections::default());

@@ -13,13 +13,16 @@ mod model;
 mod problem;
 
 pub use bounds::{MAX_ANTI_AFFINITY_ID, MAX_LABELS, MAX_NODE_NAME, MAX_ZONE, MAX_ZONES, OutOfBounds};
-pub use client::{Client, ClientError, ClientOptions};
+pub use client::{Client, ClientError, ClientOptions, InfraArgs};
 pub use ids::{AttachmentId, InvalidId, PoolName, SnapshotId, VolumeId};
 pub use model::*;
 pub use problem::{ObjectKind, PoolRejection, Problem, ProblemCode, Rejection};
 
 /// Pool label with the zone that can reach the pool. A pool without this label is reachable from every zone.
 pub const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
+
+/// Header with the id of the operation that a request belongs to, for the logs of both sides. The response repeats it.
+pub const REQUEST_ID_HEADER: &str = "x-request-id";
 
 /// Seconds that the server waits for an operation to complete when the request has no `Prefer: wait`.
 pub const DEFAULT_WAIT_SECONDS: u64 = 10;

@@ -50,6 +50,26 @@ pub enum ConnectError {
     },
 }
 
+/// Flag of the kubeconfig of a program of the management cluster.
+#[derive(Debug, Clone, clap::Args)]
+pub struct KubeconfigArgs {
+    /// Kubeconfig of the management cluster. [default: the pod's service account]
+    #[arg(long, env = "NESTOR_KUBECONFIG", hide_env_values = true, value_name = "FILE")]
+    kubeconfig: Option<PathBuf>,
+}
+
+impl KubeconfigArgs {
+    /// Path of the kubeconfig.
+    pub fn path(&self) -> Option<&Path> {
+        self.kubeconfig.as_deref()
+    }
+
+    /// Creates the client of the program `component`; see [`connect`].
+    pub async fn connect(&self, component: &'static str) -> Result<Client, ConnectError> {
+        connect("management", "--kubeconfig", self.path(), component).await
+    }
+}
+
 /// Creates a client from the kubeconfig or, without one, from the pod's service account. `component` becomes the user agent,
 /// which audit logs show. The client reloads tokens from files.
 pub async fn connect(

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use process_kit::health::report;
+
 use crate::relist::Informers;
 
 /// All checks of a probe endpoint.
@@ -33,14 +35,10 @@ impl Health {
         checks.iter().filter_map(|(name, reason)| Some((name.clone(), reason.clone()?))).collect()
     }
 
-    /// One line per check, as shown by `/readyz`.
+    /// One line per check, as shown by `/healthz` and `/readyz`.
     pub fn report(&self) -> String {
         let checks = self.checks.read().unwrap_or_else(PoisonError::into_inner);
-        let line = |(name, reason): (&String, &Option<String>)| match reason {
-            None => format!("ok   {name}\n"),
-            Some(reason) => format!("FAIL {name}: {reason}\n"),
-        };
-        checks.iter().map(line).collect()
+        report(checks.iter().map(|(name, reason)| (name.as_str(), reason.as_deref())))
     }
 
     /// Informers whose watches are among the checks.

@@ -22,11 +22,14 @@ pub async fn serve(
     stop: CancellationToken,
 ) -> std::io::Result<()> {
     crate::client::traffic::register(&mut registry);
+    crate::informer::metrics::register(&mut registry);
+    crate::queue::metrics::register(&mut registry);
     registry.register("build", "Version of the program", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
     let registry = Arc::new(registry);
     let metrics = move || {
         let registry = registry.clone();
         async move {
+            crate::informer::metrics::refresh();
             let mut text = String::new();
             let content_type =
                 [("content-type", "application/openmetrics-text; version=1.0.0; charset=utf-8")];

@@ -1,6 +1,7 @@
 //! Informer: a local store of watched objects, shared by all readers. Callers read it, wait for changes, or register
 //! handlers, and make no API requests of their own. Use a partial type of [`partial`](crate::partial) for objects that are numerous.
 
+pub(crate) mod metrics;
 mod watch;
 
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
+use metrics::WatchMetrics;
 use process_kit::memory::shrink_map;
 use process_kit::supervise;
 
@@ -123,13 +125,14 @@ where
     reconnect_handlers: Vec<Box<dyn Fn() + Send + Sync>>,
     relist_handlers: Vec<Box<dyn Fn() + Send + Sync>>,
     informer: Informer<K>,
+    metrics: WatchMetrics,
 }
 
 impl<K> Informer<K>
 where
     K: Resource + DeserializeOwned + Clone + Debug + Send + Sync + 'static,
 {
-    /// Prepares an informer. `what` names the objects in logs and health checks.
+    /// Prepares an informer. `what` names the objects in logs and metrics.
     pub fn builder(what: impl Into<String>, api: Api<K>) -> Builder<K> {
         let shared = Shared {
             objects: RwLock::default(),
@@ -140,10 +143,12 @@ where
             watch_error: Mutex::default(),
             ended: CancellationToken::new(),
         };
+        let what = what.into();
         Builder {
             url: api.resource_url().to_owned(),
             client: api.into_client(),
-            what: what.into(),
+            metrics: WatchMetrics::of(&what),
+            what,
             config: watcher::Config::default(),
             metadata_only: false,
             trim: Box::new(|_| {}),

@@ -13,13 +13,17 @@ use futures::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use tracing::Span;
 
 mod delayed;
+pub(crate) mod metrics;
 
 use crate::fair::FairQueue;
 use crate::informer::Key;
 use delayed::DelayedKeys;
+use metrics::QueueMetrics;
 use process_kit::memory::shrink_map;
+use process_kit::operation::{self, OperationId};
 
 /// Handle for pushing keys. Without a worker, keys are dropped: a new worker's owner pushes all existing keys.
 #[derive(Debug)]
@@ -50,13 +54,9 @@ const RETRY_SPREAD: Duration = Duration::from_secs(1);
 
 /// Consumer of a [`Queue`].
 #[derive(Debug)]
-pub struct Worker<K>(mpsc::UnboundedReceiver<Pushed<K>>);
-
-/// Creates a queue and its worker.
-pub fn queue<K>() -> (Queue<K>, Worker<K>) {
-    let queue = Queue::default();
-    let worker = queue.worker();
-    (queue, worker)
+pub struct Worker<K> {
+    controller: &'static str,
+    pushed: mpsc::UnboundedReceiver<Pushed<K>>,
 }
 
 /// When to process a key again.
@@ -107,11 +107,12 @@ impl<K> Queue<K> {
         self.send(Pushed::RetryNow);
     }
 
-    /// Creates a worker for keys that are pushed from now on. Replaces an earlier worker.
-    pub fn worker(&self) -> Worker<K> {
-        let (sender, receiver) = mpsc::unbounded_channel();
+    /// Creates a worker for keys that are pushed from now on. Replaces an earlier worker. `controller` names it in logs and
+    /// metrics.
+    pub fn worker(&self, controller: &'static str) -> Worker<K> {
+        let (sender, pushed) = mpsc::unbounded_channel();
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(sender);
-        Worker(receiver)
+        Worker { controller, pushed }
     }
 
     fn send(&self, pushed: Pushed<K>) {
@@ -152,23 +153,26 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
         Working: Future<Output = Result<NextAction, Error>>,
         Error: Display,
     {
-        let mut state = State::new(flow);
+        let mut state = State::new(flow, QueueMetrics::of(self.controller));
         let mut running = FuturesUnordered::new();
         loop {
             // Merge all pending pushes before the next key starts.
-            while let Ok(pushed) = self.0.try_recv() {
+            while let Ok(pushed) = self.pushed.try_recv() {
                 state.take(pushed);
             }
             while running.len() < parallel && !stop.is_cancelled() {
                 let Some(key) = state.begin() else { break };
-                let (started, outcome) = (Instant::now(), work(key.clone()));
-                running.push(async move { (key, started, outcome.await) });
+                let (started, id) = (Instant::now(), OperationId::random());
+                let span = span(self.controller, &key, &id);
+                let outcome = operation::run(id, span.clone(), work(key.clone()));
+                running.push(async move { (key, started, span, outcome.await) });
             }
+            state.metrics.set_depth(state.queued.len());
             tokio::select! {
                 () = stop.cancelled() => break,
-                Some(pushed) = self.0.recv() => state.take(pushed),
+                Some(pushed) = self.pushed.recv() => state.take(pushed),
                 Some(key) = state.delayed.next() => state.push(key),
-                Some((key, started, outcome)) = running.next() => {
+                Some((key, started, span, outcome)) = running.next() => {
                     let again = match outcome {
                         Ok(next) => {
                             state.succeeded(&key);
@@ -177,7 +181,8 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
                         Err(error) => {
                             let failures = state.failed(&key, started);
                             let delay = retry.delay(failures);
-                            tracing::warn!(%key, failures, "{error}; retrying in {delay:.1?}");
+                            state.metrics.retry();
+                            span.in_scope(|| tracing::warn!(failures, "{error}; retrying in {delay:.1?}"));
                             NextAction::RequeueAfter(delay)
                         }
                     };
@@ -189,11 +194,18 @@ impl<K: Clone + Eq + Hash + Display + Debug + Send + 'static> Worker<K> {
     }
 }
 
+/// Span of a reconcile. Its level is that of errors, so that it is part of every log line, whatever the log level.
+fn span(controller: &'static str, key: &impl Display, id: &OperationId) -> Span {
+    tracing::error_span!("reconcile", controller, %key, request_id = id.as_str())
+}
+
 /// Queued, delayed and active keys, and active keys that were pushed again.
 struct State<K, Flow> {
     flow: Flow,
+    metrics: QueueMetrics,
     waiting: FairQueue<K>,
-    queued: HashSet<K>,
+    /// When each key was pushed.
+    queued: HashMap<K, Instant>,
     active: HashSet<K>,
     delayed: DelayedKeys<K>,
     failures: HashMap<K, u32>,
@@ -202,11 +214,12 @@ struct State<K, Flow> {
 }
 
 impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
-    fn new(flow: Flow) -> Self {
+    fn new(flow: Flow, metrics: QueueMetrics) -> Self {
         Self {
             flow,
+            metrics,
             waiting: FairQueue::default(),
-            queued: HashSet::new(),
+            queued: HashMap::new(),
             active: HashSet::new(),
             delayed: DelayedKeys::default(),
             failures: HashMap::new(),
@@ -228,17 +241,21 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
     }
 
     fn push(&mut self, key: K) {
-        if self.queued.insert(key.clone()) && !self.active.contains(&key) {
+        if self.queued.contains_key(&key) {
+            return;
+        }
+        self.queued.insert(key.clone(), Instant::now());
+        if !self.active.contains(&key) {
             self.waiting.push((self.flow)(&key), key);
         }
     }
 
     fn begin(&mut self) -> Option<K> {
         let (_, key) = self.waiting.pop()?;
-        self.queued.remove(&key);
-        if self.queued.is_empty() {
-            self.queued = HashSet::new();
+        if let Some(pushed) = self.queued.remove(&key) {
+            self.metrics.waited(pushed.elapsed());
         }
+        shrink_map(&mut self.queued);
         self.active.insert(key.clone());
         self.delayed.cancel(&key);
         Some(key)
@@ -262,7 +279,7 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
         if self.active.is_empty() {
             self.active = HashSet::new();
         }
-        if self.queued.contains(&key) {
+        if self.queued.contains_key(&key) {
             self.waiting.push((self.flow)(&key), key);
         } else if let NextAction::RequeueAfter(delay) = next {
             self.delayed.schedule(key, delay);
@@ -271,7 +288,7 @@ impl<K: Clone + Eq + Hash, Flow: Fn(&K) -> Key> State<K, Flow> {
 
     /// Unless it is queued already.
     fn schedule(&mut self, key: K, delay: Duration) {
-        if !self.queued.contains(&key) {
+        if !self.queued.contains_key(&key) {
             self.delayed.schedule(key, delay);
         }
     }
@@ -282,6 +299,12 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
+
+    fn queue<K>() -> (Queue<K>, Worker<K>) {
+        let queue = Queue::default();
+        let worker = queue.worker("test");
+        (queue, worker)
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_failing_key_is_retried_and_repeated_pushes_are_merged() {
@@ -389,11 +412,11 @@ mod tests {
     async fn a_worker_receives_keys_pushed_after_its_creation_until_it_is_replaced() {
         let queue = Queue::default();
         queue.push(1);
-        let first = queue.worker();
+        let first = queue.worker("test");
         queue.push(2);
         drop(first);
         queue.push(3);
-        let second = queue.worker();
+        let second = queue.worker("test");
         queue.push(4);
         let (stop, seen) = (CancellationToken::new(), Mutex::default());
         let work = |key| {

@@ -1,9 +1,13 @@
 //! Process basics of Nestor's programs: the frame of `main` with signals and exit codes, supervised background tasks,
-//! keyed locks, logs, durations, and text that is safe to log. Nothing here knows Kubernetes or storage.
+//! keyed locks, logs and operations, durations, command-line flags, health checks, and text that is safe to log. Nothing
+//! here knows Kubernetes or storage.
 
 pub mod duration;
+pub mod flags;
+pub mod health;
 pub mod keyed_lock;
 pub mod memory;
+pub mod operation;
 pub mod process;
 pub mod supervise;
 pub mod telemetry;

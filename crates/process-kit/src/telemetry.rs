@@ -10,7 +10,7 @@ use crate::text::one_line;
 #[derive(Debug, Clone, clap::Args)]
 pub struct LogArgs {
     /// Log level, or filter directives such as `info,gc_csi=debug`.
-    #[arg(long, global = true, env = "NESTOR_LOG", default_value = "info")]
+    #[arg(long, global = true, default_value = "info")]
     pub log_level: String,
     /// Log format.
     #[arg(long, global = true, value_enum, default_value_t = LogFormat::Text)]
@@ -34,7 +34,11 @@ pub fn init(args: &LogArgs) -> Result<(), String> {
     match args.log_format {
         LogFormat::Text => builder.with_writer(|| Lines(std::io::stderr())).init(),
         // The JSON format escapes control characters itself.
-        LogFormat::Json => builder.with_writer(std::io::stderr).json().flatten_event(true).init(),
+        LogFormat::Json => {
+            let builder = builder.with_writer(std::io::stderr).json();
+            // The list of spans includes the current one.
+            builder.flatten_event(true).with_current_span(false).init();
+        }
     }
     Ok(())
 }

@@ -97,7 +97,7 @@ impl TestNode {
             .arg(format!("--http-listen={}", self.http.local_addr().unwrap()))
             .args(flags)
             .env("PATH", path)
-            .env("NESTOR_LOG", "debug")
+            .env("NESTOR_LOG_LEVEL", "debug")
             .env(fail_point::DIRECTORY_VAR, self.path("fail-points"))
             .stderr(std::fs::File::options().create(true).append(true).open(self.path("log")).unwrap());
         self.driver = Some(spawn(&mut driver));

@@ -1,13 +1,12 @@
 //! Legacy driver name: serves existing volumes of an earlier driver under its name. New volumes are created under our
 //! own name only.
 
-use clap::builder::NonEmptyStringValueParser;
 use crds::names::{GUEST_DRIVER, PARAMETER_MANAGEMENT_CLASS};
 use csi::identity::Identity;
 use csi::metrics::CallMetrics;
 use csi::proto::controller_server::ControllerServer;
 use csi::proto::identity_server::IdentityServer;
-use csi::server::{Endpoint, ServeError};
+use csi::server::{LegacyArgs, ServeError};
 use csi::{Status, proto};
 use k8s_openapi::api::storage::v1::StorageClass;
 use tokio_util::sync::CancellationToken;
@@ -15,39 +14,23 @@ use tonic::service::Routes;
 
 use super::service::Controller;
 
-/// Flags of the legacy driver name.
-#[derive(Debug, clap::Args)]
-pub(super) struct LegacyArgs {
-    /// Name of an earlier driver whose existing volumes this driver also serves.
-    #[arg(long, value_name = "NAME", requires = "legacy_endpoint", value_parser = NonEmptyStringValueParser::new())]
-    pub(super) legacy_driver_name: Option<String>,
-    /// Unix socket to serve the earlier driver's name on, for example unix:///csi/legacy.sock.
-    #[arg(long, value_name = "ENDPOINT", requires = "legacy_driver_name")]
-    pub(super) legacy_endpoint: Option<Endpoint>,
+/// All driver names of our volumes.
+pub(super) fn drivers(args: &LegacyArgs) -> Vec<String> {
+    [GUEST_DRIVER.to_owned()].into_iter().chain(args.legacy_driver_name.clone()).collect()
 }
 
-impl LegacyArgs {
-    /// All driver names of our volumes.
-    pub(super) fn drivers(&self) -> Vec<String> {
-        [GUEST_DRIVER.to_owned()].into_iter().chain(self.legacy_driver_name.clone()).collect()
-    }
-
-    /// Serves the legacy name until `stop`; returns at once if none is configured.
-    pub(super) async fn serve(
-        &self,
-        identity: impl FnOnce(&str) -> Identity,
-        service: &Controller,
-        calls: CallMetrics,
-        stop: CancellationToken,
-    ) -> Result<(), ServeError> {
-        let (Some(name), Some(endpoint)) = (&self.legacy_driver_name, &self.legacy_endpoint) else {
-            return Ok(());
-        };
-        let service = Controller { legacy: Some(name.clone()), ..service.clone() };
-        let routes =
-            Routes::new(IdentityServer::new(identity(name))).add_service(ControllerServer::new(service));
-        csi::server::serve(endpoint, routes, calls, stop).await
-    }
+/// Serves the legacy name until `stop`; returns at once if none is configured.
+pub(super) async fn serve(
+    args: &LegacyArgs,
+    identity: impl FnOnce(&str) -> Identity,
+    service: &Controller,
+    calls: CallMetrics,
+    stop: CancellationToken,
+) -> Result<(), ServeError> {
+    let Some((name, endpoint)) = args.get() else { return Ok(()) };
+    let service = Controller { legacy: Some(name.to_owned()), ..service.clone() };
+    let routes = Routes::new(IdentityServer::new(identity(name))).add_service(ControllerServer::new(service));
+    csi::server::serve(endpoint, routes, calls, stop).await
 }
 
 impl Controller {

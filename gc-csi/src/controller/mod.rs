@@ -16,7 +16,7 @@ mod snapshots;
 #[cfg(test)]
 mod testing;
 
-use std::net::SocketAddr;
+use std::iter;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -29,10 +29,12 @@ use csi::proto::controller_server::ControllerServer;
 use csi::proto::identity_server::IdentityServer;
 use csi::proto::plugin_capability::service::Type as Service;
 use csi::proto::plugin_capability::volume_expansion::Type as Expansion;
-use csi::server::Endpoint;
+use csi::self_check::SocketCheck;
+use csi::server::{EndpointArgs, LegacyArgs};
 use kube_kit::health::Health;
 use kube_kit::lease::LeaseArgs;
 use kube_kit::{api_versions, client, http};
+use process_kit::flags::HttpArgs;
 use process_kit::{duration, supervise};
 use prometheus_client::registry::Registry;
 use tokio_util::sync::CancellationToken;
@@ -45,10 +47,9 @@ use crate::vm_operator::{VmOperator, VmOperatorArg};
 /// Flags of the `gc-csi` program.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Unix socket to serve CSI on, for example unix:///csi/csi.sock.
-    #[arg(long)]
-    endpoint: Endpoint,
-    /// Kubeconfig of the guest cluster. Default: the pod's service account.
+    #[command(flatten)]
+    csi: EndpointArgs,
+    /// Kubeconfig of the guest cluster. [default: the pod's service account]
     #[arg(long, value_name = "FILE")]
     guest_kubeconfig: Option<PathBuf>,
     /// Kubeconfig of the management cluster, with this guest's credentials.
@@ -80,13 +81,12 @@ pub struct Args {
     #[command(flatten)]
     guest_deletion: GuestDeletion,
     #[command(flatten)]
-    legacy: legacy::LegacyArgs,
+    legacy: LegacyArgs,
     /// Timeout of a call that has no deadline.
     #[arg(long, value_name = "DURATION", default_value = "15s", value_parser = duration::parse_timeout)]
     default_timeout: Duration,
-    /// Address for /healthz, /readyz and /metrics.
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    http: HttpArgs,
     #[command(flatten)]
     sync: reconcile::Options,
     #[command(flatten, next_help_heading = "Leader election")]
@@ -137,11 +137,11 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let election = args.lease.election("gc-csi-controller", &guest_client, kubeconfig, &mut registry);
     let election = election.map_err(anyhow::Error::msg)?;
     // Fails until all other checks are registered: a set of checks that is not complete yet may pass.
-    let startup = ready.check("controller", "not started yet");
+    let startup = ready.check("start-up", "not complete yet");
     let api_checks =
-        ["guest", "management"].map(|cluster| ready.check(format!("{cluster}-api"), "not checked yet"));
-    if let Some(address) = args.http_listen {
-        let serving = http::serve(address, alive, ready.clone(), registry, stop.clone());
+        ["guest", "management"].map(|cluster| ready.check(format!("{cluster} cluster"), "not checked yet"));
+    if let Some(address) = args.http.http_listen {
+        let serving = http::serve(address, alive.clone(), ready.clone(), registry, stop.clone());
         supervise::worker("health and metrics", async move {
             if let Err(error) = serving.await {
                 supervise::fail(format!("cannot serve health and metrics on {address}: {error}"));
@@ -150,7 +150,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     }
 
     let identity = |driver: &str| {
-        let identity = Identity::new(driver, ready.clone())
+        let identity = Identity::new(driver, alive.clone(), ready.clone())
             .with_service(Service::ControllerService)
             .with_expansion(Expansion::Online);
         match args.topology {
@@ -165,7 +165,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
             return Ok(());
         }
     }
-    let version_check = ready.check("virtual-machine-version", "not checked yet");
+    let version_check = ready.check("version of VirtualMachine", "not checked yet");
     let version = api_versions::wait_for_version(
         &management_client,
         crds::VIRTUAL_MACHINE_GROUP,
@@ -181,7 +181,7 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     tracing::info!(version, ?vm_operator, namespace = args.management_namespace, cluster = %args.cluster_id, "connected to the management cluster");
 
     let (volumes, claims) = (reconcilers.queues().clone(), reconcilers.queues().clone());
-    let scope = Scope { drivers: args.legacy.drivers(), claim_labels: args.sync.labels.clone() };
+    let scope = Scope { drivers: legacy::drivers(&args.legacy), claim_labels: args.sync.labels.clone() };
     let guest = Guest::start(
         &guest_client,
         scope,
@@ -229,10 +229,14 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
         locks,
     );
     startup.pass();
+    for (driver, endpoint) in iter::once((names::GUEST_DRIVER, &args.csi.endpoint)).chain(args.legacy.get()) {
+        let check = SocketCheck::new(&alive, driver, endpoint);
+        supervise::background(format!("self-check of {driver}"), stop.clone(), check.run(stop.clone()));
+    }
     let routes = tonic::service::Routes::new(IdentityServer::new(identity(names::GUEST_DRIVER)))
         .add_service(ControllerServer::new(service.clone()));
-    let own = csi::server::serve(&args.endpoint, routes, calls.clone(), stop.clone());
-    let legacy = args.legacy.serve(identity, &service, calls, stop.clone());
+    let own = csi::server::serve(&args.csi.endpoint, routes, calls.clone(), stop.clone());
+    let legacy = legacy::serve(&args.legacy, identity, &service, calls, stop.clone());
     tokio::try_join!(own, legacy)?;
     stop.cancel();
     reconciling.await.context("the reconcilers failed")

@@ -42,13 +42,13 @@ impl Capacities {
                     capacity.metadata.labels = None;
                     capacity.metadata.owner_references = None;
                 })
-                .start(ready.check("storage-capacities", "not synced yet"), stop.clone());
+                .start(ready.check("watch of CSIStorageCapacities", "not synced yet"), stop.clone());
         let quotas = Informer::builder("ResourceQuotas", Api::namespaced(client.clone(), namespace))
             .trim(|quota: &mut ResourceQuota| {
                 quota.metadata.annotations = None;
                 quota.metadata.labels = None;
             })
-            .start(ready.check("resource-quotas", "not synced yet"), stop.clone());
+            .start(ready.check("watch of ResourceQuotas", "not synced yet"), stop.clone());
         Self { published, quotas }
     }
 

@@ -30,14 +30,17 @@ impl Classes {
                     parameters.retain(|key, _| key == names::PARAMETER_SHAREABLE);
                 }
             })
-            .start(ready.check("management-classes", "not synced yet"), stop.clone());
+            .start(ready.check("watch of management StorageClasses", "not synced yet"), stop.clone());
         let attributes = has_attributes.then(|| {
             Informer::builder("management VolumeAttributesClasses", Api::all(client.clone()))
                 .trim(|class: &mut VolumeAttributesClass| {
                     class.metadata.annotations = None;
                     class.parameters = None;
                 })
-                .start(ready.check("management-attributes-classes", "not synced yet"), stop.clone())
+                .start(
+                    ready.check("watch of management VolumeAttributesClasses", "not synced yet"),
+                    stop.clone(),
+                )
         });
         Self { storage, attributes }
     }

@@ -90,7 +90,7 @@ impl ClusterOwner {
         }
         // The API server lists the newest version first.
         let newest = |served: &[String]| Some(served.first().cloned());
-        let check = ready.check("cluster-objects", "not checked yet");
+        let check = ready.check("version of Cluster", "not checked yet");
         let version =
             api_versions::wait_for_version(client, names::CLUSTER_GROUP, newest, &check, stop).await?;
         let Some(version) = version else {
@@ -114,7 +114,7 @@ impl ClusterOwner {
             })
             .on_change(move |_| changed())
             // No CSI call depends on this watch, so it does not count for readiness.
-            .start(Health::default().check("cluster-objects", ""), stop.clone());
+            .start(Health::default().check("watch of Cluster objects", ""), stop.clone());
         let api = Api::namespaced_with(client.clone(), &identity.namespace, &resource);
         let clusters = Clusters { api, resource, watched, name, guest: guest.clone() };
         Some(Self { policy, guest, clusters: Some(clusters) })

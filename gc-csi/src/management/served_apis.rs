@@ -38,7 +38,7 @@ impl OptionalApis {
         stop: &CancellationToken,
     ) -> Option<Self> {
         let serves = async |group_version: &str, resource: &str| {
-            let check = ready.check(resource, "not checked yet");
+            let check = ready.check(format!("discovery of {resource}"), "not checked yet");
             let served = api_versions::is_served(client, group_version, resource, &check, stop).await;
             if served == Some(false) {
                 tracing::info!(

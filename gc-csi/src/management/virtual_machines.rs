@@ -56,7 +56,7 @@ impl VirtualMachines {
                 index.put(change.key, change.new.into_iter().flat_map(|vm| index_keys(vm)));
             })
             .on_change(changed)
-            .start(ready.check("virtual-machines", "not synced yet"), stop.clone());
+            .start(ready.check("watch of VirtualMachines", "not synced yet"), stop.clone());
         Self { namespace: namespace.to_owned(), api, informer, by_disk }
     }
 

@@ -212,7 +212,7 @@ impl Reconcilers {
     ) -> Started {
         let Self { queues, repair, abnormal, outliving } = self;
         let client = &guest.client;
-        let nodes = ready.check("guest-nodes", "not synced yet");
+        let nodes = ready.check("watch of guest Nodes", "not synced yet");
         let (zone_queue, vm_queue) = (queues.zone_labels.clone(), queues.repair.vms.clone());
         let zones = zones::Zones::start(
             client,
@@ -228,7 +228,7 @@ impl Reconcilers {
         let zones = Arc::new(zones);
         let records = queues.records.clone();
         let pods = options.sync_pods.then(|| {
-            let (check, claims) = (ready.check("guest-pods", "not synced yet"), guest.clone());
+            let (check, claims) = (ready.check("watch of guest Pods", "not synced yet"), guest.clone());
             pods::Pods::start(client, check, &stop, move |claim| {
                 if let Some(handle) = claims.handle_of(claim) {
                     records.push(handle);
@@ -262,9 +262,13 @@ impl Started {
         }
 
         let _reset = ResetOnDrop([&self.abnormal, &self.outliving]);
-        let (conditions, records) = (queues.conditions.worker(), queues.records.worker());
-        let (pending_claims, owner_refs_queue, zone_labels) =
-            (queues.pending_claims.worker(), queues.owner_refs.worker(), queues.zone_labels.worker());
+        let (conditions, records) =
+            (queues.conditions.worker("claim-conditions"), queues.records.worker("consumer-records"));
+        let (pending_claims, owner_refs_queue, zone_labels) = (
+            queues.pending_claims.worker("abandoned-claims"),
+            queues.owner_refs.worker("owner-refs"),
+            queues.zone_labels.worker("zone-labels"),
+        );
         self.push_all();
         let volume_conditions = volume_conditions::VolumeConditions::new(
             guest.clone(),

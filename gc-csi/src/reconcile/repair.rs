@@ -68,7 +68,7 @@ impl Registered {
         ready: &Health,
         stop: &CancellationToken,
     ) -> Repair {
-        let check = ready.check("guest-attachments", "not synced yet");
+        let check = ready.check("watch of guest VolumeAttachments", "not synced yet");
         let client = guest.client.clone();
         let k8s_attachments =
             K8sAttachments::start(&client, guest.clone(), check, stop, self.queues.vms.clone());
@@ -106,7 +106,8 @@ impl Repair {
         // A new leader has not observed the time before: all grace periods start again.
         self.volume_entries.drift.forget();
         self.orphans.forget_observations();
-        let (vms, volumes) = (self.queues.vms.worker(), self.queues.volumes.worker());
+        let (vms, volumes) =
+            (self.queues.vms.worker("volume-entries"), self.queues.volumes.worker("orphans"));
         for vm_name in self.management.vms.names() {
             self.queues.vms.push(vm_name);
         }

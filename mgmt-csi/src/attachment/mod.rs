@@ -221,7 +221,7 @@ impl RunningAttachController {
             () = stop.cancelled() => return,
             _ = async { tokio::join!(attachments.informer().synced(), claims.synced(), volumes.informer().synced()) } => {}
         }
-        let worker = self.queue.worker();
+        let worker = self.queue.worker("volume-attachments");
         let all = attachments.informer().list();
         tracing::info!(attachments = all.len(), "reconciling VolumeAttachments");
         // Reconciled ones are compared with the storage infra's list, in one call.

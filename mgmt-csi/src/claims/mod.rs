@@ -124,7 +124,7 @@ impl ClaimController {
     /// Reads volume conditions until `stop`. Every replica runs this; it writes nothing. It starts before the first event of
     /// the storage infra.
     pub async fn refresh_conditions(&self, infra: Arc<dyn StorageInfra>, stop: CancellationToken) {
-        let worker = self.refreshes.worker();
+        let worker = self.refreshes.worker("volume-conditions");
         if !self.synced(&stop).await {
             return;
         }
@@ -152,7 +152,7 @@ impl ClaimController {
             requests: Semaphore::new(CONCURRENT_REQUESTS),
             infra_calls: Semaphore::new(CONCURRENT_INFRA_CALLS),
         };
-        let worker = self.queue.worker();
+        let worker = self.queue.worker("claims");
         for claim in self.bindings.claims.informer().list() {
             self.queue.push(Key::of(&*claim));
         }

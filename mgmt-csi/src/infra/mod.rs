@@ -1,7 +1,6 @@
 //! Storage infra interface: the trait through which this driver uses a storage infra, and its implementation for the REST
 //! API.
 
-mod args;
 mod error;
 mod events;
 mod monitor;
@@ -19,7 +18,6 @@ use infra_api::{
 use tokio::time::Instant;
 use uuid::Uuid;
 
-pub use args::InfraArgs;
 pub use error::{
     AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
     SnapshotError,

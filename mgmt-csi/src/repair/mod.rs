@@ -153,7 +153,7 @@ impl Repair {
     pub(crate) async fn run(&self, shared: &Shared, stop: CancellationToken) {
         // A new leader did not observe what happened before: grace periods start again.
         self.dangling.lock().unwrap_or_else(PoisonError::into_inner).clear();
-        let worker = self.checks.worker();
+        let worker = self.checks.worker("repair");
         self.checks.push(Check::All);
         let work = |check| async move {
             match check {

@@ -1,4 +1,4 @@
-//! Client identity, taken from the subject of the TLS client certificate, for the audit log.
+//! Client identity, taken from the subject of the TLS client certificate, for the logs.
 
 use std::io;
 use std::sync::Arc;
@@ -16,9 +16,16 @@ use tower::Layer;
 
 use crate::audit;
 
-/// Name of a client in the audit log.
+/// Name of a client in the logs.
 #[derive(Debug, Clone)]
 pub struct ClientName(Arc<str>);
+
+impl ClientName {
+    /// The name as text.
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+}
 
 /// TLS acceptor that adds the client's name to each request of the connection.
 #[derive(Clone)]

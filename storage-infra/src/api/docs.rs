@@ -17,6 +17,7 @@ use super::{events, handlers};
                        Every write is a PUT or a DELETE on an ID that the client chooses, so every call can be repeated safely. \
                        Long-running operations return 202 and the object's state; repeat the call to wait for completion. \
                        Sizes are in bytes, times are RFC 3339. Errors are RFC 9457 problems with a machine-readable `code`. \
+                       A response repeats the header `x-request-id` of its request, which the server's log shows. \
                        Clients must present a certificate signed by the server's client CA.",
     ),
     paths(

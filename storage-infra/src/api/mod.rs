@@ -7,16 +7,18 @@ mod extract;
 mod handlers;
 mod ops;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::Method;
+use axum::http::{HeaderValue, Method};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, put};
-use infra_api::{ObjectKind, Problem, ProblemCode};
+use infra_api::{ObjectKind, Problem, ProblemCode, REQUEST_ID_HEADER};
+use process_kit::operation::{self, OperationId};
 use tokio_util::sync::CancellationToken;
+use tracing::Span;
 
 use crate::metrics::Metrics;
 use crate::service::{Failure, Service};
@@ -89,22 +91,46 @@ pub fn router(service: Service, stop: CancellationToken) -> Router {
         .with_state(App { service, stop })
 }
 
-/// Middleware that records metrics of every request and logs it.
+/// Middleware that gives every request a span, records its metrics and logs it in one line. The response carries the
+/// request's id.
 async fn observe(State(metrics): State<Metrics>, request: Request, next: Next) -> Response {
     let start = Instant::now();
     let method = request.method().clone();
-    let path = request.uri().path().to_owned();
     let route = request.extensions().get::<MatchedPath>().map_or("none", MatchedPath::as_str).to_owned();
-    let response = next.run(request).await;
+    let id = operation_id(&request);
+    let span = span(&request, &route, &id);
+    let mut response = operation::run(id.clone(), span.clone(), next.run(request)).await;
     let took = start.elapsed();
     let code = response.status().as_u16();
     metrics.request(method.as_str(), &route, code, took);
-    if code >= 500 {
-        tracing::warn!(%method, %path, code, ?took, "request served");
-    } else {
-        tracing::debug!(%method, %path, code, ?took, "request served");
+    span.in_scope(|| log_served(&method, code, took));
+    if let Ok(id) = HeaderValue::from_str(id.as_str()) {
+        response.headers_mut().insert(REQUEST_ID_HEADER, id);
     }
     response
+}
+
+/// The client's id of the request; a new one if that is missing or malformed.
+fn operation_id(request: &Request) -> OperationId {
+    let header = request.headers().get(REQUEST_ID_HEADER).and_then(|id| id.to_str().ok());
+    header.and_then(OperationId::parse).unwrap_or_else(OperationId::random)
+}
+
+/// Span of a request. Its level is that of errors, so that it is part of every log line, whatever the log level.
+fn span(request: &Request, route: &str, id: &OperationId) -> Span {
+    let (method, path) = (request.method(), request.uri().path());
+    let client = request.extensions().get::<ClientName>().map(ClientName::as_str);
+    tracing::error_span!("request", %method, route, path, request_id = id.as_str(), client)
+}
+
+/// Reads are polled, so their success is logged at a lower level.
+fn log_served(method: &Method, code: u16, took: Duration) {
+    let duration_seconds = took.as_secs_f64();
+    match code {
+        500.. => tracing::warn!(code, duration_seconds, "request served"),
+        _ if method.is_safe() => tracing::debug!(code, duration_seconds, "request served"),
+        _ => tracing::info!(code, duration_seconds, "request served"),
+    }
 }
 
 impl IntoResponse for Failure {

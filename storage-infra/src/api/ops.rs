@@ -5,6 +5,8 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use infra_api::Health;
+use process_kit::health::report;
 
 use crate::service::Service;
 
@@ -19,25 +21,37 @@ pub fn router(service: Service) -> Router {
 
 /// Liveness: fails if the catalog is not writable. Nothing works then, and a restart may help.
 async fn healthz(State(service): State<Service>) -> impl IntoResponse {
-    respond(&service, |health| health.catalog_writable).await
+    respond(match service.health().check().await {
+        Ok(health) => vec![catalog(&health)],
+        Err(failure) => vec![("catalog", Some(failure.to_string()))],
+    })
 }
 
 /// Readiness: fails also if pools are registered and none of them is healthy.
 async fn readyz(State(service): State<Service>) -> impl IntoResponse {
-    respond(&service, |health| {
-        health.catalog_writable && (health.pools_healthy > 0 || health.pools_total == 0)
+    respond(match service.health().check().await {
+        Ok(health) => vec![catalog(&health), pools(&health)],
+        Err(failure) => vec![("catalog", Some(failure.to_string()))],
     })
-    .await
 }
 
-async fn respond(service: &Service, is_ok: impl Fn(&infra_api::Health) -> bool) -> Response {
-    match service.health().check().await {
-        Ok(health) => {
-            let status = if is_ok(&health) { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-            (status, axum::Json(health)).into_response()
-        }
-        Err(failure) => failure.into_response(),
-    }
+/// A check: its name, and why it fails.
+type Check = (&'static str, Option<String>);
+
+fn catalog(health: &Health) -> Check {
+    let failing = !health.catalog_writable;
+    ("catalog", failing.then(|| "the catalog cannot be written; the log shows why".to_owned()))
+}
+
+fn pools(health: &Health) -> Check {
+    let failing = health.pools_healthy == 0 && health.pools_total > 0;
+    ("pools", failing.then(|| format!("none of the {} pools is healthy", health.pools_total)))
+}
+
+fn respond(checks: Vec<Check>) -> Response {
+    let failing = checks.iter().any(|(_, reason)| reason.is_some());
+    let status = if failing { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+    (status, report(checks.iter().map(|(name, reason)| (*name, reason.as_deref())))).into_response()
 }
 
 async fn metrics(State(service): State<Service>) -> impl IntoResponse {

@@ -10,7 +10,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use process_kit::flags::{self, HttpArgs};
 use process_kit::telemetry::{self, LogArgs};
 
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
@@ -21,10 +22,24 @@ pub use client::ClientArgs;
 #[derive(Debug, Parser)]
 #[command(name = "storage-infra", version, max_term_width = 120)]
 pub struct Cli {
-    #[command(flatten, next_help_heading = "Logging")]
+    #[command(flatten, next_help_heading = "Logs")]
     logs: LogArgs,
     #[command(subcommand)]
     command: Command,
+}
+
+impl Cli {
+    /// Parses the command line and the environment. Exits on errors, and for `--help` and `--version`.
+    pub fn read() -> Self {
+        let mut command = Self::with_env();
+        let matches = command.get_matches_mut();
+        Self::from_arg_matches(&matches).unwrap_or_else(|error| error.format(&mut command).exit())
+    }
+
+    /// The command line, with environment variables for the flags of the server.
+    fn with_env() -> clap::Command {
+        flags::with_env(Self::command()).mut_subcommand("serve", flags::with_env)
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -44,8 +59,8 @@ struct ServeArgs {
     /// Directory of the catalog. Only one server can use it at a time.
     #[arg(long, value_name = "DIR")]
     data_dir: PathBuf,
-    /// Listen address of the API.
-    #[arg(long, value_name = "ADDR:PORT")]
+    /// Address on which to serve the API.
+    #[arg(long, value_name = "ADDRESS:PORT")]
     listen: SocketAddr,
     /// Certificate chain of the server, PEM.
     #[arg(long, value_name = "FILE")]
@@ -61,9 +76,8 @@ struct ServeArgs {
     /// and tests.
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
-    /// Listen address of /healthz, /readyz and /metrics, without TLS. Disabled if absent.
-    #[arg(long, value_name = "ADDR:PORT")]
-    http_listen: Option<SocketAddr>,
+    #[command(flatten)]
+    http: HttpArgs,
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
@@ -105,7 +119,7 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 tls_key: args.tls_key,
                 client_ca: args.client_ca,
                 hypervisors: args.hypervisors,
-                http_listen: args.http_listen,
+                http_listen: args.http.http_listen,
             })
             .await
         }
@@ -117,13 +131,14 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
-    fn the_command_line_is_consistent() {
-        Cli::command().debug_assert();
+    fn flags_have_help_texts_and_those_of_the_server_environment_variables() {
+        let command = Cli::with_env();
+        command.clone().debug_assert();
+        assert_eq!(flags::faults(&command), [""; 0]);
+        assert_eq!(flags::faults(command.find_subcommand("serve").unwrap()), [""; 0]);
     }
 
     #[test]

@@ -1,14 +1,16 @@
 //! HTTP calls: sending a request, decoding the response and mapping failures to [`ClientError`].
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use http::{Method, StatusCode};
+use process_kit::operation::OperationId;
 use reqwest::RequestBuilder;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tracing::{Instrument, Span};
 
 use super::{Client, ClientError, Result};
-use crate::{ObjectKind, Problem, ProblemCode};
+use crate::{ObjectKind, Problem, ProblemCode, REQUEST_ID_HEADER};
 
 /// Number of bytes of an unexpected response that an error quotes.
 pub(super) const EXCERPT: usize = 200;
@@ -17,6 +19,7 @@ pub(super) const EXCERPT: usize = 200;
 pub(super) struct Call {
     pub(super) request: RequestBuilder,
     pub(super) name: String,
+    pub(super) id: OperationId,
     pub(super) timeout: Duration,
 }
 
@@ -28,12 +31,10 @@ pub(super) struct Response {
 
 impl Client {
     pub(super) fn call(&self, method: Method, path: &str) -> Call {
-        let name = format!("{method} {path}");
-        Call {
-            request: self.http.request(method, format!("{}{path}", self.base)),
-            name,
-            timeout: self.timeout,
-        }
+        let (name, id) = (format!("{method} {path}"), OperationId::current());
+        let request = self.http.request(method, format!("{}{path}", self.base));
+        let request = request.header(REQUEST_ID_HEADER, id.as_str());
+        Call { request, name, id, timeout: self.timeout }
     }
 
     pub(super) async fn put<B: Serialize, T: DeserializeOwned>(&self, path: &str, body: &B) -> Result<T> {
@@ -77,12 +78,20 @@ impl Client {
 
     /// Sends the request, reads the whole response and turns every status other than 2xx into an error.
     pub(super) async fn send(&self, call: Call) -> Result<Response> {
-        let Call { request, name, timeout } = call;
+        let span = call.span();
+        self.send_in_span(call).instrument(span).await
+    }
+
+    async fn send_in_span(&self, call: Call) -> Result<Response> {
+        let Call { request, name, timeout, .. } = call;
+        let started = Instant::now();
         let failed = |error: reqwest::Error| self.transport_error(&name, timeout, error);
         let send = request.timeout(timeout).send();
         let response = fail_point::around_async(|| fail_point_of(&name), send).await.map_err(failed)?;
         let status = response.status();
         let body = response.bytes().await.map_err(failed)?.to_vec();
+        let duration_seconds = started.elapsed().as_secs_f64();
+        tracing::debug!(status = status.as_u16(), duration_seconds, "the storage infra responded");
         let response = Response { call: name.clone(), status, body };
         if status.is_success() { Ok(response) } else { Err(response.into_problem()) }
     }
@@ -101,6 +110,13 @@ impl Client {
         } else {
             ClientError::Interrupted { call, server, source: source.without_url() }
         }
+    }
+}
+
+impl Call {
+    /// Span of the request. Its level is that of errors, so that it is part of every log line, whatever the log level.
+    fn span(&self) -> Span {
+        tracing::error_span!("infra_request", call = self.name, request_id = self.id.as_str())
     }
 }
 

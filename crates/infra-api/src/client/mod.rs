@@ -1,5 +1,6 @@
 //! Asynchronous HTTP client with one method per API operation.
 
+mod args;
 mod calls;
 mod error;
 mod events;
@@ -9,6 +10,7 @@ mod tls;
 
 use std::time::Duration;
 
+pub use args::InfraArgs;
 pub use error::ClientError;
 pub use tls::ClientOptions;
 

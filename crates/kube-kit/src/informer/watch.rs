@@ -192,6 +192,7 @@ where
                     match self.has_reached(position.version.as_deref()).await {
                         Ok(true) => {
                             confirmed = true;
+                            self.metrics.heard();
                             continue;
                         }
                         outcome => {
@@ -207,6 +208,7 @@ where
                     return WatchEnd::Broken(format!("no event or bookmark for {silence:?}"));
                 }
             };
+            self.metrics.heard();
             let seen = match event {
                 WatchEvent::Added(object) | WatchEvent::Modified(object) => {
                     let seen = object.resource_version();
@@ -283,6 +285,7 @@ where
             parameters.continue_token = page.continue_.filter(|token| !token.is_empty());
             if parameters.continue_token.is_none() {
                 let version = page.resource_version.unwrap_or_default();
+                self.metrics.listed(!self.informer.is_synced());
                 self.replace(
                     fresh,
                     LastSync { version: resource_version::parse(&version), list_started: Some(started) },
@@ -315,6 +318,7 @@ where
     /// Called when the watch is established: the store is current.
     fn up(&self, check: &Check) {
         check.pass();
+        self.metrics.set_connected(true);
         let was_up = self.informer.set_watch_error(None).is_none();
         if !was_up {
             tracing::info!("watching {}", self.what);
@@ -326,6 +330,7 @@ where
 
     fn down(&self, check: &Check, reason: String) {
         check.fail(reason.clone());
+        self.metrics.set_connected(false);
         self.informer.set_watch_error(Some(reason));
     }
 }

@@ -59,8 +59,8 @@ impl Claims {
         let informer = Informer::builder("management PersistentVolumeClaims", api.clone())
             .trim(trim)
             .on_change(changed)
-            .start(ready.check("management-claims", "not synced yet"), stop.clone());
-        let check = ready.check("management-events", "not synced yet");
+            .start(ready.check("watch of management PersistentVolumeClaims", "not synced yet"), stop.clone());
+        let check = ready.check("watch of warnings about management claims", "not synced yet");
         let warnings = Warnings::start(client, &identity.namespace, informer.clone(), check, stop);
         Self { identity, api, informer, warnings }
     }

@@ -114,14 +114,14 @@ impl Snapshots {
         let informer = Informer::builder("management VolumeSnapshots", api.clone())
             .trim(trim)
             .on_change(changed)
-            .start(ready.check("management-snapshots", "not synced yet"), stop.clone());
+            .start(ready.check("watch of management VolumeSnapshots", "not synced yet"), stop.clone());
         let classes = Informer::builder(
             "management VolumeSnapshotClasses",
             Api::all_with(client.clone(), &kind("VolumeSnapshotClass")),
         )
         // Only the existence of a class is read.
         .trim(|class: &mut DynamicObject| class.data = serde_json::Value::Null)
-        .start(ready.check("management-snapshot-classes", "not synced yet"), stop.clone());
+        .start(ready.check("watch of management VolumeSnapshotClasses", "not synced yet"), stop.clone());
         Self { identity, resource, api, informer, classes, claims, owner }
     }
 

@@ -6,21 +6,20 @@ mod inventory;
 mod print;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use infra_api::{AttachmentId, SnapshotId, VolumeId};
+use infra_api::{AttachmentId, InfraArgs, SnapshotId, VolumeId};
 use kube::api::{DeleteParams, Preconditions};
 use kube::{Api, Client};
-use kube_kit::client::{chain, connect};
+use kube_kit::client::{KubeconfigArgs, chain};
 use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::duration;
 use tokio::time::Instant;
 
 use super::ClockArgs;
-use crate::infra::{InfraArgs, StorageInfra};
+use crate::infra::{Rest, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
 use inventory::Inventory;
 use print::Format;
@@ -33,9 +32,8 @@ const MAX_AGE: Duration = Duration::from_secs(5);
 /// Flags of `mgmt-csi orphans`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Kubeconfig of the management cluster. Without it, the pod's service account is used.
-    #[arg(long, value_name = "FILE")]
-    kubeconfig: Option<PathBuf>,
+    #[command(flatten)]
+    cluster: KubeconfigArgs,
     #[command(flatten)]
     infra: InfraArgs,
     /// Output format.
@@ -75,8 +73,8 @@ type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 
 /// Lists orphans, and removes them if requested.
 pub async fn run(args: Args) -> anyhow::Result<()> {
-    let infra: Arc<dyn StorageInfra> = Arc::new(args.infra.connect()?);
-    let client = connect("management", "--kubeconfig", args.kubeconfig.as_deref(), "mgmt-csi").await?;
+    let infra: Arc<dyn StorageInfra> = Arc::new(Rest::new(args.infra.client()?));
+    let client = args.cluster.connect("mgmt-csi").await?;
     let limits = Limits {
         names: args.names,
         older_than: args.older_than,

@@ -7,10 +7,8 @@ mod pools;
 mod snapshots;
 mod volumes;
 
-use std::path::PathBuf;
-
 use clap::{Args, Subcommand};
-use infra_api::{CapacityQuery, Client, ClientOptions, PoolName};
+use infra_api::{CapacityQuery, Client, InfraArgs, PoolName};
 
 use super::output::{self, Format};
 
@@ -18,18 +16,8 @@ use super::output::{self, Format};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Client")]
 pub struct ClientArgs {
-    /// URL of the server.
-    #[arg(long, env = "NESTOR_INFRA_URL", value_name = "https://HOST:PORT")]
-    server: String,
-    /// CA certificate that signs the server's certificate, PEM.
-    #[arg(long, env = "NESTOR_INFRA_CA", value_name = "FILE")]
-    ca: PathBuf,
-    /// Client certificate, PEM.
-    #[arg(long, env = "NESTOR_INFRA_CERT", value_name = "FILE")]
-    cert: PathBuf,
-    /// Private key of the client certificate, PEM.
-    #[arg(long, env = "NESTOR_INFRA_KEY", value_name = "FILE")]
-    key: PathBuf,
+    #[command(flatten)]
+    infra: InfraArgs,
     /// Output format.
     #[arg(short, long, value_enum, default_value_t = Format::Table)]
     output: Format,
@@ -91,7 +79,7 @@ fn label(text: &str) -> Result<(String, String), String> {
 
 impl ClientArgs {
     fn connect(&self) -> anyhow::Result<Client> {
-        Ok(Client::new(&ClientOptions::from_files(&self.server, &self.ca, &self.cert, &self.key)?)?)
+        Ok(self.infra.client()?)
     }
 }
 

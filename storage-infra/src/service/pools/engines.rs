@@ -65,8 +65,8 @@ impl Engines {
         E: From<EngineError> + Send + 'static,
         F: FnOnce(&dyn Engine) -> Result<T, E> + Send + 'static,
     {
-        let (engine, who) = (self.of(pool), audit::actor());
-        let work = move || audit::with_actor_blocking(who, || work(engine.as_ref()));
+        let (engine, who, span) = (self.of(pool), audit::actor(), tracing::Span::current());
+        let work = move || span.in_scope(|| audit::with_actor_blocking(who, || work(engine.as_ref())));
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
             let what = "finish a call to the pool".to_owned();
             Err(EngineError::Io { what, source: std::io::Error::other(error) }.into())

@@ -80,8 +80,8 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let (alive, ready) = (Health::default(), Health::default());
     // Fails until all other checks are registered; before that, those registered may all pass.
     let wired = ready.check("mgmt-csi", "not started yet");
-    let reachable = ready.check("management cluster", "not checked yet");
-    let infra_answers = ready.check("storage infra", "not checked yet");
+    let reachable = ready.check("management-api", "not checked yet");
+    let infra_answers = ready.check("storage-infra", "not checked yet");
 
     // The driver serves calls at once, even if a dependency is down: each call returns its own error.
     let identity = Identity::new(MANAGEMENT_DRIVER, alive.clone())

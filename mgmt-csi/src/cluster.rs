@@ -105,9 +105,8 @@ impl Cluster {
 
     /// Starts the watches, which run until `stop`, and adds a check for each to `ready`.
     pub fn start(self, ready: &Health, stop: &CancellationToken) {
-        let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
-        self.claims.start(check("PersistentVolumeClaims"), stop.clone());
-        self.volumes.start(check("PersistentVolumes"), stop.clone());
+        self.claims.start(ready.check("claims", "not started yet"), stop.clone());
+        self.volumes.start(ready.check("volumes", "not started yet"), stop.clone());
     }
 }
 

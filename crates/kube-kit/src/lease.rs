@@ -137,7 +137,7 @@ impl Metrics {
 impl Candidate {
     fn start(self, metrics: Metrics, ready: &Health, stop: &CancellationToken) -> Elector {
         let Self { client, lease, identity, component, timings } = self;
-        let check = ready.check("watch of the Lease", "not started yet");
+        let check = ready.check("lease", "not started yet");
         let watch =
             Informer::builder(format!("Lease {lease}"), Api::namespaced(client.clone(), &lease.namespace))
                 .config(watcher::Config::default().fields(&format!("metadata.name={}", lease.name)))

@@ -4,6 +4,7 @@
 
 pub mod generate;
 pub mod names;
+mod reason;
 mod virtual_machine;
 mod volume_attachment;
 
@@ -12,4 +13,6 @@ pub use virtual_machine::{
     VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,
     VirtualMachineVolumeStatus, newest_virtual_machine_version, node_uuid, virtual_machine_resource,
 };
-pub use volume_attachment::{AttachError, VolumeAttachment, VolumeAttachmentSpec, VolumeAttachmentStatus};
+pub use volume_attachment::{
+    AttachError, AttachReason, VolumeAttachment, VolumeAttachmentSpec, VolumeAttachmentStatus,
+};

@@ -105,7 +105,8 @@ pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
             EntryChange::Add { name, claim, read_only, multi_writer } => {
-                let source = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
+                let source =
+                    PersistentVolumeClaimSource { claim_name: claim.as_str().into(), read_only: *read_only };
                 let kept = volumes
                     .iter()
                     .enumerate()
@@ -208,7 +209,7 @@ fn pointer(path: &str) -> PointerBuf {
 /// Whether the VM's spec has the claim; if so, whether read-only.
 pub fn spec_read_only(vm: &VirtualMachine, claim: &str) -> Option<bool> {
     let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
-    sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
+    sources.into_iter().find(|source| source.claim_name.as_str() == claim).map(|source| source.read_only)
 }
 
 /// Status of an entry that is in the spec.
@@ -371,7 +372,7 @@ pub fn foreign_entry<'a>(
     }
     let is_of = |volume: &&VirtualMachineVolume| {
         let source = volume.persistent_volume_claim.as_ref();
-        volume.name != entry && source.is_some_and(|source| source.claim_name == claim)
+        volume.name != entry && source.is_some_and(|source| source.claim_name.as_str() == claim)
     };
     vm.spec.volumes.iter().find(is_of).map(|volume| volume.name.as_str())
 }
@@ -381,7 +382,7 @@ mod tests {
     use super::*;
 
     fn entry(name: &str) -> VirtualMachineVolume {
-        let claim = PersistentVolumeClaimSource { claim_name: name.to_owned(), read_only: false };
+        let claim = PersistentVolumeClaimSource { claim_name: name.into(), read_only: false };
         VirtualMachineVolume {
             name: name.to_owned(),
             persistent_volume_claim: Some(claim),
@@ -572,7 +573,7 @@ mod tests {
     #[test]
     fn another_entry_for_the_same_claim_is_found() {
         let mut vm = vm_with(&["a", "b"]);
-        vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".to_owned();
+        vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".into();
         let since = revision(&vm);
         assert_eq!(foreign_entry(&vm, &since, "a", "a"), Some("b"));
         assert_eq!(foreign_entry(&vm_with(&["a", "b"]), &since, "a", "a"), None);

@@ -14,7 +14,7 @@ use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
 use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    PersistentVolumeSpec,
+    PersistentVolumeSpec, identity,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -123,7 +123,7 @@ pub(crate) fn claim_of(volume: &PersistentVolumeSpec) -> Option<Key> {
 
 /// Whether the volume's `claimRef` has the UID and the name of this claim. The claim's own `volumeName` proves nothing:
 /// its author can set it to any volume.
-pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVolumeClaim) -> bool {
+pub(crate) fn is_bound_back(claim: &PersistentVolumeClaim, volume: &PersistentVolumeSpec) -> bool {
     volume.claim_ref.as_ref().is_some_and(|back| {
         back.uid == claim.metadata.uid
             && back.name == claim.metadata.name
@@ -164,7 +164,8 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     });
     claim.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
-        ..trim_meta(&mut claim.metadata)
+        deletion_timestamp: claim.metadata.deletion_timestamp.take(),
+        ..identity(&mut claim.metadata)
     };
     let spec = std::mem::take(&mut claim.spec);
     claim.spec = PersistentVolumeClaimSpec {
@@ -185,7 +186,10 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
 }
 
 fn trim_volume(volume: &mut PersistentVolume) {
-    volume.metadata = trim_meta(&mut volume.metadata);
+    volume.metadata = ObjectMeta {
+        deletion_timestamp: volume.metadata.deletion_timestamp.take(),
+        ..identity(&mut volume.metadata)
+    };
     let spec = std::mem::take(&mut volume.spec);
     volume.spec = PersistentVolumeSpec {
         persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
@@ -193,15 +197,4 @@ fn trim_volume(volume: &mut PersistentVolume) {
         claim_ref: spec.claim_ref,
         ..Default::default()
     };
-}
-
-fn trim_meta(meta: &mut ObjectMeta) -> ObjectMeta {
-    ObjectMeta {
-        name: meta.name.take(),
-        namespace: meta.namespace.take(),
-        uid: meta.uid.take(),
-        resource_version: meta.resource_version.take(),
-        deletion_timestamp: meta.deletion_timestamp.take(),
-        ..Default::default()
-    }
 }

@@ -29,6 +29,7 @@ use crate::client::chain;
 use crate::events::Events;
 use crate::health::Health;
 use crate::informer::{Informer, Key};
+use crate::labels;
 use crate::resource_version::is_newer;
 use args::Timings;
 use decide::{Step, claimed, holder, next, released};
@@ -145,6 +146,7 @@ impl Candidate {
         Elector {
             api: Api::namespaced(client.clone(), &lease.namespace),
             events: Events::new(client, component),
+            component,
             watch,
             lease,
             identity,
@@ -158,6 +160,8 @@ impl Candidate {
 
 /// A replica that takes part.
 struct Elector {
+    /// The program.
+    component: &'static str,
     api: Api<Lease>,
     events: Events,
     watch: Informer<Lease>,
@@ -330,7 +334,11 @@ impl Elector {
         let lease = match self.known.as_deref() {
             Some(known) => Lease { spec: Some(spec), ..known.clone() },
             None => Lease {
-                metadata: ObjectMeta { name: Some(self.lease.name.clone()), ..ObjectMeta::default() },
+                metadata: ObjectMeta {
+                    name: Some(self.lease.name.clone()),
+                    labels: Some(labels::managed_by(self.component)),
+                    ..ObjectMeta::default()
+                },
                 spec: Some(spec),
             },
         };

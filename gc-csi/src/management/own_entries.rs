@@ -18,10 +18,10 @@ impl Management {
     /// claims are left out.
     pub(crate) fn own_entries(&self, vm: &VirtualMachine) -> Vec<String> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
-            let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
+            let claim = entry.persistent_volume_claim.as_ref()?.claim_name.as_str();
             (entry.name == names::volume_entry(claim)).then_some(claim)
         });
-        entries.filter(|claim| self.uses(claim)).cloned().collect()
+        entries.filter(|claim| self.uses(claim)).map(str::to_owned).collect()
     }
 
     /// Whether a VM has an entry for a claim that this guest owns or uses, read from the API server.

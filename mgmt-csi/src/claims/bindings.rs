@@ -35,6 +35,6 @@ impl Bindings {
     pub(super) fn claim_of(&self, volume: &PersistentVolume) -> Option<Key> {
         let key = cluster::claim_of(&volume.spec)?;
         let claim = self.claims.get(&key).filter(|claim| claim.metadata.deletion_timestamp.is_none())?;
-        cluster::is_bound_back(&volume.spec, &claim).then_some(key)
+        cluster::is_bound_back(&claim, &volume.spec).then_some(key)
     }
 }

@@ -1,5 +1,6 @@
 //! `CreateVolume`: empty, from a snapshot, or from another volume.
 
+use crds::names::CsiName;
 use csi::capability;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
@@ -23,10 +24,10 @@ impl Controller {
         request: &proto::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
-        let name = required("name", &request.name)?;
-        let id = volume_id(name);
+        let name = CsiName::from(required("name", &request.name)?);
+        let id = volume_id(&name);
         let _guard = self.locks.acquire(id.as_str())?;
-        match self.create_volume(&id, name, request, deadline).await {
+        match self.create_volume(&id, &name, request, deadline).await {
             Err(refusal) if is_final(refusal.code()) => {
                 Err(self.retryable_if_created(&id, refusal, deadline).await)
             }
@@ -53,7 +54,7 @@ impl Controller {
     async fn create_volume(
         &self,
         id: &VolumeId,
-        name: &str,
+        name: &CsiName,
         request: &proto::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
@@ -103,7 +104,7 @@ impl Controller {
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
             self.claims.annotate_zone(key, claim, zone, deadline).await?;
         }
-        tracing::info!(volume = %id, name, bytes = volume.capacity_bytes, pool = %volume.pool, "created");
+        tracing::info!(volume = %id, name = name.as_str(), bytes = volume.capacity_bytes, pool = %volume.pool, "created");
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
     }
 

@@ -29,6 +29,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::cluster;
+use crate::event_reason::EventReason;
 use crate::infra::{DetachError, InfraEvent, ParsedId, ReadError, has_same_name, parse_attachment_id};
 use crate::volume_attachment::Shared;
 use crate::volume_attachment::resolve::resolve;
@@ -213,7 +214,7 @@ impl Repair {
         tracing::warn!(attachment = %key, "{note}");
         shared.warn_claim(
             &Key::new(key.namespace.clone(), attachment.spec.volume_name.clone()),
-            "AttachmentLost",
+            EventReason::AttachmentLost,
             note,
         );
         self.metrics.repaired(LOST_ATTACHMENT);
@@ -253,9 +254,9 @@ impl Shared {
     }
 
     /// Emits a warning event on a claim, if it exists.
-    fn warn_claim(&self, claim: &Key, reason: &str, note: String) {
+    fn warn_claim(&self, claim: &Key, reason: EventReason, note: String) {
         if let Some(claim) = self.claims.get(claim) {
-            self.events.warning(cluster::reference(&claim), "Repair", reason, note);
+            self.events.warning(cluster::reference(&claim), "Repair", reason.as_str(), note);
         }
     }
 }

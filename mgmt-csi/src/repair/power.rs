@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{CheckError, Repair, TIMEOUT};
+use crate::event_reason::EventReason;
 use crate::volume_attachment::{Shared, vm_reference};
 
 /// Last reported state of each VM.
@@ -40,8 +41,8 @@ impl Repair {
         if self.states.should_report(node, found.state) {
             let (reason, note) = report(&found);
             match found.state {
-                NodeState::Running => shared.events.normal(vm, "Watch", reason, note),
-                _ => shared.events.warning(vm, "Watch", reason, note),
+                NodeState::Running => shared.events.normal(vm, "Watch", reason.as_str(), note),
+                _ => shared.events.warning(vm, "Watch", reason.as_str(), note),
             }
         }
         Ok(NextAction::AwaitChange)
@@ -49,18 +50,18 @@ impl Repair {
 }
 
 /// Reason and note of the event.
-fn report(node: &Node) -> (&'static str, String) {
+fn report(node: &Node) -> (EventReason, String) {
     let (reason, what) = match node.state {
-        NodeState::Running => ("Running", "runs; its requested disks are attached again"),
+        NodeState::Running => (EventReason::Running, "runs; its requested disks are attached again"),
         NodeState::Off => (
-            "PoweredOff",
+            EventReason::PoweredOff,
             "is powered off; its disks are attached again when it runs, and can be attached to other VMs",
         ),
-        NodeState::Saved => ("Saved", "is saved to disk and keeps its volumes"),
+        NodeState::Saved => (EventReason::Saved, "is saved to disk and keeps its volumes"),
         NodeState::Gone => {
-            ("Gone", "no longer exists on its hypervisor; its disks can be attached to other VMs")
+            (EventReason::Gone, "no longer exists on its hypervisor; its disks can be attached to other VMs")
         }
-        NodeState::Unknown => ("StateUnknown", "is in an unknown state and keeps its disks"),
+        NodeState::Unknown => (EventReason::StateUnknown, "is in an unknown state and keeps its disks"),
     };
     let more = node.message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
     let note = format!("according to hypervisor {}, this VM {what}{more}", node.hypervisor);
@@ -107,6 +108,9 @@ mod tests {
         }))
         .unwrap();
         let (reason, note) = report(&node);
-        assert!(reason == "Saved" && note.contains("kvm") && note.ends_with(": start it"), "{note}");
+        assert!(
+            reason == EventReason::Saved && note.contains("kvm") && note.ends_with(": start it"),
+            "{note}"
+        );
     }
 }

@@ -4,6 +4,7 @@
 mod find;
 mod inventory;
 mod print;
+mod reason;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -46,7 +46,7 @@ fn list(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             orphan.full_name(),
             orphan.bytes.map_or("-".to_owned(), |bytes| quantity::of(bytes).0),
             orphan.age.map_or("-".to_owned(), duration::show),
-            orphan.reason.clone(),
+            orphan.reason.to_string(),
             action(orphan, remove, outcomes),
         ]
     };
@@ -61,7 +61,7 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             "name": orphan.name,
             "sizeBytes": orphan.bytes,
             "ageSeconds": orphan.age.map(|age| age.as_secs()),
-            "reason": orphan.reason,
+            "reason": orphan.reason.to_string(),
             "message": orphan.message,
             "removable": orphan.removal == Removal::Delete,
             "action": action(orphan, remove, outcomes),
@@ -91,6 +91,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::find::Kind;
+    use super::super::reason::{OrphanReason, Reason};
     use super::*;
 
     fn orphan(name: &str, removal: Removal) -> Orphan {
@@ -102,7 +103,7 @@ mod tests {
             resource_version: None,
             bytes: Some(4 << 20),
             age: Some(Duration::from_secs(7200)),
-            reason: "NoPersistentVolume".to_owned(),
+            reason: Reason::Orphan(OrphanReason::NoPersistentVolume),
             message: "no PersistentVolume names it".to_owned(),
             removal,
         }

@@ -2,9 +2,10 @@
 //!
 //! No I/O. `cargo lab generate` writes the CustomResourceDefinitions under `crds/yaml/` from these types.
 
+#[macro_use]
+mod reason;
 pub mod generate;
 pub mod names;
-mod reason;
 mod virtual_machine;
 mod volume_attachment;
 

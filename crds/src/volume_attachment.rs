@@ -76,7 +76,7 @@ pub struct VolumeAttachmentStatus {
     pub conditions: Vec<Condition>,
 }
 
-crate::reasons! {
+reasons! {
     /// Reasons in `status.error` and of the condition `Attached`.
     pub enum AttachReason {
         /// The disk is attached. Only in the condition.

@@ -6,6 +6,7 @@ use crds::names::{
     ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, CONDITION_HEALTHY,
     MANAGEMENT_DRIVER,
 };
+use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
@@ -43,9 +44,9 @@ impl Volumes {
         self.informer.get(&Key::cluster(name))
     }
 
-    /// The PersistentVolumes with this volume handle: normally one.
-    pub fn of_handle(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
-        let names = self.by_handle.members(&Key::cluster(handle));
+    /// The PersistentVolumes of this volume of the storage infra: normally one.
+    pub fn of_volume(&self, id: &VolumeId) -> Vec<Arc<PersistentVolume>> {
+        let names = self.by_handle.members(&Key::cluster(id.as_str()));
         names.iter().filter_map(|name| self.informer.get(name)).collect()
     }
 }

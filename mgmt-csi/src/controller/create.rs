@@ -9,8 +9,9 @@ use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeSt
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
+use super::convert::to_proto;
 use super::parameters::Parameters;
-use super::{Controller, access, claims, limits, to_proto};
+use super::{Controller, access, claims, limits};
 use crate::infra::volume_id;
 
 /// Size of a volume without a requested size, in bytes.
@@ -195,16 +196,9 @@ fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Stat
     }
 }
 
-pub(super) fn write_source(source: &VolumeSource) -> proto::VolumeContentSource {
-    let content = match source {
-        VolumeSource::Snapshot(id) => Content::Snapshot(SnapshotSource { snapshot_id: id.to_string() }),
-        VolumeSource::Volume(id) => Content::Volume(FromVolume { volume_id: id.to_string() }),
-    };
-    proto::VolumeContentSource { r#type: Some(content) }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::convert::write_source;
     use super::*;
 
     #[test]

@@ -8,7 +8,8 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{Controller, bytes, pages};
+use super::convert::bytes;
+use super::{Controller, pages};
 use crate::infra::snapshot_id;
 
 /// Prefix of the parameters that csi-snapshotter adds.

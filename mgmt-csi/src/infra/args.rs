@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use infra_api::{Client, ClientError, ClientOptions};
 
-use super::Rest;
+use super::rest::Rest;
 
 /// Flags for the connection to the storage infra.
 #[derive(Debug, Clone, clap::Args)]

@@ -166,7 +166,7 @@ async fn read_claim(
     found: &Attachment,
 ) -> Result<Option<(Key, Option<Timestamp>)>, CheckError> {
     let handle = Some(found.volume.as_str());
-    let Some(observed) = shared.volumes.of_handle(found.volume.as_str()).into_iter().next() else {
+    let Some(observed) = shared.volumes.of_volume(&found.volume).into_iter().next() else {
         return Ok(None);
     };
     let name = observed.metadata.name.as_deref().unwrap_or_default();

@@ -5,13 +5,9 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use infra_api::{Node, NodeState};
-use kube_kit::queue::NextAction;
-use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{CheckError, Repair, TIMEOUT};
 use crate::event_reason::EventReason;
-use crate::volume_attachment::{Shared, vm_reference};
 
 /// Last reported state of each VM.
 #[derive(Debug, Default)]
@@ -19,38 +15,15 @@ pub(super) struct States(Mutex<HashMap<Uuid, NodeState>>);
 
 impl States {
     /// Whether to report this state: it changed, and it is not the first report of a running VM.
-    fn should_report(&self, node: Uuid, state: NodeState) -> bool {
+    pub(super) fn should_report(&self, node: Uuid, state: NodeState) -> bool {
         let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = states.insert(node, state).unwrap_or(NodeState::Running);
         before != state
     }
 }
 
-impl Repair {
-    /// Reports the state of a node that changed, if its VM has disks of this driver.
-    pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
-        let text = node.to_string();
-        let Some(attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text) else {
-            return Ok(NextAction::AwaitChange);
-        };
-        let (Some(vm), Some(found)) =
-            (vm_reference(&attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
-        else {
-            return Ok(NextAction::AwaitChange);
-        };
-        if self.states.should_report(node, found.state) {
-            let (reason, note) = report(&found);
-            match found.state {
-                NodeState::Running => shared.events.normal(vm, "Watch", reason.as_str(), note),
-                _ => shared.events.warning(vm, "Watch", reason.as_str(), note),
-            }
-        }
-        Ok(NextAction::AwaitChange)
-    }
-}
-
 /// Reason and note of the event.
-fn report(node: &Node) -> (EventReason, String) {
+pub(super) fn report(node: &Node) -> (EventReason, String) {
     let (reason, what) = match node.state {
         NodeState::Running => (EventReason::Running, "runs; its requested disks are attached again"),
         NodeState::Off => (
@@ -74,6 +47,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::volume_attachment::vm_reference;
 
     #[test]
     fn a_change_is_reported_once_and_the_first_running_state_is_not() {

@@ -6,7 +6,6 @@ mod inventory;
 mod print;
 mod reason;
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +23,7 @@ use super::ClockArgs;
 use crate::infra::{InfraArgs, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
 use inventory::Inventory;
-use print::Format;
+use print::{Format, Outcomes};
 
 /// Timeout of one removal.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -70,9 +69,6 @@ struct Limits {
     exclusive: bool,
     clock_skew: Duration,
 }
-
-/// Result of each removal.
-type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 
 /// Lists orphans, and removes them if requested.
 pub async fn run(args: Args) -> anyhow::Result<()> {

@@ -1,13 +1,13 @@
 //! Output of the list of orphans as a table or as JSON.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use kube_kit::quantity;
 use process_kit::{duration, table};
 use serde_json::{Value, json};
 
-use super::Outcomes;
-use super::find::{Orphan, Removal};
+use super::find::{Kind, Orphan, Removal};
 
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -17,6 +17,9 @@ pub(super) enum Format {
     /// JSON for scripts.
     Json,
 }
+
+/// Result of each removal.
+pub(super) type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 
 const HEADER: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "ACTION"];
 
@@ -90,7 +93,6 @@ fn action(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
 mod tests {
     use std::time::Duration;
 
-    use super::super::find::Kind;
     use super::super::reason::{OrphanReason, Reason};
     use super::*;
 

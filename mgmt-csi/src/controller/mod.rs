@@ -15,7 +15,6 @@ mod snapshots;
 use std::sync::Arc;
 
 use csi::locks::VolumeLocks;
-use csi::proto;
 use infra_api::{Volume, VolumeId};
 use kube::Client;
 use kube_kit::informer::Informer;

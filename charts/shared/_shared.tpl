@@ -4,9 +4,25 @@
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{ include "nestor.origin" . }}
+{{- end }}
+
+{{- define "nestor.origin" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/part-of: nestor
+{{- end }}
+
+{{/* Labels of the objects of one component. dict: root, component */}}
+{{- define "nestor.componentLabels" -}}
+{{ include "nestor.labels" .root }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{/* Labels of pods. dict: root, component */}}
+{{- define "nestor.podLabels" -}}
+{{ include "nestor.selector" . }}
+{{ include "nestor.origin" .root }}
 {{- end }}
 
 {{/* Selector labels of pods. dict: root, component. They must never change, because selectors are immutable. */}}
@@ -33,6 +49,8 @@ The objects of a file, which the lab applies unchanged. dict:
 {{- $accounts := .accounts | default dict -}}
 {{- $without := .without | default list -}}
 {{- $kinds := .kinds | default list -}}
+{{- $components := list "mgmt-csi" "vm-operator-shim" "gc-csi-controller" "gc-csi-node" "snapshot-controller" -}}
+{{- $components = concat $components (list "csi-provisioner" "csi-attacher" "csi-resizer" "csi-snapshotter") -}}
 {{- range regexSplit "(?m)^---$" $text -1 }}
 {{- $object := fromYaml . }}
 {{- if hasKey $object "Error" }}{{ fail (get $object "Error") }}{{ end }}
@@ -57,7 +75,9 @@ The objects of a file, which the lab applies unchanged. dict:
 {{- $_ := set $object.metadata "annotations" (dict "helm.sh/resource-policy" "keep") }}
 {{- end }}
 {{- if $taken }}
-{{- $_ := set $object.metadata "labels" (merge (default dict $object.metadata.labels) $labels) }}
+{{- $component := trimPrefix "nestor:" $name }}
+{{- $own := ternary (dict "app.kubernetes.io/component" $component) dict (has $component $components) }}
+{{- $_ := set $object.metadata "labels" (merge (default dict $object.metadata.labels) $own $labels) }}
 ---
 {{ toYaml $object }}
 {{- end }}
@@ -243,7 +263,7 @@ metadata:
   name: {{ .component }}
   namespace: {{ .root.Release.Namespace }}
   labels:
-    {{- include "nestor.labels" .root | nindent 4 }}
+    {{- include "nestor.componentLabels" . | nindent 4 }}
 spec:
   maxUnavailable: 1
   # A pod that is not ready serves no calls and can be evicted at any time.
@@ -266,7 +286,7 @@ metadata:
   name: {{ .component }}
   namespace: {{ .root.Release.Namespace }}
   labels:
-    {{- include "nestor.labels" .root | nindent 4 }}
+    {{- include "nestor.componentLabels" . | nindent 4 }}
 spec:
   podSelector:
     matchLabels:
@@ -302,7 +322,7 @@ metadata:
   name: snapshot-controller
   namespace: {{ .Release.Namespace }}
   labels:
-    {{- include "nestor.labels" . | nindent 4 }}
+    {{- include "nestor.componentLabels" $component | nindent 4 }}
 spec:
   replicas: {{ $values.replicas }}
   selector:
@@ -311,7 +331,7 @@ spec:
   template:
     metadata:
       labels:
-        {{- include "nestor.selector" $component | nindent 8 }}
+        {{- include "nestor.podLabels" $component | nindent 8 }}
     spec:
       serviceAccountName: snapshot-controller
       {{- include "nestor.placement" $component | nindent 6 }}

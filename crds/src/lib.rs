@@ -2,6 +2,8 @@
 //!
 //! No I/O. `cargo lab generate` writes the CustomResourceDefinitions under `crds/yaml/` from these types.
 
+#[macro_use]
+mod reason;
 pub mod generate;
 pub mod names;
 mod virtual_machine;
@@ -12,4 +14,6 @@ pub use virtual_machine::{
     VirtualMachine, VirtualMachineSpec, VirtualMachineStatus, VirtualMachineVolume,
     VirtualMachineVolumeStatus, newest_virtual_machine_version, node_uuid, virtual_machine_resource,
 };
-pub use volume_attachment::{AttachError, VolumeAttachment, VolumeAttachmentSpec, VolumeAttachmentStatus};
+pub use volume_attachment::{
+    AttachError, AttachReason, VolumeAttachment, VolumeAttachmentSpec, VolumeAttachmentStatus,
+};

@@ -2,8 +2,114 @@
 //!
 //! Derived names are deterministic, so that every process computes the same name, also after a crash. Their hashes include
 //! the length of each source, so that different sources give different names.
+//!
+//! Parameters are in the order VM, claim, volume, here and in all crates.
 
+use std::borrow::Borrow;
+use std::fmt;
+use std::ops::Deref;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
+
+/// Defines a name of one kind of object, which cannot be passed as the name of another kind.
+macro_rules! name {
+    ($(#[$attribute:meta])* $name:ident) => {
+        $(#[$attribute])*
+        #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub struct $name(String);
+
+        impl $name {
+            /// The name with this text.
+            pub fn new(text: impl Into<String>) -> Self {
+                Self(text.into())
+            }
+
+            /// The name as text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        /// As the text, so that messages show no type.
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                fmt::Debug::fmt(&self.0, f)
+            }
+        }
+
+        /// For functions that accept any text.
+        impl Deref for $name {
+            type Target = str;
+
+            fn deref(&self) -> &str {
+                self.as_str()
+            }
+        }
+
+        // For lookups in maps.
+        impl Borrow<str> for $name {
+            fn borrow(&self) -> &str {
+                self.as_str()
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl From<String> for $name {
+            fn from(name: String) -> Self {
+                Self(name)
+            }
+        }
+
+        impl From<&String> for $name {
+            fn from(name: &String) -> Self {
+                Self(name.clone())
+            }
+        }
+
+        impl From<&str> for $name {
+            fn from(name: &str) -> Self {
+                Self(name.to_owned())
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(name: $name) -> Self {
+                name.0
+            }
+        }
+    };
+}
+
+name! {
+    /// Name of a PersistentVolumeClaim of the management cluster, which is also the handle of a guest volume.
+    #[derive(Serialize, Deserialize, JsonSchema)]
+    #[serde(transparent)]
+    ClaimName
+}
+
+name! {
+    /// Name of a VirtualMachine, which is also the name of its guest Node.
+    VmName
+}
+
+name! {
+    /// Name of a volume or snapshot in a CSI request: chosen by the sidecar, and the same in every repetition of the request.
+    CsiName
+}
+
+impl ClaimName {
+    /// Name of the claim's entry in `VirtualMachine.spec.volumes`.
+    pub fn entry(&self) -> String {
+        volume_entry(&self.0)
+    }
+}
 
 /// CSI driver name of the guest tier.
 pub const GUEST_DRIVER: &str = "guest.csi.nestor.dev";
@@ -110,7 +216,8 @@ pub fn management_snapshot(cluster_id: &str, csi_name: &str) -> String {
 }
 
 /// Name of the `VolumeAttachment` of a claim on a VM: `<VM name, cut>-<hash of VM and claim>`.
-pub fn volume_attachment(vm: &str, claim: &str) -> String {
+pub fn volume_attachment(vm: &VmName, claim: &ClaimName) -> String {
+    let (vm, claim) = (vm.as_str(), claim.as_str());
     let readable: String = vm.chars().take(40).map(|c| if c == '.' { '-' } else { c }).collect();
     format!("{}-{}", readable.trim_end_matches('-'), digest(&[vm, claim], 20))
 }
@@ -172,8 +279,8 @@ impl ClusterId {
     }
 }
 
-impl std::fmt::Display for ClusterId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for ClusterId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
@@ -224,7 +331,10 @@ mod tests {
     #[test]
     fn different_sources_give_different_names() {
         assert_ne!(management_pvc("pvc", "a", "bc"), management_pvc("pvc", "ab", "c"));
-        assert_ne!(volume_attachment("a-b", "c"), volume_attachment("a", "b-c"));
+        assert_ne!(
+            volume_attachment(&"a-b".into(), &"c".into()),
+            volume_attachment(&"a".into(), &"b-c".into())
+        );
         let long = "c".repeat(200);
         assert_ne!(volume_entry(&format!("{long}1")), volume_entry(&format!("{long}2")));
         assert_ne!(volume_entry("a.b"), volume_entry("a-b"));
@@ -233,8 +343,8 @@ mod tests {
     #[test]
     fn attachment_and_entry_names_are_labels_even_for_the_longest_sources() {
         let (vm, claim) = ("v.".repeat(120), "c.".repeat(120));
-        assert!(is_label(&volume_attachment(&vm, &claim)));
         assert!(is_label(&volume_entry(&claim)));
+        assert!(is_label(&volume_attachment(&vm.into(), &claim.into())));
         assert_eq!(volume_entry("pvc-1"), "pvc-1");
     }
 

@@ -10,6 +10,8 @@ use kube::core::{ApiResource, GroupVersionKind, Object};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::names::ClaimName;
+
 /// API group of `VirtualMachine`.
 pub const VIRTUAL_MACHINE_GROUP: &str = "vmoperator.vmware.com";
 
@@ -53,10 +55,10 @@ pub struct VirtualMachineVolume {
     /// PersistentVolumeClaim whose volume is attached. Nestor ignores entries without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent_volume_claim: Option<PersistentVolumeClaimSource>,
-    /// `MultiWriter` for a disk that several VMs write to. Read by the upstream VM Operator only.
+    /// Sharing mode of the disk. Read by the upstream VM Operator only. Example: `MultiWriter`, if several VMs write to it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sharing_mode: Option<String>,
-    /// Disk mode, for instance `IndependentPersistent`. Read by the upstream VM Operator only.
+    /// Disk mode. Read by the upstream VM Operator only. Example: `IndependentPersistent`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub disk_mode: Option<String>,
 }
@@ -66,8 +68,8 @@ pub struct VirtualMachineVolume {
 #[serde(rename_all = "camelCase")]
 pub struct PersistentVolumeClaimSource {
     /// Name of the PersistentVolumeClaim. Example: `pvc-0a1b2c3d`.
-    pub claim_name: String,
-    /// Whether the disk is attached read-only. Default: `false`.
+    pub claim_name: ClaimName,
+    /// Whether the disk is attached read-only. Default: `false`. Example: `true`.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub read_only: bool,
 }
@@ -76,7 +78,8 @@ pub struct PersistentVolumeClaimSource {
 #[derive(Serialize, Deserialize, Clone, Debug, Default, PartialEq, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct VirtualMachineStatus {
-    /// UUID of the VM in its hypervisor. Used to identify the VM if `biosUUID` is empty.
+    /// UUID of the VM in its hypervisor. Used to identify the VM if `biosUUID` is empty. Example:
+    /// `50103d4a-9a5f-4b51-8f5c-0c9f7a4c1e12`.
     #[serde(default, rename = "instanceUUID", skip_serializing_if = "Option::is_none")]
     pub instance_uuid: Option<String>,
     /// UUID that the firmware of the VM reports (DMI product UUID). Example: `42103d4a-9a5f-4b51-8f5c-0c9f7a4c1e11`.
@@ -85,7 +88,7 @@ pub struct VirtualMachineStatus {
     /// Zone in which the VM runs, as in the node label `topology.kubernetes.io/zone`. Example: `zone-a`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub zone: Option<String>,
-    /// Power state: `PoweredOn`, `PoweredOff` or `Suspended`.
+    /// Power state: `PoweredOn`, `PoweredOff` or `Suspended`. Example: `PoweredOn`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub power_state: Option<String>,
     /// Observed state of the volumes, including those that are being detached.
@@ -100,7 +103,7 @@ pub struct VirtualMachineVolumeStatus {
     /// Name of the entry in `spec.volumes`, with the suffix `:detaching` once the entry was removed from there. Example:
     /// `pvc-0a1b2c3d:detaching`.
     pub name: String,
-    /// Whether the disk is attached.
+    /// Whether the disk is attached. Example: `true`.
     #[serde(default)]
     pub attached: bool,
     /// UUID under which the guest finds the disk, for instance as its serial or WWN in `/dev/disk/by-id`. Example:
@@ -108,13 +111,15 @@ pub struct VirtualMachineVolumeStatus {
     #[serde(default, rename = "diskUUID", skip_serializing_if = "Option::is_none")]
     pub disk_uuid: Option<String>,
     /// ID of the storage infra's attestation that the disk held no data before it was attached. It permits the node plugin
-    /// to format the disk once; without it, a disk is never formatted.
+    /// to format the disk once; without it, a disk is never formatted. Example: `0d3e6f9c-4f5a-4b7c-8123-567890abcdef`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub blank_attestation: Option<String>,
     /// Secret of the volume with which the node plugin marks a disk that it is formatting. Do not expose it to pods.
+    /// Example: `5c0c9f7a-4c1e-4110-8d4a-9a5f8f519c10`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format_token: Option<String>,
-    /// Human-readable message of the failed attach or detach; absent if it did not fail.
+    /// Human-readable message of the failed attach or detach, after its reason; absent if it did not fail. Example:
+    /// `VolumeInUse: volume pvc-0a1b2c3d is attached to node worker-2`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

@@ -19,13 +19,12 @@ use kube_kit::partial::{
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crds::names::{GUEST_DRIVER, MANAGEMENT_VOLUME};
+use crds::names::{ClaimName, CsiName, GUEST_DRIVER, MANAGEMENT_VOLUME};
 
 pub(crate) use live::{ClaimState, attachment_name};
 
 use crate::compatibility::PvRequirements;
 use crate::management::retain_keys;
-use crate::names::{ClaimName, CsiName};
 use crate::pin::Pin;
 
 /// Which guest objects belong to this driver, and which labels are kept.

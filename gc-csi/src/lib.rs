@@ -6,7 +6,6 @@ pub mod controller;
 mod events;
 mod guest;
 mod management;
-mod names;
 mod pin;
 mod reconcile;
 mod vm_operator;

@@ -6,6 +6,7 @@ use crds::names::{
     ANNOTATION_ACCESSIBLE_ZONES, ANNOTATION_RECLAIM_POLICY, ANNOTATION_REQUESTED_ZONES, CONDITION_HEALTHY,
     MANAGEMENT_DRIVER,
 };
+use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Api, Client};
@@ -14,7 +15,7 @@ use kube_kit::index::Index;
 use kube_kit::informer::{Builder, Change, Informer, Key};
 use kube_kit::partial::{
     PersistentVolume, PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolumeClaimStatus,
-    PersistentVolumeSpec,
+    PersistentVolumeSpec, identity,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -43,9 +44,9 @@ impl Volumes {
         self.informer.get(&Key::cluster(name))
     }
 
-    /// The PersistentVolumes with this volume handle: normally one.
-    pub fn of_handle(&self, handle: &str) -> Vec<Arc<PersistentVolume>> {
-        let names = self.by_handle.members(&Key::cluster(handle));
+    /// The PersistentVolumes of this volume of the storage infra: normally one.
+    pub fn of_volume(&self, id: &VolumeId) -> Vec<Arc<PersistentVolume>> {
+        let names = self.by_handle.members(&Key::cluster(id.as_str()));
         names.iter().filter_map(|name| self.informer.get(name)).collect()
     }
 }
@@ -105,9 +106,8 @@ impl Cluster {
 
     /// Starts the watches, which run until `stop`, and adds a check for each to `ready`.
     pub fn start(self, ready: &Health, stop: &CancellationToken) {
-        let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
-        self.claims.start(check("PersistentVolumeClaims"), stop.clone());
-        self.volumes.start(check("PersistentVolumes"), stop.clone());
+        self.claims.start(ready.check("claims", "not started yet"), stop.clone());
+        self.volumes.start(ready.check("volumes", "not started yet"), stop.clone());
     }
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn claim_of(volume: &PersistentVolumeSpec) -> Option<Key> {
 
 /// Whether the volume's `claimRef` has the UID and the name of this claim. The claim's own `volumeName` proves nothing:
 /// its author can set it to any volume.
-pub(crate) fn is_bound_back(volume: &PersistentVolumeSpec, claim: &PersistentVolumeClaim) -> bool {
+pub(crate) fn is_bound_back(claim: &PersistentVolumeClaim, volume: &PersistentVolumeSpec) -> bool {
     volume.claim_ref.as_ref().is_some_and(|back| {
         back.uid == claim.metadata.uid
             && back.name == claim.metadata.name
@@ -165,7 +165,8 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
     });
     claim.metadata = ObjectMeta {
         annotations: annotations.filter(|kept| !kept.is_empty()),
-        ..trim_meta(&mut claim.metadata)
+        deletion_timestamp: claim.metadata.deletion_timestamp.take(),
+        ..identity(&mut claim.metadata)
     };
     let spec = std::mem::take(&mut claim.spec);
     claim.spec = PersistentVolumeClaimSpec {
@@ -186,7 +187,10 @@ pub(crate) fn trim_claim(claim: &mut PersistentVolumeClaim) {
 }
 
 fn trim_volume(volume: &mut PersistentVolume) {
-    volume.metadata = trim_meta(&mut volume.metadata);
+    volume.metadata = ObjectMeta {
+        deletion_timestamp: volume.metadata.deletion_timestamp.take(),
+        ..identity(&mut volume.metadata)
+    };
     let spec = std::mem::take(&mut volume.spec);
     volume.spec = PersistentVolumeSpec {
         persistent_volume_reclaim_policy: spec.persistent_volume_reclaim_policy,
@@ -194,15 +198,4 @@ fn trim_volume(volume: &mut PersistentVolume) {
         claim_ref: spec.claim_ref,
         ..Default::default()
     };
-}
-
-fn trim_meta(meta: &mut ObjectMeta) -> ObjectMeta {
-    ObjectMeta {
-        name: meta.name.take(),
-        namespace: meta.namespace.take(),
-        uid: meta.uid.take(),
-        resource_version: meta.resource_version.take(),
-        deletion_timestamp: meta.deletion_timestamp.take(),
-        ..Default::default()
-    }
 }

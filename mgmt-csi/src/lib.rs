@@ -7,6 +7,7 @@ pub mod capacity;
 pub mod claims;
 pub mod cluster;
 pub mod controller;
+mod event_reason;
 pub mod infra;
 pub mod repair;
 pub mod volume_attachment;

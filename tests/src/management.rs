@@ -163,9 +163,9 @@ impl Scenario {
     pub async fn attachment(&self, machine: &str, claim: &str) -> Result<Option<VolumeAttachment>> {
         let uuid = self.node_uuid(machine).await?;
         let list = self.attachments().list(&ListParams::default()).await?;
-        Ok(list
-            .into_iter()
-            .find(|one| one.spec.volume_name == claim && one.spec.node_uuid.eq_ignore_ascii_case(&uuid)))
+        Ok(list.into_iter().find(|one| {
+            one.spec.volume_name.as_str() == claim && one.spec.node_uuid.eq_ignore_ascii_case(&uuid)
+        }))
     }
 
     /// UUID of a VM.

@@ -212,14 +212,14 @@ impl Machines {
             }
         }
         for one in self.scenario.attachments().list(&all).await? {
-            if one.spec.volume_name == volume.handle {
+            if one.spec.volume_name.as_str() == volume.handle {
                 left.push(format!("VolumeAttachment {}", one.name_any()));
             }
         }
         for machine in self.scenario.machines().list(&all).await? {
             let claims =
                 machine.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
-            if claims.into_iter().any(|claim| claim.claim_name == volume.handle) {
+            if claims.into_iter().any(|claim| claim.claim_name.as_str() == volume.handle) {
                 left.push(format!("an entry in VirtualMachine {}", machine.name_any()));
             }
         }

@@ -22,7 +22,7 @@ async fn an_attach_ends_with_a_device_and_a_status_in_both_tiers() -> Result<()>
         let disk = s.driver.publish(&handle, &node.name).await?;
 
         let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-        assert_eq!(order.name_any(), names::volume_attachment(&node.name, &handle));
+        assert_eq!(order.name_any(), names::volume_attachment(&(&node.name).into(), &(&handle).into()));
         let status = order.status.context("the VolumeAttachment has no status")?;
         assert!(status.attached && status.error.is_none(), "{status:?}");
         assert_eq!(status.disk_uuid.as_ref(), Some(&disk));
@@ -177,7 +177,7 @@ async fn a_detach_succeeds_without_the_volume_attachment() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
-        let order = names::volume_attachment(&node.name, &handle);
+        let order = names::volume_attachment(&(&node.name).into(), &(&handle).into());
         s.attachments().delete(&order, &DeleteParams::default()).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         s.no_attachments(&node).await
@@ -305,12 +305,12 @@ async fn the_spec_of_a_volume_attachment_is_immutable() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
-        let order = names::volume_attachment(&node.name, &handle);
+        let order = names::volume_attachment(&(&node.name).into(), &(&handle).into());
         let patch = kube::api::Patch::Merge(json!({"spec": {"volumeName": "another"}}));
         let refused = s.attachments().patch(&order, &Default::default(), &patch).await.unwrap_err();
         assert!(refused.to_string().contains("immutable"), "{refused}");
         let order: VolumeAttachment = s.attachments().get(&order).await?;
-        assert_eq!(order.spec.volume_name, handle);
+        assert_eq!(order.spec.volume_name.as_str(), handle);
         Ok(())
     })
     .await

@@ -235,7 +235,7 @@ async fn leave_attachments(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Re
     let made = stream::iter(absent(count)).map(|claim| {
         let object = json!({
             "metadata": {
-                "name": names::volume_attachment(&vm.name, &claim), "ownerReferences": [owner],
+                "name": names::volume_attachment(&(&vm.name).into(), &(&claim).into()), "ownerReferences": [owner],
                 "finalizers": [names::FINALIZER_DETACH],
             },
             "spec": {"nodeUUID": vm.uuid, "volumeName": claim},

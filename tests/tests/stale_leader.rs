@@ -48,7 +48,7 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
 
         let written = writes(&s, mark)?;
         let touched = |claim: &str| {
-            let name = names::volume_attachment(&node.name, claim);
+            let name = names::volume_attachment(&(&node.name).into(), &claim.into());
             written.iter().filter(|one| one.name == name).cloned().collect::<Vec<_>>()
         };
         assert_eq!(touched(&kept), [], "the disk was detached");

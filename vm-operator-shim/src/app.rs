@@ -61,10 +61,10 @@ pub async fn run(args: Args, stop: CancellationToken) -> anyhow::Result<()> {
     let election = election.map_err(anyhow::Error::msg)?;
     let (alive, ready) = (Health::default(), Health::default());
     let checks = Checks {
-        version: ready.check("version of VirtualMachine", "not checked yet"),
-        vms: ready.check("watch of VirtualMachines", "not started yet"),
-        attachments: ready.check("watch of VolumeAttachments", "not started yet"),
-        claims: ready.check("watch of PersistentVolumeClaims", "not started yet"),
+        version: ready.check("virtual-machine-version", "not checked yet"),
+        vms: ready.check("virtual-machines", "not started yet"),
+        attachments: ready.check("volume-attachments", "not started yet"),
+        claims: ready.check("claims", "not started yet"),
     };
     let components = Components { client, metrics, attach_limiter: AttachLimiter::new(args.rate) };
     let http = async {

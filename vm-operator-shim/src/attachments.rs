@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use crds::VolumeAttachment;
-use crds::names;
+use crds::names::{self, VmName};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::{Resource, ResourceExt};
 use kube_kit::index::Index;
 use kube_kit::informer::{Change, Informer, Key};
 use kube_kit::mutation_cache::MutationCache;
+use kube_kit::partial::{identity, only};
 
 use crate::plan::ANNOTATION_ENTRY;
 use crate::vm::Vm;
@@ -38,8 +39,9 @@ impl Attachments {
     /// All VolumeAttachments that have `vm` as owner, or the name for one of its claims.
     pub(crate) fn of(&self, vm_key: &Key, vm: &Vm) -> Vec<Arc<VolumeAttachment>> {
         let claims = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
+        let vm_name = VmName::from(vm_key.name.as_str());
         let mut keys: Vec<Key> = claims
-            .map(|claim| names::volume_attachment(&vm_key.name, &claim.claim_name))
+            .map(|claim| names::volume_attachment(&vm_name, &claim.claim_name))
             .map(|name| Key::new(vm_key.namespace.clone(), name))
             .chain(self.by_vm.members(vm_key))
             .collect();
@@ -68,21 +70,14 @@ impl Attachments {
 /// to save memory.
 pub(crate) fn trim(attachment: &mut VolumeAttachment) {
     let mut meta = std::mem::take(&mut attachment.metadata);
+    let default_entry = names::volume_entry(attachment.spec.volume_name.as_str());
     attachment.metadata = ObjectMeta {
-        name: meta.name,
-        namespace: meta.namespace,
-        uid: meta.uid,
-        resource_version: meta.resource_version,
-        creation_timestamp: meta.creation_timestamp,
-        deletion_timestamp: meta.deletion_timestamp,
-        owner_references: meta.owner_references,
-        annotations: meta
-            .annotations
-            .as_mut()
-            .and_then(|annotations| annotations.remove_entry(ANNOTATION_ENTRY))
-            .filter(|(_, entry)| *entry != names::volume_entry(&attachment.spec.volume_name))
-            .map(|entry| [entry].into()),
-        ..Default::default()
+        creation_timestamp: meta.creation_timestamp.take(),
+        deletion_timestamp: meta.deletion_timestamp.take(),
+        owner_references: meta.owner_references.take(),
+        annotations: only(meta.annotations.take(), ANNOTATION_ENTRY)
+            .filter(|annotations| annotations[ANNOTATION_ENTRY] != default_entry),
+        ..identity(&mut meta)
     };
     if let Some(owners) = &mut attachment.metadata.owner_references {
         owners.iter_mut().for_each(|owner| owner.api_version = String::new());

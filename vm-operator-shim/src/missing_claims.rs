@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crds::names::ClaimName;
 use kube_kit::informer::Key;
 use process_kit::memory::shrink_map;
 
@@ -17,29 +18,29 @@ const CACHE_LAG: Duration = Duration::from_millis(500);
 
 /// Missing claims of each VM, and since when. A VM without missing claims takes no memory.
 #[derive(Debug, Default)]
-pub(crate) struct MissingClaims(Mutex<HashMap<Key, HashMap<String, Instant>>>);
+pub(crate) struct MissingClaims(Mutex<HashMap<Key, HashMap<ClaimName, Instant>>>);
 
 /// Missing claims of one VM.
 #[derive(Debug, Default)]
 pub(crate) struct Missing {
     /// Obstacles to the attach, by claim.
-    pub(crate) obstacles: BTreeMap<String, Obstacle>,
+    pub(crate) obstacles: BTreeMap<ClaimName, Obstacle>,
     /// When to check again claims that the cache may not show yet.
     pub(crate) recheck_after: Option<Duration>,
 }
 
 impl Missing {
     /// The claims that are missing for longer than the cache lag.
-    pub(crate) fn claims(&self) -> Vec<&str> {
+    pub(crate) fn claims(&self) -> Vec<&ClaimName> {
         let certain = self.obstacles.iter().filter(|(_, obstacle)| **obstacle == Obstacle::ClaimMissing);
-        certain.map(|(claim, _)| claim.as_str()).collect()
+        certain.map(|(claim, _)| claim).collect()
     }
 }
 
 impl MissingClaims {
     /// The missing claims of a VM. `exists` is called under the lock that [`Self::waiting_for`] takes, so that the creation of
     /// a claim is never missed.
-    pub(crate) fn of(&self, key: &Key, vm: &Vm, exists: impl Fn(&str) -> bool) -> Missing {
+    pub(crate) fn of(&self, key: &Key, vm: &Vm, exists: impl Fn(&ClaimName) -> bool) -> Missing {
         let mut all = self.all();
         let before = all.remove(key).unwrap_or_default();
         let now = Instant::now();
@@ -71,13 +72,13 @@ impl MissingClaims {
     /// The VMs for which a claim is missing.
     pub(crate) fn waiting_for(&self, claim: &Key) -> Vec<Key> {
         let all = self.all();
-        let waiting = all
-            .iter()
-            .filter(|(vm, missed)| vm.namespace == claim.namespace && missed.contains_key(&claim.name));
+        let name = ClaimName::from(claim.name.as_str());
+        let waiting =
+            all.iter().filter(|(vm, missed)| vm.namespace == claim.namespace && missed.contains_key(&name));
         waiting.map(|(vm, _)| vm.clone()).collect()
     }
 
-    fn all(&self) -> MutexGuard<'_, HashMap<Key, HashMap<String, Instant>>> {
+    fn all(&self) -> MutexGuard<'_, HashMap<Key, HashMap<ClaimName, Instant>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -110,12 +111,12 @@ mod tests {
     fn a_claim_is_missing_after_the_cache_lag_and_its_creation_requeues_the_vm() {
         let (missing_claims, key) = (MissingClaims::default(), Key::new("guest", "vm"));
         let both = vm(&["there", "late"]);
-        let missing = missing_claims.of(&key, &both, |claim| claim == "there");
-        assert_eq!(missing.obstacles, [("late".to_owned(), Obstacle::CacheLag)].into());
+        let missing = missing_claims.of(&key, &both, |claim| claim.as_str() == "there");
+        assert_eq!(missing.obstacles, [("late".into(), Obstacle::CacheLag)].into());
         assert!(missing.recheck_after.is_some() && missing.claims().is_empty());
         age(&missing_claims);
-        let missing = missing_claims.of(&key, &both, |claim| claim == "there");
-        assert_eq!((missing.claims(), missing.recheck_after), (vec!["late"], None));
+        let missing = missing_claims.of(&key, &both, |claim| claim.as_str() == "there");
+        assert_eq!((missing.claims(), missing.recheck_after), (vec![&"late".into()], None));
         assert_eq!(missing_claims.waiting_for(&Key::new("guest", "late")), std::slice::from_ref(&key));
         assert!(missing_claims.waiting_for(&Key::new("guest", "there")).is_empty());
         assert!(missing_claims.waiting_for(&Key::new("other", "late")).is_empty());

@@ -6,10 +6,11 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use crds::names::{self, FINALIZER_DETACH, LABEL_CLUSTER_ID};
+use crds::names::{self, ClaimName, FINALIZER_DETACH, LABEL_CLUSTER_ID};
 use crds::{VirtualMachineVolume, VolumeAttachment, VolumeAttachmentSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use kube::{Resource, ResourceExt};
+use kube_kit::labels;
 use process_kit::text::one_line;
 use serde_json::{Value, json};
 
@@ -26,6 +27,24 @@ const DISK_FIELDS: [&str; 3] = ["diskUUID", "blankAttestation", "formatToken"];
 
 /// Maximum number of entries that are attached per VM, as in the schema of [`crds::VirtualMachine`].
 pub const MAX_ENTRIES: usize = crds::MAX_VOLUMES;
+
+crds::reasons! {
+    /// Reasons in the errors of `status.volumes`, and of Events on the VirtualMachine.
+    pub enum Reason {
+        /// The claim does not exist.
+        ClaimNotFound,
+        /// Another entry attaches the claim.
+        ClaimAttachedTwice,
+        /// The VolumeAttachment of the claim belongs to another object.
+        AttachmentNotOwned,
+        /// The VolumeAttachment could not be created.
+        AttachmentRefused,
+        /// The VM has more entries than can be attached.
+        TooManyVolumes,
+        /// The attach rate limit of the VM is exceeded. Only in Events.
+        AttachDelayed,
+    }
+}
 
 /// Why an entry has no VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,7 +78,7 @@ pub fn plan(
     vm: &Vm,
     api_version: &str,
     attachments: &[impl AsRef<VolumeAttachment>],
-    obstacles: &BTreeMap<String, Obstacle>,
+    obstacles: &BTreeMap<ClaimName, Obstacle>,
 ) -> Plan {
     let mut plan = Plan::default();
     let by_name: BTreeMap<String, &VolumeAttachment> =
@@ -73,29 +92,30 @@ pub fn plan(
 
     // A VM that is being deleted requests no disks.
     let entries = if vm.metadata.deletion_timestamp.is_some() { &[][..] } else { &vm.spec.volumes[..] };
+    let vm_name = crate::vm::name(vm);
     let attaching_entries = attaching_entries(vm, entries, &by_name);
     for (number, entry) in entries.iter().enumerate() {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
-        let attaching_entry = attaching_entries.get(&*claim.claim_name).copied().unwrap_or(&entry.name);
+        let attaching_entry = attaching_entries.get(&claim.claim_name).copied().unwrap_or(&entry.name);
         if attaching_entry != entry.name {
             let text = format!(
-                "ClaimAttachedTwice: claim {} is already attached to this VirtualMachine by entry {attaching_entry}; remove one of the \
+                "claim {} is already attached to this VirtualMachine by entry {attaching_entry}; remove one of the \
                  two entries",
                 claim.claim_name
             );
-            reported.push((entry.name.clone(), failed(&entry.name, &text)));
+            reported.push((entry.name.clone(), failed(&entry.name, Reason::ClaimAttachedTwice, &text)));
             continue;
         }
-        let name = names::volume_attachment(&vm.name_any(), &claim.claim_name);
+        let name = names::volume_attachment(&vm_name, &claim.claim_name);
         desired.insert(name.clone());
         match by_name.get(&name) {
             Some(found) if !is_owned(found, vm) => {
                 let text = format!(
-                    "AttachmentNotOwned: VolumeAttachment {name} belongs to {}, not to this VirtualMachine; the disk is \
+                    "VolumeAttachment {name} belongs to {}, not to this VirtualMachine; the disk is \
                      attached once that VolumeAttachment is deleted",
                     owner(found)
                 );
-                reported.push((entry.name.clone(), failed(&entry.name, &text)));
+                reported.push((entry.name.clone(), failed(&entry.name, Reason::AttachmentNotOwned, &text)));
             }
             Some(found) => {
                 // The spec is immutable: a changed VM UUID or read-only mode needs a new VolumeAttachment.
@@ -115,20 +135,19 @@ pub fn plan(
             // An entry beyond the limit that is attached already stays attached.
             None if number >= MAX_ENTRIES => {
                 let text = format!(
-                    "TooManyVolumes: spec.volumes has {} entries, but at most {MAX_ENTRIES} can be attached; remove entries",
+                    "spec.volumes has {} entries, but at most {MAX_ENTRIES} can be attached; remove entries",
                     entries.len()
                 );
-                reported.push((entry.name.clone(), failed(&entry.name, &text)));
+                reported.push((entry.name.clone(), failed(&entry.name, Reason::TooManyVolumes, &text)));
             }
             None => {
                 // An attached disk gets its VolumeAttachment even if its claim is gone; without one, it could not be detached.
                 let obstacle = obstacles.get(&claim.claim_name).filter(|obstacle| {
                     matches!(obstacle, Obstacle::Refused(_)) || !attached.contains(&*entry.name)
                 });
-                if let Some(text) =
-                    obstacle.and_then(|obstacle| obstacle_text(vm, &claim.claim_name, obstacle))
-                {
-                    reported.push((entry.name.clone(), failed(&entry.name, &text)));
+                let problem = obstacle.and_then(|obstacle| problem(vm, &claim.claim_name, obstacle));
+                if let Some((reason, text)) = problem {
+                    reported.push((entry.name.clone(), failed(&entry.name, reason, &text)));
                 }
                 // Without a UUID, the VM cannot be identified yet; its next change triggers another plan.
                 if let Some(node_uuid) = &node_uuid
@@ -233,16 +252,19 @@ fn is_foreign(desired: Option<&VirtualMachineVolume>, entry: &Value) -> bool {
     }
 }
 
-/// Error text for an entry without a VolumeAttachment; None if there is nothing to report yet.
-fn obstacle_text(vm: &Vm, claim: &str, obstacle: &Obstacle) -> Option<String> {
+/// Reason and text of the error of an entry without a VolumeAttachment; None if there is nothing to report yet.
+fn problem(vm: &Vm, claim: &ClaimName, obstacle: &Obstacle) -> Option<(Reason, String)> {
     match obstacle {
         Obstacle::CacheLag => None,
-        Obstacle::Refused(text) => Some(text.clone()),
-        Obstacle::ClaimMissing => Some(format!(
-            "ClaimNotFound: PersistentVolumeClaim {}/{claim} does not exist in the management cluster; the disk is attached \
-             once it exists",
-            vm.namespace().unwrap_or_default()
-        )),
+        Obstacle::Refused(text) => Some((Reason::AttachmentRefused, text.clone())),
+        Obstacle::ClaimMissing => {
+            let text = format!(
+                "PersistentVolumeClaim {}/{claim} does not exist in the management cluster; the disk is attached once it \
+                 exists",
+                vm.namespace().unwrap_or_default()
+            );
+            Some((Reason::ClaimNotFound, text))
+        }
     }
 }
 
@@ -273,7 +295,7 @@ fn detaching(attachment: &VolumeAttachment) -> (String, Value) {
 /// Name of the entry for which a VolumeAttachment was created.
 fn entry_of(attachment: &VolumeAttachment) -> String {
     let named = attachment.annotations().get(ANNOTATION_ENTRY).cloned();
-    named.unwrap_or_else(|| names::volume_entry(&attachment.spec.volume_name))
+    named.unwrap_or_else(|| names::volume_entry(attachment.spec.volume_name.as_str()))
 }
 
 /// The entry that attaches each claim. If several entries name a claim, it is the one for which its VolumeAttachment was
@@ -282,22 +304,23 @@ fn attaching_entries<'a>(
     vm: &Vm,
     entries: &'a [VirtualMachineVolume],
     by_name: &BTreeMap<String, &VolumeAttachment>,
-) -> BTreeMap<&'a str, &'a str> {
+) -> BTreeMap<&'a ClaimName, &'a str> {
+    let vm_name = crate::vm::name(vm);
     let mut attaching_entries = BTreeMap::new();
     for entry in entries {
         let Some(claim) = &entry.persistent_volume_claim else { continue };
-        let found = by_name.get(&names::volume_attachment(&vm.name_any(), &claim.claim_name));
+        let found = by_name.get(&names::volume_attachment(&vm_name, &claim.claim_name));
         if found.is_some_and(|found| is_owned(found, vm) && entry_of(found) == entry.name) {
-            attaching_entries.insert(&*claim.claim_name, &*entry.name);
+            attaching_entries.insert(&claim.claim_name, &*entry.name);
         } else {
-            attaching_entries.entry(&*claim.claim_name).or_insert(&entry.name);
+            attaching_entries.entry(&claim.claim_name).or_insert(&entry.name);
         }
     }
     attaching_entries
 }
 
-fn failed(entry: &str, text: &str) -> Value {
-    json!({"name": entry, "attached": false, "error": one_line(text)})
+fn failed(entry: &str, reason: Reason, text: &str) -> Value {
+    json!({"name": entry, "attached": false, "error": one_line(&format!("{reason}: {text}"))})
 }
 
 fn attachment(
@@ -315,11 +338,12 @@ fn attachment(
         controller: Some(true),
         block_owner_deletion: Some(false),
     };
-    let cluster = vm.labels().get(LABEL_CLUSTER_ID).map(|id| (LABEL_CLUSTER_ID.to_owned(), id.clone()));
+    let mut labels = labels::managed_by("vm-operator-shim");
+    labels.extend(vm.labels().get(LABEL_CLUSTER_ID).map(|id| (LABEL_CLUSTER_ID.to_owned(), id.clone())));
     let metadata = ObjectMeta {
         name: Some(name),
         namespace: vm.namespace(),
-        labels: cluster.map(|label| [label].into()),
+        labels: Some(labels),
         annotations: Some([(ANNOTATION_ENTRY.to_owned(), entry.to_owned())].into()),
         owner_references: Some(vec![owner]),
         // Set at creation, which saves mgmt-csi a write.

@@ -45,7 +45,7 @@ fn of(vm: &Vm, attachments: &[Arc<VolumeAttachment>]) -> Plan {
 
 /// The plan with this obstacle to claim `a`, and no VolumeAttachment.
 fn with_obstacle(vm: &Vm, obstacle: Obstacle) -> Plan {
-    plan(vm, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::from([("a".to_owned(), obstacle)]))
+    plan(vm, VERSION, &[] as &[Arc<VolumeAttachment>], &BTreeMap::from([("a".into(), obstacle)]))
 }
 
 fn attached() -> Value {
@@ -67,10 +67,11 @@ fn a_new_entry_needs_one_create_and_no_other_write() {
     let plan = of(&new_vm(json!([claim("data")]), json!(null)), &[]);
     assert!(plan.delete.is_empty() && plan.status.is_none());
     let [created] = &plan.create[..] else { panic!("{plan:?}") };
-    assert_eq!(created.name_any(), names::volume_attachment("vm", "data"));
+    assert_eq!(created.name_any(), names::volume_attachment(&"vm".into(), &"data".into()));
     assert_eq!((created.spec.node_uuid.as_str(), created.spec.volume_name.as_str()), (UUID, "data"));
     assert_eq!(created.finalizers(), [FINALIZER_DETACH]);
     assert_eq!(created.labels()[LABEL_CLUSTER_ID], "c1");
+    assert_eq!(created.labels()["app.kubernetes.io/managed-by"], "vm-operator-shim");
     let owner = &created.owner_references()[0];
     assert_eq!(
         (owner.uid.as_str(), owner.controller, owner.block_owner_deletion),
@@ -237,14 +238,17 @@ fn a_failed_create_is_reported() {
     let vm = new_vm(json!([claim("a")]), json!(null));
     let plan = with_obstacle(&vm, Obstacle::Refused("quota".to_owned()));
     assert_eq!(plan.create.len(), 1, "it is retried");
-    assert_eq!(plan.status.unwrap(), [json!({"name": "a", "attached": false, "error": "quota"})]);
+    assert_eq!(
+        plan.status.unwrap(),
+        [json!({"name": "a", "attached": false, "error": "AttachmentRefused: quota"})]
+    );
 }
 
 #[test]
 fn a_missing_claim_gets_no_attachment_and_an_error() {
     let vm = new_vm(json!([claim("a"), claim("b")]), json!(null));
     let plan = with_obstacle(&vm, Obstacle::ClaimMissing);
-    assert_eq!(plan.create.iter().map(|one| &*one.spec.volume_name).collect::<Vec<_>>(), ["b"]);
+    assert_eq!(plan.create.iter().map(|one| one.spec.volume_name.as_str()).collect::<Vec<_>>(), ["b"]);
     let status = plan.status.unwrap();
     let error = status[0]["error"].as_str().unwrap();
     assert!(status.len() == 1 && error.starts_with("ClaimNotFound") && error.contains("guest/a"), "{error}");
@@ -256,7 +260,7 @@ fn a_missing_claim_gets_no_attachment_and_an_error() {
 #[test]
 fn an_attached_disk_whose_claim_is_gone_stays_attached() {
     let vm = new_vm(json!([claim("a")]), json!([reported("a")]));
-    let missing = BTreeMap::from([("a".to_owned(), Obstacle::ClaimMissing)]);
+    let missing = BTreeMap::from([("a".into(), Obstacle::ClaimMissing)]);
     assert!(nothing(&plan(&vm, VERSION, &[stored(&vm, "a", attached())], &missing)));
     // Also if its VolumeAttachment was lost: without one, it could not be detached any more.
     assert_eq!(with_obstacle(&vm, Obstacle::ClaimMissing).create.len(), 1);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crds::VolumeAttachment;
+use crds::names::ClaimName;
 use futures::future::join_all;
 use k8s_openapi::api::core::v1::{ObjectReference, PersistentVolumeClaim};
 use k8s_openapi::jiff::Timestamp;
@@ -27,7 +28,7 @@ use serde_json::{Value, json};
 use crate::attach_limiter::{AttachLimiter, RECENT};
 use crate::attachments::Attachments;
 use crate::missing_claims::{Missing, MissingClaims};
-use crate::plan::{MAX_ENTRIES, Obstacle, Plan, needs_fresh_read, plan};
+use crate::plan::{MAX_ENTRIES, Obstacle, Plan, Reason, needs_fresh_read, plan};
 use crate::vm::Vm;
 
 /// Delay during which status changes are batched while attaches or detaches are in progress. It also keeps the status write
@@ -159,8 +160,8 @@ impl Reconciler {
                 Ok(true) => {}
                 Ok(false) => next = sooner(next, CONFLICT_DELAY),
                 Err(problem) => {
-                    let text = format!("AttachmentRefused: {problem}");
-                    missing.obstacles.insert(attachment.spec.volume_name.clone(), Obstacle::Refused(text));
+                    let obstacle = Obstacle::Refused(problem.clone());
+                    missing.obstacles.insert(attachment.spec.volume_name.clone(), obstacle);
                     problems.push(problem);
                 }
             }
@@ -187,13 +188,14 @@ impl Reconciler {
         if problems.is_empty() { Ok(next) } else { Err(ReconcileError::Attachments(problems)) }
     }
 
-    fn plan(&self, key: &Key, vm: &Vm, obstacles: &BTreeMap<String, Obstacle>) -> Plan {
+    fn plan(&self, key: &Key, vm: &Vm, obstacles: &BTreeMap<ClaimName, Obstacle>) -> Plan {
         plan(vm, &self.resource.api_version, &self.attachments.of(key, vm), obstacles)
     }
 
     /// The claims that a VM names and that do not exist.
     fn missing(&self, key: &Key, vm: &Vm) -> Missing {
-        let exists = |claim: &str| self.claims.get(&Key::new(&*key.namespace, claim)).is_some();
+        let exists =
+            |claim: &ClaimName| self.claims.get(&Key::new(&*key.namespace, claim.as_str())).is_some();
         self.missing_claims.of(key, vm, exists)
     }
 
@@ -214,7 +216,7 @@ impl Reconciler {
                  are delayed",
                 rate.burst, rate.per_second
             );
-            self.events.warning_once(self.reference(vm), "Attach", "AttachDelayed", note);
+            self.events.warning_once(self.reference(vm), "Attach", Reason::AttachDelayed.as_str(), note);
             tracing::debug!(vm = %key, delayed, "attaches delayed");
         }
         delayed > 0
@@ -222,16 +224,16 @@ impl Reconciler {
 
     /// Emits one event for all missing claims, and one for the entries beyond the limit.
     fn report(&self, vm: &Vm, missing: &Missing) {
-        let claims = missing.claims();
+        let claims: Vec<&str> = missing.claims().into_iter().map(ClaimName::as_str).collect();
         if !claims.is_empty() {
             let note = format!("{} claims not found: {}", claims.len(), name_list(&claims, claims.len()));
-            self.events.warning_once(self.reference(vm), "Attach", "ClaimNotFound", note);
+            self.events.warning_once(self.reference(vm), "Attach", Reason::ClaimNotFound.as_str(), note);
         }
         let entries = vm.spec.volumes.len();
         if entries > MAX_ENTRIES {
             let note =
                 format!("spec.volumes has {entries} entries, but at most {MAX_ENTRIES} can be attached");
-            self.events.warning_once(self.reference(vm), "Attach", "TooManyVolumes", note);
+            self.events.warning_once(self.reference(vm), "Attach", Reason::TooManyVolumes.as_str(), note);
         }
     }
 
@@ -272,7 +274,7 @@ impl Reconciler {
             Ok(made) => {
                 tracing::info!(
                     attachment = name,
-                    claim = attachment.spec.volume_name,
+                    claim = attachment.spec.volume_name.as_str(),
                     node = attachment.spec.node_uuid,
                     "created"
                 );
@@ -301,7 +303,7 @@ impl Reconciler {
             Ok(left) => {
                 tracing::info!(
                     attachment = name,
-                    claim = attachment.spec.volume_name,
+                    claim = attachment.spec.volume_name.as_str(),
                     node = attachment.spec.node_uuid,
                     "deleted"
                 );

@@ -1,10 +1,12 @@
 //! `VirtualMachine` as partial object: the fields that the shim reads. Status entries keep unknown fields, because entries of
 //! other writers must be written back unchanged.
 
-use crds::names::LABEL_CLUSTER_ID;
+use crds::names::{LABEL_CLUSTER_ID, VmName};
 use crds::{VirtualMachineSpec, VirtualMachineStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::ResourceExt;
 use kube::core::Object;
+use kube_kit::partial::{identity, only};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -84,22 +86,18 @@ impl VmStatus {
     }
 }
 
+/// Name of the VM.
+pub(crate) fn name(vm: &Vm) -> VmName {
+    vm.name_any().into()
+}
+
 /// Drops all fields that the shim does not read.
 pub(crate) fn trim(vm: &mut Vm) {
-    let mut meta = std::mem::take(&mut vm.metadata);
     vm.types = None;
     vm.metadata = ObjectMeta {
-        name: meta.name,
-        namespace: meta.namespace,
-        uid: meta.uid,
-        resource_version: meta.resource_version,
-        deletion_timestamp: meta.deletion_timestamp,
-        labels: meta
-            .labels
-            .as_mut()
-            .and_then(|labels| labels.remove_entry(LABEL_CLUSTER_ID))
-            .map(|id| [id].into()),
-        ..Default::default()
+        deletion_timestamp: vm.metadata.deletion_timestamp.take(),
+        labels: only(vm.metadata.labels.take(), LABEL_CLUSTER_ID),
+        ..identity(&mut vm.metadata)
     };
     // Decoded vectors have spare capacity.
     vm.spec.volumes.shrink_to_fit();

@@ -4,7 +4,8 @@
 //! limit of the supported filesystems is that of ext4: one block of 4 KiB for all attributes of a file. These bounds
 //! keep every record below it, so no request fails because of its length after space was reserved for it.
 
-use crate::{Labels, NodeSpec, Placement, PoolSpec, Problem, ProblemCode, SnapshotSpec, VolumeSpec};
+use crate::model::{Labels, NodeSpec, Placement, PoolSpec, SnapshotSpec, VolumeSpec};
+use crate::problem::{Problem, ProblemCode};
 
 /// Maximum number of zones in one request.
 pub const MAX_ZONES: usize = 64;

@@ -5,7 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::{NodeRef, PoolName};
+use crate::ids::PoolName;
+use crate::model::NodeRef;
 
 /// Error code: a closed list for programs to decide on. The text of a problem is for humans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]

@@ -6,12 +6,18 @@ mod transport;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use backon::{ExponentialBuilder, Retryable};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tokio_util::sync::CancellationToken;
 
 use crate::health::Check;
 use process_kit::text::one_line;
+
+/// First delay between requests that are retried at start-up.
+const FIRST_DELAY: Duration = Duration::from_millis(200);
+/// Maximum delay of [`wait_until_reachable`].
+const MAX_DELAY: Duration = Duration::from_secs(4);
 
 /// Failure to create a client. Retries do not help.
 #[derive(Debug, thiserror::Error)]
@@ -111,30 +117,27 @@ pub async fn wait_until_reachable(
     check: &Check,
     stop: &CancellationToken,
 ) -> bool {
-    let mut delay = Duration::from_millis(200);
-    loop {
-        let answer = tokio::select! {
-            () = stop.cancelled() => return false,
-            answer = client.apiserver_version() => answer,
-        };
-        match answer {
-            Ok(_) => {
-                check.pass();
-                return true;
-            }
-            Err(error) => {
-                let reason =
-                    format!("the API server of the {cluster} cluster does not respond: {}", chain(&error));
-                tracing::warn!("{reason}; retrying in {delay:?}");
-                check.fail(reason);
-            }
-        }
-        tokio::select! {
-            () = stop.cancelled() => return false,
-            () = tokio::time::sleep(delay) => {}
-        }
-        delay = (delay * 2).min(Duration::from_secs(4));
+    let answer = (|| client.apiserver_version()).retry(until_success(MAX_DELAY)).notify(
+        |error: &kube::Error, delay| {
+            let reason =
+                format!("the API server of the {cluster} cluster does not respond: {}", chain(error));
+            tracing::warn!("{reason}; retrying in {delay:?}");
+            check.fail(reason);
+        },
+    );
+    let is_reachable = tokio::select! {
+        () = stop.cancelled() => false,
+        answer = answer => answer.is_ok(),
+    };
+    if is_reachable {
+        check.pass();
     }
+    is_reachable
+}
+
+/// Backoff of requests at start-up, which are retried until they succeed.
+pub(crate) fn until_success(max_delay: Duration) -> ExponentialBuilder {
+    ExponentialBuilder::new().with_min_delay(FIRST_DELAY).with_max_delay(max_delay).without_max_times()
 }
 
 /// Formats an error and its causes in one line. For a refusal by an API server, only the server's message is used: kube's

@@ -29,6 +29,7 @@ use crate::client::chain;
 use crate::events::Events;
 use crate::health::Health;
 use crate::informer::{Informer, Key};
+use crate::labels;
 use crate::resource_version::is_newer;
 use args::Timings;
 use decide::{Step, claimed, holder, next, released};
@@ -137,7 +138,7 @@ impl Metrics {
 impl Candidate {
     fn start(self, metrics: Metrics, ready: &Health, stop: &CancellationToken) -> Elector {
         let Self { client, lease, identity, component, timings } = self;
-        let check = ready.check("watch of the Lease", "not started yet");
+        let check = ready.check("lease", "not started yet");
         let watch =
             Informer::builder(format!("Lease {lease}"), Api::namespaced(client.clone(), &lease.namespace))
                 .config(watcher::Config::default().fields(&format!("metadata.name={}", lease.name)))
@@ -145,6 +146,7 @@ impl Candidate {
         Elector {
             api: Api::namespaced(client.clone(), &lease.namespace),
             events: Events::new(client, component),
+            component,
             watch,
             lease,
             identity,
@@ -158,6 +160,8 @@ impl Candidate {
 
 /// A replica that takes part.
 struct Elector {
+    /// The program.
+    component: &'static str,
     api: Api<Lease>,
     events: Events,
     watch: Informer<Lease>,
@@ -330,7 +334,11 @@ impl Elector {
         let lease = match self.known.as_deref() {
             Some(known) => Lease { spec: Some(spec), ..known.clone() },
             None => Lease {
-                metadata: ObjectMeta { name: Some(self.lease.name.clone()), ..ObjectMeta::default() },
+                metadata: ObjectMeta {
+                    name: Some(self.lease.name.clone()),
+                    labels: Some(labels::managed_by(self.component)),
+                    ..ObjectMeta::default()
+                },
                 spec: Some(spec),
             },
         };

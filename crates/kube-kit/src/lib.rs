@@ -1,4 +1,4 @@
-//! Controller toolkit on top of kube: clients, informers, mutation cache, work queues, leader election, Events, logs, metrics,
+//! Controller toolkit on top of kube: clients, informers, mutation cache, work queues, leader election, Events, labels, metrics,
 //! health checks and their HTTP endpoint. Contains nothing about storage.
 
 pub mod api_versions;
@@ -10,6 +10,7 @@ pub mod health;
 pub mod http;
 pub mod index;
 pub mod informer;
+pub mod labels;
 pub mod lease;
 pub mod mutation_cache;
 pub mod partial;

@@ -9,6 +9,7 @@ mod metadata;
 mod node;
 mod pod;
 mod quantities;
+mod trim;
 mod volume;
 
 pub use attachment::{AttachmentSource, VolumeAttachment};
@@ -16,6 +17,7 @@ pub use claim::{PersistentVolumeClaim, PersistentVolumeClaimSpec, PersistentVolu
 pub use metadata::Metadata;
 pub use node::Node;
 pub use pod::{Pod, PodVolume};
+pub use trim::{identity, only};
 pub use volume::{ClaimReference, CsiSource, PersistentVolume, PersistentVolumeSpec, PersistentVolumeStatus};
 
 /// Implements [`kube::Resource`] for a partial type like its complete type.

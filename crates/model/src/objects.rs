@@ -102,7 +102,7 @@ fn uid(uid: Uid) -> String {
 }
 
 fn key(vm_index: VmIndex) -> Key {
-    Key::new(NAMESPACE, names::volume_attachment(&name(vm_index), CLAIM))
+    Key::new(NAMESPACE, names::volume_attachment(&name(vm_index).into(), &CLAIM.into()))
 }
 
 fn id(vm_index: VmIndex, of: Uid) -> AttachmentId {

@@ -1,6 +1,6 @@
 //! Process basics of Nestor's programs: the frame of `main` with signals and exit codes, supervised background tasks,
-//! keyed locks, logs and operations, durations, command-line flags, health checks, and text that is safe to log. Nothing
-//! here knows Kubernetes or storage.
+//! keyed locks, logs and operations, durations, tables, command-line flags, health checks, and text that is safe to log.
+//! Nothing here knows Kubernetes or storage.
 
 pub mod duration;
 pub mod flags;
@@ -10,5 +10,6 @@ pub mod memory;
 pub mod operation;
 pub mod process;
 pub mod supervise;
+pub mod table;
 pub mod telemetry;
 pub mod text;

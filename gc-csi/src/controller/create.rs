@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crds::names;
 use csi::Status;
 use csi::capability::{self, Access, Capability};
 use csi::locks::VolumeLocks;
@@ -19,7 +18,7 @@ use super::service::{CACHE_LAG, Controller};
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::provisioner::{Abandoned, BoundClaim, CreateError, DeleteError, NewClaim, Source};
-use crate::names::{ClaimName, CsiName};
+use crds::names::{self, ClaimName, CsiName};
 
 /// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;

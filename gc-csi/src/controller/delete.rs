@@ -11,7 +11,7 @@ use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::guest;
 use crate::management::provisioner::DeleteError;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// A guest PersistentVolume of a handle.
 #[derive(Debug, Clone, Default)]
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
     use crate::controller::testing::{InMemory, Outcomes, deadline};
     use crate::management::ApiError;
-    use crate::names::VmName;
+    use crds::names::VmName;
 
     fn volume(name: &str, is_released: bool) -> NamedVolume {
         let requirements = PvRequirements { volume: Some(name.to_owned()), ..PvRequirements::default() };

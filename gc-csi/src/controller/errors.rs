@@ -213,7 +213,7 @@ mod tests {
     use tonic::Code;
 
     use super::*;
-    use crate::names::ClaimName;
+    use crds::names::ClaimName;
 
     #[test]
     fn an_exceeded_quota_is_final_and_an_unavailable_api_is_not() {

@@ -11,7 +11,7 @@ use super::pinned::{PinnedVolumes, check_pin};
 use super::service::Controller;
 use crate::management::ApiError;
 use crate::management::claims::ExpandError;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// What ControllerExpandVolume needs of both clusters.
 pub(super) trait ExpandableVolumes: PinnedVolumes {

@@ -10,7 +10,7 @@ use super::publish;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::inventory::{self, Volume};
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 impl Controller {
     pub(super) fn list(

@@ -10,7 +10,7 @@ use super::parameters::management_class;
 use super::pinned::check_pin;
 use super::service::{CACHE_LAG, Controller};
 use crate::management::Management;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 impl Controller {
     pub(super) async fn modify(

@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::ApiError;
-use crate::names::{ClaimName, VmName};
 use crate::pin::Pin;
+use crds::names::{ClaimName, VmName};
 
 /// Why a volume is neither changed nor copied.
 #[derive(Debug, thiserror::Error)]

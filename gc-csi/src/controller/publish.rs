@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 
-use crds::names;
 use csi::capability::{Access, Capability, Mode};
 use csi::locks::VolumeLocks;
 use csi::{Status, capability, proto, request};
@@ -14,9 +13,9 @@ use super::pinned::{PinnedVolumes, pin_of_call};
 use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::management::volume_entries::{Attach, AttachError, Attached, CommitError, DetachError};
-use crate::names::{ClaimName, VmName};
 use crate::pin::Pin;
 use crate::vm_volumes::AttachedDisk;
+use crds::names::{self, ClaimName, VmName};
 
 /// What ControllerPublishVolume and ControllerUnpublishVolume need of both clusters.
 pub(super) trait AttachableVolumes: PinnedVolumes {

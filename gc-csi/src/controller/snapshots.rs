@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use crds::names;
 use csi::locks::VolumeLocks;
 use csi::page::page;
 use csi::{Status, proto, request};
@@ -19,7 +18,7 @@ use crate::management::snapshots::{
     AbandonedSnapshot, DeleteSnapshotError, NewSnapshot, SnapshotError, Snapshots, VolumeSnapshot, is_ready,
     restore_size, source_claim,
 };
-use crate::names::{ClaimName, CsiName};
+use crds::names::{self, ClaimName, CsiName};
 
 /// What CreateSnapshot needs of the guest.
 pub(super) trait SnapshotSources: PinnedVolumes {

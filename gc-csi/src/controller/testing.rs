@@ -25,7 +25,7 @@ use crate::management::snapshots::{
     AbandonedSnapshot, DeleteSnapshotError, NewSnapshot, SnapshotError, VolumeSnapshot,
 };
 use crate::management::volume_entries::{Attach, AttachError, Attached, DetachError};
-use crate::names::{ClaimName, CsiName, VmName};
+use crds::names::{ClaimName, CsiName, VmName};
 
 /// Outcomes of the calls of one operation, in order.
 pub(super) struct Outcomes<T> {

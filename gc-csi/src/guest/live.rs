@@ -12,7 +12,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Guest, is_volume_for};
 use crate::management::snapshots::GROUP;
-use crate::names::{ClaimName, CsiName, VmName};
+use crds::names::{ClaimName, CsiName, VmName};
 
 /// Page size of lists.
 const PAGE: u32 = 500;

@@ -11,7 +11,7 @@ use super::cluster_owner::removal_patch;
 use super::error::ApiError;
 use super::identity::{GuestIdentity, Relation};
 use crate::compatibility::PvRequirements;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Use of a claim by a guest that does not own it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,8 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::names::{ClaimName, CsiName};
-use crds::names::{self, ClusterId};
+use crds::names::{self, ClaimName, ClusterId, CsiName};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube_kit::informer::Key;
 

@@ -12,7 +12,7 @@ use super::consumers::Consumers;
 use super::error::ApiError;
 use super::identity::GuestIdentity;
 use super::snapshots::Snapshots;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// An object that this guest created, or all of them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

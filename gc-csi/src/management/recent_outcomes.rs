@@ -20,7 +20,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::names::{ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 use kube_kit::informer::Key;
 use tokio::time::Instant;
 

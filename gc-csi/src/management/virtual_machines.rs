@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crds::VirtualMachine;
-use crds::names::{self, ANNOTATION_OUT_OF_SERVICE};
+use crds::names::{self, ANNOTATION_OUT_OF_SERVICE, ClaimName, VmName};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client, ResourceExt};
 use kube_kit::health::Health;
@@ -21,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::error::ApiError;
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
-use crate::names::{ClaimName, VmName};
 use crate::vm_volumes;
 
 /// Names of the VMs that each entry's disk is attached to.

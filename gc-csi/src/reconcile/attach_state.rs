@@ -9,8 +9,8 @@ use kube_kit::informer::Change;
 
 use super::conditions::{ConditionUpdate, Reason, State};
 use crate::events::Event;
-use crate::names::ClaimName;
 use crate::vm_volumes;
+use crds::names::ClaimName;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Attached";

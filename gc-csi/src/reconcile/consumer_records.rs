@@ -16,7 +16,7 @@ use crate::guest::{self, Guest};
 use crate::management::claims::DesiredMetadata;
 use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::{Management, Relation};
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Minimum interval between two writes of a volume's pods, so that a rollout needs few writes.
 const PODS_MIN_INTERVAL: Duration = Duration::from_secs(2);

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest, attachment_name};
 use crate::management::volume_entries::{KeepReason, MayRemove};
-use crate::names::{ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 
 /// A guest VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -47,7 +47,7 @@ use crate::guest::{self, Guest};
 use crate::management::claims::pending_for;
 use crate::management::{ChangeHandlers, Management, OwnedObject};
 
-use crate::names::{ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 pub(crate) use k8s_attachments::K8sAttachments;
 pub(crate) use options::Options;
 use repair::RepairQueues;

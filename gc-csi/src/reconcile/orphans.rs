@@ -21,7 +21,7 @@ use crate::guest::{ClaimState, Guest};
 use crate::management::Management;
 use crate::management::claims::{DesiredMetadata, ProvisionedClaim};
 use crate::management::provisioner::DeleteError;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// How long a list of the guest's PersistentVolumes is reused, so that many orphans need few lists.
 const LIST_TTL: Duration = Duration::from_secs(5);
@@ -353,7 +353,7 @@ mod tests {
 
     fn claim(retain: bool, orphaned: Option<&str>) -> ProvisionedClaim {
         ProvisionedClaim {
-            volume: crate::names::CsiName::new("pvc-1"),
+            volume: crds::names::CsiName::new("pvc-1"),
             guest_claim: None,
             is_dynamic: true,
             retain,

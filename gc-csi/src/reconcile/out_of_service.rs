@@ -7,7 +7,7 @@ use crds::names::{ANNOTATION_OUT_OF_SERVICE, TAINT_OUT_OF_SERVICE};
 use kube_kit::partial::Node;
 
 use crate::management::VirtualMachines;
-use crate::names::VmName;
+use crds::names::VmName;
 
 /// Whether a VM has the annotation.
 pub(super) fn is_annotated(vm: &VirtualMachine) -> bool {

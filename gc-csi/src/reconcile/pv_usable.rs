@@ -11,7 +11,7 @@ use super::conditions::{ConditionUpdate, Reason, State, is_true};
 use crate::compatibility::Incompatible;
 use crate::events::Event;
 use crate::guest::{Guest, reference};
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Usable";

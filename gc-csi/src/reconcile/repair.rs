@@ -18,7 +18,7 @@ use super::zones::Zones;
 use super::{SLOW_RETRY, WORKERS};
 use crate::guest::Guest;
 use crate::management::Management;
-use crate::names::{ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 
 /// Work queues.
 #[derive(Debug, Clone)]

@@ -13,7 +13,7 @@ use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
 use super::{attach_state, health, pv_usable, resizable};
 use crate::guest::{self, Guest};
 use crate::management::{Management, Relation};
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {

@@ -23,7 +23,7 @@ use crate::guest::{self, Guest, reference};
 use crate::management::Management;
 use crate::management::claims::Claims;
 use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
-use crate::names::{ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);

@@ -22,7 +22,7 @@ use super::out_of_service;
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::VirtualMachines;
-use crate::names::VmName;
+use crds::names::VmName;
 
 /// Labels guest Nodes with their zones.
 pub(super) struct Zones {

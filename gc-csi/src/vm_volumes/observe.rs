@@ -23,7 +23,7 @@ pub fn revision(vm: &VirtualMachine) -> Revision {
 /// Whether the VM's spec has the claim; if so, whether read-only.
 pub fn spec_read_only(vm: &VirtualMachine, claim: &str) -> Option<bool> {
     let sources = vm.spec.volumes.iter().filter_map(|volume| volume.persistent_volume_claim.as_ref());
-    sources.into_iter().find(|source| source.claim_name == claim).map(|source| source.read_only)
+    sources.into_iter().find(|source| source.claim_name.as_str() == claim).map(|source| source.read_only)
 }
 
 /// Status of an entry that is in the spec.
@@ -186,7 +186,7 @@ pub fn foreign_entry<'a>(
     }
     let is_of = |volume: &&VirtualMachineVolume| {
         let source = volume.persistent_volume_claim.as_ref();
-        volume.name != entry && source.is_some_and(|source| source.claim_name == claim)
+        volume.name != entry && source.is_some_and(|source| source.claim_name.as_str() == claim)
     };
     vm.spec.volumes.iter().find(is_of).map(|volume| volume.name.as_str())
 }

@@ -89,7 +89,8 @@ pub fn plan_patch(vm_name: &str, vm: &VirtualMachine, changes: &[EntryChange]) -
                 removed.extend(found.filter(|at| !removed.contains(at)));
             }
             EntryChange::Add { name, claim, read_only, multi_writer } => {
-                let source = PersistentVolumeClaimSource { claim_name: claim.clone(), read_only: *read_only };
+                let source =
+                    PersistentVolumeClaimSource { claim_name: claim.as_str().into(), read_only: *read_only };
                 let kept = volumes
                     .iter()
                     .enumerate()

@@ -75,7 +75,8 @@ pub struct Selection {
     /// Run only formatting, lints and unit tests; starts no lab.
     #[arg(long, conflicts_with_all = ["all", "filter"])]
     quick: bool,
-    /// Also run the longer checks: licences, dependency sources, unused dependencies (builds the tools), and a soak test.
+    /// Also run the longer checks: licences, dependency sources, unused dependencies, spelling (builds the tools), and a soak
+    /// test.
     #[arg(long, conflicts_with = "filter")]
     all: bool,
 }
@@ -118,7 +119,7 @@ async fn run_stages(ui: &Ui, selection: &Selection, stages: &mut Stages) -> Resu
         return Ok(());
     }
     if selection.all {
-        dependencies(ui, stages).await?;
+        static_checks(ui, stages).await?;
         model(stages).await?;
     }
     let start = Instant::now();
@@ -140,30 +141,33 @@ async fn model(stages: &mut Stages) -> Result<()> {
     Ok(())
 }
 
-/// Checks the dependencies with tools that are built once. Advisories are left out: their database is online.
-async fn dependencies(ui: &Ui, stages: &mut Stages) -> Result<()> {
-    let checks: [(&str, &str, &[&str]); 2] = [
-        ("cargo-deny", "0.20.2", &["--offline", "check", "bans", "licenses", "sources"]),
-        ("cargo-machete", "0.9.2", &[]),
+/// Checks the dependencies and the spelling with tools that are built once. Advisories are left out: their database is
+/// online.
+async fn static_checks(ui: &Ui, stages: &mut Stages) -> Result<()> {
+    let checks: [(&str, &str, &str, &[&str]); 3] = [
+        ("cargo-deny", "0.20.2", "cargo-deny", &["--offline", "check", "bans", "licenses", "sources"]),
+        ("cargo-machete", "0.9.2", "cargo-machete", &[]),
+        // Rust 1.90 does not build 1.43.
+        ("typos-cli", "1.42.0", "typos", &[]),
     ];
     // cargo-deny reads the sources of all platforms' crates; a build fetches only this platform's.
     ensure!(
         stages.cargo(ui, "fetch of all crates", &["fetch", "--locked"], None).await?,
         "cargo fetch failed"
     );
-    for (tool, version, args) in checks {
+    for (name, version, program, args) in checks {
         let start = Instant::now();
-        let folder = cache::cargo::tool(ui, tool, version).await?;
-        stages.record(&format!("build of {tool} {version}"), "ok", start);
-        if !stages.run(tool, &mut check(&folder, tool, args)).await? {
-            bail!("{tool} found problems; the lab was not started");
+        let folder = cache::cargo::tool(ui, name, version).await?;
+        stages.record(&format!("build of {name} {version}"), "ok", start);
+        if !stages.run(program, &mut check(&folder, program, args)).await? {
+            bail!("{program} found problems; the lab was not started");
         }
     }
     Ok(())
 }
 
-fn check(folder: &Path, tool: &str, args: &[&str]) -> Command {
-    let mut command = Command::new(folder.join("bin").join(tool));
+fn check(folder: &Path, program: &str, args: &[&str]) -> Command {
+    let mut command = Command::new(folder.join("bin").join(program));
     command.args(args).current_dir(repository());
     command
 }

@@ -182,6 +182,7 @@ fn retry(failure: &Failure) -> Step {
 
 #[cfg(test)]
 mod tests {
+    use crds::AttachReason;
     use infra_api::{Access, VolumeId};
     use k8s_openapi::jiff::Timestamp;
 
@@ -313,7 +314,7 @@ mod tests {
     #[test]
     fn a_missing_claim_is_reported_without_a_call_to_the_infra() {
         let mut inputs = new_attachment();
-        inputs.desired = Err(Failure::from_objects("ClaimNotFound", "no claim".into()));
+        inputs.desired = Err(Failure::from_objects(AttachReason::ClaimNotFound, "no claim".into()));
         assert!(matches!(run(&mut inputs, &attached(), 5)[..], [Step::WriteStatus(_)]));
         assert_eq!(decide(&inputs, &at(6)), Step::Done);
     }
@@ -321,7 +322,7 @@ mod tests {
     #[test]
     fn an_unbound_claim_of_a_new_attachment_is_not_reported_at_once() {
         let mut inputs = Inputs { is_new: true, ..new_attachment() };
-        inputs.desired = Err(Failure::from_objects("ClaimNotBound", "not bound".into()));
+        inputs.desired = Err(Failure::from_objects(AttachReason::ClaimNotBound, "not bound".into()));
         assert_eq!(decide(&inputs, &at(5)), Step::AwaitCaches);
         inputs.desired = Ok(spec());
         assert!(matches!(run(&mut inputs, &attached(), 5)[..], [Step::Attach { .. }, Step::WriteStatus(_)]));
@@ -332,7 +333,7 @@ mod tests {
         let mut inputs = new_attachment();
         run(&mut inputs, &attached(), 5);
         inputs.deleting = true;
-        inputs.desired = Err(Failure::from_objects("ClaimNotFound", "no claim".into()));
+        inputs.desired = Err(Failure::from_objects(AttachReason::ClaimNotFound, "no claim".into()));
         assert_eq!(run(&mut inputs, &Observed::Detached, 9), [Step::Detach, Step::RemoveFinalizer]);
         assert_eq!(decide(&inputs, &at(9)), Step::Done);
     }

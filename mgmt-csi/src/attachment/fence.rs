@@ -9,6 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference}
 use kube::{Api, Client};
 use kube_kit::health::Check;
 use kube_kit::informer::{Informer, Key};
+use kube_kit::partial::{identity, only};
 use tokio::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -97,19 +98,10 @@ fn is_out_of_service(vm: &VirtualMachine) -> bool {
 
 /// Drops all fields but the identity and the out-of-service annotation.
 fn trim(vm: &mut VirtualMachine) {
-    let mut meta = std::mem::take(&mut vm.metadata);
     vm.types = None;
     vm.metadata = ObjectMeta {
-        name: meta.name,
-        namespace: meta.namespace,
-        uid: meta.uid,
-        resource_version: meta.resource_version,
-        annotations: meta
-            .annotations
-            .as_mut()
-            .and_then(|annotations| annotations.remove_entry(ANNOTATION_OUT_OF_SERVICE))
-            .map(|annotated| [annotated].into()),
-        ..Default::default()
+        annotations: only(vm.metadata.annotations.take(), ANNOTATION_OUT_OF_SERVICE),
+        ..identity(&mut vm.metadata)
     };
     vm.spec.volumes = Vec::new();
     vm.status = None;

@@ -35,9 +35,9 @@ pub(super) struct Slot {
 }
 
 impl VmLimiter {
-    /// Waits until a call for this VM may start. Dropping the future gives up the place.
-    pub(super) async fn acquire(&self, namespace: &str, vm: &str, operation: Operation) -> Slot {
-        let key = Key::new(namespace, format!("{vm} {operation:?}"));
+    /// Waits until a call for the VM with this node UUID may start. Dropping the future gives up the place.
+    pub(super) async fn acquire(&self, namespace: &str, node: &str, operation: Operation) -> Slot {
+        let key = Key::new(namespace, format!("{node} {operation:?}"));
         Slot { operation, _permit: self.0.acquire(&key).await }
     }
 }

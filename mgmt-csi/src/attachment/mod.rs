@@ -146,7 +146,7 @@ impl AttachController {
                 }
             }
         };
-        let check = ready.check("watch of VolumeAttachments", "not started yet");
+        let check = ready.check("volume-attachments", "not started yet");
         let queue_on_reconnect = queue.clone();
         builder
             .trim(volume_attachment::trim)
@@ -157,7 +157,7 @@ impl AttachController {
         let out_of_service = match fence {
             Fence::Never => OutOfService::disabled(),
             Fence::PowerOff => {
-                let version_check = ready.check("version of VirtualMachine", "not checked yet");
+                let version_check = ready.check("virtual-machine-version", "not checked yet");
                 let newest = newest_virtual_machine_version;
                 let version = api_versions::wait_for_version(
                     &client,
@@ -167,7 +167,7 @@ impl AttachController {
                     &stop,
                 );
                 let version = version.await?;
-                let check = ready.check("watch of VirtualMachines", "not started yet");
+                let check = ready.check("virtual-machines", "not started yet");
                 OutOfService::watch(
                     &client,
                     version,

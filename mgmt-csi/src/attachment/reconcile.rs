@@ -28,6 +28,7 @@ use super::limiter::{Operation, Slot, VmLimiter};
 use super::metrics::Metrics;
 use super::tracker::{SETTLE, Tracker};
 use crate::cluster::{self, Volumes};
+use crate::event_reason::EventReason;
 use crate::infra::{
     AttachError, DetachError, Indeterminate, ReadError, StorageInfra, attachment_id, has_same_name,
 };
@@ -406,19 +407,20 @@ impl Reconciler {
         let (action, reason, note) = match deleting {
             true => {
                 let note = format!("failed to detach the disk from {vm}: {}", error.message);
-                ("Detach", "VolumeDetachFailed", note)
+                ("Detach", EventReason::VolumeDetachFailed, note)
             }
             false => {
                 let note = format!("failed to attach the disk to {vm}: {}: {}", error.reason, error.message);
-                ("Attach", "VolumeAttachFailed", note)
+                ("Attach", EventReason::VolumeAttachFailed, note)
             }
         };
         let claim = self.claims.get(&claim_key(attachment));
         let about = claim.map_or_else(|| reference(attachment), |claim| cluster::reference(&claim));
         let Some(group) = vm_reference(attachment) else {
-            return self.events.warning(about, action, reason, note);
+            return self.events.warning(about, action, reason.as_str(), note);
         };
-        let (cause, name) = (error.reason.clone(), attachment.spec.volume_name.clone());
+        let (cause, name) = (error.reason.clone(), attachment.spec.volume_name.to_string());
+        let reason = reason.as_str();
         self.events.grouped_warning(action, reason, GroupedWarning { group, cause, about, name, note });
     }
 

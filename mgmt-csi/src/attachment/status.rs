@@ -1,7 +1,7 @@
 //! Status of a VolumeAttachment, computed from the previous one, so that an unchanged status compares equal and is not
 //! written again.
 
-use crds::{AttachError, VolumeAttachmentStatus};
+use crds::{AttachError, AttachReason, VolumeAttachmentStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use crate::infra::AttachedDisk;
@@ -24,7 +24,7 @@ pub(super) fn attached(
         format_token: disk.format_token.map(|token| token.reveal()),
         observed_generation: Some(generation),
         error: None,
-        conditions: conditions(before, true, "Attached", "the disk is attached", generation, now),
+        conditions: conditions(before, true, AttachReason::Attached, "the disk is attached", generation, now),
     }
 }
 
@@ -38,10 +38,11 @@ pub(super) fn failed(
     let attached = before.attached && failure.disk == Disk::Unknown;
     // The condition's reason says why the disk is or is not attached; `error` says what failed.
     let (reason, message) = match attached {
-        true => ("Attached", format!("the disk is still attached: {}", failure.message)),
+        true => (AttachReason::Attached, format!("the disk is still attached: {}", failure.message)),
         false => (failure.reason, failure.message.clone()),
     };
-    let same = |error: &&AttachError| error.reason == failure.reason && error.message == failure.message;
+    let same =
+        |error: &&AttachError| error.reason == failure.reason.as_str() && error.message == failure.message;
     let time = before.error.as_ref().filter(same).map_or_else(|| now.clone(), |error| error.time.clone());
     VolumeAttachmentStatus {
         attached,
@@ -50,7 +51,7 @@ pub(super) fn failed(
         format_token: before.format_token.clone().filter(|_| attached),
         observed_generation: Some(generation),
         error: Some(AttachError {
-            reason: failure.reason.to_owned(),
+            reason: failure.reason.to_string(),
             message: failure.message.clone(),
             time,
         }),
@@ -62,7 +63,7 @@ pub(super) fn failed(
 fn conditions(
     before: &VolumeAttachmentStatus,
     attached: bool,
-    reason: &str,
+    reason: AttachReason,
     message: &str,
     generation: i64,
     now: &Time,
@@ -74,7 +75,7 @@ fn conditions(
     others.push(Condition {
         type_: ATTACHED.to_owned(),
         status: status.to_owned(),
-        reason: reason.to_owned(),
+        reason: reason.to_string(),
         message: message.to_owned(),
         observed_generation: Some(generation),
         last_transition_time: since.map_or_else(|| now.clone(), |condition| condition.last_transition_time),

@@ -75,7 +75,6 @@ impl Capacity {
         ready: &Health,
         stop: CancellationToken,
     ) -> Publishing {
-        let check = |what: &str| ready.check(format!("watch of {what}"), "not started yet");
         let notify = self.changed.clone();
         let classes = Informer::builder("StorageClasses", Api::all(client.clone()))
             .trim(trim_class)
@@ -87,14 +86,14 @@ impl Capacity {
                     notify.notify_one();
                 }
             })
-            .start(check("StorageClasses"), stop.clone());
+            .start(ready.check("storage-classes", "not started yet"), stop.clone());
         let notify = self.changed.clone();
         let api = Api::<CSIStorageCapacity>::namespaced(client, namespace);
         let published =
             Informer::builder("CSIStorageCapacities", Api::namespaced(api.clone().into_client(), namespace))
                 .config(watcher::Config::default().labels(&publish::selector()))
                 .on_change(move |_: &Change<'_, CSIStorageCapacity>| notify.notify_one())
-                .start(check("CSIStorageCapacities"), stop.clone());
+                .start(ready.check("storage-capacities", "not started yet"), stop.clone());
         Publishing { changed: self.changed, classes, publisher: Publisher { api, published }, infra, stop }
     }
 }

@@ -10,13 +10,13 @@ use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
 use kube_kit::client::chain;
 use kube_kit::informer::Informer;
-use kube_kit::quantity;
+use kube_kit::{labels, quantity};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
 use super::compute::Entry;
 
-/// Label of the objects managed by this driver, and its value.
+/// Label by which this driver selects its objects, and its value.
 const MANAGED_BY: (&str, &str) = ("nestor.dev/managed-by", "mgmt-csi");
 /// Label that csi-provisioner also sets; informational.
 const DRIVER_NAME: &str = "csi.storage.k8s.io/drivername";
@@ -88,14 +88,13 @@ fn matches(object: &CSIStorageCapacity, entry: &Entry) -> bool {
 }
 
 fn object(name: &str, entry: &Entry) -> CSIStorageCapacity {
-    let label = |(key, value): (&str, &str)| (key.to_owned(), value.to_owned());
+    let mut labels = labels::managed_by(MANAGED_BY.1);
+    for (key, value) in [MANAGED_BY, (DRIVER_NAME, MANAGEMENT_DRIVER)] {
+        labels.insert(key.to_owned(), value.to_owned());
+    }
     let zone = entry.zone.as_ref().map(|zone| BTreeMap::from([(LABEL_ZONE.to_owned(), zone.clone())]));
     CSIStorageCapacity {
-        metadata: ObjectMeta {
-            name: Some(name.to_owned()),
-            labels: Some([label(MANAGED_BY), label((DRIVER_NAME, MANAGEMENT_DRIVER))].into()),
-            ..Default::default()
-        },
+        metadata: ObjectMeta { name: Some(name.to_owned()), labels: Some(labels), ..Default::default() },
         storage_class_name: entry.class.clone(),
         capacity: Some(number(entry.free_bytes)),
         maximum_volume_size: Some(number(entry.max_volume_bytes)),

@@ -20,7 +20,7 @@ pub(super) struct Bindings {
 impl Bindings {
     /// The claims bound to a volume of the storage infra: normally one.
     pub(super) fn claims_of(&self, id: &VolumeId) -> Vec<Key> {
-        self.volumes.of_handle(id.as_str()).iter().filter_map(|volume| self.claim_of(volume)).collect()
+        self.volumes.of_volume(id).iter().filter_map(|volume| self.claim_of(volume)).collect()
     }
 
     /// IDs of all volumes that are bound to claims.
@@ -35,6 +35,6 @@ impl Bindings {
     pub(super) fn claim_of(&self, volume: &PersistentVolume) -> Option<Key> {
         let key = cluster::claim_of(&volume.spec)?;
         let claim = self.claims.get(&key).filter(|claim| claim.metadata.deletion_timestamp.is_none())?;
-        cluster::is_bound_back(&volume.spec, &claim).then_some(key)
+        cluster::is_bound_back(&claim, &volume.spec).then_some(key)
     }
 }

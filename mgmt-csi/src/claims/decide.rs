@@ -7,12 +7,10 @@ use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 
 use super::conditions::Condition;
 use crate::cluster::{annotation, is_bound_back};
+use crate::event_reason::EventReason;
 
 /// Value of the annotation and of the reclaim policy.
 const RETAIN: &str = "Retain";
-/// Reasons of the condition and of its events.
-pub(super) const ABNORMAL: &str = "VolumeConditionAbnormal";
-pub(super) const NORMAL: &str = "VolumeConditionNormal";
 
 /// Changes to write; usually none.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -30,7 +28,7 @@ pub(super) fn changes(
     condition: &Condition,
     now: &Time,
 ) -> Changes {
-    if !is_bound_back(&volume.spec, claim) {
+    if !is_bound_back(claim, &volume.spec) {
         return Changes::default();
     }
     let desired = is_kept(volume).then_some(RETAIN);
@@ -56,8 +54,8 @@ fn healthy(
     let (status, reason, message) = match condition {
         Condition::Unknown => return None,
         Condition::Normal if was.is_none_or(|was| was == "True") => return None,
-        Condition::Normal => ("True", NORMAL, "the volume is healthy again"),
-        Condition::Abnormal(message) => ("False", ABNORMAL, message.as_str()),
+        Condition::Normal => ("True", EventReason::VolumeConditionNormal, "the volume is healthy again"),
+        Condition::Abnormal(message) => ("False", EventReason::VolumeConditionAbnormal, message.as_str()),
     };
     if let Some(current) = current
         && current.status == status
@@ -71,7 +69,7 @@ fn healthy(
     Some(PersistentVolumeClaimCondition {
         type_: CONDITION_HEALTHY.to_owned(),
         status: status.to_owned(),
-        reason: Some(reason.to_owned()),
+        reason: Some(reason.to_string()),
         message: Some(message.to_owned()),
         last_transition_time: Some(since.unwrap_or_else(|| now.clone())),
         last_probe_time: None,

@@ -20,8 +20,9 @@ use tokio::sync::Semaphore;
 
 use super::bindings::Bindings;
 use super::conditions::{Condition, Conditions, Refresh};
-use super::decide::{ABNORMAL, NORMAL, changes, is_kept};
+use super::decide::{changes, is_kept};
 use crate::cluster::{self, reference, trim_claim};
+use crate::event_reason::EventReason;
 use crate::infra::StorageInfra;
 
 /// Delay before a retry after a conflict: the cache lags behind the write of another client.
@@ -134,10 +135,12 @@ impl Reconciler {
             let note = format!("the storage infra reports: {message}");
             if condition.status == "False" {
                 tracing::warn!(claim = %key, message, "the volume is unhealthy");
-                self.events.warning(reference(claim), "Watch", ABNORMAL, note);
+                let reason = EventReason::VolumeConditionAbnormal.as_str();
+                self.events.warning(reference(claim), "Watch", reason, note);
             } else {
                 tracing::info!(claim = %key, "the volume is healthy again");
-                self.events.normal(reference(claim), "Watch", NORMAL, note);
+                let reason = EventReason::VolumeConditionNormal.as_str();
+                self.events.normal(reference(claim), "Watch", reason, note);
             }
         })
     }

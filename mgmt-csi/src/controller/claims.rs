@@ -71,13 +71,13 @@ impl Claims {
             // The claim is gone.
             Ok(Err(kube::Error::Api(status))) if status.code == 404 => Ok(()),
             Ok(Err(error)) => Err(Status::unavailable(format!(
-                "the volume was created in zone {zone}, but annotating PersistentVolumeClaim {key} in the management \
-                 cluster failed: {}",
+                "the volume was created in zone {zone}; failed to annotate PersistentVolumeClaim {key} in the \
+                 management cluster: {}",
                 chain(&error)
             ))),
             Err(_) => Err(Status::deadline_exceeded(format!(
-                "the volume was created in zone {zone}, but annotating PersistentVolumeClaim {key} in the management \
-                 cluster timed out"
+                "the volume was created in zone {zone}; timed out annotating PersistentVolumeClaim {key} in the \
+                 management cluster"
             ))),
         }
     }

@@ -1,5 +1,6 @@
 //! `CreateVolume`: empty, from a snapshot, or from another volume.
 
+use crds::names::CsiName;
 use csi::capability;
 use csi::proto;
 use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
@@ -8,8 +9,9 @@ use infra_api::{SnapshotId, Volume, VolumeId, VolumeSource, VolumeSpec, VolumeSt
 use tokio::time::Instant;
 use tonic::{Code, Status};
 
+use super::convert::to_proto;
 use super::parameters::Parameters;
-use super::{Controller, access, claims, limits, to_proto};
+use super::{Controller, access, claims, limits};
 use crate::infra::volume_id;
 
 /// Size of a volume without a requested size, in bytes.
@@ -23,10 +25,10 @@ impl Controller {
         request: &proto::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
-        let name = required("name", &request.name)?;
-        let id = volume_id(name);
+        let name = CsiName::from(required("name", &request.name)?);
+        let id = volume_id(&name);
         let _guard = self.locks.acquire(id.as_str())?;
-        match self.create_volume(&id, name, request, deadline).await {
+        match self.create_volume(&id, &name, request, deadline).await {
             Err(refusal) if is_final(refusal.code()) => {
                 Err(self.retryable_if_created(&id, refusal, deadline).await)
             }
@@ -53,7 +55,7 @@ impl Controller {
     async fn create_volume(
         &self,
         id: &VolumeId,
-        name: &str,
+        name: &CsiName,
         request: &proto::CreateVolumeRequest,
         deadline: Instant,
     ) -> Result<proto::Volume, Status> {
@@ -103,7 +105,7 @@ impl Controller {
         if let (Some((key, claim)), Some(zone)) = (&claim, &volume.zone) {
             self.claims.annotate_zone(key, claim, zone, deadline).await?;
         }
-        tracing::info!(volume = %id, name, bytes = volume.capacity_bytes, pool = %volume.pool, "created");
+        tracing::info!(volume = %id, name = name.as_str(), bytes = volume.capacity_bytes, pool = %volume.pool, "created");
         Ok(to_proto(&Volume { source: spec.source, ..volume }))
     }
 
@@ -194,16 +196,9 @@ fn read_source(source: &proto::VolumeContentSource) -> Result<VolumeSource, Stat
     }
 }
 
-pub(super) fn write_source(source: &VolumeSource) -> proto::VolumeContentSource {
-    let content = match source {
-        VolumeSource::Snapshot(id) => Content::Snapshot(SnapshotSource { snapshot_id: id.to_string() }),
-        VolumeSource::Volume(id) => Content::Volume(FromVolume { volume_id: id.to_string() }),
-    };
-    proto::VolumeContentSource { r#type: Some(content) }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::convert::write_source;
     use super::*;
 
     #[test]

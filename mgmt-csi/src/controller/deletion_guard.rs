@@ -2,6 +2,7 @@
 
 use crds::names::MANAGEMENT_DRIVER;
 use futures::future::try_join_all;
+use infra_api::VolumeId;
 use kube::api::ListParams;
 use kube::{Api, Client};
 use kube_kit::client::chain;
@@ -27,9 +28,10 @@ impl DeletionGuard {
     /// csi-provisioner calls for the PersistentVolume that it observed as released; others may have the same handle. A watch
     /// delivers changes in order: a cache that shows the released one also has all that were created before. These are then
     /// read from the API server.
-    pub(super) async fn refuse_if_kept(&self, handle: &str, deadline: Instant) -> Result<(), Status> {
+    pub(super) async fn refuse_if_kept(&self, id: &VolumeId, deadline: Instant) -> Result<(), Status> {
+        let handle = id.as_str();
         let reading = async {
-            let cache = self.cache.of_handle(handle);
+            let cache = self.cache.of_volume(id);
             match cache.iter().any(|volume| reason_to_keep(handle, volume).is_none()) {
                 true => self.read_cached(&cache).await,
                 false => self.list(handle).await,

@@ -2,6 +2,7 @@
 
 mod access;
 mod claims;
+mod convert;
 mod create;
 mod deletion_guard;
 mod limits;
@@ -14,7 +15,6 @@ mod snapshots;
 use std::sync::Arc;
 
 use csi::locks::VolumeLocks;
-use csi::proto;
 use infra_api::{Volume, VolumeId};
 use kube::Client;
 use kube_kit::informer::Informer;
@@ -66,27 +66,4 @@ impl Controller {
         };
         found.ok_or_else(|| Status::not_found(format!("the storage infra has no volume {id:?}")))
     }
-}
-
-fn to_proto(volume: &Volume) -> proto::Volume {
-    proto::Volume {
-        capacity_bytes: bytes(volume.capacity_bytes),
-        volume_id: volume.id.to_string(),
-        content_source: volume.source.as_ref().map(create::write_source),
-        ..Default::default()
-    }
-}
-
-fn condition(volume: &Volume) -> proto::VolumeCondition {
-    let message = volume.condition.message.clone();
-    let otherwise =
-        if volume.condition.healthy { "the volume is healthy" } else { "the storage infra gives no reason" };
-    proto::VolumeCondition {
-        abnormal: !volume.condition.healthy,
-        message: message.unwrap_or_else(|| otherwise.to_owned()),
-    }
-}
-
-fn bytes(count: u64) -> i64 {
-    i64::try_from(count).unwrap_or(i64::MAX)
 }

@@ -10,8 +10,9 @@ use csi::request::required;
 use infra_api::{CapacityQuery, SnapshotId, Volume, VolumeId, ZONE_LABEL};
 use tonic::{Request, Response, Status};
 
+use super::convert::{bytes, condition, to_proto};
 use super::parameters::Parameters;
-use super::{Controller, access, bytes, condition, pages, snapshots, to_proto};
+use super::{Controller, access, pages, snapshots};
 
 /// Timeout of a call without a deadline.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -52,7 +53,7 @@ impl proto::controller_server::Controller for Controller {
         // A volume with an invalid ID does not exist, so its deletion succeeds.
         if let Ok(id) = VolumeId::new(handle) {
             let _guard = self.locks.acquire(id.as_str())?;
-            self.deletion_guard.refuse_if_kept(handle, deadline).await?;
+            self.deletion_guard.refuse_if_kept(&id, deadline).await?;
             self.infra.delete_volume(&id, deadline).await?;
             tracing::info!(volume = %id, "deleted");
         }

@@ -1,5 +1,6 @@
 //! Snapshot calls: create, get and list.
 
+use crds::names::CsiName;
 use csi::proto;
 use csi::request::required;
 use infra_api::{Labels, List, Snapshot, SnapshotId, SnapshotSpec, VolumeId, VolumeState};
@@ -7,7 +8,8 @@ use k8s_openapi::jiff::Timestamp;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{Controller, bytes, pages};
+use super::convert::bytes;
+use super::{Controller, pages};
 use crate::infra::snapshot_id;
 
 /// Prefix of the parameters that csi-snapshotter adds.
@@ -19,7 +21,7 @@ impl Controller {
         request: &proto::CreateSnapshotRequest,
         deadline: Instant,
     ) -> Result<proto::Snapshot, Status> {
-        let name = required("name", &request.name)?;
+        let name = CsiName::from(required("name", &request.name)?);
         let source = required("source_volume_id", &request.source_volume_id)?;
         let volume = VolumeId::new(source)
             .map_err(|_| Status::not_found(format!("the storage infra has no volume {source:?}")))?;
@@ -37,10 +39,10 @@ impl Controller {
                 }
             };
         }
-        let id = snapshot_id(name);
+        let id = snapshot_id(&name);
         let spec = SnapshotSpec { volume, labels };
         let snapshot = self.infra.create_snapshot(&id, &spec, deadline).await?;
-        tracing::info!(snapshot = %id, name, volume = %snapshot.volume, "created");
+        tracing::info!(snapshot = %id, name = name.as_str(), volume = %snapshot.volume, "created");
         to_proto(&snapshot)
     }
 

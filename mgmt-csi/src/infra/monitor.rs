@@ -7,7 +7,7 @@ use kube_kit::health::Check;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-use super::StorageInfra;
+use super::storage_infra::StorageInfra;
 
 /// Interval while it is reachable.
 const INTERVAL: Duration = Duration::from_secs(10);

@@ -1,6 +1,7 @@
 //! IDs in the storage infra, derived from Kubernetes names. Deterministic, so that every process derives the same ID, also
 //! after a crash, and a detach needs only the name and the UID of the VolumeAttachment.
 
+use crds::names::CsiName;
 use infra_api::{AttachmentId, InvalidId, SnapshotId, VolumeId};
 use kube_kit::informer::Key;
 use sha2::{Digest, Sha256};
@@ -13,16 +14,17 @@ const LONGEST_PLAIN: usize = 63;
 const HASH: usize = 64;
 
 /// Volume ID for a CSI name: the name itself if it is a valid ID, else its valid characters and a hash of the name.
-pub fn volume_id(csi_name: &str) -> VolumeId {
+pub fn volume_id(csi_name: &CsiName) -> VolumeId {
     id(csi_name, VolumeId::new)
 }
 
 /// Snapshot ID for a CSI name, by the same rule.
-pub fn snapshot_id(csi_name: &str) -> SnapshotId {
+pub fn snapshot_id(csi_name: &CsiName) -> SnapshotId {
     id(csi_name, SnapshotId::new)
 }
 
-fn id<T>(csi_name: &str, new: impl Fn(String) -> Result<T, InvalidId>) -> T {
+fn id<T>(csi_name: &CsiName, new: impl Fn(String) -> Result<T, InvalidId>) -> T {
+    let csi_name = csi_name.as_str();
     if csi_name.len() <= LONGEST_PLAIN
         && let Ok(id) = new(csi_name.to_owned())
     {
@@ -106,6 +108,7 @@ mod tests {
 
     #[test]
     fn a_valid_name_is_its_own_id_and_any_other_gets_an_id_that_no_name_has() {
+        let volume_id = |name: &str| volume_id(&name.into());
         assert_eq!(volume_id("pvc-1").as_str(), "pvc-1");
         for odd in ["", "Pvc-1", "../../etc", "ünï", &"a".repeat(64), &"x/".repeat(120)] {
             let id = volume_id(odd);

@@ -13,10 +13,11 @@ use infra_api::{
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{
-    AttachError, AttachedDisk, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError,
-    ReadError, SnapshotError, StorageInfra,
+use super::error::{
+    AttachError, CreateError, DeleteError, DetachError, ExpandError, Indeterminate, LimitError, ReadError,
+    SnapshotError,
 };
+use super::storage_infra::{AttachedDisk, StorageInfra};
 
 /// Timeout of a reachability probe.
 const PING: Duration = Duration::from_secs(5);

@@ -21,6 +21,7 @@ use super::decide::{Decision, Inputs, decide, id_of};
 use super::metrics::DANGLING_ATTACHMENT;
 use super::{CheckError, Repair, TIMEOUT, is_expected};
 use crate::cluster;
+use crate::event_reason::EventReason;
 use crate::volume_attachment::{Shared, is_reconciled};
 
 /// Timeout of a detach call. The detach continues in the storage infra.
@@ -129,14 +130,14 @@ impl Repair {
                     found.node,
                     duration::show(self.options.repair_grace)
                 );
-                (Done::Detached, "DanglingAttachmentRemoved", note)
+                (Done::Detached, EventReason::DanglingAttachmentRemoved, note)
             }
             Decision::Leave(reason, why) => {
                 let note = format!(
                     "volume {} is attached to node {} without a VolumeAttachment; it was left alone: {reason}: {why}",
                     found.volume, found.node
                 );
-                (Done::Nothing, "DanglingAttachment", note)
+                (Done::Nothing, EventReason::DanglingAttachment, note)
             }
         };
         if self.should_report(&found.id, &note) {
@@ -165,7 +166,7 @@ async fn read_claim(
     found: &Attachment,
 ) -> Result<Option<(Key, Option<Timestamp>)>, CheckError> {
     let handle = Some(found.volume.as_str());
-    let Some(observed) = shared.volumes.of_handle(found.volume.as_str()).into_iter().next() else {
+    let Some(observed) = shared.volumes.of_volume(&found.volume).into_iter().next() else {
         return Ok(None);
     };
     let name = observed.metadata.name.as_deref().unwrap_or_default();

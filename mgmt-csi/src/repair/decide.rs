@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use crds::names::ClaimName;
 use crds::{VirtualMachine, VolumeAttachment};
 use infra_api::{Attachment, AttachmentId};
 use k8s_openapi::jiff::Timestamp;
@@ -34,8 +35,20 @@ pub(crate) enum Decision {
     HasAttachment,
     /// Nothing requests it: detach it.
     Detach,
-    /// Leave it: it may be requested, or mgmt-csi did not create it. A CamelCase reason and a message.
-    Leave(&'static str, String),
+    /// Leave it: it may be requested, or mgmt-csi did not create it. With a message.
+    Leave(LeaveReason, String),
+}
+
+crds::reasons! {
+    /// Why a dangling attachment is left alone.
+    pub(crate) enum LeaveReason {
+        NotManaged,
+        PersistentVolumeNotFound,
+        AttachmentRecreated,
+        VirtualMachinesUnknown,
+        InVirtualMachineSpec,
+        PersistentVolumeRecreated,
+    }
 }
 
 /// Attachment ID of a VolumeAttachment.
@@ -53,19 +66,19 @@ pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
     let volume = &infra_attachment.volume;
     let Some(namespace) = namespace_of(&infra_attachment.id) else {
         return Decision::Leave(
-            "NotManaged",
+            LeaveReason::NotManaged,
             format!("mgmt-csi did not attach volume {volume} to node {node}"),
         );
     };
     let Some(claim) = claim.filter(|claim| claim.namespace == namespace) else {
         return Decision::Leave(
-            "PersistentVolumeNotFound",
+            LeaveReason::PersistentVolumeNotFound,
             format!(
                 "no PersistentVolume of a claim in namespace {namespace} has volume handle {volume}, so its users are unknown"
             ),
         );
     };
-    let is_of_claim = |entry: &str| entry == claim.name;
+    let is_of_claim = |name: &ClaimName| name.as_str() == claim.name;
     let successor = attachments.iter().find(|attachment| {
         attachment.metadata.namespace.as_ref() == Some(&claim.namespace)
             && is_of_claim(&attachment.spec.volume_name)
@@ -74,11 +87,11 @@ pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
     if let Some(attachment) = successor {
         let text =
             format!("VolumeAttachment {} requests claim {claim} on the same node", Key::of(attachment));
-        return Decision::Leave("AttachmentRecreated", text);
+        return Decision::Leave(LeaveReason::AttachmentRecreated, text);
     }
     let Some(vms) = vms else {
         let text = "the cluster serves no supported version of VirtualMachine".to_owned();
-        return Decision::Leave("VirtualMachinesUnknown", text);
+        return Decision::Leave(LeaveReason::VirtualMachinesUnknown, text);
     };
     let requester = vms.iter().find(|vm| {
         let uuid = vm.status.as_ref().and_then(crds::node_uuid);
@@ -90,11 +103,11 @@ pub(crate) fn decide(inputs: &Inputs<'_>) -> Decision {
     match requester {
         Some(vm) => {
             let text = format!("VirtualMachine {} has claim {claim} in spec.volumes", Key::of(vm));
-            Decision::Leave("InVirtualMachineSpec", text)
+            Decision::Leave(LeaveReason::InVirtualMachineSpec, text)
         }
         // The cluster's state lost the volume, as after a restore, so it may have lost its users too.
         None if may_predate_volume(infra_attachment, volume_created, clock_skew) => Decision::Leave(
-            "PersistentVolumeRecreated",
+            LeaveReason::PersistentVolumeRecreated,
             format!(
                 "its PersistentVolume may have been created after the disk was attached (assuming a clock skew of at most {}), \
                  so the VolumeAttachment may not be recreated yet",
@@ -177,7 +190,7 @@ mod tests {
         match decision {
             Decision::HasAttachment => "HasAttachment",
             Decision::Detach => "Detach",
-            Decision::Leave(reason, _) => reason,
+            Decision::Leave(reason, _) => reason.as_str(),
         }
     }
 

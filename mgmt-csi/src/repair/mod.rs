@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use crds::VolumeAttachment;
 use infra_api::{
-    Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, VolumeId,
+    Attachment, AttachmentId, AttachmentSpec, AttachmentState, Change, Event, EventKind, NodeState, VolumeId,
 };
 use kube_kit::informer::Key;
 use kube_kit::queue::{NextAction, Queue, Retry};
@@ -29,9 +29,10 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::cluster;
+use crate::event_reason::EventReason;
 use crate::infra::{DetachError, InfraEvent, ParsedId, ReadError, has_same_name, parse_attachment_id};
-use crate::volume_attachment::Shared;
 use crate::volume_attachment::resolve::resolve;
+use crate::volume_attachment::{Shared, vm_reference};
 use decide::id_of;
 use metrics::{LOST_ATTACHMENT, Metrics};
 
@@ -202,6 +203,27 @@ impl Repair {
         Ok(NextAction::AwaitChange)
     }
 
+    /// Reports the state of a node that changed, if its VM has disks of this driver.
+    async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
+        let text = node.to_string();
+        let Some(attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text) else {
+            return Ok(NextAction::AwaitChange);
+        };
+        let (Some(vm), Some(found)) =
+            (vm_reference(&attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
+        else {
+            return Ok(NextAction::AwaitChange);
+        };
+        if self.states.should_report(node, found.state) {
+            let (reason, note) = power::report(&found);
+            match found.state {
+                NodeState::Running => shared.events.normal(vm, "Watch", reason.as_str(), note),
+                _ => shared.events.warning(vm, "Watch", reason.as_str(), note),
+            }
+        }
+        Ok(NextAction::AwaitChange)
+    }
+
     /// Reports a lost attachment and requeues its VolumeAttachment.
     fn report_lost(&self, shared: &Shared, attachment: &VolumeAttachment) {
         let key = Key::of(attachment);
@@ -213,7 +235,7 @@ impl Repair {
         tracing::warn!(attachment = %key, "{note}");
         shared.warn_claim(
             &Key::new(key.namespace.clone(), attachment.spec.volume_name.clone()),
-            "AttachmentLost",
+            EventReason::AttachmentLost,
             note,
         );
         self.metrics.repaired(LOST_ATTACHMENT);
@@ -235,8 +257,7 @@ impl Shared {
 
     /// The attached VolumeAttachments of a volume.
     fn attachments_of(&self, id: &VolumeId) -> Vec<Arc<VolumeAttachment>> {
-        let claims =
-            self.volumes.of_handle(id.as_str()).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
+        let claims = self.volumes.of_volume(id).into_iter().filter_map(|one| cluster::claim_of(&one.spec));
         let attachments = claims.flat_map(|claim| self.by_claim.members(&claim));
         attachments
             .filter_map(|attachment| self.attachments.get(&attachment))
@@ -253,9 +274,9 @@ impl Shared {
     }
 
     /// Emits a warning event on a claim, if it exists.
-    fn warn_claim(&self, claim: &Key, reason: &str, note: String) {
+    fn warn_claim(&self, claim: &Key, reason: EventReason, note: String) {
         if let Some(claim) = self.claims.get(claim) {
-            self.events.warning(cluster::reference(&claim), "Repair", reason, note);
+            self.events.warning(cluster::reference(&claim), "Repair", reason.as_str(), note);
         }
     }
 }

@@ -5,12 +5,9 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use infra_api::{Node, NodeState};
-use kube_kit::queue::NextAction;
-use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{CheckError, Repair, TIMEOUT};
-use crate::volume_attachment::{Shared, vm_reference};
+use crate::event_reason::EventReason;
 
 /// Last reported state of each VM.
 #[derive(Debug, Default)]
@@ -18,49 +15,26 @@ pub(super) struct States(Mutex<HashMap<Uuid, NodeState>>);
 
 impl States {
     /// Whether to report this state: it changed, and it is not the first report of a running VM.
-    fn should_report(&self, node: Uuid, state: NodeState) -> bool {
+    pub(super) fn should_report(&self, node: Uuid, state: NodeState) -> bool {
         let mut states = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = states.insert(node, state).unwrap_or(NodeState::Running);
         before != state
     }
 }
 
-impl Repair {
-    /// Reports the state of a node that changed, if its VM has disks of this driver.
-    pub(super) async fn check_node(&self, shared: &Shared, node: Uuid) -> Result<NextAction, CheckError> {
-        let text = node.to_string();
-        let Some(attachment) = shared.attachments.informer().find(|one| one.spec.node_uuid == text) else {
-            return Ok(NextAction::AwaitChange);
-        };
-        let (Some(vm), Some(found)) =
-            (vm_reference(&attachment), shared.infra.get_node(node, Instant::now() + TIMEOUT).await?)
-        else {
-            return Ok(NextAction::AwaitChange);
-        };
-        if self.states.should_report(node, found.state) {
-            let (reason, note) = report(&found);
-            match found.state {
-                NodeState::Running => shared.events.normal(vm, "Watch", reason, note),
-                _ => shared.events.warning(vm, "Watch", reason, note),
-            }
-        }
-        Ok(NextAction::AwaitChange)
-    }
-}
-
 /// Reason and note of the event.
-fn report(node: &Node) -> (&'static str, String) {
+pub(super) fn report(node: &Node) -> (EventReason, String) {
     let (reason, what) = match node.state {
-        NodeState::Running => ("Running", "runs; its requested disks are attached again"),
+        NodeState::Running => (EventReason::Running, "runs; its requested disks are attached again"),
         NodeState::Off => (
-            "PoweredOff",
+            EventReason::PoweredOff,
             "is powered off; its disks are attached again when it runs, and can be attached to other VMs",
         ),
-        NodeState::Saved => ("Saved", "is saved to disk and keeps its volumes"),
+        NodeState::Saved => (EventReason::Saved, "is saved to disk and keeps its volumes"),
         NodeState::Gone => {
-            ("Gone", "no longer exists on its hypervisor; its disks can be attached to other VMs")
+            (EventReason::Gone, "no longer exists on its hypervisor; its disks can be attached to other VMs")
         }
-        NodeState::Unknown => ("StateUnknown", "is in an unknown state and keeps its disks"),
+        NodeState::Unknown => (EventReason::StateUnknown, "is in an unknown state and keeps its disks"),
     };
     let more = node.message.as_ref().map(|message| format!(": {message}")).unwrap_or_default();
     let note = format!("according to hypervisor {}, this VM {what}{more}", node.hypervisor);
@@ -73,6 +47,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::volume_attachment::vm_reference;
 
     #[test]
     fn a_change_is_reported_once_and_the_first_running_state_is_not() {
@@ -107,6 +82,9 @@ mod tests {
         }))
         .unwrap();
         let (reason, note) = report(&node);
-        assert!(reason == "Saved" && note.contains("kvm") && note.ends_with(": start it"), "{note}");
+        assert!(
+            reason == EventReason::Saved && note.contains("kvm") && note.ends_with(": start it"),
+            "{note}"
+        );
     }
 }

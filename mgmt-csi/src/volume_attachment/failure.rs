@@ -1,5 +1,6 @@
 //! Failures of attach and detach, as `status.error` reports them.
 
+use crds::AttachReason;
 use process_kit::text::one_line;
 
 use crate::infra::{AttachError, DetachError};
@@ -26,8 +27,8 @@ pub enum RetryWhen {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, thiserror::Error)]
 #[error("{reason}: {message}")]
 pub struct Failure {
-    /// Reason in CamelCase.
-    pub reason: &'static str,
+    /// Reason in the status.
+    pub reason: AttachReason,
     /// Human-readable message. The same failure always has the same message.
     pub message: String,
     /// State of the disk.
@@ -38,7 +39,7 @@ pub struct Failure {
 
 impl Failure {
     /// A failure found in the objects, before any call to the storage infra.
-    pub fn from_objects(reason: &'static str, message: String) -> Self {
+    pub fn from_objects(reason: AttachReason, message: String) -> Self {
         let message = one_line(&message).into_owned();
         Self { reason, message, disk: Disk::Unknown, retry: RetryWhen::OnChange }
     }
@@ -47,15 +48,15 @@ impl Failure {
 impl From<AttachError> for Failure {
     fn from(error: AttachError) -> Self {
         let (reason, disk) = match &error {
-            AttachError::VolumeNotFound(_) => ("VolumeNotFound", Disk::Absent),
-            AttachError::NodeNotFound(_) => ("NodeNotFound", Disk::Absent),
-            AttachError::InUse(_) => ("VolumeInUse", Disk::Absent),
-            AttachError::Conflict(_) => ("AttachmentConflict", Disk::Absent),
-            AttachError::IdDeleted(_) => ("AttachmentDeleted", Disk::Absent),
-            AttachError::NodeNotRunning(_) => ("NodeNotRunning", Disk::Absent),
-            AttachError::TooManyDisks(_) => ("TooManyDisks", Disk::Absent),
-            AttachError::Invalid(_) => ("AttachRefused", Disk::Absent),
-            AttachError::Indeterminate(_) => ("AttachFailed", Disk::Unknown),
+            AttachError::VolumeNotFound(_) => (AttachReason::VolumeNotFound, Disk::Absent),
+            AttachError::NodeNotFound(_) => (AttachReason::NodeNotFound, Disk::Absent),
+            AttachError::InUse(_) => (AttachReason::VolumeInUse, Disk::Absent),
+            AttachError::Conflict(_) => (AttachReason::AttachmentConflict, Disk::Absent),
+            AttachError::IdDeleted(_) => (AttachReason::AttachmentDeleted, Disk::Absent),
+            AttachError::NodeNotRunning(_) => (AttachReason::NodeNotRunning, Disk::Absent),
+            AttachError::TooManyDisks(_) => (AttachReason::TooManyDisks, Disk::Absent),
+            AttachError::Invalid(_) => (AttachReason::AttachRefused, Disk::Absent),
+            AttachError::Indeterminate(_) => (AttachReason::AttachFailed, Disk::Unknown),
         };
         let message = one_line(&error.to_string()).into_owned();
         Self { reason, message, disk, retry: RetryWhen::Backoff }
@@ -65,6 +66,6 @@ impl From<AttachError> for Failure {
 impl From<DetachError> for Failure {
     fn from(error: DetachError) -> Self {
         let message = one_line(&error.to_string()).into_owned();
-        Self { reason: "DetachFailed", message, disk: Disk::Unknown, retry: RetryWhen::Backoff }
+        Self { reason: AttachReason::DetachFailed, message, disk: Disk::Unknown, retry: RetryWhen::Backoff }
     }
 }

@@ -14,7 +14,7 @@ use kube_kit::events::Events;
 use kube_kit::index::Index;
 use kube_kit::informer::{Informer, Key};
 use kube_kit::mutation_cache::MutationCache;
-use kube_kit::partial::PersistentVolumeClaim;
+use kube_kit::partial::{PersistentVolumeClaim, identity};
 use kube_kit::queue::Queue;
 use serde_json::json;
 
@@ -37,17 +37,13 @@ pub(crate) struct Shared {
 
 /// Drops all fields that this driver does not read.
 pub(crate) fn trim(attachment: &mut VolumeAttachment) {
-    let meta = std::mem::take(&mut attachment.metadata);
+    let mut meta = std::mem::take(&mut attachment.metadata);
     attachment.metadata = ObjectMeta {
-        name: meta.name,
-        namespace: meta.namespace,
-        uid: meta.uid,
-        resource_version: meta.resource_version,
         generation: meta.generation,
-        deletion_timestamp: meta.deletion_timestamp,
-        finalizers: meta.finalizers,
-        owner_references: meta.owner_references,
-        ..Default::default()
+        deletion_timestamp: meta.deletion_timestamp.take(),
+        finalizers: meta.finalizers.take(),
+        owner_references: meta.owner_references.take(),
+        ..identity(&mut meta)
     };
     // Decoded vectors have spare capacity.
     if let Some(owners) = &mut attachment.metadata.owner_references {

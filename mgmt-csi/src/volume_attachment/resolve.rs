@@ -2,7 +2,7 @@
 //! only.
 
 use crds::names::MANAGEMENT_DRIVER;
-use crds::{VolumeAttachment, VolumeAttachmentSpec};
+use crds::{AttachReason, VolumeAttachment, VolumeAttachmentSpec};
 use infra_api::{Access, AttachmentSpec, VolumeId};
 use kube_kit::informer::{Informer, Key};
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
@@ -38,7 +38,7 @@ fn target(
 ) -> Result<AttachmentSpec, Failure> {
     let Some(claim) = claim else {
         return Err(Failure::from_objects(
-            "ClaimNotFound",
+            AttachReason::ClaimNotFound,
             format!(
                 "PersistentVolumeClaim {claim_key} does not exist in the management cluster; the disk is attached once it exists"
             ),
@@ -46,7 +46,7 @@ fn target(
     };
     if claim.metadata.deletion_timestamp.is_some() && !already_attached {
         return Err(Failure::from_objects(
-            "ClaimTerminating",
+            AttachReason::ClaimTerminating,
             format!(
                 "PersistentVolumeClaim {claim_key} is being deleted in the management cluster; its volume can no longer be attached"
             ),
@@ -55,7 +55,7 @@ fn target(
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
     let name = volume_name(claim).filter(|_| phase == "Bound").ok_or_else(|| {
         Failure::from_objects(
-            "ClaimNotBound",
+            AttachReason::ClaimNotBound,
             format!(
                 "PersistentVolumeClaim {claim_key} in the management cluster is {phase}, not Bound; the disk is \
                  attached once the claim is bound (see the claim's events)"
@@ -64,22 +64,22 @@ fn target(
     })?;
     let Some(volume) = volume.map(|volume| &volume.spec) else {
         return Err(Failure::from_objects(
-            "VolumeNotFound",
+            AttachReason::VolumeNotFound,
             format!(
                 "PersistentVolume {name} of claim {claim_key} does not exist in the management cluster; restore it"
             ),
         ));
     };
     // The claim's author can set spec.volumeName to any volume; only the volume's claimRef proves the binding.
-    if !is_bound_back(volume, claim) {
+    if !is_bound_back(claim, volume) {
         return Err(Failure::from_objects(
-            "ClaimNotBound",
+            AttachReason::ClaimNotBound,
             format!("PersistentVolume {name} is not bound to claim {claim_key}, though the claim names it"),
         ));
     }
     let csi = volume.csi.as_ref().filter(|csi| csi.driver == MANAGEMENT_DRIVER).ok_or_else(|| {
         Failure::from_objects(
-            "ForeignVolume",
+            AttachReason::ForeignVolume,
             format!(
                 "PersistentVolume {name} of claim {claim_key} does not belong to driver {MANAGEMENT_DRIVER}, so it \
                  cannot be attached to a VM; use a claim of a StorageClass with that provisioner"
@@ -88,13 +88,13 @@ fn target(
     })?;
     let volume = VolumeId::new(csi.volume_handle.as_str()).map_err(|invalid| {
         Failure::from_objects(
-            "VolumeNotFound",
+            AttachReason::VolumeNotFound,
             format!("PersistentVolume {name} has an invalid volume handle: {invalid}"),
         )
     })?;
     let node = attachment.node_uuid.parse().map_err(|_| {
         Failure::from_objects(
-            "NodeNotFound",
+            AttachReason::NodeNotFound,
             format!(
                 "spec.nodeUUID {:?} is not a UUID, so the storage infra has no such node",
                 attachment.node_uuid
@@ -188,10 +188,10 @@ mod tests {
     fn a_claim_cannot_take_a_volume_by_naming_it() {
         let mut other = volume();
         other["spec"]["claimRef"]["uid"] = json!("u2");
-        assert_eq!(resolve(claim(), other, false).unwrap_err().reason, "ClaimNotBound");
+        assert_eq!(resolve(claim(), other, false).unwrap_err().reason, AttachReason::ClaimNotBound);
         let mut free = volume();
         free["spec"]["claimRef"].take();
-        assert_eq!(resolve(claim(), free, false).unwrap_err().reason, "ClaimNotBound");
+        assert_eq!(resolve(claim(), free, false).unwrap_err().reason, AttachReason::ClaimNotBound);
     }
 
     #[test]
@@ -203,11 +203,11 @@ mod tests {
         let mut terminating = claim();
         terminating["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
         for (claim, volume, reason) in [
-            (Value::Null, volume(), "ClaimNotFound"),
-            (pending, volume(), "ClaimNotBound"),
-            (claim(), Value::Null, "VolumeNotFound"),
-            (claim(), foreign, "ForeignVolume"),
-            (terminating, volume(), "ClaimTerminating"),
+            (Value::Null, volume(), AttachReason::ClaimNotFound),
+            (pending, volume(), AttachReason::ClaimNotBound),
+            (claim(), Value::Null, AttachReason::VolumeNotFound),
+            (claim(), foreign, AttachReason::ForeignVolume),
+            (terminating, volume(), AttachReason::ClaimTerminating),
         ] {
             assert_eq!(resolve(claim, volume, false).unwrap_err().reason, reason);
         }

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use clap::ValueEnum;
 use infra_api::{Attachment, Capacity, Labels, Node, Pool, PoolName, Qos, Snapshot, Volume, VolumeSource};
+use process_kit::table;
 use serde::Serialize;
 
 use super::size::show;
@@ -20,7 +21,7 @@ pub(super) enum Format {
 
 /// An object that can be printed as a table row.
 pub(super) trait Row: Serialize {
-    const HEAD: &'static [&'static str];
+    const HEADER: &'static [&'static str];
     fn cells(&self) -> Vec<String>;
 }
 
@@ -34,7 +35,7 @@ fn dash(text: String) -> String {
 }
 
 impl Row for Pool {
-    const HEAD: &'static [&'static str] = &[
+    const HEADER: &'static [&'static str] = &[
         "NAME",
         "HEALTHY",
         "CORDONED",
@@ -81,7 +82,7 @@ impl UnknownFile {
 }
 
 impl Row for UnknownFile {
-    const HEAD: &'static [&'static str] = &["POOL", "FILE"];
+    const HEADER: &'static [&'static str] = &["POOL", "FILE"];
 
     fn cells(&self) -> Vec<String> {
         vec![self.pool.to_string(), self.path.clone()]
@@ -103,7 +104,7 @@ fn state(state: impl std::fmt::Display, copied: Option<u64>, of: u64) -> String 
 }
 
 impl Row for Volume {
-    const HEAD: &'static [&'static str] = &[
+    const HEADER: &'static [&'static str] = &[
         "ID",
         "CAPACITY",
         "POOL",
@@ -143,7 +144,7 @@ impl Row for Volume {
 }
 
 impl Row for Snapshot {
-    const HEAD: &'static [&'static str] = &["ID", "VOLUME", "CAPACITY", "POOL", "STATE", "CREATED"];
+    const HEADER: &'static [&'static str] = &["ID", "VOLUME", "CAPACITY", "POOL", "STATE", "CREATED"];
 
     fn cells(&self) -> Vec<String> {
         vec![
@@ -158,7 +159,7 @@ impl Row for Snapshot {
 }
 
 impl Row for Node {
-    const HEAD: &'static [&'static str] =
+    const HEADER: &'static [&'static str] =
         &["UUID", "NAME", "HYPERVISOR", "ZONE", "STATE", "MAX DISKS", "MESSAGE"];
 
     fn cells(&self) -> Vec<String> {
@@ -175,7 +176,7 @@ impl Row for Node {
 }
 
 impl Row for Attachment {
-    const HEAD: &'static [&'static str] =
+    const HEADER: &'static [&'static str] =
         &["ID", "VOLUME", "NODE", "STATE", "ACCESS", "READ-ONLY", "DISK UUID", "MESSAGE"];
 
     fn cells(&self) -> Vec<String> {
@@ -193,29 +194,11 @@ impl Row for Attachment {
 }
 
 impl Row for Capacity {
-    const HEAD: &'static [&'static str] = &["FREE", "LARGEST VOLUME"];
+    const HEADER: &'static [&'static str] = &["FREE", "LARGEST VOLUME"];
 
     fn cells(&self) -> Vec<String> {
         vec![show(self.free_bytes), show(self.max_volume_bytes)]
     }
-}
-
-fn table(head: &[&str], rows: &[Vec<String>]) -> String {
-    let mut widths: Vec<usize> = head.iter().map(|cell| cell.len()).collect();
-    for row in rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let head: Vec<String> = head.iter().map(|cell| (*cell).to_owned()).collect();
-    let mut text = String::new();
-    for row in std::iter::once(&head).chain(rows) {
-        let cells: Vec<String> =
-            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        text.push_str(cells.join("  ").trim_end());
-        text.push('\n');
-    }
-    text
 }
 
 pub(super) fn put(text: &str) -> anyhow::Result<()> {
@@ -230,10 +213,7 @@ pub(super) fn put(text: &str) -> anyhow::Result<()> {
 pub(super) fn many<T: Row>(format: Format, items: &[T]) -> anyhow::Result<()> {
     match format {
         Format::Json => put(&format!("{}\n", serde_json::to_string_pretty(items)?)),
-        Format::Table => {
-            let rows: Vec<Vec<String>> = items.iter().map(Row::cells).collect();
-            put(&table(T::HEAD, &rows))
-        }
+        Format::Table => put(&table::format(T::HEADER, items.iter().map(Row::cells))),
     }
 }
 
@@ -241,7 +221,7 @@ pub(super) fn many<T: Row>(format: Format, items: &[T]) -> anyhow::Result<()> {
 pub(super) fn one<T: Row>(format: Format, item: &T) -> anyhow::Result<()> {
     match format {
         Format::Json => put(&format!("{}\n", serde_json::to_string_pretty(item)?)),
-        Format::Table => put(&table(T::HEAD, &[item.cells()])),
+        Format::Table => put(&table::format(T::HEADER, [item.cells()])),
     }
 }
 

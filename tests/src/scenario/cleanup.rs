@@ -154,7 +154,7 @@ impl Scenario {
         for (node, driver) in nodes {
             let entries = self.machines().get_opt(&node.name).await?.map(|vm| vm.spec.volumes);
             for claim in entries.unwrap_or_default().into_iter().filter_map(|e| e.persistent_volume_claim) {
-                let claim = claim.claim_name;
+                let claim = String::from(claim.claim_name);
                 eventually(&format!("{claim} detached from {}", node.name), PATIENCE, || async {
                     Ok(driver.unpublish(&claim, &node.name).await.map_err(|status| format!("{status}")))
                 })

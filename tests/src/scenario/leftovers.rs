@@ -59,7 +59,7 @@ impl Scenario {
         .await?;
         gone("VolumeAttachments", || async {
             let list = self.attachments().list(&ListParams::default()).await?;
-            let own = list.iter().filter(|one| claims.contains(&one.spec.volume_name));
+            let own = list.iter().filter(|one| claims.contains(one.spec.volume_name.as_str()));
             Ok(own.map(ResourceExt::name_any).collect())
         })
         .await?;

@@ -137,7 +137,7 @@ pub(super) async fn entered(s: &Scenario, node: &LoopNode, claim: &str, expected
     eventually(&format!("{claim} in the spec of {}: {expected}", node.name), PATIENCE, || async {
         let volumes = s.machines().get(&node.name).await?.spec.volumes;
         let sources = volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
-        let there = sources.into_iter().any(|source| source.claim_name == claim);
+        let there = sources.into_iter().any(|source| source.claim_name.as_str() == claim);
         Ok(if there == expected { Ok(()) } else { Err(format!("{volumes:?}")) })
     })
     .await

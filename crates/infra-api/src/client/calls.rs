@@ -9,8 +9,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tracing::{Instrument, Span};
 
-use super::{Client, ClientError, Result};
-use crate::{ObjectKind, Problem, ProblemCode, REQUEST_ID_HEADER};
+use super::Client;
+use super::error::{ClientError, Result};
+use crate::REQUEST_ID_HEADER;
+use crate::problem::{ObjectKind, Problem, ProblemCode};
 
 /// Number of bytes of an unexpected response that an error quotes.
 pub(super) const EXCERPT: usize = 200;
@@ -167,7 +169,7 @@ pub(super) fn short_name<T>() -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Health;
+    use crate::model::Health;
 
     fn response(status: u16, body: &str) -> Response {
         let status = StatusCode::from_u16(status).unwrap();

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use crate::{Problem, ProblemCode};
+use crate::problem::{Problem, ProblemCode};
+
+pub(super) type Result<T, E = ClientError> = std::result::Result<T, E>;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]

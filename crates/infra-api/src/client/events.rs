@@ -6,9 +6,10 @@ use std::time::Duration;
 use futures::stream::{self, BoxStream, StreamExt};
 use http::Method;
 
+use super::Client;
 use super::calls::{EXCERPT, Response};
-use super::{Client, ClientError, Result};
-use crate::Event;
+use super::error::{ClientError, Result};
+use crate::model::Event;
 
 /// The server sends a comment every 15 s when idle; a stream without traffic for this long is dead.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(45);

@@ -5,9 +5,11 @@ use std::time::{Duration, Instant};
 use http::{Method, StatusCode};
 use serde::de::DeserializeOwned;
 
+use super::Client;
 use super::calls::short_name;
-use super::{Client, ClientError, Result};
-use crate::{Attachment, AttachmentState, MAX_WAIT_SECONDS, Snapshot, Volume, VolumeState};
+use super::error::{ClientError, Result};
+use crate::MAX_WAIT_SECONDS;
+use crate::model::{Attachment, AttachmentState, Snapshot, Volume, VolumeState};
 
 /// The server is asked to respond this long before the client's own deadline.
 const RESPONSE_MARGIN: Duration = Duration::from_millis(500);

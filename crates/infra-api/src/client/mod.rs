@@ -10,11 +10,11 @@ mod tls;
 
 use std::time::Duration;
 
+use error::Result;
+
 pub use args::InfraArgs;
 pub use error::ClientError;
 pub use tls::ClientOptions;
-
-type Result<T, E = ClientError> = std::result::Result<T, E>;
 
 /// Interval without traffic after which the client pings the server.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);

@@ -5,13 +5,15 @@ use std::time::Duration;
 use http::Method;
 use uuid::Uuid;
 
+use super::Client;
 use super::calls::json;
-use super::{Client, Result};
-use crate::{
-    Attachment, AttachmentId, AttachmentSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec,
-    ObjectKind, Pool, PoolName, PoolSpec, Qos, Snapshot, SnapshotId, SnapshotSpec, Volume, VolumeId,
-    VolumeSize, VolumeSpec,
+use super::error::Result;
+use crate::ids::{AttachmentId, PoolName, SnapshotId, VolumeId};
+use crate::model::{
+    Attachment, AttachmentSpec, Capacity, CapacityQuery, Health, List, Node, NodeSpec, Pool, PoolSpec, Qos,
+    Snapshot, SnapshotSpec, Volume, VolumeSize, VolumeSpec,
 };
+use crate::problem::ObjectKind;
 
 impl Client {
     // ---- pools ----

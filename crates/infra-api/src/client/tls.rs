@@ -8,7 +8,7 @@ use rustls::RootCertStore;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
 
-use super::ClientError;
+use super::error::ClientError;
 
 /// Server address and client credentials.
 #[derive(Clone)]

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::{AttachmentId, VolumeId};
+use crate::ids::{AttachmentId, VolumeId};
 
 /// Access mode of an attachment: which nodes may have the volume attached at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

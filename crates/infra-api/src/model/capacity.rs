@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::Labels;
-use crate::PoolName;
+use super::labels::Labels;
+use crate::ids::PoolName;
 
 /// Capacity available to new volumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

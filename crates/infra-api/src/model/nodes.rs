@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::Labels;
+use super::labels::Labels;
 
 /// Desired registration of a node: the body of `PUT /v1/nodes/{uuid}`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -5,8 +5,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::Labels;
-use crate::PoolName;
+use super::labels::Labels;
+use crate::ids::PoolName;
 
 /// Storage engine of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -3,8 +3,9 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Labels, VolumeState};
-use crate::{PoolName, SnapshotId, VolumeId};
+use super::labels::Labels;
+use super::volumes::VolumeState;
+use crate::ids::{PoolName, SnapshotId, VolumeId};
 
 /// Desired snapshot: the body of `PUT /v1/snapshots/{id}`.
 ///

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::Labels;
-use crate::{PoolName, SnapshotId, VolumeId};
+use super::labels::Labels;
+use crate::ids::{PoolName, SnapshotId, VolumeId};
 
 /// Placement constraints of a volume.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

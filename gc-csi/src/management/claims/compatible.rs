@@ -5,7 +5,7 @@ use kube_kit::partial::PersistentVolumeClaim;
 use super::{Claims, bound_to, is_block};
 use crate::compatibility::{self, ClaimProperties, Incompatible, PvRequirements};
 use crate::management::identity::Relation;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 impl Claims {
     /// Checks whether the claim of this name meets the requirements of a guest PersistentVolume.

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use super::{Claims, SizeError, condition, is_bound};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Condition of claims whose expansion failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ControllerResizeError";

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::Claims;
 use crate::management::error::ApiError;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Desired labels and annotations; None means absent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -27,7 +27,7 @@ use super::error::ApiError;
 use super::identity::{GuestIdentity, Relation};
 use super::objects::{ChangeHandler, is_object_name, retain_keys};
 use super::warnings::Warnings;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 pub(crate) use expand::ExpandError;
 pub(crate) use metadata::DesiredMetadata;

@@ -11,7 +11,7 @@ use super::{Claims, condition, is_bound};
 use crate::management::classes::Classes;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
-use crate::names::ClaimName;
+use crds::names::ClaimName;
 
 /// Condition of claims whose modification failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crds::names;
 use kube::api::Preconditions;
 use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
@@ -14,7 +13,7 @@ use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::blocking_finalizers;
 use crate::management::recent_outcomes;
-use crate::names::{ClaimName, CsiName, VmName};
+use crds::names::{self, ClaimName, CsiName, VmName};
 
 /// Result of deleting an abandoned claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -17,7 +17,7 @@ use super::recent_outcomes::RecentOutcomes;
 use super::snapshots::{self, Snapshots};
 use super::virtual_machines::VirtualMachines;
 use crate::compatibility::PvRequirements;
-use crate::names::{ClaimName, CsiName};
+use crds::names::{ClaimName, CsiName};
 
 pub(crate) use create::CreateError;
 pub(crate) use delete::{Abandoned, DeleteError};

@@ -7,7 +7,7 @@ use super::{Snapshots, VolumeSnapshot, is_cut};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::{blocking_finalizers, is_object_name};
-use crate::names::CsiName;
+use crds::names::CsiName;
 
 /// Why a snapshot was not deleted.
 #[derive(Debug, thiserror::Error)]

@@ -12,9 +12,9 @@ use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::claims::{bound_to, is_bound};
 use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::recent_outcomes::disk_key;
-use crate::names::{ClaimName, VmName};
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, revision};
+use crds::names::{ClaimName, VmName};
 
 /// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);

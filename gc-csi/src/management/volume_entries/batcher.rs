@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::names::VmName;
+use crds::names::VmName;
 use tokio::time::Instant;
 
 /// Minimum and maximum batching window.

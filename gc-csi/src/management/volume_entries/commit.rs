@@ -26,8 +26,8 @@ use tokio::sync::oneshot;
 use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::virtual_machines::VirtualMachines;
-use crate::names::VmName;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
+use crds::names::VmName;
 
 /// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;

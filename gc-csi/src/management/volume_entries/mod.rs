@@ -11,7 +11,6 @@ mod commit;
 mod detach;
 
 use crds::VirtualMachine;
-use crds::names;
 use tokio::time::Instant;
 
 use super::claims::Claims;
@@ -23,10 +22,10 @@ use super::virtual_machines::VirtualMachines;
 use crate::vm_operator::VmOperator;
 use crate::vm_volumes;
 
-use crate::names::{ClaimName, VmName};
 pub(crate) use attach::{Attach, AttachError, Attached};
 use commit::Committer;
 pub(crate) use commit::{CommitError, KeepReason, MayRemove};
+use crds::names::{self, ClaimName, VmName};
 pub(crate) use detach::DetachError;
 
 /// Attaches and detaches disks.
@@ -61,7 +60,7 @@ impl VolumeEntries {
     pub(crate) fn own(&self, vm: &VirtualMachine) -> Vec<ClaimName> {
         let entries = vm.spec.volumes.iter().filter_map(|entry| {
             let claim = &entry.persistent_volume_claim.as_ref()?.claim_name;
-            (entry.name == names::volume_entry(claim)).then(|| ClaimName::new(claim))
+            (entry.name == claim.entry()).then(|| claim.clone())
         });
         entries.filter(|claim| self.uses(claim)).collect()
     }

@@ -106,7 +106,7 @@ impl Tracer {
         let disk = chain.infra.disk_uuid.to_string();
         let object = self.machines.get(vm_name).await.with_context(|| format!("VirtualMachine {vm_name}"))?;
         let entry = object.spec.volumes.iter().find(|entry| {
-            entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name == claim)
+            entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name.as_str() == claim)
         });
         let entry = entry
             .with_context(|| format!("VirtualMachine {vm_name} has no entry in spec.volumes for {claim}"))?;
@@ -205,7 +205,7 @@ impl Tracer {
     async fn attachments(&self, claim: &str) -> Result<Vec<String>> {
         let api: Api<VolumeAttachment> = Api::namespaced(self.management.clone(), &self.namespace);
         let listed = api.list(&ListParams::default()).await?;
-        let own = listed.iter().filter(|attachment| attachment.spec.volume_name == claim);
+        let own = listed.iter().filter(|attachment| attachment.spec.volume_name.as_str() == claim);
         let attached =
             own.filter(|attachment| attachment.status.as_ref().is_some_and(|status| status.attached));
         Ok(attached.map(|attachment| format!("{}/{}", self.namespace, attachment.name_any())).collect())

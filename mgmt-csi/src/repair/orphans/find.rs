@@ -16,6 +16,7 @@ use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolumeClaim;
 
 use super::inventory::{Inventory, Volume};
+use super::reason::{OrphanReason, Reason};
 use crate::cluster::{self, is_bound_back, volume_name};
 use crate::infra::volume_id;
 use crate::repair::decide::{Decision, Inputs, decide};
@@ -63,8 +64,7 @@ pub(super) struct Orphan {
     pub(super) bytes: Option<u64>,
     /// Time since it became an orphan, or since its creation if that is not recorded.
     pub(super) age: Option<Duration>,
-    /// Reason in CamelCase.
-    pub(super) reason: String,
+    pub(super) reason: Reason,
     /// Why it is an orphan.
     pub(super) message: String,
     pub(super) removal: Removal,
@@ -128,7 +128,7 @@ pub(super) fn find(inventory: &Inventory, exclusive: bool) -> Vec<Orphan> {
 /// with the default `--volume-name-prefix`.
 fn pending_volume(claim: &PersistentVolumeClaim) -> Option<VolumeId> {
     let phase = claim.status.phase.as_deref().unwrap_or("Pending");
-    (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default())))
+    (phase == "Pending").then(|| volume_id(&format!("pvc-{}", claim.uid().unwrap_or_default()).into()))
 }
 
 fn age_of(now: Timestamp, text: Option<&str>) -> Option<Duration> {
@@ -146,22 +146,23 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
     let (time, reason, message) = match (marked(ANNOTATION_ORPHANED_SINCE), marked(ANNOTATION_RETAINED_SINCE))
     {
         (Some(age_of), _) => {
-            let reason = marked(ANNOTATION_ORPHANED_REASON).unwrap_or("VolumeGone");
+            let reason = Reason::of_annotation(marked(ANNOTATION_ORPHANED_REASON));
             (age_of, reason, "no PersistentVolume of its guest refers to it any more")
         }
         (None, Some(age_of)) => {
-            (age_of, "Retained", "its guest PersistentVolume with reclaim policy Retain was deleted")
+            let reason = Reason::Orphan(OrphanReason::Retained);
+            (age_of, reason, "its guest PersistentVolume with reclaim policy Retain was deleted")
         }
         (None, None) => return None,
     };
     let volume = inventory.volumes.iter().find(|volume| {
-        volume.metadata.name.as_deref() == volume_name(claim) && is_bound_back(&volume.spec, claim)
+        volume.metadata.name.as_deref() == volume_name(claim) && is_bound_back(claim, &volume.spec)
     });
     let policy = volume.and_then(|volume| volume.spec.persistent_volume_reclaim_policy.as_deref());
     let consumers: Vec<&str> =
         claim.annotations().keys().filter_map(|key| key.strip_prefix(ANNOTATION_CONSUMER_PREFIX)).collect();
     let attachment = inventory.attachments.iter().find(|attachment| {
-        attachment.spec.volume_name == key.name
+        attachment.spec.volume_name.as_str() == key.name
             && attachment.metadata.namespace.as_ref() == Some(&key.namespace)
     });
     let attached = volume.and_then(|volume| cluster::handle(&volume.spec)).and_then(|handle| {
@@ -170,13 +171,12 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
     let requester = inventory.vms.iter().flatten().find(|vm| {
         let mut entries = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
         vm.metadata.namespace.as_ref() == Some(&key.namespace)
-            && entries.any(|entry| entry.claim_name == key.name)
+            && entries.any(|entry| entry.claim_name.as_str() == key.name)
     });
-    let removal = if reason != "VolumeGone" {
-        Removal::Keep(match reason {
-            "Retained" => "reclaim policy Retain in its guest: delete the claim manually".to_owned(),
-            _ => "the guest PVC still refers to this volume".to_owned(),
-        })
+    let removal = if reason == Reason::Orphan(OrphanReason::Retained) {
+        Removal::Keep("reclaim policy Retain in its guest: delete the claim manually".to_owned())
+    } else if reason != Reason::Orphan(OrphanReason::VolumeGone) {
+        Removal::Keep("the guest PVC still refers to this volume".to_owned())
     } else if claim.metadata.deletion_timestamp.is_some() {
         Removal::Keep("it is being deleted".to_owned())
     } else if policy != Some("Delete") {
@@ -202,7 +202,7 @@ fn of_claim(inventory: &Inventory, claim: &PersistentVolumeClaim) -> Option<Orph
         resource_version: claim.resource_version(),
         bytes: claim.status.capacity,
         age: age_of(inventory.now, Some(time)),
-        reason: reason.to_owned(),
+        reason,
         message: message.to_owned(),
         removal,
     })
@@ -229,7 +229,7 @@ fn of_volume(inventory: &Inventory, volume: &Volume) -> Option<Orphan> {
         age: released
             .or(creation_time)
             .and_then(|then| Duration::try_from(inventory.now.duration_since(then)).ok()),
-        reason: "Released".to_owned(),
+        reason: Reason::Orphan(OrphanReason::Released),
         message: format!("its claim{was} is gone"),
         removal: Removal::Keep(format!(
             "reclaim policy Retain: delete the PersistentVolume manually; then volume {handle} of the storage infra is listed"
@@ -263,7 +263,7 @@ fn of_infra_volume(inventory: &Inventory, volume: &InfraVolume) -> Orphan {
         resource_version: None,
         bytes: Some(volume.capacity_bytes),
         age: age_of(inventory.now, Some(&volume.created_at)),
-        reason: "NoPersistentVolume".to_owned(),
+        reason: Reason::Orphan(OrphanReason::NoPersistentVolume),
         message: format!("no PersistentVolume of this cluster refers to it{created_for}"),
         removal,
     }
@@ -287,7 +287,7 @@ fn of_infra_snapshot(inventory: &Inventory, snapshot: &Snapshot) -> Orphan {
         resource_version: None,
         bytes: Some(snapshot.capacity_bytes),
         age: age_of(inventory.now, Some(&snapshot.created_at)),
-        reason: "NoSnapshotContent".to_owned(),
+        reason: Reason::Orphan(OrphanReason::NoSnapshotContent),
         message: format!("no VolumeSnapshotContent of this cluster refers to it{created_for}"),
         removal,
     }
@@ -309,8 +309,8 @@ fn of_infra_attachment(
     };
     let (reason, removal) = match decide(&inputs) {
         Decision::HasAttachment => return None,
-        Decision::Detach => ("NoVolumeAttachment", Removal::Delete),
-        Decision::Leave(reason, why) => (reason, Removal::Keep(why)),
+        Decision::Detach => (Reason::Orphan(OrphanReason::NoVolumeAttachment), Removal::Delete),
+        Decision::Leave(reason, why) => (Reason::Leave(reason), Removal::Keep(why)),
     };
     Some(Orphan {
         kind: Kind::InfraAttachment,
@@ -320,7 +320,7 @@ fn of_infra_attachment(
         resource_version: None,
         bytes: None,
         age: age_of(inventory.now, Some(&infra_attachment.created_at)),
-        reason: reason.to_owned(),
+        reason,
         message: format!(
             "volume {} is attached to node {} without a VolumeAttachment",
             infra_attachment.volume, infra_attachment.node

@@ -118,6 +118,6 @@ fn snapshots_of(content: &DynamicObject) -> Vec<SnapshotId> {
     let handles = handles.into_iter().filter_map(|handle| SnapshotId::new(handle.as_str()?).ok());
     // csi-snapshotter derives the name from the UID of the VolumeSnapshot, with the default `--snapshot-name-prefix`.
     let uid = content.data["spec"]["volumeSnapshotRef"]["uid"].as_str();
-    let coming = uid.map(|uid| snapshot_id(&format!("snapshot-{uid}")));
+    let coming = uid.map(|uid| snapshot_id(&format!("snapshot-{uid}").into()));
     handles.chain(coming).collect()
 }

@@ -4,8 +4,8 @@
 mod find;
 mod inventory;
 mod print;
+mod reason;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use super::ClockArgs;
 use crate::infra::{Rest, StorageInfra};
 use find::{Kind, Orphan, Removal, find};
 use inventory::Inventory;
-use print::Format;
+use print::{Format, Outcomes};
 
 /// Timeout of one removal.
 const REMOVAL_TIMEOUT: Duration = Duration::from_secs(60);
@@ -67,9 +67,6 @@ struct Limits {
     exclusive: bool,
     clock_skew: Duration,
 }
-
-/// Result of each removal.
-type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
 
 /// Lists orphans, and removes them if requested.
 pub async fn run(args: Args) -> anyhow::Result<()> {

@@ -1,13 +1,13 @@
 //! Output of the list of orphans as a table or as JSON.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 
 use kube_kit::quantity;
-use process_kit::duration;
+use process_kit::{duration, table};
 use serde_json::{Value, json};
 
-use super::Outcomes;
-use super::find::{Orphan, Removal};
+use super::find::{Kind, Orphan, Removal};
 
 /// Output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -18,7 +18,10 @@ pub(super) enum Format {
     Json,
 }
 
-const HEAD: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "ACTION"];
+/// Result of each removal.
+pub(super) type Outcomes = BTreeMap<(Kind, String), Result<(), String>>;
+
+const HEADER: [&str; 6] = ["KIND", "NAME", "SIZE", "AGE", "REASON", "ACTION"];
 
 /// Writes to standard output.
 pub(super) fn print(
@@ -28,7 +31,7 @@ pub(super) fn print(
     outcomes: &Outcomes,
 ) -> std::io::Result<()> {
     let text = match format {
-        Format::Table => table(orphans, remove, outcomes),
+        Format::Table => list(orphans, remove, outcomes),
         Format::Json => json(orphans, remove, outcomes),
     };
     let mut out = std::io::stdout().lock();
@@ -36,28 +39,21 @@ pub(super) fn print(
     out.flush()
 }
 
-fn table(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
+fn list(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
     if orphans.is_empty() {
         return "no orphans found\n".to_owned();
     }
-    let rows = orphans.iter().map(|orphan| {
-        [
+    let row = |orphan: &Orphan| {
+        vec![
             orphan.kind.to_string(),
             orphan.full_name(),
             orphan.bytes.map_or("-".to_owned(), |bytes| quantity::of(bytes).0),
             orphan.age.map_or("-".to_owned(), duration::show),
-            orphan.reason.clone(),
+            orphan.reason.to_string(),
             action(orphan, remove, outcomes),
         ]
-    });
-    let rows: Vec<[String; 6]> = std::iter::once(HEAD.map(str::to_owned)).chain(rows).collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
-    let line = |row: &[String; 6]| {
-        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:width$}"));
-        format!("{}\n", cells.collect::<Vec<_>>().join("  ").trim_end())
     };
-    rows.iter().map(line).collect()
+    table::format(&HEADER, orphans.iter().map(row))
 }
 
 fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
@@ -68,10 +64,10 @@ fn json(orphans: &[Orphan], remove: bool, outcomes: &Outcomes) -> String {
             "name": orphan.name,
             "sizeBytes": orphan.bytes,
             "ageSeconds": orphan.age.map(|age| age.as_secs()),
-            "reason": orphan.reason,
+            "reason": orphan.reason.to_string(),
             "message": orphan.message,
             "removable": orphan.removal == Removal::Delete,
-            "whatToDo": action(orphan, remove, outcomes),
+            "action": action(orphan, remove, outcomes),
         });
         if let Some(outcome) = outcomes.get(&(orphan.kind, orphan.full_name())) {
             item["removed"] = json!(outcome.is_ok());
@@ -97,7 +93,7 @@ fn action(orphan: &Orphan, remove: bool, outcomes: &Outcomes) -> String {
 mod tests {
     use std::time::Duration;
 
-    use super::super::find::Kind;
+    use super::super::reason::{OrphanReason, Reason};
     use super::*;
 
     fn orphan(name: &str, removal: Removal) -> Orphan {
@@ -109,7 +105,7 @@ mod tests {
             resource_version: None,
             bytes: Some(4 << 20),
             age: Some(Duration::from_secs(7200)),
-            reason: "NoPersistentVolume".to_owned(),
+            reason: Reason::Orphan(OrphanReason::NoPersistentVolume),
             message: "no PersistentVolume names it".to_owned(),
             removal,
         }
@@ -118,7 +114,7 @@ mod tests {
     #[test]
     fn the_table_shows_proposed_and_completed_actions() {
         let orphans = [orphan("a", Removal::Delete), orphan("b", Removal::Keep("attached".to_owned()))];
-        let shown = table(&orphans, true, &Outcomes::new());
+        let shown = list(&orphans, true, &Outcomes::new());
         let lines: Vec<&str> = shown.lines().collect();
         assert_eq!(lines[0], "KIND         NAME  SIZE  AGE  REASON              ACTION");
         assert_eq!(
@@ -127,7 +123,7 @@ mod tests {
         );
         assert_eq!(lines[2], "InfraVolume  b     4Mi   2h   NoPersistentVolume  kept: attached");
         let outcomes = Outcomes::from([((Kind::InfraVolume, "a".to_owned()), Err("in use".to_owned()))]);
-        assert!(table(&orphans, true, &outcomes).contains("not removed: in use"));
+        assert!(list(&orphans, true, &outcomes).contains("not removed: in use"));
         let read: Value = serde_json::from_str(&json(&orphans, true, &outcomes)).unwrap();
         assert_eq!(read["items"][0]["removed"], json!(false));
         assert_eq!(

@@ -1,0 +1,6 @@
+//! Labels of objects.
+
+use std::collections::BTreeMap;
+
+/// Labels of a pool, volume or node.
+pub type Labels = BTreeMap<String, String>;

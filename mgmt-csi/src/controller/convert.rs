@@ -1,0 +1,36 @@
+//! Conversion of the storage infra's objects to CSI messages.
+
+use csi::proto;
+use csi::proto::volume_content_source::{SnapshotSource, Type as Content, VolumeSource as FromVolume};
+use infra_api::{Volume, VolumeSource};
+
+pub(super) fn to_proto(volume: &Volume) -> proto::Volume {
+    proto::Volume {
+        capacity_bytes: bytes(volume.capacity_bytes),
+        volume_id: volume.id.to_string(),
+        content_source: volume.source.as_ref().map(write_source),
+        ..Default::default()
+    }
+}
+
+pub(super) fn condition(volume: &Volume) -> proto::VolumeCondition {
+    let message = volume.condition.message.clone();
+    let otherwise =
+        if volume.condition.healthy { "the volume is healthy" } else { "the storage infra gives no reason" };
+    proto::VolumeCondition {
+        abnormal: !volume.condition.healthy,
+        message: message.unwrap_or_else(|| otherwise.to_owned()),
+    }
+}
+
+pub(super) fn bytes(count: u64) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+pub(super) fn write_source(source: &VolumeSource) -> proto::VolumeContentSource {
+    let content = match source {
+        VolumeSource::Snapshot(id) => Content::Snapshot(SnapshotSource { snapshot_id: id.to_string() }),
+        VolumeSource::Volume(id) => Content::Volume(FromVolume { volume_id: id.to_string() }),
+    };
+    proto::VolumeContentSource { r#type: Some(content) }
+}

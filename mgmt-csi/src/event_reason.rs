@@ -1,0 +1,30 @@
+//! Reasons of the Events that mgmt-csi emits, and of the condition on claims.
+
+crds::reasons! {
+    pub(crate) enum EventReason {
+        /// On a claim or VolumeAttachment: an attach failed.
+        VolumeAttachFailed,
+        /// On a claim or VolumeAttachment: a detach failed.
+        VolumeDetachFailed,
+        /// On a claim: the storage infra lost an attachment.
+        AttachmentLost,
+        /// On a claim: an attachment without a VolumeAttachment was left alone.
+        DanglingAttachment,
+        /// On a claim: an attachment without a VolumeAttachment was detached.
+        DanglingAttachmentRemoved,
+        /// On a claim: its volume is unhealthy. Also the reason of the condition.
+        VolumeConditionAbnormal,
+        /// On a claim: its volume is healthy again. Also the reason of the condition.
+        VolumeConditionNormal,
+        /// On a VirtualMachine: it runs again.
+        Running,
+        /// On a VirtualMachine: it is powered off.
+        PoweredOff,
+        /// On a VirtualMachine: it is saved to disk.
+        Saved,
+        /// On a VirtualMachine: it no longer exists on its hypervisor.
+        Gone,
+        /// On a VirtualMachine: the hypervisor reports an unknown state.
+        StateUnknown,
+    }
+}

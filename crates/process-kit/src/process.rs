@@ -69,8 +69,7 @@ fn fail(problem: impl Display, code: u8) -> ExitCode {
 
 /// Waits for SIGTERM or SIGINT, and returns its name.
 pub async fn stop_signal() -> io::Result<&'static str> {
-    let (mut terminate, mut interrupt) =
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     Ok(tokio::select! {
         _ = terminate.recv() => "SIGTERM",
         _ = interrupt.recv() => "SIGINT",

@@ -112,7 +112,7 @@ impl Controller {
         };
         let source = &request.source_volume_id;
         found.retain(|one| source.is_empty() || source_claim(one) == source);
-        let name = |one: &std::sync::Arc<VolumeSnapshot>| one.metadata.name.clone().unwrap_or_default();
+        let name = |one: &Arc<VolumeSnapshot>| one.metadata.name.clone().unwrap_or_default();
         let page = page(found, name, request.max_entries, &request.starting_token)?;
         let entry =
             |one: &VolumeSnapshot| proto::list_snapshots_response::Entry { snapshot: Some(about(one)) };

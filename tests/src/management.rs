@@ -11,7 +11,8 @@ use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::{PATIENCE, Scenario, eventually, scenario};
+use crate::objects::set_policy;
+use crate::{PATIENCE, Scenario, eventually};
 
 impl Scenario {
     /// Claims in the guest's namespace of the management cluster.
@@ -42,11 +43,6 @@ impl Scenario {
     /// Quotas of the guest's namespace.
     pub fn quotas(&self) -> Api<ResourceQuota> {
         Api::namespaced(self.management.clone(), &self.namespace)
-    }
-
-    /// Name of the management claim for a CSI volume name.
-    pub fn claim_name(&self, csi_name: &str) -> String {
-        names::management_pvc("pvc", &self.cluster_id, csi_name)
     }
 
     /// Creates a StorageClass for the scenario in the management cluster, with these parameters.
@@ -105,7 +101,7 @@ impl Scenario {
     pub async fn set_reclaim_policy(&self, claim: &str, policy: &str) -> Result<String> {
         let volume = self.claims().get(claim).await?.spec.and_then(|spec| spec.volume_name);
         let volume = volume.context("the management claim has no volume")?;
-        scenario::set_policy(&self.volumes(), &volume, policy).await?;
+        set_policy(&self.volumes(), &volume, policy).await?;
         Ok(volume)
     }
 

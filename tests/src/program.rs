@@ -15,7 +15,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
 use crate::driver::Driver;
-use crate::{PATIENCE, PausedProcess, Scenario, eventually, scenario};
+use crate::paused_process::PausedProcess;
+use crate::scenario::GUEST;
+use crate::{PATIENCE, Scenario, eventually};
 
 /// One of the lab's programs.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
@@ -66,7 +68,7 @@ impl Running {
     /// connected to the driver.
     pub async fn sidecar(s: &Scenario, name: &str, socket: &Path, more: &[&str]) -> Result<Self> {
         let state = s.lab.state();
-        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = state.guests.get(GUEST).context("the lab has no such guest")?;
         let address = format!("--csi-address={}", socket.display());
         let kubeconfig = format!("--kubeconfig={}", guest.cluster.kubeconfig_of(name).display());
         let words = [&[&address, &kubeconfig, "--leader-election=false", "--timeout=60s"], more].concat();
@@ -237,7 +239,7 @@ impl Controller {
     fn home(s: &Scenario) -> Result<(String, PathBuf)> {
         let state = s.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
-        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = state.guests.get(GUEST).context("the lab has no such guest")?;
         Ok((guest.namespace.clone(), management.kubeconfig_of(&guest.account())))
     }
 
@@ -262,7 +264,7 @@ impl Controller {
     ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let own = folder.path().display().to_string();
-        let guest = s.lab.state().guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
         let socket = folder.path().join("csi.sock");
         let mut words = vec![
             format!("--endpoint=unix://{}", socket.display()),

@@ -120,7 +120,7 @@ impl Scenario {
     }
 
     /// Deletes all pods of the scenario.
-    pub(crate) async fn clean_pods(&self) -> Result<()> {
+    pub(crate) async fn remove_pods(&self) -> Result<()> {
         for pod in self.guest_pods().list(&ListParams::default()).await? {
             self.delete_pod(&pod.name_any()).await?;
         }

@@ -8,8 +8,8 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 
 use crate::eventually;
+use crate::objects::delete;
 use crate::pods::{GONE, IMAGE, Machines, POD, Script, Volume};
-use crate::scenario::delete;
 
 /// Folder on the VM's own disk with the number of the last durable record, so that it survives the loss of the volume.
 const ACKNOWLEDGED: &str = "/var/lib/nestor-test";

@@ -13,6 +13,7 @@ use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
+use tests::own_namespace::OwnNamespace;
 use tests::program::{management_cluster, shim_replica};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
@@ -155,12 +156,9 @@ async fn a_vm_spec_cannot_have_more_volumes_than_the_limit() -> Result<()> {
 }
 
 /// Creates a VM in its own namespace, with bound claims there.
-async fn elsewhere(
-    s: &Scenario,
-    claims: usize,
-) -> Result<(tests::own_namespace::OwnNamespace, LoopNode, Vec<String>)> {
-    let place = s.own_namespace().await?;
-    let node = s.node_in(&place).await?;
+async fn elsewhere(s: &Scenario, claims: usize) -> Result<(OwnNamespace, LoopNode, Vec<String>)> {
+    let namespace = s.own_namespace().await?;
+    let node = s.node_in(&namespace).await?;
     let made: Vec<String> = stream::iter(0..claims)
         .map(|_| async {
             let claim: PersistentVolumeClaim = serde_json::from_value(json!({
@@ -170,19 +168,19 @@ async fn elsewhere(
                     "resources": {"requests": {"storage": "1Mi"}},
                 },
             }))?;
-            anyhow::Ok(place.claims().create(&PostParams::default(), &claim).await?.name_any())
+            anyhow::Ok(namespace.claims().create(&PostParams::default(), &claim).await?.name_any())
         })
         .buffer_unordered(8)
         .try_collect()
         .await?;
     eventually("the claims are bound", PATIENCE, || async {
-        let all = place.claims().list(&ListParams::default()).await?;
+        let all = namespace.claims().list(&ListParams::default()).await?;
         let phase = |claim: &PersistentVolumeClaim| claim.status.as_ref()?.phase.clone();
         let bound = all.iter().filter(|claim| phase(claim).as_deref() == Some("Bound")).count();
         Ok(if bound == claims { Ok(()) } else { Err(format!("{bound} of {claims}")) })
     })
     .await?;
-    Ok((place, node, made))
+    Ok((namespace, node, made))
 }
 
 #[tokio::test]
@@ -190,34 +188,34 @@ async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()>
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        let (place, loud, claims) = elsewhere(&s, FLAPPING).await?;
+        let (namespace, loud, claims) = elsewhere(&s, FLAPPING).await?;
         s.stop_component(SHIM).await?;
         let flags = ["--attach-burst=40", "--attach-rate=1"];
         let shim = shim_replica(&s, &management_cluster(&s)?.kubeconfig_of(SHIM), &flags).await?;
         let client = &s.management;
         let is_attached = |disk: &crds::VirtualMachineVolumeStatus| disk.attached;
-        set(client, &place.namespace, &loud.name, &claims).await?;
-        told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
-        set(client, &place.namespace, &loud.name, &[]).await?;
-        told(client, &place.namespace, &loud.name, 0, |_| true).await?;
+        set(client, &namespace.name, &loud.name, &claims).await?;
+        told(client, &namespace.name, &loud.name, FLAPPING, is_attached).await?;
+        set(client, &namespace.name, &loud.name, &[]).await?;
+        told(client, &namespace.name, &loud.name, 0, |_| true).await?;
         // The burst is used up: the second round of attaches is rate-limited.
-        set(client, &place.namespace, &loud.name, &claims).await?;
+        set(client, &namespace.name, &loud.name, &claims).await?;
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        let status = place.machines().get(&loud.name).await?.status.unwrap_or_default();
+        let status = namespace.vms().get(&loud.name).await?.status.unwrap_or_default();
         let attached = status.volumes.iter().filter(|disk| disk.attached).count();
         ensure!(attached < FLAPPING, "the other guest waited until all {attached} were attached");
         // All of them are attached in the end.
-        told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
+        told(client, &namespace.name, &loud.name, FLAPPING, is_attached).await?;
         let events = eventually("an event about the VM", PATIENCE, || async {
-            let found = events_of(client, &place.namespace, &loud.name).await?;
+            let found = events_of(client, &namespace.name, &loud.name).await?;
             Ok(if found.is_empty() { Err("no event".to_owned()) } else { Ok(found) })
         })
         .await?;
         let reasons: Vec<_> = events.iter().filter_map(|event| event.reason.as_deref()).collect();
         assert_eq!(reasons, ["AttachDelayed"]);
-        set(client, &place.namespace, &loud.name, &[]).await?;
-        told(client, &place.namespace, &loud.name, 0, |_| true).await?;
+        set(client, &namespace.name, &loud.name, &[]).await?;
+        told(client, &namespace.name, &loud.name, 0, |_| true).await?;
         let status = shim.stop().await?;
         ensure!(status.success(), "the shim exited with {status}");
         s.start_component(SHIM).await

@@ -17,14 +17,12 @@ use tonic::Code;
 mod work;
 
 use work::{
-    Busy, answered, attached_once, entered, healed, is_retryable, mgmt_csi, outage, say, shown, under_way,
-    unharmed, write_to,
+    Busy, LONG, answered, attached_once, entered, healed, is_retryable, mgmt_csi, outage, say, shown,
+    under_way, unharmed, write_to,
 };
 
 /// Short enough that the call times out before the connection is known to be broken.
 const SOON: Duration = Duration::from_secs(3);
-/// Long enough to restart servers, wait for status changes and open the proxy again.
-const LONG: Duration = Duration::from_secs(600);
 
 #[tokio::test]
 async fn calls_over_a_cut_connection_fail_with_its_url_and_succeed_after_its_return() -> Result<()> {

@@ -11,8 +11,8 @@ use kube::api::{DeleteParams, ListParams};
 use serde_json::json;
 use tests::bytes::{checksum, device, noise, read, read_at, write};
 use tests::driver::restored_volume;
+use tests::own_pool::freeze_filesystem_of;
 use tests::pods::{self, Ask, Script, filesystem};
-use tests::pools::freeze_filesystem_of;
 use tests::{MIB, PATIENCE, Scenario, eventually, from_snapshot, run, unique};
 use tonic::Code;
 

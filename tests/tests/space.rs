@@ -11,7 +11,7 @@ use kube::{Api, ResourceExt};
 use serde_json::json;
 use tests::bytes::read_at;
 use tests::guest::handle;
-use tests::pools::OwnPool;
+use tests::own_pool::OwnPool;
 use tests::writer_vm::{BEGINNING, PIECE, WriterVm};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 

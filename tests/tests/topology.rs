@@ -12,7 +12,7 @@ use kube_kit::quantity;
 use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::guest::handle;
-use tests::pools::OwnPool;
+use tests::own_pool::OwnPool;
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
 
 const A: &str = "zone-a";

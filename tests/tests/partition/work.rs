@@ -15,7 +15,8 @@ use tests::{MIB, PATIENCE, PausedProcess, Scenario, eventually};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 
-use super::LONG;
+/// Long enough to restart servers, wait for status changes and open the proxy again.
+pub(super) const LONG: Duration = Duration::from_secs(600);
 
 /// Duration of a long outage: longer than any retry interval of our programs.
 pub(super) fn outage() -> Duration {

@@ -1,8 +1,8 @@
 //! Steps of gc-csi: calls from csi-attacher, and PATCHes of VMs.
 
+use super::rules::Rules;
 use gc_csi::vm_volumes::AttachStep;
 
-use super::Rules;
 use crate::objects::{self, Patched};
 use crate::state::*;
 

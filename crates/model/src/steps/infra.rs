@@ -1,7 +1,7 @@
 //! Steps of storage-infra: accept, execute, record and answer requests.
 
-use super::Rules;
 use super::mgmt::{find_same_name, mgmt_decides};
+use super::rules::Rules;
 use crate::objects::{self, Admitted};
 use crate::state::*;
 

@@ -2,10 +2,10 @@
 //! `ctr images import` and `skopeo copy oci-archive:` accept. The same inputs give the same digests.
 
 mod base;
+mod files;
 mod sbom;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -17,6 +17,7 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
+use files::write_file;
 
 /// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
@@ -164,8 +165,12 @@ impl Image {
         let work = tempfile::tempdir_in(out)?;
         let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
-        put(&top.join("usr/local/bin").join(self.program), &fs::read(binaries.join(self.program))?, 0o755)?;
-        put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
+        write_file(
+            &top.join("usr/local/bin").join(self.program),
+            &fs::read(binaries.join(self.program))?,
+            0o755,
+        )?;
+        write_file(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
         let name = format!("localhost/nestor/{}:{version}", self.name);
@@ -200,14 +205,6 @@ impl Image {
             },
         })
     }
-}
-
-fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
 }
 
 #[cfg(test)]

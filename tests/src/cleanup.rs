@@ -1,88 +1,108 @@
-//! Cleanup of a scenario's objects in both tiers, however far it came.
+//! Run of a test, and the cleanup of its objects in both tiers, however far the test came.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-use anyhow::Result;
+use anyhow::{Context, Result, anyhow};
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::{Namespace, ObjectReference, PersistentVolume};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
 use kube::ResourceExt;
 use kube::api::{Api, ListParams};
 
-use super::{Scenario, delete, gone, set_policy};
-use crate::{PATIENCE, eventually};
+use crate::objects::{delete, gone, set_policy};
+use crate::{PATIENCE, Scenario, eventually};
+
+/// Runs a test, removes its objects and checks for leftovers, whether the test succeeded or not.
+pub async fn run<Body, Running>(body: Body) -> Result<()>
+where
+    Body: FnOnce(Arc<Scenario>) -> Running,
+    Running: Future<Output = Result<()>> + Send + 'static,
+{
+    let scenario = Arc::new(Scenario::begin().await?);
+    // In its own task, so that a failed assertion does not skip the cleanup.
+    let outcome = tokio::spawn(body(scenario.clone())).await;
+    let cleaned = scenario.clean_up().await.context("cleanup");
+    match outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))) {
+        Ok(()) => cleaned,
+        Err(error) => match cleaned {
+            Ok(()) => Err(error),
+            Err(dirty) => Err(error.context(format!("(the cleanup failed too: {dirty:#})"))),
+        },
+    }
+}
 
 impl Scenario {
     /// Records every management claim of the scenario and the volume behind it.
-    async fn take_stock(&self) -> Result<()> {
+    async fn record_claims(&self) -> Result<()> {
         let claims = self.claims().list(&ListParams::default()).await?;
         for claim in claims.into_iter().filter(|claim| self.is_own(claim)) {
-            self.made().claims.insert(claim.name_any());
+            self.created().claims.insert(claim.name_any());
             if let Some(uid) = claim.uid() {
                 // The name of the PersistentVolume and the ID of the volume in the storage infra.
-                self.made().volumes.insert(VolumeId::new(format!("pvc-{uid}"))?);
+                self.created().volumes.insert(VolumeId::new(format!("pvc-{uid}"))?);
             }
         }
         Ok(())
     }
 
-    pub(super) async fn clean_up(&self) -> Result<()> {
-        let stopped = std::mem::take(&mut self.made().stopped);
+    async fn clean_up(&self) -> Result<()> {
+        let stopped = std::mem::take(&mut self.created().stopped);
         for component in stopped {
             self.start_component(&component).await?;
         }
         self.show_pools()?;
-        self.clean_places().await?;
-        self.take_stock().await?;
-        self.clean_pods().await?;
-        self.clean_orders().await?;
-        self.clean_nodes().await?;
-        self.release().await?;
-        self.clean_guest().await?;
-        let snapshots = self.made().management_snapshots.clone();
+        self.remove_own_namespaces().await?;
+        self.record_claims().await?;
+        self.remove_pods().await?;
+        self.remove_guest_attachments().await?;
+        self.remove_nodes().await?;
+        self.set_policies_to_delete().await?;
+        self.remove_guest_objects().await?;
+        let snapshots = self.created().management_snapshots.clone();
         for snapshot in snapshots {
             delete(&self.snapshots(), &snapshot).await?;
         }
-        let by_hand = std::mem::take(&mut self.made().management_claims);
+        let by_hand = std::mem::take(&mut self.created().management_claims);
         for claim in &by_hand {
             delete(&self.claims(), claim).await?;
         }
-        let claims: BTreeSet<String> = self.made().claims.clone();
+        let claims: BTreeSet<String> = self.created().claims.clone();
         for claim in claims.iter().filter(|claim| !by_hand.contains(claim)) {
             eventually(&format!("volume {claim} deleted"), PATIENCE, || async {
                 Ok(self.driver.delete(claim).await.map_err(|status| format!("{status}")))
             })
             .await?;
         }
-        let quotas = std::mem::take(&mut self.made().quotas);
+        let quotas = std::mem::take(&mut self.created().quotas);
         for quota in quotas {
             delete(&self.quotas(), &quota).await?;
         }
-        let classes = std::mem::take(&mut self.made().guest_classes);
+        let classes = std::mem::take(&mut self.created().guest_classes);
         for class in classes {
             delete(&Api::<StorageClass>::all(self.guest.clone()), &class).await?;
         }
-        let classes = std::mem::take(&mut self.made().management_classes);
+        let classes = std::mem::take(&mut self.created().management_classes);
         for class in classes {
             delete(&Api::<StorageClass>::all(self.management.clone()), &class).await?;
         }
-        let classes = std::mem::take(&mut self.made().snapshot_classes);
+        let classes = std::mem::take(&mut self.created().snapshot_classes);
         for class in classes {
             delete(&self.guest_snapshot_classes(), &class).await?;
             delete(&self.snapshot_classes(), &class).await?;
         }
-        let classes = std::mem::take(&mut self.made().attributes_classes);
+        let classes = std::mem::take(&mut self.created().attributes_classes);
         for class in classes {
             delete(&Api::<VolumeAttributesClass>::all(self.guest.clone()), &class).await?;
             delete(&Api::<VolumeAttributesClass>::all(self.management.clone()), &class).await?;
         }
         self.no_leftovers().await?;
-        self.clean_pools().await
+        self.remove_pools().await
     }
 
     /// Sets the reclaim policy of every volume that would be kept to Delete.
-    async fn release(&self) -> Result<()> {
-        let claims = self.made().claims.clone();
+    async fn set_policies_to_delete(&self) -> Result<()> {
+        let claims = self.created().claims.clone();
         let is_below =
             |claim: &ObjectReference| claim.name.as_ref().is_some_and(|name| claims.contains(name));
         set_policies(&self.volumes(), "Delete", |_, claim| claim.is_some_and(is_below)).await?;
@@ -95,15 +115,15 @@ impl Scenario {
             .await
     }
 
-    async fn clean_orders(&self) -> Result<()> {
+    async fn remove_guest_attachments(&self) -> Result<()> {
         self.k8s_attachments().clean().await?;
-        if self.made().second_guest_volumes {
+        if self.created().second_guest_volumes {
             self.second_guest().await?.k8s_attachments().clean().await?;
         }
         Ok(())
     }
 
-    async fn clean_guest(&self) -> Result<()> {
+    async fn remove_guest_objects(&self) -> Result<()> {
         let (snapshots, contents, claims) =
             (self.guest_snapshots(), self.guest_contents(), self.guest_claims());
         let by_hand = ListParams::default().labels(&format!("test={}", self.name));
@@ -124,7 +144,7 @@ impl Scenario {
         })
         .await?;
         let mut clusters = vec![self.guest_volumes()];
-        if self.made().second_guest_volumes {
+        if self.created().second_guest_volumes {
             clusters.push(self.second_guest().await?.volumes());
         }
         for volumes in clusters {
@@ -147,10 +167,10 @@ impl Scenario {
         .await?;
         delete(&Api::<Namespace>::all(self.guest.clone()), &self.name).await
     }
+
     /// Detaches all disks of the scenario's nodes, and removes the nodes.
-    /// Detaches whatever the scenario's machines still have, and removes them.
-    async fn clean_nodes(&self) -> Result<()> {
-        let nodes = std::mem::take(&mut self.made().nodes);
+    async fn remove_nodes(&self) -> Result<()> {
+        let nodes = std::mem::take(&mut self.created().nodes);
         for (node, driver) in nodes {
             let entries = self.machines().get_opt(&node.name).await?.map(|vm| vm.spec.volumes);
             for claim in entries.unwrap_or_default().into_iter().filter_map(|e| e.persistent_volume_claim) {

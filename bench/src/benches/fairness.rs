@@ -17,7 +17,6 @@ use tests::{Scenario, unique};
 use crate::fleet::Fleet;
 use crate::objects::{Attachments, Claim, Claims};
 use crate::report::Report;
-use crate::stats::Stats;
 use crate::usage;
 
 /// Components whose memory is reported.
@@ -95,11 +94,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, load: &Load) -> Result<()> 
     settle(s, &loud).await?;
     let case = case(load);
     for ((metric, times), (_, floor)) in beside.iter().zip(&alone) {
-        report.times_of("quiet", metric, floor, &[]);
-        report.times_of(&case, metric, times, floor);
-        if let (Some(beside), Some(alone)) = (p99(times), p99(floor)) {
-            report.number(&case, &format!("{metric} p99"), "times the floor", beside / alone);
-        }
+        report.with_load(&case, "quiet", metric, times, floor);
     }
     report.number(&case, "spec of the other VM", "writes", writes.into_inner() as f64);
     let requests = s.lab.audit()?.since(mark)?;
@@ -128,12 +123,8 @@ async fn measure(s: &Arc<Scenario>, report: &Report, load: &Load) -> Result<()> 
 }
 
 fn case(load: &Load) -> String {
-    let place = if load.same_namespace { ", same namespace" } else { "" };
-    format!("{} absent, {} existing{place}", load.absent, load.existing)
-}
-
-fn p99(times: &[Duration]) -> Option<f64> {
-    Stats::of(times.iter().map(Duration::as_secs_f64).collect()).map(|stats| stats.p99)
+    let namespace = if load.same_namespace { ", same namespace" } else { "" };
+    format!("{} absent, {} existing{namespace}", load.absent, load.existing)
 }
 
 /// Creates the other VM.

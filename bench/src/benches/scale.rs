@@ -97,14 +97,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, size: &Size) -> Result<()> 
         for vm in &away {
             fleet.set_power(vm, false)?;
         }
-        let claims: Vec<Vec<String>> =
-            fleet.vms.iter_mut().map(|vm| std::mem::take(&mut vm.claims)).collect();
-        let all: Vec<&FleetVm> = fleet.vms.iter().collect();
-        fleet.write_specs(&all).await?;
-        fleet.settled(&all).await?;
-        for (vm, claims) in fleet.vms.iter_mut().zip(claims) {
-            vm.claims = claims;
-        }
+        fleet.detach_all().await?;
         fleet.remove().await?;
     }
     Ok(())

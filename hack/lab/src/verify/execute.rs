@@ -31,7 +31,9 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
         Work::Fmt => captured(cargo().args(["fmt", "--all", "--check"])).await,
         Work::Machete => machete(ui).await,
         Work::Deny => deny(ui).await,
-        Work::Cargo { args, env } => shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await,
+        Work::Cargo { args, env } => {
+            shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await
+        }
         Work::BlackBox { filter, soak_minutes } => {
             let lab = lab.context("this step needs a lab")?;
             shown(ui, &step.name, &mut blackbox(lab, filter, *soak_minutes)).await
@@ -51,9 +53,8 @@ async fn shown(ui: &Ui, name: &str, command: &mut Command) -> Result<Outcome> {
 /// Runs a command beside others. Its output is an error if it fails, and discarded otherwise.
 async fn captured(command: &mut Command) -> Result<Outcome> {
     let output = command.stdin(Stdio::null()).kill_on_drop(true).output().await;
-    let output = output.with_context(|| {
-        format!("cannot run {}", command.as_std().get_program().to_string_lossy())
-    })?;
+    let output =
+        output.with_context(|| format!("cannot run {}", command.as_std().get_program().to_string_lossy()))?;
     if output.status.success() {
         return Ok(Outcome::of(true));
     }

@@ -63,9 +63,10 @@ impl Report {
 
     /// The results as a table, with the steps that did not run at its end.
     pub(super) fn table(&self, planned: &[Step]) -> Vec<String> {
-        let ran = self.rows.iter().map(|row| {
-            vec![row.name.clone(), row.outcome.text(), format!("{:.1}", row.took.as_secs_f64())]
-        });
+        let ran = self
+            .rows
+            .iter()
+            .map(|row| vec![row.name.clone(), row.outcome.text(), format!("{:.1}", row.took.as_secs_f64())]);
         let left = planned.iter().filter(|step| self.outcome(step).is_none());
         let left = left.map(|step| vec![step.name.clone(), "not run".to_owned(), "-".to_owned()]);
         table(&["STEP", "RESULT", "SECONDS"], &ran.chain(left).collect::<Vec<_>>())

@@ -10,6 +10,7 @@ mod cleanup;
 pub mod containerd;
 pub mod crash;
 pub mod driver;
+mod events;
 pub mod fake_infra;
 pub mod guest;
 pub mod http_proxy;

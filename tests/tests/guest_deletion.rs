@@ -4,9 +4,8 @@
 use anyhow::{Context, Result};
 use crds::names;
 use infra_api::VolumeId;
-use k8s_openapi::api::core::v1::Event;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use lab::LoopNode;
 use serde_json::json;
 use tests::bytes::{device, noise, read, write};
@@ -259,16 +258,8 @@ async fn an_attached_volume_is_kept_until_its_vm_is_deleted() -> Result<()> {
         // The Cluster object is deleted first: its claims are deleted, the disk stays attached and its volume is kept.
         namespace.delete_cluster(&guest.name, &DeleteParams::background()).await?;
         namespace.claims_gone(&[&volume]).await?;
-        eventually("the deletion of an attached volume is refused", PATIENCE, || async {
-            // The PersistentVolume has the name of the storage infra's volume.
-            let about = format!("involvedObject.kind=PersistentVolume,involvedObject.name={of_infra}");
-            let events: Api<Event> = Api::all(s.management.clone());
-            let list = events.list(&ListParams::default().fields(&about)).await?;
-            let said: Vec<_> = list.into_iter().filter_map(|event| event.message).collect();
-            let is_refused = said.iter().any(|text| text.contains("attached"));
-            Ok(if is_refused { Ok(()) } else { Err(format!("{said:?}")) })
-        })
-        .await?;
+        // The PersistentVolume has the name of the storage infra's volume.
+        s.wait_for_management_event_of("PersistentVolume", of_infra.as_str(), &["attached"]).await?;
         assert_eq!(read(&disk, 4096)?, noise(1, 4096));
         write(&disk, &noise(2, 4096))?;
         assert!(s.infra.get_volume(&of_infra).await?.is_some());

@@ -6,9 +6,9 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use csi::proto::{ControllerGetVolumeRequest, ListVolumesRequest, VolumeCondition};
-use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams};
+use kube::api::DeleteParams;
 use rustix::process::Signal;
 use tests::driver::Driver;
 use tests::guest::handle;
@@ -41,41 +41,6 @@ async fn shows(s: &Scenario, claim: &str, handle: &str, status: &str, texts: &[&
         };
         let observed: Vec<_> = claims.iter().map(told).collect();
         Ok(if claims.iter().all(matches) { Ok(()) } else { Err(format!("{observed:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on a management claim with this reason.
-async fn told_below(s: &Scenario, handle: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = ListParams::default().fields(&format!("involvedObject.name={handle},reason={reason}"));
-    eventually(&format!("event {reason} on management claim {handle} with {texts:?}"), PATIENCE, || async {
-        let events = events.list(&about).await?.items;
-        let notes: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
-        let found = notes.iter().any(|note| texts.iter().all(|text| note.contains(text)));
-        Ok(if found { Ok(()) } else { Err(format!("{notes:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on the guest's claim with this reason.
-async fn told_above(s: &Scenario, claim: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    eventually(&format!("event {reason} on guest claim {claim} with {texts:?}"), PATIENCE, || async {
-        let events = s.events(claim).await?;
-        let matches =
-            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
-        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on a guest pod with this reason.
-async fn reported_on_pod(s: &Scenario, pod: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    eventually(&format!("event {reason} on pod {pod} with {texts:?}"), PATIENCE, || async {
-        let events = s.events_of("Pod", pod).await?;
-        let matches =
-            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
-        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
     })
     .await
 }
@@ -156,16 +121,23 @@ async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Resu
         let name = pool.name.as_str();
         let texts = [name, "not healthy", "does not exist"];
         shows(&s, "data", &handle, "False", &texts).await?;
-        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
-        told_below(&s, &handle, "VolumeConditionAbnormal", &texts).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
+        s.wait_for_management_reason_of("PersistentVolumeClaim", &handle, "VolumeConditionAbnormal", &texts)
+            .await?;
         says(&s.driver, &handle, Some(name), &[&node.name]).await?;
         says_below(&management, infra.id.as_str(), Some(name)).await?;
         counted(&s, true).await?;
 
         pool.show()?;
         shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
-        told_below(&s, &handle, "VolumeConditionNormal", &["healthy"]).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
+        s.wait_for_management_reason_of(
+            "PersistentVolumeClaim",
+            &handle,
+            "VolumeConditionNormal",
+            &["healthy"],
+        )
+        .await?;
         says(&s.driver, &handle, None, &[&node.name]).await?;
         says_below(&management, infra.id.as_str(), None).await?;
         counted(&s, false).await?;
@@ -215,14 +187,15 @@ async fn a_missing_volume_file_is_reported_for_its_volume_only() -> Result<()> {
         let away = Away::take(s.file_of(&infra).await?)?;
         let texts = ["missing", infra.id.as_str(), infra.pool.as_str()];
         shows(&s, "data", &handle, "False", &texts).await?;
-        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
-        reported_on_pod(&s, "user", "VolumeConditionAbnormal", &[&texts[..], &["data"]].concat()).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
+        s.wait_for_reason_of("Pod", "user", "VolumeConditionAbnormal", &[&texts[..], &["data"]].concat())
+            .await?;
         says(&s.driver, &handle, Some("missing"), &[]).await?;
         says(&s.driver, &healthy, None, &[]).await?;
         drop(away);
         shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
-        reported_on_pod(&s, "user", "VolumeConditionNormal", &["data", "healthy"]).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
+        s.wait_for_reason_of("Pod", "user", "VolumeConditionNormal", &["data", "healthy"]).await?;
         assert_eq!(told(&s.guest_claims().get("healthy").await?), None);
         Ok(())
     })
@@ -237,7 +210,7 @@ async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Re
         s.pod("bystander", None, &["other"]).await?;
         s.claims().delete(&handle, &DeleteParams::default()).await?;
         let texts = ["data", &handle, "does not exist"];
-        reported_on_pod(&s, "user", "ManagementClaimNotFound", &texts).await?;
+        s.wait_for_reason_of("Pod", "user", "ManagementClaimNotFound", &texts).await?;
         let others = s.events_of("Pod", "bystander").await?;
         ensure!(others.iter().all(|(reason, _)| reason != "ManagementClaimNotFound"), "{others:?}");
         Ok(())
@@ -280,12 +253,12 @@ async fn loses_a_disk(s: &Scenario, machine: &BareDomain) -> Result<()> {
     drop(infra);
     let texts = ["disappeared from the running VM", name];
     shows(s, "data", &handle, "False", &texts).await?;
-    told_above(s, "data", "VolumeConditionAbnormal", &texts).await?;
+    s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
 
     machine.signal(s, Signal::CONT)?;
     shows(s, "data", &handle, "True", &[]).await?;
     ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not attached again");
-    told_above(s, "data", "VolumeConditionNormal", &["healthy"]).await?;
+    s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
     says(&s.driver, &handle, None, &[name]).await?;
     s.k8s_detach(&order).await
 }

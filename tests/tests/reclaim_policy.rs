@@ -473,7 +473,7 @@ async fn data_is_kept_while_another_management_volume_references_it() -> Result<
             Ok(left.map_or(Ok(()), |volume| Err(format!("{:?}", volume.status))))
         })
         .await?;
-        let refused = told_of_volume(&s, &both.below, &sibling).await;
+        let refused = reason_of_event(&s, &both.below, &sibling).await;
         assert!(s.infra.get_volume(&infra).await?.is_some(), "the sibling's data is deleted: {refused:?}");
         s.volumes().delete(&sibling, &DeleteParams::default()).await?;
         assert_eq!(refused?, REFUSED);
@@ -484,18 +484,14 @@ async fn data_is_kept_while_another_management_volume_references_it() -> Result<
 }
 
 /// Waits for an event on a management volume whose message contains this text; fails if the volume is deleted.
-async fn told_of_volume(s: &Scenario, volume: &str, text: &str) -> Result<String> {
-    let events: Api<Event> = Api::all(s.management.clone());
-    let about = format!("involvedObject.kind=PersistentVolume,involvedObject.name={volume}");
+async fn reason_of_event(s: &Scenario, volume: &str, text: &str) -> Result<String> {
     eventually(&format!("an event on management volume {volume} that names {text}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?.items;
-        let names_it =
-            |event: &&Event| event.message.as_deref().is_some_and(|message| message.contains(text));
-        let found = list.iter().find(names_it).and_then(|event| event.reason.clone());
+        let events = s.management_events_of("PersistentVolume", volume).await?;
+        let found = events.iter().find(|(_, message)| message.contains(text));
         if found.is_none() && s.volumes().get_opt(volume).await?.is_none() {
             anyhow::bail!("management volume {volume} is deleted");
         }
-        Ok(found.ok_or_else(|| format!("{list:?}")))
+        Ok(found.map(|(reason, _)| reason.clone()).ok_or_else(|| format!("{events:?}")))
     })
     .await
 }

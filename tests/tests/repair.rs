@@ -5,9 +5,8 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use infra_api::{Access, AttachmentId, AttachmentSpec, VolumeId, VolumeSpec};
-use k8s_openapi::api::core::v1::Event;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::guest::static_volume;
@@ -132,7 +131,7 @@ async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
         let before = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let lost = before.first().context("the storage infra has no attachment")?;
         s.infra.detach(&lost.id, PATIENCE).await?;
-        let told = told_below(&s, &handle, &["lost the attachment"]).await?;
+        let told = s.wait_for_management_event(&handle, &["lost the attachment"]).await?;
         assert_eq!(told, "AttachmentLost");
         eventually("the disk is attached again", PATIENCE, || async {
             let now = s.infra.list_attachments(Some(lost.node), None).await?;
@@ -163,13 +162,16 @@ async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<(
         s.add_entry(&node.name, entry(&wanted)).await?;
         let foreign = plug(&s, &unique("somebody"), &by_hand, &node).await?;
 
-        let told = told_below(&s, &left, &["no VolumeAttachment", "detached"]).await?;
+        let told = s.wait_for_management_event(&left, &["no VolumeAttachment", "detached"]).await?;
         assert_eq!(told, "DanglingAttachmentRemoved");
         assert_eq!(
-            told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?,
+            s.wait_for_management_event(&wanted, &["left alone", "AttachmentRecreated"]).await?,
             "DanglingAttachment"
         );
-        assert_eq!(told_below(&s, &by_hand, &["left alone", "NotManaged"]).await?, "DanglingAttachment");
+        assert_eq!(
+            s.wait_for_management_event(&by_hand, &["left alone", "NotManaged"]).await?,
+            "DanglingAttachment"
+        );
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();
         assert!(!there.contains(&&stray), "{there:?}");
@@ -202,14 +204,17 @@ async fn a_claim_whose_volume_is_deleted_is_marked_and_reported_until_a_volume_r
         marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
         let annotations = s.claims().get(&claim).await?.annotations().clone();
         assert_eq!(annotations[names::ANNOTATION_ORPHANED_REASON], "VolumeGone");
-        assert_eq!(told_below(&s, &claim, &["no PersistentVolume of the guest"]).await?, "Orphaned");
+        assert_eq!(
+            s.wait_for_management_event(&claim, &["no PersistentVolume of the guest"]).await?,
+            "Orphaned"
+        );
         counted(&controller, "orphaned_claims 1").await?;
         counted(&controller, &format!("orphaned_claims_bytes {}", 4 * MIB)).await?;
 
         let volume = static_volume(&unique(&s.name), &s.name, &claim, &json!({}))?;
         s.guest_volumes().create(&PostParams::default(), &volume).await?;
         marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
-        assert_eq!(told_below(&s, &claim, &["names this claim again"]).await?, "NotOrphaned");
+        assert_eq!(s.wait_for_management_event(&claim, &["names this claim again"]).await?, "NotOrphaned");
         counted(&controller, "orphaned_claims 0").await?;
         controller.stop().await
     })
@@ -260,7 +265,7 @@ async fn an_orphan_is_deleted_only_with_the_policy_and_if_it_is_unused() -> Resu
         gone_below(&s, &orphan).await?;
         counted(&controller, "repairs_total{kind=\"orphan_removed\"} 1").await?;
         for (claim, text) in [(&shared, "another-guest"), (&kept, "Retain")] {
-            assert_eq!(told_below(&s, claim, &["not deleted", text]).await?, "OrphanNotRemoved");
+            assert_eq!(s.wait_for_management_event(claim, &["not deleted", text]).await?, "OrphanNotRemoved");
         }
         for claim in [&by_hand, &shared, &kept] {
             marked(&s, claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
@@ -438,22 +443,6 @@ async fn marked(s: &Scenario, claim: &str, mark: &str, expected: bool) -> Result
         let annotations = s.claims().get(claim).await?.annotations().clone();
         let matches = annotations.contains_key(mark) == expected;
         Ok(if matches { Ok(()) } else { Err(format!("{annotations:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on a management claim whose message contains all of `texts`; returns its reason.
-async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<String> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
-    eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?.items;
-        let found = list.iter().find(|event| {
-            let message = event.message.as_deref().unwrap_or_default();
-            texts.iter().all(|text| message.contains(text))
-        });
-        let all = || list.iter().map(|event| (&event.reason, &event.message)).collect::<Vec<_>>();
-        Ok(found.and_then(|event| event.reason.clone()).ok_or_else(|| format!("{:?}", all())))
     })
     .await
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use infra_api::{Labels, NodeSpec, OnFull};
-use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::{Api, ResourceExt};
 use serde_json::json;
@@ -19,19 +19,6 @@ use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 const SIZE: &str = "300Mi";
 /// Number of attempts of a guest.
 const TRIES: usize = 4;
-
-/// Waits for an event on a management claim whose message contains all of `texts`.
-async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<()> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
-    eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?;
-        let said: Vec<String> = list.into_iter().filter_map(|event| event.message).collect();
-        let found = said.iter().any(|message| texts.iter().all(|text| message.contains(text)));
-        Ok(if found { Ok(()) } else { Err(format!("{said:?}")) })
-    })
-    .await
-}
 
 /// Creates a claim as soon as the quota no longer counts the previous one.
 async fn create_in_quota(
@@ -75,8 +62,7 @@ async fn claims_that_cannot_be_provisioned_reserve_no_space() -> Result<()> {
             }))?;
             let claim = create_in_quota(&claims, &claim).await?;
             let name = claim.metadata.name.context("a claim without a name")?;
-            told_below(
-                &s,
+            s.wait_for_management_event(
                 &name,
                 &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "at most 64"],
             )
@@ -135,7 +121,7 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         claims.create(&PostParams::default(), &claim).await?;
         let exact =
             format!("capacityBytes {most} exceeds the maximum disk size of 9223372036854771712 bytes");
-        told_below(&s, &name, &["InvalidArgument", &exact]).await?;
+        s.wait_for_management_event(&name, &["InvalidArgument", &exact]).await?;
         claims.delete(&name, &DeleteParams::default()).await?;
         Ok(())
     })

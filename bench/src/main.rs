@@ -55,7 +55,7 @@ enum Bench {
         #[command(flatten)]
         work: Work,
         #[command(flatten)]
-        beside: lifecycle::OtherObjects,
+        others: lifecycle::OtherObjects,
     },
     /// Guest VolumeAttachment until it is attached, compared with the storage infra's own attach.
     Attach(Work),
@@ -149,7 +149,7 @@ impl Bench {
             Self::Create { work, backend } => create::run(report, work, *backend).await,
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
-            Self::Lifecycle { work, beside } => lifecycle::run(report, work, beside).await,
+            Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
             Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
             Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
             Self::Blocked { work, load } => blocked::run(report, work, load).await,

@@ -103,16 +103,18 @@ impl Scenario {
     /// Sets the reclaim policy of every volume that would be kept to Delete.
     async fn set_policies_to_delete(&self) -> Result<()> {
         let claims = self.created().claims.clone();
-        let is_below =
+        let is_management_claim =
             |claim: &ObjectReference| claim.name.as_ref().is_some_and(|name| claims.contains(name));
-        set_policies(&self.volumes(), "Delete", |_, claim| claim.is_some_and(is_below)).await?;
+        set_policies(&self.volumes(), "Delete", |_, claim| claim.is_some_and(is_management_claim)).await?;
         let by_hand = |volume: &PersistentVolume| volume.labels().get("test") == Some(&self.name);
-        let is_above = |claim: &ObjectReference| claim.namespace.as_ref() == Some(&self.name);
+        let is_guest_claim = |claim: &ObjectReference| claim.namespace.as_ref() == Some(&self.name);
         let volumes = self.guest_volumes();
         // Static volumes are deleted without the driver, which may refuse.
         set_policies(&volumes, "Retain", |volume, _| by_hand(volume)).await?;
-        set_policies(&volumes, "Delete", |volume, claim| !by_hand(volume) && claim.is_some_and(is_above))
-            .await
+        set_policies(&volumes, "Delete", |volume, claim| {
+            !by_hand(volume) && claim.is_some_and(is_guest_claim)
+        })
+        .await
     }
 
     async fn remove_guest_attachments(&self) -> Result<()> {
@@ -172,7 +174,7 @@ impl Scenario {
     async fn remove_nodes(&self) -> Result<()> {
         let nodes = std::mem::take(&mut self.created().nodes);
         for (node, driver) in nodes {
-            let entries = self.machines().get_opt(&node.name).await?.map(|vm| vm.spec.volumes);
+            let entries = self.vms().get_opt(&node.name).await?.map(|vm| vm.spec.volumes);
             for claim in entries.unwrap_or_default().into_iter().filter_map(|e| e.persistent_volume_claim) {
                 let claim = claim.claim_name;
                 eventually(&format!("{claim} detached from {}", node.name), PATIENCE, || async {

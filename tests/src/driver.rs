@@ -210,15 +210,15 @@ pub fn new_volume(name: &str, bytes: i64, class: &str) -> CreateVolumeRequest {
 
 /// Request for a volume restored from a snapshot.
 pub fn restored_volume(name: &str, bytes: i64, snapshot: &str) -> CreateVolumeRequest {
-    begun_with(name, bytes, Type::Snapshot(SnapshotSource { snapshot_id: snapshot.to_owned() }))
+    volume_from(name, bytes, Type::Snapshot(SnapshotSource { snapshot_id: snapshot.to_owned() }))
 }
 
 /// Request for a clone of a volume.
 pub fn cloned_volume(name: &str, bytes: i64, source: &str) -> CreateVolumeRequest {
-    begun_with(name, bytes, Type::Volume(VolumeSource { volume_id: source.to_owned() }))
+    volume_from(name, bytes, Type::Volume(VolumeSource { volume_id: source.to_owned() }))
 }
 
-fn begun_with(name: &str, bytes: i64, source: Type) -> CreateVolumeRequest {
+fn volume_from(name: &str, bytes: i64, source: Type) -> CreateVolumeRequest {
     let source = VolumeContentSource { r#type: Some(source) };
     CreateVolumeRequest { volume_content_source: Some(source), ..new_volume(name, bytes, "nestor") }
 }

@@ -30,6 +30,14 @@ impl Scenario {
         self.guest_class_of(names::GUEST_DRIVER, reclaim_policy, parameters).await
     }
 
+    /// Creates a management class with these parameters, and a guest class for it, both with policy Delete; returns both.
+    pub async fn classes(&self, parameters: &[(&str, &str)]) -> Result<(String, String)> {
+        let management_class = self.management_class(parameters).await?;
+        let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, management_class.as_str())];
+        let guest_class = self.guest_class("Delete", &parameters).await?;
+        Ok((management_class, guest_class))
+    }
+
     /// Creates a StorageClass of another provisioner.
     pub async fn guest_class_of(
         &self,

@@ -71,7 +71,8 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
         let frozen = repairing.process.paused().await?;
         // Now it has one, and another replica answers: the disk is attached.
-        let order = s.k8s_attachments().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
+        let attachment =
+            s.k8s_attachments().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
         let serving = Controller::start_as(&s, &id, &patient).await?;
         assert_eq!(serving.driver.publish(&handle, &node.name).await?, disk);
         drop(frozen);
@@ -85,7 +86,7 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
         })
         .await?;
         keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
-        s.guest_attachments().delete(&order, &DeleteParams::default()).await?;
+        s.guest_attachments().delete(&attachment, &DeleteParams::default()).await?;
         serving.driver.unpublish(&handle, &node.name).await?;
         for controller in [repairing, former, serving] {
             controller.stop().await?;
@@ -116,17 +117,17 @@ async fn refused(
 }
 
 /// Checks that the VM has the disk, with the same VolumeAttachment as before.
-async fn keeps(s: &Scenario, machine: &str, handle: &str, disk: &str, before: Option<&String>) -> Result<()> {
-    let vm = s.machines().get(machine).await?;
+async fn keeps(s: &Scenario, name: &str, handle: &str, disk: &str, before: Option<&String>) -> Result<()> {
+    let vm = s.vms().get(name).await?;
     let entry = names::volume_entry(handle);
     assert!(
         vm.spec.volumes.iter().any(|one| one.name == entry),
         "the entry was removed: {:?}",
         vm.spec.volumes
     );
-    let now = s.attachment(machine, handle).await?.context("no VolumeAttachment")?;
+    let now = s.attachment(name, handle).await?.context("no VolumeAttachment")?;
     assert_eq!((now.metadata.uid.as_ref(), now.metadata.deletion_timestamp), (before, None));
-    let shown = s.disk(machine, handle).await?.context("no disk")?;
+    let shown = s.disk(name, handle).await?.context("no disk")?;
     assert!(shown.attached && shown.disk_uuid.as_deref() == Some(disk), "{shown:?}");
     Ok(())
 }

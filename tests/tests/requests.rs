@@ -11,7 +11,7 @@ use lab::audit::{Entry, Mark};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 /// Our components, by the prefix of their user agents.
-const PARTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
+const COMPONENTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
 
 #[tokio::test]
 async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
@@ -91,9 +91,9 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
         let lifecycle = async |name: &str| {
             s.claim(name, "nestor", "4Mi").await?;
             let volume = s.bound(name).await?.1.name_any();
-            let order = s.k8s_attach(&volume, &node.name).await?;
-            s.attached(&order).await?;
-            s.k8s_detach(&order).await?;
+            let attachment = s.k8s_attach(&volume, &node.name).await?;
+            s.attached(&attachment).await?;
+            s.k8s_detach(&attachment).await?;
             s.guest_claims().delete(name, &DeleteParams::default()).await?;
             eventually(&format!("volume {volume} deleted"), PATIENCE, || async {
                 let left = s.guest_volumes().get_opt(&volume).await?;
@@ -195,7 +195,7 @@ fn component(entry: &Entry) -> Option<&'static str> {
     if entry.resource == "csistoragecapacities" {
         return None;
     }
-    PARTS.into_iter().find(|component| entry.user_agent.starts_with(component))
+    COMPONENTS.into_iter().find(|component| entry.user_agent.starts_with(component))
 }
 
 /// The number of requests of each kind.

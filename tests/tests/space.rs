@@ -103,8 +103,8 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         let events = s.events("vast").await?;
         ensure!(!events.iter().any(|(_, text)| text.contains("AlreadyExists")), "{events:?}");
         let uid = s.guest_claims().get("vast").await?.metadata.uid.context("no UID")?;
-        let below = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
-        ensure!(below.is_none(), "{below:?}");
+        let management_class = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
+        ensure!(management_class.is_none(), "{management_class:?}");
         s.guest_claims().delete("vast", &DeleteParams::default()).await?;
 
         // A management claim of this size is refused by the storage infra.
@@ -141,22 +141,21 @@ struct Short<'a> {
 
 impl<'a> Short<'a> {
     async fn begin(s: &'a Scenario, pool: &OwnPool, claim: &str) -> Result<Self> {
-        let below = s.management_class(&[("pool", pool.name.as_str())]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (management_class, class) = s.classes(&[("pool", pool.name.as_str())]).await?;
         s.claim_with(claim, &class, &DISK.to_string(), json!({"volumeMode": "Block"})).await?;
         let (_, volume) = s.bound(claim).await?;
-        let machine = s.node().await?;
+        let node = s.node().await?;
         let spec = NodeSpec {
-            name: machine.name.clone(),
+            name: node.name.clone(),
             hypervisor: "libvirt".to_owned(),
             zone: None,
             labels: Labels::new(),
         };
-        s.infra.put_node(machine.uuid, &spec).await?;
-        s.lab.join_guest(&machine).await?;
-        let vm = WriterVm::create(s, &machine).await?;
-        let order = s.k8s_attach(&volume.name_any(), &machine.name).await?;
-        s.attached(&order).await?;
+        s.infra.put_node(node.uuid, &spec).await?;
+        s.lab.join_guest(&node).await?;
+        let vm = WriterVm::create(s, &node).await?;
+        let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+        s.attached(&attachment).await?;
         let file = s.file_of(&s.infra_volume(&handle(&volume)?).await?).await?;
         Ok(Self { vm, file, filler: pool.fill_up_to(LEFT).await? })
     }
@@ -173,8 +172,8 @@ const PIECES: usize = DISK as usize / PIECE;
 const PAUSED: &str = "paused (I/O error)";
 
 async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> Result<()> {
-    short.vm.go().await?;
-    short.vm.comes_to(Some(PAUSED), "shut off").await?;
+    short.vm.resume().await?;
+    short.vm.wait_for_state(Some(PAUSED), "shut off").await?;
     let texts = ["is paused", "got no space in pool", pool.name.as_str()];
     s.wait_for_event("pause", &texts).await?;
     ensure!(
@@ -183,15 +182,15 @@ async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> 
     );
     ensure!(short.written()? < PIECES, "there was enough space");
     std::fs::remove_file(&short.filler)?;
-    short.vm.comes_to(None, "shut off").await?;
+    short.vm.wait_for_state(None, "shut off").await?;
     ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
     s.wait_for_event("pause", &["the volume is healthy"]).await.map(drop)
 }
 
 async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {
-    short.vm.go().await?;
+    short.vm.resume().await?;
     // The VM shuts down at the first error.
-    short.vm.comes_to(None, PAUSED).await?;
+    short.vm.wait_for_state(None, PAUSED).await?;
     ensure!(short.written()? < PIECES, "there was enough space");
     Ok(std::fs::remove_file(&short.filler)?)
 }
@@ -203,13 +202,13 @@ async fn a_vm_whose_pool_is_full_is_paused_until_there_is_space_and_no_write_fai
         s.show_to_libvirt(&pool).await?;
         let short = Short::begin(&s, &pool, "pause").await?;
         let outcome = pauses_and_goes_on(&s, &pool, &short).await;
-        short.vm.end().await?;
+        short.vm.destroy().await?;
         outcome?;
 
         s.set_on_full(&pool, OnFull::Fail).await?;
         let short = Short::begin(&s, &pool, "fail").await?;
         let outcome = fails_and_runs_on(&short).await;
-        short.vm.end().await?;
+        short.vm.destroy().await?;
         outcome
     })
     .await

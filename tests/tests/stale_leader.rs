@@ -24,25 +24,25 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         let management = management_cluster(&s)?;
         let leader = shim_replica(&s, &management.kubeconfig_of(SHIM), &[]).await?;
         leads(&leader).await?;
-        let (link, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
-        let linked: PathBuf = folder.path().join("kubeconfig");
-        link.kubeconfig(&management.kubeconfig_of(SHIM), &linked)?;
-        let standby = shim_replica(&s, &linked, &[]).await?;
+        let (proxy, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
+        let proxied: PathBuf = folder.path().join("kubeconfig");
+        proxy.kubeconfig(&management.kubeconfig_of(SHIM), &proxied)?;
+        let standby = shim_replica(&s, &proxied, &[]).await?;
 
         // The last state that the standby observes: one entry removed and one added, neither processed yet.
         let frozen = leader.freeze()?;
         s.remove_entries(&node.name, |one| *one == entry(&kept)).await?;
         s.add_entry(&node.name, entry(&given_up)).await?;
-        link.wait_until_idle().await?;
-        link.lose_watches();
+        proxy.wait_until_idle().await?;
+        proxy.lose_watches();
         s.remove_entries(&node.name, |one| *one == entry(&given_up)).await?;
         s.add_entry(&node.name, entry(&kept)).await?;
-        link.watches_lost().await?;
+        proxy.watches_lost().await?;
         let mark = s.lab.audit()?.mark()?;
         leads(&standby).await?;
         begins(&s, mark).await?;
-        link.cut();
-        link.open().await?;
+        proxy.cut();
+        proxy.open().await?;
         // The standby has reconciled this VM before it answers.
         s.driver.publish(&after, &node.name).await?;
 
@@ -85,8 +85,8 @@ async fn begins(s: &Scenario, mark: Mark) -> Result<()> {
     eventually("the new leader sends requests", PATIENCE, || async {
         let all = s.lab.audit()?.since(mark)?;
         let mut of_shim = all.iter().filter(|one| one.user_agent.starts_with(SHIM));
-        let begun = of_shim.any(|one| one.verb != "watch" && one.resource != "leases");
-        Ok(if begun { Ok(()) } else { Err(format!("{} requests", all.len())) })
+        let started = of_shim.any(|one| one.verb != "watch" && one.resource != "leases");
+        Ok(if started { Ok(()) } else { Err(format!("{} requests", all.len())) })
     })
     .await
 }

@@ -134,12 +134,12 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, load: &Load) -
     let measured = Measured::create(s).await?;
     let mut hanging = Hanging::create(s, load, &measured.claims).await?;
     measured.repeat(work.warm_up()).await?;
-    let alone = measured.repeat(work.count()).await?;
+    let baseline = measured.repeat(work.count()).await?;
     hanging.block(&measured.attachments).await?;
-    let beside = measured.repeat(work.count()).await;
+    let loaded = measured.repeat(work.count()).await;
     hanging.unblock(&measured.attachments).await?;
     report.number("blocked", "waiting disks", "count", (load.waiting * load.vms.unwrap_or(1)) as f64);
-    for ((metric, times), (_, floor)) in beside?.iter().zip(&alone) {
+    for ((metric, times), (_, floor)) in loaded?.iter().zip(&baseline) {
         report.with_load("blocked", "alone", metric, times, floor);
     }
     hanging.remove(&measured.claims).await?;

@@ -57,12 +57,12 @@ pub(super) fn infra_accepts(state: &mut State, request: Request, rules: Rules) -
                 catalog.rows.retain(|row| row.vm_index == vm_index);
             }
             match objects::admission(vm_index, uid, replaces, &catalog) {
-                Admitted::There => None,
+                Admitted::Exists => None,
                 Admitted::New => {
                     state.infra.rows.insert(Row { vm_index, uid, state: RowState::Attaching });
                     None
                 }
-                Admitted::Instead(earlier) => {
+                Admitted::Replaces(earlier) => {
                     let row = *state
                         .infra
                         .rows

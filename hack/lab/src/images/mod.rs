@@ -67,7 +67,7 @@ const IMAGES: [Image; 5] = [
     Image {
         name: "storage-infra",
         program: "storage-infra",
-        description: "Nestor's storage infra: file and RBD pools, and disks of libvirt VMs",
+        description: "Nestor's storage infra: volumes as files in pools, and disks of libvirt VMs",
         packages: &["libvirt0", "libvirt-clients", "util-linux"],
         // The QEMU processes of libvirt open its files; their user differs between hosts.
         user: "0:0",

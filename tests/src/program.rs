@@ -141,7 +141,7 @@ impl Running {
     }
 
     /// Waits until it has ended by itself.
-    pub async fn has_ended(&self) -> Result<ExitStatus> {
+    pub async fn wait_for_exit(&self) -> Result<ExitStatus> {
         eventually("the process ends by itself", PATIENCE, || async {
             Ok(self.ended()?.ok_or_else(|| format!("it runs; log: {}", self.log())))
         })
@@ -174,15 +174,15 @@ impl Running {
     }
 
     /// Pauses the process (SIGSTOP) until the result is dropped.
-    pub fn freeze(&self) -> Result<PausedProcess> {
+    pub fn pause(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id();
         PausedProcess::stop(
             id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it has exited")?,
         )
     }
 
-    /// Waits until the process has stopped itself at a `freeze` fail point. It continues when the result is dropped.
-    pub async fn paused(&self) -> Result<PausedProcess> {
+    /// Waits until the process has stopped itself at a `pause` fail point. It continues when the result is dropped.
+    pub async fn wait_until_paused(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it has exited")?;
         eventually("the process has stopped itself", PATIENCE, || async {
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
@@ -190,7 +190,7 @@ impl Running {
             Ok(if state == Some('T') { Ok(()) } else { Err(format!("{state:?}; log: {}", self.log())) })
         })
         .await?;
-        self.freeze()
+        self.pause()
     }
 
     /// Stops it with SIGTERM, and returns its exit status.

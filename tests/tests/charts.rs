@@ -8,7 +8,7 @@ use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use lab::run::repository;
 use serde_json::{Value, json};
-use tests::chart::{self, Chart, called, containers, of_kind, pod_specs, texts};
+use tests::chart::{self, Chart, containers, kind_and_name, of_kind, pod_specs, texts};
 use tests::http_proxy::HttpProxy;
 use tests::local_pod::LocalPod;
 use tests::program::run_to_end;
@@ -284,11 +284,13 @@ async fn pods_get_ready(client: &Client, s: &Scenario, namespace: &str, objects:
         }
     }
     for object in objects.iter().filter(|object| object["spec"]["template"]["spec"].is_object()) {
-        let pod = LocalPod::start(&s.lab, client, namespace, object).await.with_context(|| called(object))?;
-        pod.ready().await.with_context(|| called(object))?;
+        let pod = LocalPod::start(&s.lab, client, namespace, object)
+            .await
+            .with_context(|| kind_and_name(object))?;
+        pod.ready().await.with_context(|| kind_and_name(object))?;
         let refused = pod.refused();
-        ensure!(refused.is_empty(), "{}: {refused:?}", called(object));
-        pod.stop().await.with_context(|| called(object))?;
+        ensure!(refused.is_empty(), "{}: {refused:?}", kind_and_name(object));
+        pod.stop().await.with_context(|| kind_and_name(object))?;
     }
     Ok(())
 }

@@ -32,7 +32,7 @@ const BATCH: usize = 10;
 
 #[tokio::test]
 async fn operations_complete_once_although_every_leader_is_killed_meanwhile() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let (drivers, nodes) = (drivers(&s).await?, [s.node().await?, s.node().await?]);
         let done = Arc::new(AtomicUsize::new(0));
@@ -100,7 +100,7 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
 
 #[tokio::test]
 async fn a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let drivers = drivers(&s).await?;
         let restarted = Arc::new(AtomicBool::new(false));
@@ -138,7 +138,7 @@ async fn a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation() -
 
 #[tokio::test]
 async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_continues() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
         let since = s.lab.audit()?.mark()?;
@@ -193,7 +193,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
 
 #[tokio::test]
 async fn each_event_is_written_by_one_replica() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
         attach(&drivers, 0, &handle, &node.name).await?;
@@ -216,7 +216,7 @@ async fn each_event_is_written_by_one_replica() -> Result<()> {
 const GUEST_DRIVER: &str = CONTROLLERS[0].0;
 
 /// Runs a test with three replicas of each controller and a leader of each; scales back to one afterwards.
-async fn replicated<Body, Running>(body: Body) -> Result<()>
+async fn with_replicas<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
@@ -245,12 +245,12 @@ async fn drivers(s: &Scenario) -> Result<Vec<Driver>> {
     .await
 }
 
-/// Waits until one replica leads, ignoring the replicas in `silent`, which do not respond.
-async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) -> Result<String> {
+/// Waits until one replica leads, ignoring the replicas in `without_metrics`, which do not respond.
+async fn leader(s: &Scenario, (plain, metric): (&str, &str), without_metrics: &[String]) -> Result<String> {
     eventually(&format!("one {plain} leads"), PATIENCE, || async {
         let mut leading = Vec::new();
         for component in (1..=REPLICAS).map(|number| Replica::nth(number).name(plain)) {
-            if !silent.contains(&component)
+            if !without_metrics.contains(&component)
                 && s.lab.pid(&component).is_some()
                 && has_metric(&s.lab.metrics(&component).await.unwrap_or_default(), metric, "1")
             {

@@ -17,14 +17,14 @@ use tonic::Code;
 const UNLIMITED: Qos = Qos { iops: None, bytes_per_second: None };
 
 /// Sets the VolumeAttributesClass of a guest claim.
-async fn choose(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+async fn set_class(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     let patch = Patch::Merge(json!({"spec": {"volumeAttributesClassName": class}}));
     s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
     Ok(())
 }
 
 /// Waits until the guest claim's status has a VolumeAttributesClass.
-async fn has(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+async fn has_class(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     eventually(&format!("guest claim {claim} has VolumeAttributesClass {class}"), PATIENCE, || async {
         let status = s.guest_claims().get(claim).await?.status.unwrap_or_default();
         let matches = status.current_volume_attributes_class_name.as_deref() == Some(class)
@@ -50,8 +50,8 @@ async fn is_limited(s: &Scenario, handle: &str, class: &str, qos: Qos) -> Result
         requested,
         management_claim.status
     );
-    let has = s.infra_volume(handle).await?.qos;
-    ensure!(has == qos, "the storage infra limits to {has:?}");
+    let has_class = s.infra_volume(handle).await?.qos;
+    ensure!(has_class == qos, "the storage infra limits to {has_class:?}");
     Ok(())
 }
 
@@ -69,15 +69,15 @@ async fn a_class_limits_a_volume_from_its_creation_and_can_be_changed() -> Resul
         for (class, qos) in
             [(&gold, Qos { iops: None, bytes_per_second: Some(50_000_000) }), (&open, UNLIMITED)]
         {
-            choose(&s, "data", class).await?;
-            has(&s, "data", class).await?;
+            set_class(&s, "data", class).await?;
+            has_class(&s, "data", class).await?;
             is_limited(&s, &handle, class, qos).await?;
         }
         // A volume created without a class can get one.
         let plain = s.bound_claim("plain").await?;
         assert_eq!(s.infra_volume(&plain).await?.qos, UNLIMITED);
-        choose(&s, "plain", "gold").await?;
-        has(&s, "plain", "gold").await?;
+        set_class(&s, "plain", "gold").await?;
+        has_class(&s, "plain", "gold").await?;
         is_limited(&s, &plain, "gold", Qos { iops: Some(2000), bytes_per_second: Some(80 << 20) }).await
     })
     .await
@@ -113,12 +113,12 @@ async fn a_class_without_a_management_class_is_refused_with_the_reason() -> Resu
         let refused = s.driver.calls().controller_modify_volume(unknown).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
 
-        choose(&s, "data", &class).await?;
+        set_class(&s, "data", &class).await?;
         let (reason, _) = s.wait_for_event("data", &texts).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         assert_eq!(s.infra_volume(&handle).await?.qos, UNLIMITED);
-        choose(&s, "data", "standard").await?;
-        has(&s, "data", "standard").await
+        set_class(&s, "data", "standard").await?;
+        has_class(&s, "data", "standard").await
     })
     .await
 }
@@ -130,7 +130,7 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
         let good = s.attributes_class(&[("iops", "400")]).await?;
         s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": good})).await?;
         let handle = handle(&s.bound("data").await?.1)?;
-        choose(&s, "data", &odd).await?;
+        set_class(&s, "data", &odd).await?;
         let (reason, _) = s.wait_for_event("data", &[&odd, "speed", "unknown"]).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         eventually("the guest claim's modification is infeasible", PATIENCE, || async {
@@ -141,8 +141,8 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
         .await?;
         let limits = Qos { iops: Some(400), bytes_per_second: None };
         assert_eq!(s.infra_volume(&handle).await?.qos, limits);
-        choose(&s, "data", &good).await?;
-        has(&s, "data", &good).await?;
+        set_class(&s, "data", &good).await?;
+        has_class(&s, "data", &good).await?;
         is_limited(&s, &handle, &good, limits).await
     })
     .await
@@ -162,7 +162,12 @@ async fn libvirt_limits(pods: &PodScenario, volume: &Volume) -> Result<(Option<u
 }
 
 /// How long each of these commands takes on the volume, by the VM's clock.
-async fn times(pods: &PodScenario, volume: &Volume, name: &str, commands: &[&str]) -> Result<Vec<Duration>> {
+async fn durations(
+    pods: &PodScenario,
+    volume: &Volume,
+    name: &str,
+    commands: &[&str],
+) -> Result<Vec<Duration>> {
     let timed = |command: &&str| {
         format!(
             "begin=$(cut -d' ' -f1 /proc/uptime)\n{command} 2>/dev/null\necho $begin $(cut -d' ' -f1 /proc/uptime)\n"
@@ -179,9 +184,9 @@ async fn times(pods: &PodScenario, volume: &Volume, name: &str, commands: &[&str
 
 /// Checks that each command took at least as long as its limit implies. The hypervisor allows a burst of a tenth of a
 /// second, and completes the last requests early.
-fn at_least(times: &[Duration], seconds: f64) -> Result<()> {
+fn at_least(durations: &[Duration], seconds: f64) -> Result<()> {
     let least = Duration::from_secs_f64(seconds * 0.9);
-    ensure!(times.iter().all(|time| *time >= least), "{times:?}, but the limit implies {seconds} s");
+    ensure!(durations.iter().all(|time| *time >= least), "{durations:?}, but the limit implies {seconds} s");
     Ok(())
 }
 
@@ -203,17 +208,17 @@ async fn limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume() -> Resu
         ensure!(libvirt_limits(&pods, &volume).await? == (None, Some(2 << 20)));
         let write = "dd if=/dev/zero of=/dev/volume bs=128k count=96 conv=notrunc oflag=direct";
         let read = "dd if=/dev/volume of=/dev/null bs=128k count=96 iflag=direct";
-        at_least(&times(&pods, &volume, "bytes", &[write, read]).await?, 6.0)?;
+        at_least(&durations(&pods, &volume, "bytes", &[write, read]).await?, 6.0)?;
 
-        choose(s, "raw", &operations).await?;
-        has(s, "raw", &operations).await?;
+        set_class(s, "raw", &operations).await?;
+        has_class(s, "raw", &operations).await?;
         ensure!(libvirt_limits(&pods, &volume).await? == (Some(20), None));
         let write = "dd if=/dev/zero of=/dev/volume bs=4k count=100 conv=notrunc oflag=direct";
         let read = "dd if=/dev/volume of=/dev/null bs=4k count=100 iflag=direct";
-        at_least(&times(&pods, &volume, "operations", &[write, read]).await?, 5.0)?;
+        at_least(&durations(&pods, &volume, "operations", &[write, read]).await?, 5.0)?;
 
-        choose(s, "raw", &open).await?;
-        has(s, "raw", &open).await?;
+        set_class(s, "raw", &open).await?;
+        has_class(s, "raw", &open).await?;
         ensure!(libvirt_limits(&pods, &volume).await? == (None, None));
         pods.running(&user).await.map(drop)
     })

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use lab::vm::virsh;
-use tests::driver::{late, new_volume};
+use tests::driver::{new_volume, times_out};
 use tests::pods::{self, Script, filesystem};
 use tests::tcp_proxy::TcpProxy;
 use tests::{MIB, alone, run};
@@ -67,11 +67,11 @@ async fn a_half_open_connection_and_its_return_are_detected() -> Result<()> {
         proxy.stall();
         let start = Instant::now();
         // The driver answers before its client gives up.
-        late("attach", &["management"], || {
+        times_out("attach", &["management"], || {
             controller.driver.publish_within(detached, &node.name, SHORT_DEADLINE)
         })
         .await?;
-        late("detach", &["management"], || {
+        times_out("detach", &["management"], || {
             controller.driver.unpublish_within(attached, &node.name, SHORT_DEADLINE)
         })
         .await?;
@@ -242,7 +242,7 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
 
         proxy.stall();
         let start = Instant::now();
-        late("attach", &[], || s.driver.publish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
+        times_out("attach", &[], || s.driver.publish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
         s.wait_for_event("data", &["storage infra", &proxy.url()]).await?;
         print_time("half-open connection to the infra reported on the guest's claim after its start", start);
         second.not_ready_because(&["storage infra", &proxy.url()]).await?;
@@ -254,7 +254,7 @@ async fn a_half_open_connection_to_the_infra_is_reported_on_every_tier_and_recov
         .await?;
 
         proxy.stall();
-        late("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
+        times_out("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
         proxy.open().await?;
         let reopened = Instant::now();
         retry_until_done("detach over the connection to the infra", reopened, || {
@@ -278,7 +278,7 @@ async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Res
         let request = new_volume(&s.csi_name(), 4 * MIB, "nestor");
 
         let paused = s.pause_component("storage-infra")?;
-        late("attach", &[], || s.driver.publish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
+        times_out("attach", &[], || s.driver.publish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
         drop(paused);
         let reopened = Instant::now();
         retry_until_done("attach after the infra was paused", reopened, || {
@@ -290,8 +290,9 @@ async fn calls_wait_for_a_paused_or_stopped_infra_and_are_executed_once() -> Res
         let start = Instant::now();
         while start.elapsed() < outage() {
             // Each call ends with an error or at its deadline, so no pause is needed.
-            late("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SHORT_DEADLINE)).await?;
-            late("CreateVolume", &[], || s.driver.create(request.clone())).await?;
+            times_out("detach", &[], || s.driver.unpublish_within(&handle, &node.name, SHORT_DEADLINE))
+                .await?;
+            times_out("CreateVolume", &[], || s.driver.create(request.clone())).await?;
         }
         s.start_component("storage-infra").await?;
         let reopened = Instant::now();
@@ -335,7 +336,7 @@ async fn a_pod_is_not_affected_while_libvirtd_and_the_management_cluster_are_dow
         for component in ["mgmt-apiserver", "libvirtd"] {
             s.kill_component(component).await?;
         }
-        late("attach", &[], || s.driver.publish_within(&more.handle, &here, SHORT_DEADLINE)).await?;
+        times_out("attach", &[], || s.driver.publish_within(&more.handle, &here, SHORT_DEADLINE)).await?;
         for component in ["mgmt-apiserver", "libvirtd"] {
             s.start_component(component).await?;
         }

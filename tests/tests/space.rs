@@ -133,13 +133,13 @@ const DISK: u64 = 32 * MIB.cast_unsigned();
 const LEFT: u64 = DISK / 2;
 
 /// A VM whose disk is in a pool with too little free space, before it writes.
-struct Short<'a> {
+struct AlmostFullPool<'a> {
     vm: WriterVm<'a>,
     file: PathBuf,
     filler: PathBuf,
 }
 
-impl<'a> Short<'a> {
+impl<'a> AlmostFullPool<'a> {
     async fn begin(s: &'a Scenario, pool: &OwnPool, claim: &str) -> Result<Self> {
         let (management_class, class) = s.classes(&[("pool", pool.name.as_str())]).await?;
         s.claim_with(claim, &class, &DISK.to_string(), json!({"volumeMode": "Block"})).await?;
@@ -171,28 +171,36 @@ impl<'a> Short<'a> {
 const PIECES: usize = DISK as usize / PIECE;
 const PAUSED: &str = "paused (I/O error)";
 
-async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> Result<()> {
-    short.vm.resume().await?;
-    short.vm.wait_for_state(Some(PAUSED), "shut off").await?;
+async fn vm_is_paused_until_there_is_space(
+    s: &Scenario,
+    pool: &OwnPool,
+    almost_full: &AlmostFullPool<'_>,
+) -> Result<()> {
+    almost_full.vm.resume().await?;
+    almost_full.vm.wait_for_state(Some(PAUSED), "shut off").await?;
     let texts = ["is paused", "got no space in pool", pool.name.as_str()];
     s.wait_for_event("pause", &texts).await?;
     ensure!(
         s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full),
         "the pool is not reported as full"
     );
-    ensure!(short.written()? < PIECES, "there was enough space");
-    std::fs::remove_file(&short.filler)?;
-    short.vm.wait_for_state(None, "shut off").await?;
-    ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
+    ensure!(almost_full.written()? < PIECES, "there was enough space");
+    std::fs::remove_file(&almost_full.filler)?;
+    almost_full.vm.wait_for_state(None, "shut off").await?;
+    ensure!(
+        almost_full.written()? == PIECES,
+        "only {} of {PIECES} pieces were written",
+        almost_full.written()?
+    );
     s.wait_for_event("pause", &["the volume is healthy"]).await.map(drop)
 }
 
-async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {
-    short.vm.resume().await?;
+async fn writes_fail_and_vm_runs(almost_full: &AlmostFullPool<'_>) -> Result<()> {
+    almost_full.vm.resume().await?;
     // The VM shuts down at the first error.
-    short.vm.wait_for_state(None, PAUSED).await?;
-    ensure!(short.written()? < PIECES, "there was enough space");
-    Ok(std::fs::remove_file(&short.filler)?)
+    almost_full.vm.wait_for_state(None, PAUSED).await?;
+    ensure!(almost_full.written()? < PIECES, "there was enough space");
+    Ok(std::fs::remove_file(&almost_full.filler)?)
 }
 
 #[tokio::test]
@@ -200,15 +208,15 @@ async fn a_vm_whose_pool_is_full_is_paused_until_there_is_space_and_no_write_fai
     run(|s| async move {
         let pool = s.pool(&[]).await?;
         s.show_to_libvirt(&pool).await?;
-        let short = Short::begin(&s, &pool, "pause").await?;
-        let outcome = pauses_and_goes_on(&s, &pool, &short).await;
-        short.vm.destroy().await?;
+        let almost_full = AlmostFullPool::begin(&s, &pool, "pause").await?;
+        let outcome = vm_is_paused_until_there_is_space(&s, &pool, &almost_full).await;
+        almost_full.vm.destroy().await?;
         outcome?;
 
         s.set_on_full(&pool, OnFull::Fail).await?;
-        let short = Short::begin(&s, &pool, "fail").await?;
-        let outcome = fails_and_runs_on(&short).await;
-        short.vm.destroy().await?;
+        let almost_full = AlmostFullPool::begin(&s, &pool, "fail").await?;
+        let outcome = writes_fail_and_vm_runs(&almost_full).await;
+        almost_full.vm.destroy().await?;
         outcome
     })
     .await

@@ -23,14 +23,14 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         s.stop_component(SHIM).await?;
         let management = management_cluster(&s)?;
         let leader = shim_replica(&s, &management.kubeconfig_of(SHIM), &[]).await?;
-        leads(&leader).await?;
+        wait_until_leader(&leader).await?;
         let (proxy, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
         let proxied: PathBuf = folder.path().join("kubeconfig");
         proxy.kubeconfig(&management.kubeconfig_of(SHIM), &proxied)?;
         let standby = shim_replica(&s, &proxied, &[]).await?;
 
         // The last state that the standby observes: one entry removed and one added, neither processed yet.
-        let frozen = leader.freeze()?;
+        let paused = leader.pause()?;
         s.remove_entries(&node.name, |one| *one == entry(&kept)).await?;
         s.add_entry(&node.name, entry(&given_up)).await?;
         proxy.wait_until_idle().await?;
@@ -39,8 +39,8 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         s.add_entry(&node.name, entry(&kept)).await?;
         proxy.watches_lost().await?;
         let mark = s.lab.audit()?.mark()?;
-        leads(&standby).await?;
-        begins(&s, mark).await?;
+        wait_until_leader(&standby).await?;
+        wait_for_first_request(&s, mark).await?;
         proxy.cut();
         proxy.open().await?;
         // The standby has reconciled this VM before it answers.
@@ -61,7 +61,7 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         }
         let status = standby.stop().await?;
         anyhow::ensure!(status.success(), "the standby exited with {status}");
-        drop((frozen, leader));
+        drop((paused, leader));
         s.start_component(SHIM).await
     })
     .await
@@ -71,17 +71,17 @@ fn entry(claim: &str) -> Value {
     json!({"name": names::volume_entry(claim), "persistentVolumeClaim": {"claimName": claim}})
 }
 
-async fn leads(replica: &Running) -> Result<()> {
+async fn wait_until_leader(replica: &Running) -> Result<()> {
     eventually("the replica leads", PATIENCE, || async {
         let (_, metrics) = replica.get("/metrics").await?;
-        let leads = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
-        Ok(if leads { Ok(()) } else { Err(replica.log()) })
+        let wait_until_leader = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
+        Ok(if wait_until_leader { Ok(()) } else { Err(replica.log()) })
     })
     .await
 }
 
 /// Waits until the new leader sends requests about VMs or their disks.
-async fn begins(s: &Scenario, mark: Mark) -> Result<()> {
+async fn wait_for_first_request(s: &Scenario, mark: Mark) -> Result<()> {
     eventually("the new leader sends requests", PATIENCE, || async {
         let all = s.lab.audit()?.since(mark)?;
         let mut of_shim = all.iter().filter(|one| one.user_agent.starts_with(SHIM));

@@ -352,7 +352,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
         let own = || vec![(names::LABEL_CLUSTER_ID.to_owned(), s.cluster_id.clone())];
-        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        let texts = |texts: &[&str]| texts.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
         for incompatible in [
             IncompatibleVolume {
                 name: "larger",
@@ -360,7 +360,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({}),
                 guest_spec: json!({"capacity": {"storage": "8Mi"}}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["8Mi", "4Mi"]),
+                texts: texts(&["8Mi", "4Mi"]),
             },
             IncompatibleVolume {
                 name: "block-of-filesystem",
@@ -368,7 +368,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({}),
                 guest_spec: json!({"volumeMode": "Block"}),
                 capability: block(Mode::SingleNodeWriter),
-                texts: words(&["volumeMode", "Block", "Filesystem"]),
+                texts: texts(&["volumeMode", "Block", "Filesystem"]),
             },
             IncompatibleVolume {
                 name: "filesystem-of-block",
@@ -376,7 +376,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({"volumeMode": "Block"}),
                 guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["volumeMode", "Block", "Filesystem"]),
+                texts: texts(&["volumeMode", "Block", "Filesystem"]),
             },
             IncompatibleVolume {
                 name: "another-access-mode",
@@ -384,7 +384,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({}),
                 guest_spec: json!({"accessModes": ["ReadOnlyMany"]}),
                 capability: mount(Mode::MultiNodeReaderOnly),
-                texts: words(&["ReadOnlyMany", "ReadWriteOnce"]),
+                texts: texts(&["ReadOnlyMany", "ReadWriteOnce"]),
             },
             IncompatibleVolume {
                 name: "writer-of-a-reader",
@@ -392,7 +392,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({"accessModes": ["ReadOnlyMany"]}),
                 guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["ReadWriteOnce", "ReadOnlyMany"]),
+                texts: texts(&["ReadWriteOnce", "ReadOnlyMany"]),
             },
             IncompatibleVolume {
                 name: "shared-for-reading",
@@ -400,7 +400,7 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
                 management_spec: json!({}),
                 guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["shared read-only"]),
+                texts: texts(&["shared read-only"]),
             },
         ] {
             refused_everywhere(&s, &node, incompatible).await?;

@@ -110,7 +110,7 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
     // Logs of a failed run.
     let _ = fs::remove_dir_all(run.dir());
     fs::create_dir_all(run.dir()).with_context(|| format!("cannot make {}", run.dir().display()))?;
-    let name = run.name();
+    let name = run.dir().file_name().unwrap_or_default().to_string_lossy().into_owned();
     run.update(|state| {
         *state = State {
             name,
@@ -152,11 +152,11 @@ async fn start_infra(
     let pools = infra::mount_pools(run).await?;
     libvirtd::start(ui, run).await?;
     step.done();
-    for (name, vm) in vms {
-        let guest = planned(guests, &vm.guest)?;
+    for (name, machine) in vms {
+        let guest = planned(guests, &machine.guest)?;
         let kubelet = guest.plane.kubelet_files(name)?;
-        vm::boot(run, name, vm, &built.image, &kubelet, &built.binaries.join("gc-csi-node")).await?;
-        ui.line(format!("{name} boots ({})", vm.accelerator));
+        vm::boot(run, name, machine, &built.image, &kubelet, &built.binaries.join("gc-csi-node")).await?;
+        ui.line(format!("{name} boots ({})", machine.accelerator));
     }
     let step = ui.step("storage infra");
     infra::start(run, &built.binaries, pools).await?;
@@ -202,18 +202,18 @@ async fn start_system(
     let state = run.state()?;
     let infra = state.infra.as_ref().context("no storage infra")?;
     let client = kubeconfig::client(&management.cluster.kubeconfig).await?;
-    let registrations = async {
-        for (name, vm) in vms {
-            let namespace = &planned(guests, &vm.guest)?.guest.namespace;
-            virtual_machines::create(&client, namespace, name, &vm.uuid, &vm.zone).await?;
-            infra::register_node(infra, name, &vm.uuid, &vm.zone, infra::LIBVIRT).await?;
+    let machines = async {
+        for (name, machine) in vms {
+            let namespace = &planned(guests, &machine.guest)?.guest.namespace;
+            virtual_machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+            infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
         }
         Ok(())
     };
     let drivers =
         guests.iter().map(|guest| drivers::start_guest(run, &state, &guest.guest.cluster.name, replicas));
     futures::try_join!(
-        registrations,
+        machines,
         drivers::start_snapshot_controllers(run, &state),
         drivers::start_management(run, &state, replicas),
         futures::future::try_join_all(drivers)
@@ -223,9 +223,9 @@ async fn start_system(
 }
 
 async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, VmRecord)]) -> Result<()> {
-    let joins = vms.iter().map(|(name, vm)| async move {
+    let joins = vms.iter().map(|(name, machine)| async move {
         let step = ui.step(format!("{name} is a ready node with gc-csi-node"));
-        let client = kubeconfig::client(&planned(guests, &vm.guest)?.plane.cluster.kubeconfig).await?;
+        let client = kubeconfig::client(&planned(guests, &machine.guest)?.plane.cluster.kubeconfig).await?;
         vm::wait_for_node(run, &client, name).await?;
         vm::wait_for_driver(run, &client, name).await?;
         step.done();

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::files::write_file;
+use super::files::put;
 use crate::cache::{self, Key};
 use crate::oci::sha256;
 use crate::process::{command, run};
@@ -113,7 +113,7 @@ async fn unpack(files: &[PathBuf], root: &Path) -> Result<Vec<Package>> {
         let line =
             r#"dpkg-deb --fsys-tarfile "$1" | tar --extract --keep-directory-symlink --directory "$2""#;
         run(command("sh", ["-ec", line, "sh"]).arg(file).arg(root)).await?;
-        write_file(&root.join("var/lib/dpkg/status.d").join(&package.name), control.as_bytes(), 0o644)?;
+        put(&root.join("var/lib/dpkg/status.d").join(&package.name), control.as_bytes(), 0o644)?;
         packages.push(package);
     }
     prune(root).await?;
@@ -131,10 +131,10 @@ fn skeleton(root: &Path) -> Result<()> {
         symlink(format!("usr/{name}"), root.join(name))?;
     }
     symlink("/run", root.join("var/run"))?;
-    write_file(&root.join("etc/passwd"), b"root:x:0:0::/:/none\nnonroot:x:65532:65532::/:/none\n", 0o644)?;
-    write_file(&root.join("etc/group"), b"root:x:0:\nnonroot:x:65532:\n", 0o644)?;
+    put(&root.join("etc/passwd"), b"root:x:0:0::/:/none\nnonroot:x:65532:65532::/:/none\n", 0o644)?;
+    put(&root.join("etc/group"), b"root:x:0:\nnonroot:x:65532:\n", 0o644)?;
     // Without this file, names are looked up in services that do not exist.
-    write_file(&root.join("etc/nsswitch.conf"), b"passwd: files\ngroup: files\nhosts: files dns\n", 0o644)?;
+    put(&root.join("etc/nsswitch.conf"), b"passwd: files\ngroup: files\nhosts: files dns\n", 0o644)?;
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 
 /// Writes a file with this mode, whatever the umask is, and creates its directory.
-pub(crate) fn write_file(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
+pub(crate) fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }

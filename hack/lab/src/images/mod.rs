@@ -17,7 +17,7 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
-use files::write_file;
+use files::put;
 
 /// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
@@ -165,12 +165,8 @@ impl Image {
         let work = tempfile::tempdir_in(out)?;
         let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
-        write_file(
-            &top.join("usr/local/bin").join(self.program),
-            &fs::read(binaries.join(self.program))?,
-            0o755,
-        )?;
-        write_file(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
+        put(&top.join("usr/local/bin").join(self.program), &fs::read(binaries.join(self.program))?, 0o755)?;
+        put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
         let name = format!("localhost/nestor/{}:{version}", self.name);

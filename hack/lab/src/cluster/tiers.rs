@@ -17,9 +17,9 @@ pub const MANAGEMENT_NAMESPACE: &str = "nestor-system";
 /// The namespace of Nestor's components in a guest.
 pub const GUEST_NAMESPACE: &str = "kube-system";
 /// Components of the management cluster. A component's ServiceAccount has its name.
-const MANAGEMENT_COMPONENTS: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
+const MANAGEMENT_PARTS: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
 /// Components of a guest.
-const GUEST_COMPONENTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
+const GUEST_PARTS: [&str; 2] = ["gc-csi-controller", "csi-attacher"];
 /// Components of both tiers.
 const SIDECARS: [&str; 4] = ["csi-provisioner", "csi-resizer", "csi-snapshotter", "snapshot-controller"];
 
@@ -39,19 +39,19 @@ fn namespace(name: &str) -> Value {
 /// component. The definitions of the snapshot API are third-party and come from a folder.
 pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    let nestor = definitions(&repository().join("crds").join("yaml"))?;
+    let ours = definitions(&repository().join("crds").join("yaml"))?;
     let cluster_api = include_str!("../../manifests/cluster-api.yaml");
     let cluster_api = vec![("manifests/cluster-api.yaml".to_owned(), cluster_api.to_owned())];
-    apply_definitions(&client, &[nestor, cluster_api, definitions(snapshot_definitions)?].concat()).await?;
+    apply_definitions(&client, &[ours, cluster_api, definitions(snapshot_definitions)?].concat()).await?;
     apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
     let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
     apply(&client, "nestor-management/files/management.yaml", &accounts).await?;
     apply(&client, "nestor-management/files/classes.yaml", MANAGEMENT_CLASSES).await?;
-    prepare_accounts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_COMPONENTS).await
+    prepare_parts(&client, cluster, MANAGEMENT_NAMESPACE, &MANAGEMENT_PARTS).await
 }
 
 /// Applies the sidecars' accounts, and writes a kubeconfig for each sidecar and each component in `own`.
-async fn prepare_accounts(
+async fn prepare_parts(
     client: &kube::Client,
     cluster: &Cluster,
     namespace: &str,
@@ -84,7 +84,7 @@ pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Re
     let accounts = GUEST.replace("${NAMESPACE}", GUEST_NAMESPACE);
     apply(&client, "nestor-guest/files/guest.yaml", &accounts).await?;
     apply(&client, "nestor-guest/files/classes.yaml", GUEST_CLASSES).await?;
-    prepare_accounts(&client, cluster, GUEST_NAMESPACE, &GUEST_COMPONENTS).await?;
+    prepare_parts(&client, cluster, GUEST_NAMESPACE, &GUEST_PARTS).await?;
     let namespaces: Api<Namespace> = Api::all(client);
     namespaces.get("kube-system").await?.uid().context("namespace kube-system has no UID")
 }

@@ -7,8 +7,8 @@ use anyhow::{Context, Result, anyhow};
 use infra_api::VolumeId;
 use k8s_openapi::api::core::v1::{Namespace, ObjectReference, PersistentVolume};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttributesClass};
-use kube::ResourceExt;
 use kube::api::{Api, ListParams};
+use kube::{Resource, ResourceExt};
 
 use crate::objects::{delete, gone, set_policy};
 use crate::{PATIENCE, Scenario, eventually};
@@ -59,14 +59,17 @@ impl Scenario {
         self.remove_nodes().await?;
         self.set_policies_to_delete().await?;
         self.remove_guest_objects().await?;
+        self.remove_management_objects().await?;
+        self.remove_classes().await?;
+        self.no_leftovers().await?;
+        self.remove_pools().await
+    }
+
+    async fn remove_management_objects(&self) -> Result<()> {
         let snapshots = self.created().management_snapshots.clone();
-        for snapshot in snapshots {
-            delete(&self.snapshots(), &snapshot).await?;
-        }
+        delete_all(&[self.snapshots()], snapshots).await?;
         let by_hand = std::mem::take(&mut self.created().management_claims);
-        for claim in &by_hand {
-            delete(&self.claims(), claim).await?;
-        }
+        delete_all(&[self.claims()], by_hand.iter().cloned()).await?;
         let claims: BTreeSet<String> = self.created().claims.clone();
         for claim in claims.iter().filter(|claim| !by_hand.contains(claim)) {
             eventually(&format!("volume {claim} deleted"), PATIENCE, || async {
@@ -75,29 +78,20 @@ impl Scenario {
             .await?;
         }
         let quotas = std::mem::take(&mut self.created().quotas);
-        for quota in quotas {
-            delete(&self.quotas(), &quota).await?;
-        }
-        let classes = std::mem::take(&mut self.created().guest_classes);
-        for class in classes {
-            delete(&Api::<StorageClass>::all(self.guest.clone()), &class).await?;
-        }
-        let classes = std::mem::take(&mut self.created().management_classes);
-        for class in classes {
-            delete(&Api::<StorageClass>::all(self.management.clone()), &class).await?;
-        }
-        let classes = std::mem::take(&mut self.created().snapshot_classes);
-        for class in classes {
-            delete(&self.guest_snapshot_classes(), &class).await?;
-            delete(&self.snapshot_classes(), &class).await?;
-        }
-        let classes = std::mem::take(&mut self.created().attributes_classes);
-        for class in classes {
-            delete(&Api::<VolumeAttributesClass>::all(self.guest.clone()), &class).await?;
-            delete(&Api::<VolumeAttributesClass>::all(self.management.clone()), &class).await?;
-        }
-        self.no_leftovers().await?;
-        self.remove_pools().await
+        delete_all(&[self.quotas()], quotas).await
+    }
+
+    async fn remove_classes(&self) -> Result<()> {
+        let clients = [&self.guest, &self.management];
+        let storage_classes = clients.map(|client| Api::<StorageClass>::all(client.clone()));
+        let names = std::mem::take(&mut self.created().guest_classes);
+        delete_all(&storage_classes[..1], names).await?;
+        let names = std::mem::take(&mut self.created().management_classes);
+        delete_all(&storage_classes[1..], names).await?;
+        let names = std::mem::take(&mut self.created().snapshot_classes);
+        delete_all(&[self.guest_snapshot_classes(), self.snapshot_classes()], names).await?;
+        let names = std::mem::take(&mut self.created().attributes_classes);
+        delete_all(&clients.map(|client| Api::<VolumeAttributesClass>::all(client.clone())), names).await
     }
 
     /// Sets the reclaim policy of every volume that would be kept to Delete.
@@ -145,19 +139,7 @@ impl Scenario {
             Ok(left.iter().map(ResourceExt::name_any).collect())
         })
         .await?;
-        let mut clusters = vec![self.guest_volumes()];
-        if self.created().second_guest_volumes {
-            clusters.push(self.second_guest().await?.volumes());
-        }
-        for volumes in clusters {
-            for volume in volumes.list(&by_hand).await? {
-                delete(&volumes, &volume.name_any()).await?;
-            }
-            gone("static volumes", || async {
-                Ok(volumes.list(&by_hand).await?.items.iter().map(ResourceExt::name_any).collect())
-            })
-            .await?;
-        }
+        self.remove_static_volumes(&by_hand).await?;
         gone("volumes of the guest", || async {
             let volumes = self.guest_volumes().list(&ListParams::default()).await?;
             let own = volumes.iter().filter(|volume| {
@@ -168,6 +150,24 @@ impl Scenario {
         })
         .await?;
         delete(&Api::<Namespace>::all(self.guest.clone()), &self.name).await
+    }
+
+    /// Deletes the PersistentVolumes of both guests that `by_hand` selects.
+    async fn remove_static_volumes(&self, by_hand: &ListParams) -> Result<()> {
+        let mut clusters = vec![self.guest_volumes()];
+        if self.created().second_guest_volumes {
+            clusters.push(self.second_guest().await?.volumes());
+        }
+        for volumes in clusters {
+            for volume in volumes.list(by_hand).await? {
+                delete(&volumes, &volume.name_any()).await?;
+            }
+            gone("static volumes", || async {
+                Ok(volumes.list(by_hand).await?.items.iter().map(ResourceExt::name_any).collect())
+            })
+            .await?;
+        }
+        Ok(())
     }
 
     /// Detaches all disks of the scenario's nodes, and removes the nodes.
@@ -189,16 +189,29 @@ impl Scenario {
     }
 }
 
-/// Sets the reclaim policy of the volumes that `whose` selects by themselves and their claims.
+/// Deletes the objects with these names from each of the APIs.
+async fn delete_all<K>(apis: &[Api<K>], names: impl IntoIterator<Item = String>) -> Result<()>
+where
+    K: Resource + Clone + std::fmt::Debug + serde::de::DeserializeOwned,
+{
+    for name in names {
+        for api in apis {
+            delete(api, &name).await?;
+        }
+    }
+    Ok(())
+}
+
+/// Sets the reclaim policy of the volumes that `selects` accepts, by themselves and their claims.
 async fn set_policies(
     volumes: &Api<PersistentVolume>,
     policy: &str,
-    whose: impl Fn(&PersistentVolume, Option<&ObjectReference>) -> bool,
+    selects: impl Fn(&PersistentVolume, Option<&ObjectReference>) -> bool,
 ) -> Result<()> {
     for volume in volumes.list(&ListParams::default()).await? {
         let spec = volume.spec.as_ref();
         let differs = spec.and_then(|spec| spec.persistent_volume_reclaim_policy.as_deref()) != Some(policy);
-        if differs && whose(&volume, spec.and_then(|spec| spec.claim_ref.as_ref())) {
+        if differs && selects(&volume, spec.and_then(|spec| spec.claim_ref.as_ref())) {
             set_policy(volumes, &volume.name_any(), policy).await?;
         }
     }

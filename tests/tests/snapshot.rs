@@ -28,34 +28,37 @@ async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing(
         let (volume, _) = s.bound_file("data").await?;
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
-        let above = s.guest_snapshots().get("first").await?;
-        let csi_name = format!("snapshot-{}", above.uid().context("no UID")?);
+        let guest_snapshot = s.guest_snapshots().get("first").await?;
+        let csi_name = format!("snapshot-{}", guest_snapshot.uid().context("no UID")?);
         assert_eq!(handle, names::management_snapshot(&s.cluster_id, &csi_name), "a deterministic name");
 
-        let management_claim = s.snapshots().get(&handle).await?;
-        assert_eq!(management_claim.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
+        let management_snapshot = s.snapshots().get(&handle).await?;
+        assert_eq!(management_snapshot.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
         for (annotation, value) in
             [(names::ANNOTATION_GUEST_SNAPSHOT, "first"), (names::ANNOTATION_GUEST_NAMESPACE, &s.name)]
         {
             assert_eq!(
-                management_claim.annotations().get(annotation).map(String::as_str),
+                management_snapshot.annotations().get(annotation).map(String::as_str),
                 Some(value),
                 "{annotation}"
             );
         }
-        assert_eq!(management_claim.data["spec"]["source"]["persistentVolumeClaimName"], volume);
-        assert_eq!(management_claim.data["spec"]["volumeSnapshotClassName"], "nestor");
-        for status in [&above.data["status"], &management_claim.data["status"]] {
+        assert_eq!(management_snapshot.data["spec"]["source"]["persistentVolumeClaimName"], volume);
+        assert_eq!(management_snapshot.data["spec"]["volumeSnapshotClassName"], "nestor");
+        for status in [&guest_snapshot.data["status"], &management_snapshot.data["status"]] {
             assert_eq!(status["readyToUse"], true, "{status}");
             assert_eq!(status["restoreSize"], "5Mi", "{status}");
-            assert_eq!(status["creationTime"], management_claim.data["status"]["creationTime"], "{status}");
+            assert_eq!(
+                status["creationTime"], management_snapshot.data["status"]["creationTime"],
+                "{status}"
+            );
         }
 
         let kept = s.infra_snapshot(&handle).await?;
         assert_eq!(kept.volume, s.infra_volume(&volume).await?.id);
         assert_eq!((kept.capacity_bytes, kept.state), (5 << 20, VolumeState::Ready));
         let second = |time: &str| time.split(['.', 'Z']).next().unwrap_or_default().to_owned();
-        let created = above.data["status"]["creationTime"].as_str().context("no creationTime")?;
+        let created = guest_snapshot.data["status"]["creationTime"].as_str().context("no creationTime")?;
         assert_eq!(
             second(&kept.created_at),
             second(created),
@@ -63,7 +66,7 @@ async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing(
         );
 
         let content =
-            above.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
+            guest_snapshot.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         eventually("the guest's content is deleted", PATIENCE, || async {
             let left = s.guest_contents().get_opt(content).await?;
@@ -87,15 +90,15 @@ async fn a_snapshot_is_not_ready_before_the_infra_has_copied_all_data() -> Resul
         let frozen = freeze_filesystem_of(&file)?;
         s.snapshot("first", "data").await?;
         let both = || async {
-            // The guest is read first: what it reports must be true below by then.
-            let above = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
-            let management_claim = s.infra.list_snapshots(Some(&id), None, None).await?.items;
-            let management_claim = management_claim.iter().map(|one| one.state).collect::<Vec<_>>();
+            // The guest is read first: what it reports must be true in the storage infra by then.
+            let guest_ready = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
+            let infra_states = s.infra.list_snapshots(Some(&id), None, None).await?.items;
+            let infra_states = infra_states.iter().map(|one| one.state).collect::<Vec<_>>();
             ensure!(
-                above != Some(true) || management_claim == [VolumeState::Ready],
-                "the storage infra has {management_claim:?}"
+                guest_ready != Some(true) || infra_states == [VolumeState::Ready],
+                "the storage infra has {infra_states:?}"
             );
-            anyhow::Ok((above, management_claim))
+            anyhow::Ok((guest_ready, infra_states))
         };
         eventually("the copy is in progress, and the guest's snapshot is not ready", PATIENCE, || async {
             let observed = both().await?;

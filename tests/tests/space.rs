@@ -103,8 +103,8 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         let events = s.events("vast").await?;
         ensure!(!events.iter().any(|(_, text)| text.contains("AlreadyExists")), "{events:?}");
         let uid = s.guest_claims().get("vast").await?.metadata.uid.context("no UID")?;
-        let management_class = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
-        ensure!(management_class.is_none(), "{management_class:?}");
+        let management_claim = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
+        ensure!(management_claim.is_none(), "{management_claim:?}");
         s.guest_claims().delete("vast", &DeleteParams::default()).await?;
 
         // A management claim of this size is refused by the storage infra.
@@ -141,7 +141,7 @@ struct AlmostFullPool<'a> {
 
 impl<'a> AlmostFullPool<'a> {
     async fn begin(s: &'a Scenario, pool: &OwnPool, claim: &str) -> Result<Self> {
-        let (management_class, class) = s.classes(&[("pool", pool.name.as_str())]).await?;
+        let (_, class) = s.classes(&[("pool", pool.name.as_str())]).await?;
         s.claim_with(claim, &class, &DISK.to_string(), json!({"volumeMode": "Block"})).await?;
         let (_, volume) = s.bound(claim).await?;
         let node = s.node().await?;

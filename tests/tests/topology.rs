@@ -189,8 +189,8 @@ async fn a_volume_accessible_from_all_zones_has_no_node_affinity() -> Result<()>
             assert!(!claim.annotations().contains_key(annotation), "{annotation}");
         }
         // The same with allowedTopologies: the zone can access the volume too.
-        let guest_class = [(names::PARAMETER_MANAGEMENT_CLASS, management_class.as_str())];
-        let zoned = s.guest_class_with(&guest_class, only_in(B)).await?;
+        let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, management_class.as_str())];
+        let zoned = s.guest_class_with(&parameters, only_in(B)).await?;
         raw_claim(&s, "zoned", &zoned).await?;
         assert_eq!(affinity(&s.bound("zoned").await?.1), None);
         Ok(())

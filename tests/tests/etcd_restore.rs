@@ -33,7 +33,7 @@ impl AttachedVolume {
     }
 
     /// UUIDs of the nodes that have it attached in the storage infra.
-    async fn vms(&self, s: &Scenario) -> Result<Vec<String>> {
+    async fn nodes(&self, s: &Scenario) -> Result<Vec<String>> {
         let list = s.infra.list_attachments(None, Some(&self.infra.id)).await?;
         Ok(list.iter().map(|one| one.node.to_string()).collect())
     }

@@ -34,18 +34,18 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
             }
         };
         let own_label = || vec![(names::LABEL_CLUSTER_ID, own[0].1.to_owned())];
-        let (stale, ordered) = (claim(own_label()).await?, claim(own_label()).await?);
-        let (elsewhere, nobodys) = (claim(own_label()).await?, claim(Vec::new()).await?);
-        let volume = static_volume(&unique(&s.name), &s.name, &ordered, &json!({}))?;
+        let (stale, attached_entry) = (claim(own_label()).await?, claim(own_label()).await?);
+        let (elsewhere, foreign_entry) = (claim(own_label()).await?, claim(Vec::new()).await?);
+        let volume = static_volume(&unique(&s.name), &s.name, &attached_entry, &json!({}))?;
         let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
         s.k8s_attach(&volume.name_any(), &node.name).await?;
-        controller.driver.publish(&ordered, &node.name).await?;
+        controller.driver.publish(&attached_entry, &node.name).await?;
         controller.driver.publish(&elsewhere, &no_node.name).await?;
-        s.add_entry(&node.name, entry(&nobodys)).await?;
+        s.add_entry(&node.name, entry(&foreign_entry)).await?;
         // Attached last, so that its grace ends after that of the others.
         controller.driver.publish(&stale, &node.name).await?;
 
-        has_entries(&s, &node.name, &[&ordered, &nobodys]).await?;
+        has_entries(&s, &node.name, &[&attached_entry, &foreign_entry]).await?;
         let (reason, _) = s.wait_for_event_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
         assert_eq!(reason, "StaleEntryRemoved");
         eventually("the disk is detached", PATIENCE, || async {
@@ -79,8 +79,8 @@ async fn a_lost_entry_with_a_guest_attachment_is_restored() -> Result<()> {
         assert_eq!(reason, "LostEntryRestored");
         is_attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
-        let has_metric = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
-        assert!(has_metric >= 1, "{metrics}");
+        let repairs = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
+        assert!(repairs >= 1, "{metrics}");
         s.k8s_detach(&attachment).await?;
         has_entries(&s, &node.name, &[]).await
     })
@@ -143,8 +143,8 @@ async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
         .await?;
         is_attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("mgmt-csi").await?;
-        let has_metric = value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"lost_attachment\"}")?;
-        assert!(has_metric >= 1, "{metrics}");
+        let repairs = value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"lost_attachment\"}")?;
+        assert!(repairs >= 1, "{metrics}");
         s.driver.unpublish(&handle, &node.name).await?;
         Ok(())
     })
@@ -155,19 +155,19 @@ async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
 async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
-        let (left, wanted, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
+        let (left, requested, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
         // Left over if a VolumeAttachment is deleted without its finalizer.
         let leftover = |name: &str| format!("{}.{name}.{}", s.namespace, uuid::Uuid::new_v4());
-        let stray = attach_in_infra(&s, &leftover(&unique("gone")), &left, &node).await?;
-        let again = attach_in_infra(&s, &leftover(&unique("gone")), &wanted, &node).await?;
+        let dangling = attach_in_infra(&s, &leftover(&unique("gone")), &left, &node).await?;
+        let again = attach_in_infra(&s, &leftover(&unique("gone")), &requested, &node).await?;
         // Added before the grace ends.
-        s.add_entry(&node.name, entry(&wanted)).await?;
+        s.add_entry(&node.name, entry(&requested)).await?;
         let foreign = attach_in_infra(&s, &unique("somebody"), &by_hand, &node).await?;
 
         let reason = s.wait_for_management_event(&left, &["no VolumeAttachment", "detached"]).await?;
         assert_eq!(reason, "DanglingAttachmentRemoved");
         assert_eq!(
-            s.wait_for_management_event(&wanted, &["left alone", "AttachmentRecreated"]).await?,
+            s.wait_for_management_event(&requested, &["left alone", "AttachmentRecreated"]).await?,
             "DanglingAttachment"
         );
         assert_eq!(
@@ -176,7 +176,7 @@ async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<(
         );
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();
-        assert!(!there.contains(&&stray), "{there:?}");
+        assert!(!there.contains(&&dangling), "{there:?}");
         assert!(there.contains(&&again) && there.contains(&&foreign), "{there:?}");
         let metrics = s.lab.metrics("mgmt-csi").await?;
         assert!(
@@ -188,8 +188,8 @@ async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<(
         // After a manual detach, the VolumeAttachment is served.
         s.infra.detach(&again, PATIENCE).await?;
         s.infra.detach(&foreign, PATIENCE).await?;
-        let disk = s.infra_volume(&wanted).await?.disk_uuid.to_string();
-        is_attached(&s, &node.name, &wanted, &disk).await
+        let disk = s.infra_volume(&requested).await?.disk_uuid.to_string();
+        is_attached(&s, &node.name, &requested, &disk).await
     })
     .await
 }
@@ -482,5 +482,5 @@ async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
 }
 
 fn find_item<'a>(list: &'a Value, name: &str) -> Option<&'a Value> {
-    list["items"].as_array()?.iter().find(|find_item| find_item["name"] == name)
+    list["items"].as_array()?.iter().find(|item| item["name"] == name)
 }

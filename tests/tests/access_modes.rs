@@ -312,12 +312,12 @@ async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Res
 #[tokio::test]
 async fn pods_on_two_vms_read_what_the_other_writes_to_a_shared_raw_volume() -> Result<()> {
     pods::run(|pods| async move {
-        let ask = ClaimOptions {
+        let options = ClaimOptions {
             class: Some("nestor-shareable".to_owned()),
             more: json!({"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "4Mi"}}}),
             ..pods::block()
         };
-        let volume = pods.claim("raw", &ask).await?;
+        let volume = pods.claim("raw", &options).await?;
         // Direct I/O, to bypass the page caches of both VMs.
         let talk = |says: &str, at: u8, hears: &str, from: u8| {
             format!(

@@ -84,10 +84,10 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
     let _alone = alone().await;
     run(|s| async move {
         // A claim per case: csi-resizer does not expand a claim whose filesystem expansion is pending.
-        for (component, management_handle) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+        for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             let management_claim = s.bound_claim(component).await?;
-            // The component below is paused, so that the expansion is in progress for sure.
-            let frozen = s.pause_component(management_handle)?;
+            // The component of the next tier is paused, so that the expansion is in progress for sure.
+            let frozen = s.pause_component(lower_component)?;
             s.request(component, "8Mi").await?;
             s.expansion_started(&management_claim, 8).await?;
             s.kill_component(component).await?;
@@ -112,13 +112,13 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
 async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        for (component, management_handle) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+        for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             s.claim(component, "nestor", "4Mi").await?;
             let (volume, file) = s.bound_file(component).await?;
             let id = s.infra_volume(&volume).await?.id;
             write(&file, &noise(8, 4 << 20))?;
-            // The component below is paused, so that the snapshot is in progress for sure.
-            let frozen = s.pause_component(management_handle)?;
+            // The component of the next tier is paused, so that the snapshot is in progress for sure.
+            let frozen = s.pause_component(lower_component)?;
             s.snapshot(component, component).await?;
             eventually(&format!("a management snapshot of {volume}"), PATIENCE, || async {
                 let list = s.snapshots().list(&ListParams::default()).await?;

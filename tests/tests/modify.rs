@@ -50,8 +50,8 @@ async fn is_limited(s: &Scenario, handle: &str, class: &str, qos: Qos) -> Result
         requested,
         management_claim.status
     );
-    let has_class = s.infra_volume(handle).await?.qos;
-    ensure!(has_class == qos, "the storage infra limits to {has_class:?}");
+    let limits = s.infra_volume(handle).await?.qos;
+    ensure!(limits == qos, "the storage infra limits to {limits:?}");
     Ok(())
 }
 

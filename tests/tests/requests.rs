@@ -176,14 +176,14 @@ async fn is_only_request(s: &Scenario, mark: Mark, request: &str) -> Result<Mark
 async fn requests_since(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let audit = s.lab.audit()?;
     let mut count = usize::MAX;
-    let mut end_of_idle_log = 0;
+    let mut unchanged = 0;
     eventually("no more requests of our components", PATIENCE, || {
         let entries: Result<Vec<Entry>> =
             audit.since(mark).map(|all| all.into_iter().filter(|entry| component(entry).is_some()).collect());
         let result = entries.map(|entries| {
-            end_of_idle_log = if entries.len() == count { end_of_idle_log + 1 } else { 0 };
+            unchanged = if entries.len() == count { unchanged + 1 } else { 0 };
             count = entries.len();
-            if end_of_idle_log >= 5 { Ok(entries) } else { Err(format!("{count} so far")) }
+            if unchanged >= 5 { Ok(entries) } else { Err(format!("{count} so far")) }
         });
         async move { result }
     })

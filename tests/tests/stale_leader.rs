@@ -74,8 +74,8 @@ fn entry(claim: &str) -> Value {
 async fn wait_until_leader(replica: &Running) -> Result<()> {
     eventually("the replica leads", PATIENCE, || async {
         let (_, metrics) = replica.get("/metrics").await?;
-        let wait_until_leader = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
-        Ok(if wait_until_leader { Ok(()) } else { Err(replica.log()) })
+        let is_leader = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
+        Ok(if is_leader { Ok(()) } else { Err(replica.log()) })
     })
     .await
 }

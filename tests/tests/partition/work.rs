@@ -121,8 +121,8 @@ where
 
 /// Starts a background writer on a node's disk.
 pub(super) fn start_writer(node: &LoopNode, disk: &str) -> Result<Writer> {
-    let [proxy, ..] = names::disk_by_id(disk);
-    Ok(Records::begin(&node.by_id_dir.join(proxy), 1 << 20)?.append_in_background())
+    let [link, ..] = names::disk_by_id(disk);
+    Ok(Records::begin(&node.by_id_dir.join(link), 1 << 20)?.append_in_background())
 }
 
 /// Stops a writer that must not have failed.
@@ -178,12 +178,12 @@ pub(super) async fn has_writes_of_one_attach(s: &Scenario, mark: Mark, node: &Lo
     eventually("the writes of one attach", PATIENCE, || async {
         let entries = s.lab.audit()?.since(mark)?;
         let successful = |is_done: fn(u16) -> bool| successful(&entries, node, is_done);
-        let (result_of, with_lost) =
+        let (answered, with_lost) =
             (successful(|code| code < 300), successful(|code| code < 300 || code == 504));
-        let is_one = [&result_of, &with_lost]
+        let is_one = [&answered, &with_lost]
             .into_iter()
             .any(|successful| without_confirmation(successful) == ONE_ATTACH);
-        Ok(is_one.then_some(()).ok_or_else(|| format!("{result_of:?}, with lost responses {with_lost:?}")))
+        Ok(is_one.then_some(()).ok_or_else(|| format!("{answered:?}, with lost responses {with_lost:?}")))
     })
     .await
 }

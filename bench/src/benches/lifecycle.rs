@@ -41,41 +41,41 @@ pub async fn run(report: &Report, work: &Work, others_present: &OtherObjects) ->
 struct Lifecycles<'a> {
     s: &'a Scenario,
     node: LoopNode,
-    guest: Claims,
-    floor: Claims,
+    guest_claims: Claims,
+    management_claims: Claims,
     attachments: Attachments,
 }
 
 impl Lifecycles<'_> {
     /// Runs `count` lifecycles concurrently through both tiers.
     async fn guest(&self, count: usize) -> Result<()> {
-        let (claims, _) = self.guest.create(count).await?;
+        let (claims, _) = self.guest_claims.create(count).await?;
         let volumes: Vec<String> = claims.iter().map(|claim| claim.volume.clone()).collect();
         let (attachments, _) = self.attachments.attach(&volumes, &self.node.name).await?;
         self.attachments.detach(&attachments).await?;
-        self.guest.delete(&claims).await.map(drop)
+        self.guest_claims.delete(&claims).await.map(drop)
     }
 
     /// The same in the management cluster and the storage infra.
     async fn management(&self, count: usize) -> Result<()> {
-        let (claims, _) = self.management.create(count).await?;
+        let (claims, _) = self.management_claims.create(count).await?;
         // The volume's name is also its ID in the storage infra.
         let volumes: Vec<VolumeId> =
             claims.iter().map(|claim| Ok(VolumeId::new(claim.volume.clone())?)).collect::<Result<_>>()?;
         let (attachments, _) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;
         floor::detach(&self.s.infra, &attachments).await?;
-        self.management.delete(&claims).await.map(drop)
+        self.management_claims.delete(&claims).await.map(drop)
     }
 
     async fn measure(&self, report: &Report, work: &Work, others: usize, what: &str) -> Result<()> {
         let mut cases = vec![("one".to_owned(), 1, work.count())];
         cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
-        for (mut case, at_once, times) in cases {
+        for (mut case, at_once, rounds) in cases {
             if others > 0 {
                 case = format!("{case} beside {others}{what}");
             }
             let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
-            for _ in 0..times {
+            for _ in 0..rounds {
                 floor.push(timed(self.management(at_once)).await?.1);
                 let (((), time), one) = metered(&self.s.lab, at_once, timed(self.guest(at_once))).await?;
                 times.push(time);
@@ -99,8 +99,8 @@ async fn measure(
     let lifecycles = Lifecycles {
         s,
         node: s.simulated_node().await?,
-        guest: Claims::watch(&s.guest, &s.name, &s.name),
-        floor: Claims::watch(&s.management, &s.namespace, &s.name),
+        guest_claims: Claims::watch(&s.guest, &s.name, &s.name),
+        management_claims: Claims::watch(&s.management, &s.namespace, &s.name),
         attachments: Attachments::watch(&s.guest, &s.name),
     };
     for _ in 0..work.warm_up() {
@@ -120,10 +120,10 @@ async fn measure(
         .await?;
     let mut made = Vec::new();
     for others in &others_present.other_volumes {
-        lifecycles.guest.fill(&mut made, *others).await?;
+        lifecycles.guest_claims.fill(&mut made, *others).await?;
         lifecycles.measure(report, work, *others, "").await?;
     }
-    lifecycles.guest.empty(&made).await
+    lifecycles.guest_claims.empty(&made).await
 }
 
 /// Creates VirtualMachines of the guest until there are `count`.

@@ -142,7 +142,7 @@ async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off()
 /// Checks that a detach times out with an error that names the out-of-service taint.
 async fn is_stuck(s: &Scenario, claim: &str, node: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(claim, node, SHORT);
-    driver::late("a detach", &["out-of-service"], detach).await.map(drop)
+    driver::times_out("a detach", &["out-of-service"], detach).await.map(drop)
 }
 
 fn disk_on(by_id: &std::path::Path, disk: &str) -> std::path::PathBuf {

@@ -49,7 +49,7 @@ async fn restart_libvirtd(s: &Scenario, between: impl FnOnce() -> Result<()>) ->
 /// Checks that a detach times out, and that the VolumeAttachment reports this reason.
 async fn is_stuck(s: &Scenario, handle: &str, node: &str, why: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(handle, node, SHORT);
-    driver::late("a detach", &["out-of-service"], detach).await?;
+    driver::times_out("a detach", &["out-of-service"], detach).await?;
     eventually(&format!("the VolumeAttachment reports {why:?}"), PATIENCE, || async {
         let all = s.attachments().list(&ListParams::default()).await?;
         let errors = all.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());

@@ -149,8 +149,8 @@ async fn is_untouched(s: &Scenario, volume: &BoundVolume) -> Result<()> {
     let claim = s.claims().get(&volume.handle).await?;
     assert!(claim.metadata.deletion_timestamp.is_none());
     assert_eq!(claim.status.and_then(|status| status.phase).as_deref(), Some("Bound"));
-    let volume = s.volumes().get(&volume.management_pv).await?;
-    assert!(volume.metadata.deletion_timestamp.is_none());
+    let pv = s.volumes().get(&volume.management_pv).await?;
+    assert!(pv.metadata.deletion_timestamp.is_none());
     s.infra_volume(&volume.handle).await?;
     Ok(())
 }
@@ -461,7 +461,7 @@ async fn data_is_kept_while_another_management_volume_references_it() -> Result<
         let volume = bound(&s, "nestor").await?;
         let infra = s.infra_volume(&volume.handle).await?.id;
         let sibling = unique(&s.name);
-        let volume = json!({
+        let second_pv = json!({
             "metadata": {"name": sibling},
             "spec": {
                 "capacity": {"storage": "4Mi"}, "accessModes": ["ReadWriteOnce"], "storageClassName": sibling,
@@ -469,7 +469,7 @@ async fn data_is_kept_while_another_management_volume_references_it() -> Result<
                 "csi": {"driver": names::MANAGEMENT_DRIVER, "volumeHandle": infra},
             },
         });
-        s.volumes().create(&PostParams::default(), &serde_json::from_value(volume)?).await?;
+        s.volumes().create(&PostParams::default(), &serde_json::from_value(second_pv)?).await?;
         delete_claim(&s).await?;
         // The guest volume is deleted after the management claim; the rest belongs to the management tier.
         guest_pv_is_gone(&s, &volume).await?;

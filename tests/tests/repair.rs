@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use crds::names;
 use infra_api::{Access, AttachmentId, AttachmentSpec, VolumeId, VolumeSpec};
 use kube::ResourceExt;
-use kube::api::{DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::guest::static_volume;

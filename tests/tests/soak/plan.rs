@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use fastrand::Rng;
 
 /// Number of nodes of a user.
-pub const MACHINES: usize = 2;
+pub const VMS: usize = 2;
 const VOLUMES: usize = 4;
 const SNAPSHOTS: usize = 3;
 const LARGEST_MIB: i64 = 32;
@@ -116,7 +116,7 @@ impl Plan {
             let number = *number;
             match volume.at {
                 None => {
-                    let vm = self.random.usize(0..MACHINES);
+                    let vm = self.random.usize(0..VMS);
                     // Twice as likely, because most failures involve attached disks.
                     possible.extend([(); 2].map(|()| Operation::Attach { volume: number, vm }));
                     possible.push(Operation::Delete { volume: number });
@@ -124,7 +124,7 @@ impl Plan {
                 Some(vm) => {
                     let records = self.random.u64(1..=16);
                     possible.extend([(); 2].map(|()| Operation::Write { volume: number, records }));
-                    possible.push(Operation::Contend { volume: number, vm: (vm + 1) % MACHINES });
+                    possible.push(Operation::Contend { volume: number, vm: (vm + 1) % VMS });
                     possible.push(Operation::Detach { volume: number, vm });
                 }
             }

@@ -13,7 +13,7 @@ use tests::records::Records;
 use tests::{MIB, PATIENCE, Scenario, bytes, eventually};
 use tonic::{Code, Status};
 
-use super::plan::{MACHINES, Number, Operation, Plan};
+use super::plan::{Number, Operation, Plan, VMS};
 
 /// Timeout of an operation, during which components may fail repeatedly.
 const STUCK: Duration = Duration::from_secs(600);
@@ -25,7 +25,7 @@ pub struct User {
     scenario: Arc<Scenario>,
     name: String,
     socket: PathBuf,
-    pods: Vec<LoopNode>,
+    vms: Vec<LoopNode>,
     plan: Plan,
     /// The CSI handles of its volumes and snapshots.
     handles: BTreeMap<Number, String>,
@@ -38,9 +38,9 @@ pub struct User {
 impl User {
     pub async fn new(s: &Arc<Scenario>, guest: &str, number: u64, seed: u64) -> Result<Self> {
         let second = if guest == "g1" { None } else { Some(s.second_guest().await?) };
-        let mut pods = Vec::new();
-        for _ in 0..MACHINES {
-            pods.push(match &second {
+        let mut vms = Vec::new();
+        for _ in 0..VMS {
+            vms.push(match &second {
                 None => s.node().await?,
                 Some(second) => second.node().await?,
             });
@@ -49,7 +49,7 @@ impl User {
             scenario: s.clone(),
             name: format!("{}-{guest}-{number}", s.name),
             socket: s.lab.controller_socket(guest)?,
-            pods,
+            vms,
             plan: Plan::new(seed),
             handles: BTreeMap::new(),
             disks: BTreeMap::new(),
@@ -122,7 +122,7 @@ impl User {
                     })
                     .await?;
                 let Err(refused) = refused else { bail!("two nodes have {handle}") };
-                let first = &self.vms[(vm + 1) % MACHINES].name;
+                let first = &self.vms[(vm + 1) % VMS].name;
                 ensure!(
                     refused.message().contains(first.as_str()),
                     "the error does not name the other VM: {refused}"

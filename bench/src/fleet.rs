@@ -5,10 +5,10 @@ use std::collections::{HashMap, HashSet};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use crds::{VirtualMachine, names};
-use futures::{FutureExt, StreamExt, TryStreamExt, pin_mut, stream};
+use crds::{VirtualMachine, VolumeAttachment, names};
+use futures::{FutureExt, StreamExt, TryStreamExt, future, pin_mut, stream};
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolume, PersistentVolumeClaim};
-use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::runtime::{WatchStreamExt, watcher};
 use kube::{Client, ResourceExt};
 use lab::Lab;
@@ -145,14 +145,55 @@ impl<'a> Fleet<'a> {
         self.attached.settled(&expected).await
     }
 
+    /// Waits until the VolumeAttachments of all claims exist. vm-operator-shim limits the rate at which it creates them.
+    pub(crate) async fn requested(&self) -> Result<()> {
+        let expected: usize = self.vms.iter().map(|vm| vm.claims.len()).sum();
+        tests::eventually("VolumeAttachments of all claims", LONGEST, || async {
+            let counts = self.namespaces.iter().map(|namespace| self.attachments_in(namespace));
+            let count: usize = future::try_join_all(counts).await?.into_iter().sum();
+            Ok(if count == expected { Ok(()) } else { Err(format!("{count} of {expected}")) })
+        })
+        .await
+    }
+
+    /// The number of VolumeAttachments in a namespace.
+    async fn attachments_in(&self, namespace: &str) -> Result<usize> {
+        let api: Api<VolumeAttachment> = Api::namespaced(self.client.clone(), namespace);
+        let first = api.list(&ListParams::default().limit(1)).await?;
+        let more = first.metadata.remaining_item_count.unwrap_or_default();
+        Ok(first.items.len() + usize::try_from(more)?)
+    }
+
+    /// Removes all entries from the VMs' specs, and waits until no VM has a disk.
+    pub(crate) async fn detach_all(&mut self) -> Result<()> {
+        let claims: Vec<Vec<String>> = self.vms.iter_mut().map(|vm| std::mem::take(&mut vm.claims)).collect();
+        let all: Vec<&FleetVm> = self.vms.iter().collect();
+        self.write_specs(&all).await?;
+        self.settled(&all).await?;
+        for (vm, claims) in self.vms.iter_mut().zip(claims) {
+            vm.claims = claims;
+        }
+        Ok(())
+    }
+
     /// Turns a simulated VM off or on.
     pub(crate) fn set_power(&self, vm: &FleetVm, off: bool) -> Result<()> {
+        self.set_marker(vm, "off", off)
+    }
+
+    /// Blocks or unblocks all hypervisor calls for a simulated VM.
+    pub(crate) fn set_blocked(&self, vm: &FleetVm, blocked: bool) -> Result<()> {
+        self.set_marker(vm, "hang", blocked)
+    }
+
+    /// Creates or removes a file that changes the behaviour of the simulated hypervisor for a VM.
+    fn set_marker(&self, vm: &FleetVm, name: &str, present: bool) -> Result<()> {
         let infra = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
         let dir = infra.simulated_root.join(vm.uuid.to_string());
         std::fs::create_dir_all(&dir)?;
-        match off {
-            true => std::fs::write(dir.join("off"), "")?,
-            false => std::fs::remove_file(dir.join("off"))?,
+        match present {
+            true => std::fs::write(dir.join(name), "")?,
+            false => std::fs::remove_file(dir.join(name))?,
         }
         Ok(())
     }

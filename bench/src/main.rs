@@ -55,19 +55,18 @@ enum Bench {
         #[command(flatten)]
         work: Work,
         #[command(flatten)]
-        beside: lifecycle::OtherObjects,
+        others: lifecycle::OtherObjects,
     },
     /// Guest VolumeAttachment until it is attached, compared with the storage infra's own attach.
     Attach(Work),
     /// Guest VolumeAttachment from its deletion until it is gone, compared with the storage infra's own detach.
     Detach(Work),
-    /// Attaches and claims while many disks wait for a hanging VM, compared with the same work without it.
+    /// Attaches and claims while many disks wait for hanging VMs, compared with the same work without them.
     Blocked {
         #[command(flatten)]
         work: Work,
-        /// Number of waiting disks.
-        #[arg(long, default_value_t = 100)]
-        waiting: usize,
+        #[command(flatten)]
+        load: blocked::Load,
     },
     /// CreateSnapshot of a volume of 1 GiB until it is ready, compared with the storage infra's own snapshot.
     Snapshot(Work),
@@ -106,7 +105,7 @@ enum Bench {
     },
     /// A guest's attaches and detaches while another VM floods the management tier, compared with a quiet one.
     Fairness(fairness::Load),
-    /// Filesystem metadata of volumes that are written in random attachment.
+    /// Filesystem metadata of volumes that are written in random order.
     Extents {
         /// Size of the volumes in MiB.
         #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..=256))]
@@ -150,10 +149,10 @@ impl Bench {
             Self::Create { work, backend } => create::run(report, work, *backend).await,
             Self::Delete(work) => delete::run(report, work).await,
             Self::Burst(work) => burst::run(report, work).await,
-            Self::Lifecycle { work, beside } => lifecycle::run(report, work, beside).await,
+            Self::Lifecycle { work, others } => lifecycle::run(report, work, others).await,
             Self::Attach(work) => attach::run(report, work, Direction::Attach).await,
             Self::Detach(work) => attach::run(report, work, Direction::Detach).await,
-            Self::Blocked { work, waiting } => blocked::run(report, work, *waiting).await,
+            Self::Blocked { work, load } => blocked::run(report, work, load).await,
             Self::Snapshot(work) => copy::run(report, work, Copy::Snapshot).await,
             Self::Clone(work) => copy::run(report, work, Copy::Clone).await,
             Self::Retry { work, seconds } => retry::run(report, work, *seconds).await,

@@ -125,21 +125,21 @@ impl Claims {
 
 /// The claims of a scenario in the guest, and the bench's own claims in the management cluster.
 pub(crate) struct Tiers {
-    pub(crate) above: Claims,
-    pub(crate) below: Claims,
+    pub(crate) guest: Claims,
+    pub(crate) management: Claims,
 }
 
 impl Tiers {
     /// Watches both, and creates and deletes claims of each `times` times, so that one-time work is not measured.
     pub(crate) async fn warm(s: &Scenario, times: usize) -> Result<Self> {
-        let above = Claims::watch(&s.guest, &s.name, &s.name);
-        let below = Claims::watch(&s.management, &s.namespace, &s.name);
+        let guest = Claims::watch(&s.guest, &s.name, &s.name);
+        let management = Claims::watch(&s.management, &s.namespace, &s.name);
         for _ in 0..times {
-            for claims in [&above, &below] {
+            for claims in [&guest, &management] {
                 claims.delete(&claims.create(1).await?.0).await?;
             }
         }
-        Ok(Self { above, below })
+        Ok(Self { guest, management })
     }
 }
 

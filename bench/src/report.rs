@@ -57,10 +57,6 @@ struct Request {
     per_op: f64,
 }
 
-fn millis(times: &[Duration]) -> Vec<f64> {
-    times.iter().map(|time| time.as_secs_f64() * 1000.0).collect()
-}
-
 impl Report {
     /// An empty report.
     pub fn new(bench: &str) -> Self {
@@ -78,9 +74,27 @@ impl Report {
 
     /// Adds the durations of one metric of a case, and of its floor.
     pub(crate) fn times_of(&self, case: &str, metric: &str, times: &[Duration], floor: &[Duration]) {
-        let floor = Stats::of(millis(floor)).map(|floor| floor.p50);
-        if let Some(stats) = Stats::of(millis(times)) {
+        let floor = Stats::of_times(floor).map(|floor| floor.p50);
+        if let Some(stats) = Stats::of_times(times) {
             self.row(case, metric, "ms", stats, floor);
+        }
+    }
+
+    /// Adds the durations of one metric under load, those without load as a case of their own, and the ratios of their
+    /// percentiles.
+    pub(crate) fn with_load(
+        &self,
+        case: &str,
+        floor_case: &str,
+        metric: &str,
+        times: &[Duration],
+        floor: &[Duration],
+    ) {
+        self.times_of(floor_case, metric, floor, &[]);
+        self.times_of(case, metric, times, floor);
+        if let (Some(times), Some(floor)) = (Stats::of_times(times), Stats::of_times(floor)) {
+            self.number(case, &format!("{metric} p90"), "times the floor", times.p90 / floor.p90);
+            self.number(case, &format!("{metric} p99"), "times the floor", times.p99 / floor.p99);
         }
     }
 

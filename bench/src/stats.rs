@@ -1,5 +1,7 @@
 //! Statistics of samples.
 
+use std::time::Duration;
+
 /// Statistics of a set of samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Stats {
@@ -11,6 +13,11 @@ pub(crate) struct Stats {
 }
 
 impl Stats {
+    /// The statistics of durations, in milliseconds.
+    pub(crate) fn of_times(times: &[Duration]) -> Option<Self> {
+        Self::of(times.iter().map(|time| time.as_secs_f64() * 1000.0).collect())
+    }
+
     /// `None` without samples. Percentiles are samples (nearest rank), never interpolated.
     pub(crate) fn of(mut samples: Vec<f64>) -> Option<Self> {
         samples.sort_by(f64::total_cmp);

@@ -99,7 +99,7 @@ async fn output(helm: &mut Command) -> Result<String> {
 }
 
 /// Kind and name of an object.
-pub fn called(object: &Value) -> String {
+pub fn kind_and_name(object: &Value) -> String {
     let text = |value: &Value| value.as_str().unwrap_or("?").to_owned();
     format!("{} {}", text(&object["kind"]), text(&object["metadata"]["name"]))
 }
@@ -112,7 +112,7 @@ pub fn of_kind<'a>(objects: &'a [Value], kind: &'a str) -> impl Iterator<Item = 
 /// The pod templates of Deployments and DaemonSets: name of the owner, and PodSpec.
 pub fn pod_specs(objects: &[Value]) -> Vec<(String, &Value)> {
     let with_pods = objects.iter().filter(|object| object["spec"]["template"]["spec"].is_object());
-    with_pods.map(|object| (called(object), &object["spec"]["template"]["spec"])).collect()
+    with_pods.map(|object| (kind_and_name(object), &object["spec"]["template"]["spec"])).collect()
 }
 
 /// The init containers and containers of a PodSpec, in start order.
@@ -157,7 +157,7 @@ pub async fn delete(client: &Client, object: &Value) -> Result<()> {
 }
 
 async fn api(client: &Client, object: &Value) -> Result<(Api<DynamicObject>, DynamicObject)> {
-    let what = called(object);
+    let what = kind_and_name(object);
     let object: DynamicObject =
         serde_json::from_value(object.clone()).with_context(|| format!("{what} is not an object"))?;
     let types = object.types.clone().with_context(|| format!("{what} has no kind"))?;

@@ -44,7 +44,7 @@ pub struct CrashInjector<'a> {
 
 impl<'a> CrashInjector<'a> {
     /// Prepares crashes of these components.
-    pub fn of(s: &'a Scenario, components: &'static [&'static str]) -> Result<Self> {
+    pub fn new(s: &'a Scenario, components: &'static [&'static str]) -> Result<Self> {
         for component in components {
             let folder = s.lab.fail_points(component);
             std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -62,7 +62,7 @@ impl<'a> CrashInjector<'a> {
             std::fs::write(self.file(component, "passed"), "")?;
         }
         let outcome = work.await;
-        let mut places = Vec::new();
+        let mut crash_points = Vec::new();
         for component in self.components.iter().copied() {
             let file = self.file(component, "passed");
             let passed = std::fs::read_to_string(&file)?;
@@ -71,62 +71,66 @@ impl<'a> CrashInjector<'a> {
             for point in passed.lines() {
                 let count = counts.entry(point).or_default();
                 *count += 1;
-                places.push(CrashPoint { component, point: point.to_owned(), count: *count });
+                crash_points.push(CrashPoint { component, point: point.to_owned(), count: *count });
             }
         }
-        Ok((outcome?, places))
+        Ok((outcome?, crash_points))
     }
 
     /// Restarts a sidecar if its driver was restarted since, so that it is connected to the current one.
-    pub async fn needs(&mut self, sidecar: &'static str) -> Result<()> {
+    pub async fn refresh_sidecar(&mut self, sidecar: &'static str) -> Result<()> {
         if self.stale.remove(sidecar) { self.s.lab.restart(sidecar).await } else { Ok(()) }
     }
 
     /// Runs `work` with an armed fail point. If the component dies, it is started again, then the required sidecar, and the
     /// work continues. Returns whether the component died.
-    pub async fn meanwhile<T>(
+    pub async fn crash_during<T>(
         &mut self,
-        place: &CrashPoint,
+        crash_point: &CrashPoint,
         sidecar: Option<&'static str>,
         work: impl Future<Output = Result<T>>,
     ) -> Result<(T, bool)> {
-        let armed = self.file(place.component, "armed");
-        std::fs::write(&armed, format!("{} {}", place.point, place.count))?;
+        let armed = self.file(crash_point.component, "armed");
+        std::fs::write(&armed, format!("{} {}", crash_point.point, crash_point.count))?;
         let mut work = std::pin::pin!(work);
-        let mut reviving = std::pin::pin!(self.revive(place, sidecar));
+        let mut restarting = std::pin::pin!(self.restart_after_crash(crash_point, sidecar));
         tokio::select! {
             outcome = &mut work => match std::fs::remove_file(&armed) {
                 Ok(()) => Ok((outcome?, false)),
                 // It is dying right now.
                 Err(_) => {
-                    reviving.await?;
+                    restarting.await?;
                     Ok((outcome?, true))
                 }
             },
-            revived = &mut reviving => {
-                revived?;
+            restarted = &mut restarting => {
+                restarted?;
                 Ok((work.await?, true))
             }
         }
     }
 
     /// Waits until the component has died, and starts it again.
-    async fn revive(&mut self, place: &CrashPoint, sidecar: Option<&'static str>) -> Result<()> {
-        let armed = self.file(place.component, "armed");
-        while armed.exists() || self.s.lab.pid(place.component).is_some() {
+    async fn restart_after_crash(
+        &mut self,
+        crash_point: &CrashPoint,
+        sidecar: Option<&'static str>,
+    ) -> Result<()> {
+        let armed = self.file(crash_point.component, "armed");
+        while armed.exists() || self.s.lab.pid(crash_point.component).is_some() {
             tokio::time::sleep(PACE).await;
         }
         let lab = &self.s.lab;
-        lab.start_alone(place.component).await?;
-        self.stale.extend(lab.sidecars(place.component)?);
+        lab.start_alone(crash_point.component).await?;
+        self.stale.extend(lab.sidecars(crash_point.component)?);
         match sidecar {
-            Some(name) => self.needs(name).await,
+            Some(name) => self.refresh_sidecar(name).await,
             None => Ok(()),
         }
     }
 
     /// Disarms all fail points and starts all components and sidecars.
-    pub async fn end(self) -> Result<()> {
+    pub async fn finish(self) -> Result<()> {
         for component in self.components {
             for name in ["armed", "passed"] {
                 let _ = std::fs::remove_file(self.file(component, name));
@@ -150,14 +154,14 @@ where
     eventually(what, PATIENCE, || async {
         match call().await {
             Ok(answer) => Ok(Ok(answer)),
-            Err(status) if may_go_on(&status) => Ok(Err(status.to_string())),
+            Err(status) if may_still_run(&status) => Ok(Err(status.to_string())),
             Err(status) => bail!("{what}: final status: {status}"),
         }
     })
     .await
 }
 
-fn may_go_on(status: &Status) -> bool {
+fn may_still_run(status: &Status) -> bool {
     use std::error::Error;
     // A status with a source comes from the connection, not from the driver.
     status.source().is_some()

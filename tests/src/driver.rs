@@ -44,14 +44,14 @@ impl Driver {
 
     /// CreateVolume.
     pub async fn create(&self, request: CreateVolumeRequest) -> Result<Volume, Status> {
-        let answer = self.0.clone().create_volume(within(request, TIMEOUT)).await?.into_inner();
+        let answer = self.0.clone().create_volume(with_timeout(request, TIMEOUT)).await?.into_inner();
         answer.volume.ok_or_else(|| Status::internal("the response has no volume"))
     }
 
     /// DeleteVolume.
     pub async fn delete(&self, volume: &str) -> Result<(), Status> {
         let request = DeleteVolumeRequest { volume_id: volume.to_owned(), ..Default::default() };
-        self.0.clone().delete_volume(within(request, TIMEOUT)).await.map(drop)
+        self.0.clone().delete_volume(with_timeout(request, TIMEOUT)).await.map(drop)
     }
 
     /// CreateSnapshot with a management VolumeSnapshotClass.
@@ -62,14 +62,14 @@ impl Driver {
             parameters: [(names::PARAMETER_MANAGEMENT_SNAPSHOT_CLASS.to_owned(), class.to_owned())].into(),
             ..Default::default()
         };
-        let answer = self.0.clone().create_snapshot(within(request, TIMEOUT)).await?.into_inner();
+        let answer = self.0.clone().create_snapshot(with_timeout(request, TIMEOUT)).await?.into_inner();
         answer.snapshot.ok_or_else(|| Status::internal("the response has no snapshot"))
     }
 
     /// DeleteSnapshot.
     pub async fn delete_snapshot(&self, snapshot: &str) -> Result<(), Status> {
         let request = DeleteSnapshotRequest { snapshot_id: snapshot.to_owned(), ..Default::default() };
-        self.0.clone().delete_snapshot(within(request, TIMEOUT)).await.map(drop)
+        self.0.clone().delete_snapshot(with_timeout(request, TIMEOUT)).await.map(drop)
     }
 
     /// ControllerExpandVolume to at least `bytes`; returns the new size.
@@ -85,7 +85,8 @@ impl Driver {
             volume_capability: Some(mount(Mode::SingleNodeWriter)),
             ..Default::default()
         };
-        let answer = self.0.clone().controller_expand_volume(within(request, TIMEOUT)).await?.into_inner();
+        let answer =
+            self.0.clone().controller_expand_volume(with_timeout(request, TIMEOUT)).await?.into_inner();
         Ok(answer.capacity_bytes)
     }
 
@@ -151,7 +152,8 @@ impl Driver {
             volume_capability: Some(capability),
             ..Default::default()
         };
-        let answer = self.0.clone().controller_publish_volume(within(request, time)).await?.into_inner();
+        let answer =
+            self.0.clone().controller_publish_volume(with_timeout(request, time)).await?.into_inner();
         Ok(answer.publish_context)
     }
 
@@ -167,13 +169,13 @@ impl Driver {
             node_id: node.to_owned(),
             ..Default::default()
         };
-        self.0.clone().controller_unpublish_volume(within(request, time)).await.map(drop)
+        self.0.clone().controller_unpublish_volume(with_timeout(request, time)).await.map(drop)
     }
 }
 
 /// The status of a call that cannot complete in time: a code after which a sidecar assumes that the operation may be
 /// done, and a message with all of `texts`. Repeats the call if this host is so slow that the client gave up first.
-pub async fn late<T, F, R>(what: &str, texts: &[&str], call: F) -> Result<Status>
+pub async fn times_out<T, F, R>(what: &str, texts: &[&str], call: F) -> Result<Status>
 where
     F: Fn() -> R,
     R: Future<Output = Result<T, Status>>,
@@ -191,7 +193,7 @@ where
     .await
 }
 
-fn within<T>(message: T, time: Duration) -> Request<T> {
+fn with_timeout<T>(message: T, time: Duration) -> Request<T> {
     let mut request = Request::new(message);
     request.set_timeout(time);
     request
@@ -210,15 +212,15 @@ pub fn new_volume(name: &str, bytes: i64, class: &str) -> CreateVolumeRequest {
 
 /// Request for a volume restored from a snapshot.
 pub fn restored_volume(name: &str, bytes: i64, snapshot: &str) -> CreateVolumeRequest {
-    begun_with(name, bytes, Type::Snapshot(SnapshotSource { snapshot_id: snapshot.to_owned() }))
+    volume_from(name, bytes, Type::Snapshot(SnapshotSource { snapshot_id: snapshot.to_owned() }))
 }
 
 /// Request for a clone of a volume.
 pub fn cloned_volume(name: &str, bytes: i64, source: &str) -> CreateVolumeRequest {
-    begun_with(name, bytes, Type::Volume(VolumeSource { volume_id: source.to_owned() }))
+    volume_from(name, bytes, Type::Volume(VolumeSource { volume_id: source.to_owned() }))
 }
 
-fn begun_with(name: &str, bytes: i64, source: Type) -> CreateVolumeRequest {
+fn volume_from(name: &str, bytes: i64, source: Type) -> CreateVolumeRequest {
     let source = VolumeContentSource { r#type: Some(source) };
     CreateVolumeRequest { volume_content_source: Some(source), ..new_volume(name, bytes, "nestor") }
 }

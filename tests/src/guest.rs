@@ -2,9 +2,9 @@
 
 use anyhow::{Context, Result};
 use crds::names;
-use k8s_openapi::api::core::v1::{Event, PersistentVolume, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
 use k8s_openapi::api::storage::v1::{StorageClass, VolumeAttachment};
-use kube::api::{Api, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{Api, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use crate::{K8sAttachments, PATIENCE, Scenario, eventually};
@@ -28,6 +28,14 @@ impl Scenario {
     /// Creates a StorageClass for the scenario in the guest, with these parameters.
     pub async fn guest_class(&self, reclaim_policy: &str, parameters: &[(&str, &str)]) -> Result<String> {
         self.guest_class_of(names::GUEST_DRIVER, reclaim_policy, parameters).await
+    }
+
+    /// Creates a management class with these parameters, and a guest class for it, both with policy Delete; returns both.
+    pub async fn classes(&self, parameters: &[(&str, &str)]) -> Result<(String, String)> {
+        let management_class = self.management_class(parameters).await?;
+        let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, management_class.as_str())];
+        let guest_class = self.guest_class("Delete", &parameters).await?;
+        Ok((management_class, guest_class))
     }
 
     /// Creates a StorageClass of another provisioner.
@@ -141,46 +149,6 @@ impl Scenario {
         handle(&volume)
     }
 
-    /// The events of a guest claim: reason and message.
-    pub async fn events(&self, claim: &str) -> Result<Vec<(String, String)>> {
-        self.events_of("PersistentVolumeClaim", claim).await
-    }
-
-    /// The events of an object in the scenario's namespace or of a cluster-scoped object: reason and message.
-    pub async fn events_of(&self, kind: &str, name: &str) -> Result<Vec<(String, String)>> {
-        let events: Api<Event> = Api::all(self.guest.clone());
-        let about = format!("involvedObject.kind={kind},involvedObject.name={name}");
-        let list = events.list(&ListParams::default().fields(&about)).await?;
-        Ok(list
-            .into_iter()
-            .filter(|event| {
-                let namespace = event.involved_object.namespace.as_deref().unwrap_or_default();
-                namespace.is_empty() || namespace == self.name
-            })
-            .map(|event| (event.reason.unwrap_or_default(), event.message.unwrap_or_default()))
-            .collect())
-    }
-
-    /// Waits for an event on a guest claim whose message contains all of `texts`.
-    pub async fn wait_for_event(&self, claim: &str, texts: &[&str]) -> Result<(String, String)> {
-        self.wait_for_event_of("PersistentVolumeClaim", claim, texts).await
-    }
-
-    /// Waits for an event on an object whose message contains all of `texts`.
-    pub async fn wait_for_event_of(
-        &self,
-        kind: &str,
-        name: &str,
-        texts: &[&str],
-    ) -> Result<(String, String)> {
-        eventually(&format!("an event on guest {kind} {name} with {texts:?}"), PATIENCE, || async {
-            let events = self.events_of(kind, name).await?;
-            let found = events.iter().find(|(_, message)| texts.iter().all(|text| message.contains(text)));
-            Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
-        })
-        .await
-    }
-
     /// The scenario's storage.k8s.io/VolumeAttachments in the guest.
     pub fn k8s_attachments(&self) -> K8sAttachments {
         K8sAttachments::new(&self.guest, &self.name)
@@ -192,13 +160,13 @@ impl Scenario {
     }
 
     /// Waits until csi-attacher has attached the volume; returns the disk UUID.
-    pub async fn attached(&self, order: &str) -> Result<String> {
-        self.k8s_attachments().attached(order).await
+    pub async fn attached(&self, attachment: &str) -> Result<String> {
+        self.k8s_attachments().attached(attachment).await
     }
 
     /// Deletes a storage.k8s.io/VolumeAttachment and waits until csi-attacher has detached the volume.
-    pub async fn k8s_detach(&self, order: &str) -> Result<()> {
-        self.k8s_attachments().detach(order).await
+    pub async fn k8s_detach(&self, attachment: &str) -> Result<()> {
+        self.k8s_attachments().detach(attachment).await
     }
 }
 

@@ -17,23 +17,23 @@ impl HaltedNode {
     /// The VM is paused and keeps its disks.
     pub fn paused(node: &LoopNode) -> Result<Self> {
         let halted = Self(node.by_id_dir.with_extension("state"));
-        halted.becomes("paused")?;
+        halted.set_state("paused")?;
         Ok(halted)
     }
 
     /// The VM is off and has no disks.
     pub fn off(node: &LoopNode) -> Result<Self> {
         let halted = Self(node.by_id_dir.with_extension("state"));
-        halted.becomes("off")?;
+        halted.set_state("off")?;
         Ok(halted)
     }
 
     /// Changes the VM's state to off.
-    pub fn switch_off(&self) -> Result<()> {
-        self.becomes("off")
+    pub fn power_off(&self) -> Result<()> {
+        self.set_state("off")
     }
 
-    fn becomes(&self, state: &str) -> Result<()> {
+    fn set_state(&self, state: &str) -> Result<()> {
         std::fs::write(&self.0, state).with_context(|| format!("cannot write {}", self.0.display()))
     }
 }
@@ -108,18 +108,18 @@ impl BareDomain {
 
 impl Scenario {
     /// The XML of a disk in the live domain; `None` if it is not attached.
-    pub async fn libvirt_disk(&self, machine: &str, disk: &str) -> Result<Option<String>> {
-        let domain = virsh(self.lab.run(), ["dumpxml", machine]).await?;
+    pub async fn libvirt_disk(&self, vm: &str, disk: &str) -> Result<Option<String>> {
+        let domain = virsh(self.lab.run(), ["dumpxml", vm]).await?;
         let serial = format!("<serial>{disk}</serial>");
         let mut disks = domain.split("<disk ").skip(1).filter_map(|rest| rest.split("</disk>").next());
         Ok(disks.find(|xml| xml.contains(&serial)).map(str::to_owned))
     }
 
     /// Detaches a disk with virsh, without the knowledge of storage-infra.
-    pub async fn libvirt_detach(&self, machine: &str, disk: &str) -> Result<()> {
-        let xml = self.libvirt_disk(machine, disk).await?.context("the disk is not attached")?;
+    pub async fn libvirt_detach(&self, vm: &str, disk: &str) -> Result<()> {
+        let xml = self.libvirt_disk(vm, disk).await?.context("the disk is not attached")?;
         let target = xml.split("<target dev='").nth(1).and_then(|rest| rest.split('\'').next());
         let target = target.with_context(|| format!("a disk without target: {xml}"))?;
-        virsh(self.lab.run(), ["detach-disk", machine, target, "--live"]).await.map(drop)
+        virsh(self.lab.run(), ["detach-disk", vm, target, "--live"]).await.map(drop)
     }
 }

@@ -33,7 +33,7 @@ pub struct DataCopy(TempDir);
 
 impl DataCopy {
     /// Copies the data directory.
-    pub async fn now(s: &Scenario) -> Result<Self> {
+    pub async fn take(s: &Scenario) -> Result<Self> {
         let dir = tempfile::tempdir()?;
         copy(&data_dir(s), &dir.path().join("data")).await?;
         Ok(Self(dir))
@@ -45,7 +45,7 @@ impl DataCopy {
     }
 
     /// Replaces the lab's data directory by the copy.
-    pub async fn put_back(&self, s: &Scenario) -> Result<()> {
+    pub async fn restore(&self, s: &Scenario) -> Result<()> {
         std::fs::remove_dir_all(data_dir(s))?;
         copy(&self.path(), &data_dir(s)).await
     }
@@ -58,7 +58,7 @@ async fn copy(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// Starts a second server over the lab's pools with this data directory; returns it with a client.
-pub async fn another_server(s: &Scenario, data: &Path) -> Result<(Running, Client)> {
+pub async fn start_second_server(s: &Scenario, data: &Path) -> Result<(Running, Client)> {
     let infra = s.lab.state().infra.as_ref().context("the lab has no infra")?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let words = [

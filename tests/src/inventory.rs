@@ -51,7 +51,7 @@ impl Inventory {
     }
 
     /// The union with `more`.
-    pub fn and(mut self, more: Self) -> Self {
+    pub fn with(mut self, more: Self) -> Self {
         self.0.extend(more.0);
         Self::new(self.0)
     }
@@ -62,7 +62,7 @@ impl Inventory {
     }
 
     /// Waits until exactly this inventory is observed.
-    pub async fn hold(&self, s: &Scenario) -> Result<()> {
+    pub async fn wait_until_observed(&self, s: &Scenario) -> Result<()> {
         eventually("exactly the expected objects exist", PATIENCE, || async {
             // storage-infra may be restarting.
             Ok(Self::now(s)
@@ -136,7 +136,7 @@ async fn of_management(s: &Scenario) -> Result<Vec<String>> {
         let ready = ready(&content, &content.data["status"]["readyToUse"]);
         facts.push(format!("VolumeSnapshotContent of {of}: {ready}"));
     }
-    let vms = s.machines().list(&all).await?;
+    let vms = s.vms().list(&all).await?;
     for vm in &vms {
         let name = vm.name_any();
         facts.extend(vm.spec.volumes.iter().map(|disk| format!("VM {name}: spec has {}", disk.name)));
@@ -188,7 +188,7 @@ impl Names {
             let of = content.data["spec"]["volumeSnapshotRef"]["name"].as_str();
             names.extend(handle.zip(of).map(|(handle, of)| (handle.to_owned(), of.to_owned())));
         }
-        for vm in s.machines().list(&all).await? {
+        for vm in s.vms().list(&all).await? {
             let uuid = vm.status.as_ref().and_then(crds::node_uuid);
             names.extend(uuid.map(|uuid| (uuid, vm.name_any())));
         }
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn missing_and_duplicate_objects_are_reported() {
         let facts = |all: &[&str]| Inventory::new(all.iter().map(|fact| (*fact).to_owned()).collect());
-        let expected = facts(&["a"]).and(facts(&["c", "b"]));
+        let expected = facts(&["a"]).with(facts(&["c", "b"]));
         assert!(expected.compare(&facts(&["c", "b", "a"])).is_ok());
         let difference = expected.compare(&facts(&["a", "a", "b"])).unwrap_err();
         assert!(

@@ -8,7 +8,7 @@ use kube::api::{Api, DeleteParams, ListParams, PostParams};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 
-use crate::scenario::{delete, gone};
+use crate::objects::{delete, gone};
 use crate::{PATIENCE, eventually, unique};
 
 /// The storage.k8s.io/VolumeAttachments of one test in one guest.

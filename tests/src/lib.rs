@@ -6,9 +6,11 @@
 
 pub mod bytes;
 pub mod chart;
+mod cleanup;
 pub mod containerd;
 pub mod crash;
 pub mod driver;
+mod events;
 pub mod fake_infra;
 pub mod guest;
 pub mod http_proxy;
@@ -16,11 +18,15 @@ pub mod hypervisor;
 pub mod infra_data;
 pub mod inventory;
 mod k8s_attachments;
+mod leftovers;
 pub mod local_pod;
 pub mod management;
+mod objects;
 pub mod own_namespace;
+pub mod own_pool;
+mod paused_process;
 pub mod pods;
-pub mod pools;
+mod pools;
 pub mod program;
 pub mod records;
 mod scenario;
@@ -30,13 +36,16 @@ mod sizes;
 mod snapshots;
 mod stateful;
 pub mod tcp_proxy;
+pub mod tenants;
 pub mod writer_vm;
 
 use std::time::Duration;
 
+pub use cleanup::run;
 pub use k8s_attachments::K8sAttachments;
 pub use lab::wait::eventually;
-pub use scenario::{PausedProcess, Scenario, alone, run};
+pub use paused_process::PausedProcess;
+pub use scenario::{Scenario, alone};
 pub use second_guest::SecondGuest;
 pub use sizes::requested;
 pub use snapshots::{from_claim, from_snapshot};

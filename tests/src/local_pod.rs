@@ -199,7 +199,7 @@ async fn pod_of(client: &Client, namespace: &str, owner: &Value) -> Result<Strin
         serde_json::from_value(owner["spec"]["selector"]["matchLabels"].clone())?;
     let labels: Vec<String> = labels.iter().map(|(key, value)| format!("{key}={value}")).collect();
     let pods: Api<Pod> = Api::namespaced(client.clone(), namespace);
-    eventually(&format!("{} has a pod", crate::chart::called(owner)), PATIENCE, || async {
+    eventually(&format!("{} has a pod", crate::chart::kind_and_name(owner)), PATIENCE, || async {
         let list = pods.list(&ListParams::default().labels(&labels.join(","))).await?;
         Ok(list.iter().map(ResourceExt::name_any).next().ok_or_else(|| "no pod".to_owned()))
     })

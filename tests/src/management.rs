@@ -11,7 +11,8 @@ use kube::Client;
 use kube::api::{Api, ApiResource, DynamicObject, ListParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::{PATIENCE, Scenario, eventually, scenario};
+use crate::objects::set_policy;
+use crate::{PATIENCE, Scenario, eventually};
 
 impl Scenario {
     /// Claims in the guest's namespace of the management cluster.
@@ -25,13 +26,13 @@ impl Scenario {
     }
 
     /// The guest's VirtualMachines.
-    pub fn machines(&self) -> Api<VirtualMachine> {
-        Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
+    pub fn vms(&self) -> Api<VirtualMachine> {
+        Api::namespaced_with(self.management.clone(), &self.namespace, &vm_resource())
     }
 
     /// The guest's VirtualMachines with all fields, known or not.
     pub fn raw_vms(&self) -> Api<DynamicObject> {
-        Api::namespaced_with(self.management.clone(), &self.namespace, &machine_resource())
+        Api::namespaced_with(self.management.clone(), &self.namespace, &vm_resource())
     }
 
     /// VolumeAttachments (nestor.dev) in the guest's namespace.
@@ -42,11 +43,6 @@ impl Scenario {
     /// Quotas of the guest's namespace.
     pub fn quotas(&self) -> Api<ResourceQuota> {
         Api::namespaced(self.management.clone(), &self.namespace)
-    }
-
-    /// Name of the management claim for a CSI volume name.
-    pub fn claim_name(&self, csi_name: &str) -> String {
-        names::management_pvc("pvc", &self.cluster_id, csi_name)
     }
 
     /// Creates a StorageClass for the scenario in the management cluster, with these parameters.
@@ -105,7 +101,7 @@ impl Scenario {
     pub async fn set_reclaim_policy(&self, claim: &str, policy: &str) -> Result<String> {
         let volume = self.claims().get(claim).await?.spec.and_then(|spec| spec.volume_name);
         let volume = volume.context("the management claim has no volume")?;
-        scenario::set_policy(&self.volumes(), &volume, policy).await?;
+        set_policy(&self.volumes(), &volume, policy).await?;
         Ok(volume)
     }
 
@@ -152,16 +148,16 @@ impl Scenario {
     }
 
     /// The status of a claim's disk in a VirtualMachine, also while it is being detached.
-    pub async fn disk(&self, machine: &str, claim: &str) -> Result<Option<VirtualMachineVolumeStatus>> {
+    pub async fn disk(&self, vm: &str, claim: &str) -> Result<Option<VirtualMachineVolumeStatus>> {
         let entry = names::volume_entry(claim);
-        let machine = self.machines().get(machine).await?;
-        let disks = machine.status.map(|status| status.volumes).unwrap_or_default();
+        let vm = self.vms().get(vm).await?;
+        let disks = vm.status.map(|status| status.volumes).unwrap_or_default();
         Ok(disks.into_iter().find(|disk| names::entry_candidates(&disk.name).any(|shown| shown == entry)))
     }
 
     /// The VolumeAttachment (nestor.dev) of a claim and a VM.
-    pub async fn attachment(&self, machine: &str, claim: &str) -> Result<Option<VolumeAttachment>> {
-        let uuid = self.node_uuid(machine).await?;
+    pub async fn attachment(&self, vm: &str, claim: &str) -> Result<Option<VolumeAttachment>> {
+        let uuid = self.node_uuid(vm).await?;
         let list = self.attachments().list(&ListParams::default()).await?;
         Ok(list.into_iter().find(|one| {
             one.spec.volume_name.as_str() == claim && one.spec.node_uuid.eq_ignore_ascii_case(&uuid)
@@ -169,31 +165,31 @@ impl Scenario {
     }
 
     /// UUID of a VM.
-    pub async fn node_uuid(&self, machine: &str) -> Result<String> {
-        let machine = self.machines().get(machine).await?;
-        let uuid = machine.status.as_ref().and_then(crds::node_uuid);
+    pub async fn node_uuid(&self, vm: &str) -> Result<String> {
+        let vm = self.vms().get(vm).await?;
+        let uuid = vm.status.as_ref().and_then(crds::node_uuid);
         uuid.context("the VirtualMachine has no UUID")
     }
 
     /// Annotates a VirtualMachine, like a client that does not touch its disks.
-    pub async fn annotate_machine(&self, machine: &str, annotation: &str) -> Result<()> {
+    pub async fn annotate_vm(&self, vm: &str, annotation: &str) -> Result<()> {
         let patch = json!({"metadata": {"annotations": {annotation: "true"}}});
-        self.raw_vms().patch(machine, &PatchParams::default(), &Patch::Merge(patch)).await?;
+        self.raw_vms().patch(vm, &PatchParams::default(), &Patch::Merge(patch)).await?;
         Ok(())
     }
 
     /// Appends an entry to a VirtualMachine's spec.volumes, like a client other than gc-csi.
-    pub async fn add_entry(&self, machine: &str, entry: Value) -> Result<()> {
-        let machines = self.raw_vms();
+    pub async fn add_entry(&self, name: &str, entry: Value) -> Result<()> {
+        let vms = self.raw_vms();
         eventually("an entry added by another writer", PATIENCE, || async {
-            let mut vm = machines.get(machine).await?;
+            let mut vm = vms.get(name).await?;
             let volumes = &mut vm.data["spec"]["volumes"];
             if volumes.is_null() {
                 *volumes = json!([]);
             }
             volumes.as_array_mut().context("spec.volumes is not a list")?.push(entry.clone());
             // With the resourceVersion that was read, so that no entries are overwritten.
-            match machines.replace(machine, &PostParams::default(), &vm).await {
+            match vms.replace(name, &PostParams::default(), &vm).await {
                 Ok(_) => Ok(Ok(())),
                 Err(kube::Error::Api(status)) if status.code == 409 => Ok(Err(status.message)),
                 Err(error) => Err(error.into()),
@@ -202,15 +198,15 @@ impl Scenario {
         .await
     }
 
-    /// Removes the entries selected by `whose` from a VirtualMachine's spec.volumes, like a client other than gc-csi.
-    pub async fn remove_entries(&self, machine: &str, whose: impl Fn(&Value) -> bool) -> Result<()> {
-        let machines = self.raw_vms();
+    /// Removes the entries selected by `selects` from a VirtualMachine's spec.volumes, like a client other than gc-csi.
+    pub async fn remove_entries(&self, name: &str, selects: impl Fn(&Value) -> bool) -> Result<()> {
+        let vms = self.raw_vms();
         eventually("entries removed by another writer", PATIENCE, || async {
-            let Some(mut vm) = machines.get_opt(machine).await? else { return Ok(Ok(())) };
+            let Some(mut vm) = vms.get_opt(name).await? else { return Ok(Ok(())) };
             if let Some(volumes) = vm.data["spec"]["volumes"].as_array_mut() {
-                volumes.retain(|entry| !whose(entry));
+                volumes.retain(|entry| !selects(entry));
             }
-            match machines.replace(machine, &PostParams::default(), &vm).await {
+            match vms.replace(name, &PostParams::default(), &vm).await {
                 Ok(_) => Ok(Ok(())),
                 Err(kube::Error::Api(status)) if status.code == 409 => Ok(Err(status.message)),
                 Err(error) => Err(error.into()),
@@ -220,7 +216,7 @@ impl Scenario {
     }
 }
 
-fn machine_resource() -> ApiResource {
+fn vm_resource() -> ApiResource {
     crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0])
 }
 

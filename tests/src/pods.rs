@@ -33,13 +33,13 @@ static SLOTS: Semaphore = Semaphore::const_new(3);
 static TURN: AtomicUsize = AtomicUsize::new(0);
 
 /// A scenario with two VMs for its pods.
-pub struct Machines {
+pub struct PodScenario {
     scenario: Arc<Scenario>,
     /// The node to start on.
-    pub here: String,
+    pub first_node: String,
     /// The node to move to.
-    pub there: String,
-    made: Arc<Mutex<Vec<Volume>>>,
+    pub second_node: String,
+    bound: Arc<Mutex<Vec<Volume>>>,
 }
 
 /// A bound claim with the objects and the file behind it.
@@ -59,7 +59,7 @@ pub struct Volume {
 
 /// Options of a claim.
 #[derive(Debug, Clone, Default)]
-pub struct Ask {
+pub struct ClaimOptions {
     /// `ext4`, `xfs`, `btrfs`, or `None` for a raw block device.
     pub filesystem: Option<&'static str>,
     /// The StorageClass's `mountOptions`.
@@ -71,39 +71,38 @@ pub struct Ask {
 }
 
 /// A claim with this filesystem and no mount options.
-pub fn filesystem(name: &'static str) -> Ask {
-    Ask { filesystem: Some(name), ..Ask::default() }
+pub fn filesystem(name: &'static str) -> ClaimOptions {
+    ClaimOptions { filesystem: Some(name), ..ClaimOptions::default() }
 }
 
 /// A claim with `volumeMode: Block`.
-pub fn block() -> Ask {
-    Ask::default()
+pub fn block() -> ClaimOptions {
+    ClaimOptions::default()
 }
 
 /// Runs a test as a scenario. When it ends, its pods are removed first, and all disks must be detached before the
 /// scenario cleans up.
 pub async fn run<Body, Running>(body: Body) -> Result<()>
 where
-    Body: FnOnce(Arc<Machines>) -> Running + Send + 'static,
+    Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     let _slot = SLOTS.acquire().await.context("the semaphore is never closed")?;
-    let made = Arc::new(Mutex::new(Vec::new()));
-    let volumes = made.clone();
+    let bound = Arc::new(Mutex::new(Vec::new()));
+    let volumes = bound.clone();
     crate::run(|scenario| async move {
-        let machines = Arc::new(Machines::new(scenario, volumes).await?);
-        let outcome =
-            tokio::spawn(body(machines.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
+        let pods = Arc::new(PodScenario::new(scenario, volumes).await?);
+        let outcome = tokio::spawn(body(pods.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
         let outcome = match outcome {
             Ok(()) => Ok(()),
-            Err(error) => Err(anyhow!("{error:#}\n{}", machines.describe().await)),
+            Err(error) => Err(anyhow!("{error:#}\n{}", pods.describe().await)),
         };
-        let cleaned = machines.remove_pods().await.context("removing pods");
+        let cleaned = pods.remove_pods().await.context("removing pods");
         outcome.and(cleaned)
     })
     .await?;
     let left: Vec<PathBuf> =
-        lock(&made).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
+        lock(&bound).iter().map(|one| one.file.clone()).filter(|file| file.exists()).collect();
     ensure!(left.is_empty(), "files of volumes are left: {left:?}");
     Ok(())
 }
@@ -112,17 +111,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Machines {
-    async fn new(scenario: Arc<Scenario>, made: Arc<Mutex<Vec<Volume>>>) -> Result<Self> {
+impl PodScenario {
+    async fn new(scenario: Arc<Scenario>, bound: Arc<Mutex<Vec<Volume>>>) -> Result<Self> {
         let nodes = scenario.lab.vms();
         let turn = TURN.fetch_add(1, Ordering::Relaxed) % 2;
-        let [here, there] = [turn, 1 - turn].map(|index| nodes.get(index).cloned());
-        let (here, there) = here.zip(there).context("the guest needs two nodes: `cargo lab up --vms 2`")?;
-        let machines = Self { scenario, here, there, made };
+        let [first, second] = [turn, 1 - turn].map(|index| nodes.get(index).cloned());
+        let (first_node, second_node) =
+            first.zip(second).context("the guest needs two nodes: `cargo lab up --vms 2`")?;
+        let pods = Self { scenario, first_node, second_node, bound };
         // Pods are rejected until their namespace has its ServiceAccount.
-        let is_made = |account: Option<&ServiceAccount>| account.is_some();
-        machines.wait("default", "made", crate::PATIENCE, is_made).await?;
-        Ok(machines)
+        let exists = |account: Option<&ServiceAccount>| account.is_some();
+        pods.wait("default", "created", crate::PATIENCE, exists).await?;
+        Ok(pods)
     }
 
     pub(crate) fn api<K>(&self) -> Api<K>
@@ -150,42 +150,42 @@ impl Machines {
     // ---- volumes ----
 
     /// Creates a StorageClass and a claim, and returns the bound volume.
-    pub async fn claim(&self, name: &str, ask: &Ask) -> Result<Volume> {
+    pub async fn claim(&self, name: &str, options: &ClaimOptions) -> Result<Volume> {
         let class = self.scenario.new_guest_class();
-        let below = ask.class.as_deref().unwrap_or("nestor");
-        let mut parameters = json!({names::PARAMETER_MANAGEMENT_CLASS: below});
-        if let Some(filesystem) = ask.filesystem {
+        let management_class = options.class.as_deref().unwrap_or("nestor");
+        let mut parameters = json!({names::PARAMETER_MANAGEMENT_CLASS: management_class});
+        if let Some(filesystem) = options.filesystem {
             parameters["csi.storage.k8s.io/fstype"] = json!(filesystem);
         }
-        let wanted: StorageClass = serde_json::from_value(json!({
+        let storage_class: StorageClass = serde_json::from_value(json!({
             "metadata": {"name": class}, "provisioner": names::GUEST_DRIVER, "parameters": parameters,
-            "reclaimPolicy": "Delete", "mountOptions": ask.options, "allowVolumeExpansion": true,
+            "reclaimPolicy": "Delete", "mountOptions": options.options, "allowVolumeExpansion": true,
         }))?;
-        Api::all(self.scenario.guest.clone()).create(&PostParams::default(), &wanted).await?;
-        let mode = if ask.filesystem.is_some() { "Filesystem" } else { "Block" };
+        Api::all(self.scenario.guest.clone()).create(&PostParams::default(), &storage_class).await?;
+        let mode = if options.filesystem.is_some() { "Filesystem" } else { "Block" };
         let mut spec = json!({
             "accessModes": ["ReadWriteOnce"], "storageClassName": class, "volumeMode": mode,
             "resources": {"requests": {"storage": "320Mi"}},
         });
         // Merging null would clear the spec.
-        if !ask.more.is_null() {
-            json_patch::merge(&mut spec, &ask.more);
+        if !options.more.is_null() {
+            json_patch::merge(&mut spec, &options.more);
         }
-        let wanted: PersistentVolumeClaim =
+        let claim: PersistentVolumeClaim =
             serde_json::from_value(json!({"metadata": {"name": name}, "spec": spec}))?;
-        self.api().create(&PostParams::default(), &wanted).await?;
-        self.follow(name).await
+        self.api().create(&PostParams::default(), &claim).await?;
+        self.bound_volume(name).await
     }
 
     /// Waits until a claim is bound, and returns its volume.
-    pub async fn follow(&self, name: &str) -> Result<Volume> {
+    pub async fn bound_volume(&self, name: &str) -> Result<Volume> {
         let (_, pv) = self.scenario.bound(name).await?;
         let handle = guest::handle(&pv)?;
         let infra = self.scenario.infra_volume(&handle).await?;
         let file = self.scenario.file_of(&infra).await?;
         let disk = infra.disk_uuid.to_string();
         let volume = Volume { claim: name.to_owned(), pv: pv.name_any(), handle, file, disk };
-        lock(&self.made).push(volume.clone());
+        lock(&self.bound).push(volume.clone());
         Ok(volume)
     }
 
@@ -197,13 +197,13 @@ impl Machines {
     /// Waits until the disk is detached from all VMs: in the guest, the management cluster and the hypervisor.
     pub async fn detached(&self, volume: &Volume) -> Result<()> {
         eventually(&format!("disk {} is detached", volume.disk), GONE, || async {
-            let left = self.traces(volume).await?;
+            let left = self.remaining_attachments(volume).await?;
             Ok(if left.is_empty() { Ok(()) } else { Err(left.join(", ")) })
         })
         .await
     }
 
-    async fn traces(&self, volume: &Volume) -> Result<Vec<String>> {
+    async fn remaining_attachments(&self, volume: &Volume) -> Result<Vec<String>> {
         let all = ListParams::default();
         let mut left = Vec::new();
         for one in self.scenario.guest_attachments().list(&all).await? {
@@ -216,14 +216,13 @@ impl Machines {
                 left.push(format!("VolumeAttachment {}", one.name_any()));
             }
         }
-        for machine in self.scenario.machines().list(&all).await? {
-            let claims =
-                machine.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
+        for vm in self.scenario.vms().list(&all).await? {
+            let claims = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
             if claims.into_iter().any(|claim| claim.claim_name.as_str() == volume.handle) {
-                left.push(format!("an entry in VirtualMachine {}", machine.name_any()));
+                left.push(format!("an entry in VirtualMachine {}", vm.name_any()));
             }
         }
-        for node in [&self.here, &self.there] {
+        for node in [&self.first_node, &self.second_node] {
             if self.scenario.lab.libvirt_disks(node).await?.contains(&volume.disk) {
                 left.push(format!("a disk in domain {node}"));
             }
@@ -248,17 +247,22 @@ impl Machines {
 
     /// Waits until the pod's container runs.
     pub async fn running(&self, pod: &str) -> Result<Pod> {
-        let begun = |pod: Option<&Pod>| matches!(phase(pod), Some("Running" | "Succeeded" | "Failed"));
-        let pod = self.wait(pod, "running", POD, begun).await?.context("the pod went away")?;
-        ensure!(phase(Some(&pod)) == Some("Running"), "pod {} ended: {:?}", pod.name_any(), words(&pod));
+        let has_started = |pod: Option<&Pod>| matches!(phase(pod), Some("Running" | "Succeeded" | "Failed"));
+        let pod = self.wait(pod, "running", POD, has_started).await?.context("the pod is gone")?;
+        ensure!(
+            phase(Some(&pod)) == Some("Running"),
+            "pod {} ended: {:?}",
+            pod.name_any(),
+            termination_message(&pod)
+        );
         Ok(pod)
     }
 
     /// Waits until the pod has exited, and returns its output. Fails if the script failed.
     pub async fn finish(&self, pod: &str) -> Result<String> {
-        let over = |pod: Option<&Pod>| matches!(phase(pod), Some("Succeeded" | "Failed"));
-        let pod = self.wait(pod, "ended", POD, over).await?.context("the pod went away")?;
-        let output = words(&pod).unwrap_or_default();
+        let has_ended = |pod: Option<&Pod>| matches!(phase(pod), Some("Succeeded" | "Failed"));
+        let pod = self.wait(pod, "ended", POD, has_ended).await?.context("the pod is gone")?;
+        let output = termination_message(&pod).unwrap_or_default();
         ensure!(
             phase(Some(&pod)) == Some("Succeeded"),
             "the script of pod {} failed: {output}",
@@ -329,7 +333,7 @@ impl Machines {
         for pod in self.api::<Pod>().list(&ListParams::default()).await? {
             self.remove(&pod.name_any()).await?;
         }
-        let volumes = lock(&self.made).clone();
+        let volumes = lock(&self.bound).clone();
         for volume in volumes {
             self.detached(&volume).await?;
         }
@@ -346,7 +350,7 @@ impl Machines {
             lines.push(format!(
                 "pod {} on {node}: {phase} {}",
                 pod.name_any(),
-                words(&pod).unwrap_or_default()
+                termination_message(&pod).unwrap_or_default()
             ));
         }
         for event in self.api::<Event>().list(&all).await.map(|list| list.items).unwrap_or_default() {
@@ -382,7 +386,7 @@ impl Script {
     }
 
     /// A shell script that runs as root in the VM's own namespaces.
-    pub fn in_machine(name: &str, node: &str, script: &str) -> Self {
+    pub fn on_vm(name: &str, node: &str, script: &str) -> Self {
         let enter = "exec chroot /host nsenter --target 1 --mount -- sh -euc \"$0\"";
         let mut this = Self::new(name, node, enter);
         this.command.push(script.to_owned());
@@ -461,7 +465,7 @@ fn phase(pod: Option<&Pod>) -> Option<&str> {
 }
 
 /// The termination message of the pod's container.
-fn words(pod: &Pod) -> Option<String> {
+fn termination_message(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref()?.container_statuses.as_ref()?.first()?;
     let ended = status.state.as_ref()?.terminated.as_ref()?;
     ended.message.as_ref().map(|message| message.trim().to_owned())

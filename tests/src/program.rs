@@ -15,7 +15,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
 use crate::driver::Driver;
-use crate::{PATIENCE, PausedProcess, Scenario, eventually, scenario};
+use crate::paused_process::PausedProcess;
+use crate::scenario::GUEST;
+use crate::{PATIENCE, Scenario, eventually};
 
 /// One of the lab's programs.
 pub fn binary(lab: &Lab, name: &str) -> PathBuf {
@@ -70,7 +72,7 @@ impl Running {
     /// connected to the driver.
     pub async fn sidecar(s: &Scenario, name: &str, socket: &Path, more: &[&str]) -> Result<Self> {
         let state = s.lab.state();
-        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = state.guests.get(GUEST).context("the lab has no such guest")?;
         let address = format!("--csi-address={}", socket.display());
         let kubeconfig = format!("--kubeconfig={}", guest.cluster.kubeconfig_of(name).display());
         let words = [&[&address, &kubeconfig, "--leader-election=false", "--timeout=60s"], more].concat();
@@ -143,7 +145,7 @@ impl Running {
     }
 
     /// Waits until it has ended by itself.
-    pub async fn has_ended(&self) -> Result<ExitStatus> {
+    pub async fn wait_for_exit(&self) -> Result<ExitStatus> {
         eventually("the process ends by itself", PATIENCE, || async {
             Ok(self.ended()?.ok_or_else(|| format!("it runs; log: {}", self.log())))
         })
@@ -176,15 +178,15 @@ impl Running {
     }
 
     /// Pauses the process (SIGSTOP) until the result is dropped.
-    pub fn freeze(&self) -> Result<PausedProcess> {
+    pub fn pause(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id();
         PausedProcess::stop(
             id.and_then(|id| rustix::process::Pid::from_raw(id as i32)).context("it has exited")?,
         )
     }
 
-    /// Waits until the process has stopped itself at a `freeze` fail point. It continues when the result is dropped.
-    pub async fn paused(&self) -> Result<PausedProcess> {
+    /// Waits until the process has stopped itself at a `pause` fail point. It continues when the result is dropped.
+    pub async fn wait_until_paused(&self) -> Result<PausedProcess> {
         let id = self.child.lock().unwrap_or_else(PoisonError::into_inner).id().context("it has exited")?;
         eventually("the process has stopped itself", PATIENCE, || async {
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat"))?;
@@ -192,7 +194,7 @@ impl Running {
             Ok(if state == Some('T') { Ok(()) } else { Err(format!("{state:?}; log: {}", self.log())) })
         })
         .await?;
-        self.freeze()
+        self.pause()
     }
 
     /// Stops it with SIGTERM, and returns its exit status.
@@ -241,7 +243,7 @@ impl Controller {
     fn home(s: &Scenario) -> Result<(String, PathBuf)> {
         let state = s.lab.state();
         let management = state.management.as_ref().context("the lab has no management cluster")?;
-        let guest = state.guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = state.guests.get(GUEST).context("the lab has no such guest")?;
         Ok((guest.namespace.clone(), management.kubeconfig_of(&guest.account())))
     }
 
@@ -266,7 +268,7 @@ impl Controller {
     ) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let own = folder.path().display().to_string();
-        let guest = s.lab.state().guests.get(scenario::GUEST).context("the lab has no such guest")?;
+        let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
         let socket = folder.path().join("csi.sock");
         let mut words = vec![
             format!("--endpoint=unix://{}", socket.display()),

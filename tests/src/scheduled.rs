@@ -20,9 +20,9 @@ impl Scenario {
     /// Creates a loop node in a zone with a Node in the guest that has no kubelet: only the scenario's pods are scheduled
     /// there, and none runs. `volumes` limits the number of volumes of the node.
     pub async fn node_for_pods(&self, zone: &str, volumes: Option<i32>) -> Result<LoopNode> {
-        let machine = self.lab.add_loop_node_in(zone, GUEST, &unique("loop")).await?;
-        self.own_node(machine.clone(), self.driver.clone());
-        let name = &machine.name;
+        let vm = self.lab.add_loop_node_in(zone, GUEST, &unique("loop")).await?;
+        self.own_node(vm.clone(), self.driver.clone());
+        let name = &vm.name;
         let nodes: Api<Node> = Api::all(self.guest.clone());
         let labels = json!({TEST: self.name, HOSTNAME: name});
         // Only pods that tolerate everything are scheduled to it.
@@ -47,7 +47,7 @@ impl Scenario {
             Ok(if label == Some(zone) { Ok(()) } else { Err(format!("{label:?}")) })
         })
         .await?;
-        Ok(machine)
+        Ok(vm)
     }
 
     /// Pods in the scenario's namespace of the guest.
@@ -120,7 +120,7 @@ impl Scenario {
     }
 
     /// Deletes all pods of the scenario.
-    pub(crate) async fn clean_pods(&self) -> Result<()> {
+    pub(crate) async fn remove_pods(&self) -> Result<()> {
         for pod in self.guest_pods().list(&ListParams::default()).await? {
             self.delete_pod(&pod.name_any()).await?;
         }

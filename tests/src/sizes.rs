@@ -33,9 +33,9 @@ impl Scenario {
         let volume = self.guest_volumes().get(&volume).await?;
         let of_volume = bytes(volume.spec.as_ref().and_then(|spec| spec.capacity.as_ref()));
         let handle = handle(&volume)?;
-        let below = self.claims().get(&handle).await?.status;
-        let below = bytes(below.as_ref().and_then(|status| status.capacity.as_ref()));
-        Ok([of_claim, of_volume, below, self.infra_volume(&handle).await?.capacity_bytes])
+        let claim = self.claims().get(&handle).await?.status;
+        let claim = bytes(claim.as_ref().and_then(|status| status.capacity.as_ref()));
+        Ok([of_claim, of_volume, claim, self.infra_volume(&handle).await?.capacity_bytes])
     }
 
     /// Waits until the guest volume, management claim and storage infra have `size` MiB. Meanwhile no tier may report a
@@ -73,11 +73,11 @@ impl Scenario {
     }
 
     /// Waits until the management cluster's csi-resizer has started to expand a management claim to `size` MiB.
-    pub async fn expansion_started(&self, below: &str, size: u64) -> Result<()> {
-        eventually(&format!("{below} is being expanded to {size} MiB"), PATIENCE, || async {
-            let status = self.claims().get(below).await?.status.unwrap_or_default();
-            let begun = bytes(status.allocated_resources.as_ref()) == size << 20;
-            Ok(if begun { Ok(()) } else { Err(format!("{status:?}")) })
+    pub async fn expansion_started(&self, claim: &str, size: u64) -> Result<()> {
+        eventually(&format!("{claim} is being expanded to {size} MiB"), PATIENCE, || async {
+            let status = self.claims().get(claim).await?.status.unwrap_or_default();
+            let started = bytes(status.allocated_resources.as_ref()) == size << 20;
+            Ok(if started { Ok(()) } else { Err(format!("{status:?}")) })
         })
         .await
     }

@@ -8,13 +8,13 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use serde_json::json;
 
 use crate::eventually;
-use crate::pods::{GONE, IMAGE, Machines, POD, Script, Volume};
-use crate::scenario::delete;
+use crate::objects::delete;
+use crate::pods::{GONE, IMAGE, POD, PodScenario, Script, Volume};
 
 /// Folder on the VM's own disk with the number of the last durable record, so that it survives the loss of the volume.
 const ACKNOWLEDGED: &str = "/var/lib/nestor-test";
 
-impl Machines {
+impl PodScenario {
     /// Creates a StatefulSet with one pod, `<name>-0`, which appends numbered records to a file on the volume. Each record
     /// is synced to the disk before its number is stored on the VM as acknowledged. The pod is ready after a few records.
     pub async fn run_record_writer(&self, name: &str, volume: &Volume) -> Result<()> {
@@ -83,14 +83,14 @@ impl Machines {
     }
 
     /// The number of acknowledged records on a VM that runs again.
-    pub async fn acknowledged_on(&self, node: &str, volume: &Volume) -> Result<u64> {
+    pub async fn acknowledged_records(&self, node: &str, volume: &Volume) -> Result<u64> {
         let script = format!("cat {ACKNOWLEDGED}/{0}; rm {ACKNOWLEDGED}/{0}", volume.handle);
-        let output = self.run(Script::in_machine("acknowledged", node, &script)).await?;
+        let output = self.run(Script::on_vm("acknowledged", node, &script)).await?;
         output.parse().with_context(|| format!("{node} reports {output:?}"))
     }
 
     /// The number of complete records that the newest pod found at its start. The volume must not be in use.
-    pub async fn found(&self, node: &str, volume: &Volume) -> Result<u64> {
+    pub async fn recovered_records(&self, node: &str, volume: &Volume) -> Result<u64> {
         let script = "n=$(wc -l < /data/records); seq 1 $n | cmp - /data/records; cat /data/began";
         let output = self.run(Script::new("found", node, script).mount(volume, "/data")).await?;
         output.parse().with_context(|| format!("the volume has {output:?}"))
@@ -140,13 +140,13 @@ impl Machines {
 
     /// Adds the out-of-service taint to a node or removes it.
     pub async fn set_out_of_service(&self, name: &str, lost: bool) -> Result<()> {
-        self.scenario().taint_out_of_service(name, lost).await
+        self.scenario().set_out_of_service_taint(name, lost).await
     }
 }
 
 impl crate::Scenario {
     /// Adds the out-of-service taint to a guest node or removes it, and waits until gc-csi has annotated the VM.
-    pub async fn taint_out_of_service(&self, name: &str, lost: bool) -> Result<()> {
+    pub async fn set_out_of_service_taint(&self, name: &str, lost: bool) -> Result<()> {
         let nodes: Api<Node> = Api::all(self.guest.clone());
         let key = crds::names::TAINT_OUT_OF_SERVICE;
         let mut taints = nodes.get(name).await?.spec.and_then(|spec| spec.taints).unwrap_or_default();
@@ -162,7 +162,7 @@ impl crate::Scenario {
             &format!("VirtualMachine {name} is annotated as out of service: {lost}"),
             crate::PATIENCE,
             || async {
-                let vm = self.machines().get(name).await?;
+                let vm = self.vms().get(name).await?;
                 let annotated = vm.annotations().contains_key(crds::names::ANNOTATION_OUT_OF_SERVICE);
                 Ok(if annotated == lost { Ok(()) } else { Err(format!("{:?}", vm.annotations())) })
             },

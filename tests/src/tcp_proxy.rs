@@ -18,7 +18,7 @@ use crate::scenario::GUEST;
 use crate::{PATIENCE, Scenario, eventually};
 
 /// Minimum size of a read that counts as a response or watch event; smaller reads are keep-alives and acknowledgements.
-const ANSWER: usize = 300;
+const RESPONSE: usize = 300;
 /// Minimum size of a read from a client that counts as a request.
 const REQUEST: usize = 50;
 /// A connection without responses for this long is idle.
@@ -34,15 +34,15 @@ enum State {
     Stalled,
     Slow(Duration),
     Resetting,
-    Deaf,
+    LosingWatches,
 }
 
 /// Observations of the traffic.
 #[derive(Debug)]
-struct Carried {
+struct Traffic {
     /// Time of the server's last response or event.
-    told: Mutex<Instant>,
-    /// Number of connections lost in [`State::Deaf`].
+    last_response: Mutex<Instant>,
+    /// Number of connections lost in [`State::LosingWatches`].
     lost: AtomicUsize,
 }
 
@@ -50,13 +50,13 @@ struct Carried {
 pub struct TcpProxy {
     address: SocketAddr,
     state: Arc<Sender<State>>,
-    carried: Arc<Carried>,
-    carrying: JoinHandle<()>,
+    traffic: Arc<Traffic>,
+    serving: JoinHandle<()>,
 }
 
 impl Drop for TcpProxy {
     fn drop(&mut self) {
-        self.carrying.abort();
+        self.serving.abort();
     }
 }
 
@@ -68,9 +68,10 @@ impl TcpProxy {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let state = Arc::new(Sender::new(State::Open));
-        let carried = Arc::new(Carried { told: Mutex::new(Instant::now()), lost: AtomicUsize::new(0) });
-        let carrying = tokio::spawn(serve(listener, address, target, state.clone(), carried.clone()));
-        Ok(Self { address, state, carried, carrying })
+        let traffic =
+            Arc::new(Traffic { last_response: Mutex::new(Instant::now()), lost: AtomicUsize::new(0) });
+        let serving = tokio::spawn(serve(listener, address, target, state.clone(), traffic.clone()));
+        Ok(Self { address, state, traffic, serving })
     }
 
     /// The URL of the server through the proxy.
@@ -90,12 +91,12 @@ impl TcpProxy {
     pub async fn with_controller(s: &Scenario) -> Result<(Self, Controller)> {
         let management = s.lab.state().management.as_ref().context("the lab has no management cluster")?;
         let guest = s.lab.state().guests.get(GUEST).context("the lab has no such guest")?;
-        let link = Self::to(&management.server).await?;
+        let proxy = Self::to(&management.server).await?;
         let folder = tempfile::tempdir()?;
         let kubeconfig = folder.path().join("kubeconfig");
-        link.kubeconfig(&management.kubeconfig_of(&guest.account()), &kubeconfig)?;
+        proxy.kubeconfig(&management.kubeconfig_of(&guest.account()), &kubeconfig)?;
         let controller = Controller::start_in(s, &s.namespace, &kubeconfig, &s.cluster_id, &[]).await?;
-        Ok((link, controller))
+        Ok((proxy, controller))
     }
 
     /// Resets all connections and refuses new ones.
@@ -122,13 +123,13 @@ impl TcpProxy {
     /// Drops connections on which the server sends data without a request, with that data: watches become stale, while
     /// requests are answered.
     pub fn lose_watches(&self) {
-        self.state.send_replace(State::Deaf);
+        self.state.send_replace(State::LosingWatches);
     }
 
     /// Waits until a connection was lost since [`Self::lose_watches`].
     pub async fn watches_lost(&self) -> Result<()> {
         eventually("a watch is lost", PATIENCE, || async {
-            let lost = self.carried.lost.load(Ordering::SeqCst);
+            let lost = self.traffic.lost.load(Ordering::SeqCst);
             Ok(if lost > 0 { Ok(()) } else { Err("no watch is lost yet".to_owned()) })
         })
         .await
@@ -137,7 +138,7 @@ impl TcpProxy {
     /// Waits until the server sends no more responses or events.
     pub async fn wait_until_idle(&self) -> Result<()> {
         eventually("no more data through the proxy", PATIENCE, || async {
-            let since = self.carried.told.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
+            let since = self.traffic.last_response.lock().unwrap_or_else(PoisonError::into_inner).elapsed();
             Ok(if since > QUIET { Ok(()) } else { Err(format!("last data {since:?} ago")) })
         })
         .await
@@ -158,7 +159,7 @@ async fn serve(
     address: SocketAddr,
     target: SocketAddr,
     state: Arc<Sender<State>>,
-    carried: Arc<Carried>,
+    traffic: Arc<Traffic>,
 ) {
     let mut listener = Some(listener);
     let mut changes = state.subscribe();
@@ -174,7 +175,7 @@ async fn serve(
             _ = changes.changed() => {}
             Some(_) = connections.join_next() => {}
             Some(client) = accept(listener.as_ref()) => {
-                connections.spawn(carry(client, target, state.clone(), carried.clone()));
+                connections.spawn(carry(client, target, state.clone(), traffic.clone()));
             }
         }
     }
@@ -185,7 +186,7 @@ async fn accept(listener: Option<&TcpListener>) -> Option<TcpStream> {
 }
 
 /// Copies both directions of a connection until an end or the proxy closes it.
-async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<State>>, carried: Arc<Carried>) {
+async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<State>>, traffic: Arc<Traffic>) {
     let mut changes = state.subscribe();
     // Whether the client has sent a request since the last state change.
     let mut has_asked = false;
@@ -196,7 +197,7 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
         match now {
             State::Cut => return reset(&client, &server),
             State::Stalled => return stay_dead(client, server, changes).await,
-            State::Open | State::Slow(_) | State::Resetting | State::Deaf => {}
+            State::Open | State::Slow(_) | State::Resetting | State::LosingWatches => {}
         }
         let done = tokio::select! {
             // State changes take effect before more data is copied.
@@ -213,19 +214,19 @@ async fn carry(mut client: TcpStream, target: SocketAddr, state: Arc<Sender<Stat
                 _ => return,
             },
             read = server.read(&mut answered) => match read {
-                Ok(length) if length >= ANSWER && *changes.borrow() == State::Resetting => {
+                Ok(length) if length >= RESPONSE && *changes.borrow() == State::Resetting => {
                     // The rest of the response is never sent, whether this write succeeds or not.
                     let _ = client.write_all(&answered[..length / 2]).await;
                     state.send_replace(State::Open);
                     return reset(&client, &server);
                 }
-                Ok(length) if length >= ANSWER && now == State::Deaf && !has_asked => {
-                    carried.lost.fetch_add(1, Ordering::SeqCst);
+                Ok(length) if length >= RESPONSE && now == State::LosingWatches && !has_asked => {
+                    traffic.lost.fetch_add(1, Ordering::SeqCst);
                     return stay_dead(client, server, changes).await;
                 }
                 Ok(length) if length > 0 => {
-                    if length >= ANSWER {
-                        *carried.told.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                    if length >= RESPONSE {
+                        *traffic.last_response.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
                     }
                     pass(&changes, &mut client, &answered[..length]).await
                 }

@@ -50,7 +50,7 @@ fn floppy(path: &Path) -> Result<()> {
 }
 
 // libvirt restricts the BIOS to boot disks, which excludes a disk that is hot-plugged later.
-fn domain(machine: &LoopNode, floppy: &Path) -> String {
+fn domain(vm: &LoopNode, floppy: &Path) -> String {
     format!(
         "<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
         <os><type arch='x86_64' machine='pc'>hvm</type><boot dev='fd'/></os><on_reboot>destroy</on_reboot>
@@ -59,8 +59,8 @@ fn domain(machine: &LoopNode, floppy: &Path) -> String {
         <disk type='file' device='floppy'><driver name='qemu' type='raw'/><source file='{}'/>
         <target dev='fda' bus='fdc'/><readonly/></disk></devices>
         <qemu:commandline><qemu:arg value='-boot'/><qemu:arg value='strict=off'/></qemu:commandline></domain>",
-        machine.name,
-        machine.uuid,
+        vm.name,
+        vm.uuid,
         floppy.display()
     )
 }
@@ -73,19 +73,19 @@ pub struct WriterVm<'a> {
 }
 
 impl<'a> WriterVm<'a> {
-    /// Creates the VM on a node of the scenario. It is paused until [`Self::go`].
-    pub async fn create(s: &'a Scenario, machine: &LoopNode) -> Result<Self> {
+    /// Creates the VM on a node of the scenario. It is paused until [`Self::resume`].
+    pub async fn create(s: &'a Scenario, vm: &LoopNode) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let (image, file) = (folder.path().join("floppy.img"), folder.path().join("domain.xml"));
         floppy(&image)?;
-        std::fs::write(&file, domain(machine, &image))?;
+        std::fs::write(&file, domain(vm, &image))?;
         let file = file.to_str().context("a path that is not UTF-8")?;
         virsh(s.lab.run(), ["create", file, "--paused"]).await?;
-        Ok(Self { s, name: machine.name.clone(), _folder: folder })
+        Ok(Self { s, name: vm.name.clone(), _folder: folder })
     }
 
-    /// Starts the VM.
-    pub async fn go(&self) -> Result<()> {
+    /// Resumes the VM.
+    pub async fn resume(&self) -> Result<()> {
         virsh(self.s.lab.run(), ["resume", &self.name]).await.map(drop)
     }
 
@@ -102,7 +102,7 @@ impl<'a> WriterVm<'a> {
     }
 
     /// Waits until the VM is in state `expected`; fails if it is ever in state `never`.
-    pub async fn comes_to(&self, expected: Option<&str>, never: &str) -> Result<()> {
+    pub async fn wait_for_state(&self, expected: Option<&str>, never: &str) -> Result<()> {
         eventually(&format!("VM {} is {expected:?}", self.name), PATIENCE, || async {
             let state = self.state().await?;
             ensure!(state.as_deref() != Some(never), "VM {} is {never}", self.name);
@@ -112,7 +112,7 @@ impl<'a> WriterVm<'a> {
     }
 
     /// Destroys the VM if it still exists.
-    pub async fn end(&self) -> Result<()> {
+    pub async fn destroy(&self) -> Result<()> {
         if self.state().await?.is_some() {
             virsh(self.s.lab.run(), ["destroy", &self.name]).await?;
         }

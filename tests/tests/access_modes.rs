@@ -10,7 +10,7 @@ use lab::LoopNode;
 use serde_json::json;
 use tests::driver::{block, mount, new_volume};
 use tests::guest::handle;
-use tests::pods::{self, Ask, Script, filesystem};
+use tests::pods::{self, ClaimOptions, Script, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
 use tonic::Code;
 
@@ -19,7 +19,7 @@ fn new_with(s: &Scenario, class: &str, capabilities: Vec<VolumeCapability>) -> C
 }
 
 /// The storage infra's attachments of a volume.
-async fn attachments(s: &Scenario, handle: &str) -> Result<Vec<Attachment>> {
+async fn infra_attachments(s: &Scenario, handle: &str) -> Result<Vec<Attachment>> {
     let volume = s.infra_volume(handle).await?.id;
     Ok(s.infra.list_attachments(None, Some(&volume)).await?)
 }
@@ -36,7 +36,7 @@ async fn joined(s: &Scenario) -> Result<LoopNode> {
 #[tokio::test]
 async fn each_supported_access_mode_is_requested_unchanged_from_the_management_tier() -> Result<()> {
     run(|s| async move {
-        for (wanted, class, mode) in [
+        for (requested, class, mode) in [
             (mount(Mode::SingleNodeWriter), "nestor", "ReadWriteOnce"),
             (mount(Mode::SingleNodeSingleWriter), "nestor", "ReadWriteOncePod"),
             (mount(Mode::SingleNodeMultiWriter), "nestor", "ReadWriteOnce"),
@@ -46,8 +46,8 @@ async fn each_supported_access_mode_is_requested_unchanged_from_the_management_t
             (block(Mode::MultiNodeReaderOnly), "nestor", "ReadOnlyMany"),
             (block(Mode::MultiNodeMultiWriter), "nestor-shareable", "ReadWriteMany"),
         ] {
-            let is_block = matches!(wanted.access_type, Some(AccessType::Block(_)));
-            let made = s.driver.create(new_with(&s, class, vec![wanted.clone()])).await;
+            let is_block = matches!(requested.access_type, Some(AccessType::Block(_)));
+            let made = s.driver.create(new_with(&s, class, vec![requested.clone()])).await;
             let volume = made.with_context(|| format!("{mode} of {class}, block: {is_block}"))?.volume_id;
             let spec = s.claims().get(&volume).await?.spec.context("the management claim has no spec")?;
             assert_eq!(spec.access_modes, Some(vec![mode.to_owned()]));
@@ -57,7 +57,7 @@ async fn each_supported_access_mode_is_requested_unchanged_from_the_management_t
             assert_eq!(s.infra_volume(&volume).await?.shareable, mode == "ReadWriteMany");
             let request = ValidateVolumeCapabilitiesRequest {
                 volume_id: volume,
-                volume_capabilities: vec![wanted],
+                volume_capabilities: vec![requested],
                 ..Default::default()
             };
             let answer = s.driver.calls().validate_volume_capabilities(request).await?.into_inner();
@@ -81,7 +81,7 @@ async fn each_unsupported_access_mode_is_refused_with_its_reason_and_leaves_noth
             vec!["ReadWriteMany".to_owned(), class.to_owned(), names::PARAMETER_SHAREABLE.to_owned()]
         };
         let texts = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
-        for (wanted, class, expected) in [
+        for (requested, class, expected) in [
             (mount(Mode::MultiNodeMultiWriter), own.as_str(), texts(&many)),
             (mount(Mode::MultiNodeMultiWriter), "nestor-shareable", texts(&many)),
             (block(Mode::MultiNodeMultiWriter), &own, asks_for(&own)),
@@ -89,7 +89,7 @@ async fn each_unsupported_access_mode_is_refused_with_its_reason_and_leaves_noth
             (mount(Mode::MultiNodeSingleWriter), &own, texts(&one_writes)),
             (block(Mode::MultiNodeSingleWriter), "nestor-shareable", texts(&one_writes)),
         ] {
-            let request = new_with(&s, class, vec![wanted]);
+            let request = new_with(&s, class, vec![requested]);
             let refused = s.driver.create(request.clone()).await.unwrap_err();
             assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
             let missing: Vec<_> = expected.iter().filter(|text| !refused.message().contains(*text)).collect();
@@ -140,21 +140,21 @@ async fn a_single_node_volume_is_refused_to_a_second_node_with_the_name_of_the_f
         ] {
             s.claim_with(claim, class, "1Mi", more).await?;
             let (_, volume) = s.bound(claim).await?;
-            let order = s.k8s_attach(&volume.name_any(), &first.name).await?;
-            s.attached(&order).await?;
+            let attachment = s.k8s_attach(&volume.name_any(), &first.name).await?;
+            s.attached(&attachment).await?;
             let other = s.k8s_attach(&volume.name_any(), &second.name).await?;
             s.k8s_attachments().refused(&other, &["attached to VirtualMachine", &first.name]).await?;
             let handle = handle(&volume)?;
-            let wanted = if claim == "raw" { block(mode) } else { mount(mode) };
-            let refused = s.driver.refusal(&handle, &second.name, &wanted).await?;
+            let requested = if claim == "raw" { block(mode) } else { mount(mode) };
+            let refused = s.driver.refusal(&handle, &second.name, &requested).await?;
             assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
             assert!(refused.message().contains(&first.name), "{refused}");
-            let there = attachments(&s, &handle).await?;
+            let there = infra_attachments(&s, &handle).await?;
             assert_eq!(
                 there.iter().map(|one| (one.node, one.access)).collect::<Vec<_>>(),
                 [(first.uuid, Access::SingleNode)]
             );
-            s.k8s_detach(&order).await?;
+            s.k8s_detach(&attachment).await?;
             s.attached(&other).await?;
             s.k8s_detach(&other).await?;
         }
@@ -190,14 +190,14 @@ async fn a_read_only_many_volume_is_attached_read_only_to_each_node() -> Result<
         s.claim_with("data", "nestor", "1Mi", json!({"accessModes": ["ReadOnlyMany"]})).await?;
         let (_, volume) = s.bound("data").await?;
         let handle = handle(&volume)?;
-        let mut orders = Vec::new();
+        let mut attachments = Vec::new();
         for node in [&first, &second] {
-            let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
-            let disk = s.attached(&order).await?;
+            let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+            let disk = s.attached(&attachment).await?;
             assert!(is_read_only(node, &disk)?, "{} has a writable disk", node.name);
-            orders.push(order);
+            attachments.push(attachment);
         }
-        let there = attachments(&s, &handle).await?;
+        let there = infra_attachments(&s, &handle).await?;
         assert_eq!(there.len(), 2);
         assert!(
             there.iter().all(|one| one.read_only && one.access == Access::MultiNodeReadOnly),
@@ -208,8 +208,8 @@ async fn a_read_only_many_volume_is_attached_read_only_to_each_node() -> Result<
         let refused = s.driver.publish(&handle, &third.name).await.unwrap_err();
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains("ReadOnlyMany"), "{refused}");
-        for order in orders {
-            s.k8s_detach(&order).await?;
+        for attachment in attachments {
+            s.k8s_detach(&attachment).await?;
         }
         Ok(())
     })
@@ -255,29 +255,29 @@ fn is_read_only(node: &LoopNode, disk: &str) -> Result<bool> {
 
 #[tokio::test]
 async fn pods_on_two_vms_read_one_prefilled_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let source = machines.claim("source", &filesystem("ext4")).await?;
-        let write = Script::new("writer", &machines.here, "echo kept > /data/file; sync");
-        machines.run(write.mount(&source, "/data")).await?;
+    pods::run(|pods| async move {
+        let source = pods.claim("source", &filesystem("ext4")).await?;
+        let write = Script::new("writer", &pods.first_node, "echo kept > /data/file; sync");
+        pods.run(write.mount(&source, "/data")).await?;
         // A copy of a mounted filesystem would need a journal replay, which is a write.
-        machines.detached(&source).await?;
+        pods.detached(&source).await?;
         let more = json!({
             "accessModes": ["ReadOnlyMany"],
             "dataSource": {"kind": "PersistentVolumeClaim", "name": "source"},
         });
-        let shared = machines.claim("shared", &Ask { more, ..filesystem("ext4") }).await?;
+        let shared = pods.claim("shared", &ClaimOptions { more, ..filesystem("ext4") }).await?;
         let look = "[ \"$(cat /data/file)\" = kept ]; touch /data/new && exit 1";
-        let holds = Script::new("holds", &machines.here, &format!("{look}\nexec sleep 1000"));
-        let holds = machines.start(holds.mount(&shared, "/data")).await?;
-        machines.running(&holds).await?;
-        let said = machines
+        let holds = Script::new("holds", &pods.first_node, &format!("{look}\nexec sleep 1000"));
+        let holds = pods.start(holds.mount(&shared, "/data")).await?;
+        pods.running(&holds).await?;
+        let output = pods
             .run(
-                Script::new("other", &machines.there, &format!("{look}\ncat /data/file"))
+                Script::new("other", &pods.second_node, &format!("{look}\ncat /data/file"))
                     .mount(&shared, "/data"),
             )
             .await?;
-        ensure!(said.contains("Read-only file system") && said.ends_with("kept"), "{said}");
-        machines.running(&holds).await.map(drop)
+        ensure!(output.contains("Read-only file system") && output.ends_with("kept"), "{output}");
+        pods.running(&holds).await.map(drop)
     })
     .await
 }
@@ -291,18 +291,18 @@ async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Res
         let many = json!({"accessModes": ["ReadWriteMany"], "volumeMode": "Block"});
         s.claim_with("raw", "nestor-shareable", "1Mi", many).await?;
         let (_, volume) = s.bound("raw").await?;
-        let mut orders = Vec::new();
+        let mut attachments = Vec::new();
         for node in &nodes {
-            let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
-            let disk = s.attached(&order).await?;
+            let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+            let disk = s.attached(&attachment).await?;
             assert!(!is_read_only(node, &disk)?, "{} has a read-only disk", node.name);
-            orders.push(order);
+            attachments.push(attachment);
         }
-        let there = attachments(&s, &handle(&volume)?).await?;
+        let there = infra_attachments(&s, &handle(&volume)?).await?;
         assert_eq!(there.len(), 2);
         assert!(there.iter().all(|one| !one.read_only && one.access == Access::MultiNode), "{there:?}");
-        for order in orders {
-            s.k8s_detach(&order).await?;
+        for attachment in attachments {
+            s.k8s_detach(&attachment).await?;
         }
         Ok(())
     })
@@ -311,13 +311,13 @@ async fn a_shareable_raw_volume_is_attached_read_write_to_several_nodes() -> Res
 
 #[tokio::test]
 async fn pods_on_two_vms_read_what_the_other_writes_to_a_shared_raw_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let ask = Ask {
+    pods::run(|pods| async move {
+        let options = ClaimOptions {
             class: Some("nestor-shareable".to_owned()),
             more: json!({"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "4Mi"}}}),
             ..pods::block()
         };
-        let volume = machines.claim("raw", &ask).await?;
+        let volume = pods.claim("raw", &options).await?;
         // Direct I/O, to bypass the page caches of both VMs.
         let talk = |says: &str, at: u8, hears: &str, from: u8| {
             format!(
@@ -328,14 +328,14 @@ async fn pods_on_two_vms_read_what_the_other_writes_to_a_shared_raw_volume() -> 
                 hears.len()
             )
         };
-        let one = Script::new("one", &machines.here, &talk("from one", 0, "from two", 1));
-        let two = Script::new("two", &machines.there, &talk("from two", 1, "from one", 0));
+        let one = Script::new("one", &pods.first_node, &talk("from one", 0, "from two", 1));
+        let two = Script::new("two", &pods.second_node, &talk("from two", 1, "from one", 0));
         for pod in [one, two] {
-            machines.start(pod.device(&volume, "/dev/volume")).await?;
+            pods.start(pod.device(&volume, "/dev/volume")).await?;
         }
         for (pod, heard) in [("one", "from two"), ("two", "from one")] {
-            let said = machines.finish(pod).await?;
-            ensure!(said == heard, "pod {pod} read {said:?}");
+            let output = pods.finish(pod).await?;
+            ensure!(output == heard, "pod {pod} read {output:?}");
         }
         Ok(())
     })

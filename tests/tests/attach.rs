@@ -21,9 +21,9 @@ async fn an_attach_ends_with_a_device_and_a_status_in_both_tiers() -> Result<()>
         let handle = s.bound_claim("data").await?;
         let disk = s.driver.publish(&handle, &node.name).await?;
 
-        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-        assert_eq!(order.name_any(), names::volume_attachment(&(&node.name).into(), &(&handle).into()));
-        let status = order.status.context("the VolumeAttachment has no status")?;
+        let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        assert_eq!(attachment.name_any(), names::volume_attachment(&(&node.name).into(), &(&handle).into()));
+        let status = attachment.status.context("the VolumeAttachment has no status")?;
         assert!(status.attached && status.error.is_none(), "{status:?}");
         assert_eq!(status.disk_uuid.as_ref(), Some(&disk));
         let shown = s.disk(&node.name, &handle).await?.context("the VM's status does not have the disk")?;
@@ -58,11 +58,11 @@ async fn csi_attacher_attaches_and_detaches_for_the_attach_detach_controller() -
         let handle = s.bound_claim("data").await?;
         let (_, volume) = s.bound("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
-        let disk = s.attached(&order).await?;
+        let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+        let disk = s.attached(&attachment).await?;
         assert!(device(&node, &disk)?);
         assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
-        s.k8s_detach(&order).await?;
+        s.k8s_detach(&attachment).await?;
         s.no_attachments(&node).await
     })
     .await
@@ -125,8 +125,8 @@ async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_h
         assert_eq!(refused.code(), Code::Unavailable, "retryable: {refused}");
         let text = node.uuid.to_string();
         assert!(refused.message().contains(&text), "{refused}");
-        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-        let status = order.status.unwrap_or_default();
+        let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        let status = attachment.status.unwrap_or_default();
         assert!(!status.attached);
         let error = status.error.context("the VolumeAttachment has no error")?;
         assert_eq!(error.reason, "NodeNotFound");
@@ -148,8 +148,8 @@ async fn a_failure_of_the_infra_is_reported_on_every_tier_and_recovers_without_h
         })
         .await?;
         assert!(device(&node, &disk)?);
-        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-        assert!(order.status.is_some_and(|status| status.attached && status.error.is_none()));
+        let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        assert!(attachment.status.is_some_and(|status| status.attached && status.error.is_none()));
         condition(&s, "data", "True", &node.name).await
     })
     .await
@@ -177,8 +177,8 @@ async fn a_detach_succeeds_without_the_volume_attachment() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
-        let order = names::volume_attachment(&(&node.name).into(), &(&handle).into());
-        s.attachments().delete(&order, &DeleteParams::default()).await?;
+        let attachment = names::volume_attachment(&(&node.name).into(), &(&handle).into());
+        s.attachments().delete(&attachment, &DeleteParams::default()).await?;
         s.driver.unpublish(&handle, &node.name).await?;
         s.no_attachments(&node).await
     })
@@ -190,9 +190,9 @@ async fn a_deleted_vm_has_no_disks() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         let disk = s.driver.publish(&handle, &node.name).await?;
-        s.machines().delete(&node.name, &DeleteParams::default()).await?;
+        s.vms().delete(&node.name, &DeleteParams::default()).await?;
         eventually("the VM is deleted", PATIENCE, || async {
-            Ok(s.machines().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
+            Ok(s.vms().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         s.driver.unpublish(&handle, &node.name).await?;
@@ -222,8 +222,8 @@ async fn a_single_writer_volume_is_refused_to_a_second_vm_with_the_name_of_the_f
         let entry = json!({"name": handle, "persistentVolumeClaim": {"claimName": handle}});
         s.add_entry(&second.name, entry).await?;
         let error = eventually("the second VolumeAttachment's error", PATIENCE, || async {
-            let order = s.attachment(&second.name, &handle).await?;
-            let status = order.and_then(|order| order.status).unwrap_or_default();
+            let attachment = s.attachment(&second.name, &handle).await?;
+            let status = attachment.and_then(|attachment| attachment.status).unwrap_or_default();
             assert!(!status.attached);
             Ok(status.error.ok_or_else(|| "no error".to_owned()))
         })
@@ -254,12 +254,12 @@ async fn entries_of_other_writers_in_a_vms_spec_are_never_lost() -> Result<()> {
             handles.push(s.volume().await?);
         }
         let foreign: Vec<String> = (0..20).map(|number| format!("foreign-{number}")).collect();
-        let (other, machine, names) = (s.clone(), node.name.clone(), foreign.clone());
+        let (other, vm, names) = (s.clone(), node.name.clone(), foreign.clone());
         let writing = tokio::spawn(async move {
             for name in names {
                 // A volume type that Nestor does not support, with fields that it does not know.
                 let entry = json!({"name": name, "cdrom": {"image": name, "connected": true}});
-                other.add_entry(&machine, entry).await?;
+                other.add_entry(&vm, entry).await?;
             }
             anyhow::Ok(())
         });
@@ -288,8 +288,8 @@ async fn entries_of_other_writers_in_a_vms_spec_are_never_lost() -> Result<()> {
             .await?;
         }
         writing.await??;
-        let machine = s.raw_vms().get(&node.name).await?;
-        let entries = machine.data["spec"]["volumes"].as_array().cloned().unwrap_or_default();
+        let vm = s.raw_vms().get(&node.name).await?;
+        let entries = vm.data["spec"]["volumes"].as_array().cloned().unwrap_or_default();
         for name in &foreign {
             let entry = entries.iter().find(|entry| entry["name"] == json!(name));
             assert_eq!(entry.map(|entry| &entry["cdrom"]["image"]), Some(&json!(name)), "{entries:?}");
@@ -305,12 +305,12 @@ async fn the_spec_of_a_volume_attachment_is_immutable() -> Result<()> {
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &node.name).await?;
-        let order = names::volume_attachment(&(&node.name).into(), &(&handle).into());
+        let attachment = names::volume_attachment(&(&node.name).into(), &(&handle).into());
         let patch = kube::api::Patch::Merge(json!({"spec": {"volumeName": "another"}}));
-        let refused = s.attachments().patch(&order, &Default::default(), &patch).await.unwrap_err();
+        let refused = s.attachments().patch(&attachment, &Default::default(), &patch).await.unwrap_err();
         assert!(refused.to_string().contains("immutable"), "{refused}");
-        let order: VolumeAttachment = s.attachments().get(&order).await?;
-        assert_eq!(order.spec.volume_name.as_str(), handle);
+        let attachment: VolumeAttachment = s.attachments().get(&attachment).await?;
+        assert_eq!(attachment.spec.volume_name.as_str(), handle);
         Ok(())
     })
     .await

@@ -222,12 +222,12 @@ async fn refused_as_not_ready(
 async fn malformed_objects_do_not_affect_others() -> Result<()> {
     run(|s| async move {
         let odd = unique("odd");
-        let orders: Api<DynamicObject> = Api::namespaced_with(
+        let attachments: Api<DynamicObject> = Api::namespaced_with(
             s.management.clone(),
             &s.namespace,
             &kube::core::ApiResource::erase::<crds::VolumeAttachment>(&()),
         );
-        let order = |name: &str, node: &str, volume: &str| {
+        let attachment = |name: &str, node: &str, volume: &str| {
             json!({
                 "apiVersion": "nestor.dev/v1alpha1", "kind": "VolumeAttachment",
                 "metadata": {"name": format!("{odd}-{name}"), "labels": {"test": odd}},
@@ -236,15 +236,15 @@ async fn malformed_objects_do_not_affect_others() -> Result<()> {
         };
         let somewhere = uuid::Uuid::new_v4().to_string();
         for one in [
-            order("node", "no uuid at all ../", "absent"),
-            order("volume", &somewhere, &"x".repeat(253)),
-            order("path", &somewhere, "../../etc/passwd"),
-            order(&"l".repeat(200), &somewhere, "absent"),
+            attachment("node", "no uuid at all ../", "absent"),
+            attachment("volume", &somewhere, &"x".repeat(253)),
+            attachment("path", &somewhere, "../../etc/passwd"),
+            attachment(&"l".repeat(200), &somewhere, "absent"),
         ] {
-            orders.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
+            attachments.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
         }
-        let machines = s.raw_vms();
-        let machine = |name: &str, spec: serde_json::Value| {
+        let vms = s.raw_vms();
+        let vm = |name: &str, spec: serde_json::Value| {
             json!({
                 "apiVersion": format!("vmoperator.vmware.com/{}", crds::VIRTUAL_MACHINE_VERSIONS[0]),
                 "kind": "VirtualMachine",
@@ -256,17 +256,17 @@ async fn malformed_objects_do_not_affect_others() -> Result<()> {
         let claim = |name: &str| json!({"name": name, "persistentVolumeClaim": {"claimName": "absent"}});
         for one in [
             // Without status, so its UUID is unknown.
-            machine("bare", json!({"volumes": [claim("a")]})),
-            machine("foreign", json!({"className": {"deep": [1, null, {}]}, "volumes": [{"name": "iso", "cdrom": 7}]})),
-            machine("long", json!({"volumes": [claim(&long), {"name": "", "persistentVolumeClaim": {"claimName": ""}}]})),
+            vm("bare", json!({"volumes": [claim("a")]})),
+            vm("foreign", json!({"className": {"deep": [1, null, {}]}, "volumes": [{"name": "iso", "cdrom": 7}]})),
+            vm("long", json!({"volumes": [claim(&long), {"name": "", "persistentVolumeClaim": {"claimName": ""}}]})),
         ] {
-            machines.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
+            vms.create(&PostParams::default(), &serde_json::from_value(one)?).await?;
         }
         let strange = json!({"status": {"biosUUID": "not a uuid", "powerState": "Melting",
             "volumes": [{"name": "ghost", "attached": true, "diskUUID": "", "error": "", "extra": {"a": [1]}}]}});
         for name in ["foreign", "long"] {
             let patch = kube::api::Patch::Merge(&strange);
-            machines.patch_status(&format!("{odd}-{name}"), &Default::default(), &patch).await?;
+            vms.patch_status(&format!("{odd}-{name}"), &Default::default(), &patch).await?;
         }
 
         // A regular attach and detach beside these objects.
@@ -277,8 +277,8 @@ async fn malformed_objects_do_not_affect_others() -> Result<()> {
         for (name, text) in [("node", "not a UUID"), ("volume", "does not exist in the management cluster")] {
             let name = format!("{odd}-{name}");
             eventually(&format!("VolumeAttachment {name} has an error"), PATIENCE, || async {
-                let order = s.attachments().get(&name).await?;
-                let error = order.status.and_then(|status| status.error).map(|error| error.message);
+                let attachment = s.attachments().get(&name).await?;
+                let error = attachment.status.and_then(|status| status.error).map(|error| error.message);
                 Ok(match error {
                     Some(error) if error.contains(text) || error.contains("absent") => Ok(()),
                     other => Err(format!("{other:?}")),
@@ -292,10 +292,10 @@ async fn malformed_objects_do_not_affect_others() -> Result<()> {
         s.remove_entries(&format!("{odd}-bare"), |_| true).await?;
 
         let own = ListParams::default().labels(&format!("test={odd}"));
-        machines.delete_collection(&DeleteParams::default(), &own).await?;
-        orders.delete_collection(&DeleteParams::default(), &own).await?;
+        vms.delete_collection(&DeleteParams::default(), &own).await?;
+        attachments.delete_collection(&DeleteParams::default(), &own).await?;
         eventually("the malformed objects are deleted", PATIENCE, || async {
-            let left = orders.list(&own).await?.items.len() + machines.list(&own).await?.items.len();
+            let left = attachments.list(&own).await?.items.len() + vms.list(&own).await?.items.len();
             Ok(if left == 0 { Ok(()) } else { Err(format!("{left} left")) })
         })
         .await
@@ -333,17 +333,17 @@ async fn overlong_and_odd_names_are_refused_or_hashed() -> Result<()> {
         let name = s.own(&format!("{}{}", s.name, "n".repeat(300)));
         s.driver.create(new_volume(&name, MIB, "nestor")).await?;
 
-        let below = Driver::connect(&s.lab.mgmt_socket()?).await?;
-        let refused = below.delete(&endless).await.unwrap_err();
+        let mgmt_csi = Driver::connect(&s.lab.mgmt_socket()?).await?;
+        let refused = mgmt_csi.delete(&endless).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         for odd in ["../../etc/passwd", "a b", "Ünï"] {
-            below.delete(odd).await.with_context(|| format!("{odd:?}"))?;
+            mgmt_csi.delete(odd).await.with_context(|| format!("{odd:?}"))?;
         }
         let mut request = new_volume(&format!("{}/../ü", s.name), MIB, "");
         request.parameters.clear();
-        let made = below.create(request.clone()).await?;
-        assert_eq!(below.create(request).await?, made);
-        below.delete(&made.volume_id).await?;
+        let made = mgmt_csi.create(request.clone()).await?;
+        assert_eq!(mgmt_csi.create(request).await?, made);
+        mgmt_csi.delete(&made.volume_id).await?;
         // Both drivers still serve.
         s.driver.publish(&handle, &node.name).await?;
         Ok(())

@@ -8,7 +8,7 @@ use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use lab::run::repository;
 use serde_json::{Value, json};
-use tests::chart::{self, Chart, called, containers, of_kind, pod_specs, texts};
+use tests::chart::{self, Chart, containers, kind_and_name, of_kind, pod_specs, texts};
 use tests::http_proxy::HttpProxy;
 use tests::local_pod::LocalPod;
 use tests::program::run_to_end;
@@ -30,7 +30,7 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
         ensure!(bad.contains("/log/format"), "{bad}");
     }
     let [management, guest] = Chart::both().await?;
-    for (chart, value, says) in [
+    for (chart, value, expected) in [
         (&management, "infra.url=", "infra.url is required"),
         (&management, "infra.secret=", "infra.secret is required"),
         (&guest, "clusterId=", "clusterId is required"),
@@ -42,7 +42,7 @@ async fn both_charts_pass_helm_lint_and_report_missing_and_unknown_values() -> R
         let smallest = chart.example("smallest");
         let error = chart.render("default", &[&smallest], &[value]).await;
         let error = error.err().with_context(|| format!("{value} was accepted"))?.to_string();
-        ensure!(error.contains(says), "{value}: {error}");
+        ensure!(error.contains(expected), "{value}: {error}");
     }
     Ok(())
 }
@@ -61,9 +61,9 @@ async fn renderings(chart: &Chart, namespace: &str, set: &[&str]) -> Result<Vec<
 #[tokio::test]
 async fn every_object_of_every_rendering_is_accepted_by_the_api_server() -> Result<()> {
     run(|s| async move {
-        let place = s.own_namespace().await?;
+        let namespace = s.own_namespace().await?;
         let tenants: Vec<String> =
-            (0..2).map(|guest| format!("guests[{guest}].namespace={}", place.namespace)).collect();
+            (0..2).map(|guest| format!("guests[{guest}].namespace={}", namespace.name)).collect();
         let tenants: Vec<&str> = tenants.iter().map(String::as_str).collect();
         let tiers = [
             (Chart::management().await?, "nestor-system", &tenants[..], &s.management),
@@ -97,17 +97,17 @@ fn pod(namespace: &str, spec: &Value) -> Value {
 #[tokio::test]
 async fn controllers_are_accepted_in_a_restricted_namespace_and_the_node_plugin_is_not() -> Result<()> {
     run(|s| async move {
-        let place = s.own_namespace().await?;
-        restrict(&s, &place.namespace).await?;
+        let namespace = s.own_namespace().await?;
+        restrict(&s, &namespace.name).await?;
         for chart in Chart::both().await? {
-            for (name, objects) in renderings(&chart, &place.namespace, &[]).await? {
+            for (name, objects) in renderings(&chart, &namespace.name, &[]).await? {
                 for account in of_kind(&objects, "ServiceAccount")
-                    .filter(|a| a["metadata"]["namespace"] == *place.namespace)
+                    .filter(|a| a["metadata"]["namespace"] == *namespace.name)
                 {
                     chart::apply(&s.management, account, false).await?;
                 }
                 for (owner, spec) in pod_specs(&objects) {
-                    let taken = chart::apply(&s.management, &pod(&place.namespace, spec), true).await;
+                    let taken = chart::apply(&s.management, &pod(&namespace.name, spec), true).await;
                     match (owner.as_str(), taken) {
                         ("DaemonSet gc-csi-node", Err(error)) => {
                             ensure!(format!("{error:#}").contains("restricted"), "{error:#}");
@@ -154,8 +154,8 @@ async fn every_flag_in_a_chart_is_accepted_by_its_program() -> Result<()> {
             for (name, objects) in renderings(&chart, "nestor-system", &[]).await? {
                 for (owner, spec) in pod_specs(&objects) {
                     for container in containers(spec) {
-                        let (known, said) = accepts(&s, container, &[]).await?;
-                        ensure!(known, "{name}: {owner}: {said}");
+                        let (known, stderr) = accepts(&s, container, &[]).await?;
+                        ensure!(known, "{name}: {owner}: {stderr}");
                         checked.insert(chart::program(&s.lab, container)?, container.clone());
                     }
                 }
@@ -164,8 +164,8 @@ async fn every_flag_in_a_chart_is_accepted_by_its_program() -> Result<()> {
         // All nine programs, none of which accepts an unknown flag.
         assert_eq!(checked.len(), 9, "{:?}", checked.keys());
         for container in checked.values() {
-            let (known, said) = accepts(&s, container, &["--no-such-flag=1"]).await?;
-            ensure!(!known && said.contains("no-such-flag"), "{said}");
+            let (known, stderr) = accepts(&s, container, &["--no-such-flag=1"]).await?;
+            ensure!(!known && stderr.contains("no-such-flag"), "{stderr}");
         }
         Ok(())
     })
@@ -284,11 +284,13 @@ async fn pods_get_ready(client: &Client, s: &Scenario, namespace: &str, objects:
         }
     }
     for object in objects.iter().filter(|object| object["spec"]["template"]["spec"].is_object()) {
-        let pod = LocalPod::start(&s.lab, client, namespace, object).await.with_context(|| called(object))?;
-        pod.ready().await.with_context(|| called(object))?;
+        let pod = LocalPod::start(&s.lab, client, namespace, object)
+            .await
+            .with_context(|| kind_and_name(object))?;
+        pod.ready().await.with_context(|| kind_and_name(object))?;
         let refused = pod.refused();
-        ensure!(refused.is_empty(), "{}: {refused:?}", called(object));
-        pod.stop().await.with_context(|| called(object))?;
+        ensure!(refused.is_empty(), "{}: {refused:?}", kind_and_name(object));
+        pod.stop().await.with_context(|| kind_and_name(object))?;
     }
     Ok(())
 }
@@ -305,11 +307,11 @@ async fn remove_rights(client: &Client, objects: &[Value]) -> Result<()> {
 #[tokio::test]
 async fn the_management_charts_pods_become_ready() -> Result<()> {
     run(|s| async move {
-        let place = s.own_namespace().await?;
+        let namespace = s.own_namespace().await?;
         let infra = s.lab.state().infra.clone().context("no infra")?;
         let read = |name: &str| std::fs::read_to_string(infra.pki.join(name));
         let secret = json!({
-            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "storage-infra-client", "namespace": place.namespace},
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "storage-infra-client", "namespace": namespace.name},
             "stringData": {"ca.crt": read("ca.crt")?, "tls.crt": read("client.crt")?, "tls.key": read("client.key")?},
         });
         chart::apply(&s.management, &secret, false).await?;
@@ -319,9 +321,9 @@ async fn the_management_charts_pods_become_ready() -> Result<()> {
         let more = tempfile::NamedTempFile::new()?;
         std::fs::write(more.path(), "shim: {enabled: true}\nsnapshotController: {enabled: true}\n")?;
         let smallest = chart.example("smallest");
-        let mut objects = chart.render(&place.namespace, &[&smallest, more.path()], &set).await?;
+        let mut objects = chart.render(&namespace.name, &[&smallest, more.path()], &set).await?;
         rename_rights(&mut objects, &unique("charts"));
-        let outcome = pods_get_ready(&s.management, &s, &place.namespace, &objects).await;
+        let outcome = pods_get_ready(&s.management, &s, &namespace.name, &objects).await;
         remove_rights(&s.management, &objects).await?;
         outcome
     })

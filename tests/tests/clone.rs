@@ -10,7 +10,7 @@ use kube::api::DeleteParams;
 use serde_json::json;
 use tests::bytes::{noise, read, read_at, write};
 use tests::driver::{block, cloned_volume};
-use tests::pods::{self, Ask, Script, filesystem};
+use tests::pods::{self, ClaimOptions, Script, filesystem};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, from_claim, run, unique};
 use tonic::Code;
 
@@ -39,12 +39,12 @@ async fn clones_of_the_same_and_a_larger_size_have_the_sources_data_and_are_inde
         s.clone_of("same", "data", "4Mi").await?;
         s.clone_of("larger", "data", "8Mi").await?;
         for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
-            let (below, file) = s.bound_file(claim).await?;
+            let (management_claim, file) = s.bound_file(claim).await?;
             s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
-            let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
+            let reference = s.claims().get(&management_claim).await?.spec.and_then(|spec| spec.data_source);
             let reference = reference.context("the management claim has no source")?;
             assert_eq!((reference.kind.as_str(), &reference.name), ("PersistentVolumeClaim", &handle));
-            let volume = s.infra_volume(&below).await?;
+            let volume = s.infra_volume(&management_claim).await?;
             assert_eq!(volume.capacity_bytes, size);
             assert_eq!(volume.source, Some(VolumeSource::Volume(source_id.clone())));
             assert!(read(&file, ALL)? == noise(1, ALL), "{claim} has other data");
@@ -194,9 +194,13 @@ async fn a_source_deleted_while_it_is_cloned_is_kept_until_the_clone_is_complete
         write(&source, &noise(1, ALL))?;
         let frozen = s.pause_component("mgmt-csi")?;
         let claim = s.clone_of("clone", "data", "4Mi").await?;
-        let below = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
-        eventually(&format!("management claim {below} exists"), PATIENCE, || async {
-            Ok(s.claims().get_opt(&below).await?.map(|_| ()).ok_or_else(|| "it does not exist".to_owned()))
+        let management_claim = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
+        eventually(&format!("management claim {management_claim} exists"), PATIENCE, || async {
+            Ok(s.claims()
+                .get_opt(&management_claim)
+                .await?
+                .map(|_| ())
+                .ok_or_else(|| "it does not exist".to_owned()))
         })
         .await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
@@ -215,8 +219,7 @@ async fn a_clone_that_cannot_be_created_can_be_deleted_with_its_source() -> Resu
     run(|s| async move {
         let source = s.bound_claim("data").await?;
         // No pool matches the class.
-        let below = s.management_class(&[("pool.test", &s.name)]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[("pool.test", &s.name)]).await?;
         let claim = s.claim_with("clone", &class, "4Mi", from_claim("data")).await?;
         let clone = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
         s.wait_for_event("clone", &["no pool for"]).await?;
@@ -234,26 +237,26 @@ async fn a_clone_that_cannot_be_created_can_be_deleted_with_its_source() -> Resu
 
 #[tokio::test]
 async fn an_xfs_volume_and_its_clone_are_mounted_on_one_vm() -> Result<()> {
-    pods::run(|machines| async move {
-        let source = machines.claim("data", &filesystem("xfs")).await?;
+    pods::run(|pods| async move {
+        let source = pods.claim("data", &filesystem("xfs")).await?;
         // The pod keeps writing, so that the clone is of a mounted filesystem.
         let write = "dd if=/dev/urandom of=/data/first.bin bs=64k count=64 conv=fsync 2>/dev/null
             touch /data/written; sync
             while :; do echo more >> /data/log; done";
-        let here = &machines.here;
-        let writer = machines.start(Script::new("writer", here, write).mount(&source, "/data")).await?;
+        let here = &pods.first_node;
+        let writer = pods.start(Script::new("writer", here, write).mount(&source, "/data")).await?;
         let look = "until [ -e /data/written ]; do sleep 1; done; sha256sum < /data/first.bin";
-        let written = machines.run(Script::new("look", here, look).mount(&source, "/data")).await?;
+        let written = pods.run(Script::new("look", here, look).mount(&source, "/data")).await?;
         let more = from_claim(&source.claim);
-        let clone = machines.claim("clone", &Ask { more, ..filesystem("xfs") }).await?;
+        let clone = pods.claim("clone", &ClaimOptions { more, ..filesystem("xfs") }).await?;
 
         let both =
             "for claim in data clone; do sha256sum < /$claim/first.bin; echo $claim > /$claim/mine; done
             sync; cat /data/mine /clone/mine; grep -c -e ' /data xfs ' -e ' /clone xfs ' /proc/mounts";
         let both = Script::new("both", here, both).mount(&source, "/data").mount(&clone, "/clone");
-        let said = machines.run(both).await?;
-        ensure!(said == format!("{written}\n{written}\ndata\nclone\n2"), "written was {written}; {said}");
-        machines.remove(&writer).await
+        let output = pods.run(both).await?;
+        ensure!(output == format!("{written}\n{written}\ndata\nclone\n2"), "written was {written}; {output}");
+        pods.remove(&writer).await
     })
     .await
 }

@@ -21,7 +21,7 @@ use tests::records::{Log, Records, Writer};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 /// The components that die.
-const PARTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+const COMPONENTS: &[&str] = &["g1-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 /// Writes by background loops, which belong to no operation.
 const LATER: [&str; 2] = ["csistoragecapacities", "leases"];
 /// Writes that happen once per volume, of which there is only one here. storage-infra's own crash tests cover them, each
@@ -38,9 +38,9 @@ const SIZE: u64 = 4 << 20;
 async fn each_operation_completes_wherever_a_component_dies() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let mut crashes = CrashInjector::of(&s, PARTS)?;
+        let mut crashes = CrashInjector::new(&s, COMPONENTS)?;
         let outcome = matrix(&s, &mut crashes).await;
-        crashes.end().await.and(outcome)
+        crashes.finish().await.and(outcome)
     })
     .await
 }
@@ -50,40 +50,46 @@ async fn matrix(s: &Scenario, crashes: &mut CrashInjector<'_>) -> Result<()> {
     let mut table = Vec::new();
     for operation in ALL {
         state.prepare(operation, crashes).await?;
-        let ((), places) = crashes.trace(state.run(operation)).await?;
-        let is_its_own =
-            |place: &CrashPoint| !LATER.iter().chain(&ONCE).any(|other| place.point.contains(other));
-        table.push((operation, places.into_iter().filter(is_its_own).collect::<Vec<_>>()));
+        let ((), crash_points) = crashes.trace(state.run(operation)).await?;
+        let is_its_own = |crash_point: &CrashPoint| {
+            !LATER.iter().chain(&ONCE).any(|other| crash_point.point.contains(other))
+        };
+        table.push((operation, crash_points.into_iter().filter(is_its_own).collect::<Vec<_>>()));
     }
-    let silent: Vec<_> = PARTS
+    let silent: Vec<_> = COMPONENTS
         .iter()
         .filter(|component| !table.iter().any(|(_, all)| all.iter().any(|one| one.component == **component)))
         .collect();
     ensure!(silent.is_empty(), "{silent:?} passed no fail point: were they built with debug assertions?");
 
-    let (cases, of_all) = (chosen(&table), table.iter().map(|(_, places)| places.len()).sum::<usize>());
-    let (begun, total) = (Instant::now(), cases.len());
+    let (cases, of_all) =
+        (chosen(&table), table.iter().map(|(_, crash_points)| crash_points.len()).sum::<usize>());
+    let (start, total) = (Instant::now(), cases.len());
     let mut missed = Vec::new();
-    for (operation, place) in &cases {
+    for (operation, crash_point) in &cases {
         let case = Instant::now();
-        let died = state.crash(*operation, place, crashes).await.with_context(|| name(*operation, place))?;
+        let died = state
+            .crash(*operation, crash_point, crashes)
+            .await
+            .with_context(|| name(*operation, crash_point))?;
         if !died {
-            missed.push(name(*operation, place));
+            missed.push(name(*operation, crash_point));
         }
         eprintln!(
             "{:5.1} s  {}{}",
             case.elapsed().as_secs_f64(),
-            name(*operation, place),
+            name(*operation, crash_point),
             if died { "" } else { ": not passed" }
         );
     }
-    let points: BTreeSet<_> = cases.iter().map(|(_, place)| (place.component, &place.point)).collect();
+    let points: BTreeSet<_> =
+        cases.iter().map(|(_, crash_point)| (crash_point.component, &crash_point.point)).collect();
     let operations: BTreeSet<_> = cases.iter().map(|(operation, _)| operation).collect();
     eprintln!(
         "{total} crashes of {of_all} possible ones: {} fail points in {} operations; {:.0} s, {} records written meanwhile",
         points.len(),
         operations.len(),
-        begun.elapsed().as_secs_f64(),
+        start.elapsed().as_secs_f64(),
         state.log.acknowledged(),
     );
     ensure!(missed.is_empty(), "not passed in {ATTEMPTS} attempts nor in another operation: {missed:#?}");
@@ -91,30 +97,30 @@ async fn matrix(s: &Scenario, crashes: &mut CrashInjector<'_>) -> Result<()> {
     state.prepare(Attach, crashes).await
 }
 
-fn name(operation: Operation, place: &CrashPoint) -> String {
-    format!("{operation:?}: {place}")
+fn name(operation: Operation, crash_point: &CrashPoint) -> String {
+    format!("{operation:?}: {crash_point}")
 }
 
 /// The selected cases, ordered so that operations that undo each other are adjacent.
 fn chosen(table: &[(Operation, Vec<CrashPoint>)]) -> Vec<(Operation, CrashPoint)> {
-    let wanted = std::env::var("NESTOR_CRASH_CASES").unwrap_or_default();
+    let filter = std::env::var("NESTOR_CRASH_CASES").unwrap_or_default();
     let mut met = BTreeSet::new();
     let mut cases = Vec::new();
-    for (operation, places) in table {
-        for (index, place) in places.iter().enumerate() {
-            let first = met.insert((place.component, place.point.clone()));
-            let is_chosen = match wanted.as_str() {
+    for (operation, crash_points) in table {
+        for (index, crash_point) in crash_points.iter().enumerate() {
+            let first = met.insert((crash_point.component, crash_point.point.clone()));
+            let is_chosen = match filter.as_str() {
                 "" => first,
                 "all" => true,
-                text => name(*operation, place).contains(text),
+                text => name(*operation, crash_point).contains(text),
             };
             if is_chosen {
-                cases.push((*operation, index, place.clone()));
+                cases.push((*operation, index, crash_point.clone()));
             }
         }
     }
     cases.sort_by_key(|(operation, index, _)| (operation.pair(), *index));
-    cases.into_iter().map(|(operation, _, place)| (operation, place)).collect()
+    cases.into_iter().map(|(operation, _, crash_point)| (operation, crash_point)).collect()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -202,12 +208,12 @@ impl<'a> State<'a> {
     async fn prepare(&mut self, operation: Operation, crashes: &mut CrashInjector<'_>) -> Result<()> {
         while let Some(before) = self.prerequisite(operation) {
             if let Some(sidecar) = before.sidecar() {
-                crashes.needs(sidecar).await?;
+                crashes.refresh_sidecar(sidecar).await?;
             }
             self.run(before).await.with_context(|| format!("{before:?} before {operation:?}"))?;
         }
         match operation.sidecar() {
-            Some(sidecar) => crashes.needs(sidecar).await,
+            Some(sidecar) => crashes.refresh_sidecar(sidecar).await,
             None => Ok(()),
         }
     }
@@ -232,13 +238,14 @@ impl<'a> State<'a> {
     async fn crash(
         &mut self,
         operation: Operation,
-        place: &CrashPoint,
+        crash_point: &CrashPoint,
         crashes: &mut CrashInjector<'_>,
     ) -> Result<bool> {
         let others = ALL.into_iter().filter(|other| *other != operation);
         for operation in std::iter::repeat_n(operation, ATTEMPTS).chain(others) {
             self.prepare(operation, crashes).await?;
-            let ((), died) = crashes.meanwhile(place, operation.sidecar(), self.run(operation)).await?;
+            let ((), died) =
+                crashes.crash_during(crash_point, operation.sidecar(), self.run(operation)).await?;
             if died {
                 return Ok(true);
             }
@@ -298,7 +305,7 @@ impl<'a> State<'a> {
         ensure!(has == larger as i64, "it has {has} bytes, not {larger}");
         self.subject.bytes = larger;
         let of = |bytes| {
-            Inventory::of_volume(&handle, bytes).and(Inventory::of_attached(&handle, bytes, &self.node))
+            Inventory::of_volume(&handle, bytes).with(Inventory::of_attached(&handle, bytes, &self.node))
         };
         let (before, after) = (of(bytes), of(larger));
         self.expect(before, after).await
@@ -354,8 +361,8 @@ impl<'a> State<'a> {
 
     /// Updates the expected inventory, and waits until it is observed.
     async fn expect(&mut self, without: Inventory, with: Inventory) -> Result<()> {
-        self.facts = std::mem::take(&mut self.facts).without(&without).and(with);
-        self.facts.hold(self.s).await
+        self.facts = std::mem::take(&mut self.facts).without(&without).with(with);
+        self.facts.wait_until_observed(self.s).await
     }
 
     async fn file(&self, handle: &str) -> Result<PathBuf> {

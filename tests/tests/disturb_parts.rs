@@ -84,24 +84,24 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
     let _alone = alone().await;
     run(|s| async move {
         // A claim per case: csi-resizer does not expand a claim whose filesystem expansion is pending.
-        for (component, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
-            let below = s.bound_claim(component).await?;
-            // The component below is paused, so that the expansion is in progress for sure.
-            let frozen = s.pause_component(beneath)?;
+        for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+            let management_claim = s.bound_claim(component).await?;
+            // The component of the next tier is paused, so that the expansion is in progress for sure.
+            let frozen = s.pause_component(lower_component)?;
             s.request(component, "8Mi").await?;
-            s.expansion_started(&below, 8).await?;
+            s.expansion_started(&management_claim, 8).await?;
             s.kill_component(component).await?;
             drop(frozen);
             s.start_component(component).await?;
             s.expanded(component, 8).await.with_context(|| format!("{component} was killed"))?;
         }
-        let below = s.bound_claim("storage-infra").await?;
+        let management_claim = s.bound_claim("storage-infra").await?;
         s.kill_component("storage-infra").await?;
         s.request("storage-infra", "8Mi").await?;
-        s.expansion_started(&below, 8).await?;
+        s.expansion_started(&management_claim, 8).await?;
         s.start_component("storage-infra").await?;
         s.expanded("storage-infra", 8).await.context("storage-infra was killed")?;
-        let file = s.file_of(&s.infra_volume(&below).await?).await?;
+        let file = s.file_of(&s.infra_volume(&management_claim).await?).await?;
         assert_eq!(std::fs::metadata(file)?.len(), 8 << 20);
         Ok(())
     })
@@ -112,13 +112,13 @@ async fn an_expansion_completes_when_a_component_is_killed_meanwhile() -> Result
 async fn one_snapshot_is_created_when_a_driver_is_killed_meanwhile() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        for (component, beneath) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
+        for (component, lower_component) in [("g1-gc-csi", "mgmt-csi"), ("mgmt-csi", "storage-infra")] {
             s.claim(component, "nestor", "4Mi").await?;
             let (volume, file) = s.bound_file(component).await?;
             let id = s.infra_volume(&volume).await?.id;
             write(&file, &noise(8, 4 << 20))?;
-            // The component below is paused, so that the snapshot is in progress for sure.
-            let frozen = s.pause_component(beneath)?;
+            // The component of the next tier is paused, so that the snapshot is in progress for sure.
+            let frozen = s.pause_component(lower_component)?;
             s.snapshot(component, component).await?;
             eventually(&format!("a management snapshot of {volume}"), PATIENCE, || async {
                 let list = s.snapshots().list(&ListParams::default()).await?;
@@ -224,8 +224,8 @@ async fn malformed_responses_of_the_infra_are_reported_and_retried() -> Result<(
         assert_eq!(refused.code(), Code::Unavailable, "{refused}");
         assert!(refused.message().contains("is not a valid Attachment"), "{refused}");
         s.wait_for_event("data", &["is not a valid Attachment"]).await?;
-        let order = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
-        let status = order.status.unwrap_or_default();
+        let attachment = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?;
+        let status = attachment.status.unwrap_or_default();
         assert!(!status.attached && status.error.is_some(), "{status:?}");
 
         let status = second.stop().await?;

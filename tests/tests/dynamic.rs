@@ -27,17 +27,21 @@ async fn a_guest_claim_is_bound_with_matching_objects_in_both_tiers_and_leaves_n
         assert!(capacity(of_volume.and_then(|all| all.get("storage"))).contains("5Mi"));
         assert_eq!(volume.spec.as_ref().and_then(|spec| spec.storage_class_name.as_deref()), Some("nestor"));
 
-        let below = s.claims().get(&handle).await?;
-        assert_eq!(below.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
+        let management_claim = s.claims().get(&handle).await?;
+        assert_eq!(management_claim.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
         for (annotation, value) in [
             (names::ANNOTATION_GUEST_PVC, "data"),
             (names::ANNOTATION_GUEST_NAMESPACE, s.name.as_str()),
             (names::ANNOTATION_GUEST_PV, &volume.name_any()),
             (names::ANNOTATION_GUEST_STORAGE_CLASS, "nestor"),
         ] {
-            assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(value), "{annotation}");
+            assert_eq!(
+                management_claim.annotations().get(annotation).map(String::as_str),
+                Some(value),
+                "{annotation}"
+            );
         }
-        let spec = below.spec.context("the management claim has no spec")?;
+        let spec = management_claim.spec.context("the management claim has no spec")?;
         assert_eq!(spec.storage_class_name.as_deref(), Some("nestor"));
         assert_eq!(spec.access_modes, Some(vec!["ReadWriteOnce".to_owned()]));
 
@@ -124,18 +128,18 @@ async fn a_class_without_a_valid_management_class_is_refused_with_the_reason() -
 #[tokio::test]
 async fn a_quota_error_of_the_management_cluster_is_reported_with_its_numbers_and_recovers() -> Result<()> {
     run(|s| async move {
-        let below = s.management_class(&[]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
-        s.quota(&below, "10Mi").await?;
-        s.limited(&below, "20Mi").await?;
-        let refused = s.driver.create(new_volume(&s.csi_name(), 20 * MIB, &below)).await.unwrap_err();
+        let (management_class, class) = s.classes(&[]).await?;
+        s.quota(&management_class, "10Mi").await?;
+        s.limited(&management_class, "20Mi").await?;
+        let refused =
+            s.driver.create(new_volume(&s.csi_name(), 20 * MIB, &management_class)).await.unwrap_err();
         assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
         let numbers = ["exceeded quota", "10Mi", "20Mi"];
         assert!(numbers.iter().all(|number| refused.message().contains(number)), "{refused}");
 
         s.claim("data", &class, "20Mi").await?;
         s.wait_for_event("data", &numbers).await?;
-        s.quota(&below, "40Mi").await?;
+        s.quota(&management_class, "40Mi").await?;
         s.bound("data").await?;
         Ok(())
     })
@@ -147,8 +151,7 @@ async fn missing_capacity_is_reported_with_the_infras_message_and_recovers() -> 
     run(|s| async move {
         // Only pools with this label can serve the class, and there are none yet.
         let label = unique("label");
-        let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[(&format!("pool.{label}"), &s.name)]).await?;
         s.claim("data", &class, "4Mi").await?;
         s.wait_for_event("data", &["no pool for", "labels do not match"]).await?;
         let claims = s.claims().list(&ListParams::default()).await?;
@@ -184,8 +187,7 @@ async fn a_volume_larger_than_every_pool_is_refused_with_the_infras_message_and_
 #[tokio::test]
 async fn a_guest_claim_deleted_while_there_is_no_capacity_leaves_nothing() -> Result<()> {
     run(|s| async move {
-        let below = s.management_class(&[("pool.test", &s.name)]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[("pool.test", &s.name)]).await?;
         let claim = s.claim("data", &class, "4Mi").await?;
         s.own(&format!("pvc-{}", claim.uid().context("no UID")?));
         s.wait_for_event("data", &["no pool for"]).await?;

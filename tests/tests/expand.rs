@@ -12,7 +12,7 @@ use serde_json::json;
 use tests::bytes::{noise, read, write};
 use tests::crash::call_until_final;
 use tests::guest::{handle, static_volume};
-use tests::pods::{self, Machines, Script, Volume, block, filesystem};
+use tests::pods::{self, PodScenario, Script, Volume, block, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, requested, run, unique};
 use tonic::Code;
 
@@ -26,12 +26,12 @@ fn mebibytes(size: u64) -> String {
 #[tokio::test]
 async fn a_detached_volume_is_expanded_in_every_tier_and_keeps_its_data() -> Result<()> {
     run(|s| async move {
-        let below = s.bound_claim("data").await?;
-        let file = s.file_of(&s.infra_volume(&below).await?).await?;
+        let management_claim = s.bound_claim("data").await?;
+        let file = s.file_of(&s.infra_volume(&management_claim).await?).await?;
         write(&file, &noise(1, 4 << 20))?;
         s.request("data", "64Mi").await?;
         s.expanded("data", 64).await?;
-        assert_eq!(requested(&s.claims().get(&below).await?), 64 << 20);
+        assert_eq!(requested(&s.claims().get(&management_claim).await?), 64 << 20);
         assert_eq!(std::fs::metadata(&file)?.len(), 64 << 20);
         assert!(read(&file, 4 << 20)? == noise(1, 4 << 20));
         // The filesystem is expanded at the next attach; csi-resizer sets the condition once the volume has its new size.
@@ -108,11 +108,12 @@ async fn repeated_and_concurrent_calls_expand_a_volume_once() -> Result<()> {
 async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_guest_requests_it() -> Result<()>
 {
     run(|s| async move {
-        let below = s.bound_claim("data").await?;
+        let management_claim = s.bound_claim("data").await?;
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
-        s.claims().patch(&below, &PatchParams::default(), &Patch::Merge(more)).await?;
-        let (reason, _) =
-            s.wait_for_event("data", &[&below, "8Mi", "4Mi", "spec.resources.requests.storage"]).await?;
+        s.claims().patch(&management_claim, &PatchParams::default(), &Patch::Merge(more)).await?;
+        let (reason, _) = s
+            .wait_for_event("data", &[&management_claim, "8Mi", "4Mi", "spec.resources.requests.storage"])
+            .await?;
         assert_eq!(reason, "VolumeCapacityAvailable");
         eventually("condition nestor.dev/Resizable on the guest claim", PATIENCE, || async {
             let status = s.guest_claims().get("data").await?.status.unwrap_or_default();
@@ -124,13 +125,14 @@ async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_gues
         // The guest's own objects do not change by themselves.
         assert_eq!(s.sizes("data").await?, [4 << 20, 4 << 20, 8 << 20, 8 << 20]);
 
-        let (audit, version) = (s.lab.audit()?, s.claims().get(&below).await?.resource_version());
+        let (audit, version) = (s.lab.audit()?, s.claims().get(&management_claim).await?.resource_version());
         let mark = audit.mark()?;
         s.request("data", "8Mi").await?;
         s.expanded("data", 8).await?;
-        let writes = audit.since(mark)?.into_iter().filter(|entry| entry.is_write() && entry.name == below);
+        let writes =
+            audit.since(mark)?.into_iter().filter(|entry| entry.is_write() && entry.name == management_claim);
         assert_eq!(writes.map(|entry| format!("{entry:?}")).collect::<Vec<_>>(), Vec::<String>::new());
-        assert_eq!(s.claims().get(&below).await?.resource_version(), version);
+        assert_eq!(s.claims().get(&management_claim).await?.resource_version(), version);
         Ok(())
     })
     .await
@@ -141,17 +143,17 @@ async fn an_expansion_by_the_platform_team_is_reported_and_applied_when_the_gues
 #[tokio::test]
 async fn volumes_are_never_shrunk() -> Result<()> {
     run(|s| async move {
-        let below = s.bound_claim("data").await?;
+        let management_claim = s.bound_claim("data").await?;
         let refused = s.request("data", "2Mi").await.unwrap_err().to_string();
         assert!(refused.contains("less than"), "{refused}");
-        assert_eq!(s.driver.expand(&below, 2 * MIB).await?, 4 * MIB);
+        assert_eq!(s.driver.expand(&management_claim, 2 * MIB).await?, 4 * MIB);
         let refused = s
             .driver
-            .expand_within(&below, CapacityRange { required_bytes: MIB, limit_bytes: 2 * MIB })
+            .expand_within(&management_claim, CapacityRange { required_bytes: MIB, limit_bytes: 2 * MIB })
             .await
             .unwrap_err();
         assert_eq!(refused.code(), Code::OutOfRange, "{refused}");
-        let texts = [below.clone(), (4 * MIB).to_string(), (2 * MIB).to_string()];
+        let texts = [management_claim.clone(), (4 * MIB).to_string(), (2 * MIB).to_string()];
         assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         for unknown in [unique(&s.name), s.management_claim(&[], json!({})).await?] {
@@ -166,24 +168,23 @@ async fn volumes_are_never_shrunk() -> Result<()> {
 
 /// Creates a guest claim `data` of 4 MiB with its own management class; returns the class and the management claim.
 async fn of_own_class(s: &Scenario) -> Result<(String, String)> {
-    let below = s.management_class(&[]).await?;
-    let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+    let (management_class, class) = s.classes(&[]).await?;
     s.claim("data", &class, "4Mi").await?;
-    Ok((below, handle(&s.bound("data").await?.1)?))
+    Ok((management_class, handle(&s.bound("data").await?.1)?))
 }
 
 #[tokio::test]
 async fn a_quota_error_is_reported_with_its_numbers_and_recovers_when_the_quota_is_raised() -> Result<()> {
     run(|s| async move {
-        let (class, below) = of_own_class(&s).await?;
+        let (class, management_claim) = of_own_class(&s).await?;
         s.quota(&class, "10Mi").await?;
         s.limited(&class, "20Mi").await?;
         s.request("data", "20Mi").await?;
-        let numbers = [below.as_str(), "20Mi", "exceeded quota", "=16Mi", "=4Mi", "=10Mi"];
+        let numbers = [management_claim.as_str(), "20Mi", "exceeded quota", "=16Mi", "=4Mi", "=10Mi"];
         let (reason, _) = s.wait_for_event("data", &numbers).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
-        assert_eq!(requested(&s.claims().get(&below).await?), 4 << 20);
+        assert_eq!(requested(&s.claims().get(&management_claim).await?), 4 << 20);
         s.quota(&class, "40Mi").await?;
         s.expanded("data", 20).await
     })
@@ -193,14 +194,15 @@ async fn a_quota_error_is_reported_with_its_numbers_and_recovers_when_the_quota_
 #[tokio::test]
 async fn missing_capacity_is_reported_with_the_infras_message_and_a_smaller_size_succeeds() -> Result<()> {
     run(|s| async move {
-        let below = s.bound_claim("data").await?;
+        let management_claim = s.bound_claim("data").await?;
         s.request("data", "900Ti").await?;
-        let (reason, _) = s.wait_for_event("data", &[&below, "900Ti", "more bytes", "free"]).await?;
+        let (reason, _) =
+            s.wait_for_event("data", &[&management_claim, "900Ti", "more bytes", "free"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         s.request("data", "8Mi").await?;
         s.expanded("data", 8).await?;
-        let requested = requested(&s.claims().get(&below).await?);
+        let requested = requested(&s.claims().get(&management_claim).await?);
         assert_eq!(requested, 8 << 20, "the management claim still requests the larger size");
         Ok(())
     })
@@ -210,14 +212,18 @@ async fn missing_capacity_is_reported_with_the_infras_message_and_a_smaller_size
 #[tokio::test]
 async fn a_class_of_either_tier_without_volume_expansion_is_named() -> Result<()> {
     run(|s| async move {
-        let (class, below) = of_own_class(&s).await?;
+        let (class, management_claim) = of_own_class(&s).await?;
         let fixed = Patch::Merge(json!({"allowVolumeExpansion": false}));
         let classes: Api<StorageClass> = Api::all(s.management.clone());
         classes.patch(&class, &PatchParams::default(), &fixed).await?;
         // The API server's admission sees the change a moment later.
         let more = json!({"spec": {"resources": {"requests": {"storage": "8Mi"}}}});
-        eventually(&format!("an expansion of {below} is rejected"), PATIENCE, || async {
-            match s.claims().patch(&below, &PatchParams::default().dry_run(), &Patch::Merge(&more)).await {
+        eventually(&format!("an expansion of {management_claim} is rejected"), PATIENCE, || async {
+            match s
+                .claims()
+                .patch(&management_claim, &PatchParams::default().dry_run(), &Patch::Merge(&more))
+                .await
+            {
                 Ok(_) => Ok(Err("it would be accepted".to_owned())),
                 Err(kube::Error::Api(status)) if status.code == 403 => Ok(Ok(())),
                 Err(error) => Err(error.into()),
@@ -225,7 +231,8 @@ async fn a_class_of_either_tier_without_volume_expansion_is_named() -> Result<()
         })
         .await?;
         s.request("data", "8Mi").await?;
-        let (reason, _) = s.wait_for_event("data", &[&below, &class, "must support resize"]).await?;
+        let (reason, _) =
+            s.wait_for_event("data", &[&management_claim, &class, "must support resize"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         // After the class allows expansion, the volume is expanded.
@@ -248,25 +255,28 @@ async fn a_class_of_either_tier_without_volume_expansion_is_named() -> Result<()
 async fn a_shared_claim_can_only_be_expanded_by_its_owner() -> Result<()> {
     run(|s| async move {
         let share = format!("{}{}", names::LABEL_SHARE_PREFIX, s.cluster_id);
-        let below = s.management_claim(&[(&share, "rw")], json!({})).await?;
-        let refused = eventually(&format!("gc-csi finds {below}"), PATIENCE, || async {
-            let refused = s.driver.expand(&below, 8 * MIB).await.unwrap_err();
+        let management_claim = s.management_claim(&[(&share, "rw")], json!({})).await?;
+        let refused = eventually(&format!("gc-csi finds {management_claim}"), PATIENCE, || async {
+            let refused = s.driver.expand(&management_claim, 8 * MIB).await.unwrap_err();
             Ok(if refused.code() == Code::NotFound { Err(refused.to_string()) } else { Ok(refused) })
         })
         .await?;
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
-        assert!([below.as_str(), "owner"].iter().all(|text| refused.message().contains(text)), "{refused}");
+        assert!(
+            [management_claim.as_str(), "owner"].iter().all(|text| refused.message().contains(text)),
+            "{refused}"
+        );
 
         // A class with volume expansion, so that the request is sent; bound to this claim only.
         let spec = json!({
             "storageClassName": "nestor", "claimRef": {"namespace": s.name, "name": "data"},
         });
-        let volume = static_volume(&unique(&s.name), &s.name, &below, &spec)?;
+        let volume = static_volume(&unique(&s.name), &s.name, &management_claim, &spec)?;
         let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?.name_any();
         s.claim_with("data", "nestor", "4Mi", json!({"volumeName": volume})).await?;
         s.bound("data").await?;
         s.request("data", "8Mi").await?;
-        let (reason, _) = s.wait_for_event("data", &[&below, "owner"]).await?;
+        let (reason, _) = s.wait_for_event("data", &[&management_claim, "owner"]).await?;
         assert_eq!(reason, "VolumeResizeFailed");
         assert_eq!(s.sizes("data").await?, [4 << 20; 4]);
         Ok(())
@@ -277,7 +287,7 @@ async fn a_shared_claim_can_only_be_expanded_by_its_owner() -> Result<()> {
 // ---- pods ----
 
 /// Shell functions that print the sizes of four volumes in bytes, one per line, and verify their data.
-const LOOK: &str = "size() {
+const PRINT_SIZES: &str = "size() {
         case $1 in
             raw) blockdev --getsize64 /dev/raw ;;
             *) df -kP /$1 | tail -n 1 | awk '{print $2 * 1024}' ;;
@@ -292,34 +302,34 @@ const LOOK: &str = "size() {
 /// A pod with all four volumes.
 fn pod(name: &str, node: &str, volumes: &[Volume; 4], script: &str) -> Script {
     let [ext4, xfs, btrfs, raw] = volumes;
-    let script = Script::new(name, node, &format!("{LOOK}\n{script}"));
+    let script = Script::new(name, node, &format!("{PRINT_SIZES}\n{script}"));
     script.mount(ext4, "/ext4").mount(xfs, "/xfs").mount(btrfs, "/btrfs").device(raw, "/dev/raw")
 }
 
 /// Checks the output of a pod: each volume has the expected size in MiB, and its data is valid.
-fn check_output(said: &str, expected: u64) -> Result<()> {
-    let lines: Vec<&str> = said.lines().map(str::trim).collect();
-    let [ext4, xfs, btrfs, raw, data] = lines[..] else { anyhow::bail!("{said}") };
+fn check_output(output: &str, expected: u64) -> Result<()> {
+    let lines: Vec<&str> = output.lines().map(str::trim).collect();
+    let [ext4, xfs, btrfs, raw, data] = lines[..] else { anyhow::bail!("{output}") };
     for filesystem in [ext4, xfs, btrfs] {
-        let size: u64 = filesystem.parse().with_context(|| said.to_owned())?;
+        let size: u64 = filesystem.parse().with_context(|| output.to_owned())?;
         ensure!(
             size > (expected << 20) / 10 * 8 && size <= expected << 20,
-            "{expected} MiB expected: {said}"
+            "{expected} MiB expected: {output}"
         );
     }
-    ensure!(raw == (expected << 20).to_string() && data == "firstlast", "{expected} MiB expected: {said}");
+    ensure!(raw == (expected << 20).to_string() && data == "firstlast", "{expected} MiB expected: {output}");
     Ok(())
 }
 
 #[tokio::test]
 async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods() -> Result<()> {
-    pods::run(|machines: Arc<Machines>| async move {
-        let s = machines.scenario();
+    pods::run(|pods: Arc<PodScenario>| async move {
+        let s = pods.scenario();
         let volumes = [
-            machines.claim("ext4", &filesystem("ext4")).await?,
-            machines.claim("xfs", &filesystem("xfs")).await?,
-            machines.claim("btrfs", &filesystem("btrfs")).await?,
-            machines.claim("raw", &block()).await?,
+            pods.claim("ext4", &filesystem("ext4")).await?,
+            pods.claim("xfs", &filesystem("xfs")).await?,
+            pods.claim("btrfs", &filesystem("btrfs")).await?,
+            pods.claim("raw", &block()).await?,
         ];
         // The pod keeps writing.
         let script = "for volume in ext4 xfs btrfs; do
@@ -333,8 +343,8 @@ async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods()
                 done
             done
             look";
-        let running = machines.start(pod("running", &machines.here, &volumes, script)).await?;
-        machines.running(&running).await?;
+        let running = pods.start(pod("running", &pods.first_node, &volumes, script)).await?;
+        pods.running(&running).await?;
         for volume in &volumes {
             s.request(&volume.claim, "512Mi").await?;
         }
@@ -342,10 +352,10 @@ async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods()
             s.expanded(&volume.claim, 512).await?;
             s.has_capacity(&volume.claim, "512Mi").await?;
         }
-        check_output(&machines.finish(&running).await?, 512)?;
-        machines.remove(&running).await?;
+        check_output(&pods.finish(&running).await?, 512)?;
+        pods.remove(&running).await?;
         for volume in &volumes {
-            machines.detached(volume).await?;
+            pods.detached(volume).await?;
         }
 
         for volume in &volumes {
@@ -354,8 +364,8 @@ async fn filesystems_and_devices_are_expanded_in_running_pods_and_between_pods()
         for volume in &volumes {
             s.expanded(&volume.claim, 640).await?;
         }
-        let next = machines.start(pod("next", &machines.there, &volumes, "look")).await?;
-        check_output(&machines.finish(&next).await?, 640)?;
+        let next = pods.start(pod("next", &pods.second_node, &volumes, "look")).await?;
+        check_output(&pods.finish(&next).await?, 640)?;
         for volume in &volumes {
             s.has_capacity(&volume.claim, "640Mi").await?;
         }

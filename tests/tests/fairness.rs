@@ -13,6 +13,7 @@ use lab::LoopNode;
 use lab::audit::{Entry, Mark};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
+use tests::own_namespace::OwnNamespace;
 use tests::program::{management_cluster, shim_replica};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
@@ -20,40 +21,40 @@ const SHIM: &str = "vm-operator-shim";
 const MGMT: &str = "mgmt-csi";
 
 /// Number of missing claims in a VM's spec.
-const ABSENT: usize = 128;
+const MISSING: usize = 128;
 /// Number of attachments of a dead VM.
-const DEAD: usize = 1000;
+const DEAD_ATTACHMENTS: usize = 1000;
 /// Number of disks that are attached and detached repeatedly: enough to use up the burst.
-const FLAPPING: usize = 40;
+const NOISY_DISKS: usize = 40;
 
 fn entry(claim: &str) -> Value {
     json!({"name": names::volume_entry(claim), "persistentVolumeClaim": {"claimName": claim}})
 }
 
-fn absent(count: usize) -> Vec<String> {
+fn missing_claims(count: usize) -> Vec<String> {
     let first = unique("absent");
     (0..count).map(|number| format!("{first}-{number}")).collect()
 }
 
 /// Replaces a VM's `spec.volumes`.
-async fn set(client: &Client, namespace: &str, vm: &str, claims: &[String]) -> kube::Result<()> {
+async fn set_volumes(client: &Client, namespace: &str, vm: &str, claims: &[String]) -> kube::Result<()> {
     let entries: Vec<Value> = claims.iter().map(|claim| entry(claim)).collect();
     let patch = Patch::Merge(json!({"spec": {"volumes": entries}}));
-    let machines = lab::virtual_machines::api_in(client, namespace);
-    machines.patch(vm, &PatchParams::default(), &patch).await.map(drop)
+    let vms = lab::virtual_machines::api_in(client, namespace);
+    vms.patch(vm, &PatchParams::default(), &patch).await.map(drop)
 }
 
 /// Waits until a VM's status has `count` disks that `pick` accepts, and no others.
-async fn told(
+async fn wait_for_disks(
     client: &Client,
     namespace: &str,
     vm: &str,
     count: usize,
     pick: impl Fn(&crds::VirtualMachineVolumeStatus) -> bool,
 ) -> Result<()> {
-    let machines = lab::virtual_machines::api_in(client, namespace);
+    let vms = lab::virtual_machines::api_in(client, namespace);
     eventually(&format!("VM {vm} has {count} disks"), PATIENCE, || async {
-        let all = machines.get(vm).await?.status.unwrap_or_default().volumes;
+        let all = vms.get(vm).await?.status.unwrap_or_default().volumes;
         let accepted = all.iter().filter(|disk| pick(disk)).count();
         let matches = accepted == count && all.len() == count;
         Ok(if matches { Ok(()) } else { Err(format!("{accepted} of {}: {:?}", all.len(), all.first())) })
@@ -68,7 +69,7 @@ fn is_missing(disk: &crds::VirtualMachineVolumeStatus) -> bool {
 }
 
 /// The writes of one of our components to a resource since `mark`.
-fn written(s: &Scenario, mark: Mark, by: &str, resource: &str) -> Result<Vec<Entry>> {
+fn writes_by(s: &Scenario, mark: Mark, by: &str, resource: &str) -> Result<Vec<Entry>> {
     let mut all = s.lab.audit()?.since(mark)?;
     all.retain(|one| one.user_agent.starts_with(by) && one.is_write() && one.resource == resource);
     Ok(all)
@@ -85,24 +86,24 @@ async fn events_of(client: &Client, namespace: &str, object: &str) -> Result<Vec
 async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
-        let (loud, quiet) = (s.node().await?, s.node().await?);
+        let (noisy, quiet) = (s.node().await?, s.node().await?);
         let mark = s.lab.audit()?.mark()?;
         for _ in 0..3 {
             // Different claims each time, so that nothing is deduplicated.
-            set(&s.management, &s.namespace, &loud.name, &absent(ABSENT)).await?;
-            told(&s.management, &s.namespace, &loud.name, ABSENT, is_missing).await?;
-            set(&s.management, &s.namespace, &loud.name, &[]).await?;
-            told(&s.management, &s.namespace, &loud.name, 0, |_| true).await?;
+            set_volumes(&s.management, &s.namespace, &noisy.name, &missing_claims(MISSING)).await?;
+            wait_for_disks(&s.management, &s.namespace, &noisy.name, MISSING, is_missing).await?;
+            set_volumes(&s.management, &s.namespace, &noisy.name, &[]).await?;
+            wait_for_disks(&s.management, &s.namespace, &noisy.name, 0, |_| true).await?;
         }
         // One of the claims is created later.
         let late = s.csi_name();
         let claim = s.claim_name(&late);
-        let wanted = [absent(1), vec![claim.clone()]].concat();
-        set(&s.management, &s.namespace, &loud.name, &wanted).await?;
-        told(&s.management, &s.namespace, &loud.name, 2, is_missing).await?;
+        let requested = [missing_claims(1), vec![claim.clone()]].concat();
+        set_volumes(&s.management, &s.namespace, &noisy.name, &requested).await?;
+        wait_for_disks(&s.management, &s.namespace, &noisy.name, 2, is_missing).await?;
         s.driver.create(new_volume(&late, MIB, "nestor")).await?;
         eventually("the late claim is attached", PATIENCE, || async {
-            let disk = s.disk(&loud.name, &claim).await?;
+            let disk = s.disk(&noisy.name, &claim).await?;
             Ok(if disk.as_ref().is_some_and(|disk| disk.attached) {
                 Ok(())
             } else {
@@ -110,18 +111,18 @@ async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
             })
         })
         .await?;
-        set(&s.management, &s.namespace, &loud.name, &[]).await?;
-        told(&s.management, &s.namespace, &loud.name, 0, |_| true).await?;
+        set_volumes(&s.management, &s.namespace, &noisy.name, &[]).await?;
+        wait_for_disks(&s.management, &s.namespace, &noisy.name, 0, |_| true).await?;
 
         let handle = s.volume().await?;
         s.driver.publish(&handle, &quiet.name).await?;
         s.driver.unpublish(&handle, &quiet.name).await?;
 
-        let made = written(&s, mark, SHIM, "volumeattachments")?;
+        let made = writes_by(&s, mark, SHIM, "volumeattachments")?;
         let made: Vec<&str> = made.iter().filter(|one| one.verb == "create").map(|one| &*one.name).collect();
         assert_eq!(made.len(), 2, "one for the late claim, one for the other VM: {made:?}");
         let event = eventually("an event about the VM", PATIENCE, || async {
-            let found = events_of(&s.management, &s.namespace, &loud.name).await?;
+            let found = events_of(&s.management, &s.namespace, &noisy.name).await?;
             Ok(found
                 .into_iter()
                 .find(|event| event.reason.as_deref() == Some("ClaimNotFound"))
@@ -130,8 +131,8 @@ async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
         .await?;
         let note = event.message.unwrap_or_default();
         ensure!(note.starts_with("128 claims not found: absent-") && note.ends_with('…'), "{note}");
-        let by_shim = written(&s, mark, SHIM, "events")?.len();
-        let by_mgmt = written(&s, mark, MGMT, "events")?.len();
+        let by_shim = writes_by(&s, mark, SHIM, "events")?.len();
+        let by_mgmt = writes_by(&s, mark, MGMT, "events")?.len();
         assert_eq!((by_shim, by_mgmt), (1, 0), "one event per VM and cause");
         Ok(())
     })
@@ -142,25 +143,22 @@ async fn missing_claims_cause_no_attachments_and_one_event() -> Result<()> {
 async fn a_vm_spec_cannot_have_more_volumes_than_the_limit() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
-        let many = absent(crds::MAX_VOLUMES + 1);
-        let refused = set(&s.management, &s.namespace, &node.name, &many).await.err();
+        let many = missing_claims(crds::MAX_VOLUMES + 1);
+        let refused = set_volumes(&s.management, &s.namespace, &node.name, &many).await.err();
         let refused = refused.context("a VM has more entries than the limit")?.to_string();
         ensure!(refused.contains("spec.volumes") && refused.contains("256"), "{refused}");
-        set(&s.management, &s.namespace, &node.name, &many[1..]).await?;
-        told(&s.management, &s.namespace, &node.name, crds::MAX_VOLUMES, is_missing).await?;
-        set(&s.management, &s.namespace, &node.name, &[]).await?;
-        told(&s.management, &s.namespace, &node.name, 0, |_| true).await
+        set_volumes(&s.management, &s.namespace, &node.name, &many[1..]).await?;
+        wait_for_disks(&s.management, &s.namespace, &node.name, crds::MAX_VOLUMES, is_missing).await?;
+        set_volumes(&s.management, &s.namespace, &node.name, &[]).await?;
+        wait_for_disks(&s.management, &s.namespace, &node.name, 0, |_| true).await
     })
     .await
 }
 
 /// Creates a VM in its own namespace, with bound claims there.
-async fn elsewhere(
-    s: &Scenario,
-    claims: usize,
-) -> Result<(tests::own_namespace::OwnNamespace, LoopNode, Vec<String>)> {
-    let place = s.own_namespace().await?;
-    let node = s.node_in(&place).await?;
+async fn vm_in_own_namespace(s: &Scenario, claims: usize) -> Result<(OwnNamespace, LoopNode, Vec<String>)> {
+    let namespace = s.own_namespace().await?;
+    let node = s.node_in(&namespace).await?;
     let made: Vec<String> = stream::iter(0..claims)
         .map(|_| async {
             let claim: PersistentVolumeClaim = serde_json::from_value(json!({
@@ -170,19 +168,19 @@ async fn elsewhere(
                     "resources": {"requests": {"storage": "1Mi"}},
                 },
             }))?;
-            anyhow::Ok(place.claims().create(&PostParams::default(), &claim).await?.name_any())
+            anyhow::Ok(namespace.claims().create(&PostParams::default(), &claim).await?.name_any())
         })
         .buffer_unordered(8)
         .try_collect()
         .await?;
     eventually("the claims are bound", PATIENCE, || async {
-        let all = place.claims().list(&ListParams::default()).await?;
+        let all = namespace.claims().list(&ListParams::default()).await?;
         let phase = |claim: &PersistentVolumeClaim| claim.status.as_ref()?.phase.clone();
         let bound = all.iter().filter(|claim| phase(claim).as_deref() == Some("Bound")).count();
         Ok(if bound == claims { Ok(()) } else { Err(format!("{bound} of {claims}")) })
     })
     .await?;
-    Ok((place, node, made))
+    Ok((namespace, node, made))
 }
 
 #[tokio::test]
@@ -190,34 +188,34 @@ async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()>
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        let (place, loud, claims) = elsewhere(&s, FLAPPING).await?;
+        let (namespace, noisy, claims) = vm_in_own_namespace(&s, NOISY_DISKS).await?;
         s.stop_component(SHIM).await?;
         let flags = ["--attach-burst=40", "--attach-rate=1"];
         let shim = shim_replica(&s, &management_cluster(&s)?.kubeconfig_of(SHIM), &flags).await?;
         let client = &s.management;
         let is_attached = |disk: &crds::VirtualMachineVolumeStatus| disk.attached;
-        set(client, &place.namespace, &loud.name, &claims).await?;
-        told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
-        set(client, &place.namespace, &loud.name, &[]).await?;
-        told(client, &place.namespace, &loud.name, 0, |_| true).await?;
+        set_volumes(client, &namespace.name, &noisy.name, &claims).await?;
+        wait_for_disks(client, &namespace.name, &noisy.name, NOISY_DISKS, is_attached).await?;
+        set_volumes(client, &namespace.name, &noisy.name, &[]).await?;
+        wait_for_disks(client, &namespace.name, &noisy.name, 0, |_| true).await?;
         // The burst is used up: the second round of attaches is rate-limited.
-        set(client, &place.namespace, &loud.name, &claims).await?;
+        set_volumes(client, &namespace.name, &noisy.name, &claims).await?;
         s.driver.publish(&handle, &node.name).await?;
         s.driver.unpublish(&handle, &node.name).await?;
-        let status = place.machines().get(&loud.name).await?.status.unwrap_or_default();
+        let status = namespace.vms().get(&noisy.name).await?.status.unwrap_or_default();
         let attached = status.volumes.iter().filter(|disk| disk.attached).count();
-        ensure!(attached < FLAPPING, "the other guest waited until all {attached} were attached");
+        ensure!(attached < NOISY_DISKS, "the other guest waited until all {attached} were attached");
         // All of them are attached in the end.
-        told(client, &place.namespace, &loud.name, FLAPPING, is_attached).await?;
+        wait_for_disks(client, &namespace.name, &noisy.name, NOISY_DISKS, is_attached).await?;
         let events = eventually("an event about the VM", PATIENCE, || async {
-            let found = events_of(client, &place.namespace, &loud.name).await?;
+            let found = events_of(client, &namespace.name, &noisy.name).await?;
             Ok(if found.is_empty() { Err("no event".to_owned()) } else { Ok(found) })
         })
         .await?;
         let reasons: Vec<_> = events.iter().filter_map(|event| event.reason.as_deref()).collect();
         assert_eq!(reasons, ["AttachDelayed"]);
-        set(client, &place.namespace, &loud.name, &[]).await?;
-        told(client, &place.namespace, &loud.name, 0, |_| true).await?;
+        set_volumes(client, &namespace.name, &noisy.name, &[]).await?;
+        wait_for_disks(client, &namespace.name, &noisy.name, 0, |_| true).await?;
         let status = shim.stop().await?;
         ensure!(status.success(), "the shim exited with {status}");
         s.start_component(SHIM).await
@@ -226,13 +224,13 @@ async fn an_attach_completes_while_another_guest_floods_the_shim() -> Result<()>
 }
 
 /// Creates VolumeAttachments of a VM without entries in its spec.
-async fn leave_attachments(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Result<()> {
-    let owner = s.machines().get(&vm.name).await?;
+async fn create_attachments_without_entries(s: &Arc<Scenario>, vm: &LoopNode, count: usize) -> Result<()> {
+    let owner = s.vms().get(&vm.name).await?;
     let owner = json!({
         "apiVersion": format!("{}/{}", crds::VIRTUAL_MACHINE_GROUP, crds::VIRTUAL_MACHINE_VERSIONS[0]),
         "kind": "VirtualMachine", "name": vm.name, "uid": owner.uid(),
     });
-    let made = stream::iter(absent(count)).map(|claim| {
+    let made = stream::iter(missing_claims(count)).map(|claim| {
         let object = json!({
             "metadata": {
                 "name": names::volume_attachment(&(&vm.name).into(), &(&claim).into()), "ownerReferences": [owner],
@@ -254,7 +252,7 @@ async fn a_thousand_attachments_of_a_dead_vm_do_not_delay_others() -> Result<()>
     let _alone = alone().await;
     run(|s| async move {
         let (dead, node, handle) = (s.node().await?, s.node().await?, s.volume().await?);
-        leave_attachments(&s, &dead, DEAD).await?;
+        create_attachments_without_entries(&s, &dead, DEAD_ATTACHMENTS).await?;
         for _ in 0..3 {
             s.driver.publish(&handle, &node.name).await?;
             s.driver.unpublish(&handle, &node.name).await?;

@@ -118,12 +118,12 @@ async fn a_volume_with_a_lost_superblock_is_not_formatted() -> Result<()> {
         s.driver.unpublish(&volume, &node.name).await?;
         let next = s.driver.publish_context(&volume, &node.name).await?;
         assert_eq!(attestation(&next), None);
-        let said = refusal(stage(&mut plugin, &volume, &staging, next).await)?;
+        let message = refusal(stage(&mut plugin, &volume, &staging, next).await)?;
         s.driver.unpublish(&volume, &node.name).await?;
         s.no_attachments(&node).await?;
 
         let file = s.file_of(&s.infra_volume(&volume).await?).await?;
-        assert_eq!(repaired(&file, &said)?, "data");
+        assert_eq!(repaired(&file, &message)?, "data");
         s.lab.remove_node_plugin(&running).await
     })
     .await

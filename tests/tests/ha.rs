@@ -28,11 +28,11 @@ const CONTROLLERS: [(&str, &str); 3] = [
 /// Number of volumes that are created and attached at once.
 const VOLUMES: usize = 50;
 /// Number of volumes that are started last.
-const LAST: usize = 10;
+const BATCH: usize = 10;
 
 #[tokio::test]
 async fn operations_complete_once_although_every_leader_is_killed_meanwhile() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let (drivers, nodes) = (drivers(&s).await?, [s.node().await?, s.node().await?]);
         let done = Arc::new(AtomicUsize::new(0));
@@ -46,7 +46,7 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
                 anyhow::Ok(handle)
             })
         };
-        let mut work: Vec<_> = (0..VOLUMES - LAST).map(&begin).collect();
+        let mut work: Vec<_> = (0..VOLUMES - BATCH).map(&begin).collect();
         eventually("the first volumes are attached", PATIENCE, || async {
             let done = done.load(Ordering::SeqCst);
             Ok(if done > 4 { Ok(()) } else { Err(format!("{done} of {VOLUMES}")) })
@@ -54,7 +54,7 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
         .await?;
         // The storage infra is paused, so that some operations are unfinished when the leaders are killed.
         let frozen = s.pause_component("storage-infra")?;
-        work.extend((VOLUMES - LAST..VOLUMES).map(&begin));
+        work.extend((VOLUMES - BATCH..VOLUMES).map(&begin));
         let killed = Instant::now();
         let mut leaders = Vec::new();
         for controller in CONTROLLERS {
@@ -92,7 +92,7 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
             plugged += list.len();
         }
         assert_eq!(plugged, VOLUMES);
-        each_made_once(&s, since, &handles)?;
+        each_created_once(&s, since, &handles)?;
         remove(&drivers, &handles, &nodes).await
     })
     .await
@@ -100,7 +100,7 @@ async fn operations_complete_once_although_every_leader_is_killed_meanwhile() ->
 
 #[tokio::test]
 async fn a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let since = s.lab.audit()?.mark()?;
         let drivers = drivers(&s).await?;
         let restarted = Arc::new(AtomicBool::new(false));
@@ -131,14 +131,14 @@ async fn a_rolling_restart_under_load_fails_no_call_and_repeats_no_operation() -
             handles.extend(one.await??);
         }
         println!("{} volumes were created, attached, detached and deleted meanwhile", handles.len());
-        each_made_once(&s, since, &handles)
+        each_created_once(&s, since, &handles)
     })
     .await
 }
 
 #[tokio::test]
 async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_continues() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
         let since = s.lab.audit()?.mark()?;
@@ -168,7 +168,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
             eventually(&format!("{old} has noticed that it is not the leader"), PATIENCE, || async {
                 // It may take a while to respond.
                 let metrics = s.lab.metrics(&old).await.unwrap_or_default();
-                Ok(if says(&metrics, controller.1, "0") {
+                Ok(if has_metric(&metrics, controller.1, "0") {
                     Ok(())
                 } else {
                     Err("it still reports that it leads".to_owned())
@@ -179,8 +179,8 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
             assert_eq!(s.lab.pid(&old), pid, "{old} was restarted");
         }
         s.no_attachments(&node).await?;
-        let made = made(&s.lab.audit()?.since(since)?, "nestor.dev", "volumeattachments");
-        assert_eq!(made.into_values().collect::<Vec<_>>(), [1]);
+        let creations = creations(&s.lab.audit()?.since(since)?, "nestor.dev", "volumeattachments");
+        assert_eq!(creations.into_values().collect::<Vec<_>>(), [1]);
         // The replicas still serve calls.
         for (driver, turn) in drivers.iter().zip(0..) {
             attach(std::slice::from_ref(driver), turn, &handle, &node.name).await?;
@@ -193,7 +193,7 @@ async fn a_leader_paused_for_longer_than_its_lease_writes_nothing_when_it_contin
 
 #[tokio::test]
 async fn each_event_is_written_by_one_replica() -> Result<()> {
-    replicated(|s| async move {
+    with_replicas(|s| async move {
         let (node, handle) = (s.node().await?, s.bound_claim("data").await?);
         let drivers = drivers(&s).await?;
         attach(&drivers, 0, &handle, &node.name).await?;
@@ -216,7 +216,7 @@ async fn each_event_is_written_by_one_replica() -> Result<()> {
 const GUEST_DRIVER: &str = CONTROLLERS[0].0;
 
 /// Runs a test with three replicas of each controller and a leader of each; scales back to one afterwards.
-async fn replicated<Body, Running>(body: Body) -> Result<()>
+async fn with_replicas<Body, Running>(body: Body) -> Result<()>
 where
     Body: FnOnce(Arc<Scenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
@@ -245,14 +245,14 @@ async fn drivers(s: &Scenario) -> Result<Vec<Driver>> {
     .await
 }
 
-/// Waits until one replica leads, ignoring the replicas in `silent`, which do not respond.
-async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) -> Result<String> {
+/// Waits until one replica leads, ignoring the replicas in `without_metrics`, which do not respond.
+async fn leader(s: &Scenario, (plain, metric): (&str, &str), without_metrics: &[String]) -> Result<String> {
     eventually(&format!("one {plain} leads"), PATIENCE, || async {
         let mut leading = Vec::new();
         for component in (1..=REPLICAS).map(|number| Replica::nth(number).name(plain)) {
-            if !silent.contains(&component)
+            if !without_metrics.contains(&component)
                 && s.lab.pid(&component).is_some()
-                && says(&s.lab.metrics(&component).await.unwrap_or_default(), metric, "1")
+                && has_metric(&s.lab.metrics(&component).await.unwrap_or_default(), metric, "1")
             {
                 leading.push(component);
             }
@@ -266,7 +266,7 @@ async fn leader(s: &Scenario, (plain, metric): (&str, &str), silent: &[String]) 
     .await
 }
 
-fn says(metrics: &str, metric: &str, value: &str) -> bool {
+fn has_metric(metrics: &str, metric: &str, value: &str) -> bool {
     metrics.lines().any(|line| line.split_once(' ') == Some((metric, value)))
 }
 
@@ -286,12 +286,12 @@ async fn restart(s: &Scenario, controller: (&str, &str), component: &str) -> Res
     let led = leader(s, controller, &[]).await? == component;
     // Sidecars are stopped first: a sidecar that loses its driver exits like in a crash.
     try_join_all(s.lab.sidecars(component)?.iter().map(|sidecar| s.lab.stop(sidecar))).await?;
-    let begun = Instant::now();
-    let away = [component.to_owned()];
+    let start = Instant::now();
+    let left = [component.to_owned()];
     let next = async {
         if led {
-            let next = leader(s, controller, &away).await?;
-            println!("{component} was stopped: {next} leads {:.1} s later", begun.elapsed().as_secs_f64());
+            let next = leader(s, controller, &left).await?;
+            println!("{component} was stopped: {next} leads {:.1} s later", start.elapsed().as_secs_f64());
         }
         Ok(())
     };
@@ -366,38 +366,38 @@ async fn remove(drivers: &[Driver], handles: &[String], nodes: &[LoopNode]) -> R
 }
 
 /// Fails unless each volume's claim, management volume and VolumeAttachment were created exactly once.
-fn each_made_once(s: &Scenario, since: Mark, handles: &[String]) -> Result<()> {
+fn each_created_once(s: &Scenario, since: Mark, handles: &[String]) -> Result<()> {
     let requests = s.lab.audit()?.since(since)?;
-    let claims = made(&requests, "", "persistentvolumeclaims");
+    let claims = creations(&requests, "", "persistentvolumeclaims");
     for handle in handles {
         let count = claims.get(handle).with_context(|| format!("claim {handle} was not created"))?;
         assert_eq!(*count, 1, "claim {handle}");
     }
     for (group, resource) in [("", "persistentvolumes"), ("nestor.dev", "volumeattachments")] {
-        let made = made(&requests, group, resource);
-        assert!(made.values().all(|count| *count == 1), "{resource}: {made:?}");
-        assert_eq!(made.len(), handles.len(), "{resource}: {made:?}");
+        let creations = creations(&requests, group, resource);
+        assert!(creations.values().all(|count| *count == 1), "{resource}: {creations:?}");
+        assert_eq!(creations.len(), handles.len(), "{resource}: {creations:?}");
     }
     Ok(())
 }
 
 /// How often each object of a resource was created. A request whose client died may be logged as failed although it was
 /// executed: then no other request created the object.
-fn made(requests: &[Entry], group: &str, resource: &str) -> BTreeMap<String, usize> {
-    let mut made = BTreeMap::new();
+fn creations(requests: &[Entry], group: &str, resource: &str) -> BTreeMap<String, usize> {
+    let mut creations = BTreeMap::new();
     let mut broken_off = Vec::new();
     for request in requests {
         let is_of_kind =
             request.group == group && request.resource == resource && request.subresource.is_empty();
         let creates = is_of_kind && request.verb == "create";
         match request.code {
-            201 if creates => *made.entry(request.name.clone()).or_default() += 1,
+            201 if creates => *creations.entry(request.name.clone()).or_default() += 1,
             500..=599 if creates => broken_off.push(request.name.clone()),
             _ => {}
         }
     }
     for name in broken_off {
-        made.entry(name).or_insert(1);
+        creations.entry(name).or_insert(1);
     }
-    made
+    creations
 }

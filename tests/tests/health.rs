@@ -6,14 +6,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use csi::proto::{ControllerGetVolumeRequest, ListVolumesRequest, VolumeCondition};
-use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams};
+use kube::api::DeleteParams;
 use rustix::process::Signal;
 use tests::driver::Driver;
 use tests::guest::handle;
 use tests::hypervisor::BareDomain;
-use tests::pods::{self, Ask, Script, filesystem};
+use tests::pods::{self, ClaimOptions, Script, filesystem};
 use tests::{PATIENCE, Scenario, eventually, run};
 
 /// The metrics that count abnormal volumes: component and metric.
@@ -24,64 +24,29 @@ const COUNTS: [(&str, &str); 2] =
 const KUBELET: Duration = Duration::from_secs(600);
 
 /// The health condition of a claim: status, reason and message.
-fn told(claim: &PersistentVolumeClaim) -> Option<(&str, &str, &str)> {
+fn health_condition(claim: &PersistentVolumeClaim) -> Option<(&str, &str, &str)> {
     let conditions = claim.status.as_ref()?.conditions.as_ref()?;
     let condition = conditions.iter().find(|one| one.type_ == names::CONDITION_HEALTHY)?;
     Some((&condition.status, condition.reason.as_deref()?, condition.message.as_deref()?))
 }
 
 /// Waits until the claims of both tiers have this health condition.
-async fn shows(s: &Scenario, claim: &str, handle: &str, status: &str, texts: &[&str]) -> Result<()> {
+async fn has_health(s: &Scenario, claim: &str, handle: &str, status: &str, texts: &[&str]) -> Result<()> {
     eventually(&format!("health of {claim} is {status} with {texts:?}"), PATIENCE, || async {
         let claims = [s.claims().get(handle).await?, s.guest_claims().get(claim).await?];
         let matches = |claim: &PersistentVolumeClaim| {
-            told(claim).is_some_and(|(is, _, message)| {
+            health_condition(claim).is_some_and(|(is, _, message)| {
                 is == status && texts.iter().all(|text| message.contains(text))
             })
         };
-        let observed: Vec<_> = claims.iter().map(told).collect();
+        let observed: Vec<_> = claims.iter().map(health_condition).collect();
         Ok(if claims.iter().all(matches) { Ok(()) } else { Err(format!("{observed:?}")) })
     })
     .await
 }
 
-/// Waits for an event on a management claim with this reason.
-async fn told_below(s: &Scenario, handle: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = ListParams::default().fields(&format!("involvedObject.name={handle},reason={reason}"));
-    eventually(&format!("event {reason} on management claim {handle} with {texts:?}"), PATIENCE, || async {
-        let events = events.list(&about).await?.items;
-        let notes: Vec<String> = events.into_iter().filter_map(|event| event.message).collect();
-        let found = notes.iter().any(|note| texts.iter().all(|text| note.contains(text)));
-        Ok(if found { Ok(()) } else { Err(format!("{notes:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on the guest's claim with this reason.
-async fn told_above(s: &Scenario, claim: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    eventually(&format!("event {reason} on guest claim {claim} with {texts:?}"), PATIENCE, || async {
-        let events = s.events(claim).await?;
-        let matches =
-            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
-        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
-    })
-    .await
-}
-
-/// Waits for an event on a guest pod with this reason.
-async fn reported_on_pod(s: &Scenario, pod: &str, reason: &str, texts: &[&str]) -> Result<()> {
-    eventually(&format!("event {reason} on pod {pod} with {texts:?}"), PATIENCE, || async {
-        let events = s.events_of("Pod", pod).await?;
-        let matches =
-            |event: &(String, String)| event.0 == reason && texts.iter().all(|text| event.1.contains(text));
-        Ok(if events.iter().any(matches) { Ok(()) } else { Err(format!("{events:?}")) })
-    })
-    .await
-}
-
 /// The condition and the nodes of a volume in the responses of ControllerGetVolume and ListVolumes.
-async fn by_csi(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<String>); 2]> {
+async fn csi_conditions(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<String>); 2]> {
     let request = ControllerGetVolumeRequest { volume_id: volume.to_owned() };
     let got =
         driver.calls().controller_get_volume(request).await?.into_inner().status.context("no status")?;
@@ -99,21 +64,21 @@ async fn by_csi(driver: &Driver, volume: &str) -> Result<[(VolumeCondition, Vec<
 }
 
 /// Waits until a driver reports a volume as abnormal with this text, or as normal.
-async fn says(driver: &Driver, volume: &str, abnormal: Option<&str>, nodes: &[&str]) -> Result<()> {
+async fn csi_reports(driver: &Driver, volume: &str, abnormal: Option<&str>, nodes: &[&str]) -> Result<()> {
     eventually(&format!("CSI reports {volume} as {abnormal:?} on {nodes:?}"), PATIENCE, || async {
-        let said = by_csi(driver, volume).await?;
-        let matches = said.iter().all(|(condition, published)| {
+        let reported = csi_conditions(driver, volume).await?;
+        let matches = reported.iter().all(|(condition, published)| {
             condition.abnormal == abnormal.is_some()
                 && abnormal.is_none_or(|text| condition.message.contains(text))
                 && published == nodes
         });
-        Ok(if matches { Ok(()) } else { Err(format!("{said:?}")) })
+        Ok(if matches { Ok(()) } else { Err(format!("{reported:?}")) })
     })
     .await
 }
 
 /// Waits until the metrics of both tiers count any abnormal volumes, or none.
-async fn counted(s: &Scenario, any: bool) -> Result<()> {
+async fn metrics_count_abnormal(s: &Scenario, any: bool) -> Result<()> {
     for (component, metric) in COUNTS {
         eventually(&format!("{metric} counts any: {any}"), PATIENCE, || async {
             let metrics = s.lab.metrics(component).await?;
@@ -132,8 +97,7 @@ async fn counted(s: &Scenario, any: bool) -> Result<()> {
 async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Result<()> {
     run(|s| async move {
         let pool = s.pool(&[("test", &s.name)]).await?;
-        let below = s.management_class(&[("pool.test", &s.name)]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[("pool.test", &s.name)]).await?;
         s.claim("data", &class, "4Mi").await?;
         let (_, volume) = s.bound("data").await?;
         let handle = handle(&volume)?;
@@ -142,12 +106,12 @@ async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Resu
         let management = Driver::connect(&s.lab.mgmt_socket()?).await?;
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
-        says(&s.driver, &handle, None, &[]).await?;
-        let order = s.k8s_attach(&volume.name_any(), &node.name).await?;
-        s.attached(&order).await?;
-        says(&s.driver, &handle, None, &[&node.name]).await?;
+        csi_reports(&s.driver, &handle, None, &[]).await?;
+        let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+        s.attached(&attachment).await?;
+        csi_reports(&s.driver, &handle, None, &[&node.name]).await?;
         assert_eq!(
-            told(&s.guest_claims().get("data").await?),
+            health_condition(&s.guest_claims().get("data").await?),
             None,
             "a volume that was never abnormal has no condition"
         );
@@ -155,51 +119,58 @@ async fn an_unavailable_pool_and_its_return_are_reported_on_every_tier() -> Resu
         pool.hide()?;
         let name = pool.name.as_str();
         let texts = [name, "not healthy", "does not exist"];
-        shows(&s, "data", &handle, "False", &texts).await?;
-        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
-        told_below(&s, &handle, "VolumeConditionAbnormal", &texts).await?;
-        says(&s.driver, &handle, Some(name), &[&node.name]).await?;
-        says_below(&management, infra.id.as_str(), Some(name)).await?;
-        counted(&s, true).await?;
+        has_health(&s, "data", &handle, "False", &texts).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
+        s.wait_for_management_reason_of("PersistentVolumeClaim", &handle, "VolumeConditionAbnormal", &texts)
+            .await?;
+        csi_reports(&s.driver, &handle, Some(name), &[&node.name]).await?;
+        mgmt_csi_reports(&management, infra.id.as_str(), Some(name)).await?;
+        metrics_count_abnormal(&s, true).await?;
 
         pool.show()?;
-        shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
-        told_below(&s, &handle, "VolumeConditionNormal", &["healthy"]).await?;
-        says(&s.driver, &handle, None, &[&node.name]).await?;
-        says_below(&management, infra.id.as_str(), None).await?;
-        counted(&s, false).await?;
-        s.k8s_detach(&order).await?;
-        says(&s.driver, &handle, None, &[]).await
+        has_health(&s, "data", &handle, "True", &[]).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
+        s.wait_for_management_reason_of(
+            "PersistentVolumeClaim",
+            &handle,
+            "VolumeConditionNormal",
+            &["healthy"],
+        )
+        .await?;
+        csi_reports(&s.driver, &handle, None, &[&node.name]).await?;
+        mgmt_csi_reports(&management, infra.id.as_str(), None).await?;
+        metrics_count_abnormal(&s, false).await?;
+        s.k8s_detach(&attachment).await?;
+        csi_reports(&s.driver, &handle, None, &[]).await
     })
     .await
 }
 
 /// Waits until the management driver reports a volume as abnormal with this text, or as normal.
-async fn says_below(driver: &Driver, volume: &str, abnormal: Option<&str>) -> Result<()> {
+async fn mgmt_csi_reports(driver: &Driver, volume: &str, abnormal: Option<&str>) -> Result<()> {
     eventually(&format!("the management driver reports {volume} as {abnormal:?}"), PATIENCE, || async {
-        let said = by_csi(driver, volume).await?;
-        let matches = said.iter().all(|(condition, _)| {
+        let reported = csi_conditions(driver, volume).await?;
+        let matches = reported.iter().all(|(condition, _)| {
             condition.abnormal == abnormal.is_some()
                 && abnormal.is_none_or(|text| condition.message.contains(text))
         });
-        Ok(if matches { Ok(()) } else { Err(format!("{said:?}")) })
+        Ok(if matches { Ok(()) } else { Err(format!("{reported:?}")) })
     })
     .await
 }
 
 /// A file that is renamed until this is dropped.
-struct Away(PathBuf, PathBuf);
+struct HiddenFile(PathBuf, PathBuf);
 
-impl Away {
+impl HiddenFile {
     fn take(file: PathBuf) -> Result<Self> {
-        let away = file.with_extension("away");
-        std::fs::rename(&file, &away).with_context(|| format!("cannot move {}", file.display()))?;
-        Ok(Self(file, away))
+        let hidden = file.with_extension("away");
+        std::fs::rename(&file, &hidden).with_context(|| format!("cannot move {}", file.display()))?;
+        Ok(Self(file, hidden))
     }
 }
 
-impl Drop for Away {
+impl Drop for HiddenFile {
     fn drop(&mut self) {
         let _ = std::fs::rename(&self.1, &self.0);
     }
@@ -212,18 +183,19 @@ async fn a_missing_volume_file_is_reported_for_its_volume_only() -> Result<()> {
         let healthy = s.bound_claim("healthy").await?;
         s.pod("user", None, &["data"]).await?;
         let infra = s.infra_volume(&handle).await?;
-        let away = Away::take(s.file_of(&infra).await?)?;
+        let hidden = HiddenFile::take(s.file_of(&infra).await?)?;
         let texts = ["missing", infra.id.as_str(), infra.pool.as_str()];
-        shows(&s, "data", &handle, "False", &texts).await?;
-        told_above(&s, "data", "VolumeConditionAbnormal", &texts).await?;
-        reported_on_pod(&s, "user", "VolumeConditionAbnormal", &[&texts[..], &["data"]].concat()).await?;
-        says(&s.driver, &handle, Some("missing"), &[]).await?;
-        says(&s.driver, &healthy, None, &[]).await?;
-        drop(away);
-        shows(&s, "data", &handle, "True", &[]).await?;
-        told_above(&s, "data", "VolumeConditionNormal", &["healthy"]).await?;
-        reported_on_pod(&s, "user", "VolumeConditionNormal", &["data", "healthy"]).await?;
-        assert_eq!(told(&s.guest_claims().get("healthy").await?), None);
+        has_health(&s, "data", &handle, "False", &texts).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
+        s.wait_for_reason_of("Pod", "user", "VolumeConditionAbnormal", &[&texts[..], &["data"]].concat())
+            .await?;
+        csi_reports(&s.driver, &handle, Some("missing"), &[]).await?;
+        csi_reports(&s.driver, &healthy, None, &[]).await?;
+        drop(hidden);
+        has_health(&s, "data", &handle, "True", &[]).await?;
+        s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
+        s.wait_for_reason_of("Pod", "user", "VolumeConditionNormal", &["data", "healthy"]).await?;
+        assert_eq!(health_condition(&s.guest_claims().get("healthy").await?), None);
         Ok(())
     })
     .await
@@ -237,7 +209,7 @@ async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Re
         s.pod("bystander", None, &["other"]).await?;
         s.claims().delete(&handle, &DeleteParams::default()).await?;
         let texts = ["data", &handle, "does not exist"];
-        reported_on_pod(&s, "user", "ManagementClaimNotFound", &texts).await?;
+        s.wait_for_reason_of("Pod", "user", "ManagementClaimNotFound", &texts).await?;
         let others = s.events_of("Pod", "bystander").await?;
         ensure!(others.iter().all(|(reason, _)| reason != "ManagementClaimNotFound"), "{others:?}");
         Ok(())
@@ -250,22 +222,22 @@ async fn a_management_claim_deleted_under_its_pod_is_reported_on_the_pod() -> Re
 #[tokio::test]
 async fn a_disk_detached_by_virsh_is_reported_and_attached_again() -> Result<()> {
     run(|s| async move {
-        let machine = BareDomain::start(&s).await?;
-        let outcome = loses_a_disk(&s, &machine).await;
-        outcome.and(machine.remove(&s).await)
+        let vm = BareDomain::start(&s).await?;
+        let outcome = disk_is_reported_and_attached_again(&s, &vm).await;
+        outcome.and(vm.remove(&s).await)
     })
     .await
 }
 
-async fn loses_a_disk(s: &Scenario, machine: &BareDomain) -> Result<()> {
-    let name = machine.node.name.as_str();
-    s.lab.join_guest(&machine.node).await?;
+async fn disk_is_reported_and_attached_again(s: &Scenario, vm: &BareDomain) -> Result<()> {
+    let name = vm.node.name.as_str();
+    s.lab.join_guest(&vm.node).await?;
     s.claim("data", "nestor", "4Mi").await?;
     let (_, volume) = s.bound("data").await?;
     let handle = handle(&volume)?;
-    let order = s.k8s_attach(&volume.name_any(), name).await?;
-    let disk = s.attached(&order).await?;
-    says(&s.driver, &handle, None, &[name]).await?;
+    let attachment = s.k8s_attach(&volume.name_any(), name).await?;
+    let disk = s.attached(&attachment).await?;
+    csi_reports(&s.driver, &handle, None, &[name]).await?;
 
     // storage-infra reports the loss and attaches the disk again at once. It cannot attach to a paused QEMU, so that the
     // test has time to observe the report.
@@ -276,29 +248,29 @@ async fn loses_a_disk(s: &Scenario, machine: &BareDomain) -> Result<()> {
         Ok(left.map_or(Ok(()), Err))
     })
     .await?;
-    machine.signal(s, Signal::STOP)?;
+    vm.signal(s, Signal::STOP)?;
     drop(infra);
     let texts = ["disappeared from the running VM", name];
-    shows(s, "data", &handle, "False", &texts).await?;
-    told_above(s, "data", "VolumeConditionAbnormal", &texts).await?;
+    has_health(s, "data", &handle, "False", &texts).await?;
+    s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionAbnormal", &texts).await?;
 
-    machine.signal(s, Signal::CONT)?;
-    shows(s, "data", &handle, "True", &[]).await?;
+    vm.signal(s, Signal::CONT)?;
+    has_health(s, "data", &handle, "True", &[]).await?;
     ensure!(s.libvirt_disk(name, &disk).await?.is_some(), "the disk is not attached again");
-    told_above(s, "data", "VolumeConditionNormal", &["healthy"]).await?;
-    says(&s.driver, &handle, None, &[name]).await?;
-    s.k8s_detach(&order).await
+    s.wait_for_reason_of("PersistentVolumeClaim", "data", "VolumeConditionNormal", &["healthy"]).await?;
+    csi_reports(&s.driver, &handle, None, &[name]).await?;
+    s.k8s_detach(&attachment).await
 }
 
 #[tokio::test]
 async fn filesystems_that_became_read_only_are_reported_on_the_pod() -> Result<()> {
-    pods::run(|machines| async move {
-        let ask = Ask { options: &["errors=remount-ro"], ..filesystem("ext4") };
-        let failing = machines.claim("failing", &ask).await?;
-        let stopped = machines.claim("stopped", &filesystem("xfs")).await?;
-        let pod = Script::new("pod", &machines.here, "exec sleep 10000");
-        let pod = machines.start(pod.mount(&failing, "/failing").mount(&stopped, "/stopped")).await?;
-        machines.running(&pod).await?;
+    pods::run(|pods| async move {
+        let options = ClaimOptions { options: &["errors=remount-ro"], ..filesystem("ext4") };
+        let failing = pods.claim("failing", &options).await?;
+        let stopped = pods.claim("stopped", &filesystem("xfs")).await?;
+        let pod = Script::new("pod", &pods.first_node, "exec sleep 10000");
+        let pod = pods.start(pod.mount(&failing, "/failing").mount(&stopped, "/stopped")).await?;
+        pods.running(&pod).await?;
         // The first gets an error (Linux, Documentation/ABI/testing/sysfs-fs-ext4); not every kernel then reports the
         // filesystem as read-only. The second is remounted read-only, while its mount in the pod is not.
         let fail = format!(
@@ -308,10 +280,10 @@ async fn filesystems_that_became_read_only_are_reported_on_the_pod() -> Result<(
             mount -o remount,ro \"$device\" $(grep -m1 \"^$device .*globalmount\" /proc/self/mounts | cut -d' ' -f2)",
             failing.pv, stopped.pv
         );
-        machines.run(Script::in_machine("fail", &machines.here, &fail)).await?;
+        pods.run(Script::on_vm("fail", &pods.first_node, &fail)).await?;
         for texts in [["Volume failing", "ext4 filesystem"], ["Volume stopped", "xfs filesystem became read-only"]] {
             let (reason, _) = eventually(&format!("kubelet reports {texts:?}"), KUBELET, || async {
-                let events = machines.scenario().events_of("Pod", &pod).await?;
+                let events = pods.scenario().events_of("Pod", &pod).await?;
                 let found = events.iter().find(|(_, message)| texts.iter().all(|text| message.contains(text)));
                 Ok(found.cloned().ok_or_else(|| format!("{events:?}")))
             })

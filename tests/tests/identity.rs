@@ -57,15 +57,15 @@ fn pin(volume: &PersistentVolume) -> Option<String> {
 }
 
 /// Attaches a volume, verifies its data, and detaches it.
-async fn has_text(s: &Scenario, volume: &str, node: &LoopNode) -> Result<()> {
-    let order = s.k8s_attach(volume, &node.name).await?;
-    let disk = device(node, &s.attached(&order).await?);
+async fn data_is_unchanged(s: &Scenario, volume: &str, node: &LoopNode) -> Result<()> {
+    let attachment = s.k8s_attach(volume, &node.name).await?;
+    let disk = device(node, &s.attached(&attachment).await?);
     ensure!(read(&disk, TEXT.len())? == TEXT, "{volume} has other data");
-    s.k8s_detach(&order).await
+    s.k8s_detach(&attachment).await
 }
 
 /// Waits for the Usable condition of guest claim `data`.
-async fn says(s: &Scenario, status: &str, reason: &str) -> Result<()> {
+async fn has_usable_condition(s: &Scenario, status: &str, reason: &str) -> Result<()> {
     eventually(&format!("condition nestor.dev/Usable {status}, {reason}"), PATIENCE, || async {
         let claim = s.guest_claims().get("data").await?;
         let conditions = claim.status.and_then(|status| status.conditions).unwrap_or_default();
@@ -77,7 +77,7 @@ async fn says(s: &Scenario, status: &str, reason: &str) -> Result<()> {
 }
 
 /// Checks that every operation on the claim of this handle is refused.
-async fn is_left_alone(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<()> {
+async fn every_operation_is_refused(s: &Scenario, handle: &str, texts: [&str; 2]) -> Result<()> {
     let snapshot = s.driver.snapshot(&s.csi_name(), handle, "nestor").await.map(drop);
     let clone: CreateVolumeRequest = cloned_volume(&s.csi_name(), 4 * MIB, handle);
     let clone = s.driver.create(clone).await.map(drop);
@@ -105,35 +105,37 @@ async fn a_recreated_claim_is_not_mistaken_for_the_original_volume() -> Result<(
         let (_, guest_volume) = s.bound("data").await?;
         let volume = guest_volume.name_any();
         let first = bound_to(&s, &handle).await?;
-        let order = s.k8s_attach(&volume, &node.name).await?;
-        write(&device(&node, &s.attached(&order).await?), TEXT)?;
-        s.k8s_detach(&order).await?;
+        let attachment = s.k8s_attach(&volume, &node.name).await?;
+        write(&device(&node, &s.attached(&attachment).await?), TEXT)?;
+        s.k8s_detach(&attachment).await?;
 
         let second = recreate(&s, &handle, None).await?;
         ensure!(first != second, "the claim is bound to {first} again");
-        let order = s.k8s_attach(&volume, &node.name).await?;
+        let attachment = s.k8s_attach(&volume, &node.name).await?;
         let texts = [first.as_str(), second.as_str()];
-        s.k8s_attachments().refused(&order, &[&["FailedPrecondition", &handle], &texts[..]].concat()).await?;
+        s.k8s_attachments()
+            .refused(&attachment, &[&["FailedPrecondition", &handle], &texts[..]].concat())
+            .await?;
         s.wait_for_event("data", &texts).await?;
-        says(&s, "False", "ManagementVolumeReplaced").await?;
-        s.k8s_detach(&order).await?;
+        has_usable_condition(&s, "False", "ManagementVolumeReplaced").await?;
+        s.k8s_detach(&attachment).await?;
         assert_eq!(pin(&guest_volume), Some(first.clone()));
-        is_left_alone(&s, &handle, [&first, &second]).await?;
+        every_operation_is_refused(&s, &handle, [&first, &second]).await?;
         s.no_attachments(&node).await?;
 
         // Bound to the original volume again, the claim is usable.
         assert_eq!(recreate(&s, &handle, Some(&first)).await?, first);
-        says(&s, "True", "Compatible").await?;
-        has_text(&s, &volume, &node).await?;
+        has_usable_condition(&s, "True", "Compatible").await?;
+        data_is_unchanged(&s, &volume, &node).await?;
 
         // An administrator may pin another volume: here the same data restored from a backup.
         let third = recreate(&s, &handle, None).await?;
-        says(&s, "False", "ManagementVolumeReplaced").await?;
+        has_usable_condition(&s, "False", "ManagementVolumeReplaced").await?;
         write(&s.file_of(&s.infra_volume(&handle).await?).await?, TEXT)?;
         let pinned = Patch::Merge(json!({"metadata": {"annotations": {names::MANAGEMENT_VOLUME: third}}}));
         s.guest_volumes().patch(&volume, &PatchParams::default(), &pinned).await?;
-        says(&s, "True", "Compatible").await?;
-        has_text(&s, &volume, &node).await?;
+        has_usable_condition(&s, "True", "Compatible").await?;
+        data_is_unchanged(&s, &volume, &node).await?;
 
         // Deletion removes the pinned volume only.
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
@@ -159,16 +161,18 @@ async fn a_static_volume_can_be_pinned_and_is_not_attached_with_a_wrong_pin() ->
             |to: &str| -> Value { json!({"csi": {"volumeAttributes": {names::MANAGEMENT_VOLUME: to}}}) };
 
         let wrong = s.static_claim("data", &handle, pinned("pvc-of-another-time")).await?.name_any();
-        says(&s, "False", "ManagementVolumeReplaced").await?;
-        let order = s.k8s_attach(&wrong, &node.name).await?;
-        s.k8s_attachments().refused(&order, &["FailedPrecondition", "pvc-of-another-time", &there]).await?;
-        s.k8s_detach(&order).await?;
+        has_usable_condition(&s, "False", "ManagementVolumeReplaced").await?;
+        let attachment = s.k8s_attach(&wrong, &node.name).await?;
+        s.k8s_attachments()
+            .refused(&attachment, &["FailedPrecondition", "pvc-of-another-time", &there])
+            .await?;
+        s.k8s_detach(&attachment).await?;
 
         // A volume with a wrong pin does not block one with the right pin.
         let right = s.static_claim("right", &handle, pinned(&there)).await?.name_any();
-        let order = s.k8s_attach(&right, &node.name).await?;
-        s.attached(&order).await?;
-        s.k8s_detach(&order).await
+        let attachment = s.k8s_attach(&right, &node.name).await?;
+        s.attached(&attachment).await?;
+        s.k8s_detach(&attachment).await
     })
     .await
 }

@@ -65,8 +65,8 @@ async fn all_start(containerd: &Containerd, built: &[Built]) -> Result<()> {
         let short = image.name.rsplit('/').next().and_then(|name| name.split(':').next()).unwrap_or_default();
         let (_, starts) = STARTS.iter().find(|(name, _)| *name == short).context("an unknown image")?;
         for words in *starts {
-            let said = containerd.run(&image.name, words).await.with_context(|| image.name.clone())?;
-            ensure!(said.contains(|c: char| c.is_ascii_digit()), "{}: {words:?}: {said}", image.name);
+            let output = containerd.run(&image.name, words).await.with_context(|| image.name.clone())?;
+            ensure!(output.contains(|c: char| c.is_ascii_digit()), "{}: {words:?}: {output}", image.name);
         }
         is_described(image).await.with_context(|| image.name.clone())?;
     }
@@ -118,8 +118,8 @@ async fn the_charts_use_images_that_are_built() -> Result<()> {
                 chart.render("nestor-system", &[&values], &["image.registry=localhost/nestor"]).await?;
             for container in pod_specs(&objects).into_iter().flat_map(|(_, spec)| containers(spec)) {
                 let image = container["image"].as_str().context("no image")?;
-                let Some(ours) = image.strip_prefix("localhost/nestor/") else { continue };
-                let name = ours.split([':', '@']).next().unwrap_or_default();
+                let Some(own) = image.strip_prefix("localhost/nestor/") else { continue };
+                let name = own.split([':', '@']).next().unwrap_or_default();
                 ensure!(built.contains(&name), "{}: no image {name}", chart.name());
             }
         }

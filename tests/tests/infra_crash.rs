@@ -8,7 +8,7 @@ use tests::infra_data::{data_dir, recover};
 use tests::records::Records;
 use tests::{MIB, PATIENCE, alone, eventually, run};
 
-const PART: &str = "storage-infra";
+const COMPONENT: &str = "storage-infra";
 
 #[tokio::test]
 async fn a_lost_catalog_is_recovered_under_a_writer_and_attach_and_detach_succeed() -> Result<()> {
@@ -23,7 +23,7 @@ async fn a_lost_catalog_is_recovered_under_a_writer_and_attach_and_detach_succee
         // A rebuilt catalog has no blank attestations: later writes are unknown.
         attachments.iter_mut().for_each(|one| one.blank_attestation = None);
 
-        s.kill_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
         let catalog = data_dir(&s).join("catalog.sqlite");
         let length = std::fs::metadata(&catalog)?.len();
         std::fs::File::options().write(true).open(&catalog)?.set_len(length / 2)?;
@@ -33,7 +33,7 @@ async fn a_lost_catalog_is_recovered_under_a_writer_and_attach_and_detach_succee
         let planned = recover(&s, &[]).await?;
         ensure!(planned.contains("the catalog was not changed"), "{planned}");
         recover(&s, &["--dry-run=false"]).await?;
-        s.start_component(PART).await?;
+        s.start_component(COMPONENT).await?;
 
         let found = s.infra.list_volumes(None, None).await?.items;
         ensure!(found == volumes, "{found:?} instead of {volumes:?}");

@@ -27,20 +27,20 @@ async fn a_late_detach_of_a_paused_replica_does_not_affect_the_next_attach() -> 
         let first = s.k8s_attachments().attach_as_kubernetes(&volume, &handle, &node.name).await?;
         s.attached(&first).await?;
 
-        let frozen = replica.process.freeze()?;
+        let paused = replica.process.pause()?;
         let (driver, claim, vm) = (replica.driver.clone(), handle.clone(), node.name.clone());
         let late = tokio::spawn(async move { driver.unpublish_within(&claim, &vm, LONG).await });
         s.k8s_detach(&first).await?;
         let second = s.k8s_attachments().attach_as_kubernetes(&volume, &handle, &node.name).await?;
         let disk = s.attached(&second).await?;
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
-        drop(frozen);
+        drop(paused);
 
         let answer = late.await?;
-        keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
+        disk_is_unchanged(&s, &node.name, &handle, &disk, before.as_ref()).await?;
         // The replica's own repair may use the same disk, because its watches are stale.
         let refusal = refused(&replica, &handle, &node.name, answer).await?;
-        keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
+        disk_is_unchanged(&s, &node.name, &handle, &disk, before.as_ref()).await?;
         assert_eq!(refusal.code(), Code::FailedPrecondition, "{refusal}");
         assert!(refusal.message().contains(&second), "{refusal}");
         s.k8s_detach(&second).await?;
@@ -69,12 +69,13 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
         std::fs::write(folder.path().join("freeze"), point)?;
         let disk = former.driver.publish(&handle, &node.name).await?;
         let before = s.attachment(&node.name, &handle).await?.context("no VolumeAttachment")?.metadata.uid;
-        let frozen = repairing.process.paused().await?;
+        let paused = repairing.process.wait_until_paused().await?;
         // Now it has one, and another replica answers: the disk is attached.
-        let order = s.k8s_attachments().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
+        let attachment =
+            s.k8s_attachments().attach_by("nobody.example", &volume.name_any(), &node.name).await?;
         let serving = Controller::start_as(&s, &id, &patient).await?;
         assert_eq!(serving.driver.publish(&handle, &node.name).await?, disk);
-        drop(frozen);
+        drop(paused);
         eventually("the repair is complete", PATIENCE, || async {
             let log = repairing.process.log();
             Ok(if log.contains("a VolumeAttachment requests the disk again: its entry stays") {
@@ -84,8 +85,8 @@ async fn a_paused_repair_does_not_remove_an_entry_that_a_later_attach_uses() -> 
             })
         })
         .await?;
-        keeps(&s, &node.name, &handle, &disk, before.as_ref()).await?;
-        s.guest_attachments().delete(&order, &DeleteParams::default()).await?;
+        disk_is_unchanged(&s, &node.name, &handle, &disk, before.as_ref()).await?;
+        s.guest_attachments().delete(&attachment, &DeleteParams::default()).await?;
         serving.driver.unpublish(&handle, &node.name).await?;
         for controller in [repairing, former, serving] {
             controller.stop().await?;
@@ -116,17 +117,23 @@ async fn refused(
 }
 
 /// Checks that the VM has the disk, with the same VolumeAttachment as before.
-async fn keeps(s: &Scenario, machine: &str, handle: &str, disk: &str, before: Option<&String>) -> Result<()> {
-    let vm = s.machines().get(machine).await?;
+async fn disk_is_unchanged(
+    s: &Scenario,
+    name: &str,
+    handle: &str,
+    disk: &str,
+    before: Option<&String>,
+) -> Result<()> {
+    let vm = s.vms().get(name).await?;
     let entry = names::volume_entry(handle);
     assert!(
         vm.spec.volumes.iter().any(|one| one.name == entry),
         "the entry was removed: {:?}",
         vm.spec.volumes
     );
-    let now = s.attachment(machine, handle).await?.context("no VolumeAttachment")?;
+    let now = s.attachment(name, handle).await?.context("no VolumeAttachment")?;
     assert_eq!((now.metadata.uid.as_ref(), now.metadata.deletion_timestamp), (before, None));
-    let shown = s.disk(machine, handle).await?.context("no disk")?;
+    let shown = s.disk(name, handle).await?.context("no disk")?;
     assert!(shown.attached && shown.disk_uuid.as_deref() == Some(disk), "{shown:?}");
     Ok(())
 }

@@ -69,25 +69,25 @@ async fn registered_on(socket: &Path) -> Result<(String, String)> {
 async fn each_socket_reports_its_name_and_new_volumes_are_refused_with_the_class_to_use() -> Result<()> {
     run(|s| async move {
         // Created before the driver starts, so that its cache has the classes.
-        let below = s.management_class(&[]).await?;
-        let ours = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (management_class, guest_class) = s.classes(&[]).await?;
         let name = earlier();
         let serving = serve(&s, &name).await?;
         assert_eq!(name_on(&serving.controller.socket("csi.sock")).await?, names::GUEST_DRIVER);
         assert_eq!(name_on(&serving.socket).await?, name);
 
-        let texts = [name.as_str(), names::GUEST_DRIVER, &ours];
-        let refused = serving.legacy.create(new_volume(&s.csi_name(), MIB, &below)).await.unwrap_err();
+        let texts = [name.as_str(), names::GUEST_DRIVER, &guest_class];
+        let refused =
+            serving.legacy.create(new_volume(&s.csi_name(), MIB, &management_class)).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument, "{refused}");
         assert!(texts.iter().all(|text| refused.message().contains(text)), "{refused}");
         // The same process creates the volume under its own name.
-        serving.controller.driver.create(new_volume(&s.csi_name(), MIB, &below)).await?;
+        serving.controller.driver.create(new_volume(&s.csi_name(), MIB, &management_class)).await?;
 
         // The error is reported on the claim.
-        let theirs = s.guest_class_of(&name, "Delete", &[("storagePolicy", &below)]).await?;
+        let legacy_class = s.guest_class_of(&name, "Delete", &[("storagePolicy", &management_class)]).await?;
         let _provisioner =
             Running::sidecar(&s, "csi-provisioner", &serving.socket, &["--immediate-topology=false"]).await?;
-        s.claim("data", &theirs, "1Mi").await?;
+        s.claim("data", &legacy_class, "1Mi").await?;
         let (reason, _) = s.wait_for_event("data", &texts).await?;
         assert_eq!(reason, "ProvisioningFailed");
         serving.controller.stop().await
@@ -125,8 +125,8 @@ async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> R
         let volume = made_by(&s, &name, &handle).await?.name_any();
         let node = s.node().await?;
         join_as(&s, &node, &name).await?;
-        let order = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
-        let disk = s.attached(&order).await?;
+        let attachment = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
+        let disk = s.attached(&attachment).await?;
         assert_eq!(s.infra_volume(&handle).await?.disk_uuid.to_string(), disk);
         s.wait_for_event("data", &["attached to VirtualMachine", &node.name]).await?;
 
@@ -142,7 +142,7 @@ async fn sidecars_attach_expand_and_delete_a_volume_of_the_earlier_driver() -> R
         .await?;
         assert_eq!(s.infra_volume(&handle).await?.capacity_bytes, 8 << 20);
 
-        s.k8s_detach(&order).await?;
+        s.k8s_detach(&attachment).await?;
         s.no_attachments(&node).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
         eventually("the guest volume is deleted", PATIENCE, || async {
@@ -169,7 +169,7 @@ async fn a_disk_attached_under_both_names_is_detached_with_the_last_of_them() ->
         let own = &serving.controller.driver;
         let disk = own.publish(&handle, &node.name).await?;
         // No sidecar serves this attachment: the test makes the calls.
-        let order = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
+        let attachment = s.k8s_attachments().attach_by(&name, &volume, &node.name).await?;
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
         own.unpublish(&handle, &node.name).await?;
@@ -180,7 +180,7 @@ async fn a_disk_attached_under_both_names_is_detached_with_the_last_of_them() ->
         );
         assert_eq!(serving.legacy.publish(&handle, &node.name).await?, disk);
 
-        s.k8s_detach(&order).await?;
+        s.k8s_detach(&attachment).await?;
         serving.legacy.unpublish(&handle, &node.name).await?;
         s.no_attachments(&node).await?;
         serving.controller.stop().await
@@ -223,10 +223,10 @@ async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_con
             let request = new_volume(&s.csi_name(), 320 * MIB, "nestor");
             s.driver.create(request).await?.volume_id
         };
-        let machine = s.node().await?;
+        let vm = s.node().await?;
         let folder = tempfile::tempdir()?;
         let _mounts = Mounts(folder.path().canonicalize()?);
-        let plugin = node_plugin(&s, &machine, folder.path(), &name).await?;
+        let plugin = node_plugin(&s, &vm, folder.path(), &name).await?;
         let path = |file: &str| folder.path().join(file);
         assert_eq!(name_on(&path("csi.sock")).await?, names::GUEST_DRIVER);
         assert_eq!(name_on(&path("legacy.sock")).await?, name);
@@ -237,9 +237,9 @@ async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_con
             assert_eq!((registered.as_str(), Path::new(&endpoint)), (driver, path(expected).as_path()));
         }
         let mut node = NodeClient::new(csi::client::connect(&path("legacy.sock")).await?);
-        assert_eq!(node.node_get_info(NodeGetInfoRequest {}).await?.into_inner().node_id, machine.name);
+        assert_eq!(node.node_get_info(NodeGetInfoRequest {}).await?.into_inner().node_id, vm.name);
 
-        let context = serving.legacy.publish_context(&handle, &machine.name).await?;
+        let context = serving.legacy.publish_context(&handle, &vm.name).await?;
         let text = |file: &str| path(file).display().to_string();
         std::fs::create_dir_all(path("kubelet/plugins/volume"))?;
         std::fs::create_dir_all(path("kubelet/pods/pod"))?;
@@ -296,8 +296,8 @@ async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_con
         node.node_unpublish_volume(unpublish).await?;
         let unstage = NodeUnstageVolumeRequest { volume_id: handle.clone(), staging_target_path: staging };
         node.node_unstage_volume(unstage).await?;
-        serving.legacy.unpublish(&handle, &machine.name).await?;
-        s.no_attachments(&machine).await?;
+        serving.legacy.unpublish(&handle, &vm.name).await?;
+        s.no_attachments(&vm).await?;
         serving.legacy.delete(&handle).await?;
         assert!(s.claims().get_opt(&handle).await?.is_none());
         let status = plugin.stop().await?;
@@ -308,13 +308,13 @@ async fn a_volume_of_the_earlier_driver_works_through_the_earlier_sockets_of_con
 }
 
 /// Starts gc-csi-node for a loop node under both names, with its sockets in a folder.
-async fn node_plugin(s: &Scenario, machine: &LoopNode, folder: &Path, legacy: &str) -> Result<Running> {
+async fn node_plugin(s: &Scenario, vm: &LoopNode, folder: &Path, legacy: &str) -> Result<Running> {
     let inside = |file: &str| folder.join(file).display().to_string();
     std::fs::create_dir_all(folder.join("kubelet"))?;
     let words = [
-        format!("--node-name={}", machine.name),
+        format!("--node-name={}", vm.name),
         format!("--kubelet-dir={}", inside("kubelet")),
-        format!("--by-id-dir={}", machine.by_id_dir.display()),
+        format!("--by-id-dir={}", vm.by_id_dir.display()),
         format!("--endpoint=unix://{}", inside("csi.sock")),
         format!("--registration-socket={}", inside("reg.sock")),
         format!("--legacy-driver-name={legacy}"),

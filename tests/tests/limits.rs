@@ -14,19 +14,16 @@ use tests::{Scenario, run};
 #[tokio::test]
 async fn a_vm_reports_the_number_of_disks_that_its_hypervisor_can_attach() -> Result<()> {
     run(|s| async move {
-        let machines = s.lab.vms();
-        anyhow::ensure!(!machines.is_empty(), "the lab has no virtual machine: `cargo lab up --vms 2`");
-        for machine in machines {
-            let known = s
-                .infra
-                .get_node(s.lab.vm(&machine)?.uuid)
-                .await?
-                .context("the storage infra has no such node")?;
-            let node = Api::<CSINode>::all(s.guest.clone()).get(&machine).await?;
+        let vms = s.lab.vms();
+        anyhow::ensure!(!vms.is_empty(), "the lab has no virtual machine: `cargo lab up --vms 2`");
+        for vm in vms {
+            let known =
+                s.infra.get_node(s.lab.vm(&vm)?.uuid).await?.context("the storage infra has no such node")?;
+            let node = Api::<CSINode>::all(s.guest.clone()).get(&vm).await?;
             let driver = node.spec.drivers.into_iter().find(|driver| driver.name == names::GUEST_DRIVER);
             let reported = driver.and_then(|driver| driver.allocatable?.count);
-            assert_eq!(reported.map(i64::from), known.max_disks.map(i64::from), "{machine}");
-            assert!(reported.is_some_and(|count| count > 0), "{machine}: {reported:?}");
+            assert_eq!(reported.map(i64::from), known.max_disks.map(i64::from), "{vm}");
+            assert!(reported.is_some_and(|count| count > 0), "{vm}: {reported:?}");
         }
         Ok(())
     })
@@ -57,43 +54,43 @@ async fn a_pod_beyond_the_volume_limit_of_its_node_waits_until_another_is_delete
 }
 
 /// A domain without a SCSI controller, like one without free slots. It is never started.
-fn domain(machine: &LoopNode) -> String {
+fn domain(vm: &LoopNode) -> String {
     format!(
         "<domain type='qemu'><name>{}</name><uuid>{}</uuid><memory unit='MiB'>32</memory>
         <os><type arch='x86_64' machine='q35'>hvm</type></os>
         <devices><emulator>/usr/bin/qemu-system-x86_64</emulator><memballoon model='none'/></devices></domain>",
-        machine.name, machine.uuid
+        vm.name, vm.uuid
     )
 }
 
 /// Checks that an attach to a VM without free slots is refused with the hypervisor's message.
-async fn is_refused(s: &Scenario, machine: &LoopNode) -> Result<()> {
+async fn is_refused(s: &Scenario, vm: &LoopNode) -> Result<()> {
     let hypervisor = "libvirt".to_owned();
-    let spec = NodeSpec { name: machine.name.clone(), hypervisor, zone: None, labels: Default::default() };
-    let node = s.infra.put_node(machine.uuid, &spec).await?;
+    let spec = NodeSpec { name: vm.name.clone(), hypervisor, zone: None, labels: Default::default() };
+    let node = s.infra.put_node(vm.uuid, &spec).await?;
     ensure!(node.max_disks == Some(0), "{node:?}");
-    s.lab.join_guest(machine).await?;
+    s.lab.join_guest(vm).await?;
     s.claim("data", "nestor", "1Mi").await?;
     let (_, volume) = s.bound("data").await?;
-    let order = s.k8s_attach(&volume.name_any(), &machine.name).await?;
-    let texts = [machine.name.as_str(), "no virtio-scsi controller"];
-    s.k8s_attachments().refused(&order, &texts).await?;
+    let attachment = s.k8s_attach(&volume.name_any(), &vm.name).await?;
+    let texts = [vm.name.as_str(), "no virtio-scsi controller"];
+    s.k8s_attachments().refused(&attachment, &texts).await?;
     s.wait_for_event("data", &texts).await?;
-    s.k8s_detach(&order).await?;
-    s.no_attachments(machine).await
+    s.k8s_detach(&attachment).await?;
+    s.no_attachments(vm).await
 }
 
 #[tokio::test]
 async fn an_attach_to_a_vm_without_free_slots_is_refused_with_the_hypervisors_message() -> Result<()> {
     run(|s| async move {
-        let machine = s.node().await?;
+        let vm = s.node().await?;
         let folder = tempfile::tempdir()?;
         let file = folder.path().join("domain.xml");
-        std::fs::write(&file, domain(&machine))?;
+        std::fs::write(&file, domain(&vm))?;
         let file = file.to_str().context("a path that is not UTF-8")?;
         virsh(s.lab.run(), ["create", file, "--paused"]).await?;
-        let outcome = is_refused(&s, &machine).await;
-        virsh(s.lab.run(), ["destroy", &machine.name]).await?;
+        let outcome = is_refused(&s, &vm).await;
+        virsh(s.lab.run(), ["destroy", &vm.name]).await?;
         outcome
     })
     .await

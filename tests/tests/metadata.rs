@@ -14,7 +14,7 @@ const TEAM: &str = "team";
 const TIER: &str = "example.com/tier";
 
 /// Waits until a management claim fulfils a condition.
-async fn below(
+async fn wait_for_management_claim(
     s: &Scenario,
     claim: &str,
     what: &str,
@@ -53,11 +53,11 @@ async fn annotations_follow_the_guest_objects_that_a_claim_serves() -> Result<()
         let (controller, handle) = serving(&s, &[]).await?;
         for claim in ["first", "second"] {
             let volume = s.static_claim(claim, &handle, json!({})).await?;
-            below(&s, &handle, "has the guest objects' names", |below| {
-                let said = |key: &str| below.annotations().get(key).map(String::as_str);
-                said(names::ANNOTATION_GUEST_PVC) == Some(claim)
-                    && said(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
-                    && said(names::ANNOTATION_GUEST_PV) == Some(&volume.name_any())
+            wait_for_management_claim(&s, &handle, "has the guest objects' names", |object| {
+                let annotation = |key: &str| object.annotations().get(key).map(String::as_str);
+                annotation(names::ANNOTATION_GUEST_PVC) == Some(claim)
+                    && annotation(names::ANNOTATION_GUEST_NAMESPACE) == Some(&s.name)
+                    && annotation(names::ANNOTATION_GUEST_PV) == Some(&volume.name_any())
             })
             .await?;
             s.guest_claims().delete(claim, &DeleteParams::default()).await?;
@@ -81,21 +81,21 @@ async fn only_the_chosen_labels_are_synced() -> Result<()> {
         let (controller, handle) = serving(&s, &flags).await?;
         s.static_claim("data", &handle, json!({})).await?;
         let has = |team: Option<&'static str>, tier: Option<&'static str>| {
-            move |below: &PersistentVolumeClaim| {
-                let label = |key: &str| below.labels().get(key).map(String::as_str);
+            move |claim: &PersistentVolumeClaim| {
+                let label = |key: &str| claim.labels().get(key).map(String::as_str);
                 label(TEAM) == team && label(TIER) == tier
             }
         };
         label(&s, "data", json!({TEAM: "a", TIER: "web", "other": "x"})).await?;
-        below(&s, &handle, "has both labels", has(Some("a"), Some("web"))).await?;
+        wait_for_management_claim(&s, &handle, "has both labels", has(Some("a"), Some("web"))).await?;
         label(&s, "data", json!({TEAM: "b"})).await?;
-        below(&s, &handle, "has the changed label", has(Some("b"), Some("web"))).await?;
+        wait_for_management_claim(&s, &handle, "has the changed label", has(Some("b"), Some("web"))).await?;
         label(&s, "data", json!({TIER: null})).await?;
-        below(&s, &handle, "has lost the removed label", has(Some("b"), None)).await?;
+        wait_for_management_claim(&s, &handle, "has lost the removed label", has(Some("b"), None)).await?;
         // A synced label that is changed in the management cluster is restored.
         let patch = Patch::Merge(json!({"metadata": {"labels": {TEAM: "c"}}}));
         s.claims().patch(&handle, &PatchParams::default(), &patch).await?;
-        below(&s, &handle, "has the guest's label again", has(Some("b"), None)).await?;
+        wait_for_management_claim(&s, &handle, "has the guest's label again", has(Some("b"), None)).await?;
 
         let claim = s.claims().get(&handle).await?;
         assert!(!claim.labels().contains_key("other"), "{:?}", claim.labels());
@@ -114,20 +114,21 @@ async fn pods_that_use_a_claim_are_listed_while_they_exist() -> Result<()> {
         let uses = |pods: &[&str]| {
             let pods: Vec<String> = pods.iter().map(|pod| format!("{}/{pod}", s.name)).collect();
             let expected = (!pods.is_empty()).then(|| json!(pods));
-            move |below: &PersistentVolumeClaim| {
-                let said = below.annotations().get(names::ANNOTATION_GUEST_PODS);
-                said.map(|said| serde_json::from_str::<Value>(said).unwrap_or_default()) == expected
+            move |claim: &PersistentVolumeClaim| {
+                let annotation = claim.annotations().get(names::ANNOTATION_GUEST_PODS);
+                annotation.map(|annotation| serde_json::from_str::<Value>(annotation).unwrap_or_default())
+                    == expected
             }
         };
         // The pods are pending without a node, but still use the claim.
         s.pod("one", None, &["data"]).await?;
-        below(&s, &handle, "names a pod", uses(&["one"])).await?;
+        wait_for_management_claim(&s, &handle, "names a pod", uses(&["one"])).await?;
         s.pod("two", None, &["data"]).await?;
-        below(&s, &handle, "names both pods", uses(&["one", "two"])).await?;
+        wait_for_management_claim(&s, &handle, "names both pods", uses(&["one", "two"])).await?;
         s.delete_pod("one").await?;
-        below(&s, &handle, "names the pod that is left", uses(&["two"])).await?;
+        wait_for_management_claim(&s, &handle, "names the pod that is left", uses(&["two"])).await?;
         s.delete_pod("two").await?;
-        below(&s, &handle, "names no pod", uses(&[])).await?;
+        wait_for_management_claim(&s, &handle, "names no pod", uses(&[])).await?;
         controller.stop().await
     })
     .await

@@ -10,21 +10,21 @@ use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{Patch, PatchParams};
 use serde_json::json;
 use tests::guest::handle;
-use tests::pods::{self, Ask, Machines, Script, Volume};
+use tests::pods::{self, ClaimOptions, PodScenario, Script, Volume};
 use tests::{PATIENCE, Scenario, eventually, run, unique};
 use tonic::Code;
 
 const UNLIMITED: Qos = Qos { iops: None, bytes_per_second: None };
 
 /// Sets the VolumeAttributesClass of a guest claim.
-async fn choose(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+async fn set_class(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     let patch = Patch::Merge(json!({"spec": {"volumeAttributesClassName": class}}));
     s.guest_claims().patch(claim, &PatchParams::default(), &patch).await?;
     Ok(())
 }
 
 /// Waits until the guest claim's status has a VolumeAttributesClass.
-async fn has(s: &Scenario, claim: &str, class: &str) -> Result<()> {
+async fn has_class(s: &Scenario, claim: &str, class: &str) -> Result<()> {
     eventually(&format!("guest claim {claim} has VolumeAttributesClass {class}"), PATIENCE, || async {
         let status = s.guest_claims().get(claim).await?.status.unwrap_or_default();
         let matches = status.current_volume_attributes_class_name.as_deref() == Some(class)
@@ -41,11 +41,17 @@ fn current(claim: &PersistentVolumeClaim) -> Option<&str> {
 
 /// Checks that the management claim has this class, and the storage infra its limits.
 async fn is_limited(s: &Scenario, handle: &str, class: &str, qos: Qos) -> Result<()> {
-    let below = s.claims().get(handle).await?;
-    let requested = below.spec.as_ref().and_then(|spec| spec.volume_attributes_class_name.as_deref());
-    ensure!((requested, current(&below)) == (Some(class), Some(class)), "{:?} {:?}", requested, below.status);
-    let has = s.infra_volume(handle).await?.qos;
-    ensure!(has == qos, "the storage infra limits to {has:?}");
+    let management_claim = s.claims().get(handle).await?;
+    let requested =
+        management_claim.spec.as_ref().and_then(|spec| spec.volume_attributes_class_name.as_deref());
+    ensure!(
+        (requested, current(&management_claim)) == (Some(class), Some(class)),
+        "{:?} {:?}",
+        requested,
+        management_claim.status
+    );
+    let limits = s.infra_volume(handle).await?.qos;
+    ensure!(limits == qos, "the storage infra limits to {limits:?}");
     Ok(())
 }
 
@@ -63,15 +69,15 @@ async fn a_class_limits_a_volume_from_its_creation_and_can_be_changed() -> Resul
         for (class, qos) in
             [(&gold, Qos { iops: None, bytes_per_second: Some(50_000_000) }), (&open, UNLIMITED)]
         {
-            choose(&s, "data", class).await?;
-            has(&s, "data", class).await?;
+            set_class(&s, "data", class).await?;
+            has_class(&s, "data", class).await?;
             is_limited(&s, &handle, class, qos).await?;
         }
         // A volume created without a class can get one.
         let plain = s.bound_claim("plain").await?;
         assert_eq!(s.infra_volume(&plain).await?.qos, UNLIMITED);
-        choose(&s, "plain", "gold").await?;
-        has(&s, "plain", "gold").await?;
+        set_class(&s, "plain", "gold").await?;
+        has_class(&s, "plain", "gold").await?;
         is_limited(&s, &plain, "gold", Qos { iops: Some(2000), bytes_per_second: Some(80 << 20) }).await
     })
     .await
@@ -107,12 +113,12 @@ async fn a_class_without_a_management_class_is_refused_with_the_reason() -> Resu
         let refused = s.driver.calls().controller_modify_volume(unknown).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{refused}");
 
-        choose(&s, "data", &class).await?;
+        set_class(&s, "data", &class).await?;
         let (reason, _) = s.wait_for_event("data", &texts).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         assert_eq!(s.infra_volume(&handle).await?.qos, UNLIMITED);
-        choose(&s, "data", "standard").await?;
-        has(&s, "data", "standard").await
+        set_class(&s, "data", "standard").await?;
+        has_class(&s, "data", "standard").await
     })
     .await
 }
@@ -124,7 +130,7 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
         let good = s.attributes_class(&[("iops", "400")]).await?;
         s.claim_with("data", "nestor", "4Mi", json!({"volumeAttributesClassName": good})).await?;
         let handle = handle(&s.bound("data").await?.1)?;
-        choose(&s, "data", &odd).await?;
+        set_class(&s, "data", &odd).await?;
         let (reason, _) = s.wait_for_event("data", &[&odd, "speed", "unknown"]).await?;
         assert_eq!(reason, "VolumeModifyFailed");
         eventually("the guest claim's modification is infeasible", PATIENCE, || async {
@@ -135,8 +141,8 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
         .await?;
         let limits = Qos { iops: Some(400), bytes_per_second: None };
         assert_eq!(s.infra_volume(&handle).await?.qos, limits);
-        choose(&s, "data", &good).await?;
-        has(&s, "data", &good).await?;
+        set_class(&s, "data", &good).await?;
+        has_class(&s, "data", &good).await?;
         is_limited(&s, &handle, &good, limits).await
     })
     .await
@@ -145,8 +151,8 @@ async fn a_class_refused_by_the_management_tier_is_reported_until_another_is_cho
 // ---- on a VM ----
 
 /// The hypervisor's limits of a disk in the running domain: operations and bytes per second.
-async fn libvirt_limits(machines: &Machines, volume: &Volume) -> Result<(Option<u64>, Option<u64>)> {
-    let xml = machines.scenario().libvirt_disk(&machines.here, &volume.disk).await?;
+async fn libvirt_limits(pods: &PodScenario, volume: &Volume) -> Result<(Option<u64>, Option<u64>)> {
+    let xml = pods.scenario().libvirt_disk(&pods.first_node, &volume.disk).await?;
     let xml = xml.context("the disk is not attached")?;
     let limit = |name: &str| {
         let rest = xml.split(&format!("<{name}>")).nth(1)?;
@@ -156,60 +162,65 @@ async fn libvirt_limits(machines: &Machines, volume: &Volume) -> Result<(Option<
 }
 
 /// How long each of these commands takes on the volume, by the VM's clock.
-async fn times(machines: &Machines, volume: &Volume, name: &str, commands: &[&str]) -> Result<Vec<Duration>> {
+async fn durations(
+    pods: &PodScenario,
+    volume: &Volume,
+    name: &str,
+    commands: &[&str],
+) -> Result<Vec<Duration>> {
     let timed = |command: &&str| {
         format!(
             "begin=$(cut -d' ' -f1 /proc/uptime)\n{command} 2>/dev/null\necho $begin $(cut -d' ' -f1 /proc/uptime)\n"
         )
     };
     let script: String = commands.iter().map(timed).collect();
-    let said = machines.run(Script::new(name, &machines.here, &script).device(volume, "/dev/volume")).await?;
+    let output = pods.run(Script::new(name, &pods.first_node, &script).device(volume, "/dev/volume")).await?;
     let time = |line: &str| {
         let (begin, end) = line.split_once(' ')?;
         Some(Duration::from_secs_f64(end.parse::<f64>().ok()? - begin.parse::<f64>().ok()?))
     };
-    said.lines().map(|line| time(line).with_context(|| format!("no times: {said}"))).collect()
+    output.lines().map(|line| time(line).with_context(|| format!("no times: {output}"))).collect()
 }
 
 /// Checks that each command took at least as long as its limit implies. The hypervisor allows a burst of a tenth of a
 /// second, and completes the last requests early.
-fn at_least(times: &[Duration], seconds: f64) -> Result<()> {
+fn at_least(durations: &[Duration], seconds: f64) -> Result<()> {
     let least = Duration::from_secs_f64(seconds * 0.9);
-    ensure!(times.iter().all(|time| *time >= least), "{times:?}, but the limit implies {seconds} s");
+    ensure!(durations.iter().all(|time| *time >= least), "{durations:?}, but the limit implies {seconds} s");
     Ok(())
 }
 
 #[tokio::test]
 async fn limits_apply_on_the_vm_and_change_while_a_pod_uses_the_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let s = machines.scenario();
+    pods::run(|pods| async move {
+        let s = pods.scenario();
         let bytes = s.attributes_class(&[("bytesPerSecond", "2Mi")]).await?;
         let operations = s.attributes_class(&[("iops", "20")]).await?;
         let open = s.attributes_class(&[("bytesPerSecond", "0")]).await?;
         let more = json!({
             "volumeAttributesClassName": bytes, "resources": {"requests": {"storage": "32Mi"}},
         });
-        let volume = machines.claim("raw", &Ask { more, ..pods::block() }).await?;
-        let user = Script::new("user", &machines.here, "exec sleep 100000").device(&volume, "/dev/volume");
-        let user = machines.start(user).await?;
-        machines.running(&user).await?;
+        let volume = pods.claim("raw", &ClaimOptions { more, ..pods::block() }).await?;
+        let user = Script::new("user", &pods.first_node, "exec sleep 100000").device(&volume, "/dev/volume");
+        let user = pods.start(user).await?;
+        pods.running(&user).await?;
 
-        ensure!(libvirt_limits(&machines, &volume).await? == (None, Some(2 << 20)));
+        ensure!(libvirt_limits(&pods, &volume).await? == (None, Some(2 << 20)));
         let write = "dd if=/dev/zero of=/dev/volume bs=128k count=96 conv=notrunc oflag=direct";
         let read = "dd if=/dev/volume of=/dev/null bs=128k count=96 iflag=direct";
-        at_least(&times(&machines, &volume, "bytes", &[write, read]).await?, 6.0)?;
+        at_least(&durations(&pods, &volume, "bytes", &[write, read]).await?, 6.0)?;
 
-        choose(s, "raw", &operations).await?;
-        has(s, "raw", &operations).await?;
-        ensure!(libvirt_limits(&machines, &volume).await? == (Some(20), None));
+        set_class(s, "raw", &operations).await?;
+        has_class(s, "raw", &operations).await?;
+        ensure!(libvirt_limits(&pods, &volume).await? == (Some(20), None));
         let write = "dd if=/dev/zero of=/dev/volume bs=4k count=100 conv=notrunc oflag=direct";
         let read = "dd if=/dev/volume of=/dev/null bs=4k count=100 iflag=direct";
-        at_least(&times(&machines, &volume, "operations", &[write, read]).await?, 5.0)?;
+        at_least(&durations(&pods, &volume, "operations", &[write, read]).await?, 5.0)?;
 
-        choose(s, "raw", &open).await?;
-        has(s, "raw", &open).await?;
-        ensure!(libvirt_limits(&machines, &volume).await? == (None, None));
-        machines.running(&user).await.map(drop)
+        set_class(s, "raw", &open).await?;
+        has_class(s, "raw", &open).await?;
+        ensure!(libvirt_limits(&pods, &volume).await? == (None, None));
+        pods.running(&user).await.map(drop)
     })
     .await
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
 use kube::ResourceExt;
-use tests::pods::{self, Ask, Machines, Script, block, filesystem};
+use tests::pods::{self, ClaimOptions, PodScenario, Script, block, filesystem};
 use tests::{PATIENCE, eventually};
 
 // ---- data survives ----
@@ -15,61 +15,61 @@ use tests::{PATIENCE, eventually};
 /// Prints the filesystem's type and the checksum of the data.
 const READ: &str = "grep ' /data ' /proc/mounts | cut -d' ' -f3; cat /data/*.bin | sha256sum | cut -d' ' -f1";
 
-async fn data_survives_pods(kind: &'static str, machines: Arc<Machines>) -> Result<()> {
-    let (here, there) = (&machines.here, &machines.there);
-    let volume = machines.claim("data", &filesystem(kind)).await?;
+async fn data_survives_pods(kind: &'static str, pods: Arc<PodScenario>) -> Result<()> {
+    let (here, there) = (&pods.first_node, &pods.second_node);
+    let volume = pods.claim("data", &filesystem(kind)).await?;
     let write = "dd if=/dev/urandom of=/data/1.bin bs=64k count=64 conv=fsync 2>/dev/null";
     let writer = Script::new("writer", here, &format!("{write}\n{READ}")).mount(&volume, "/data");
-    let written = machines.run(writer).await?;
+    let written = pods.run(writer).await?;
     ensure!(
         written.starts_with(&format!("{kind}\n")),
         "{kind} was requested, but this is mounted: {written}"
     );
 
     let restarted = Script::new("restarted", here, READ).mount(&volume, "/data");
-    let read = machines.run(restarted).await?;
+    let read = pods.run(restarted).await?;
     ensure!(read == written, "after a restart: read {read}, written {written}");
 
     let moved = format!("{READ}\necho more > /data/2.bin\nsync");
     let moved = Script::new("moved", there, &moved).mount(&volume, "/data");
-    let read = machines.run(moved).await?;
+    let read = pods.run(moved).await?;
     ensure!(read == written, "on another VM: read {read}, written {written}");
     Ok(())
 }
 
 #[tokio::test]
 async fn data_on_ext4_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
-    pods::run(|machines| data_survives_pods("ext4", machines)).await
+    pods::run(|pods| data_survives_pods("ext4", pods)).await
 }
 
 #[tokio::test]
 async fn data_on_xfs_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
-    pods::run(|machines| data_survives_pods("xfs", machines)).await
+    pods::run(|pods| data_survives_pods("xfs", pods)).await
 }
 
 #[tokio::test]
 async fn data_on_btrfs_survives_the_pod_and_a_move_to_another_vm() -> Result<()> {
-    pods::run(|machines| data_survives_pods("btrfs", machines)).await
+    pods::run(|pods| data_survives_pods("btrfs", pods)).await
 }
 
 #[tokio::test]
 async fn a_pod_reads_what_another_pod_wrote_to_a_block_device() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("raw", &block()).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("raw", &block()).await?;
         // At both ends of the device, to check its size too.
         let write = "size=$(blockdev --getsize64 /dev/volume)
             printf 'the first block' | dd of=/dev/volume conv=notrunc,fsync 2>/dev/null
             printf 'the last block' | dd of=/dev/volume bs=512 seek=$((size / 512 - 1)) conv=notrunc,fsync 2>/dev/null
             echo $size";
-        let writer = Script::new("writer", &machines.here, write).device(&volume, "/dev/volume");
-        let size: u64 = machines.run(writer).await?.parse().context("blockdev printed no size")?;
+        let writer = Script::new("writer", &pods.first_node, write).device(&volume, "/dev/volume");
+        let size: u64 = pods.run(writer).await?.parse().context("blockdev printed no size")?;
         ensure!(size == 320 << 20, "the device has {size} bytes");
         let read = "size=$(blockdev --getsize64 /dev/volume)
             dd if=/dev/volume bs=15 count=1 2>/dev/null; echo
             dd if=/dev/volume bs=512 skip=$((size / 512 - 1)) 2>/dev/null | head -c 14";
-        let reader = Script::new("reader", &machines.there, read).device(&volume, "/dev/volume");
-        let said = machines.run(reader).await?;
-        ensure!(said == "the first block\nthe last block", "{said}");
+        let reader = Script::new("reader", &pods.second_node, read).device(&volume, "/dev/volume");
+        let output = pods.run(reader).await?;
+        ensure!(output == "the first block\nthe last block", "{output}");
         Ok(())
     })
     .await
@@ -79,17 +79,17 @@ async fn a_pod_reads_what_another_pod_wrote_to_a_block_device() -> Result<()> {
 
 #[tokio::test]
 async fn a_pod_with_a_read_only_volume_cannot_write() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         let writer =
-            Script::new("writer", &machines.here, "echo kept > /data/file; sync").mount(&volume, "/data");
-        machines.run(writer).await?;
+            Script::new("writer", &pods.first_node, "echo kept > /data/file; sync").mount(&volume, "/data");
+        pods.run(writer).await?;
         let script =
             "cat /data/file; touch /data/new && exit 1; echo more >> /data/file && exit 1; cat /data/file";
-        let reader = Script::new("reader", &machines.here, script).mount_read_only(&volume, "/data");
-        let said = machines.run(reader).await?;
-        let refused = said.matches("Read-only file system").count();
-        ensure!(refused == 2 && said.matches("kept").count() == 2 && !said.contains("more"), "{said}");
+        let reader = Script::new("reader", &pods.first_node, script).mount_read_only(&volume, "/data");
+        let output = pods.run(reader).await?;
+        let refused = output.matches("Read-only file system").count();
+        ensure!(refused == 2 && output.matches("kept").count() == 2 && !output.contains("more"), "{output}");
         Ok(())
     })
     .await
@@ -97,16 +97,16 @@ async fn a_pod_with_a_read_only_volume_cannot_write() -> Result<()> {
 
 #[tokio::test]
 async fn sub_paths_of_a_volume_are_mounted_separately() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         let script = "echo one > /one/file; echo two > /two/file
             cd /all; find one two -type f | sort; cat one/file two/file; ls /one";
-        let pod = Script::new("pod", &machines.here, script)
+        let pod = Script::new("pod", &pods.first_node, script)
             .mount(&volume, "/all")
             .and_sub_path(&volume, "one", "/one")
             .and_sub_path(&volume, "two", "/two");
-        let said = machines.run(pod).await?;
-        ensure!(said == "one/file\ntwo/file\none\ntwo\nfile", "{said}");
+        let output = pods.run(pod).await?;
+        ensure!(output == "one/file\ntwo/file\none\ntwo\nfile", "{output}");
         Ok(())
     })
     .await
@@ -114,15 +114,15 @@ async fn sub_paths_of_a_volume_are_mounted_separately() -> Result<()> {
 
 #[tokio::test]
 async fn a_volume_belongs_to_the_fs_group_of_the_pod() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         let script = "umask 077; echo secret > /data/file; sync";
-        machines.run(Script::new("root", &machines.here, script).mount(&volume, "/data")).await?;
+        pods.run(Script::new("root", &pods.first_node, script).mount(&volume, "/data")).await?;
         let script = "id -u; stat -c %g /data /data/file; echo more >> /data/file
             echo new > /data/new; stat -c %g /data/new; cat /data/file";
-        let user = Script::new("user", &machines.here, script).mount(&volume, "/data").as_user(1000, 2000);
-        let said = machines.run(user).await?;
-        ensure!(said == "1000\n2000\n2000\n2000\nsecret\nmore", "{said}");
+        let user = Script::new("user", &pods.first_node, script).mount(&volume, "/data").as_user(1000, 2000);
+        let output = pods.run(user).await?;
+        ensure!(output == "1000\n2000\n2000\n2000\nsecret\nmore", "{output}");
         Ok(())
     })
     .await
@@ -130,21 +130,22 @@ async fn a_volume_belongs_to_the_fs_group_of_the_pod() -> Result<()> {
 
 #[tokio::test]
 async fn two_pods_on_one_vm_share_a_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
-        let script = |mine: &str, other: &str| {
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
+        let script = |pod_name: &str, other: &str| {
             format!(
-                "echo {mine} > /data/{mine}.new; mv /data/{mine}.new /data/{mine}
+                "echo {pod_name} > /data/{pod_name}.new; mv /data/{pod_name}.new /data/{pod_name}
                 until [ -e /data/{other} ]; do sleep 1; done; cat /data/{other}"
             )
         };
-        for (mine, other) in [("one", "two"), ("two", "one")] {
-            let pod = Script::new(mine, &machines.here, &script(mine, other)).mount(&volume, "/data");
-            machines.start(pod).await?;
+        for (pod_name, other) in [("one", "two"), ("two", "one")] {
+            let pod =
+                Script::new(pod_name, &pods.first_node, &script(pod_name, other)).mount(&volume, "/data");
+            pods.start(pod).await?;
         }
-        for (mine, other) in [("one", "two"), ("two", "one")] {
-            let said = machines.finish(mine).await?;
-            ensure!(said == other, "pod {mine} read {said:?}");
+        for (pod_name, other) in [("one", "two"), ("two", "one")] {
+            let output = pods.finish(pod_name).await?;
+            ensure!(output == other, "pod {pod_name} read {output:?}");
         }
         Ok(())
     })
@@ -153,14 +154,14 @@ async fn two_pods_on_one_vm_share_a_volume() -> Result<()> {
 
 #[tokio::test]
 async fn mount_options_of_the_class_are_used() -> Result<()> {
-    pods::run(|machines| async move {
-        let ask = Ask { options: &["noatime", "commit=17", "nosuid"], ..filesystem("ext4") };
-        let volume = machines.claim("data", &ask).await?;
+    pods::run(|pods| async move {
+        let ask = ClaimOptions { options: &["noatime", "commit=17", "nosuid"], ..filesystem("ext4") };
+        let volume = pods.claim("data", &ask).await?;
         let script = "grep ' /data ' /proc/mounts | cut -d' ' -f4";
-        let said = machines.run(Script::new("pod", &machines.here, script).mount(&volume, "/data")).await?;
-        let options: Vec<&str> = said.split(',').collect();
+        let output = pods.run(Script::new("pod", &pods.first_node, script).mount(&volume, "/data")).await?;
+        let options: Vec<&str> = output.split(',').collect();
         let missing: Vec<_> = ask.options.iter().filter(|option| !options.contains(option)).collect();
-        ensure!(missing.is_empty(), "{missing:?} missing in {said}");
+        ensure!(missing.is_empty(), "{missing:?} missing in {output}");
         Ok(())
     })
     .await
@@ -171,20 +172,20 @@ async fn mount_options_of_the_class_are_used() -> Result<()> {
 /// Runs a pod with ext4 on a volume that `prepare` has written to. The pod must not start, kubelet must report these
 /// words, and no byte may change.
 async fn is_never_formatted(
-    machines: Arc<Machines>,
+    pods: Arc<PodScenario>,
     prepare: impl AsyncFnOnce(&Path) -> Result<()>,
     words: &[&str],
 ) -> Result<()> {
-    let volume = machines.claim("data", &filesystem("ext4")).await?;
+    let volume = pods.claim("data", &filesystem("ext4")).await?;
     prepare(&volume.file).await?;
     let before = checksum(&volume.file).await?;
-    let pod = machines.start(Script::new("pod", &machines.here, "ls /data").mount(&volume, "/data")).await?;
-    let said = machines.mount_failure(&pod, words).await?;
-    ensure!(said.contains(&volume.disk), "the event does not contain the disk: {said}");
-    let waits = machines.waiting_reason(&pod).await?;
+    let pod = pods.start(Script::new("pod", &pods.first_node, "ls /data").mount(&volume, "/data")).await?;
+    let output = pods.mount_failure(&pod, words).await?;
+    ensure!(output.contains(&volume.disk), "the event does not contain the disk: {output}");
+    let waits = pods.waiting_reason(&pod).await?;
     ensure!(waits == "ContainerCreating", "the pod waits for {waits}");
-    machines.remove(&pod).await?;
-    machines.detached(&volume).await?;
+    pods.remove(&pod).await?;
+    pods.detached(&volume).await?;
     let after = checksum(&volume.file).await?;
     ensure!(before == after, "the disk was written to: {before} became {after}");
     Ok(())
@@ -192,33 +193,33 @@ async fn is_never_formatted(
 
 #[tokio::test]
 async fn a_disk_with_another_filesystem_is_never_formatted() -> Result<()> {
-    pods::run(|machines| async move {
+    pods::run(|pods| async move {
         let prepare = async |file: &Path| {
             let path = file.to_string_lossy();
             lab::process::run(&mut lab::process::command("mkfs.xfs", ["-q", "-f", &path])).await.map(drop)
         };
-        is_never_formatted(machines, prepare, &["xfs", "ext4", "not changed"]).await
+        is_never_formatted(pods, prepare, &["xfs", "ext4", "not changed"]).await
     })
     .await
 }
 
 #[tokio::test]
 async fn a_disk_with_a_partition_table_is_never_formatted() -> Result<()> {
-    pods::run(|machines| async move {
+    pods::run(|pods| async move {
         // An MBR partition table with one Linux partition (type 0x83) of 64 MiB at 1 MiB.
         let mut entry = [0; 16];
         entry[4] = 0x83;
         entry[8..12].copy_from_slice(&2048_u32.to_le_bytes());
         entry[12..16].copy_from_slice(&131_072_u32.to_le_bytes());
         let prepare = async |file: &Path| write_at(file, &[(446, &entry), (510, &[0x55, 0xaa])]);
-        is_never_formatted(machines, prepare, &["dos partition table", "not changed"]).await
+        is_never_formatted(pods, prepare, &["dos partition table", "not changed"]).await
     })
     .await
 }
 
 #[tokio::test]
 async fn a_disk_with_unknown_data_is_never_formatted() -> Result<()> {
-    pods::run(|machines| async move {
+    pods::run(|pods| async move {
         // Pseudo-random bytes that match no known format.
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let noise: Vec<u8> = std::iter::repeat_with(|| {
@@ -228,7 +229,7 @@ async fn a_disk_with_unknown_data_is_never_formatted() -> Result<()> {
         .take(256 * 1024)
         .collect();
         let prepare = async |file: &Path| write_at(file, &[(0, &noise)]);
-        is_never_formatted(machines, prepare, &["not empty", "not changed"]).await
+        is_never_formatted(pods, prepare, &["not empty", "not changed"]).await
     })
     .await
 }
@@ -250,11 +251,11 @@ async fn checksum(file: &Path) -> Result<String> {
 
 #[tokio::test]
 async fn the_directory_below_a_mount_has_mode_0() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
-        let pod = Script::new("pod", &machines.here, "exec sleep 1000").mount(&volume, "/data");
-        let pod = machines.start(pod).await?;
-        let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
+        let pod = Script::new("pod", &pods.first_node, "exec sleep 1000").mount(&volume, "/data");
+        let pod = pods.start(pod).await?;
+        let uid = pods.running(&pod).await?.uid().context("the pod has no UID")?;
         // Unmounted in a separate mount namespace, so that the pod keeps its volume.
         let look = format!(
             "target='/var/lib/kubelet/pods/{uid}/volumes/kubernetes.io~csi/{}/mount'
@@ -262,7 +263,7 @@ async fn the_directory_below_a_mount_has_mode_0() -> Result<()> {
             unshare --mount sh -euc 'umount \"$0\"; stat -c %a \"$0\"' \"$target\"",
             volume.pv
         );
-        let mode = machines.run(Script::in_machine("look", &machines.here, &look)).await?;
+        let mode = pods.run(Script::on_vm("look", &pods.first_node, &look)).await?;
         ensure!(mode == "0", "the target has mode {mode}");
         Ok(())
     })
@@ -271,8 +272,8 @@ async fn the_directory_below_a_mount_has_mode_0() -> Result<()> {
 
 #[tokio::test]
 async fn a_vm_keeps_nothing_of_a_detached_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         // Traces of the volume: its disk by WWN, mounts, kubelet's folders for pods and staging.
         let wwn = format!("wwn-0x{}", &volume.disk.replace('-', "")[..16]);
         let look = format!(
@@ -283,17 +284,17 @@ async fn a_vm_keeps_nothing_of_a_detached_volume() -> Result<()> {
             ls -d /var/lib/kubelet/pods/*/volumes/kubernetes.io~csi/{} 2>/dev/null || true",
             volume.handle, volume.pv, volume.pv
         );
-        let pod = machines
-            .start(Script::new("pod", &machines.here, "exec sleep 1000").mount(&volume, "/data"))
+        let pod = pods
+            .start(Script::new("pod", &pods.first_node, "exec sleep 1000").mount(&volume, "/data"))
             .await?;
-        machines.running(&pod).await?;
-        let during = machines.run(Script::in_machine("during", &machines.here, &look)).await?;
+        pods.running(&pod).await?;
+        let during = pods.run(Script::on_vm("during", &pods.first_node, &look)).await?;
         ensure!(during.lines().count() == 5, "expected a disk, two mounts and two folders: {during}");
-        machines.remove(&pod).await?;
-        machines.detached(&volume).await?;
+        pods.remove(&pod).await?;
+        pods.detached(&volume).await?;
         // The guest OS's kernel and udev process the removal a moment after the hypervisor.
         eventually("the VM has no trace of the volume", PATIENCE, || async {
-            let after = machines.run(Script::in_machine("after", &machines.here, &look)).await?;
+            let after = pods.run(Script::on_vm("after", &pods.first_node, &look)).await?;
             Ok(if after.is_empty() { Ok(()) } else { Err(after) })
         })
         .await
@@ -303,13 +304,13 @@ async fn a_vm_keeps_nothing_of_a_detached_volume() -> Result<()> {
 
 #[tokio::test]
 async fn kubelet_reports_the_usage_of_a_volume() -> Result<()> {
-    pods::run(|machines| async move {
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         let script = "dd if=/dev/zero of=/data/file bs=1M count=64 conv=fsync 2>/dev/null
             exec sleep 1000";
-        let pod = machines.start(Script::new("pod", &machines.here, script).mount(&volume, "/data")).await?;
-        let uid = machines.running(&pod).await?.uid().context("the pod has no UID")?;
-        let (used, capacity) = machines.usage(&machines.here, &uid, &volume.claim, 64 << 20).await?;
+        let pod = pods.start(Script::new("pod", &pods.first_node, script).mount(&volume, "/data")).await?;
+        let uid = pods.running(&pod).await?.uid().context("the pod has no UID")?;
+        let (used, capacity) = pods.usage(&pods.first_node, &uid, &volume.claim, 64 << 20).await?;
         let size = 320 << 20;
         ensure!(capacity > size / 10 * 8 && capacity <= size, "a volume of {size} bytes reports {capacity}");
         ensure!(used < 96 << 20, "64 MiB are written, but {used} bytes are reported");

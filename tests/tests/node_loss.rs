@@ -11,7 +11,7 @@ use lab::vm::virsh;
 use rustix::process::Signal;
 use tests::driver;
 use tests::hypervisor::{BareDomain, HaltedNode};
-use tests::pods::{self, Machines, Volume, filesystem};
+use tests::pods::{self, PodScenario, Volume, filesystem};
 use tests::records::Records;
 use tests::{PATIENCE, Scenario, eventually, run};
 use tonic::Code;
@@ -75,8 +75,8 @@ async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result
         let node = s.infra.get_node(here.uuid).await?.context("no such node")?;
         ensure!(node.state == NodeState::Running, "without the taint its state is {}", node.state);
 
-        let said = Instant::now();
-        s.taint_out_of_service(&here.name, true).await?;
+        let tainted_at = Instant::now();
+        s.set_out_of_service_taint(&here.name, true).await?;
         eventually("a forced detach", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &here.name).await.map_err(|status| status.to_string()))
         })
@@ -87,14 +87,14 @@ async fn a_paused_vm_keeps_its_disk_until_its_node_is_out_of_service() -> Result
         let disk = s.driver.publish(&handle, &there.name).await?;
         println!(
             "paused, out of service: powered off after {:.1} s, attached elsewhere {:.1} s later",
-            (confirmed - said).as_secs_f64(),
+            (confirmed - tainted_at).as_secs_f64(),
             confirmed.elapsed().as_secs_f64()
         );
         written.verify(&disk_on(&there.by_id_dir, &disk))?;
 
         // The VM runs again without the disk.
         drop(hung);
-        s.taint_out_of_service(&here.name, false).await?;
+        s.set_out_of_service_taint(&here.name, false).await?;
         s.no_attachments(&here).await?;
         s.driver.unpublish(&handle, &there.name).await?;
         s.guest_claims().delete("data", &DeleteParams::default()).await?;
@@ -109,9 +109,9 @@ async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off()
         let (here, there, handle) = (s.node().await?, s.node().await?, s.volume().await?);
         s.driver.publish(&handle, &here.name).await?;
         let hung = HaltedNode::paused(&here)?;
-        s.machines().delete(&here.name, &DeleteParams::default()).await?;
+        s.vms().delete(&here.name, &DeleteParams::default()).await?;
         eventually("the VM's object is deleted", PATIENCE, || async {
-            Ok(s.machines().get_opt(&here.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
+            Ok(s.vms().get_opt(&here.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         // For the guest the VM and its disks are gone; the storage infra still has them.
@@ -125,7 +125,7 @@ async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off()
         let holders: Vec<_> = attached.iter().filter(|one| one.node == here.uuid).collect();
         ensure!(holders.len() == 1, "{holders:?}");
         let off = Instant::now();
-        hung.switch_off()?;
+        hung.power_off()?;
         eventually("an attach after the VM is off", PATIENCE, || async {
             Ok(s.driver.publish(&handle, &there.name).await.map_err(|status| status.to_string()))
         })
@@ -142,7 +142,7 @@ async fn a_vm_deleted_while_it_is_paused_blocks_other_attaches_until_it_is_off()
 /// Checks that a detach times out with an error that names the out-of-service taint.
 async fn is_stuck(s: &Scenario, claim: &str, node: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(claim, node, SHORT);
-    driver::late("a detach", &["out-of-service"], detach).await.map(drop)
+    driver::times_out("a detach", &["out-of-service"], detach).await.map(drop)
 }
 
 fn disk_on(by_id: &std::path::Path, disk: &str) -> std::path::PathBuf {
@@ -158,11 +158,11 @@ where
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     run(|s| async move {
-        let machines = Arc::new([BareDomain::start(&s).await?, BareDomain::start(&s).await?]);
-        let outcome = tokio::spawn(body(s.clone(), machines.clone())).await;
+        let domains = Arc::new([BareDomain::start(&s).await?, BareDomain::start(&s).await?]);
+        let outcome = tokio::spawn(body(s.clone(), domains.clone())).await;
         let mut removed = Ok(());
-        for machine in machines.iter() {
-            removed = removed.and(machine.remove(&s).await);
+        for domain in domains.iter() {
+            removed = removed.and(domain.remove(&s).await);
         }
         outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))).and(removed)
     })
@@ -170,7 +170,7 @@ where
 }
 
 /// Moves a volume from one domain to the other, and prints how long that took.
-async fn moves(s: &Scenario, handle: &str, [from, to]: [&BareDomain; 2], how: &str) -> Result<String> {
+async fn moves_to(s: &Scenario, handle: &str, [from, to]: [&BareDomain; 2], how: &str) -> Result<String> {
     let start = Instant::now();
     eventually(&format!("{how}: a detach"), PATIENCE, || async {
         Ok(s.driver.unpublish(handle, &from.node.name).await.map_err(|status| status.to_string()))
@@ -193,18 +193,18 @@ async fn moves(s: &Scenario, handle: &str, [from, to]: [&BareDomain; 2], how: &s
 
 #[tokio::test]
 async fn a_disk_can_be_detached_from_a_paused_or_crashed_domain_but_not_from_a_saved_one() -> Result<()> {
-    with_bare_domains(|s, machines| async move {
-        let [one, two] = &*machines;
+    with_bare_domains(|s, domains| async move {
+        let [one, two] = &*domains;
         let handle = s.volume().await?;
         let disk = s.driver.publish(&handle, &one.node.name).await?;
         // The disk can be detached while the domain is paused, and is still detached after it resumes.
         one.virsh(&s, "suspend").await?;
-        moves(&s, &handle, [one, two], "paused").await?;
+        moves_to(&s, &handle, [one, two], "paused").await?;
         one.virsh(&s, "resume").await?;
         ensure!(!one.has(&s, &disk).await?, "the disk was attached again");
 
         two.signal(&s, Signal::KILL)?;
-        moves(&s, &handle, [two, one], "crashed").await?;
+        moves_to(&s, &handle, [two, one], "crashed").await?;
         two.virsh(&s, "start").await?;
         ensure!(!two.has(&s, &disk).await?, "the disk was attached again");
 
@@ -214,7 +214,7 @@ async fn a_disk_can_be_detached_from_a_paused_or_crashed_domain_but_not_from_a_s
         let refused = s.driver.publish(&handle, &two.node.name).await.unwrap_err();
         ensure!(refused.code() == Code::FailedPrecondition, "{refused}");
         virsh(s.lab.run(), ["managedsave-remove", &one.node.name]).await?;
-        moves(&s, &handle, [one, two], "no longer saved").await?;
+        moves_to(&s, &handle, [one, two], "no longer saved").await?;
         Ok(())
     })
     .await
@@ -222,8 +222,8 @@ async fn a_disk_can_be_detached_from_a_paused_or_crashed_domain_but_not_from_a_s
 
 #[tokio::test]
 async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Result<()> {
-    with_bare_domains(|s, machines| async move {
-        let [one, two] = &*machines;
+    with_bare_domains(|s, domains| async move {
+        let [one, two] = &*domains;
         s.lab.join_guest(&one.node).await?;
         let handle = s.volume().await?;
         let disk = s.driver.publish(&handle, &one.node.name).await?;
@@ -246,11 +246,11 @@ async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Re
         .await?;
         ensure!(one.has(&s, &disk).await?, "the disk was detached without the taint");
 
-        s.taint_out_of_service(&one.node.name, true).await?;
-        moves(&s, &handle, [one, two], "hung, out of service").await?;
+        s.set_out_of_service_taint(&one.node.name, true).await?;
+        moves_to(&s, &handle, [one, two], "hung, out of service").await?;
         ensure!(one.virsh(&s, "domstate").await?.trim() == "shut off", "it kept its disk and still runs");
         one.virsh(&s, "start").await?;
-        s.taint_out_of_service(&one.node.name, false).await?;
+        s.set_out_of_service_taint(&one.node.name, false).await?;
         ensure!(!one.has(&s, &disk).await?, "the disk was attached again");
         Ok(())
     })
@@ -260,19 +260,17 @@ async fn a_hung_domain_is_destroyed_only_when_its_node_is_out_of_service() -> Re
 // ---- libvirt VMs ----
 
 /// Runs a test that loses a VM. Afterwards all VMs are started and their nodes are ready again.
-async fn losing<Body, Running>(body: Body) -> Result<()>
+async fn with_vms_that_are_restored<Body, Running>(body: Body) -> Result<()>
 where
-    Body: FnOnce(Arc<Machines>) -> Running + Send + 'static,
+    Body: FnOnce(Arc<PodScenario>) -> Running + Send + 'static,
     Running: Future<Output = Result<()>> + Send + 'static,
 {
     let _alone = tests::alone().await;
-    pods::run(|machines| async move {
-        let outcome =
-            tokio::spawn(body(machines.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
+    pods::run(|pods| async move {
+        let outcome = tokio::spawn(body(pods.clone())).await.unwrap_or_else(|panic| Err(anyhow!("{panic}")));
         let mut restored = Ok(());
-        for node in [&machines.here, &machines.there] {
-            restored =
-                restored.and(restore(&machines, node).await.with_context(|| format!("restoring {node}")));
+        for node in [&pods.first_node, &pods.second_node] {
+            restored = restored.and(restore(&pods, node).await.with_context(|| format!("restoring {node}")));
         }
         match (outcome, restored) {
             (Err(error), Err(dirty)) => Err(error.context(format!("(the cleanup failed too: {dirty:#})"))),
@@ -282,21 +280,21 @@ where
     .await
 }
 
-async fn restore(machines: &Machines, node: &str) -> Result<()> {
-    let s = machines.scenario();
-    let machine = s.lab.vm(node)?;
-    machine.continue_qemu()?;
-    if machine.is_running() {
-        machine.set_network(true).await?;
+async fn restore(pods: &PodScenario, node: &str) -> Result<()> {
+    let s = pods.scenario();
+    let vm = s.lab.vm(node)?;
+    vm.continue_qemu()?;
+    if vm.is_running() {
+        vm.set_network(true).await?;
     } else {
-        machine.power_on().await?;
+        vm.power_on().await?;
     }
-    machine.wait_for_node(&s.guest).await?;
-    machines.set_out_of_service(node, false).await
+    vm.wait_for_node(&s.guest).await?;
+    pods.set_out_of_service(node, false).await
 }
 
 /// A pod that writes records on one VM.
-struct Counting {
+struct RecordWriterPod {
     volume: Volume,
     /// The VM where it runs first.
     lost: String,
@@ -304,21 +302,21 @@ struct Counting {
     other: String,
 }
 
-async fn counting(machines: &Machines) -> Result<Counting> {
-    let volume = machines.claim("data", &filesystem("ext4")).await?;
-    machines.run_record_writer("web", &volume).await?;
-    let lost = machines.ready_on("web", None).await?;
-    let other = if lost == machines.here { machines.there.clone() } else { machines.here.clone() };
-    Ok(Counting { volume, lost, other })
+async fn start_record_writer(pods: &PodScenario) -> Result<RecordWriterPod> {
+    let volume = pods.claim("data", &filesystem("ext4")).await?;
+    pods.run_record_writer("web", &volume).await?;
+    let lost = pods.ready_on("web", None).await?;
+    let other = if lost == pods.first_node { pods.second_node.clone() } else { pods.first_node.clone() };
+    Ok(RecordWriterPod { volume, lost, other })
 }
 
-impl Counting {
+impl RecordWriterPod {
     /// Adds the out-of-service taint, waits until the pod runs on the other VM, and prints how long that took. Fails if
     /// both VMs are ever observed with the disk.
-    async fn moves(&self, machines: &Machines, how: &str) -> Result<()> {
-        let s = machines.scenario();
-        let said = Instant::now();
-        machines.set_out_of_service(&self.lost, true).await?;
+    async fn moves_to(&self, pods: &PodScenario, how: &str) -> Result<()> {
+        let s = pods.scenario();
+        let tainted_at = Instant::now();
+        pods.set_out_of_service(&self.lost, true).await?;
         let free = async {
             eventually(&format!("the disk is detached from {}", self.lost), PATIENCE, || async {
                 // The other VM is read first: the disk may be attached there right after it was detached here.
@@ -328,11 +326,11 @@ impl Counting {
                 Ok(if here { Err("it is attached".to_owned()) } else { Ok(()) })
             })
             .await?;
-            anyhow::Ok(said.elapsed())
+            anyhow::Ok(tainted_at.elapsed())
         };
-        let (free, node) = tokio::try_join!(free, machines.ready_on("web", Some(&self.lost)))?;
+        let (free, node) = tokio::try_join!(free, pods.ready_on("web", Some(&self.lost)))?;
         ensure!(node == self.other, "the pod is on {node}");
-        let after = said.elapsed() - free;
+        let after = tainted_at.elapsed() - free;
         println!(
             "{how}: the disk is detached {:.1} s after the taint, and the pod is ready on the other VM {:.1} s later",
             free.as_secs_f64(),
@@ -347,11 +345,11 @@ impl Counting {
     }
 
     /// Fails unless all records that were acknowledged on the first VM were found on the second.
-    async fn nothing_is_lost(&self, machines: &Machines) -> Result<()> {
-        let acknowledged = machines.acknowledged_on(&self.lost, &self.volume).await?;
-        machines.remove_sets().await?;
+    async fn no_record_is_lost(&self, pods: &PodScenario) -> Result<()> {
+        let acknowledged = pods.acknowledged_records(&self.lost, &self.volume).await?;
+        pods.remove_sets().await?;
         // Read on the VM that was lost, to check that the volume can be attached there again.
-        let found = machines.found(&self.lost, &self.volume).await?;
+        let found = pods.recovered_records(&self.lost, &self.volume).await?;
         println!("{acknowledged} records were acknowledged there, {found} were found here");
         ensure!(acknowledged >= 5 && found >= acknowledged, "{acknowledged} acknowledged, but {found} found");
         Ok(())
@@ -360,11 +358,11 @@ impl Counting {
 
 #[tokio::test]
 async fn a_pod_moves_from_a_vm_without_network_which_loses_its_disk_while_it_runs() -> Result<()> {
-    losing(|machines| async move {
-        let (s, pod) = (machines.scenario(), counting(&machines).await?);
-        let machine = s.lab.vm(&pod.lost)?;
-        machine.set_network(false).await?;
-        machines.node_ready(&pod.lost, false).await?;
+    with_vms_that_are_restored(|pods| async move {
+        let (s, pod) = (pods.scenario(), start_record_writer(&pods).await?);
+        let vm = s.lab.vm(&pod.lost)?;
+        vm.set_network(false).await?;
+        pods.node_ready(&pod.lost, false).await?;
         // The VM still writes, and its node has no taint.
         ensure!(pod.has_disk(s).await?, "the disk was detached without the taint");
         let refused = s.driver.publish(&pod.volume.handle, &pod.other).await.unwrap_err();
@@ -373,41 +371,41 @@ async fn a_pod_moves_from_a_vm_without_network_which_loses_its_disk_while_it_run
             "{refused}"
         );
 
-        pod.moves(&machines, "without network").await?;
-        ensure!(machine.is_running(), "a VM that released its disk was powered off");
-        machine.set_network(true).await?;
-        machines.node_ready(&pod.lost, true).await?;
-        machines.set_out_of_service(&pod.lost, false).await?;
-        pod.nothing_is_lost(&machines).await
+        pod.moves_to(&pods, "without network").await?;
+        ensure!(vm.is_running(), "a VM that released its disk was powered off");
+        vm.set_network(true).await?;
+        pods.node_ready(&pod.lost, true).await?;
+        pods.set_out_of_service(&pod.lost, false).await?;
+        pod.no_record_is_lost(&pods).await
     })
     .await
 }
 
 #[tokio::test]
 async fn a_pod_moves_from_a_hung_vm_only_after_that_is_powered_off() -> Result<()> {
-    losing(|machines| async move {
-        let (s, pod) = (machines.scenario(), counting(&machines).await?);
+    with_vms_that_are_restored(|pods| async move {
+        let (s, pod) = (pods.scenario(), start_record_writer(&pods).await?);
         let direct = s.volume().await?;
         s.driver.publish(&direct, &pod.lost).await?;
-        let machine = s.lab.vm(&pod.lost)?;
-        machine.stop_qemu()?;
+        let vm = s.lab.vm(&pod.lost)?;
+        vm.stop_qemu()?;
         is_stuck(s, &direct, &pod.lost).await?;
         let refused = s.driver.publish(&direct, &pod.other).await.unwrap_err();
         ensure!(
             refused.code() == Code::FailedPrecondition && refused.message().contains(&pod.lost),
             "{refused}"
         );
-        machines.node_ready(&pod.lost, false).await?;
+        pods.node_ready(&pod.lost, false).await?;
         ensure!(pod.has_disk(s).await?, "the disk was detached without the taint");
 
-        pod.moves(&machines, "hung").await?;
-        ensure!(!machine.is_running(), "it kept its disk and still runs");
+        pod.moves_to(&pods, "hung").await?;
+        ensure!(!vm.is_running(), "it kept its disk and still runs");
         eventually("the other disk is detached too", PATIENCE, || async {
             Ok(s.driver.unpublish(&direct, &pod.lost).await.map_err(|status| status.to_string()))
         })
         .await?;
-        restore(&machines, &pod.lost).await?;
-        pod.nothing_is_lost(&machines).await
+        restore(&pods, &pod.lost).await?;
+        pod.no_record_is_lost(&pods).await
     })
     .await
 }

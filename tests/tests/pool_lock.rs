@@ -7,11 +7,11 @@ use anyhow::{Context, Result, ensure};
 use infra_api::{AttachmentId, VolumeId};
 use tests::bytes::device;
 use tests::crash::call_until_final;
-use tests::infra_data::{DataCopy, another_server, recover};
+use tests::infra_data::{DataCopy, recover, start_second_server};
 use tests::records::Records;
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run};
 
-const PART: &str = "storage-infra";
+const COMPONENT: &str = "storage-infra";
 const SHORT: Duration = Duration::from_secs(2);
 
 /// The storage infra's volume and attachment of a disk.
@@ -37,11 +37,11 @@ async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed()
         let disk = s.driver.publish(&handle, &node.name).await?;
         let (volume, attachment) = attached(&s, &disk).await?;
         let writer = Records::begin(&device(&node, &disk), MIB as u64)?.append_in_background();
-        s.kill_component(PART).await?;
-        let copied = DataCopy::now(&s).await?;
-        s.start_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
+        let copied = DataCopy::take(&s).await?;
+        s.start_component(COMPONENT).await?;
 
-        let (server, client) = another_server(&s, &copied.path()).await?;
+        let (server, client) = start_second_server(&s, &copied.path()).await?;
         pools_are(&client, false).await?;
         for pool in client.list_pools().await? {
             let message = pool.message.unwrap_or_default();
@@ -53,10 +53,10 @@ async fn a_second_server_does_not_use_the_labs_pools_until_the_first_is_killed()
         ensure!(device(&node, &disk).exists(), "the disk was detached");
         pools_are(&s.infra, true).await?;
 
-        s.kill_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
         pools_are(&client, true).await?;
         ensure!(server.stop().await?.success(), "the second server failed");
-        s.start_component(PART).await?;
+        s.start_component(COMPONENT).await?;
         pools_are(&s.infra, true).await?;
         writer.stop()?.close().verify(&device(&node, &disk))?;
         call_until_final("a detach", || s.driver.unpublish(&handle, &node.name)).await
@@ -69,9 +69,9 @@ async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> 
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        s.kill_component(PART).await?;
-        let older = DataCopy::now(&s).await?;
-        s.start_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
+        let older = DataCopy::take(&s).await?;
+        s.start_component(COMPONENT).await?;
         let disk = s.driver.publish(&handle, &node.name).await?;
         let (volume, _) = attached(&s, &disk).await?;
         let path = device(&node, &disk);
@@ -79,9 +79,9 @@ async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> 
 
         // mgmt-csi is paused, so that only this test sends requests.
         let frozen = s.pause_component("mgmt-csi")?;
-        s.kill_component(PART).await?;
-        older.put_back(&s).await?;
-        s.start_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
+        older.restore(&s).await?;
+        s.start_component(COMPONENT).await?;
         let refused = s.infra.delete_volume(&volume).await.unwrap_err();
         ensure!(refused.to_string().contains("older than the pool"), "{refused}");
         // The attached disks were compared with the catalog.
@@ -92,9 +92,9 @@ async fn a_server_with_a_restored_old_catalog_deletes_and_detaches_nothing() -> 
         })
         .await?;
         ensure!(path.exists(), "the disk was detached");
-        s.kill_component(PART).await?;
+        s.kill_component(COMPONENT).await?;
         recover(&s, &["--dry-run=false"]).await?;
-        s.start_component(PART).await?;
+        s.start_component(COMPONENT).await?;
         drop(frozen);
 
         writer.stop()?.close().verify(&path)?;

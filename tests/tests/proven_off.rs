@@ -4,8 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use k8s_openapi::api::core::v1::Event;
-use kube::Api;
 use kube::api::{DeleteParams, ListParams};
 use lab::vm::virsh;
 use rustix::process::{Pid, Signal, kill_process};
@@ -51,7 +49,7 @@ async fn restart_libvirtd(s: &Scenario, between: impl FnOnce() -> Result<()>) ->
 /// Checks that a detach times out, and that the VolumeAttachment reports this reason.
 async fn is_stuck(s: &Scenario, handle: &str, node: &str, why: &str) -> Result<()> {
     let detach = || s.driver.unpublish_within(handle, node, SHORT);
-    driver::late("a detach", &["out-of-service"], detach).await?;
+    driver::times_out("a detach", &["out-of-service"], detach).await?;
     eventually(&format!("the VolumeAttachment reports {why:?}"), PATIENCE, || async {
         let all = s.attachments().list(&ListParams::default()).await?;
         let errors = all.iter().filter_map(|one| one.status.as_ref()?.error.as_ref());
@@ -68,18 +66,6 @@ async fn is_detached(s: &Scenario, handle: &str, node: &str) -> Result<()> {
     .await
 }
 
-/// Waits for an event on a VirtualMachine with this reason.
-async fn is_told(s: &Scenario, vm: &str, reason: &str) -> Result<()> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = format!("involvedObject.kind=VirtualMachine,involvedObject.name={vm}");
-    eventually(&format!("the event {reason} on VirtualMachine {vm}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?;
-        let reasons: Vec<_> = list.into_iter().filter_map(|event| event.reason).collect();
-        Ok(if reasons.iter().any(|one| one == reason) { Ok(()) } else { Err(format!("{reasons:?}")) })
-    })
-    .await
-}
-
 #[tokio::test]
 async fn a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached() -> Result<()> {
     with_bare_domain(|s, vm| async move {
@@ -88,7 +74,7 @@ async fn a_saved_vm_keeps_its_disk_and_a_disk_of_a_restored_vm_is_detached() -> 
         let file = s.lab.run().path("libvirt").join(format!("{node}.saved"));
         virsh(s.lab.run(), ["save", &node, file.to_str().context("a path that is not UTF-8")?]).await?;
         is_stuck(&s, &handle, &node, "is saved").await?;
-        is_told(&s, &node, "Saved").await?;
+        s.wait_for_management_reason_of("VirtualMachine", &node, "Saved", &[]).await?;
         // After a restart libvirt has no record of the save; storage-infra has.
         restart_libvirtd(&s, || Ok(())).await?;
         is_stuck(&s, &handle, &node, "is saved").await?;

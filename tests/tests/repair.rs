@@ -5,9 +5,8 @@ use std::collections::HashMap;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use infra_api::{Access, AttachmentId, AttachmentSpec, VolumeId, VolumeSpec};
-use k8s_openapi::api::core::v1::Event;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::guest::static_volume;
@@ -35,18 +34,18 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
             }
         };
         let own_label = || vec![(names::LABEL_CLUSTER_ID, own[0].1.to_owned())];
-        let (stale, ordered) = (claim(own_label()).await?, claim(own_label()).await?);
-        let (elsewhere, nobodys) = (claim(own_label()).await?, claim(Vec::new()).await?);
-        let volume = static_volume(&unique(&s.name), &s.name, &ordered, &json!({}))?;
+        let (stale, attached_entry) = (claim(own_label()).await?, claim(own_label()).await?);
+        let (elsewhere, foreign_entry) = (claim(own_label()).await?, claim(Vec::new()).await?);
+        let volume = static_volume(&unique(&s.name), &s.name, &attached_entry, &json!({}))?;
         let volume = s.guest_volumes().create(&PostParams::default(), &volume).await?;
         s.k8s_attach(&volume.name_any(), &node.name).await?;
-        controller.driver.publish(&ordered, &node.name).await?;
+        controller.driver.publish(&attached_entry, &node.name).await?;
         controller.driver.publish(&elsewhere, &no_node.name).await?;
-        s.add_entry(&node.name, entry(&nobodys)).await?;
+        s.add_entry(&node.name, entry(&foreign_entry)).await?;
         // Attached last, so that its grace ends after that of the others.
         controller.driver.publish(&stale, &node.name).await?;
 
-        entries(&s, &node.name, &[&ordered, &nobodys]).await?;
+        has_entries(&s, &node.name, &[&attached_entry, &foreign_entry]).await?;
         let (reason, _) = s.wait_for_event_of("Node", &node.name, &[&stale, "spec.volumes"]).await?;
         assert_eq!(reason, "StaleEntryRemoved");
         eventually("the disk is detached", PATIENCE, || async {
@@ -54,10 +53,10 @@ async fn an_entry_without_a_guest_attachment_is_removed_after_the_grace_and_othe
             Ok(disk.map_or(Ok(()), |disk| Err(format!("{disk:?}"))))
         })
         .await?;
-        counted(&controller, "repairs_total{kind=\"stale_entry\"} 1").await?;
-        entries(&s, &no_node.name, &[&elsewhere]).await?;
-        for machine in [&node, &no_node] {
-            s.remove_entries(&machine.name, |_| true).await?;
+        has_metric(&controller, "repairs_total{kind=\"stale_entry\"} 1").await?;
+        has_entries(&s, &no_node.name, &[&elsewhere]).await?;
+        for vm in [&node, &no_node] {
+            s.remove_entries(&vm.name, |_| true).await?;
         }
         controller.stop().await
     })
@@ -70,19 +69,20 @@ async fn a_lost_entry_with_a_guest_attachment_is_restored() -> Result<()> {
         let node = s.node().await?;
         let handle = s.bound_claim("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
-        let disk = s.attached(&order).await?;
+        let attachment = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let disk = s.attached(&attachment).await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
         // Another test's controller sees this guest too, and reports that it cannot restore the entry.
-        let (reason, _) =
-            s.wait_for_event("data", &["had no entry", &handle, &order, "the entry was restored"]).await?;
+        let (reason, _) = s
+            .wait_for_event("data", &["had no entry", &handle, &attachment, "the entry was restored"])
+            .await?;
         assert_eq!(reason, "LostEntryRestored");
-        attached(&s, &node.name, &handle, &disk).await?;
+        is_attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("g1-gc-csi").await?;
-        let counted = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
-        assert!(counted >= 1, "{metrics}");
-        s.k8s_detach(&order).await?;
-        entries(&s, &node.name, &[]).await
+        let repairs = value(&metrics, "nestor_gc_csi_repairs_total{kind=\"lost_entry\"}")?;
+        assert!(repairs >= 1, "{metrics}");
+        s.k8s_detach(&attachment).await?;
+        has_entries(&s, &node.name, &[]).await
     })
     .await
 }
@@ -93,14 +93,15 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
         let (node, other) = (s.node().await?, s.node().await?);
         let handle = s.bound_claim("data").await?;
         s.lab.join_guest(&node).await?;
-        let order = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
-        let disk = s.attached(&order).await?;
+        let attachment = s.k8s_attach(&s.bound("data").await?.1.name_any(), &node.name).await?;
+        let disk = s.attached(&attachment).await?;
         s.add_entry(&other.name, entry(&handle)).await?;
         // The other VM waits for the disk, and gets it first when it is detached.
         eventually(&format!("{handle} refused to {}", other.name), PATIENCE, || async {
-            let order = s.attachment(&other.name, &handle).await?.and_then(|order| order.status);
-            let is_refused = order.as_ref().is_some_and(|status| status.error.is_some());
-            Ok(if is_refused { Ok(()) } else { Err(format!("{order:?}")) })
+            let attachment =
+                s.attachment(&other.name, &handle).await?.and_then(|attachment| attachment.status);
+            let is_refused = attachment.as_ref().is_some_and(|status| status.error.is_some());
+            Ok(if is_refused { Ok(()) } else { Err(format!("{attachment:?}")) })
         })
         .await?;
         s.remove_entries(&node.name, |entry| entry["name"] == json!(handle)).await?;
@@ -109,15 +110,15 @@ async fn an_entry_is_restored_although_another_vm_has_one_and_only_one_vm_gets_t
             "LostEntryRestored"
         );
         // The disk was detached for a moment, so the other VM has it; a second writer is refused.
-        attached(&s, &other.name, &handle, &disk).await?;
+        is_attached(&s, &other.name, &handle, &disk).await?;
         let volume = s.infra_volume(&handle).await?.id;
         let plugged = s.infra.list_attachments(None, Some(&volume)).await?;
         assert!(plugged.len() == 1 && plugged[0].node.to_string() == other.uuid.to_string(), "{plugged:?}");
         s.wait_for_event("data", &["VirtualMachine", &node.name, "VolumeInUse"]).await?;
         // After an operator has removed the other entry, the disk is attached again.
         s.remove_entries(&other.name, |entry| entry["name"] == json!(handle)).await?;
-        attached(&s, &node.name, &handle, &disk).await?;
-        s.k8s_detach(&order).await
+        is_attached(&s, &node.name, &handle, &disk).await?;
+        s.k8s_detach(&attachment).await
     })
     .await
 }
@@ -132,18 +133,18 @@ async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
         let before = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let lost = before.first().context("the storage infra has no attachment")?;
         s.infra.detach(&lost.id, PATIENCE).await?;
-        let told = told_below(&s, &handle, &["lost the attachment"]).await?;
-        assert_eq!(told, "AttachmentLost");
+        let reason = s.wait_for_management_event(&handle, &["lost the attachment"]).await?;
+        assert_eq!(reason, "AttachmentLost");
         eventually("the disk is attached again", PATIENCE, || async {
             let now = s.infra.list_attachments(Some(lost.node), None).await?;
             let is_there = now.iter().any(|one| one.state == infra_api::AttachmentState::Attached);
             Ok(if is_there { Ok(()) } else { Err(format!("{now:?}")) })
         })
         .await?;
-        attached(&s, &node.name, &handle, &disk).await?;
+        is_attached(&s, &node.name, &handle, &disk).await?;
         let metrics = s.lab.metrics("mgmt-csi").await?;
-        let counted = value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"lost_attachment\"}")?;
-        assert!(counted >= 1, "{metrics}");
+        let repairs = value(&metrics, "nestor_mgmt_csi_repairs_total{kind=\"lost_attachment\"}")?;
+        assert!(repairs >= 1, "{metrics}");
         s.driver.unpublish(&handle, &node.name).await?;
         Ok(())
     })
@@ -154,25 +155,28 @@ async fn a_disk_that_the_infra_lost_is_attached_again() -> Result<()> {
 async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<()> {
     run(|s| async move {
         let node = s.node().await?;
-        let (left, wanted, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
+        let (left, requested, by_hand) = (s.volume().await?, s.volume().await?, s.volume().await?);
         // Left over if a VolumeAttachment is deleted without its finalizer.
         let leftover = |name: &str| format!("{}.{name}.{}", s.namespace, uuid::Uuid::new_v4());
-        let stray = plug(&s, &leftover(&unique("gone")), &left, &node).await?;
-        let again = plug(&s, &leftover(&unique("gone")), &wanted, &node).await?;
+        let dangling = attach_in_infra(&s, &leftover(&unique("gone")), &left, &node).await?;
+        let again = attach_in_infra(&s, &leftover(&unique("gone")), &requested, &node).await?;
         // Added before the grace ends.
-        s.add_entry(&node.name, entry(&wanted)).await?;
-        let foreign = plug(&s, &unique("somebody"), &by_hand, &node).await?;
+        s.add_entry(&node.name, entry(&requested)).await?;
+        let foreign = attach_in_infra(&s, &unique("somebody"), &by_hand, &node).await?;
 
-        let told = told_below(&s, &left, &["no VolumeAttachment", "detached"]).await?;
-        assert_eq!(told, "DanglingAttachmentRemoved");
+        let reason = s.wait_for_management_event(&left, &["no VolumeAttachment", "detached"]).await?;
+        assert_eq!(reason, "DanglingAttachmentRemoved");
         assert_eq!(
-            told_below(&s, &wanted, &["left alone", "AttachmentRecreated"]).await?,
+            s.wait_for_management_event(&requested, &["left alone", "AttachmentRecreated"]).await?,
             "DanglingAttachment"
         );
-        assert_eq!(told_below(&s, &by_hand, &["left alone", "NotManaged"]).await?, "DanglingAttachment");
+        assert_eq!(
+            s.wait_for_management_event(&by_hand, &["left alone", "NotManaged"]).await?,
+            "DanglingAttachment"
+        );
         let there = s.infra.list_attachments(Some(node.uuid.to_string().parse()?), None).await?;
         let there: Vec<&AttachmentId> = there.iter().map(|one| &one.id).collect();
-        assert!(!there.contains(&&stray), "{there:?}");
+        assert!(!there.contains(&&dangling), "{there:?}");
         assert!(there.contains(&&again) && there.contains(&&foreign), "{there:?}");
         let metrics = s.lab.metrics("mgmt-csi").await?;
         assert!(
@@ -184,8 +188,8 @@ async fn a_dangling_attachment_is_detached_unless_it_may_be_in_use() -> Result<(
         // After a manual detach, the VolumeAttachment is served.
         s.infra.detach(&again, PATIENCE).await?;
         s.infra.detach(&foreign, PATIENCE).await?;
-        let disk = s.infra_volume(&wanted).await?.disk_uuid.to_string();
-        attached(&s, &node.name, &wanted, &disk).await
+        let disk = s.infra_volume(&requested).await?.disk_uuid.to_string();
+        is_attached(&s, &node.name, &requested, &disk).await
     })
     .await
 }
@@ -198,19 +202,22 @@ async fn a_claim_whose_volume_is_deleted_is_marked_and_reported_until_a_volume_r
         let (id, controller) = own_controller(&s, &[]).await?;
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
         let policy = json!({"persistentVolumeReclaimPolicy": "Delete"});
-        used_and_lost(&s, &claim, "data", policy).await?;
-        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
+        use_and_delete_guest_volume(&s, &claim, "data", policy).await?;
+        has_annotation(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
         let annotations = s.claims().get(&claim).await?.annotations().clone();
         assert_eq!(annotations[names::ANNOTATION_ORPHANED_REASON], "VolumeGone");
-        assert_eq!(told_below(&s, &claim, &["no PersistentVolume of the guest"]).await?, "Orphaned");
-        counted(&controller, "orphaned_claims 1").await?;
-        counted(&controller, &format!("orphaned_claims_bytes {}", 4 * MIB)).await?;
+        assert_eq!(
+            s.wait_for_management_event(&claim, &["no PersistentVolume of the guest"]).await?,
+            "Orphaned"
+        );
+        has_metric(&controller, "orphaned_claims 1").await?;
+        has_metric(&controller, &format!("orphaned_claims_bytes {}", 4 * MIB)).await?;
 
         let volume = static_volume(&unique(&s.name), &s.name, &claim, &json!({}))?;
         s.guest_volumes().create(&PostParams::default(), &volume).await?;
-        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
-        assert_eq!(told_below(&s, &claim, &["names this claim again"]).await?, "NotOrphaned");
-        counted(&controller, "orphaned_claims 0").await?;
+        has_annotation(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
+        assert_eq!(s.wait_for_management_event(&claim, &["names this claim again"]).await?, "NotOrphaned");
+        has_metric(&controller, "orphaned_claims 0").await?;
         controller.stop().await
     })
     .await
@@ -221,11 +228,11 @@ async fn a_volume_that_the_guest_deleted_with_retain_is_not_an_orphan() -> Resul
     run(|s| async move {
         let (id, controller) = own_controller(&s, &["--remove-orphans-after=0s"]).await?;
         let claim = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
-        used_and_lost(&s, &claim, "data", json!({})).await?;
-        marked(&s, &claim, names::ANNOTATION_RETAINED_SINCE, true).await?;
-        counted(&controller, "retained_claims 1").await?;
-        counted(&controller, "orphaned_claims 0").await?;
-        marked(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
+        use_and_delete_guest_volume(&s, &claim, "data", json!({})).await?;
+        has_annotation(&s, &claim, names::ANNOTATION_RETAINED_SINCE, true).await?;
+        has_metric(&controller, "retained_claims 1").await?;
+        has_metric(&controller, "orphaned_claims 0").await?;
+        has_annotation(&s, &claim, names::ANNOTATION_ORPHANED_SINCE, false).await?;
         controller.stop().await
     })
     .await
@@ -235,43 +242,43 @@ async fn a_volume_that_the_guest_deleted_with_retain_is_not_an_orphan() -> Resul
 async fn an_orphan_is_deleted_only_with_the_policy_and_if_it_is_unused() -> Result<()> {
     run(|s| async move {
         // The claims are prepared by a controller that deletes nothing.
-        let (id, maker) = own_controller(&s, &[]).await?;
+        let (id, creator) = own_controller(&s, &[]).await?;
         // A claim that gc-csi did not create is marked, but never deleted.
         let by_hand = s.management_claim(&[(names::LABEL_CLUSTER_ID, &id)], json!({})).await?;
         let policy = json!({"persistentVolumeReclaimPolicy": "Delete"});
-        used_and_lost(&s, &by_hand, "data", policy).await?;
-        let make = || async {
+        use_and_delete_guest_volume(&s, &by_hand, "data", policy).await?;
+        let create = || async {
             let name = unique(&s.name);
             let mut request = new_volume(&name, 4 * MIB, "nestor");
             let volume = (format!("csi.storage.k8s.io/{}", "pv/name"), name);
             request.parameters.extend(HashMap::from([volume]));
-            anyhow::Ok(maker.driver.create(request).await?.volume_id)
+            anyhow::Ok(creator.driver.create(request).await?.volume_id)
         };
-        let shared = make().await?;
+        let shared = create().await?;
         let consumer = format!("{}another-guest", names::ANNOTATION_CONSUMER_PREFIX);
         annotate(&s, &shared, json!({&consumer: "{}"})).await?;
-        let kept = make().await?;
+        let kept = create().await?;
         s.set_reclaim_policy(&kept, "Retain").await?;
-        marked(&s, &kept, names::ANNOTATION_RECLAIM_POLICY, true).await?;
-        let orphan = make().await?;
-        maker.stop().await?;
+        has_annotation(&s, &kept, names::ANNOTATION_RECLAIM_POLICY, true).await?;
+        let orphan = create().await?;
+        creator.stop().await?;
 
         let controller = Controller::start_as(&s, &id, &[GRACE, "--remove-orphans-after=1s"]).await?;
-        gone_below(&s, &orphan).await?;
-        counted(&controller, "repairs_total{kind=\"orphan_removed\"} 1").await?;
+        management_claim_deleted(&s, &orphan).await?;
+        has_metric(&controller, "repairs_total{kind=\"orphan_removed\"} 1").await?;
         for (claim, text) in [(&shared, "another-guest"), (&kept, "Retain")] {
-            assert_eq!(told_below(&s, claim, &["not deleted", text]).await?, "OrphanNotRemoved");
+            assert_eq!(s.wait_for_management_event(claim, &["not deleted", text]).await?, "OrphanNotRemoved");
         }
         for claim in [&by_hand, &shared, &kept] {
-            marked(&s, claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
+            has_annotation(&s, claim, names::ANNOTATION_ORPHANED_SINCE, true).await?;
             ensure!(s.claims().get(claim).await?.metadata.deletion_timestamp.is_none(), "{claim}");
         }
         // After the policy changes, the orphan is deleted.
         s.set_reclaim_policy(&kept, "Delete").await?;
-        gone_below(&s, &kept).await?;
+        management_claim_deleted(&s, &kept).await?;
         controller.stop().await?;
         s.claims().delete(&shared, &DeleteParams::default()).await?;
-        gone_below(&s, &shared).await
+        management_claim_deleted(&s, &shared).await
     })
     .await
 }
@@ -312,13 +319,13 @@ async fn unused_volumes_are_listed_and_removed_only_with_all_flags() -> Result<(
         let used = s.volume().await?;
 
         let all = orphans(&s, &[]).await?;
-        ensure!(item(&all, volume.as_str()).is_some(), "{all}");
+        ensure!(find_item(&all, volume.as_str()).is_some(), "{all}");
         let used = s.infra_volume(&used).await?.id;
-        ensure!(item(&all, used.as_str()).is_none(), "{all}");
+        ensure!(find_item(&all, used.as_str()).is_none(), "{all}");
 
         let only = volume.as_str();
         let listed = orphans(&s, &[only]).await?;
-        let found = item(&listed, only).context("not listed")?.clone();
+        let found = find_item(&listed, only).context("not listed")?.clone();
         assert_eq!((&found["kind"], &found["reason"]), (&json!("InfraVolume"), &json!("NoPersistentVolume")));
         assert_eq!(found["sizeBytes"], json!(4 * MIB));
         ensure!(found["ageSeconds"].is_u64() && found["removable"] == json!(false), "{found}");
@@ -332,13 +339,13 @@ async fn unused_volumes_are_listed_and_removed_only_with_all_flags() -> Result<(
             &[remove[0], remove[1], "--dry-run=false"],
             &[remove[0], remove[1], "--exclusive-infra"],
         ] {
-            let said = orphans(&s, &[&[only, same_clock], flags].concat()).await?;
-            ensure!(item(&said, only).is_some_and(|item| item.get("removed").is_none()), "{said}");
+            let output = orphans(&s, &[&[only, same_clock], flags].concat()).await?;
+            ensure!(find_item(&output, only).is_some_and(|item| item.get("removed").is_none()), "{output}");
             s.infra.get_volume(&volume).await?.with_context(|| format!("removed by {flags:?}"))?;
         }
         let flags = [only, same_clock, remove[0], remove[1], "--exclusive-infra", "--dry-run=false"];
-        let said = orphans(&s, &flags).await?;
-        ensure!(item(&said, only).is_some_and(|item| item["removed"] == json!(true)), "{said}");
+        let output = orphans(&s, &flags).await?;
+        ensure!(find_item(&output, only).is_some_and(|item| item["removed"] == json!(true)), "{output}");
         ensure!(s.infra.get_volume(&volume).await?.is_none(), "it still exists");
         Ok(())
     })
@@ -359,11 +366,11 @@ fn entry(claim: &str) -> Value {
 }
 
 /// Waits until a VM has exactly these entries.
-async fn entries(s: &Scenario, machine: &str, expected: &[&String]) -> Result<()> {
+async fn has_entries(s: &Scenario, vm: &str, expected: &[&String]) -> Result<()> {
     let mut expected: Vec<String> = expected.iter().map(|name| (*name).clone()).collect();
     expected.sort_unstable();
-    eventually(&format!("{machine} has entries {expected:?}"), PATIENCE, || async {
-        let volumes = s.machines().get(machine).await?.spec.volumes;
+    eventually(&format!("{vm} has entries {expected:?}"), PATIENCE, || async {
+        let volumes = s.vms().get(vm).await?.spec.volumes;
         let mut names: Vec<String> = volumes.into_iter().map(|entry| entry.name).collect();
         names.sort_unstable();
         Ok(if names == expected { Ok(()) } else { Err(format!("{names:?}")) })
@@ -372,10 +379,10 @@ async fn entries(s: &Scenario, machine: &str, expected: &[&String]) -> Result<()
 }
 
 /// Waits until a VM has the disk, in the VolumeAttachment's and the VM's status.
-async fn attached(s: &Scenario, machine: &str, handle: &str, disk: &str) -> Result<()> {
-    eventually(&format!("{handle} attached to {machine}"), PATIENCE, || async {
-        let shown = s.disk(machine, handle).await?;
-        let attachment = s.attachment(machine, handle).await?.and_then(|one| one.status);
+async fn is_attached(s: &Scenario, vm: &str, handle: &str, disk: &str) -> Result<()> {
+    eventually(&format!("{handle} attached to {vm}"), PATIENCE, || async {
+        let shown = s.disk(vm, handle).await?;
+        let attachment = s.attachment(vm, handle).await?.and_then(|one| one.status);
         let matches = shown.as_ref().is_some_and(|shown| shown.attached)
             && attachment.as_ref().is_some_and(|status| status.attached)
             && shown.as_ref().and_then(|shown| shown.disk_uuid.as_deref()) == Some(disk);
@@ -385,7 +392,7 @@ async fn attached(s: &Scenario, machine: &str, handle: &str, disk: &str) -> Resu
 }
 
 /// Attaches the volume of a management claim to a node with a request to storage-infra only.
-async fn plug(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Result<AttachmentId> {
+async fn attach_in_infra(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Result<AttachmentId> {
     let id = AttachmentId::new(id)?;
     let volume = s.infra_volume(claim).await?.id;
     let node = node.uuid.to_string().parse()?;
@@ -396,7 +403,7 @@ async fn plug(s: &Scenario, id: &str, claim: &str, node: &lab::LoopNode) -> Resu
 
 /// Binds a guest claim to a management claim, waits until that is recorded on the management claim, and deletes the guest
 /// claim and its volume.
-async fn used_and_lost(s: &Scenario, claim: &str, name: &str, more: Value) -> Result<()> {
+async fn use_and_delete_guest_volume(s: &Scenario, claim: &str, name: &str, more: Value) -> Result<()> {
     let volume = s.static_claim(name, claim, more).await?.name_any();
     eventually(&format!("{claim} names volume {volume}"), PATIENCE, || async {
         let annotations = s.claims().get(claim).await?.annotations().clone();
@@ -418,7 +425,7 @@ async fn used_and_lost(s: &Scenario, claim: &str, name: &str, more: Value) -> Re
 }
 
 /// Waits until a management claim is deleted.
-async fn gone_below(s: &Scenario, claim: &str) -> Result<()> {
+async fn management_claim_deleted(s: &Scenario, claim: &str) -> Result<()> {
     eventually(&format!("management claim {claim} deleted"), PATIENCE, || async {
         let left = s.claims().get_opt(claim).await?;
         Ok(left.map_or(Ok(()), |claim| Err(format!("{:?}", claim.annotations()))))
@@ -433,33 +440,17 @@ async fn annotate(s: &Scenario, claim: &str, annotations: Value) -> Result<()> {
 }
 
 /// Waits until a management claim has, or does not have, an annotation.
-async fn marked(s: &Scenario, claim: &str, mark: &str, expected: bool) -> Result<()> {
-    eventually(&format!("{mark} on {claim}: {expected}"), PATIENCE, || async {
+async fn has_annotation(s: &Scenario, claim: &str, annotation: &str, expected: bool) -> Result<()> {
+    eventually(&format!("{annotation} on {claim}: {expected}"), PATIENCE, || async {
         let annotations = s.claims().get(claim).await?.annotations().clone();
-        let matches = annotations.contains_key(mark) == expected;
+        let matches = annotations.contains_key(annotation) == expected;
         Ok(if matches { Ok(()) } else { Err(format!("{annotations:?}")) })
     })
     .await
 }
 
-/// Waits for an event on a management claim whose message contains all of `texts`; returns its reason.
-async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<String> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
-    eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?.items;
-        let found = list.iter().find(|event| {
-            let message = event.message.as_deref().unwrap_or_default();
-            texts.iter().all(|text| message.contains(text))
-        });
-        let all = || list.iter().map(|event| (&event.reason, &event.message)).collect::<Vec<_>>();
-        Ok(found.and_then(|event| event.reason.clone()).ok_or_else(|| format!("{:?}", all())))
-    })
-    .await
-}
-
 /// Waits for a line in a controller's metrics.
-async fn counted(controller: &Controller, line: &str) -> Result<()> {
+async fn has_metric(controller: &Controller, line: &str) -> Result<()> {
     let line = format!("nestor_gc_csi_{line}");
     eventually(&format!("the metric {line}"), PATIENCE, || async {
         let (_, metrics) = controller.process.get("/metrics").await?;
@@ -485,11 +476,11 @@ async fn orphans(s: &Scenario, flags: &[&str]) -> Result<Value> {
     command.arg("--infra-ca").arg(file("ca.crt"));
     command.arg("--infra-cert").arg(file("client.crt")).arg("--infra-key").arg(file("client.key"));
     let output = tokio::time::timeout(PATIENCE, command.output()).await??;
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    ensure!(output.status.success(), "mgmt-csi orphans {flags:?} exited with {}: {said}", output.status);
-    serde_json::from_slice(&output.stdout).with_context(|| format!("not JSON; {said}"))
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    ensure!(output.status.success(), "mgmt-csi orphans {flags:?} exited with {}: {stderr}", output.status);
+    serde_json::from_slice(&output.stdout).with_context(|| format!("not JSON; {stderr}"))
 }
 
-fn item<'a>(list: &'a Value, name: &str) -> Option<&'a Value> {
+fn find_item<'a>(list: &'a Value, name: &str) -> Option<&'a Value> {
     list["items"].as_array()?.iter().find(|item| item["name"] == name)
 }

@@ -11,18 +11,18 @@ use lab::audit::{Entry, Mark};
 use tests::{MIB, PATIENCE, Scenario, alone, eventually, run, unique};
 
 /// Our components, by the prefix of their user agents.
-const PARTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
+const COMPONENTS: [&str; 3] = ["gc-csi", "vm-operator-shim", "mgmt-csi"];
 
 #[tokio::test]
 async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
     let _alone = alone().await;
     run(|s| async move {
         let (node, handle) = (s.node().await?, s.volume().await?);
-        warm(&s, &node, &handle).await?;
+        warm_up(&s, &node, &handle).await?;
         let mark = s.lab.audit()?.mark()?;
         s.driver.publish(&handle, &node.name).await?;
-        let entries = settled(&s, mark).await?;
-        let writes = tally(&entries, Entry::is_write);
+        let entries = requests_since(&s, mark).await?;
+        let writes = count_by_kind(&entries, Entry::is_write);
         let expected = [
             "gc-csi patch virtualmachines",
             "mgmt-csi patch volumeattachments/status",
@@ -34,8 +34,8 @@ async fn an_attach_is_four_writes_and_gc_csi_makes_no_read() -> Result<()> {
 
         let mark = s.lab.audit()?.mark()?;
         s.driver.unpublish(&handle, &node.name).await?;
-        let entries = settled(&s, mark).await?;
-        let writes = tally(&entries, Entry::is_write);
+        let entries = requests_since(&s, mark).await?;
+        let writes = count_by_kind(&entries, Entry::is_write);
         assert_eq!(writes.values().sum::<usize>(), 4, "{writes:?}");
         nothing_read_for(&entries, &node, &handle);
         Ok(())
@@ -52,7 +52,7 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
         for _ in 0..20 {
             handles.push(s.volume().await?);
         }
-        warm(&s, &node, &handles[0]).await?;
+        warm_up(&s, &node, &handles[0]).await?;
         let mark = s.lab.audit()?.mark()?;
         let tasks: Vec<_> = handles
             .iter()
@@ -64,8 +64,8 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
         for task in tasks {
             task.await??;
         }
-        let entries = settled(&s, mark).await?;
-        let patches = tally(&entries, |entry| {
+        let entries = requests_since(&s, mark).await?;
+        let patches = count_by_kind(&entries, |entry| {
             entry.verb == "patch" && entry.resource == "virtualmachines" && component(entry) == Some("gc-csi")
         });
         let patches: usize = patches.values().sum();
@@ -74,9 +74,10 @@ async fn twenty_concurrent_attaches_to_one_vm_are_merged_into_few_patches_withou
         let overtaken = |entry: &Entry| {
             entry.code == 409 && entry.resource == "virtualmachines" && entry.subresource == "status"
         };
-        let refused = tally(&entries, |entry| entry.code >= 400 && !overtaken(entry));
+        let refused = count_by_kind(&entries, |entry| entry.code >= 400 && !overtaken(entry));
         assert_eq!(refused, BTreeMap::new(), "requests were refused");
-        let reads = tally(&entries, |entry| component(entry) == Some("gc-csi") && entry.verb == "get");
+        let reads =
+            count_by_kind(&entries, |entry| component(entry) == Some("gc-csi") && entry.verb == "get");
         assert_eq!(reads, BTreeMap::new());
         Ok(())
     })
@@ -91,9 +92,9 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
         let lifecycle = async |name: &str| {
             s.claim(name, "nestor", "4Mi").await?;
             let volume = s.bound(name).await?.1.name_any();
-            let order = s.k8s_attach(&volume, &node.name).await?;
-            s.attached(&order).await?;
-            s.k8s_detach(&order).await?;
+            let attachment = s.k8s_attach(&volume, &node.name).await?;
+            s.attached(&attachment).await?;
+            s.k8s_detach(&attachment).await?;
             s.guest_claims().delete(name, &DeleteParams::default()).await?;
             eventually(&format!("volume {volume} deleted"), PATIENCE, || async {
                 let left = s.guest_volumes().get_opt(&volume).await?;
@@ -104,7 +105,7 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
         lifecycle("warm-up").await?;
         let mut reads = Vec::new();
         for number in 0..5 {
-            let mark = calm(&s).await?;
+            let mark = end_of_idle_log(&s).await?;
             lifecycle(&format!("volume-{number}")).await?;
             let entries = of_gc_csi(&s, mark).await?;
             let expected = [
@@ -113,8 +114,8 @@ async fn a_volume_lifecycle_is_four_writes_by_gc_csi_and_no_read() -> Result<()>
                 ("gc-csi patch virtualmachines", 2),
             ];
             let expected = expected.map(|(line, count)| (line.to_owned(), count));
-            assert_eq!(tally(&entries, Entry::is_write), expected.into());
-            reads.push(tally(&entries, |entry| !entry.is_write() && entry.verb != "watch"));
+            assert_eq!(count_by_kind(&entries, Entry::is_write), expected.into());
+            reads.push(count_by_kind(&entries, |entry| !entry.is_write() && entry.verb != "watch"));
         }
         // A call that a sidecar repeats much later than usual may need a read.
         assert!(reads.iter().any(BTreeMap::is_empty), "{reads:#?}");
@@ -128,61 +129,61 @@ async fn an_expansion_a_snapshot_and_its_deletion_are_one_write_each_by_gc_csi_a
     let _alone = alone().await;
     run(|s| async move {
         let handle = s.volume().await?;
-        let mut mark = calm(&s).await?;
+        let mut mark = end_of_idle_log(&s).await?;
         for size in [8, 16] {
             s.driver.expand(&handle, size * MIB).await?;
-            mark = only(&s, mark, "gc-csi patch persistentvolumeclaims").await?;
+            mark = is_only_request(&s, mark, "gc-csi patch persistentvolumeclaims").await?;
         }
         let snapshot = s.csi_snapshot(&unique(&s.name), &handle).await?;
-        mark = only(&s, mark, "gc-csi create volumesnapshots").await?;
+        mark = is_only_request(&s, mark, "gc-csi create volumesnapshots").await?;
         s.driver.delete_snapshot(&snapshot.snapshot_id).await?;
-        only(&s, mark, "gc-csi delete volumesnapshots").await.map(drop)
+        is_only_request(&s, mark, "gc-csi delete volumesnapshots").await.map(drop)
     })
     .await
 }
 
 /// Attaches and detaches once, so that one-time work is done, and waits until no requests are in flight, of earlier tests
 /// either.
-async fn warm(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
+async fn warm_up(s: &Scenario, node: &LoopNode, handle: &str) -> Result<()> {
     s.driver.publish(handle, &node.name).await?;
     s.driver.unpublish(handle, &node.name).await?;
     s.no_attachments(node).await?;
-    calm(s).await.map(drop)
+    end_of_idle_log(s).await.map(drop)
 }
 
 /// The end of the log, once no requests are in flight.
-async fn calm(s: &Scenario) -> Result<Mark> {
-    settled(s, s.lab.audit()?.mark()?).await?;
+async fn end_of_idle_log(s: &Scenario) -> Result<Mark> {
+    requests_since(s, s.lab.audit()?.mark()?).await?;
     s.lab.audit()?.mark()
 }
 
 /// gc-csi's requests since `mark`, except for its Lease.
 async fn of_gc_csi(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
-    let mut entries = settled(s, mark).await?;
+    let mut entries = requests_since(s, mark).await?;
     entries.retain(|entry| component(entry) == Some("gc-csi") && entry.resource != "leases");
     Ok(entries)
 }
 
 /// Checks that gc-csi made only this request since `mark`; returns the new end of the log.
-async fn only(s: &Scenario, mark: Mark, request: &str) -> Result<Mark> {
-    let all = tally(&of_gc_csi(s, mark).await?, |entry| entry.verb != "watch");
+async fn is_only_request(s: &Scenario, mark: Mark, request: &str) -> Result<Mark> {
+    let all = count_by_kind(&of_gc_csi(s, mark).await?, |entry| entry.verb != "watch");
     assert_eq!(all, [(request.to_owned(), 1)].into());
     s.lab.audit()?.mark()
 }
 
 /// The requests of our components since `mark`, once no more arrive: an unexpected write may arrive after the end of a
 /// call.
-async fn settled(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
+async fn requests_since(s: &Scenario, mark: Mark) -> Result<Vec<Entry>> {
     let audit = s.lab.audit()?;
     let mut count = usize::MAX;
-    let mut calm = 0;
+    let mut unchanged = 0;
     eventually("no more requests of our components", PATIENCE, || {
         let entries: Result<Vec<Entry>> =
             audit.since(mark).map(|all| all.into_iter().filter(|entry| component(entry).is_some()).collect());
         let result = entries.map(|entries| {
-            calm = if entries.len() == count { calm + 1 } else { 0 };
+            unchanged = if entries.len() == count { unchanged + 1 } else { 0 };
             count = entries.len();
-            if calm >= 5 { Ok(entries) } else { Err(format!("{count} so far")) }
+            if unchanged >= 5 { Ok(entries) } else { Err(format!("{count} so far")) }
         });
         async move { result }
     })
@@ -195,11 +196,11 @@ fn component(entry: &Entry) -> Option<&'static str> {
     if entry.resource == "csistoragecapacities" {
         return None;
     }
-    PARTS.into_iter().find(|component| entry.user_agent.starts_with(component))
+    COMPONENTS.into_iter().find(|component| entry.user_agent.starts_with(component))
 }
 
 /// The number of requests of each kind.
-fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
+fn count_by_kind(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, usize> {
     let mut counts = BTreeMap::new();
     for entry in entries.iter().filter(|entry| pick(entry)) {
         let separator = if entry.subresource.is_empty() { "" } else { "/" };
@@ -212,7 +213,7 @@ fn tally(entries: &[Entry], pick: impl Fn(&Entry) -> bool) -> BTreeMap<String, u
 
 /// Checks that gc-csi made no reads. Renewals of shared watches do not count, unless they name an object.
 fn nothing_read_for(entries: &[Entry], node: &LoopNode, claim: &str) {
-    let reads = tally(entries, |entry| {
+    let reads = count_by_kind(entries, |entry| {
         let own = entry.name == node.name || entry.name == claim;
         component(entry) == Some("gc-csi")
             && (["get", "list"].contains(&entry.verb.as_str()) || entry.verb == "watch" && own)

@@ -11,8 +11,8 @@ use kube::api::{DeleteParams, ListParams};
 use serde_json::json;
 use tests::bytes::{checksum, device, noise, read, read_at, write};
 use tests::driver::restored_volume;
-use tests::pods::{self, Ask, Script, filesystem};
-use tests::pools::freeze_filesystem_of;
+use tests::own_pool::freeze_filesystem_of;
+use tests::pods::{self, ClaimOptions, Script, filesystem};
 use tests::{MIB, PATIENCE, Scenario, eventually, from_snapshot, run, unique};
 use tonic::Code;
 
@@ -28,30 +28,37 @@ async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing(
         let (volume, _) = s.bound_file("data").await?;
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
-        let above = s.guest_snapshots().get("first").await?;
-        let csi_name = format!("snapshot-{}", above.uid().context("no UID")?);
+        let guest_snapshot = s.guest_snapshots().get("first").await?;
+        let csi_name = format!("snapshot-{}", guest_snapshot.uid().context("no UID")?);
         assert_eq!(handle, names::management_snapshot(&s.cluster_id, &csi_name), "a deterministic name");
 
-        let below = s.snapshots().get(&handle).await?;
-        assert_eq!(below.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
+        let management_snapshot = s.snapshots().get(&handle).await?;
+        assert_eq!(management_snapshot.labels().get(names::LABEL_CLUSTER_ID), Some(&s.cluster_id));
         for (annotation, value) in
             [(names::ANNOTATION_GUEST_SNAPSHOT, "first"), (names::ANNOTATION_GUEST_NAMESPACE, &s.name)]
         {
-            assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(value), "{annotation}");
+            assert_eq!(
+                management_snapshot.annotations().get(annotation).map(String::as_str),
+                Some(value),
+                "{annotation}"
+            );
         }
-        assert_eq!(below.data["spec"]["source"]["persistentVolumeClaimName"], volume);
-        assert_eq!(below.data["spec"]["volumeSnapshotClassName"], "nestor");
-        for status in [&above.data["status"], &below.data["status"]] {
+        assert_eq!(management_snapshot.data["spec"]["source"]["persistentVolumeClaimName"], volume);
+        assert_eq!(management_snapshot.data["spec"]["volumeSnapshotClassName"], "nestor");
+        for status in [&guest_snapshot.data["status"], &management_snapshot.data["status"]] {
             assert_eq!(status["readyToUse"], true, "{status}");
             assert_eq!(status["restoreSize"], "5Mi", "{status}");
-            assert_eq!(status["creationTime"], below.data["status"]["creationTime"], "{status}");
+            assert_eq!(
+                status["creationTime"], management_snapshot.data["status"]["creationTime"],
+                "{status}"
+            );
         }
 
         let kept = s.infra_snapshot(&handle).await?;
         assert_eq!(kept.volume, s.infra_volume(&volume).await?.id);
         assert_eq!((kept.capacity_bytes, kept.state), (5 << 20, VolumeState::Ready));
         let second = |time: &str| time.split(['.', 'Z']).next().unwrap_or_default().to_owned();
-        let created = above.data["status"]["creationTime"].as_str().context("no creationTime")?;
+        let created = guest_snapshot.data["status"]["creationTime"].as_str().context("no creationTime")?;
         assert_eq!(
             second(&kept.created_at),
             second(created),
@@ -59,7 +66,7 @@ async fn a_guest_snapshot_has_matching_objects_in_every_tier_and_leaves_nothing(
         );
 
         let content =
-            above.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
+            guest_snapshot.data["status"]["boundVolumeSnapshotContentName"].as_str().context("no content")?;
         s.guest_snapshots().delete("first", &DeleteParams::default()).await?;
         eventually("the guest's content is deleted", PATIENCE, || async {
             let left = s.guest_contents().get_opt(content).await?;
@@ -83,12 +90,15 @@ async fn a_snapshot_is_not_ready_before_the_infra_has_copied_all_data() -> Resul
         let frozen = freeze_filesystem_of(&file)?;
         s.snapshot("first", "data").await?;
         let both = || async {
-            // The guest is read first: what it reports must be true below by then.
-            let above = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
-            let below = s.infra.list_snapshots(Some(&id), None, None).await?.items;
-            let below = below.iter().map(|one| one.state).collect::<Vec<_>>();
-            ensure!(above != Some(true) || below == [VolumeState::Ready], "the storage infra has {below:?}");
-            anyhow::Ok((above, below))
+            // The guest is read first: what it reports must be true in the storage infra by then.
+            let guest_ready = s.guest_snapshots().get("first").await?.data["status"]["readyToUse"].as_bool();
+            let infra_states = s.infra.list_snapshots(Some(&id), None, None).await?.items;
+            let infra_states = infra_states.iter().map(|one| one.state).collect::<Vec<_>>();
+            ensure!(
+                guest_ready != Some(true) || infra_states == [VolumeState::Ready],
+                "the storage infra has {infra_states:?}"
+            );
+            anyhow::Ok((guest_ready, infra_states))
         };
         eventually("the copy is in progress, and the guest's snapshot is not ready", PATIENCE, || async {
             let observed = both().await?;
@@ -115,8 +125,7 @@ async fn a_snapshot_is_not_ready_before_the_infra_has_copied_all_data() -> Resul
 async fn copied_volume(s: &Scenario, size: &str) -> Result<(String, std::path::PathBuf)> {
     let label = unique("label");
     s.pool_of_copies(&[(&label, &s.name)]).await?;
-    let below = s.management_class(&[(&format!("pool.{label}"), &s.name)]).await?;
-    let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+    let (_, class) = s.classes(&[(&format!("pool.{label}"), &s.name)]).await?;
     s.claim("data", &class, size).await?;
     s.bound_file("data").await
 }
@@ -137,12 +146,12 @@ async fn restored_volumes_of_the_same_and_a_larger_size_have_the_data_of_the_sna
         s.restore("same", "first", "4Mi").await?;
         s.restore("larger", "first", "8Mi").await?;
         for (claim, size) in [("same", 4_u64 << 20), ("larger", 8 << 20)] {
-            let (below, file) = s.bound_file(claim).await?;
+            let (management_claim, file) = s.bound_file(claim).await?;
             s.has_capacity(claim, &format!("{}Mi", size >> 20)).await?;
-            let reference = s.claims().get(&below).await?.spec.and_then(|spec| spec.data_source);
+            let reference = s.claims().get(&management_claim).await?.spec.and_then(|spec| spec.data_source);
             let reference = reference.context("the management claim has no source")?;
             assert_eq!((reference.kind.as_str(), &reference.name), ("VolumeSnapshot", &handle));
-            let volume = s.infra_volume(&below).await?;
+            let volume = s.infra_volume(&management_claim).await?;
             assert_eq!(volume.capacity_bytes, size);
             let kept = s.infra_snapshot(&handle).await?.id;
             assert_eq!(volume.source, Some(VolumeSource::Snapshot(kept)));
@@ -298,8 +307,7 @@ async fn a_restore_that_cannot_be_created_can_be_deleted_with_its_snapshot() -> 
         s.snapshot("first", "data").await?;
         let handle = s.snapshot_ready("first").await?;
         // No pool matches the class.
-        let below = s.management_class(&[("pool.test", &s.name)]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[("pool.test", &s.name)]).await?;
         let claim = s.claim_with("restored", &class, "4Mi", from_snapshot("first")).await?;
         let restored = s.claim_name(&format!("pvc-{}", claim.uid().context("no UID")?));
         s.wait_for_event("restored", &["no pool for"]).await?;
@@ -355,9 +363,9 @@ fn until(path: &str) -> String {
 
 #[tokio::test]
 async fn a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes() -> Result<()> {
-    pods::run(|machines| async move {
-        let s = machines.scenario();
-        let volume = machines.claim("data", &filesystem("ext4")).await?;
+    pods::run(|pods| async move {
+        let s = pods.scenario();
+        let volume = pods.claim("data", &filesystem("ext4")).await?;
         let dd =
             |name: &str| format!("dd if=/dev/urandom of=/data/{name} bs=64k count=64 conv=fsync 2>/dev/null");
         // The pod keeps writing, so that the snapshot is of a mounted filesystem.
@@ -368,39 +376,39 @@ async fn a_snapshot_of_a_running_pods_volume_has_all_earlier_and_no_later_writes
             dd("first.bin"),
             dd("second.bin")
         );
-        let (here, there) = (&machines.here, &machines.there);
-        let writer = machines.start(Script::new("writer", here, &writer).mount(&volume, "/data")).await?;
-        machines.running(&writer).await?;
+        let (here, there) = (&pods.first_node, &pods.second_node);
+        let writer = pods.start(Script::new("writer", here, &writer).mount(&volume, "/data")).await?;
+        pods.running(&writer).await?;
         // The file can be visible before the writer's sync has ended.
         let look = format!("{}\nsync; sha256sum < /data/first.bin", until("/data/written"));
-        let written = machines.run(Script::new("look", here, &look).mount(&volume, "/data")).await?;
+        let written = pods.run(Script::new("look", here, &look).mount(&volume, "/data")).await?;
         s.snapshot("first", &volume.claim).await?;
         s.snapshot_ready("first").await?;
         let go = format!("touch /data/go; {}; ls /data", until("/data/rewritten"));
-        let said = machines.run(Script::new("go", here, &go).mount(&volume, "/data")).await?;
-        ensure!(said.contains("second.bin"), "{said}");
+        let output = pods.run(Script::new("go", here, &go).mount(&volume, "/data")).await?;
+        ensure!(output.contains("second.bin"), "{output}");
 
         let mut more = from_snapshot("first");
-        let same = machines.claim("same", &Ask { more: more.clone(), ..filesystem("ext4") }).await?;
+        let same = pods.claim("same", &ClaimOptions { more: more.clone(), ..filesystem("ext4") }).await?;
         more["resources"] = json!({"requests": {"storage": "640Mi"}});
-        let larger = machines.claim("larger", &Ask { more, ..filesystem("ext4") }).await?;
+        let larger = pods.claim("larger", &ClaimOptions { more, ..filesystem("ext4") }).await?;
         let read = "for claim in same larger; do
                 sha256sum < /$claim/first.bin; ls /$claim | grep -v -e lost+found -e log | tr '\\n' ' '; echo
                 df -kP /$claim | tail -n 1 | awk '{print $2}'
             done";
         let reader = Script::new("reader", there, read).mount(&same, "/same").mount(&larger, "/larger");
-        let said = machines.run(reader).await?;
-        let lines: Vec<&str> = said.lines().map(str::trim).collect();
+        let output = pods.run(reader).await?;
+        let lines: Vec<&str> = output.lines().map(str::trim).collect();
         let [first, files, size, first_larger, files_larger, size_larger] = lines[..] else {
-            anyhow::bail!("{said}")
+            anyhow::bail!("{output}")
         };
-        ensure!(first == written && first_larger == written, "written {written}, read {said}");
-        ensure!(files == "first.bin written" && files_larger == files, "{said}");
+        ensure!(first == written && first_larger == written, "written {written}, read {output}");
+        ensure!(files == "first.bin written" && files_larger == files, "{output}");
         let of_disk = |kib: &str, mebibytes: u64| -> Result<bool> {
-            let kib: u64 = kib.parse().with_context(|| said.clone())?;
+            let kib: u64 = kib.parse().with_context(|| output.clone())?;
             Ok(kib > (mebibytes << 10) / 10 * 8 && kib <= mebibytes << 10)
         };
-        ensure!(of_disk(size, 320)? && of_disk(size_larger, 640)?, "{said}");
+        ensure!(of_disk(size, 320)? && of_disk(size_larger, 640)?, "{output}");
         ensure!(file_size(&larger.file)? == 640 << 20, "the volume's file has another size");
         Ok(())
     })

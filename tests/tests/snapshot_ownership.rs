@@ -105,15 +105,16 @@ async fn listed(driver: &Driver, most: i32, source: &str) -> Result<Vec<Snapshot
 async fn each_guest_lists_only_its_own_snapshots_page_by_page() -> Result<()> {
     run(|s| async move {
         let second = s.second_guest().await?;
-        let mine = s.volume().await?;
-        let theirs = s.management_claim(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], json!({})).await?;
+        let own_volume = s.volume().await?;
+        let other_volume =
+            s.management_claim(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], json!({})).await?;
         let mut own = BTreeSet::new();
         for _ in 0..5 {
-            own.insert(s.csi_snapshot(&unique(&s.name), &mine).await?.snapshot_id);
+            own.insert(s.csi_snapshot(&unique(&s.name), &own_volume).await?.snapshot_id);
         }
         let foreign =
-            s.management_snapshot(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], &theirs).await?;
-        let unlabelled = s.management_snapshot(&[], &mine).await?;
+            s.management_snapshot(&[(names::LABEL_CLUSTER_ID, &second.cluster_id)], &other_volume).await?;
+        let unlabelled = s.management_snapshot(&[], &own_volume).await?;
 
         for most in [0, 1, 2, 1000] {
             let found = listed(&s.driver, most, "").await?;
@@ -127,10 +128,13 @@ async fn each_guest_lists_only_its_own_snapshots_page_by_page() -> Result<()> {
             assert!(!times.contains_key(foreign.as_str()) && !times.contains_key(unlabelled.as_str()));
         }
         let of_volume: BTreeSet<_> =
-            listed(&s.driver, 2, &mine).await?.into_iter().map(|one| one.snapshot_id).collect();
+            listed(&s.driver, 2, &own_volume).await?.into_iter().map(|one| one.snapshot_id).collect();
         assert_eq!(of_volume, own);
-        let theirs: Vec<_> = listed(&second.driver, 0, &theirs).await?;
-        assert!(theirs.len() == 1 && theirs[0].snapshot_id == foreign, "{theirs:?}");
+        let other_snapshots: Vec<_> = listed(&second.driver, 0, &other_volume).await?;
+        assert!(
+            other_snapshots.len() == 1 && other_snapshots[0].snapshot_id == foreign,
+            "{other_snapshots:?}"
+        );
 
         for (id, expected) in [(own.first().context("none")?, 1), (&foreign, 0), (&unlabelled, 0)] {
             let request = ListSnapshotsRequest { snapshot_id: id.clone(), ..Default::default() };

@@ -5,13 +5,13 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, ensure};
 use crds::names;
 use infra_api::{Labels, NodeSpec, OnFull};
-use k8s_openapi::api::core::v1::{Event, PersistentVolumeClaim};
+use k8s_openapi::api::core::v1::PersistentVolumeClaim;
 use kube::api::{DeleteParams, ListParams, PostParams};
 use kube::{Api, ResourceExt};
 use serde_json::json;
 use tests::bytes::read_at;
 use tests::guest::handle;
-use tests::pools::OwnPool;
+use tests::own_pool::OwnPool;
 use tests::writer_vm::{BEGINNING, PIECE, WriterVm};
 use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 
@@ -19,19 +19,6 @@ use tests::{MIB, PATIENCE, Scenario, eventually, run, unique};
 const SIZE: &str = "300Mi";
 /// Number of attempts of a guest.
 const TRIES: usize = 4;
-
-/// Waits for an event on a management claim whose message contains all of `texts`.
-async fn told_below(s: &Scenario, claim: &str, texts: &[&str]) -> Result<()> {
-    let events: Api<Event> = Api::namespaced(s.management.clone(), &s.namespace);
-    let about = format!("involvedObject.kind=PersistentVolumeClaim,involvedObject.name={claim}");
-    eventually(&format!("an event on management claim {claim} with {texts:?}"), PATIENCE, || async {
-        let list = events.list(&ListParams::default().fields(&about)).await?;
-        let said: Vec<String> = list.into_iter().filter_map(|event| event.message).collect();
-        let found = said.iter().any(|message| texts.iter().all(|text| message.contains(text)));
-        Ok(if found { Ok(()) } else { Err(format!("{said:?}")) })
-    })
-    .await
-}
 
 /// Creates a claim as soon as the quota no longer counts the previous one.
 async fn create_in_quota(
@@ -75,8 +62,7 @@ async fn claims_that_cannot_be_provisioned_reserve_no_space() -> Result<()> {
             }))?;
             let claim = create_in_quota(&claims, &claim).await?;
             let name = claim.metadata.name.context("a claim without a name")?;
-            told_below(
-                &s,
+            s.wait_for_management_event(
                 &name,
                 &["InvalidArgument", names::ANNOTATION_REQUESTED_ZONES, "17000 zones", "at most 64"],
             )
@@ -117,8 +103,8 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         let events = s.events("vast").await?;
         ensure!(!events.iter().any(|(_, text)| text.contains("AlreadyExists")), "{events:?}");
         let uid = s.guest_claims().get("vast").await?.metadata.uid.context("no UID")?;
-        let below = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
-        ensure!(below.is_none(), "{below:?}");
+        let management_claim = s.claims().get_opt(&s.claim_name(&format!("pvc-{uid}"))).await?;
+        ensure!(management_claim.is_none(), "{management_claim:?}");
         s.guest_claims().delete("vast", &DeleteParams::default()).await?;
 
         // A management claim of this size is refused by the storage infra.
@@ -135,7 +121,7 @@ async fn a_claim_larger_than_any_volume_is_refused_with_exact_numbers_and_create
         claims.create(&PostParams::default(), &claim).await?;
         let exact =
             format!("capacityBytes {most} exceeds the maximum disk size of 9223372036854771712 bytes");
-        told_below(&s, &name, &["InvalidArgument", &exact]).await?;
+        s.wait_for_management_event(&name, &["InvalidArgument", &exact]).await?;
         claims.delete(&name, &DeleteParams::default()).await?;
         Ok(())
     })
@@ -147,30 +133,29 @@ const DISK: u64 = 32 * MIB.cast_unsigned();
 const LEFT: u64 = DISK / 2;
 
 /// A VM whose disk is in a pool with too little free space, before it writes.
-struct Short<'a> {
+struct AlmostFullPool<'a> {
     vm: WriterVm<'a>,
     file: PathBuf,
     filler: PathBuf,
 }
 
-impl<'a> Short<'a> {
+impl<'a> AlmostFullPool<'a> {
     async fn begin(s: &'a Scenario, pool: &OwnPool, claim: &str) -> Result<Self> {
-        let below = s.management_class(&[("pool", pool.name.as_str())]).await?;
-        let class = s.guest_class("Delete", &[(names::PARAMETER_MANAGEMENT_CLASS, &below)]).await?;
+        let (_, class) = s.classes(&[("pool", pool.name.as_str())]).await?;
         s.claim_with(claim, &class, &DISK.to_string(), json!({"volumeMode": "Block"})).await?;
         let (_, volume) = s.bound(claim).await?;
-        let machine = s.node().await?;
+        let node = s.node().await?;
         let spec = NodeSpec {
-            name: machine.name.clone(),
+            name: node.name.clone(),
             hypervisor: "libvirt".to_owned(),
             zone: None,
             labels: Labels::new(),
         };
-        s.infra.put_node(machine.uuid, &spec).await?;
-        s.lab.join_guest(&machine).await?;
-        let vm = WriterVm::create(s, &machine).await?;
-        let order = s.k8s_attach(&volume.name_any(), &machine.name).await?;
-        s.attached(&order).await?;
+        s.infra.put_node(node.uuid, &spec).await?;
+        s.lab.join_guest(&node).await?;
+        let vm = WriterVm::create(s, &node).await?;
+        let attachment = s.k8s_attach(&volume.name_any(), &node.name).await?;
+        s.attached(&attachment).await?;
         let file = s.file_of(&s.infra_volume(&handle(&volume)?).await?).await?;
         Ok(Self { vm, file, filler: pool.fill_up_to(LEFT).await? })
     }
@@ -186,28 +171,36 @@ impl<'a> Short<'a> {
 const PIECES: usize = DISK as usize / PIECE;
 const PAUSED: &str = "paused (I/O error)";
 
-async fn pauses_and_goes_on(s: &Scenario, pool: &OwnPool, short: &Short<'_>) -> Result<()> {
-    short.vm.go().await?;
-    short.vm.comes_to(Some(PAUSED), "shut off").await?;
+async fn vm_is_paused_until_there_is_space(
+    s: &Scenario,
+    pool: &OwnPool,
+    almost_full: &AlmostFullPool<'_>,
+) -> Result<()> {
+    almost_full.vm.resume().await?;
+    almost_full.vm.wait_for_state(Some(PAUSED), "shut off").await?;
     let texts = ["is paused", "got no space in pool", pool.name.as_str()];
     s.wait_for_event("pause", &texts).await?;
     ensure!(
         s.infra.get_pool(&pool.name).await?.is_some_and(|pool| pool.full),
         "the pool is not reported as full"
     );
-    ensure!(short.written()? < PIECES, "there was enough space");
-    std::fs::remove_file(&short.filler)?;
-    short.vm.comes_to(None, "shut off").await?;
-    ensure!(short.written()? == PIECES, "only {} of {PIECES} pieces were written", short.written()?);
+    ensure!(almost_full.written()? < PIECES, "there was enough space");
+    std::fs::remove_file(&almost_full.filler)?;
+    almost_full.vm.wait_for_state(None, "shut off").await?;
+    ensure!(
+        almost_full.written()? == PIECES,
+        "only {} of {PIECES} pieces were written",
+        almost_full.written()?
+    );
     s.wait_for_event("pause", &["the volume is healthy"]).await.map(drop)
 }
 
-async fn fails_and_runs_on(short: &Short<'_>) -> Result<()> {
-    short.vm.go().await?;
+async fn writes_fail_and_vm_runs(almost_full: &AlmostFullPool<'_>) -> Result<()> {
+    almost_full.vm.resume().await?;
     // The VM shuts down at the first error.
-    short.vm.comes_to(None, PAUSED).await?;
-    ensure!(short.written()? < PIECES, "there was enough space");
-    Ok(std::fs::remove_file(&short.filler)?)
+    almost_full.vm.wait_for_state(None, PAUSED).await?;
+    ensure!(almost_full.written()? < PIECES, "there was enough space");
+    Ok(std::fs::remove_file(&almost_full.filler)?)
 }
 
 #[tokio::test]
@@ -215,15 +208,15 @@ async fn a_vm_whose_pool_is_full_is_paused_until_there_is_space_and_no_write_fai
     run(|s| async move {
         let pool = s.pool(&[]).await?;
         s.show_to_libvirt(&pool).await?;
-        let short = Short::begin(&s, &pool, "pause").await?;
-        let outcome = pauses_and_goes_on(&s, &pool, &short).await;
-        short.vm.end().await?;
+        let almost_full = AlmostFullPool::begin(&s, &pool, "pause").await?;
+        let outcome = vm_is_paused_until_there_is_space(&s, &pool, &almost_full).await;
+        almost_full.vm.destroy().await?;
         outcome?;
 
         s.set_on_full(&pool, OnFull::Fail).await?;
-        let short = Short::begin(&s, &pool, "fail").await?;
-        let outcome = fails_and_runs_on(&short).await;
-        short.vm.end().await?;
+        let almost_full = AlmostFullPool::begin(&s, &pool, "fail").await?;
+        let outcome = writes_fail_and_vm_runs(&almost_full).await;
+        almost_full.vm.destroy().await?;
         outcome
     })
     .await

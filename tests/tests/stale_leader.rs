@@ -23,26 +23,26 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         s.stop_component(SHIM).await?;
         let management = management_cluster(&s)?;
         let leader = shim_replica(&s, &management.kubeconfig_of(SHIM), &[]).await?;
-        leads(&leader).await?;
-        let (link, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
-        let linked: PathBuf = folder.path().join("kubeconfig");
-        link.kubeconfig(&management.kubeconfig_of(SHIM), &linked)?;
-        let standby = shim_replica(&s, &linked, &[]).await?;
+        wait_until_leader(&leader).await?;
+        let (proxy, folder) = (TcpProxy::to(&management.server).await?, tempfile::tempdir()?);
+        let proxied: PathBuf = folder.path().join("kubeconfig");
+        proxy.kubeconfig(&management.kubeconfig_of(SHIM), &proxied)?;
+        let standby = shim_replica(&s, &proxied, &[]).await?;
 
         // The last state that the standby observes: one entry removed and one added, neither processed yet.
-        let frozen = leader.freeze()?;
+        let paused = leader.pause()?;
         s.remove_entries(&node.name, |one| *one == entry(&kept)).await?;
         s.add_entry(&node.name, entry(&given_up)).await?;
-        link.wait_until_idle().await?;
-        link.lose_watches();
+        proxy.wait_until_idle().await?;
+        proxy.lose_watches();
         s.remove_entries(&node.name, |one| *one == entry(&given_up)).await?;
         s.add_entry(&node.name, entry(&kept)).await?;
-        link.watches_lost().await?;
+        proxy.watches_lost().await?;
         let mark = s.lab.audit()?.mark()?;
-        leads(&standby).await?;
-        begins(&s, mark).await?;
-        link.cut();
-        link.open().await?;
+        wait_until_leader(&standby).await?;
+        wait_for_first_request(&s, mark).await?;
+        proxy.cut();
+        proxy.open().await?;
         // The standby has reconciled this VM before it answers.
         s.driver.publish(&after, &node.name).await?;
 
@@ -61,7 +61,7 @@ async fn a_new_leader_with_stale_watches_detaches_and_attaches_no_disk() -> Resu
         }
         let status = standby.stop().await?;
         anyhow::ensure!(status.success(), "the standby exited with {status}");
-        drop((frozen, leader));
+        drop((paused, leader));
         s.start_component(SHIM).await
     })
     .await
@@ -71,22 +71,22 @@ fn entry(claim: &str) -> Value {
     json!({"name": names::volume_entry(claim), "persistentVolumeClaim": {"claimName": claim}})
 }
 
-async fn leads(replica: &Running) -> Result<()> {
+async fn wait_until_leader(replica: &Running) -> Result<()> {
     eventually("the replica leads", PATIENCE, || async {
         let (_, metrics) = replica.get("/metrics").await?;
-        let leads = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
-        Ok(if leads { Ok(()) } else { Err(replica.log()) })
+        let is_leader = metrics.lines().any(|line| line == "nestor_vm_operator_shim_leader 1");
+        Ok(if is_leader { Ok(()) } else { Err(replica.log()) })
     })
     .await
 }
 
 /// Waits until the new leader sends requests about VMs or their disks.
-async fn begins(s: &Scenario, mark: Mark) -> Result<()> {
+async fn wait_for_first_request(s: &Scenario, mark: Mark) -> Result<()> {
     eventually("the new leader sends requests", PATIENCE, || async {
         let all = s.lab.audit()?.since(mark)?;
         let mut of_shim = all.iter().filter(|one| one.user_agent.starts_with(SHIM));
-        let begun = of_shim.any(|one| one.verb != "watch" && one.resource != "leases");
-        Ok(if begun { Ok(()) } else { Err(format!("{} requests", all.len())) })
+        let started = of_shim.any(|one| one.verb != "watch" && one.resource != "leases");
+        Ok(if started { Ok(()) } else { Err(format!("{} requests", all.len())) })
     })
     .await
 }

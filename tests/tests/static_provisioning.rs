@@ -30,8 +30,8 @@ fn share(cluster_id: &str) -> String {
 
 #[tokio::test]
 async fn pods_find_existing_data_and_nothing_is_formatted() -> Result<()> {
-    pods::run(|machines| async move {
-        let s = machines.scenario();
+    pods::run(|pods| async move {
+        let s = pods.scenario();
         let own = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str())];
         let size = json!({"resources": {"requests": {"storage": "16Mi"}}});
         let files = s.management_claim(&own, size).await?;
@@ -50,19 +50,19 @@ async fn pods_find_existing_data_and_nothing_is_formatted() -> Result<()> {
 
         s.static_claim("files", &files, json!({"capacity": {"storage": "16Mi"}})).await?;
         s.static_claim("raw", &raw, json!({"volumeMode": "Block"})).await?;
-        let (files, raw) = (machines.follow("files").await?, machines.follow("raw").await?);
+        let (files, raw) = (pods.bound_volume("files").await?, pods.bound_volume("raw").await?);
         let script = "sha256sum < /files/kept; sha256sum < /dev/raw; echo more > /files/more; sync";
         let pod =
-            Script::new("here", &machines.here, script).mount(&files, "/files").device(&raw, "/dev/raw");
-        let said = machines.run(pod).await?;
-        ensure!(said == format!("{kept}  -\n{device}  -"), "written {kept} and {device}, read {said}");
+            Script::new("here", &pods.first_node, script).mount(&files, "/files").device(&raw, "/dev/raw");
+        let output = pods.run(pod).await?;
+        ensure!(output == format!("{kept}  -\n{device}  -"), "written {kept} and {device}, read {output}");
 
         let script = "sha256sum < /files/kept; cat /files/more";
-        let pod = Script::new("there", &machines.there, script).mount(&files, "/files");
-        let said = machines.run(pod).await?;
-        ensure!(said == format!("{kept}  -\nmore"), "on the other VM: {said}");
+        let pod = Script::new("there", &pods.second_node, script).mount(&files, "/files");
+        let output = pods.run(pod).await?;
+        ensure!(output == format!("{kept}  -\nmore"), "on the other VM: {output}");
 
-        machines.detached(&files).await?;
+        pods.detached(&files).await?;
         let after = filesystem_uuid(&files.file).await?;
         ensure!(after == identity, "filesystem {identity} has become {after}");
         Ok(())
@@ -154,27 +154,27 @@ async fn a_single_writer_claim_moves_between_vms_and_guests() -> Result<()> {
         let shared = share(&second.cluster_id);
         let labels = [(names::LABEL_CLUSTER_ID, s.cluster_id.as_str()), (shared.as_str(), "rw")];
         let handle = s.management_claim(&labels, json!({})).await?;
-        let mine = s.static_claim("data", &handle, json!({})).await?.name_any();
-        let theirs = second.static_volume(&handle, &json!({})).await?.name_any();
+        let own_pv = s.static_claim("data", &handle, json!({})).await?.name_any();
+        let other_pv = second.static_volume(&handle, &json!({})).await?.name_any();
         // The owner is not recorded as a consumer, only the other guest.
-        consumers(&s, &handle, &[(&second.cluster_id, &theirs, "rw")]).await?;
+        consumers(&s, &handle, &[(&second.cluster_id, &other_pv, "rw")]).await?;
 
         let (here, there, far) = (s.node().await?, s.node().await?, second.node().await?);
         for node in [&here, &there, &far] {
             s.lab.join_guest(node).await?;
         }
-        let first = s.k8s_attachments().attach(&mine, &here.name).await?;
+        let first = s.k8s_attachments().attach(&own_pv, &here.name).await?;
         let disk = s.k8s_attachments().attached(&first).await?;
         write(&device(&here, &disk), b"written in the first guest")?;
 
         // A second writer is refused on another VM of the guest and in the other guest.
-        let another = s.k8s_attachments().attach(&mine, &there.name).await?;
+        let another = s.k8s_attachments().attach(&own_pv, &there.name).await?;
         s.k8s_attachments().refused(&another, &["FailedPrecondition", &here.name]).await?;
         let writer = mount(Mode::SingleNodeWriter);
         let refused = s.driver.refusal(&handle, &there.name, &writer).await?;
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
         assert!(refused.message().contains(&here.name), "{refused}");
-        let elsewhere = second.k8s_attachments().attach(&theirs, &far.name).await?;
+        let elsewhere = second.k8s_attachments().attach(&other_pv, &far.name).await?;
         second.k8s_attachments().refused(&elsewhere, &["FailedPrecondition", &here.name]).await?;
         let refused = second.driver.refusal(&handle, &far.name, &writer).await?;
         assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
@@ -319,11 +319,11 @@ async fn a_claim_shared_read_only_can_be_attached_by_a_read_only_volume() -> Res
         let handle = s.management_claim(&[(&share(&s.cluster_id), "ro")], json!({})).await?;
         let volume = s.static_claim("data", &handle, json!({"csi": {"readOnly": true}})).await?.name_any();
         consumers(&s, &handle, &[(&s.cluster_id, &volume, "ro")]).await?;
-        let order = s.k8s_attachments().attach(&volume, &node.name).await?;
-        s.k8s_attachments().attached(&order).await?;
+        let attachment = s.k8s_attachments().attach(&volume, &node.name).await?;
+        s.k8s_attachments().attached(&attachment).await?;
         let attachments = s.infra.list_attachments(Some(node.uuid), None).await?;
         assert!(attachments.len() == 1 && attachments[0].read_only, "{attachments:?}");
-        s.k8s_attachments().detach(&order).await
+        s.k8s_attachments().detach(&attachment).await
     })
     .await
 }
@@ -331,15 +331,15 @@ async fn a_claim_shared_read_only_can_be_attached_by_a_read_only_volume() -> Res
 // ---- incompatible volumes ----
 
 /// A guest volume that is incompatible with its management claim.
-struct Misfit {
+struct IncompatibleVolume {
     /// Name of the guest's claim.
     name: &'static str,
     /// Labels of the management claim.
     labels: Vec<(String, String)>,
     /// Spec fields of the management claim, whose default is a filesystem of 4 MiB, ReadWriteOnce.
-    below: Value,
+    management_spec: Value,
     /// Spec fields of the guest's volume.
-    above: Value,
+    guest_spec: Value,
     /// Capability of the attach.
     capability: VolumeCapability,
     /// Texts in the error, besides the names of both objects.
@@ -352,58 +352,58 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
         let node = s.node().await?;
         s.lab.join_guest(&node).await?;
         let own = || vec![(names::LABEL_CLUSTER_ID.to_owned(), s.cluster_id.clone())];
-        let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
-        for misfit in [
-            Misfit {
+        let texts = |texts: &[&str]| texts.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+        for incompatible in [
+            IncompatibleVolume {
                 name: "larger",
                 labels: own(),
-                below: json!({}),
-                above: json!({"capacity": {"storage": "8Mi"}}),
+                management_spec: json!({}),
+                guest_spec: json!({"capacity": {"storage": "8Mi"}}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["8Mi", "4Mi"]),
+                texts: texts(&["8Mi", "4Mi"]),
             },
-            Misfit {
+            IncompatibleVolume {
                 name: "block-of-filesystem",
                 labels: own(),
-                below: json!({}),
-                above: json!({"volumeMode": "Block"}),
+                management_spec: json!({}),
+                guest_spec: json!({"volumeMode": "Block"}),
                 capability: block(Mode::SingleNodeWriter),
-                texts: words(&["volumeMode", "Block", "Filesystem"]),
+                texts: texts(&["volumeMode", "Block", "Filesystem"]),
             },
-            Misfit {
+            IncompatibleVolume {
                 name: "filesystem-of-block",
                 labels: own(),
-                below: json!({"volumeMode": "Block"}),
-                above: json!({}),
+                management_spec: json!({"volumeMode": "Block"}),
+                guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["volumeMode", "Block", "Filesystem"]),
+                texts: texts(&["volumeMode", "Block", "Filesystem"]),
             },
-            Misfit {
+            IncompatibleVolume {
                 name: "another-access-mode",
                 labels: own(),
-                below: json!({}),
-                above: json!({"accessModes": ["ReadOnlyMany"]}),
+                management_spec: json!({}),
+                guest_spec: json!({"accessModes": ["ReadOnlyMany"]}),
                 capability: mount(Mode::MultiNodeReaderOnly),
-                texts: words(&["ReadOnlyMany", "ReadWriteOnce"]),
+                texts: texts(&["ReadOnlyMany", "ReadWriteOnce"]),
             },
-            Misfit {
+            IncompatibleVolume {
                 name: "writer-of-a-reader",
                 labels: own(),
-                below: json!({"accessModes": ["ReadOnlyMany"]}),
-                above: json!({}),
+                management_spec: json!({"accessModes": ["ReadOnlyMany"]}),
+                guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["ReadWriteOnce", "ReadOnlyMany"]),
+                texts: texts(&["ReadWriteOnce", "ReadOnlyMany"]),
             },
-            Misfit {
+            IncompatibleVolume {
                 name: "shared-for-reading",
                 labels: vec![(share(&s.cluster_id), "ro".to_owned())],
-                below: json!({}),
-                above: json!({}),
+                management_spec: json!({}),
+                guest_spec: json!({}),
                 capability: mount(Mode::SingleNodeWriter),
-                texts: words(&["shared read-only"]),
+                texts: texts(&["shared read-only"]),
             },
         ] {
-            refused_everywhere(&s, &node, misfit).await?;
+            refused_everywhere(&s, &node, incompatible).await?;
         }
         s.no_attachments(&node).await
     })
@@ -411,23 +411,24 @@ async fn a_volume_incompatible_with_its_management_claim_is_reported_and_never_a
 }
 
 /// Checks that the same error is in the event on the guest's claim, the CSI status, and csi-attacher's attachError.
-async fn refused_everywhere(s: &Scenario, node: &LoopNode, misfit: Misfit) -> Result<()> {
-    let name = misfit.name;
-    let labels: Vec<_> = misfit.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
-    let handle = s.management_claim(&labels, misfit.below).await?;
-    let volume = s.static_claim(name, &handle, misfit.above).await.context(name)?.name_any();
-    let mut texts: Vec<&str> = misfit.texts.iter().map(String::as_str).collect();
+async fn refused_everywhere(s: &Scenario, node: &LoopNode, incompatible: IncompatibleVolume) -> Result<()> {
+    let name = incompatible.name;
+    let labels: Vec<_> =
+        incompatible.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
+    let handle = s.management_claim(&labels, incompatible.management_spec).await?;
+    let volume = s.static_claim(name, &handle, incompatible.guest_spec).await.context(name)?.name_any();
+    let mut texts: Vec<&str> = incompatible.texts.iter().map(String::as_str).collect();
     texts.extend([volume.as_str(), handle.as_str()]);
     s.wait_for_event(name, &texts).await.context(name)?;
-    let Err(refused) = s.driver.publish_as(&handle, &node.name, misfit.capability).await else {
+    let Err(refused) = s.driver.publish_as(&handle, &node.name, incompatible.capability).await else {
         anyhow::bail!("{name}: it was attached");
     };
     assert_eq!(refused.code(), Code::FailedPrecondition, "{name}: {refused}");
     assert!(texts.iter().all(|text| refused.message().contains(text)), "{name}: {refused}");
-    let order = s.k8s_attachments().attach(&volume, &node.name).await?;
+    let attachment = s.k8s_attachments().attach(&volume, &node.name).await?;
     texts.push("FailedPrecondition");
-    s.k8s_attachments().refused(&order, &texts).await.context(name)?;
-    s.k8s_attachments().detach(&order).await
+    s.k8s_attachments().refused(&attachment, &texts).await.context(name)?;
+    s.k8s_attachments().detach(&attachment).await
 }
 
 #[tokio::test]
@@ -445,9 +446,9 @@ async fn a_claim_of_another_guest_is_reported_like_a_missing_one() -> Result<()>
             let (_, event) = s.wait_for_event(name, &[&volume, handle]).await?;
             let answer = s.driver.publish(handle, &node.name).await.unwrap_err();
             assert_eq!(answer.code(), Code::NotFound, "{name}: {answer}");
-            let order = s.k8s_attachments().attach(&volume, &node.name).await?;
-            s.k8s_attachments().refused(&order, &["NotFound", &volume, handle]).await?;
-            s.k8s_attachments().detach(&order).await?;
+            let attachment = s.k8s_attachments().attach(&volume, &node.name).await?;
+            s.k8s_attachments().refused(&attachment, &["NotFound", &volume, handle]).await?;
+            s.k8s_attachments().detach(&attachment).await?;
             let without = |text: &str| text.replace(&volume, "VOLUME").replace(handle.as_str(), "CLAIM");
             messages.push((without(&event), without(answer.message())));
         }
@@ -470,18 +471,18 @@ async fn a_refused_volume_is_attached_once_its_management_claim_is_shared() -> R
         s.lab.join_guest(&node).await?;
         let handle = s.management_claim(&[], json!({})).await?;
         let volume = s.static_claim("data", &handle, json!({})).await?.name_any();
-        let order = s.k8s_attachments().attach(&volume, &node.name).await?;
-        s.k8s_attachments().refused(&order, &["NotFound", &handle]).await?;
+        let attachment = s.k8s_attachments().attach(&volume, &node.name).await?;
+        s.k8s_attachments().refused(&attachment, &["NotFound", &handle]).await?;
         // Only a claim that was reported as incompatible is reported as compatible.
         s.wait_for_event("data", &[&volume, &handle]).await?;
 
         let shared = Patch::Merge(json!({"metadata": {"labels": {share(&s.cluster_id): "rw"}}}));
         s.claims().patch(&handle, &PatchParams::default(), &shared).await?;
-        s.k8s_attachments().attached(&order).await?;
+        s.k8s_attachments().attached(&attachment).await?;
         let (reason, _) = s.wait_for_event("data", &["now compatible"]).await?;
         assert_eq!(reason, "VolumeCompatible");
         consumers(&s, &handle, &[(&s.cluster_id, &volume, "rw")]).await?;
-        s.k8s_attachments().detach(&order).await
+        s.k8s_attachments().detach(&attachment).await
     })
     .await
 }

@@ -47,7 +47,7 @@ fn panic_at(folder: &Path, point: &str) -> Result<()> {
 
 /// Waits until the process has ended because of a background task.
 async fn ends_with_an_error(controller: Controller, task: &str) -> Result<()> {
-    let status = controller.process.has_ended().await?;
+    let status = controller.process.wait_for_exit().await?;
     let log = controller.process.log();
     assert_eq!(status.code(), Some(1), "{log}");
     let reason = log.lines().rfind(|line| line.starts_with("error: ")).unwrap_or_default();

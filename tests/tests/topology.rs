@@ -12,7 +12,7 @@ use kube_kit::quantity;
 use serde_json::{Value, json};
 use tests::driver::new_volume;
 use tests::guest::handle;
-use tests::pools::OwnPool;
+use tests::own_pool::OwnPool;
 use tests::{MIB, PATIENCE, Scenario, eventually, run};
 
 const A: &str = "zone-a";
@@ -29,9 +29,10 @@ async fn pool_in(s: &Scenario, zone: Option<&str>) -> Result<OwnPool> {
 
 /// Creates a management class for the scenario's pools, and a guest class with `more` merged into it.
 async fn classes(s: &Scenario, more: Value) -> Result<(String, String)> {
-    let below = s.management_class(&[(&format!("pool.{OWN}"), &s.name)]).await?;
-    let above = s.guest_class_with(&[(names::PARAMETER_MANAGEMENT_CLASS, &below)], more).await?;
-    Ok((below, above))
+    let management_class = s.management_class(&[(&format!("pool.{OWN}"), &s.name)]).await?;
+    let guest_class =
+        s.guest_class_with(&[(names::PARAMETER_MANAGEMENT_CLASS, &management_class)], more).await?;
+    Ok((management_class, guest_class))
 }
 
 fn wait_for_consumer() -> Value {
@@ -63,9 +64,13 @@ async fn is_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Result<
     let affinity =
         affinity(&volume).with_context(|| format!("volume {} has no node affinity", volume.name_any()))?;
     assert_eq!(serde_json::from_str::<Value>(&affinity)?, expected);
-    let below = s.claims().get(&handle).await?;
+    let management_claim = s.claims().get(&handle).await?;
     for annotation in [names::ANNOTATION_REQUESTED_ZONES, names::ANNOTATION_ACCESSIBLE_ZONES] {
-        assert_eq!(below.annotations().get(annotation).map(String::as_str), Some(zone), "{annotation}");
+        assert_eq!(
+            management_claim.annotations().get(annotation).map(String::as_str),
+            Some(zone),
+            "{annotation}"
+        );
     }
     Ok(())
 }
@@ -75,17 +80,17 @@ async fn is_in(s: &Scenario, claim: &str, pool: &OwnPool, zone: &str) -> Result<
 #[tokio::test]
 async fn a_vms_zone_is_a_label_of_its_node_and_a_topology_key_of_the_driver() -> Result<()> {
     run(|s| async move {
-        let machines = s.lab.vms();
-        anyhow::ensure!(machines.len() > 1, "the test needs two virtual machines: `cargo lab up --vms 2`");
+        let vms = s.lab.vms();
+        anyhow::ensure!(vms.len() > 1, "the test needs two virtual machines: `cargo lab up --vms 2`");
         let mut zones = Vec::new();
-        for machine in machines {
-            let zone = s.lab.vm(&machine)?.zone;
-            let node = Api::<Node>::all(s.guest.clone()).get(&machine).await?;
-            assert_eq!(node.labels().get(names::LABEL_ZONE), Some(&zone), "{machine}");
-            let node = Api::<CSINode>::all(s.guest.clone()).get(&machine).await?;
+        for vm in vms {
+            let zone = s.lab.vm(&vm)?.zone;
+            let node = Api::<Node>::all(s.guest.clone()).get(&vm).await?;
+            assert_eq!(node.labels().get(names::LABEL_ZONE), Some(&zone), "{vm}");
+            let node = Api::<CSINode>::all(s.guest.clone()).get(&vm).await?;
             let driver = node.spec.drivers.into_iter().find(|driver| driver.name == names::GUEST_DRIVER);
             let keys = driver.and_then(|driver| driver.topology_keys);
-            assert_eq!(keys, Some(vec![names::LABEL_ZONE.to_owned()]), "{machine}");
+            assert_eq!(keys, Some(vec![names::LABEL_ZONE.to_owned()]), "{vm}");
             zones.push(zone);
         }
         assert_eq!(zones[..2], [A, B]);
@@ -173,7 +178,7 @@ async fn allowed_topologies_of_a_class_are_respected() -> Result<()> {
 async fn a_volume_accessible_from_all_zones_has_no_node_affinity() -> Result<()> {
     run(|s| async move {
         let pool = pool_in(&s, None).await?;
-        let (below, class) = classes(&s, json!({})).await?;
+        let (management_class, class) = classes(&s, json!({})).await?;
         raw_claim(&s, "data", &class).await?;
         let (_, volume) = s.bound("data").await?;
         assert_eq!(affinity(&volume), None);
@@ -184,8 +189,8 @@ async fn a_volume_accessible_from_all_zones_has_no_node_affinity() -> Result<()>
             assert!(!claim.annotations().contains_key(annotation), "{annotation}");
         }
         // The same with allowedTopologies: the zone can access the volume too.
-        let above = [(names::PARAMETER_MANAGEMENT_CLASS, below.as_str())];
-        let zoned = s.guest_class_with(&above, only_in(B)).await?;
+        let parameters = [(names::PARAMETER_MANAGEMENT_CLASS, management_class.as_str())];
+        let zoned = s.guest_class_with(&parameters, only_in(B)).await?;
         raw_claim(&s, "zoned", &zoned).await?;
         assert_eq!(affinity(&s.bound("zoned").await?.1), None);
         Ok(())
@@ -238,19 +243,20 @@ async fn published(
 /// limit. Returns the free space of each pool.
 async fn capacity_published(
     s: &Scenario,
-    below: &str,
-    above: &str,
+    management_class: &str,
+    guest_class: &str,
     pools: &[(&str, &OwnPool); 2],
     most: Option<u64>,
 ) -> Result<[u64; 2]> {
     let mut frees = [0; 2];
     for (at, (zone, pool)) in pools.iter().enumerate() {
-        let what = format!("the capacity of {above} in {zone}, at most {most:?}, is published");
+        let what = format!("the capacity of {guest_class} in {zone}, at most {most:?}, is published");
         frees[at] = eventually(&what, PATIENCE, || async {
             let free = free(s, pool).await?;
             let left = most.map_or(free, |most| most.min(free));
             let request = GetCapacityRequest {
-                parameters: [(names::PARAMETER_MANAGEMENT_CLASS.to_owned(), below.to_owned())].into(),
+                parameters: [(names::PARAMETER_MANAGEMENT_CLASS.to_owned(), management_class.to_owned())]
+                    .into(),
                 accessible_topology: Some(Topology {
                     segments: [(names::LABEL_ZONE.to_owned(), (*zone).to_owned())].into(),
                 }),
@@ -258,8 +264,8 @@ async fn capacity_published(
             };
             let answer = s.driver.calls().get_capacity(request).await?.into_inner();
             let observed = [
-                published(&s.management, "nestor-system", below, zone).await?,
-                published(&s.guest, "kube-system", above, zone).await?,
+                published(&s.management, "nestor-system", management_class, zone).await?,
+                published(&s.guest, "kube-system", guest_class, zone).await?,
                 Some((
                     u64::try_from(answer.available_capacity).ok(),
                     answer.maximum_volume_size.map(|size| size as u64),
@@ -282,11 +288,11 @@ async fn both_tiers_publish_the_capacity_of_each_zone_limited_by_quotas() -> Res
     run(|s| async move {
         let (pool_a, pool_b) = (pool_in(&s, Some(A)).await?, pool_in(&s, Some(B)).await?);
         let pools = [(A, &pool_a), (B, &pool_b)];
-        let (below, above) = classes(&s, wait_for_consumer()).await?;
-        let before = capacity_published(&s, &below, &above, &pools, None).await?;
+        let (management_class, guest_class) = classes(&s, wait_for_consumer()).await?;
+        let before = capacity_published(&s, &management_class, &guest_class, &pools, None).await?;
         assert!(before.iter().all(|bytes| *bytes > 100 << 20), "{before:?}");
 
-        let mut request = new_volume(&s.csi_name(), 64 * MIB, &below);
+        let mut request = new_volume(&s.csi_name(), 64 * MIB, &management_class);
         let zone = Topology { segments: [(names::LABEL_ZONE.to_owned(), A.to_owned())].into() };
         request.accessibility_requirements = Some(csi::proto::TopologyRequirement {
             requisite: vec![zone.clone()],
@@ -294,13 +300,13 @@ async fn both_tiers_publish_the_capacity_of_each_zone_limited_by_quotas() -> Res
         });
         let made = s.driver.create(request).await?;
         assert_eq!(made.accessible_topology, [zone]);
-        let after = capacity_published(&s, &below, &above, &pools, None).await?;
+        let after = capacity_published(&s, &management_class, &guest_class, &pools, None).await?;
         assert!(after[0] <= before[0] - (64 << 20), "{before:?} before, {after:?} with a volume");
 
-        s.quota(&below, "100Mi").await?;
-        capacity_published(&s, &below, &above, &pools, Some(36 << 20)).await?;
+        s.quota(&management_class, "100Mi").await?;
+        capacity_published(&s, &management_class, &guest_class, &pools, Some(36 << 20)).await?;
         s.driver.delete(&made.volume_id).await?;
-        capacity_published(&s, &below, &above, &pools, Some(100 << 20)).await.map(drop)
+        capacity_published(&s, &management_class, &guest_class, &pools, Some(100 << 20)).await.map(drop)
     })
     .await
 }

@@ -24,24 +24,24 @@ const SHORT: Duration = Duration::from_secs(3);
 async fn vm_with_status(s: &Scenario, entry: &str, disks: &[(&str, &str)]) -> Result<String> {
     let name = unique("vm");
     let resource = crds::virtual_machine_resource(crds::VIRTUAL_MACHINE_VERSIONS[0]);
-    let machine: VirtualMachine = serde_json::from_value(json!({
+    let vm: VirtualMachine = serde_json::from_value(json!({
         "apiVersion": resource.api_version, "kind": resource.kind,
         "metadata": {"name": name, "namespace": s.namespace},
         "spec": {"volumes": [{"name": entry, "persistentVolumeClaim": {"claimName": entry}}]},
     }))?;
-    s.machines().create(&Default::default(), &machine).await?;
+    s.vms().create(&Default::default(), &vm).await?;
     set_status(s, &name, disks).await?;
     Ok(name)
 }
 
 /// Sets the disks in a VM's status: names and UUIDs.
-async fn set_status(s: &Scenario, machine: &str, disks: &[(&str, &str)]) -> Result<()> {
+async fn set_status(s: &Scenario, vm: &str, disks: &[(&str, &str)]) -> Result<()> {
     let disks: Vec<Value> = disks
         .iter()
         .map(|(name, disk)| json!({"name": name, "type": "Managed", "attached": true, "diskUUID": disk}))
         .collect();
     let status = Patch::Merge(json!({"status": {"volumes": disks}}));
-    s.machines().patch_status(machine, &PatchParams::default(), &status).await?;
+    s.vms().patch_status(vm, &PatchParams::default(), &status).await?;
     Ok(())
 }
 
@@ -51,18 +51,18 @@ async fn a_disk_renamed_by_the_operator_is_not_considered_detached() -> Result<(
         let handle = s.volume().await?;
         let disk = s.infra_volume(&handle).await?.disk_uuid.to_string();
         for renamed in [format!("{handle}:detaching"), format!("{handle}-1:detaching")] {
-            let machine = vm_with_status(&s, &handle, &[(&renamed, &disk)]).await?;
-            let answer = s.driver.unpublish_within(&handle, &machine, SHORT).await;
-            let entries = s.machines().get(&machine).await?.spec.volumes;
+            let vm = vm_with_status(&s, &handle, &[(&renamed, &disk)]).await?;
+            let answer = s.driver.unpublish_within(&handle, &vm, SHORT).await;
+            let entries = s.vms().get(&vm).await?.spec.volumes;
             ensure!(entries.is_empty(), "the entry is still in the spec: {entries:?}");
             let late = answer.err().with_context(|| format!("detached, while {renamed} is in the status"))?;
             assert_eq!(late.code(), Code::DeadlineExceeded, "{late}");
-            let published = s.driver.publish_within(&handle, &machine, SHORT).await.unwrap_err();
+            let published = s.driver.publish_within(&handle, &vm, SHORT).await.unwrap_err();
             assert_eq!(published.code(), Code::Aborted, "{published}");
             assert!(published.message().contains("still being detached"), "{published}");
-            set_status(&s, &machine, &[]).await?;
-            s.driver.unpublish(&handle, &machine).await?;
-            s.machines().delete(&machine, &DeleteParams::default()).await?;
+            set_status(&s, &vm, &[]).await?;
+            s.driver.unpublish(&handle, &vm).await?;
+            s.vms().delete(&vm, &DeleteParams::default()).await?;
         }
         Ok(())
     })
@@ -98,7 +98,7 @@ async fn a_detach_waits_for_the_disk_even_if_the_claim_now_belongs_to_another_gu
         let refused = answer.err().context("the detach succeeded, but the disk is still attached")?;
         assert!(matches!(refused.code(), Code::Unavailable | Code::DeadlineExceeded), "{refused}");
         // Like with the upstream operator, the disk has a new name in the status.
-        let disks = s.machines().get(&node.name).await?.status.unwrap_or_default().volumes;
+        let disks = s.vms().get(&node.name).await?.status.unwrap_or_default().volumes;
         let disks: Vec<_> = disks.iter().map(|disk| (&*disk.name, disk.disk_uuid.as_deref())).collect();
         assert_eq!(disks, [(&*names::detaching_entry(&handle), Some(&*disk))]);
 
@@ -121,7 +121,7 @@ async fn a_disk_of_another_guests_vm_is_left_alone_and_the_detach_is_refused() -
         s.driver.publish(&handle, &node.name).await?;
         let of =
             |guest: Value| Patch::Merge(json!({"metadata": {"labels": {names::LABEL_CLUSTER_ID: guest}}}));
-        s.machines().patch(&node.name, &PatchParams::default(), &of(json!("another-guest"))).await?;
+        s.vms().patch(&node.name, &PatchParams::default(), &of(json!("another-guest"))).await?;
         eventually("the detach is refused", PATIENCE, || async {
             let refused = s.driver.unpublish_within(&handle, &node.name, SHORT).await;
             let Err(refused) = refused else { anyhow::bail!("the detach succeeded") };
@@ -130,7 +130,7 @@ async fn a_disk_of_another_guests_vm_is_left_alone_and_the_detach_is_refused() -
         })
         .await?;
         assert!(s.disk(&node.name, &handle).await?.is_some_and(|disk| disk.attached));
-        s.machines().patch(&node.name, &PatchParams::default(), &of(Value::Null)).await?;
+        s.vms().patch(&node.name, &PatchParams::default(), &of(Value::Null)).await?;
         eventually("detached", PATIENCE, || async {
             Ok(s.driver.unpublish(&handle, &node.name).await.map_err(|status| status.to_string()))
         })
@@ -149,7 +149,7 @@ async fn a_claim_is_attached_through_one_entry_of_a_vm_and_refused_for_a_second(
         });
         s.add_entry(&node.name, second).await?;
         let second = eventually("the status has the second entry", PATIENCE, || async {
-            let status = s.machines().get(&node.name).await?.status.unwrap_or_default();
+            let status = s.vms().get(&node.name).await?.status.unwrap_or_default();
             let found = status.volumes.into_iter().find(|disk| disk.name == "second");
             Ok(found.ok_or_else(|| "no entry".to_owned()))
         })
@@ -184,10 +184,10 @@ async fn v1alpha6_is_the_storage_version_and_every_earlier_version_is_served() -
         let node = s.node().await?;
         for version in ["v1alpha2", "v1alpha3", "v1alpha4", "v1alpha5", "v1alpha6"] {
             let resource = crds::virtual_machine_resource(version);
-            let machines: Api<VirtualMachine> =
+            let pods: Api<VirtualMachine> =
                 Api::namespaced_with(s.management.clone(), &s.namespace, &resource);
-            let list = machines.list(&ListParams::default()).await.with_context(|| version.to_owned())?;
-            let names: Vec<_> = list.iter().filter_map(|machine| machine.metadata.name.clone()).collect();
+            let list = pods.list(&ListParams::default()).await.with_context(|| version.to_owned())?;
+            let names: Vec<_> = list.iter().filter_map(|vm| vm.metadata.name.clone()).collect();
             assert!(names.contains(&node.name), "{version}: {names:?}");
         }
         Ok(())

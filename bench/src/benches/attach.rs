@@ -35,7 +35,7 @@ pub async fn run(report: &Report, work: &Work, direction: Direction) -> Result<(
 /// A volume: its name in the guest, and its ID in the storage infra.
 struct Disk {
     volume: String,
-    below: VolumeId,
+    infra_volume: VolumeId,
 }
 
 struct Bench<'a> {
@@ -67,7 +67,10 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, direction: Dir
     let mut disks = Vec::new();
     for claim in &volumes {
         let volume = s.guest_volumes().get(&claim.volume).await?;
-        disks.push(Disk { volume: claim.volume.clone(), below: s.infra_volume(&handle(&volume)?).await?.id });
+        disks.push(Disk {
+            volume: claim.volume.clone(),
+            infra_volume: s.infra_volume(&handle(&volume)?).await?.id,
+        });
     }
     bench.rounds(&disks, 1, work.warm_up(), false).await?;
     // One at a time, and the cost of each.
@@ -127,7 +130,7 @@ impl Bench<'_> {
 
     /// Attaches and detaches with the storage infra only.
     async fn infra(&self, disks: &[Disk]) -> Result<(Vec<Duration>, Vec<Duration>)> {
-        let volumes: Vec<VolumeId> = disks.iter().map(|disk| disk.below.clone()).collect();
+        let volumes: Vec<VolumeId> = disks.iter().map(|disk| disk.infra_volume.clone()).collect();
         let (attachments, attached) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;
         Ok((attached, floor::detach(&self.s.infra, &attachments).await?))
     }

@@ -18,20 +18,20 @@ pub async fn run(report: &Report, work: &Work) -> Result<()> {
 }
 
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
-    let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
+    let Tiers { guest, management } = Tiers::warm(s, work.warm_up()).await?;
     for burst in work.bursts(&[1, 10, 30, 100, 300, 1000]) {
-        let (mut bound, mut bound_below) = (Vec::new(), Vec::new());
-        let (mut gone, mut gone_below) = (Vec::new(), Vec::new());
+        let (mut bound, mut bound_management) = (Vec::new(), Vec::new());
+        let (mut gone, mut gone_management) = (Vec::new(), Vec::new());
         for _ in 0..work.rounds() {
-            let ((claims, _), time) = timed(below.create(burst)).await?;
-            bound_below.push(time);
-            gone_below.push(timed(below.delete(&claims)).await?.1);
-            let ((claims, _), time) = timed(above.create(burst)).await?;
+            let ((claims, _), time) = timed(management.create(burst)).await?;
+            bound_management.push(time);
+            gone_management.push(timed(management.delete(&claims)).await?.1);
+            let ((claims, _), time) = timed(guest.create(burst)).await?;
             bound.push(time);
-            gone.push(timed(above.delete(&claims)).await?.1);
+            gone.push(timed(guest.delete(&claims)).await?.1);
         }
-        report.times_of(&case(burst), "all bound", &bound, &bound_below);
-        report.times_of(&case(burst), "all gone", &gone, &gone_below);
+        report.times_of(&case(burst), "all bound", &bound, &bound_management);
+        report.times_of(&case(burst), "all gone", &gone, &gone_management);
     }
     Ok(())
 }

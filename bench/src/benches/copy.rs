@@ -42,16 +42,16 @@ pub async fn run(report: &Report, work: &Work, copy: Copy) -> Result<()> {
 
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, copy: Copy) -> Result<()> {
     let source = s.driver.create(new_volume(&s.csi_name(), SIZE, "nestor")).await?.volume_id;
-    let below = s.infra_volume(&source).await?;
-    fill(s.file_of(&below).await?).await?;
+    let infra_volume = s.infra_volume(&source).await?;
+    fill(s.file_of(&infra_volume).await?).await?;
     for _ in 0..work.warm_up() {
         through_both_tiers(s, copy, &source).await?;
-        by_the_infra(s, copy, &below.id).await?;
+        by_the_infra(s, copy, &infra_volume.id).await?;
     }
     // Alternating, so that other load on the host affects both equally.
     let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
     for _ in 0..work.count() {
-        floor.push(by_the_infra(s, copy, &below.id).await?);
+        floor.push(by_the_infra(s, copy, &infra_volume.id).await?);
         let (time, one) = metered(&s.lab, 1, through_both_tiers(s, copy, &source)).await?;
         times.push(time);
         cost.add(one);

@@ -25,39 +25,39 @@ pub async fn run(report: &Report, work: &Work, backend: Backend) -> Result<()> {
 }
 
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
-    let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
+    let Tiers { guest, management } = Tiers::warm(s, work.warm_up()).await?;
 
     // Alternating, so that other load on the host affects both equally.
     let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
-    let (mut made_above, mut made_below) = (Vec::new(), Vec::new());
+    let (mut guest_claims, mut management_claims) = (Vec::new(), Vec::new());
     for _ in 0..work.count() {
-        let (claims, time) = below.create(1).await?;
-        made_below.extend(claims);
+        let (claims, time) = management.create(1).await?;
+        management_claims.extend(claims);
         floor.extend(time);
-        let (claims, time) = above.create(1).await?;
-        made_above.extend(claims);
+        let (claims, time) = guest.create(1).await?;
+        guest_claims.extend(claims);
         times.extend(time);
     }
     report.times("one", &times, &floor);
     for _ in 0..work.count().min(ALONE) {
-        let ((claims, _), one) = metered(&s.lab, 1, above.create(1)).await?;
-        made_above.extend(claims);
+        let ((claims, _), one) = metered(&s.lab, 1, guest.create(1)).await?;
+        guest_claims.extend(claims);
         cost.add(one);
     }
     report.cost("one", &cost);
-    above.delete(&made_above).await?;
-    below.delete(&made_below).await?;
+    guest.delete(&guest_claims).await?;
+    management.delete(&management_claims).await?;
 
     for burst in work.bursts(&[100]) {
         let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
         for _ in 0..work.rounds() {
-            let (claims, time) = below.create(burst).await?;
+            let (claims, time) = management.create(burst).await?;
             floor.extend(time);
-            below.delete(&claims).await?;
-            let ((claims, time), one) = metered(&s.lab, burst, above.create(burst)).await?;
+            management.delete(&claims).await?;
+            let ((claims, time), one) = metered(&s.lab, burst, guest.create(burst)).await?;
             times.extend(time);
             cost.add(one);
-            above.delete(&claims).await?;
+            guest.delete(&claims).await?;
         }
         report.times(&case(burst), &times, &floor);
         report.cost(&case(burst), &cost);

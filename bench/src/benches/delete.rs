@@ -17,14 +17,14 @@ pub async fn run(report: &Report, work: &Work) -> Result<()> {
 }
 
 async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> {
-    let Tiers { above, below } = Tiers::warm(s, work.warm_up()).await?;
+    let Tiers { guest, management } = Tiers::warm(s, work.warm_up()).await?;
 
     let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
-    let (claims_above, _) = above.create(work.count()).await?;
-    let (claims_below, _) = below.create(work.count()).await?;
-    for (one_above, one_below) in claims_above.chunks(1).zip(claims_below.chunks(1)) {
-        floor.extend(below.delete(one_below).await?);
-        let (time, one) = metered(&s.lab, 1, above.delete(one_above)).await?;
+    let (guest_claims, _) = guest.create(work.count()).await?;
+    let (management_claims, _) = management.create(work.count()).await?;
+    for (guest_claim, management_claim) in guest_claims.chunks(1).zip(management_claims.chunks(1)) {
+        floor.extend(management.delete(management_claim).await?);
+        let (time, one) = metered(&s.lab, 1, guest.delete(guest_claim)).await?;
         times.extend(time);
         cost.add(one);
     }
@@ -34,10 +34,10 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work) -> Result<()> 
     for burst in work.bursts(&[100]) {
         let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
         for _ in 0..work.rounds() {
-            let (claims, _) = below.create(burst).await?;
-            floor.extend(below.delete(&claims).await?);
-            let (claims, _) = above.create(burst).await?;
-            let (time, one) = metered(&s.lab, burst, above.delete(&claims)).await?;
+            let (claims, _) = management.create(burst).await?;
+            floor.extend(management.delete(&claims).await?);
+            let (claims, _) = guest.create(burst).await?;
+            let (time, one) = metered(&s.lab, burst, guest.delete(&claims)).await?;
             times.extend(time);
             cost.add(one);
         }

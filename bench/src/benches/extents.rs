@@ -1,4 +1,4 @@
-//! Bench: filesystem metadata of a volume that is written in random attachment, block by block, so that each block is an
+//! Bench: filesystem metadata of a volume that is written in random order, block by block, so that each block is an
 //! extent in the file's extent tree. Pools reserve this space.
 
 use std::fs::{File, OpenOptions};
@@ -46,16 +46,16 @@ impl Folder {
     }
 }
 
-/// Writes every `every`-th block of a file once, in random attachment, with direct I/O like QEMU.
+/// Writes every `every`-th block of a file once, in random order, with direct I/O like QEMU.
 fn write_randomly(path: &Path, bytes: u64, every: usize) -> Result<()> {
     let file = OpenOptions::new().write(true).create(true).truncate(false).custom_flags(DIRECT).open(path)?;
     file.set_len(bytes)?;
-    let mut places: Vec<u64> = (0..bytes).step_by(BLOCK * every).collect();
-    fastrand::Rng::with_seed(1).shuffle(&mut places);
+    let mut offsets: Vec<u64> = (0..bytes).step_by(BLOCK * every).collect();
+    fastrand::Rng::with_seed(1).shuffle(&mut offsets);
     let memory = vec![7; 2 * BLOCK];
     let start = memory.as_ptr().align_offset(BLOCK);
     let block = &memory[start..start + BLOCK];
-    places.into_iter().try_for_each(|place| file.write_all_at(block, place))?;
+    offsets.into_iter().try_for_each(|offset| file.write_all_at(block, offset))?;
     Ok(file.sync_all()?)
 }
 

@@ -31,57 +31,57 @@ pub struct OtherObjects {
 }
 
 /// Runs the bench.
-pub async fn run(report: &Report, work: &Work, beside: &OtherObjects) -> Result<()> {
-    let (report, work, mut beside) = (report.clone(), work.clone(), beside.clone());
-    beside.other_volumes.sort_unstable();
-    beside.other_vms.sort_unstable();
-    tests::run(move |s| async move { measure(&s, &report, &work, &beside).await }).await
+pub async fn run(report: &Report, work: &Work, others_present: &OtherObjects) -> Result<()> {
+    let (report, work, mut others_present) = (report.clone(), work.clone(), others_present.clone());
+    others_present.other_volumes.sort_unstable();
+    others_present.other_vms.sort_unstable();
+    tests::run(move |s| async move { measure(&s, &report, &work, &others_present).await }).await
 }
 
 struct Lifecycles<'a> {
     s: &'a Scenario,
     node: LoopNode,
-    above: Claims,
-    below: Claims,
+    guest_claims: Claims,
+    management_claims: Claims,
     attachments: Attachments,
 }
 
 impl Lifecycles<'_> {
     /// Runs `count` lifecycles concurrently through both tiers.
     async fn guest(&self, count: usize) -> Result<()> {
-        let (claims, _) = self.above.create(count).await?;
+        let (claims, _) = self.guest_claims.create(count).await?;
         let volumes: Vec<String> = claims.iter().map(|claim| claim.volume.clone()).collect();
         let (attachments, _) = self.attachments.attach(&volumes, &self.node.name).await?;
         self.attachments.detach(&attachments).await?;
-        self.above.delete(&claims).await.map(drop)
+        self.guest_claims.delete(&claims).await.map(drop)
     }
 
     /// The same in the management cluster and the storage infra.
     async fn management(&self, count: usize) -> Result<()> {
-        let (claims, _) = self.below.create(count).await?;
+        let (claims, _) = self.management_claims.create(count).await?;
         // The volume's name is also its ID in the storage infra.
         let volumes: Vec<VolumeId> =
             claims.iter().map(|claim| Ok(VolumeId::new(claim.volume.clone())?)).collect::<Result<_>>()?;
         let (attachments, _) = floor::attach(&self.s.infra, self.node.uuid, &volumes).await?;
         floor::detach(&self.s.infra, &attachments).await?;
-        self.below.delete(&claims).await.map(drop)
+        self.management_claims.delete(&claims).await.map(drop)
     }
 
     async fn measure(&self, report: &Report, work: &Work, others: usize, what: &str) -> Result<()> {
         let mut cases = vec![("one".to_owned(), 1, work.count())];
         cases.extend(work.bursts(&[10]).into_iter().map(|burst| (case(burst), burst, work.rounds())));
-        for (mut case, at_once, times) in cases {
+        for (mut case, at_once, rounds) in cases {
             if others > 0 {
                 case = format!("{case} beside {others}{what}");
             }
-            let (mut whole, mut below, mut cost) = (Vec::new(), Vec::new(), Cost::default());
-            for _ in 0..times {
-                below.push(timed(self.management(at_once)).await?.1);
+            let (mut times, mut floor, mut cost) = (Vec::new(), Vec::new(), Cost::default());
+            for _ in 0..rounds {
+                floor.push(timed(self.management(at_once)).await?.1);
                 let (((), time), one) = metered(&self.s.lab, at_once, timed(self.guest(at_once))).await?;
-                whole.push(time);
+                times.push(time);
                 cost.add(one);
             }
-            report.times(&case, &whole, &below);
+            report.times(&case, &times, &floor);
             report.cost(&case, &cost);
             let requests = cost.of("gc-csi", "management") as f64 / cost.operations as f64;
             report.number(&case, "gc-csi to management", "requests/lifecycle", requests);
@@ -90,12 +90,17 @@ impl Lifecycles<'_> {
     }
 }
 
-async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &OtherObjects) -> Result<()> {
+async fn measure(
+    s: &Arc<Scenario>,
+    report: &Report,
+    work: &Work,
+    others_present: &OtherObjects,
+) -> Result<()> {
     let lifecycles = Lifecycles {
         s,
         node: s.simulated_node().await?,
-        above: Claims::watch(&s.guest, &s.name, &s.name),
-        below: Claims::watch(&s.management, &s.namespace, &s.name),
+        guest_claims: Claims::watch(&s.guest, &s.name, &s.name),
+        management_claims: Claims::watch(&s.management, &s.namespace, &s.name),
         attachments: Attachments::watch(&s.guest, &s.name),
     };
     for _ in 0..work.warm_up() {
@@ -103,7 +108,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &Other
         lifecycles.management(1).await?;
     }
     let mut vms = Vec::new();
-    for others in &beside.other_vms {
+    for others in &others_present.other_vms {
         add_vms(s, &mut vms, *others).await?;
         lifecycles.measure(report, work, *others, " VMs").await?;
     }
@@ -114,11 +119,11 @@ async fn measure(s: &Arc<Scenario>, report: &Report, work: &Work, beside: &Other
         })
         .await?;
     let mut made = Vec::new();
-    for others in &beside.other_volumes {
-        lifecycles.above.fill(&mut made, *others).await?;
+    for others in &others_present.other_volumes {
+        lifecycles.guest_claims.fill(&mut made, *others).await?;
         lifecycles.measure(report, work, *others, "").await?;
     }
-    lifecycles.above.empty(&made).await
+    lifecycles.guest_claims.empty(&made).await
 }
 
 /// Creates VirtualMachines of the guest until there are `count`.

@@ -34,7 +34,8 @@ pub struct Size {
 }
 
 /// Components whose memory is reported.
-const PARTS: [&str; 5] = ["mgmt-csi", "vm-operator-shim", "storage-infra", "mgmt-apiserver", "mgmt-etcd"];
+const COMPONENTS: [&str; 5] =
+    ["mgmt-csi", "vm-operator-shim", "storage-infra", "mgmt-apiserver", "mgmt-etcd"];
 
 /// Runs the bench.
 pub async fn run(report: &Report, size: &Size) -> Result<()> {
@@ -83,7 +84,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, size: &Size) -> Result<()> 
         report.times_of(&case, "moved", &times, &[]);
         report.cost(&case, &cost);
         for (component, process) in usage::running(&s.lab)? {
-            if PARTS.contains(&component.as_str()) {
+            if COMPONENTS.contains(&component.as_str()) {
                 let memory = usage::resident(process)?;
                 report.number(
                     &case,
@@ -97,14 +98,7 @@ async fn measure(s: &Arc<Scenario>, report: &Report, size: &Size) -> Result<()> 
         for vm in &away {
             fleet.set_power(vm, false)?;
         }
-        let claims: Vec<Vec<String>> =
-            fleet.vms.iter_mut().map(|vm| std::mem::take(&mut vm.claims)).collect();
-        let all: Vec<&FleetVm> = fleet.vms.iter().collect();
-        fleet.write_specs(&all).await?;
-        fleet.settled(&all).await?;
-        for (vm, claims) in fleet.vms.iter_mut().zip(claims) {
-            vm.claims = claims;
-        }
+        fleet.detach_all().await?;
         fleet.remove().await?;
     }
     Ok(())

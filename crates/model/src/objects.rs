@@ -133,7 +133,7 @@ fn document(vm_index: VmIndex, vm: Vm, resource_version: &str) -> Value {
 }
 
 fn object<T: serde::de::DeserializeOwned>(document: Value) -> T {
-    serde_json::from_value(document).expect("the object is as its type says")
+    serde_json::from_value(document).expect("the document matches the type")
 }
 
 fn virtual_machine(vm_index: VmIndex, vm: Vm) -> VirtualMachine {
@@ -147,7 +147,7 @@ fn committed(vm_index: VmIndex, generation: u8) -> Revision {
 // ---- gc-csi ----
 
 /// [`vm_volumes::decide_attach`].
-pub fn begin(at: VmIndex, vm: Vm, other: Vm) -> AttachStep {
+pub fn decide_attach(at: VmIndex, vm: Vm, other: Vm) -> AttachStep {
     memoized!((VmIndex, Vm, Vm) => AttachStep, (at, vm, other), |(at, vm, other)| {
         let entry = names::volume_entry(CLAIM);
         let is_elsewhere = vm_volumes::uses_claim(&virtual_machine(1 - at, other), CLAIM, &entry);
@@ -156,14 +156,14 @@ pub fn begin(at: VmIndex, vm: Vm, other: Vm) -> AttachStep {
 }
 
 /// [`vm_volumes::can_add_entry`].
-pub fn may_be_added(at: VmIndex, vm: Vm) -> bool {
+pub fn can_add_entry(at: VmIndex, vm: Vm) -> bool {
     memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
         vm_volumes::can_add_entry(Some(&virtual_machine(at, vm)), CLAIM, &names::volume_entry(CLAIM))
     })
 }
 
 /// [`vm_volumes::references_claim`].
-pub fn is_involved(at: VmIndex, vm: Vm) -> bool {
+pub fn references_claim(at: VmIndex, vm: Vm) -> bool {
     memoized!((VmIndex, Vm) => bool, (at, vm), |(at, vm)| {
         vm_volumes::references_claim(&virtual_machine(at, vm), CLAIM, &names::volume_entry(CLAIM))
     })
@@ -181,7 +181,7 @@ pub enum Patched {
     /// The API server rejects the patch: the VM has changed.
     Refused,
     /// An earlier detach of the volume has not ended.
-    Leaving,
+    Detaching,
 }
 
 /// [`vm_volumes::plan_patch`] on a copy of the VM, applied to the present VM; without the guard of removals if that rule is broken.
@@ -201,7 +201,7 @@ pub fn patch(at: VmIndex, base: CachedVm, kind: Kind, now: Vm, guarded: bool) ->
             plan.operations.retain(|operation| !GUARDS.contains(&operation.path().as_str()));
         }
         if plan.refused.iter().any(Option::is_some) {
-            return Patched::Leaving;
+            return Patched::Detaching;
         }
         if plan.operations.is_empty() {
             return Patched::Nothing;
@@ -231,7 +231,7 @@ pub fn error_in_status(status: Ref) -> Option<Ref> {
 }
 
 /// [`vm_volumes::attach_result`] and [`vm_volumes::detach_result`]: whether the call has ended, and if so whether successfully.
-pub fn ended(at: VmIndex, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> Option<bool> {
+pub fn call_result(at: VmIndex, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> Option<bool> {
     type Input = (VmIndex, Kind, Vm, u8, Option<Ref>);
     memoized!(Input => Option<bool>, (at, kind, vm, since, known), |(at, kind, vm, since, known)| {
         let (vm, since) = (virtual_machine(at, vm), committed(at, since));
@@ -239,8 +239,8 @@ pub fn ended(at: VmIndex, kind: Kind, vm: Vm, since: u8, known: Option<Ref>) -> 
         match kind {
             Kind::Publish => vm_volumes::attach_result(&vm, &since, &entry, known.as_ref()).map(|it| it.is_ok()),
             Kind::Unpublish => {
-                let leaving = PendingDetach { entry: &entry, disk: None, known: known.as_ref() };
-                vm_volumes::detach_result(Some(&vm), &since, leaving).map(|it| it.is_ok())
+                let pending = PendingDetach { entry: &entry, disk: None, known: known.as_ref() };
+                vm_volumes::detach_result(Some(&vm), &since, pending).map(|it| it.is_ok())
             }
         }
     })
@@ -270,18 +270,18 @@ fn volume_attachment(vm_index: VmIndex, attachment: Attachment) -> VolumeAttachm
 pub fn shim_write(at: VmIndex, vm: CachedVm, attachment: Option<Attachment>) -> Option<(ShimWrite, bool)> {
     type Input = (VmIndex, CachedVm, Option<Attachment>);
     memoized!(Input => Option<(ShimWrite, bool)>, (at, vm, attachment), |(at, vm, attachment)| {
-        let vm_index: ShimVm = object(document(at, vm.vm, "1"));
+        let shim_vm: ShimVm = object(document(at, vm.vm, "1"));
         let attachments: Vec<Arc<VolumeAttachment>> =
             attachment.iter().map(|attachment| Arc::new(volume_attachment(at, *attachment))).collect();
-        let plan = plan(&vm_index, API_VERSION, &attachments, &BTreeMap::new());
-        let is_confirmed = needs_fresh_read(&vm_index, &plan);
+        let plan = plan(&shim_vm, API_VERSION, &attachments, &BTreeMap::new());
+        let needs_read = needs_fresh_read(&shim_vm, &plan);
         if let Some(delete) = plan.delete.first() {
             assert_eq!(delete.metadata.uid, attachment.map(|attachment| uid(attachment.uid)), "only the cached attachment is deleted");
-            return attachment.map(|attachment| (ShimWrite::Delete(attachment.uid), is_confirmed));
+            return attachment.map(|attachment| (ShimWrite::Delete(attachment.uid), needs_read));
         }
         if let Some(create) = plan.create.first() {
             assert_eq!(create.metadata.finalizers.as_deref(), Some(&[FINALIZER_DETACH.to_owned()][..]));
-            return Some((ShimWrite::Create, is_confirmed));
+            return Some((ShimWrite::Create, needs_read));
         }
         plan.status.map(|status| (ShimWrite::WriteStatus { status: VM_STATUS.put(status), is_current: vm.is_current }, false))
     })
@@ -301,7 +301,7 @@ pub enum Next {
 }
 
 fn observed_by_mgmt(vm_index: VmIndex, observed: Observed) -> decide::Observed {
-    let indeterminate = || Indeterminate::Failed("trouble".to_owned());
+    let indeterminate = || Indeterminate::Failed("timed out".to_owned());
     match observed {
         Observed::Unknown => decide::Observed::Unknown,
         Observed::AttachSent => decide::Observed::AttachSent,
@@ -367,10 +367,10 @@ pub fn decide(at: VmIndex, reconcile: Reconcile, attachment: Option<Attachment>)
 }
 
 /// [`has_same_name`].
-pub fn has_same_name_in_infra(vm_index: VmIndex, mine: Uid, row: (VmIndex, Uid)) -> bool {
+pub fn has_same_name_in_infra(vm_index: VmIndex, own: Uid, row: (VmIndex, Uid)) -> bool {
     type Input = (VmIndex, Uid, (VmIndex, Uid));
-    memoized!(Input => bool, (vm_index, mine, row), |(vm_index, mine, row)| {
-        has_same_name(&id(row.0, row.1), &key(vm_index), &uid(mine))
+    memoized!(Input => bool, (vm_index, own, row), |(vm_index, own, row)| {
+        has_same_name(&id(row.0, row.1), &key(vm_index), &uid(own))
     })
 }
 
@@ -380,11 +380,11 @@ pub fn has_same_name_in_infra(vm_index: VmIndex, mine: Uid, row: (VmIndex, Uid))
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admitted {
     /// It exists.
-    There,
+    Exists,
     /// It is created.
     New,
     /// It replaces this one.
-    Instead(Uid),
+    Replaces(Uid),
     /// It is refused.
     Refused(Observed),
 }
@@ -431,9 +431,9 @@ fn volume() -> VolumeRow {
 
 /// [`admit`] with the contents of the catalog.
 pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -> Admitted {
-    let wanted = id(at, of);
+    let requested = id(at, of);
     let (own, others): (Vec<AttachmentRow>, Vec<AttachmentRow>) =
-        catalog.rows.iter().map(row).partition(|row| row.id == wanted);
+        catalog.rows.iter().map(row).partition(|row| row.id == requested);
     let node_spec = |vm_index| NodeSpec {
         name: name(vm_index),
         hypervisor: "hypervisor".to_owned(),
@@ -450,11 +450,11 @@ pub fn admission(at: VmIndex, of: Uid, replaces: Option<Uid>, catalog: &Infra) -
         others,
     };
     let earlier = replaces.map(|uid| id(at, uid));
-    let wish = AttachRequest { id: &wanted, spec: &spec(at), replaces: earlier.as_ref() };
-    match (admit(wish, &facts, NOW), replaces) {
-        (Ok(Admission::Exists(_)), _) => Admitted::There,
+    let request = AttachRequest { id: &requested, spec: &spec(at), replaces: earlier.as_ref() };
+    match (admit(request, &facts, NOW), replaces) {
+        (Ok(Admission::Exists(_)), _) => Admitted::Exists,
         (Ok(Admission::New(_)), _) => Admitted::New,
-        (Ok(Admission::Replaces { .. }), Some(earlier)) => Admitted::Instead(earlier),
+        (Ok(Admission::Replaces { .. }), Some(earlier)) => Admitted::Replaces(earlier),
         (Ok(Admission::Replaces { of, .. }), None) => {
             panic!("took over the disk of {of} without being asked")
         }

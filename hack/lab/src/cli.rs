@@ -7,6 +7,7 @@ use clap::{Parser, Subcommand};
 
 use crate::demo::demo;
 use crate::down::down;
+use crate::lab::Lab;
 use crate::run::Run;
 use crate::sanity::{Tier, sanity};
 use crate::session::{After, interrupted, with_any_lab, with_lab};
@@ -66,7 +67,8 @@ enum Verb {
         #[arg(long)]
         keep: bool,
     },
-    /// Run the checks: formatting, lints, unit tests, then black-box tests and csi-sanity in a lab of their own.
+    /// Run the checks of a change: formatting, lints, unit tests, then csi-sanity and black-box tests in a lab of their own.
+    /// Prints a table of the steps, their results and times.
     Test(verify::Selection),
     /// Run random user operations in two guests while components fail, and verify the result. Uses this lab if it is
     /// up, otherwise a lab of its own.
@@ -89,7 +91,7 @@ enum Verb {
     Generate,
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
     Bench {
-        /// Name of the bench.
+        /// Name of the bench. `help` lists them.
         bench: String,
         /// Arguments of the bench.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -102,62 +104,79 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
     let ui = Ui::default();
     let run = Run::named(&cli.name)?;
     match cli.verb {
-        Verb::Up(options) => {
-            tokio::select! {
-                outcome = up(&ui, &run, &options) => outcome.with_context(|| unfinished(&run))?,
-                interrupt = interrupted() => return Err(interrupt?.context(unfinished(&run))),
-            }
-            say(format!(
-                "lab {} is up: `cargo lab status` shows its components; NESTOR_LAB={}",
-                cli.name,
-                run.dir().display()
-            ));
-        }
-        Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await?,
-        Verb::Status => return Ok(if status(&run).await? { ExitCode::SUCCESS } else { ExitCode::FAILURE }),
-        Verb::Logs { component, follow } => return verbs::logs(&run, &component, follow).await,
-        Verb::Restart { components } => {
-            let lab = crate::Lab::open(run)?;
-            for component in components {
-                lab.restart(&component).await?;
-                say(format!("restarted {component}"));
-            }
-        }
-        Verb::Kubectl { cluster, args } => return verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep } => {
-            let after = if keep { After::Keep } else { After::Down };
-            let run = Run::named("demo")?;
-            with_lab(&ui, &run, &UpOptions::default(), after, async |lab| demo(&ui, lab).await).await?;
-            say("demo passed");
-        }
-        Verb::Test(selection) => return verify::verify(&ui, &selection).await,
-        Verb::Sanity { tier } => {
-            let options = UpOptions { vms: 0, ..UpOptions::default() };
-            let work = async |lab: &crate::Lab| sanity(&ui, lab, tier).await;
-            let counts = with_any_lab(&ui, &run, "sanity", &options, work).await?;
-            say(counts.to_string());
-            if !counts.success() {
-                return Ok(ExitCode::FAILURE);
-            }
-        }
-        Verb::Soak { minutes, seed } => {
-            let options = UpOptions { vms: 0, guests: 2, one_namespace: true, ..UpOptions::default() };
-            let work = async |lab: &crate::Lab| verbs::soak(lab, minutes, seed).await;
-            return with_any_lab(&ui, &run, "soak", &options, work).await;
-        }
-        Verb::Images(options) => images::images(&ui, &options).await?,
-        Verb::Generate => verbs::generate()?,
-        Verb::Bench { bench, args } => {
-            // `plot` draws recorded results and needs no lab.
-            if bench == "plot" {
-                return verbs::bench(None, &bench, &args).await;
-            }
-            let options = UpOptions { vms: 0, release: true, ..UpOptions::default() };
-            let work = async |lab: &crate::Lab| verbs::bench(Some(lab), &bench, &args).await;
-            return with_any_lab(&ui, &run, "bench", &options, work).await;
-        }
+        Verb::Up(options) => run_up(&ui, &run, &options).await,
+        Verb::Down { keep_logs } => down(&ui, &run, keep_logs).await.map(|()| ExitCode::SUCCESS),
+        Verb::Status => Ok(exit_code(status(&run).await?)),
+        Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
+        Verb::Restart { components } => restart(run, &components).await,
+        Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
+        Verb::Demo { keep } => run_demo(&ui, keep).await,
+        Verb::Test(selection) => verify::verify(&ui, &selection).await,
+        Verb::Sanity { tier } => run_sanity(&ui, &run, tier).await,
+        Verb::Soak { minutes, seed } => run_soak(&ui, &run, minutes, seed).await,
+        Verb::Images(options) => images::images(&ui, &options).await.map(|()| ExitCode::SUCCESS),
+        Verb::Generate => verbs::generate().map(|()| ExitCode::SUCCESS),
+        Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
+    }
+}
+
+fn exit_code(success: bool) -> ExitCode {
+    if success { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+async fn run_up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<ExitCode> {
+    tokio::select! {
+        outcome = up(ui, run, options) => outcome.with_context(|| unfinished(run))?,
+        interrupt = interrupted() => return Err(interrupt?.context(unfinished(run))),
+    }
+    let (name, dir) = (run.name(), run.dir().display());
+    say(format!("lab {name} is up: `cargo lab status` shows its components; NESTOR_LAB={dir}"));
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn restart(run: Run, components: &[String]) -> Result<ExitCode> {
+    let lab = Lab::open(run)?;
+    for component in components {
+        lab.restart(component).await?;
+        say(format!("restarted {component}"));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+async fn run_demo(ui: &Ui, keep: bool) -> Result<ExitCode> {
+    let after = if keep { After::Keep } else { After::Down };
+    let run = Run::named("demo")?;
+    with_lab(ui, &run, &UpOptions::default(), after, async |lab| demo(ui, lab).await).await?;
+    say("demo passed");
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn run_sanity(ui: &Ui, run: &Run, tier: Tier) -> Result<ExitCode> {
+    let options = UpOptions { vms: 0, ..UpOptions::default() };
+    let work = async |lab: &Lab| sanity(ui, lab, tier).await;
+    let counts = with_any_lab(ui, run, "sanity", &options, work).await?;
+    say(counts.to_string());
+    Ok(exit_code(counts.success()))
+}
+
+async fn run_soak(ui: &Ui, run: &Run, minutes: u64, seed: Option<u64>) -> Result<ExitCode> {
+    let options = UpOptions { vms: 0, guests: 2, one_namespace: true, ..UpOptions::default() };
+    let work = async |lab: &Lab| verbs::soak(lab, minutes, seed).await;
+    with_any_lab(ui, run, "soak", &options, work).await
+}
+
+/// `plot` draws recorded results, and help is only printed.
+fn bench_needs_no_lab(bench: &str, args: &[String]) -> bool {
+    ["plot", "help"].contains(&bench) || args.iter().any(|arg| arg == "--help" || arg == "-h")
+}
+
+async fn run_bench(ui: &Ui, run: &Run, bench: &str, args: &[String]) -> Result<ExitCode> {
+    if bench_needs_no_lab(bench, args) {
+        return verbs::bench(None, bench, args).await;
+    }
+    let options = UpOptions { vms: 0, release: true, ..UpOptions::default() };
+    let work = async |lab: &Lab| verbs::bench(Some(lab), bench, args).await;
+    with_any_lab(ui, run, "bench", &options, work).await
 }
 
 fn unfinished(run: &Run) -> String {

@@ -1,7 +1,17 @@
 //! The lab: a management cluster, guest clusters, virtual machines, the storage infra and Nestor on one host, from
 //! source.
 //!
-//! `cargo lab` is its command line; tests and benches use [`Lab`] on a running lab.
+//! `cargo lab` is its command line ([`cli`]); tests and benches use [`Lab`] on a running lab.
+//!
+//! | to understand | read |
+//! | --- | --- |
+//! | what is built or downloaded first | [`cache`] |
+//! | the start and the end of a lab | `up`, `down` |
+//! | where a lab keeps its files, processes and state | [`run`], [`state`] |
+//! | control planes, and what is applied to them | [`cluster`] |
+//! | Nestor's components and the sidecars | `drivers`, [`infra`] |
+//! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
+//! | `cargo lab test` | `verify` |
 
 pub mod audit;
 pub mod cache;
@@ -14,6 +24,7 @@ pub mod images;
 pub mod infra;
 mod kubeconfig;
 mod lab;
+mod loop_nodes;
 mod oci;
 mod pki;
 mod ports;
@@ -31,8 +42,11 @@ mod verbs;
 mod verify;
 pub mod virtual_machines;
 pub mod vm;
+mod vms;
 pub mod wait;
 
 pub use drivers::Replica;
-pub use lab::{Lab, LoopNode, NodePlugin, Vm};
+pub use lab::Lab;
+pub use loop_nodes::{LoopNode, NodePlugin};
 pub use settings::Setting;
+pub use vms::Vm;

@@ -49,6 +49,11 @@ impl Run {
         &self.dir
     }
 
+    /// The name of the folder, which is the name of the lab.
+    pub fn name(&self) -> String {
+        self.dir.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
     /// A path in the folder.
     pub fn path(&self, inside: impl AsRef<Path>) -> PathBuf {
         self.dir.join(inside)

@@ -41,16 +41,21 @@ impl Counts {
     pub fn success(&self) -> bool {
         self.failed == 0 && self.passed > 0
     }
+
+    /// The numbers as a text.
+    pub fn numbers(&self) -> String {
+        let Self { passed, failed, skipped, .. } = self;
+        format!("{passed} passed, {failed} failed, {skipped} skipped")
+    }
 }
 
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { tier, passed, failed, skipped } = self;
-        let driver = match tier {
+        let driver = match self.tier {
             Tier::Guest => "guest",
             Tier::Mgmt => "mgmt",
         };
-        write!(f, "csi-sanity {driver}: {passed} passed, {failed} failed, {skipped} skipped")
+        write!(f, "csi-sanity {driver}: {}", self.numbers())
     }
 }
 

@@ -29,19 +29,19 @@ pub(crate) async fn with_lab<T, W>(
 where
     W: AsyncFnOnce(&Lab) -> Result<T>,
 {
-    let whole = async {
+    let work_in_lab = async {
         up(ui, run, options).await?;
         work(&Lab::open(run.clone())?).await
     };
-    // A lab that already exists is not ours to take down.
+    // A lab that already exists must not be taken down.
     anyhow::ensure!(
         !run.exists(),
         "a lab already exists at {}: `cargo lab --name {} down` takes it down",
         run.dir().display(),
-        run.dir().file_name().unwrap_or_default().to_string_lossy()
+        run.name()
     );
     let outcome = tokio::select! {
-        outcome = whole => outcome,
+        outcome = work_in_lab => outcome,
         interrupt = interrupted() => Err(interrupt?),
     };
     if after == After::Keep {
@@ -56,11 +56,11 @@ where
     outcome.and_then(|value| down.map(|()| value))
 }
 
-/// Runs `work` in the lab of `run` if it is up, otherwise in a temporary lab.
+/// Runs `work` in the lab of `run` if it is up, otherwise in a temporary lab with another name.
 pub(crate) async fn with_any_lab<T, W>(
     ui: &Ui,
     run: &Run,
-    own: &str,
+    temporary_name: &str,
     options: &UpOptions,
     work: W,
 ) -> Result<T>
@@ -70,7 +70,7 @@ where
     if run.exists() {
         return work(&Lab::open(run.clone())?).await;
     }
-    with_lab(ui, &Run::named(own)?, options, After::Down, work).await
+    with_lab(ui, &Run::named(temporary_name)?, options, After::Down, work).await
 }
 
 /// Waits for SIGTERM or SIGINT.

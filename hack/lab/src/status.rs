@@ -16,8 +16,8 @@ use crate::vm;
 pub async fn status(run: &Run) -> Result<bool> {
     let state = run.state()?;
     let components =
-        join_all(state.components.iter().map(|(name, component)| part_row(run, name, component))).await;
-    let vms = join_all(state.vms.iter().map(|(name, machine)| vm_row(run, &state, name, machine))).await;
+        join_all(state.components.iter().map(|(name, component)| component_row(run, name, component))).await;
+    let vms = join_all(state.vms.iter().map(|(name, vm_record)| vm_row(run, &state, name, vm_record))).await;
     let rows: Vec<Row> = components.into_iter().chain(vms).collect();
     let cells: Vec<Vec<String>> = rows.iter().map(Row::cells).collect();
     for line in table(&["COMPONENT", "STATE", "PID", "ADDRESS"], &cells) {
@@ -61,7 +61,7 @@ fn not_ready(reason: &str) -> String {
     format!("NOT READY: {line}")
 }
 
-async fn part_row(run: &Run, name: &str, component: &Component) -> Row {
+async fn component_row(run: &Run, name: &str, component: &Component) -> Row {
     let process = run.process(name).filter(Process::alive);
     let state = match process {
         None => "DEAD".to_owned(),
@@ -78,23 +78,23 @@ async fn part_row(run: &Run, name: &str, component: &Component) -> Row {
     }
 }
 
-async fn vm_row(run: &Run, state: &State, name: &str, machine: &VmRecord) -> Row {
-    let process = vm::process(run, name, machine);
+async fn vm_row(run: &Run, state: &State, name: &str, vm_record: &VmRecord) -> Row {
+    let process = vm::process(run, name, vm_record);
     let health = match process {
         None => "DEAD".to_owned(),
         Some(_) => {
-            node_state(state, name, machine).await.unwrap_or_else(|error| not_ready(&format!("{error:#}")))
+            node_state(state, name, vm_record).await.unwrap_or_else(|error| not_ready(&format!("{error:#}")))
         }
     };
     let address = format!(
         "{} of {}, {}, {}, kubelet on {}",
-        machine.uuid, machine.guest, machine.zone, machine.accelerator, machine.kubelet_port
+        vm_record.uuid, vm_record.guest, vm_record.zone, vm_record.accelerator, vm_record.kubelet_port
     );
     Row { name: name.to_owned(), state: health, pid: process.map(|process| process.pid), address }
 }
 
-async fn node_state(state: &State, name: &str, machine: &VmRecord) -> Result<String> {
-    let Some(guest) = state.guests.get(&machine.guest) else {
+async fn node_state(state: &State, name: &str, vm_record: &VmRecord) -> Result<String> {
+    let Some(guest) = state.guests.get(&vm_record.guest) else {
         return Ok("NOT READY: no guest cluster".to_owned());
     };
     let nodes: Api<Node> = Api::all(kubeconfig::client(&guest.cluster.kubeconfig).await?);

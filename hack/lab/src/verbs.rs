@@ -84,23 +84,19 @@ pub async fn bench(lab: Option<&Lab>, name: &str, args: &[String]) -> Result<Exi
 
 /// Runs the soak test, with random operations and faults, against a lab.
 pub async fn soak(lab: &Lab, minutes: u64, seed: Option<u64>) -> Result<ExitCode> {
-    let mut soak = cargo();
-    soak.args([
-        "test",
-        "--quiet",
-        "-p",
-        "tests",
-        "--test",
-        "blackbox",
-        "--",
-        "soak::random_operations_and_faults",
-        "--nocapture",
-    ]);
-    soak.env("NESTOR_LAB", lab.dir()).env("NESTOR_SOAK_MINUTES", minutes.to_string());
+    let mut soak = blackbox_tests(lab, "soak::random_operations_and_faults");
+    soak.arg("--nocapture").env("NESTOR_SOAK_MINUTES", minutes.to_string());
     if let Some(seed) = seed {
         soak.env("NESTOR_SOAK_SEED", seed.to_string());
     }
     foreground(&mut soak).await
+}
+
+/// Cargo with the black-box tests whose names contain this text, in a lab.
+pub(crate) fn blackbox_tests(lab: &Lab, filter: &str) -> Command {
+    let mut command = cargo();
+    command.args(["test", "-p", "tests", "--test", "blackbox", "--", filter]).env("NESTOR_LAB", lab.dir());
+    command
 }
 
 /// The cargo that runs us, in the repository. It runs in the foreground, so that an interrupt reaches it.

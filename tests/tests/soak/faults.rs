@@ -8,7 +8,7 @@ use fastrand::Rng;
 use tests::Scenario;
 
 /// Components that may crash or be paused at any time.
-const PARTS: [&str; 5] = ["g1-gc-csi", "g2-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+const COMPONENTS: [&str; 5] = ["g1-gc-csi", "g2-gc-csi", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
 /// The faults of a run.
 pub struct Faults {
@@ -34,7 +34,7 @@ impl Faults {
     fn draw(&self) -> Result<(Duration, &'static str, Fault)> {
         let mut random = self.random.lock().map_err(|_| anyhow::anyhow!("poisoned"))?;
         let pause = Duration::from_millis(random.u64(500..6000));
-        let component = PARTS[random.usize(..PARTS.len())];
+        let component = COMPONENTS[random.usize(..COMPONENTS.len())];
         let fault = match random.u8(..4) {
             0 | 1 => Fault::Crash,
             2 => Fault::Outage(random.u64(1..6)),

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use fastrand::Rng;
 
 /// Number of nodes of a user.
-pub const MACHINES: usize = 2;
+pub const VMS: usize = 2;
 const VOLUMES: usize = 4;
 const SNAPSHOTS: usize = 3;
 const LARGEST_MIB: i64 = 32;
@@ -52,12 +52,12 @@ pub enum Operation {
     },
     Attach {
         volume: Number,
-        machine: usize,
+        vm: usize,
     },
     /// An attach of an attached volume to a second node, which must be refused.
     Contend {
         volume: Number,
-        machine: usize,
+        vm: usize,
     },
     Write {
         volume: Number,
@@ -72,7 +72,7 @@ pub enum Operation {
     },
     Detach {
         volume: Number,
-        machine: usize,
+        vm: usize,
     },
     Delete {
         volume: Number,
@@ -116,16 +116,16 @@ impl Plan {
             let number = *number;
             match volume.at {
                 None => {
-                    let machine = self.random.usize(0..MACHINES);
+                    let vm = self.random.usize(0..VMS);
                     // Twice as likely, because most failures involve attached disks.
-                    possible.extend([(); 2].map(|()| Operation::Attach { volume: number, machine }));
+                    possible.extend([(); 2].map(|()| Operation::Attach { volume: number, vm }));
                     possible.push(Operation::Delete { volume: number });
                 }
-                Some(machine) => {
+                Some(vm) => {
                     let records = self.random.u64(1..=16);
                     possible.extend([(); 2].map(|()| Operation::Write { volume: number, records }));
-                    possible.push(Operation::Contend { volume: number, machine: (machine + 1) % MACHINES });
-                    possible.push(Operation::Detach { volume: number, machine });
+                    possible.push(Operation::Contend { volume: number, vm: (vm + 1) % VMS });
+                    possible.push(Operation::Detach { volume: number, vm });
                 }
             }
             possible.push(Operation::Verify { volume: number });
@@ -166,7 +166,7 @@ impl Plan {
                 snapshots.insert(snapshot, Snapshot { mib, records });
                 *next += 1;
             }
-            Operation::Attach { volume, machine } => of(volumes, volume).at = Some(machine),
+            Operation::Attach { volume, vm } => of(volumes, volume).at = Some(vm),
             Operation::Detach { volume, .. } => of(volumes, volume).at = None,
             Operation::Write { volume, records } => {
                 let written = &mut of(volumes, volume).records;
@@ -187,8 +187,8 @@ impl Plan {
         for (number, volume) in &self.volumes {
             let volume_number = *number;
             all.push(Operation::Verify { volume: volume_number });
-            if let Some(machine) = volume.at {
-                all.push(Operation::Detach { volume: volume_number, machine });
+            if let Some(vm) = volume.at {
+                all.push(Operation::Detach { volume: volume_number, vm });
                 all.push(Operation::Verify { volume: volume_number });
             }
             all.push(Operation::Delete { volume: volume_number });

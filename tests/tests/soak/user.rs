@@ -13,7 +13,7 @@ use tests::records::Records;
 use tests::{MIB, PATIENCE, Scenario, bytes, eventually};
 use tonic::{Code, Status};
 
-use super::plan::{MACHINES, Number, Operation, Plan};
+use super::plan::{Number, Operation, Plan, VMS};
 
 /// Timeout of an operation, during which components may fail repeatedly.
 const STUCK: Duration = Duration::from_secs(600);
@@ -25,7 +25,7 @@ pub struct User {
     scenario: Arc<Scenario>,
     name: String,
     socket: PathBuf,
-    machines: Vec<LoopNode>,
+    vms: Vec<LoopNode>,
     plan: Plan,
     /// The CSI handles of its volumes and snapshots.
     handles: BTreeMap<Number, String>,
@@ -38,9 +38,9 @@ pub struct User {
 impl User {
     pub async fn new(s: &Arc<Scenario>, guest: &str, number: u64, seed: u64) -> Result<Self> {
         let second = if guest == "g1" { None } else { Some(s.second_guest().await?) };
-        let mut machines = Vec::new();
-        for _ in 0..MACHINES {
-            machines.push(match &second {
+        let mut vms = Vec::new();
+        for _ in 0..VMS {
+            vms.push(match &second {
                 None => s.node().await?,
                 Some(second) => second.node().await?,
             });
@@ -49,7 +49,7 @@ impl User {
             scenario: s.clone(),
             name: format!("{}-{guest}-{number}", s.name),
             socket: s.lab.controller_socket(guest)?,
-            machines,
+            vms,
             plan: Plan::new(seed),
             handles: BTreeMap::new(),
             disks: BTreeMap::new(),
@@ -103,16 +103,16 @@ impl User {
                 self.make(volume, request).await?;
                 "clone"
             }
-            Operation::Attach { volume, machine } => {
-                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+            Operation::Attach { volume, vm } => {
+                let (handle, node) = (self.handle(volume), &*self.vms[vm].name);
                 let disk =
                     self.call_until_final(|driver| async move { driver.publish(handle, node).await }).await?;
-                self.disks.insert(volume, bytes::device(&self.machines[machine], &disk));
+                self.disks.insert(volume, bytes::device(&self.vms[vm], &disk));
                 self.move_records(volume).await?;
                 "attach"
             }
-            Operation::Contend { volume, machine } => {
-                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+            Operation::Contend { volume, vm } => {
+                let (handle, node) = (self.handle(volume), &*self.vms[vm].name);
                 let refused = self
                     .call_until_final(|driver| async move {
                         match driver.publish(handle, node).await {
@@ -122,7 +122,7 @@ impl User {
                     })
                     .await?;
                 let Err(refused) = refused else { bail!("two nodes have {handle}") };
-                let first = &self.machines[(machine + 1) % MACHINES].name;
+                let first = &self.vms[(vm + 1) % VMS].name;
                 ensure!(
                     refused.message().contains(first.as_str()),
                     "the error does not name the other VM: {refused}"
@@ -150,11 +150,11 @@ impl User {
                 ensure!(has == mib * MIB, "{has} bytes");
                 "expand"
             }
-            Operation::Detach { volume, machine } => {
+            Operation::Detach { volume, vm } => {
                 self.disks.remove(&volume);
                 // Closes the disk before the detach.
                 self.move_records(volume).await?;
-                let (handle, node) = (self.handle(volume), &*self.machines[machine].name);
+                let (handle, node) = (self.handle(volume), &*self.vms[vm].name);
                 self.call_until_final(|driver| async move { driver.unpublish(handle, node).await }).await?;
                 "detach"
             }
@@ -245,7 +245,7 @@ impl User {
         let expected = &self.plan.volumes[&number];
         let claim = &self.handles[&number];
         let size = u64::try_from(expected.mib * MIB)?;
-        let node = expected.at.map(|machine| self.machines[machine].uuid);
+        let node = expected.at.map(|vm| self.vms[vm].uuid);
         // Retried, because storage-infra may be down.
         let file = eventually(&format!("volume {claim} is {expected:?}"), PATIENCE, || async {
             let volume = match self.scenario.infra_volume(claim).await {

@@ -13,7 +13,7 @@ pub type VmIndex = usize;
 pub type ReplicaIndex = usize;
 /// UID of a VolumeAttachment: its rank among the UIDs of its VM that any component still knows.
 pub type Uid = u8;
-/// Reference to a text or status in [`crate::objects`].
+/// Number of an interned text or status.
 pub type Ref = u8;
 
 /// A `VirtualMachine`.

@@ -1,6 +1,6 @@
 //! Model state: objects, caches and calls in progress of all components, compact enough for millions of states.
 //!
-//! An object is reduced to the fields that vary; [`crate::objects`] builds the real objects for the decision functions.
+//! An object is reduced to the fields that vary; the module `objects` builds the real objects for the decision functions.
 //! Counters (UIDs, generations) are replaced by their ranks, so that states with different histories are equal.
 
 mod components;

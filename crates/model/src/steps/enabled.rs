@@ -1,7 +1,9 @@
 //! Enabled actions of a state.
 
+use super::action::Action;
+use super::infra::answer;
+use super::rules::Rules;
 use super::shim::shim_decides;
-use super::{Action, Rules, infra};
 use crate::state::*;
 
 /// Collects the enabled actions of a state.
@@ -118,7 +120,7 @@ pub fn enabled(state: &State, rules: Rules, actions: &mut Vec<Action>) {
     for request in &infra.requests {
         if !request.accepted {
             actions.push(Action::InfraAccepts(*request));
-        } else if infra::answer(state, request).is_some() {
+        } else if answer(state, request).is_some() {
             actions.push(Action::InfraAnswers(*request));
         }
     }

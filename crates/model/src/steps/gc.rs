@@ -1,8 +1,8 @@
 //! Steps of gc-csi: calls from csi-attacher, and PATCHes of VMs.
 
+use super::rules::Rules;
 use gc_csi::vm_volumes::AttachStep;
 
-use super::Rules;
 use crate::objects::{self, Patched};
 use crate::state::*;
 
@@ -28,7 +28,7 @@ pub(super) fn with_former_caller(call: Call) -> Option<Call> {
 
 /// Plans the patch that adds the entry, or waits until it is allowed.
 fn to_add(vm_index: VmIndex, cached: CachedVm) -> Stage {
-    match objects::may_be_added(vm_index, cached.vm) {
+    match objects::can_add_entry(vm_index, cached.vm) {
         true => Stage::Commit { base: cached, live: false },
         false => Stage::WaitToAdd,
     }
@@ -54,8 +54,8 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
     let stage = match (call.stage, call.kind) {
         (Stage::Start, Kind::Publish) => first_look(state, vm_index, replica, call.caller, rules),
         (Stage::Start, Kind::Unpublish) => {
-            let is_involved =
-                objects::is_involved(vm_index, cached.vm) || objects::is_involved(vm_index, live.vm);
+            let is_involved = objects::references_claim(vm_index, cached.vm)
+                || objects::references_claim(vm_index, live.vm);
             if !is_involved {
                 return answered(state, vm_index, replica, call, true);
             }
@@ -73,7 +73,7 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
                 // That no change is needed counts only for a copy from the API server.
                 Patched::Nothing if is_live => Some(base.vm.generation),
                 Patched::Nothing | Patched::Refused => None,
-                Patched::Leaving => {
+                Patched::Detaching => {
                     state.gc[replica].calls[vm_index] = None;
                     return;
                 }
@@ -94,11 +94,12 @@ pub(super) fn gc_continues(state: &mut State, vm_index: VmIndex, replica: Replic
                 None => Some(Stage::Commit { base: live, live: true }),
             }
         }
-        (Stage::Wait { since, known }, kind) => match objects::ended(vm_index, kind, cached.vm, since, known)
-        {
-            Some(well) => return answered(state, vm_index, replica, call, well),
-            None => Some(call.stage),
-        },
+        (Stage::Wait { since, known }, kind) => {
+            match objects::call_result(vm_index, kind, cached.vm, since, known) {
+                Some(well) => return answered(state, vm_index, replica, call, well),
+                None => Some(call.stage),
+            }
+        }
     };
     state.gc[replica].calls[vm_index] = stage.map(|stage| {
         call.stage = stage;
@@ -127,7 +128,7 @@ fn first_look(
     rules: Rules,
 ) -> Option<Stage> {
     let (cached, live) = (state.gc[replica].vms[vm_index], state.current_vm(vm_index));
-    match objects::begin(vm_index, cached.vm, state.gc[replica].vms[1 - vm_index].vm) {
+    match objects::decide_attach(vm_index, cached.vm, state.gc[replica].vms[1 - vm_index].vm) {
         AttachStep::Elsewhere | AttachStep::Differs(_) => None,
         AttachStep::Confirm if live.vm.entry && !rules.confirm_entries => {
             waits(caller, live.vm.generation, objects::error_in_status(cached.vm.status))

@@ -1,7 +1,7 @@
 //! Steps of storage-infra: accept, execute, record and answer requests.
 
-use super::Rules;
 use super::mgmt::{find_same_name, mgmt_decides};
+use super::rules::Rules;
 use crate::objects::{self, Admitted};
 use crate::state::*;
 
@@ -57,12 +57,12 @@ pub(super) fn infra_accepts(state: &mut State, request: Request, rules: Rules) -
                 catalog.rows.retain(|row| row.vm_index == vm_index);
             }
             match objects::admission(vm_index, uid, replaces, &catalog) {
-                Admitted::There => None,
+                Admitted::Exists => None,
                 Admitted::New => {
                     state.infra.rows.insert(Row { vm_index, uid, state: RowState::Attaching });
                     None
                 }
-                Admitted::Instead(earlier) => {
+                Admitted::Replaces(earlier) => {
                     let row = *state
                         .infra
                         .rows

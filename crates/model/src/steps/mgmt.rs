@@ -1,6 +1,6 @@
 //! Steps of mgmt-csi: reconciles of VolumeAttachments.
 
-use super::Rules;
+use super::rules::Rules;
 use super::shim::{delete_attachment, remove_finalizer};
 use crate::objects::{self, Next};
 use crate::state::*;

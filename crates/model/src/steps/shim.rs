@@ -1,6 +1,6 @@
 //! Steps of the VM Operator: writes of VolumeAttachments and statuses.
 
-use super::Rules;
+use super::rules::Rules;
 use crate::objects;
 use crate::state::*;
 

@@ -117,14 +117,14 @@ impl ControlPlane {
     /// Starts all processes and returns when the API server is ready.
     pub async fn start(&self, run: &Run, tools: &Path) -> Result<()> {
         let name = &self.cluster.name;
-        run.launch(&format!("{name}-etcd"), self.etcd_part(tools)).await?;
-        run.launch(&format!("{name}-apiserver"), self.apiserver_part(tools)?).await?;
-        let controllers = self.controllers_part(tools);
+        run.launch(&format!("{name}-etcd"), self.etcd_component(tools)).await?;
+        run.launch(&format!("{name}-apiserver"), self.apiserver_component(tools)?).await?;
+        let controllers = self.controller_manager_component(tools);
         let controllers = async { run.launch(&format!("{name}-controller-manager"), controllers).await };
         let scheduler = async {
             match self.scheduler {
                 Some(port) => {
-                    run.launch(&format!("{name}-scheduler"), self.scheduler_part(tools, port)).await
+                    run.launch(&format!("{name}-scheduler"), self.scheduler_component(tools, port)).await
                 }
                 None => Ok(()),
             }
@@ -136,7 +136,7 @@ impl ControlPlane {
         self.dir.join(name).display().to_string()
     }
 
-    fn etcd_part(&self, tools: &Path) -> Component {
+    fn etcd_component(&self, tools: &Path) -> Component {
         let client = format!("http://127.0.0.1:{}", self.etcd);
         let peer = format!("http://127.0.0.1:{}", self.etcd_peer);
         Component {
@@ -166,7 +166,7 @@ impl ControlPlane {
         }
     }
 
-    fn apiserver_part(&self, tools: &Path) -> Result<Component> {
+    fn apiserver_component(&self, tools: &Path) -> Result<Component> {
         let mut flags = vec![
             ("etcd-servers", format!("http://127.0.0.1:{}", self.etcd)),
             ("bind-address", "127.0.0.1".into()),
@@ -211,7 +211,7 @@ impl ControlPlane {
         })
     }
 
-    fn controllers_part(&self, tools: &Path) -> Component {
+    fn controller_manager_component(&self, tools: &Path) -> Component {
         let kubeconfig = self.file("kube-controller-manager.kubeconfig");
         Component {
             argv: argv(
@@ -241,7 +241,7 @@ impl ControlPlane {
         }
     }
 
-    fn scheduler_part(&self, tools: &Path, port: u16) -> Component {
+    fn scheduler_component(&self, tools: &Path, port: u16) -> Component {
         let kubeconfig = self.file("kube-scheduler.kubeconfig");
         Component {
             argv: argv(

@@ -76,11 +76,11 @@ pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     demo.delete::<PersistentVolumeClaim>(CLAIM).await?;
     let empty = eventually("the volume is removed everywhere", PATIENCE, || async {
         let left = demo.tracer.leftovers(&chain).await?;
-        Ok(if left.iter().all(|place| place.found.is_empty()) {
+        Ok(if left.iter().all(|leftovers| leftovers.found.is_empty()) {
             Ok(left)
         } else {
-            let remaining = left.into_iter().filter(|place| !place.found.is_empty());
-            Err(remaining.map(|place| place.to_string()).collect::<Vec<_>>().join("; "))
+            let remaining = left.into_iter().filter(|leftovers| !leftovers.found.is_empty());
+            Err(remaining.map(|leftovers| leftovers.to_string()).collect::<Vec<_>>().join("; "))
         })
     })
     .await?;

@@ -22,7 +22,7 @@ pub(super) struct Tracer {
     lab: Lab,
     guest: Client,
     management: Client,
-    machines: Api<VirtualMachine>,
+    vms: Api<VirtualMachine>,
     infra: infra_api::Client,
     namespace: String,
 }
@@ -37,12 +37,12 @@ pub(super) struct Chain {
 }
 
 /// A kind of object in one tier, and the names found.
-pub(super) struct Place {
+pub(super) struct Leftovers {
     name: &'static str,
     pub(super) found: Vec<String>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Leftovers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let found = if self.found.is_empty() { "none".to_owned() } else { self.found.join(", ") };
         write!(f, "{}: {found}", self.name)
@@ -75,7 +75,7 @@ impl Tracer {
         Ok(Self {
             lab: lab.clone(),
             guest: guest.clone(),
-            machines: virtual_machines::api(&management, &namespace).await?,
+            vms: virtual_machines::api(&management, &namespace).await?,
             management,
             infra: lab.infra()?,
             namespace,
@@ -104,7 +104,7 @@ impl Tracer {
     pub(super) async fn attachment(&self, chain: &Chain, vm_name: &str, device: &str) -> Result<Vec<String>> {
         let claim = self.claim_name(chain);
         let disk = chain.infra.disk_uuid.to_string();
-        let object = self.machines.get(vm_name).await.with_context(|| format!("VirtualMachine {vm_name}"))?;
+        let object = self.vms.get(vm_name).await.with_context(|| format!("VirtualMachine {vm_name}"))?;
         let entry = object.spec.volumes.iter().find(|entry| {
             entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name.as_str() == claim)
         });
@@ -141,7 +141,7 @@ impl Tracer {
     }
 
     /// Lists every object on every tier that may be left of a volume.
-    pub(super) async fn leftovers(&self, chain: &Chain) -> Result<Vec<Place>> {
+    pub(super) async fn leftovers(&self, chain: &Chain) -> Result<Vec<Leftovers>> {
         let claims: Api<PersistentVolumeClaim> = Api::all(self.guest.clone());
         let volumes: Api<PersistentVolume> = Api::all(self.guest.clone());
         let guest_attachments: Api<GuestAttachment> = Api::all(self.guest.clone());
@@ -149,7 +149,7 @@ impl Tracer {
         let management_volumes: Api<PersistentVolume> = Api::all(self.management.clone());
         let attachments: Api<VolumeAttachment> = Api::all(self.management.clone());
         let mut entries = Vec::new();
-        for vm in self.machines.list(&ListParams::default()).await? {
+        for vm in self.vms.list(&ListParams::default()).await? {
             let status = vm.status.clone().unwrap_or_default();
             let names = vm.spec.volumes.iter().map(|volume| &volume.name);
             let names = names.chain(status.volumes.iter().map(|volume| &volume.name));
@@ -163,26 +163,26 @@ impl Tracer {
         let infra_volumes = self.infra.list_volumes(None, None).await?.items;
         let infra_attachments = self.infra.list_attachments(None, None).await?;
         Ok(vec![
-            Place { name: "guest       PersistentVolumeClaims", found: names(&claims).await? },
-            Place { name: "guest       PersistentVolumes", found: names(&volumes).await? },
-            Place {
+            Leftovers { name: "guest       PersistentVolumeClaims", found: names(&claims).await? },
+            Leftovers { name: "guest       PersistentVolumes", found: names(&volumes).await? },
+            Leftovers {
                 name: "guest       storage.k8s.io/VolumeAttachments",
                 found: names(&guest_attachments).await?,
             },
-            Place { name: "management  PersistentVolumeClaims", found: names(&management_claims).await? },
-            Place { name: "management  PersistentVolumes", found: names(&management_volumes).await? },
-            Place { name: "management  VolumeAttachments", found: names(&attachments).await? },
-            Place { name: "management  VirtualMachine volumes", found: entries },
-            Place { name: "hypervisor  hot-plugged disks", found: disks },
-            Place {
+            Leftovers { name: "management  PersistentVolumeClaims", found: names(&management_claims).await? },
+            Leftovers { name: "management  PersistentVolumes", found: names(&management_volumes).await? },
+            Leftovers { name: "management  VolumeAttachments", found: names(&attachments).await? },
+            Leftovers { name: "management  VirtualMachine volumes", found: entries },
+            Leftovers { name: "hypervisor  hot-plugged disks", found: disks },
+            Leftovers {
                 name: "infra       volumes",
                 found: infra_volumes.iter().map(|one| one.id.to_string()).collect(),
             },
-            Place {
+            Leftovers {
                 name: "infra       attachments",
                 found: infra_attachments.iter().map(|one| one.id.to_string()).collect(),
             },
-            Place { name: "infra       files in pools", found: self.files(chain)? },
+            Leftovers { name: "infra       files in pools", found: self.files(chain)? },
         ])
     }
 

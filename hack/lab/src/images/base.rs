@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::put;
+use super::files::put;
 use crate::cache::{self, Key};
 use crate::oci::sha256;
 use crate::process::{command, run};
@@ -43,17 +43,17 @@ impl Base {
     /// The base with these packages; built once and cached.
     pub(crate) async fn of(ui: &Ui, more: &[&str]) -> Result<Self> {
         let suite = cache::debian_suite()?;
-        let wanted = [&ALWAYS[..], more].concat();
+        let requested = [&ALWAYS[..], more].concat();
         let key = Key::new("image-base")
             .with("version", &[1])
             .with("suite", suite.as_bytes())
-            .with("packages", wanted.join(" ").as_bytes())
+            .with("packages", requested.join(" ").as_bytes())
             .with("unused", UNUSED.join(" ").as_bytes())
             .with("unread", EXCLUDED.join(" ").as_bytes());
         let dir = cache::entry(&format!("image-base-{}", key.hex()), async |out: &Path| {
-            let step = ui.step(format!("fetching the Debian packages {}", wanted.join(", ")));
+            let step = ui.step(format!("fetching the Debian packages {}", requested.join(", ")));
             let work = out.join("work");
-            let files = fetch(&wanted, &work).await?;
+            let files = fetch(&requested, &work).await?;
             let packages = unpack(&files, &out.join("root")).await?;
             fs::write(out.join("packages.json"), serde_json::to_vec_pretty(&packages)?)?;
             fs::remove_dir_all(&work)?;
@@ -68,7 +68,7 @@ impl Base {
 }
 
 /// Downloads packages with all dependencies from the host's sources, whatever is installed on the host.
-async fn fetch(wanted: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
+async fn fetch(requested: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
     for folder in ["state/lists/partial", "cache/archives/partial"] {
         fs::create_dir_all(work.join(folder))?;
     }
@@ -83,7 +83,7 @@ async fn fetch(wanted: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
         run(apt.args(args).env("DEBIAN_FRONTEND", "noninteractive")).await
     };
     apt(&["update"]).await?;
-    apt(&[&["install", "--download-only", "--no-install-recommends"], wanted].concat()).await?;
+    apt(&[&["install", "--download-only", "--no-install-recommends"], requested].concat()).await?;
     let mut files = Vec::new();
     for entry in fs::read_dir(work.join("cache/archives"))? {
         let path = entry?.path();
@@ -92,7 +92,7 @@ async fn fetch(wanted: &[&str], work: &Path) -> Result<Vec<PathBuf>> {
         }
     }
     files.sort();
-    ensure!(files.len() >= wanted.len(), "apt-get fetched only {files:?}");
+    ensure!(files.len() >= requested.len(), "apt-get fetched only {files:?}");
     Ok(files)
 }
 

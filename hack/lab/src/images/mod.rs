@@ -2,10 +2,10 @@
 //! `ctr images import` and `skopeo copy oci-archive:` accept. The same inputs give the same digests.
 
 mod base;
+mod files;
 mod sbom;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
@@ -17,6 +17,7 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
+use files::put;
 
 /// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
@@ -66,7 +67,7 @@ const IMAGES: [Image; 5] = [
     Image {
         name: "storage-infra",
         program: "storage-infra",
-        description: "Nestor's storage infra: file and RBD pools, and disks of libvirt VMs",
+        description: "Nestor's storage infra: volumes as files in pools, and disks of libvirt VMs",
         packages: &["libvirt0", "libvirt-clients", "util-linux"],
         // The QEMU processes of libvirt open its files; their user differs between hosts.
         user: "0:0",
@@ -200,14 +201,6 @@ impl Image {
             },
         })
     }
-}
-
-fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
-    if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent)?;
-    }
-    fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
-    Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
 }
 
 #[cfg(test)]

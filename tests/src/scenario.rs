@@ -1,28 +1,23 @@
 //! Scenario: the clients of one test, its unique names, and a record of the objects it created.
 
-mod cleanup;
-mod leftovers;
-mod objects;
-
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use crds::names;
 use infra_api::{PoolName, VolumeId};
 use k8s_openapi::api::core::v1::{Namespace, PersistentVolumeClaim};
 use kube::api::{Api, DynamicObject, PostParams};
 use kube::{Client, ResourceExt};
 use lab::{Lab, LoopNode};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Pid;
 use serde_json::json;
 
 use crate::driver::{self, Driver};
 use crate::own_namespace::OwnNamespace;
-use crate::pools::OwnPool;
+use crate::own_pool::OwnPool;
+use crate::paused_process::PausedProcess;
 use crate::unique;
-
-pub(crate) use objects::{delete, gone, set_policy};
 
 /// The guest that the tests use.
 pub(crate) const GUEST: &str = "g1";
@@ -45,62 +40,29 @@ pub struct Scenario {
     pub infra: infra_api::Client,
     /// gc-csi's Controller service.
     pub driver: Driver,
-    made: Mutex<Made>,
+    created: Mutex<Created>,
 }
 
+/// What the scenario created and stopped, for the cleanup.
 #[derive(Default)]
-pub(crate) struct Made {
-    claims: BTreeSet<String>,
-    volumes: BTreeSet<VolumeId>,
-    nodes: Vec<(LoopNode, Driver)>,
-    second_guest_volumes: bool,
-    guest_classes: Vec<String>,
-    management_classes: Vec<String>,
-    management_claims: Vec<String>,
-    snapshot_classes: Vec<String>,
-    management_snapshots: BTreeSet<String>,
-    attributes_classes: Vec<String>,
+pub(crate) struct Created {
+    pub(crate) claims: BTreeSet<String>,
+    pub(crate) volumes: BTreeSet<VolumeId>,
+    pub(crate) nodes: Vec<(LoopNode, Driver)>,
+    pub(crate) second_guest_volumes: bool,
+    pub(crate) guest_classes: Vec<String>,
+    pub(crate) management_classes: Vec<String>,
+    pub(crate) management_claims: Vec<String>,
+    pub(crate) snapshot_classes: Vec<String>,
+    pub(crate) management_snapshots: BTreeSet<String>,
+    pub(crate) attributes_classes: Vec<String>,
     pub(crate) pools: Vec<OwnPool>,
-    quotas: BTreeSet<String>,
+    pub(crate) quotas: BTreeSet<String>,
     pub(crate) pool_labels: Vec<(PoolName, String)>,
-    stopped: BTreeSet<String>,
-    pub(crate) places: Vec<OwnNamespace>,
-    pub(crate) machines: Vec<uuid::Uuid>,
-}
-
-/// A paused process (SIGSTOP) that continues when this is dropped.
-pub struct PausedProcess(Pid);
-
-impl PausedProcess {
-    pub(crate) fn stop(pid: Pid) -> Result<Self> {
-        kill_process(pid, Signal::STOP)?;
-        Ok(Self(pid))
-    }
-}
-
-impl Drop for PausedProcess {
-    fn drop(&mut self) {
-        let _ = kill_process(self.0, Signal::CONT);
-    }
-}
-
-/// Runs a test, removes its objects and checks for leftovers, whether the test succeeded or not.
-pub async fn run<Body, Running>(body: Body) -> Result<()>
-where
-    Body: FnOnce(Arc<Scenario>) -> Running,
-    Running: Future<Output = Result<()>> + Send + 'static,
-{
-    let scenario = Arc::new(Scenario::begin().await?);
-    // In its own task, so that a failed assertion does not skip the cleanup.
-    let outcome = tokio::spawn(body(scenario.clone())).await;
-    let cleaned = scenario.clean_up().await.context("cleanup");
-    match outcome.unwrap_or_else(|panic| Err(anyhow!("{panic}"))) {
-        Ok(()) => cleaned,
-        Err(error) => match cleaned {
-            Ok(()) => Err(error),
-            Err(dirty) => Err(error.context(format!("(the cleanup failed too: {dirty:#})"))),
-        },
-    }
+    pub(crate) stopped: BTreeSet<String>,
+    pub(crate) namespaces: Vec<OwnNamespace>,
+    /// Nodes in the storage infra that belong to these namespaces.
+    pub(crate) infra_nodes: Vec<uuid::Uuid>,
 }
 
 /// Serializes tests of one program that would disturb each other.
@@ -110,7 +72,8 @@ pub async fn alone() -> tokio::sync::MutexGuard<'static, ()> {
 }
 
 impl Scenario {
-    async fn begin() -> Result<Self> {
+    /// Connects to the lab and creates the namespace of the scenario.
+    pub(crate) async fn begin() -> Result<Self> {
         let lab = Lab::from_env()?;
         let guest = lab.guest(GUEST).await?;
         let name = unique("test");
@@ -126,18 +89,23 @@ impl Scenario {
             infra: lab.infra()?,
             driver: Driver::connect(&lab.controller_socket(GUEST)?).await?,
             lab,
-            made: Mutex::default(),
+            created: Mutex::default(),
         })
     }
 
-    pub(crate) fn made(&self) -> MutexGuard<'_, Made> {
-        self.made.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn created(&self) -> MutexGuard<'_, Created> {
+        self.created.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Creates a volume of the default class with a CSI call; returns its handle.
     pub async fn volume(&self) -> Result<String> {
         let request = driver::new_volume(&self.csi_name(), 4 * crate::MIB, "nestor");
         Ok(self.driver.create(request).await?.volume_id)
+    }
+
+    /// Name of the management claim for a CSI volume name.
+    pub fn claim_name(&self, csi_name: &str) -> String {
+        names::management_pvc("pvc", &self.cluster_id, csi_name)
     }
 
     /// A unique CSI name; its volume is deleted when the scenario ends.
@@ -147,7 +115,7 @@ impl Scenario {
 
     /// Adds the volume of a CSI name to the cleanup.
     pub fn own(&self, csi_name: &str) -> String {
-        self.made().claims.insert(self.claim_name(csi_name));
+        self.created().claims.insert(self.claim_name(csi_name));
         csi_name.to_owned()
     }
 
@@ -168,23 +136,23 @@ impl Scenario {
 
     /// Adds a node to the cleanup, which detaches its disks with this driver.
     pub(crate) fn own_node(&self, node: LoopNode, driver: Driver) {
-        self.made().nodes.push((node, driver));
+        self.created().nodes.push((node, driver));
     }
 
     /// Adds the volumes of the second guest to the cleanup.
     pub(crate) fn own_second_volume(&self) {
-        self.made().second_guest_volumes = true;
+        self.created().second_guest_volumes = true;
     }
 
     /// Stops a component of the lab with SIGTERM. It is started again when the scenario ends, at the latest.
     pub async fn stop_component(&self, component: &str) -> Result<()> {
-        self.made().stopped.insert(component.to_owned());
+        self.created().stopped.insert(component.to_owned());
         self.lab.stop(component).await
     }
 
     /// Kills a component of the lab, like a crash. It is started again when the scenario ends, at the latest.
     pub async fn kill_component(&self, component: &str) -> Result<()> {
-        self.made().stopped.insert(component.to_owned());
+        self.created().stopped.insert(component.to_owned());
         self.lab.kill(component).await
     }
 
@@ -201,55 +169,55 @@ impl Scenario {
 
     pub(crate) fn new_guest_class(&self) -> String {
         let name = unique(&self.name);
-        self.made().guest_classes.push(name.clone());
+        self.created().guest_classes.push(name.clone());
         name
     }
 
     pub(crate) fn new_management_class(&self) -> String {
         let name = unique(&self.name);
-        self.made().management_classes.push(name.clone());
+        self.created().management_classes.push(name.clone());
         name
     }
 
     /// Adds a management claim that gc-csi does not create to the cleanup.
     pub(crate) fn new_management_claim(&self) -> String {
         let name = unique(&self.name);
-        let mut made = self.made();
-        made.management_claims.push(name.clone());
-        made.claims.insert(name.clone());
+        let mut created = self.created();
+        created.management_claims.push(name.clone());
+        created.claims.insert(name.clone());
         name
     }
 
     pub(crate) fn new_snapshot_class(&self) -> String {
         let name = unique(&self.name);
-        self.made().snapshot_classes.push(name.clone());
+        self.created().snapshot_classes.push(name.clone());
         name
     }
 
     /// Adds a management snapshot to the cleanup.
     pub(crate) fn own_snapshot(&self, name: String) -> String {
-        self.made().management_snapshots.insert(name.clone());
+        self.created().management_snapshots.insert(name.clone());
         name
     }
 
     pub(crate) fn is_own_snapshot(&self, snapshot: &DynamicObject) -> bool {
-        self.made().management_snapshots.contains(&snapshot.name_any())
+        self.created().management_snapshots.contains(&snapshot.name_any())
             || snapshot.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&self.name)
     }
 
     pub(crate) fn new_attributes_class(&self) -> String {
         let name = unique(&self.name);
-        self.made().attributes_classes.push(name.clone());
+        self.created().attributes_classes.push(name.clone());
         name
     }
 
     pub(crate) fn new_quota(&self, class: &str) -> String {
-        self.made().quotas.insert(class.to_owned());
+        self.created().quotas.insert(class.to_owned());
         class.to_owned()
     }
 
-    fn is_own(&self, claim: &PersistentVolumeClaim) -> bool {
-        self.made().claims.contains(&claim.name_any())
+    pub(crate) fn is_own(&self, claim: &PersistentVolumeClaim) -> bool {
+        self.created().claims.contains(&claim.name_any())
             || claim.annotations().get(names::ANNOTATION_GUEST_NAMESPACE) == Some(&self.name)
     }
 }

@@ -5,7 +5,8 @@ use kube::ResourceExt;
 use kube::api::ListParams;
 use lab::LoopNode;
 
-use super::{Scenario, gone};
+use crate::Scenario;
+use crate::objects::gone;
 
 impl Scenario {
     /// Waits until a node has no attachments in the management cluster and the storage infra.
@@ -32,8 +33,8 @@ impl Scenario {
     /// Waits until both tiers and the storage infra hold nothing of the scenario's volumes.
     pub async fn no_leftovers(&self) -> Result<()> {
         let (claims, volumes) = {
-            let made = self.made();
-            (made.claims.clone(), made.volumes.clone())
+            let created = self.created();
+            (created.claims.clone(), created.volumes.clone())
         };
         gone("management claims", || async {
             let list = self.claims().list(&ListParams::default()).await?;

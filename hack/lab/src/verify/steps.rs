@@ -1,0 +1,284 @@
+//! Steps of `cargo lab test`: their names, which of them a command line selects, and their order.
+
+use anyhow::{Result, bail};
+
+use crate::sanity::Tier;
+
+/// Duration in minutes of the step `long-soak`.
+const LONG_SOAK_MINUTES: u64 = 20;
+
+/// Selection of crates for unit tests. kube-kit's own tests use tokio with a clock that can be paused; with the other
+/// crates in one command, everything would be built twice.
+const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--exclude", "kube-kit"];
+
+/// Transitions of the model tests for each fault budget in the step `model`: more than most of them have.
+const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
+
+/// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
+const BLACKBOX_BUILD: &str = "blackbox-build";
+
+/// A check with a name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Step {
+    /// Its name in `--only` and in the table of results.
+    pub(super) name: String,
+    /// What it checks.
+    pub(super) description: String,
+    /// The smallest set that it belongs to.
+    pub(super) set: Set,
+    /// What it runs.
+    pub(super) work: Work,
+}
+
+/// Sets of steps; each contains the ones before it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Set {
+    /// Steps of `cargo lab test --quick`.
+    Quick,
+    /// Steps of `cargo lab test`.
+    Normal,
+    /// Steps of `cargo lab test --all`.
+    All,
+}
+
+impl Set {
+    /// The shortest command line that runs the set.
+    pub(super) fn command(self) -> &'static str {
+        match self {
+            Self::Quick => "--quick",
+            Self::Normal => "default",
+            Self::All => "--all",
+        }
+    }
+}
+
+/// What a step runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Work {
+    /// Cargo, with these arguments and variables.
+    Cargo { args: Vec<&'static str>, env: Vec<(&'static str, &'static str)> },
+    /// `cargo fmt --check`.
+    Fmt,
+    /// cargo-machete.
+    Machete,
+    /// cargo-deny.
+    Deny,
+    /// typos.
+    Spelling,
+    /// csi-sanity against the driver of a tier of the lab.
+    Sanity(Tier),
+    /// The black-box tests whose names contain this text, in the lab; the duration of the soak test, if it is not the usual.
+    BlackBox { filter: String, soak_minutes: Option<u64> },
+}
+
+impl Work {
+    /// Whether it needs a lab.
+    pub(super) fn needs_lab(&self) -> bool {
+        matches!(self, Self::Sanity(_) | Self::BlackBox { .. })
+    }
+
+    /// Whether it leaves enough CPU time for other such steps beside it, and does not wait for the lock of cargo's target
+    /// folder.
+    fn is_light(&self) -> bool {
+        matches!(self, Self::Fmt | Self::Machete | Self::Deny | Self::Spelling)
+    }
+}
+
+/// Steps that a command line selects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Choice<'a> {
+    /// All steps of a set.
+    Set(Set),
+    /// The quick steps, and the black-box tests whose names contain this text.
+    Filter(&'a str),
+    /// The steps with these names.
+    Only(&'a [String]),
+}
+
+/// All steps in the order in which they run: cheap ones first, and those that need a lab last, so that nothing competes with
+/// the lab for the CPU.
+pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
+    let mut steps = without_lab();
+    for (name, tier) in [("sanity-guest", Tier::Guest), ("sanity-mgmt", Tier::Mgmt)] {
+        let driver = if tier == Tier::Guest { "gc-csi" } else { "mgmt-csi" };
+        steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
+    }
+    steps.extend(capabilities.iter().map(|module| {
+        let description = format!("black-box tests in tests/tests/{module}.rs");
+        step(module, Set::Normal, &description, blackbox(format!("{module}::"), None))
+    }));
+    let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
+    let description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
+    steps.push(step("long-soak", Set::All, &description, long_soak));
+    steps
+}
+
+fn without_lab() -> Vec<Step> {
+    let cargo = |args: &[&'static str]| Work::Cargo { args: args.to_vec(), env: Vec::new() };
+    let clippy = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    let model =
+        Work::Cargo { args: [&UNIT_TESTS[..], &["--test", "attach"]].concat(), env: vec![MODEL_TRANSITIONS] };
+    vec![
+        step("fmt", Set::Quick, "formatting", Work::Fmt),
+        step("machete", Set::All, "unused dependencies (cargo-machete)", Work::Machete),
+        step("deny", Set::All, "licences and sources of dependencies (cargo-deny)", Work::Deny),
+        step("spelling", Set::All, "spelling (typos)", Work::Spelling),
+        step("clippy", Set::Quick, "lints", cargo(&clippy)),
+        step("doc", Set::Quick, "documentation", cargo(&["doc", "--workspace", "--no-deps"])),
+        step("unit", Set::Quick, "unit tests", cargo(&UNIT_TESTS)),
+        step("unit-kube-kit", Set::Quick, "unit tests of kube-kit", cargo(&["test", "-p", "kube-kit"])),
+        step(
+            BLACKBOX_BUILD,
+            Set::Quick,
+            "build of the black-box tests",
+            cargo(&["test", "-p", "tests", "--no-run"]),
+        ),
+        step(
+            "unit-helpers",
+            Set::Quick,
+            "unit tests of the test helpers",
+            cargo(&["test", "-p", "tests", "--lib"]),
+        ),
+        step("model", Set::All, "the model of the attach protocol, with more states than in `unit`", model),
+    ]
+}
+
+fn step(name: &str, set: Set, description: &str, work: Work) -> Step {
+    Step { name: name.to_owned(), description: description.to_owned(), set, work }
+}
+
+fn blackbox(filter: String, soak_minutes: Option<u64>) -> Work {
+    Work::BlackBox { filter, soak_minutes }
+}
+
+/// The selected steps and the ones that they require, in order.
+pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Step>> {
+    match choice {
+        Choice::Set(set) => {
+            steps.retain(|step| step.set <= set);
+            // The long soak test replaces the short one.
+            steps.retain(|step| step.name != "soak" || set < Set::All);
+        }
+        Choice::Filter(filter) => {
+            steps.retain(|step| step.set == Set::Quick);
+            let description = format!("black-box tests whose names contain {filter:?}");
+            steps.push(step(filter, Set::Normal, &description, blackbox(filter.to_owned(), None)));
+        }
+        Choice::Only(names) => {
+            check_names(&steps, names)?;
+            let is_chosen = |step: &Step| names.contains(&step.name);
+            let needs_build =
+                steps.iter().any(|step| is_chosen(step) && matches!(step.work, Work::BlackBox { .. }));
+            steps.retain(|step| is_chosen(step) || needs_build && step.name == BLACKBOX_BUILD);
+        }
+    }
+    Ok(steps)
+}
+
+fn check_names(steps: &[Step], names: &[String]) -> Result<()> {
+    let unknown: Vec<&str> = names
+        .iter()
+        .map(String::as_str)
+        .filter(|name| !steps.iter().any(|step| step.name == **name))
+        .collect();
+    if !unknown.is_empty() {
+        bail!("no step {}; `cargo lab test --list` shows the steps", unknown.join(", "));
+    }
+    Ok(())
+}
+
+/// Steps in groups: consecutive light steps run side by side, each other step runs alone.
+pub(super) fn groups(steps: Vec<Step>) -> Vec<Vec<Step>> {
+    let mut groups: Vec<Vec<Step>> = Vec::new();
+    for step in steps {
+        match groups.last_mut() {
+            Some(group) if step.work.is_light() && group[0].work.is_light() => group.push(step),
+            _ => groups.push(vec![step]),
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::verify::capabilities::capabilities;
+
+    fn steps() -> Vec<Step> {
+        all(&["attach", "soak"].map(str::to_owned))
+    }
+
+    fn names(steps: &[Step]) -> Vec<&str> {
+        steps.iter().map(|step| step.name.as_str()).collect()
+    }
+
+    fn chosen(choice: Choice<'_>) -> Vec<String> {
+        select(steps(), choice).unwrap().into_iter().map(|step| step.name).collect()
+    }
+
+    fn only(names: &[&str]) -> Result<Vec<Step>> {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        select(steps(), Choice::Only(&names))
+    }
+
+    #[test]
+    fn names_are_unique_also_among_the_capabilities() {
+        let steps = all(&capabilities().unwrap());
+        let unique: BTreeSet<&str> = names(&steps).into_iter().collect();
+        assert_eq!(unique.len(), steps.len());
+        assert!(steps.iter().all(|step| !step.name.contains(',')));
+    }
+
+    #[test]
+    fn steps_with_a_lab_run_after_all_others() {
+        let first = steps().iter().position(|step| step.work.needs_lab()).unwrap();
+        assert!(steps()[first..].iter().all(|step| step.work.needs_lab()));
+        assert_eq!(names(&steps()[first..]), ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak"]);
+    }
+
+    #[test]
+    fn each_set_contains_the_smaller_ones() {
+        let quick = chosen(Choice::Set(Set::Quick));
+        let normal = chosen(Choice::Set(Set::Normal));
+        let all = chosen(Choice::Set(Set::All));
+        assert!(quick.iter().all(|name| normal.contains(name)));
+        assert!(normal.iter().all(|name| all.contains(name) || name == "soak"));
+        let of_all: Vec<&String> = all.iter().filter(|name| !normal.contains(name)).collect();
+        assert_eq!(of_all, ["machete", "deny", "spelling", "model", "long-soak"]);
+    }
+
+    #[test]
+    fn quick_steps_need_no_lab() {
+        assert!(select(steps(), Choice::Set(Set::Quick)).unwrap().iter().all(|step| !step.work.needs_lab()));
+    }
+
+    #[test]
+    fn a_filter_selects_the_quick_steps_and_one_run_of_the_black_box_tests() {
+        let mut expected = chosen(Choice::Set(Set::Quick));
+        expected.push("clone::".to_owned());
+        assert_eq!(chosen(Choice::Filter("clone::")), expected);
+    }
+
+    #[test]
+    fn only_selects_by_name_in_the_usual_order_with_what_is_required() {
+        assert_eq!(names(&only(&["deny", "fmt", "deny"]).unwrap()), ["fmt", "deny"]);
+        assert_eq!(names(&only(&["attach", "model"]).unwrap()), ["blackbox-build", "model", "attach"]);
+        assert_eq!(names(&only(&["sanity-mgmt"]).unwrap()), ["sanity-mgmt"]);
+    }
+
+    #[test]
+    fn unknown_names_are_refused() {
+        let error = only(&["fmt", "nonsense", "more"]).unwrap_err().to_string();
+        assert!(error.starts_with("no step nonsense, more;"), "{error}");
+    }
+
+    #[test]
+    fn light_steps_run_side_by_side_and_others_alone() {
+        let groups = groups(steps());
+        assert_eq!(names(&groups[0]), ["fmt", "machete", "deny", "spelling"]);
+        assert!(groups[1..].iter().all(|group| group.len() == 1));
+        assert_eq!(groups.concat(), steps());
+    }
+}

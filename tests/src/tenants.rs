@@ -1,0 +1,119 @@
+//! Guests and VMs that exist only in a scenario's own management namespace.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use infra_api::{Volume, VolumeId};
+use lab::cluster::prepare_guest_namespace;
+use lab::state::Guest;
+use lab::{LoopNode, infra, virtual_machines};
+use uuid::Uuid;
+
+use crate::driver::{Driver, new_volume};
+use crate::objects::gone;
+use crate::own_namespace::OwnNamespace;
+use crate::program::Controller;
+use crate::scenario::GUEST;
+use crate::{MIB, PATIENCE, Scenario, eventually, unique};
+
+/// A guest of an [`OwnNamespace`]. It uses the first guest's API server, but none of its objects.
+pub struct Tenant {
+    /// Name of the guest and of its Cluster object.
+    pub name: String,
+    /// Its cluster ID.
+    pub cluster_id: String,
+    /// The kubeconfig of its account in the management cluster.
+    pub kubeconfig: PathBuf,
+    namespace: OwnNamespace,
+}
+
+impl Scenario {
+    /// Creates a management namespace for the scenario; it is removed with its content when the scenario ends.
+    pub async fn own_namespace(&self) -> Result<OwnNamespace> {
+        let namespace = OwnNamespace::named(&self.management, unique(&self.name));
+        self.created().namespaces.push(namespace.clone());
+        namespace.create().await?;
+        Ok(namespace)
+    }
+
+    /// Creates a guest in the namespace, with the rights of any guest.
+    pub async fn tenant(&self, namespace: &OwnNamespace) -> Result<Tenant> {
+        let state = self.lab.state();
+        let management = state.management.as_ref().context("the lab has no management cluster")?;
+        let like = state.guests.get(GUEST).context("the lab has no such guest")?;
+        let (name, cluster_id) = (unique("guest"), Uuid::new_v4().to_string());
+        let mut guest =
+            Guest { namespace: namespace.name.clone(), cluster_id: cluster_id.clone(), ..like.clone() };
+        guest.cluster.name.clone_from(&name);
+        prepare_guest_namespace(management, &guest).await?;
+        let kubeconfig = management.kubeconfig_of(&guest.account());
+        Ok(Tenant { name, cluster_id, kubeconfig, namespace: namespace.clone() })
+    }
+
+    /// Creates a loop node in the namespace.
+    pub async fn node_in(&self, namespace: &OwnNamespace) -> Result<LoopNode> {
+        let record = self.lab.state().infra.as_ref().context("the lab has no storage infra")?;
+        let (name, uuid, zone) = (unique("loop"), Uuid::new_v4(), infra::ZONES[0]);
+        self.created().infra_nodes.push(uuid);
+        let client = namespace.client();
+        virtual_machines::create(client, &namespace.name, &name, &uuid.to_string(), zone).await?;
+        infra::register_node(record, &name, &uuid.to_string(), zone, infra::LOOP).await?;
+        let by_id_dir = record.loop_root.join(uuid.to_string());
+        Ok(LoopNode { name, uuid, guest: GUEST.to_owned(), zone: zone.to_owned(), by_id_dir })
+    }
+
+    /// Waits until the storage infra has none of these volumes.
+    pub async fn infra_forgets(&self, volumes: &[VolumeId]) -> Result<()> {
+        gone("volumes in the storage infra", || async {
+            let list = self.infra.list_volumes(None, None).await?.items;
+            let left = list.iter().filter(|volume| volumes.contains(&volume.id));
+            Ok(left.map(|volume| volume.id.to_string()).collect())
+        })
+        .await
+    }
+
+    /// Removes the namespaces of the scenario, and the nodes of their VMs.
+    pub(crate) async fn remove_own_namespaces(&self) -> Result<()> {
+        let namespaces = std::mem::take(&mut self.created().namespaces);
+        for namespace in &namespaces {
+            namespace.remove().await?;
+            self.no_volumes_of(&namespace.name).await?;
+        }
+        let nodes = std::mem::take(&mut self.created().infra_nodes);
+        for uuid in nodes {
+            eventually(&format!("node {uuid} removed"), PATIENCE, || async {
+                Ok(self.infra.delete_node(uuid).await.map_err(|error| error.to_string()))
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the storage infra has no volumes of a namespace.
+    async fn no_volumes_of(&self, namespace: &str) -> Result<()> {
+        let is_of = |volume: &Volume| volume.labels.get("namespace").is_some_and(|name| name == namespace);
+        gone(&format!("volumes of {namespace} in the storage infra"), || async {
+            let list = self.infra.list_volumes(None, None).await?.items;
+            Ok(list.iter().filter(|volume| is_of(volume)).map(|volume| volume.id.to_string()).collect())
+        })
+        .await
+    }
+}
+
+impl Tenant {
+    /// Starts its gc-csi with additional flags.
+    pub async fn start(&self, s: &Scenario, more: &[&str]) -> Result<Controller> {
+        Controller::start_in(s, &self.namespace.name, &self.kubeconfig, &self.cluster_id, more).await
+    }
+
+    /// Starts its gc-csi with --on-guest-deletion=Delete and its Cluster object.
+    pub async fn start_deleting(&self, s: &Scenario) -> Result<Controller> {
+        let cluster = format!("--cluster-object={}", self.name);
+        self.start(s, &["--on-guest-deletion=Delete", &cluster]).await
+    }
+}
+
+/// Creates a volume of the default class with a CSI call; returns its handle.
+pub async fn new_claim(driver: &Driver) -> Result<String> {
+    Ok(driver.create(new_volume(&unique("volume"), 4 * MIB, "nestor")).await?.volume_id)
+}

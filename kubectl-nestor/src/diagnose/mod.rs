@@ -138,5 +138,11 @@ fn unseen(snapshot: &Snapshot) -> Vec<String> {
     }
     unseen
         .extend(snapshot.vms_unknown.iter().map(|reason| format!("VirtualMachines are not seen: {reason}")));
+    if !snapshot.other_claims.is_empty() {
+        unseen.push(format!(
+            "other claims of the pod: {}; trace each of them",
+            snapshot.other_claims.join(", ")
+        ));
+    }
     unseen
 }

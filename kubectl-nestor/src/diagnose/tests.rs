@@ -394,6 +394,8 @@ fn a_pod_that_waits_for_its_mount_is_in_progress_until_an_event_says_why() {
         "status": {"phase": "Pending"}}),
     );
     in_progress_at(&snapshot, "guest Pod shop/pod-1: waits for the mount");
+    snapshot.other_claims = vec!["logs".into()];
+    assert!(diagnose(&snapshot).unseen[0].contains("logs"));
     warn(&mut snapshot, Tier::Guest, "Pod", "shop", "pod-1", "the disk is not attested blank");
     stuck_at(&snapshot, "guest Pod shop/pod-1", "not attested", "formatting");
 }

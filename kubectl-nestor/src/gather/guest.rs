@@ -44,7 +44,9 @@ async fn from_pod(guest: &Cluster, name: &str, snapshot: &mut Snapshot) -> Resul
         let place = format!(" in the guest cluster (namespace {})", guest.namespace);
         return Err(Error::NoSubject(format!("pod/{name}"), place));
     }
-    let claim = pod.found().and_then(|pod| claims_of(pod).into_iter().next());
+    let mut claims = pod.found().map(claims_of).unwrap_or_default().into_iter();
+    let claim = claims.next();
+    snapshot.other_claims = claims.collect();
     snapshot.pod_without_claim = claim.is_none();
     snapshot.pod = Some(pod);
     match claim {

@@ -22,6 +22,9 @@ pub const CONDITION_ATTACHED: &str = "nestor.dev/Attached";
 
 /// Finds the nodes, and reads the objects of each.
 pub async fn gather(clusters: &Clusters, subject: &Subject, snapshot: &mut Snapshot) -> Result<(), Error> {
+    if snapshot.pod_without_claim {
+        return Ok(());
+    }
     let resource = match &clusters.management {
         Some(cluster) => read::vm_resource(&cluster.client).await.map(Some),
         None => Ok(None),
@@ -172,7 +175,8 @@ async fn fill(
     }
     match (&clusters.management, claim) {
         (Some(cluster), Some(claim)) => fill_management(cluster, resource, claim, &mut placement).await?,
-        _ => placement.vm = Some(unseen(None, &placement.vm_name)),
+        (None, _) => placement.vm = Some(unseen(None, &placement.vm_name)),
+        (Some(_), None) => {}
     }
     Ok(placement)
 }

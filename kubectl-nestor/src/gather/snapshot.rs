@@ -113,6 +113,8 @@ pub struct Snapshot {
     pub pod: Option<Object<Pod>>,
     /// The pod of the trace uses no claim.
     pub pod_without_claim: bool,
+    /// Claims of the pod that are not traced: a trace follows its first one.
+    pub other_claims: Vec<String>,
     /// Claim in the guest.
     pub guest_claim: Option<Object<PersistentVolumeClaim>>,
     /// StorageClass of that claim, while it is not bound.

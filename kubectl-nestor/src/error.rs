@@ -17,7 +17,8 @@ pub enum Error {
     },
     /// A kubeconfig is not usable.
     #[error(
-        "cannot use the kubeconfig of the {cluster} cluster: {reason}; see --{cluster}-kubeconfig and --{cluster}-context"
+        "cannot use the kubeconfig of the {cluster} cluster: {reason}; see --{cluster}-kubeconfig and \
+         --{cluster}-context"
     )]
     Kubeconfig {
         /// `guest` or `management`.
@@ -40,7 +41,8 @@ pub enum Error {
     NoSubject(String, String),
     /// The command needs a cluster that is not configured.
     #[error(
-        "{0} needs the {1} cluster: set --{1}-kubeconfig or --{1}-context, or name it in the configuration file"
+        "{0} needs the {1} cluster: set --{1}-kubeconfig or --{1}-context, or name it in the configuration \
+         file"
     )]
     NotConnected(&'static str, &'static str),
     /// The result cannot be written.

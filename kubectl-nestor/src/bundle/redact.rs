@@ -141,7 +141,8 @@ mod tests {
 
     #[test]
     fn tokens_and_keys_are_removed_from_logs() {
-        let text = "a\nAuthorization: Bearer abc.def\n-----BEGIN PRIVATE KEY-----\nMIIhidden\n-----END PRIVATE KEY-----\nx eyJhbGciOi.eyJzdWIi.sig y";
+        let text = "a\nAuthorization: Bearer abc.def\n-----BEGIN PRIVATE KEY-----\nMIIhidden\n-----END \
+         PRIVATE KEY-----\nx eyJhbGciOi.eyJzdWIi.sig y";
         assert_eq!(
             log(text),
             "a\nAuthorization: Bearer (removed)\n(removed)\n(removed)\n(removed)\nx (removed) y"

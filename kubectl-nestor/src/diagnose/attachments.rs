@@ -110,7 +110,8 @@ fn not_requested(snapshot: &Snapshot, step: Step) -> Step {
     let is_bound = found(&snapshot.guest_volume).is_some();
     match is_bound {
         true => step.is(State::Waiting, "not created yet").next(
-            "wait: the attach-detach controller creates it; after a while, see the pod's events (Multi-Attach, volume limit)",
+            "wait: the attach-detach controller creates it; after a while, see the pod's events \
+             (Multi-Attach, volume limit)",
         ),
         false => step.is(State::Idle, "not created: the claim is not bound"),
     }
@@ -172,7 +173,10 @@ fn judge_vm(attach: &Attach<'_>, vm: &VirtualMachine, step: Step) -> Step {
         true => step
             .is(State::Stuck, power)
             .because("the VM does not run, but the guest requests the disk on it")
-            .next("start the VM; if it will not return, taint its Node out-of-service (docs/guides/node-loss.md)"),
+            .next(
+                "start the VM; if it will not return, taint its Node out-of-service \
+             (docs/guides/node-loss.md)",
+            ),
         false => step,
     }
 }
@@ -204,7 +208,10 @@ fn stale_entry(attach: &Attach<'_>, step: Step) -> Step {
         None => step
             .is(State::Stuck, "dangling entry")
             .because("no VolumeAttachment of the guest requests the disk on this node")
-            .next("wait for --repair-grace: gc-csi removes entries of its guest's nodes; another client's entry must be removed by that client (docs/guides/repair.md)"),
+            .next(
+                "wait for --repair-grace: gc-csi removes entries of its guest's nodes; another client's \
+             entry must be removed by that client (docs/guides/repair.md)",
+            ),
     }
 }
 
@@ -252,9 +259,10 @@ fn attachment(attach: &Attach<'_>) -> Option<Step> {
 fn not_created(attach: &Attach<'_>, step: Step) -> Step {
     match attach.shown.and_then(|disk| disk.error.as_ref()) {
         Some(_) => step.is(State::Idle, "not created: see status.volumes"),
-        None => step
-            .is(State::Waiting, "not created yet")
-            .next("wait; if it takes long, check that the VM Operator (or vm-operator-shim) runs. Upstream VM Operators use objects of their own (docs/reference/vm-operators.md)"),
+        None => step.is(State::Waiting, "not created yet").next(
+            "wait; if it takes long, check that the VM Operator (or vm-operator-shim) runs. Upstream \
+             VM Operators use objects of their own (docs/reference/vm-operators.md)",
+        ),
     }
 }
 
@@ -274,12 +282,17 @@ fn judge_attachment(attach: &Attach<'_>, one: &VolumeAttachment, step: Step) -> 
             .because(format!("{}: {}", error.reason, error.message));
     }
     match (is_deleting, status.attached) {
-        (Some(_), _) => step.is(State::Waiting, "detaching").since(since).next("wait: mgmt-csi detaches the disk"),
+        (Some(_), _) => {
+            step.is(State::Waiting, "detaching").since(since).next("wait: mgmt-csi detaches the disk")
+        }
         (None, _) if is_dangling(attach) => step
             .is(State::Stuck, "dangling")
             .since(since)
             .because("no entry of spec.volumes requests it")
-            .next("check that the VM Operator (or vm-operator-shim) runs: it deletes the VolumeAttachment; the VM keeps the disk until then"),
+            .next(
+                "check that the VM Operator (or vm-operator-shim) runs: it deletes the VolumeAttachment; \
+             the VM keeps the disk until then",
+            ),
         (None, true) => step.is(State::Ok, "attached").since(since),
         (None, false) => step
             .is(State::Waiting, "attaching")

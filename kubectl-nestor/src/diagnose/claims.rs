@@ -45,12 +45,16 @@ fn judge_claim(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -
     match phase(claim) {
         "Bound" => bound(claim, step),
         "Lost" => step.is(State::Stuck, "Lost").since(since).because("its PersistentVolume is gone").next(
-            "recreate the PersistentVolume with volumeHandle set to the name of the management claim, or delete the claim",
+            "recreate the PersistentVolume with volumeHandle set to the name of the management claim, or \
+             delete the claim",
         ),
         _ if waits_for_consumer(snapshot) => {
             step.is(State::Idle, "Pending: it is bound when the first pod uses it").since(since)
         }
-        phase => step.is(State::Waiting, phase).since(since).next("wait: csi-provisioner and gc-csi create the volume"),
+        phase => step.is(State::Waiting, phase).since(since).next(
+            "wait: csi-provisioner and gc-csi create \
+         the volume",
+        ),
     }
 }
 
@@ -83,7 +87,8 @@ pub fn unhealthy(claim: &PersistentVolumeClaim, step: Step) -> Step {
             let action = match condition.type_ == names::CONDITION_HEALTHY {
                 true => "see docs/guides/health.md",
                 false => {
-                    "correct the PersistentVolume, or see \"Pin a PersistentVolume\" in docs/guides/static-volumes.md"
+                    "correct the PersistentVolume, or see \"Pin a PersistentVolume\" in \
+                     docs/guides/static-volumes.md"
                 }
             };
             let summary =
@@ -147,7 +152,10 @@ fn volume(snapshot: &Snapshot) -> Option<Step> {
     let (step, volume) = Step::of(Tier::Guest, VOLUME, object);
     let Some(volume) = volume else {
         return Some(match object.is_missing() {
-            true => step.next("recreate it with volumeHandle set to the name of the management claim (docs/guides/repair.md)"),
+            true => step.next(
+                "recreate it with volumeHandle set to the name of the management claim \
+             (docs/guides/repair.md)",
+            ),
             false => step,
         });
     };

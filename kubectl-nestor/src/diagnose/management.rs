@@ -27,13 +27,22 @@ fn claim(snapshot: &Snapshot) -> Option<Step> {
 
 fn missing(snapshot: &Snapshot, step: Step) -> Step {
     match found(&snapshot.guest_volume) {
-        Some(volume) if deleted(&volume.metadata).is_some() => step.is(State::Ok, "deleted, like the guest's volume"),
+        Some(volume) if deleted(&volume.metadata).is_some() => {
+            step.is(State::Ok, "deleted, like the guest's volume")
+        }
         Some(_) => step
-            .because("the guest's PersistentVolume names it: the claim was deleted, or the volumeHandle or --management-namespace is wrong")
-            .next("restore the claim (docs/guides/static-volumes.md): bind a new claim of this name to the management PersistentVolume, if that was retained; otherwise restore a snapshot"),
-        None if snapshot.computed_name => step
-            .is(State::Waiting, "not created yet")
-            .next("see the guest claim; if it shows no error, check that gc-csi and csi-provisioner run in the guest, and --cluster-id and --volume-prefix of this command"),
+            .because(
+                "the guest's PersistentVolume names it: the claim was deleted, or the volumeHandle or \
+             --management-namespace is wrong",
+            )
+            .next(
+                "restore the claim (docs/guides/static-volumes.md): bind a new claim of this name to the \
+             management PersistentVolume, if that was retained; otherwise restore a snapshot",
+            ),
+        None if snapshot.computed_name => step.is(State::Waiting, "not created yet").next(
+            "see the guest claim; if it shows no error, check that gc-csi and csi-provisioner run in \
+             the guest, and --cluster-id and --volume-prefix of this command",
+        ),
         None => step.is(State::Idle, "does not exist"),
     }
 }
@@ -46,8 +55,14 @@ fn judge_claim(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -
         return step
             .is(State::Stuck, "being deleted")
             .since(Some(time))
-            .because("it stays while a VirtualMachine has the disk; afterwards the volume goes with it, or is kept by policy Retain")
-            .next("if it was deleted by mistake: set the management PersistentVolume's policy to Retain now, and restore the claim later");
+            .because(
+                "it stays while a VirtualMachine has the disk; afterwards the volume goes with it, or \
+             is kept by policy Retain",
+            )
+            .next(
+                "if it was deleted by mistake: set the management PersistentVolume's policy to Retain \
+             now, and restore the claim later",
+            );
     }
     let since = created(&claim.metadata);
     match phase(claim) {
@@ -74,8 +89,15 @@ fn bound(snapshot: &Snapshot, claim: &PersistentVolumeClaim, step: Step) -> Step
     if !is_owned(claim) {
         return step
             .is(State::Stuck, "Bound, but not available to any guest")
-            .because(format!("it has neither the label {} nor a label {}<ID>", names::LABEL_CLUSTER_ID, names::LABEL_SHARE_PREFIX))
-            .next("platform team: restore the label, or share the claim with the guest (docs/guides/static-volumes.md)");
+            .because(format!(
+                "it has neither the label {} nor a label {}<ID>",
+                names::LABEL_CLUSTER_ID,
+                names::LABEL_SHARE_PREFIX
+            ))
+            .next(
+                "platform team: restore the label, or share the claim with the guest \
+             (docs/guides/static-volumes.md)",
+            );
     }
     let step = unhealthy(claim, step);
     match claim.annotations().get(names::ANNOTATION_ORPHANED_SINCE) {
@@ -107,7 +129,8 @@ fn class(snapshot: &Snapshot) -> Option<Step> {
     Some(match class {
         Some(class) => judge_class(class, step),
         None if object.is_missing() => step.next(
-            "platform team: create the StorageClass in the management cluster, or correct managementStorageClass in the guest's",
+            "platform team: create the StorageClass in the management cluster, or correct \
+             managementStorageClass in the guest's",
         ),
         None => step,
     })
@@ -174,7 +197,10 @@ fn mismatch(snapshot: &Snapshot, policy: &str, step: Step) -> Step {
     match (above, policy) {
         (Some("Delete"), "Retain") => step
             .is(State::Warning, "Bound, Retain")
-            .because("the guest's PersistentVolume has policy Delete, this one Retain: its deletion will be refused")
+            .because(
+                "the guest's PersistentVolume has policy Delete, this one Retain: its deletion will \
+             be refused",
+            )
             .next("use the same policy on both (docs/guides/reclaim-policy.md)"),
         _ => step,
     }

@@ -131,10 +131,18 @@ fn healthy(snapshot: &Snapshot) -> String {
 fn unseen(snapshot: &Snapshot) -> Vec<String> {
     let mut unseen = Vec::new();
     if !snapshot.sees_guest {
-        unseen.push("guest cluster not connected: its claim, PersistentVolume, VolumeAttachments, nodes and pods are not seen (--guest-kubeconfig, --guest-context)".to_owned());
+        unseen.push(
+            "guest cluster not connected: its claim, PersistentVolume, VolumeAttachments, nodes \
+         and pods are not seen (--guest-kubeconfig, --guest-context)"
+                .to_owned(),
+        );
     }
     if !snapshot.sees_management {
-        unseen.push("management cluster not connected: its claim, PersistentVolume, VirtualMachine and VolumeAttachment are not seen (--management-kubeconfig, --management-context)".to_owned());
+        unseen.push(
+            "management cluster not connected: its claim, PersistentVolume, VirtualMachine and \
+         VolumeAttachment are not seen (--management-kubeconfig, --management-context)"
+                .to_owned(),
+        );
     }
     unseen
         .extend(snapshot.vms_unknown.iter().map(|reason| format!("VirtualMachines are not seen: {reason}")));

@@ -89,7 +89,10 @@ fn judge_pod(snapshot: &Snapshot, pod: &Pod, step: Step) -> Step {
         ("Pending", Some(condition)) => step
             .is(State::Stuck, "not scheduled")
             .because(condition.message.clone().unwrap_or_default())
-            .next("see the message: capacity, zone or volume limit (docs/guides/topology.md), or the claim is not bound"),
+            .next(
+                "see the message: capacity, zone or volume limit (docs/guides/topology.md), or the claim \
+             is not bound",
+            ),
         ("Pending", None) => waiting(snapshot, step),
         _ => step.is(State::Ok, phase),
     }

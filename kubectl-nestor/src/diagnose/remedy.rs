@@ -7,11 +7,13 @@
 const REMEDIES: [(&[&str], &str); 30] = [
     (
         &["exceeded quota"],
-        "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the guest's namespace",
+        "delete volumes that are not needed, or ask the platform team to raise the ResourceQuota of the \
+         guest's namespace",
     ),
     (
         &["use classes with the same policy"],
-        "use a guest StorageClass and a management StorageClass with the same reclaimPolicy (docs/guides/reclaim-policy.md)",
+        "use a guest StorageClass and a management StorageClass with the same reclaimPolicy \
+         (docs/guides/reclaim-policy.md)",
     ),
     (
         &["managementstorageclass", "is missing"],
@@ -19,7 +21,8 @@ const REMEDIES: [(&[&str], &str); 30] = [
     ),
     (
         &["storageclass", "does not exist"],
-        "create that StorageClass in the management cluster, or correct managementStorageClass in the guest's StorageClass",
+        "create that StorageClass in the management cluster, or correct managementStorageClass in the \
+         guest's StorageClass",
     ),
     (&["storageclass", "not found"], "create that StorageClass, or correct the name in the claim"),
     (
@@ -28,11 +31,13 @@ const REMEDIES: [(&[&str], &str); 30] = [
     ),
     (
         &["labels do not match"],
-        "platform team: label a pool for the StorageClass, or correct the class's pool parameters (`storage-infra pool list`)",
+        "platform team: label a pool for the StorageClass, or correct the class's pool parameters \
+         (`storage-infra pool list`)",
     ),
     (
         &["no pool for"],
-        "platform team: add a pool, or correct the StorageClass (`storage-infra pool list`, `storage-infra capacity`)",
+        "platform team: add a pool, or correct the StorageClass (`storage-infra pool list`, `storage-infra \
+         capacity`)",
     ),
     (
         &["claimattachedtwice"],
@@ -50,15 +55,18 @@ const REMEDIES: [(&[&str], &str); 30] = [
     ),
     (
         &["nodenotfound"],
-        "register the VM as a node of the storage infra (`storage-infra node list`), and check the VirtualMachine's biosUUID",
+        "register the VM as a node of the storage infra (`storage-infra node list`), and check the \
+         VirtualMachine's biosUUID",
     ),
     (
         &["volumeinuse"],
-        "delete the pod that uses the volume on the other VM, or wait until it is detached there; if that node is lost, see docs/guides/node-loss.md",
+        "delete the pod that uses the volume on the other VM, or wait until it is detached there; if that \
+         node is lost, see docs/guides/node-loss.md",
     ),
     (
         &["is attached to virtualmachine"],
-        "delete the pod that uses the volume on the other VM, or wait until it is detached there; if that node is lost, see docs/guides/node-loss.md",
+        "delete the pod that uses the volume on the other VM, or wait until it is detached there; if that \
+         node is lost, see docs/guides/node-loss.md",
     ),
     (
         &["multi-attach error"],
@@ -68,18 +76,21 @@ const REMEDIES: [(&[&str], &str); 30] = [
     (&["claimnotfound"], "restore the management claim, or delete the pods that use the volume"),
     (
         &["claimterminating"],
-        "the claim is being deleted in the management cluster: restore the volume from its PersistentVolume or a snapshot",
+        "the claim is being deleted in the management cluster: restore the volume from its \
+         PersistentVolume or a snapshot",
     ),
     (&["claimnotbound"], "look at the management claim's events: it is not bound"),
     (&["foreignvolume"], "use a claim whose StorageClass has the provisioner mgmt.csi.nestor.dev"),
     (
         &["volumenotfound"],
-        "restore the PersistentVolume in the management cluster; `storage-infra volume list` shows whether the bytes exist",
+        "restore the PersistentVolume in the management cluster; `storage-infra volume list` shows whether \
+         the bytes exist",
     ),
     (&["pinned to"], "see \"Pin a PersistentVolume to its bytes\" in docs/guides/static-volumes.md"),
     (
         &["detachfailed"],
-        "recover or power off the VM; if it will not return, taint its Node out-of-service (docs/guides/node-loss.md)",
+        "recover or power off the VM; if it will not return, taint its Node out-of-service \
+         (docs/guides/node-loss.md)",
     ),
     (
         &["not attested blank"],

@@ -263,7 +263,8 @@ mod tests {
         assert_eq!(named("attached to VirtualMachine vm-1, vm-2"), ["vm-1", "vm-2"]);
         assert_eq!(
             named(
-                "VirtualMachine vm-2: attach failed: VolumeInUse: it is attached to VirtualMachine vm-1 (uuid)"
+                "VirtualMachine vm-2: attach failed: VolumeInUse: it is attached to VirtualMachine vm-1 \
+                 (uuid)"
             ),
             ["vm-1", "vm-2"]
         );

@@ -94,7 +94,8 @@ mod tests {
         let shown = text(&report, now, false, false);
         assert_eq!(
             shown,
-            "guest cluster\n  ✗ PersistentVolumeClaim data: Pending (5m)\n      why: no\\nroom\n      next: add a pool\nnot seen: nothing\nstuck\n"
+            "guest cluster\n  ✗ PersistentVolumeClaim data: Pending (5m)\n      why: no\\nroom\n      \
+             next: add a pool\nnot seen: nothing\nstuck\n"
         );
         assert!(text(&report, now, false, true).contains("\u{1b}[31m"));
     }

@@ -80,7 +80,7 @@ fn add(snapshot: &mut Snapshot, node: &str, is_used: bool) {
     match snapshot.placements.iter_mut().find(|known| known.node_name == node) {
         Some(known) => known.is_used |= is_used,
         None => {
-            snapshot.placements.push(Placement { node_name: node.to_owned(), is_used, ..Default::default() })
+            snapshot.placements.push(Placement { node_name: node.to_owned(), is_used, ..Default::default() });
         }
     }
 }

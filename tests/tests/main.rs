@@ -31,6 +31,7 @@ mod modify;
 mod node;
 mod node_loss;
 mod partition;
+mod plugin;
 mod pool_lock;
 mod proven_off;
 mod reclaim_policy;

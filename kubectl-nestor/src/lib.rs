@@ -1,0 +1,16 @@
+//! kubectl plugin: follows one volume through both clusters, lists and checks what belongs to Nestor, and collects support
+//! bundles. It only reads.
+
+pub mod bundle;
+pub mod check;
+pub mod cli;
+pub mod clusters;
+pub mod config;
+pub mod diagnose;
+pub mod error;
+pub mod gather;
+pub mod lists;
+pub mod render;
+pub mod run;
+pub mod subject;
+pub mod trace;

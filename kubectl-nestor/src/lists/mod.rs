@@ -1,0 +1,46 @@
+//! Lists: volumes, VMs, attachments, capacity, orphans.
+
+pub mod attachments;
+pub mod orphans;
+pub mod pools;
+mod read;
+pub mod vms;
+pub mod volumes;
+
+use serde::Serialize;
+
+use crate::cli::Format;
+use crate::error::Error;
+use crate::render::{format, print, table::table};
+
+/// A list: its columns, how many of them are shown without `-o wide`, and what is not seen.
+struct List<'a> {
+    head: &'a [&'a str],
+    narrow: usize,
+    unseen: Vec<String>,
+}
+
+/// A row of a list.
+trait Row: Serialize {
+    /// The cells, in the order of the head.
+    fn cells(&self) -> Vec<String>;
+}
+
+/// Prints a list.
+fn show<R: Row>(output: Format, list: &List<'_>, rows: &[R]) -> Result<(), Error> {
+    let text = |is_wide: bool| {
+        let width = if is_wide { list.head.len() } else { list.narrow };
+        let cells = rows.iter().map(|row| row.cells().into_iter().take(width).collect());
+        let unseen = list.unseen.iter().map(|text| format!("not seen: {text}\n")).collect::<String>();
+        match rows.is_empty() {
+            true => format!("nothing found\n{unseen}"),
+            false => format!("{}{unseen}", table(&list.head[..width], cells)),
+        }
+    };
+    print(&format(output, &rows, text)?)
+}
+
+/// A cell for a value that may be absent.
+fn or_dash(value: Option<impl Into<String>>) -> String {
+    value.map_or_else(|| "-".to_owned(), Into::into)
+}

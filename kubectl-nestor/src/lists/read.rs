@@ -1,0 +1,81 @@
+//! Lists of objects in pages, and indexes of them.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+
+use crds::{VirtualMachine, VolumeAttachment, names};
+use k8s_openapi::api::core::v1::{PersistentVolume, PersistentVolumeClaim};
+use kube::Api;
+use kube::api::ListParams;
+use serde::de::DeserializeOwned;
+
+use crate::clusters::{Cluster, Clusters};
+use crate::error::Error;
+use crate::gather::read::{vm_resource, vms};
+
+/// Objects per page.
+const PAGE: u32 = 500;
+
+/// Lists all objects in pages.
+pub async fn list<K>(
+    cluster: &Cluster,
+    api: Api<K>,
+    what: &str,
+    labels: Option<&str>,
+) -> Result<Vec<K>, Error>
+where
+    K: Clone + DeserializeOwned + Debug,
+{
+    let mut parameters = ListParams::default().limit(PAGE);
+    parameters.label_selector = labels.map(str::to_owned);
+    let mut items = Vec::new();
+    loop {
+        let page = api.list(&parameters).await;
+        let page = page.map_err(|error| Error::request(cluster.tier.name(), what, &error))?;
+        items.extend(page.items);
+        match page.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => parameters.continue_token = Some(token),
+            None => return Ok(items),
+        }
+    }
+}
+
+/// The guest's PersistentVolumes of Nestor.
+pub async fn guest_volumes(cluster: &Cluster) -> Result<Vec<PersistentVolume>, Error> {
+    let all: Vec<PersistentVolume> = list(cluster, cluster.all(), "PersistentVolumes", None).await?;
+    Ok(all.into_iter().filter(|volume| driver(volume) == Some(names::GUEST_DRIVER)).collect())
+}
+
+/// CSI driver of a volume.
+pub fn driver(volume: &PersistentVolume) -> Option<&str> {
+    Some(volume.spec.as_ref()?.csi.as_ref()?.driver.as_str())
+}
+
+/// Volume handle of a volume.
+pub fn handle(volume: &PersistentVolume) -> Option<&str> {
+    Some(volume.spec.as_ref()?.csi.as_ref()?.volume_handle.as_str())
+}
+
+/// Claims in the guest's management namespace by name; None if the cluster is not connected.
+pub async fn claims(clusters: &Clusters) -> Result<Option<BTreeMap<String, PersistentVolumeClaim>>, Error> {
+    let Some(cluster) = &clusters.management else { return Ok(None) };
+    let claims: Vec<PersistentVolumeClaim> =
+        list(cluster, cluster.namespaced(), "PersistentVolumeClaims", None).await?;
+    let named = claims.into_iter().filter_map(|claim| Some((claim.metadata.name.clone()?, claim)));
+    Ok(Some(named.collect()))
+}
+
+/// VolumeAttachments of the guest's management namespace.
+pub async fn attachments(cluster: &Cluster) -> Result<Vec<VolumeAttachment>, Error> {
+    list(cluster, cluster.namespaced(), "VolumeAttachments", None).await
+}
+
+/// VirtualMachines of the guest's management namespace.
+pub async fn machines(cluster: &Cluster) -> Result<Vec<VirtualMachine>, Error> {
+    let resource = vm_resource(&cluster.client).await.map_err(|reason| Error::Request {
+        cluster: cluster.tier.name(),
+        what: "VirtualMachines".to_owned(),
+        reason,
+    })?;
+    list(cluster, vms(cluster, &resource), "VirtualMachines", None).await
+}

@@ -22,6 +22,7 @@ pub mod own_namespace;
 pub mod pods;
 pub mod pools;
 pub mod program;
+pub mod prometheus;
 pub mod records;
 mod scenario;
 mod scheduled;

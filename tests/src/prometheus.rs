@@ -1,7 +1,7 @@
 //! Prometheus: the charts' alerting rules, promtool, and a server that scrapes programs on this host.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use lab::cache;
@@ -73,7 +73,7 @@ fn with_short_windows(expression: &str) -> String {
 }
 
 /// Reads a YAML file.
-pub fn yaml(path: &std::path::Path) -> Result<Value> {
+pub fn yaml(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     serde_saphyr::from_str(&text).with_context(|| format!("{} is not valid YAML", path.display()))
 }

@@ -241,11 +241,14 @@ async fn every_dashboard_can_be_queried(prometheus: &Prometheus) -> Result<()> {
     for (name, dashboard) in dashboards()? {
         for expression in expressions(&dashboard) {
             let expression = expression.replace("$__rate_interval", "1m");
-            let result = prometheus.query(&expression).await.with_context(|| name.clone())?;
             // Gauges exist from the start; counters with labels appear with their first event.
             let is_gauge = !expression.contains("rate(") && !expression.contains("increase(");
-            let is_empty = result["result"].as_array().is_none_or(Vec::is_empty);
-            ensure!(!is_gauge || !is_empty, "{name}: {expression} has no result");
+            eventually(&format!("{expression} of {name} has a result"), PATIENCE, || async {
+                let result = prometheus.query(&expression).await?;
+                let is_empty = result["result"].as_array().is_none_or(Vec::is_empty);
+                Ok(if is_gauge && is_empty { Err("none") } else { Ok(()) })
+            })
+            .await?;
         }
     }
     Ok(())
@@ -263,14 +266,16 @@ async fn a_killed_leader_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Re
         Ok(Err("no replica leads".to_owned()))
     })
     .await?;
+    let instance = address(&s.lab, leader)?;
+    let target = [("job", "mgmt-csi"), ("instance", &*instance)];
     s.kill_component(leader).await?;
     // The other replica waits until the Lease has expired.
     prometheus.fires("NestorNoLeader", &job).await?;
-    let down = prometheus.fires("NestorTargetDown", &job).await?;
-    ensure!(down.annotations["description"].contains(&address(&s.lab, leader)?), "{down:?}");
+    let down = prometheus.fires("NestorTargetDown", &target).await?;
+    ensure!(down.annotations["description"].contains(&instance), "{down:?}");
     prometheus.is_silent("NestorNoLeader", &job).await?;
     s.start_component(leader).await?;
-    prometheus.is_silent("NestorTargetDown", &job).await
+    prometheus.is_silent("NestorTargetDown", &target).await
 }
 
 async fn a_missing_pool_is_noticed(s: &Scenario, prometheus: &Prometheus) -> Result<()> {

@@ -8,6 +8,7 @@ use kube::api::{
     Api, DeleteParams, DynamicObject, GroupVersionKind, Patch, PatchParams, ValidationDirective,
 };
 use kube::{Client, ResourceExt};
+use lab::cluster::objects::apply_definitions;
 use lab::run::repository;
 use lab::ui::Ui;
 use lab::{Lab, cache};
@@ -145,6 +146,17 @@ pub async fn apply(client: &Client, object: &Value, dry_run: bool) -> Result<Dyn
     how.dry_run = dry_run;
     let applied = api.patch(&object.name_any(), &how, &Patch::Apply(&object)).await;
     applied.with_context(|| format!("the API server rejects {}", object.name_any()))
+}
+
+/// Applies the definitions of the Prometheus Operator, so that the API server validates its objects. They stay in the
+/// lab: a test that runs at the same time may list all kinds.
+pub async fn apply_monitoring_definitions(client: &Client) -> Result<()> {
+    let mut definitions = Vec::new();
+    for entry in std::fs::read_dir(cache::monitoring_definitions().await?)? {
+        let path = entry?.path();
+        definitions.push((path.display().to_string(), std::fs::read_to_string(&path)?));
+    }
+    apply_definitions(client, &definitions).await
 }
 
 /// Deletes an object, if it exists.

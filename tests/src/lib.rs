@@ -28,6 +28,7 @@ mod paused_process;
 pub mod pods;
 mod pools;
 pub mod program;
+pub mod prometheus;
 pub mod records;
 mod scenario;
 mod scheduled;

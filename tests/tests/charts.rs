@@ -70,6 +70,7 @@ async fn every_object_of_every_rendering_is_accepted_by_the_api_server() -> Resu
             (Chart::guest().await?, "kube-system", &[], &s.guest),
         ];
         for (chart, namespace, set, client) in tiers {
+            chart::apply_monitoring_definitions(client).await?;
             for (name, objects) in renderings(&chart, namespace, set).await? {
                 for object in &objects {
                     chart::apply(client, object, true).await.with_context(|| name.clone())?;

@@ -1,9 +1,11 @@
-//! CustomResourceDefinitions of the snapshot API (VolumeSnapshot and related kinds), from the module of its Go client.
+//! Third-party CustomResourceDefinitions: of the snapshot API, from the module of its Go client, and of the Prometheus
+//! Operator.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
+use serde::Deserialize;
 
 use super::{Key, entry};
 use crate::process::{command, run};
@@ -13,6 +15,24 @@ const MODULE: &str = "github.com/kubernetes-csi/external-snapshotter/client/v8";
 /// Folder of the definitions in the module. Group snapshots have another prefix and are not installed.
 const FOLDER: &str = "config/crd";
 const PREFIX: &str = "snapshot.storage.k8s.io_";
+const OPERATOR: &str = "github.com/prometheus-operator/prometheus-operator@v0.85.0";
+/// Checksum of that module, as in a go.sum.
+const OPERATOR_SUM: &str = "h1:M5xLCLEoaW2IJfnuCwFzzpL+jSVQu3KGT84Pye+fW8s=";
+const OPERATOR_FOLDER: &str = "example/prometheus-operator-crd";
+/// The kinds that the charts create.
+const OPERATOR_KINDS: [&str; 3] = [
+    "monitoring.coreos.com_podmonitors.",
+    "monitoring.coreos.com_prometheusrules.",
+    "monitoring.coreos.com_scrapeconfigs.",
+];
+
+/// The answer of `go mod download -json`.
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Downloaded {
+    dir: PathBuf,
+    sum: String,
+}
 
 /// Returns the folder with the definitions, in the version that the sidecars are built with.
 pub async fn snapshot_definitions() -> Result<PathBuf> {
@@ -25,17 +45,31 @@ pub async fn snapshot_definitions() -> Result<PathBuf> {
         // `go build` also downloads the module, but its build cache may outlive the module cache.
         go(&["mod", "download", MODULE]).await?;
         let source = go(&["list", "-m", "-f", "{{.Dir}}", MODULE]).await?;
-        copy(&Path::new(source.trim()).join(FOLDER), out)
+        copy(&Path::new(source.trim()).join(FOLDER), out, &[PREFIX])
     })
     .await
 }
 
-fn copy(source: &Path, out: &Path) -> Result<()> {
+/// Returns the folder with the definitions of the Prometheus Operator. Only the chart tests need them, so they are
+/// downloaded on demand.
+pub async fn monitoring_definitions() -> Result<PathBuf> {
+    let key = Key::new("monitoring-definitions").with("module", OPERATOR.as_bytes());
+    entry(&format!("definitions-{}", key.hex()), async |out: &Path| {
+        let answer = run(&mut command("go", ["mod", "download", "-json", OPERATOR])).await?;
+        let module: Downloaded = serde_json::from_str(&answer).context("go mod download -json")?;
+        ensure!(module.sum == OPERATOR_SUM, "{OPERATOR} has the checksum {}", module.sum);
+        copy(&module.dir.join(OPERATOR_FOLDER), out, &OPERATOR_KINDS)
+    })
+    .await
+}
+
+/// Copies the files whose names start with one of `prefixes`.
+fn copy(source: &Path, out: &Path, prefixes: &[&str]) -> Result<()> {
     let entries = fs::read_dir(source).with_context(|| format!("cannot read {}", source.display()))?;
     let mut copied = 0;
     for entry in entries {
         let name = entry?.file_name();
-        if name.to_string_lossy().starts_with(PREFIX) {
+        if prefixes.iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
             // Written as new files, because the files of a Go module are read-only.
             let text = fs::read(source.join(&name))?;
             fs::write(out.join(&name), text)
@@ -43,7 +77,7 @@ fn copy(source: &Path, out: &Path) -> Result<()> {
             copied += 1;
         }
     }
-    ensure!(copied > 0, "no definitions {PREFIX}* in {}", source.display());
+    ensure!(copied > 0, "no definitions {prefixes:?} in {}", source.display());
     Ok(())
 }
 
@@ -62,12 +96,14 @@ mod tests {
         for name in names {
             fs::write(source.path().join(name), "").unwrap();
         }
-        copy(source.path(), out.path()).unwrap();
+        copy(source.path(), out.path(), &[PREFIX]).unwrap();
         let taken: Vec<_> =
             fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(taken, [names[0]]);
-        assert!(copy(out.path(), source.path()).is_ok());
+        assert!(copy(out.path(), source.path(), &[PREFIX]).is_ok());
         fs::remove_file(out.path().join(names[0])).unwrap();
-        assert!(copy(out.path(), source.path()).unwrap_err().to_string().contains("no definitions"));
+        assert!(
+            copy(out.path(), source.path(), &[PREFIX]).unwrap_err().to_string().contains("no definitions")
+        );
     }
 }

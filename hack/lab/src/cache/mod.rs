@@ -16,10 +16,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use sha2::{Digest, Sha256};
 
-pub use definitions::snapshot_definitions;
+pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
-pub use tools::{helm, tools};
+pub use tools::{helm, prometheus, tools};
 
 use crate::run::lock;
 

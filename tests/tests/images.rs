@@ -36,7 +36,7 @@ const STARTS: [(&str, &[&[&str]]); 5] = [
 ];
 
 async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
-    images::build(&Ui::default(), &s.lab.state().binaries, out, &[]).await
+    images::build(&Ui::default(), &s.lab.state().binaries, images::VERSION, out, &[]).await
 }
 
 #[tokio::test]

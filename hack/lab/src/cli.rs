@@ -65,6 +65,9 @@ enum Verb {
         /// Keep the lab running.
         #[arg(long)]
         keep: bool,
+        /// Install Nestor with its charts, in pods on the virtual machines.
+        #[arg(long)]
+        deployed: bool,
     },
     /// Run the checks: formatting, lints, unit tests, then black-box tests and csi-sanity in a lab of their own.
     Test(verify::Selection),
@@ -124,10 +127,11 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
             }
         }
         Verb::Kubectl { cluster, args } => return verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep } => {
+        Verb::Demo { keep, deployed } => {
             let after = if keep { After::Keep } else { After::Down };
             let run = Run::named("demo")?;
-            with_lab(&ui, &run, &UpOptions::default(), after, async |lab| demo(&ui, lab).await).await?;
+            let options = UpOptions { deployed, ..UpOptions::default() };
+            with_lab(&ui, &run, &options, after, async |lab| demo(&ui, lab).await).await?;
             say("demo passed");
         }
         Verb::Test(selection) => return verify::verify(&ui, &selection).await,

@@ -8,6 +8,7 @@ pub mod cache;
 pub mod cli;
 pub mod cluster;
 mod demo;
+mod deployed;
 mod down;
 mod drivers;
 pub mod images;

@@ -3,6 +3,7 @@
 
 mod base;
 mod sbom;
+mod sidecars;
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -17,6 +18,10 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
+pub(crate) use sidecars::{Sidecar, write as write_sidecars};
+
+/// The version of this build.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
@@ -107,7 +112,7 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
         Some(out) => out.clone(),
         None => target_dir()?.join("images"),
     };
-    let built = build(ui, &binaries, &out, &options.names).await?;
+    let built = build(ui, &binaries, VERSION, &out, &options.names).await?;
     let rows: Vec<Vec<String>> = built
         .iter()
         .map(|image| {
@@ -122,8 +127,14 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds images from a folder of our programs: those in `names`, or all.
-pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Result<Vec<Built>> {
+/// Builds images from a folder of our programs, tagged with a version: those in `names`, or all.
+pub async fn build(
+    ui: &Ui,
+    binaries: &Path,
+    version: &str,
+    out: &Path,
+    names: &[String],
+) -> Result<Vec<Built>> {
     for name in names {
         let known: Vec<&str> = IMAGES.iter().map(|image| image.name).collect();
         anyhow::ensure!(known.contains(&name.as_str()), "no image {name:?}; there are: {}", known.join(", "));
@@ -133,7 +144,7 @@ pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Re
     let mut built = Vec::new();
     for image in IMAGES.iter().filter(|image| names.is_empty() || names.iter().any(|name| name == image.name))
     {
-        built.push(image.write(ui, binaries, out, &commit).await.with_context(|| image.name)?);
+        built.push(image.write(ui, binaries, version, out, &commit).await.with_context(|| image.name)?);
     }
     Ok(built)
 }
@@ -157,14 +168,20 @@ impl Commit {
 }
 
 impl Image {
-    async fn write(&self, ui: &Ui, binaries: &Path, out: &Path, commit: &Commit) -> Result<Built> {
+    async fn write(
+        &self,
+        ui: &Ui,
+        binaries: &Path,
+        version: &str,
+        out: &Path,
+        commit: &Commit,
+    ) -> Result<Built> {
         let base = Base::of(ui, self.packages).await?;
         let step = ui.step(format!("building the image {}", self.name));
-        let version = env!("CARGO_PKG_VERSION");
         let work = tempfile::tempdir_in(out)?;
         let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
-        put(&top.join("usr/local/bin").join(self.program), &fs::read(binaries.join(self.program))?, 0o755)?;
+        strip(&binaries.join(self.program), &top.join("usr/local/bin").join(self.program)).await?;
         put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];
@@ -200,6 +217,14 @@ impl Image {
             },
         })
     }
+}
+
+/// Copies a program without its debug information, which release builds do not have.
+async fn strip(program: &Path, copy: &Path) -> Result<()> {
+    put(copy, b"", 0o755)?;
+    let mut strip = command("strip", ["--strip-debug", "-o"]);
+    run(strip.arg(copy).arg(program)).await?;
+    Ok(fs::set_permissions(copy, fs::Permissions::from_mode(0o755))?)
 }
 
 fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {

@@ -6,7 +6,6 @@
 
 pub mod bytes;
 pub mod chart;
-pub mod containerd;
 pub mod crash;
 pub mod driver;
 pub mod fake_infra;

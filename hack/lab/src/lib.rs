@@ -7,6 +7,7 @@ pub mod audit;
 pub mod cache;
 pub mod cli;
 pub mod cluster;
+pub mod containerd;
 mod demo;
 mod deployed;
 mod down;

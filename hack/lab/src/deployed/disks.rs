@@ -1,4 +1,4 @@
-//! Disks with container images, one for each tier's VMs.
+//! Disks with the folder of a containerd that has imported the images, one for each tier. Each VM writes to an overlay.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use super::{MANAGEMENT, Version};
+use crate::containerd::Containerd;
 use crate::images::{self, Sidecar};
 use crate::run::Run;
 use crate::ui::Ui;
@@ -20,6 +21,8 @@ const SIDECARS: [(&str, &str); 5] = [
     ("snapshotter", "csi-snapshotter"),
     ("snapshotController", "snapshot-controller"),
 ];
+/// Free space for the containers of a VM.
+const SPARE_MEGABYTES: u64 = 1024;
 const MANAGEMENT_IMAGES: [&str; 2] = ["mgmt-csi", "vm-operator-shim"];
 const GUEST_IMAGES: [&str; 2] = ["gc-csi", "gc-csi-node"];
 
@@ -66,10 +69,25 @@ async fn build(
     let step = ui.step(format!("disk with the images of {chart}"));
     images::write_sidecars(tools, &sidecars, &folder.join("sidecars.tar")).await?;
     let disk = folder.with_extension("raw");
-    vm::disk_of(&folder, &disk).await?;
+    import(tools, &folder, &disk).await?;
     fs::remove_dir_all(&folder)?;
     step.done();
     Ok(disk)
+}
+
+/// Imports all archives of a folder into a containerd of this host, and writes its folder to the disk.
+async fn import(tools: &Path, archives: &Path, disk: &Path) -> Result<()> {
+    let mut containerd = Containerd::start(tools).await?;
+    for entry in fs::read_dir(archives)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|ending| ending == "tar") {
+            containerd
+                .ctr(&["--namespace", "k8s.io", "images", "import", &path.display().to_string()])
+                .await?;
+        }
+    }
+    containerd.stop().await?;
+    vm::write_disk(&containerd.root(), disk, SPARE_MEGABYTES).await
 }
 
 /// The sidecars in the default values of a chart.

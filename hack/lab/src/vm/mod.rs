@@ -38,7 +38,7 @@ pub enum Payload<'a> {
     Plugin(&'a Path),
     /// Pods with the images on this disk. They reach the API server at this port of the host.
     Pods {
-        /// An ext4 filesystem with OCI archives.
+        /// An ext4 filesystem with the folder of a containerd.
         images: &'a Path,
         /// The API server's port.
         api_server: u16,
@@ -55,12 +55,12 @@ impl Payload<'_> {
     }
 
     /// The third disk, for the domain's XML.
-    fn disk(self) -> String {
-        let Self::Pods { images, .. } = self else { return String::new() };
+    fn disk(self, dir: &Path) -> String {
+        let Self::Pods { .. } = self else { return String::new() };
         format!(
-            "<disk type='file' device='disk'>\n      <driver name='qemu' type='raw'/><source file='{}'/>\
-             <target dev='vdc' bus='virtio'/><readonly/><shareable/>\n    </disk>",
-            escape(&images.display().to_string())
+            "<disk type='file' device='disk'>\n      <driver name='qemu' type='qcow2' cache='unsafe'/>\
+             <source file='{}'/><target dev='vdc' bus='virtio'/>\n    </disk>",
+            escape(&images_disk(dir).display().to_string())
         )
     }
 }
@@ -111,8 +111,10 @@ pub async fn boot(
     let dir = run.path("vms").join(name);
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let root = dir.join("root.qcow2");
-    let mut overlay = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
-    run_helper(overlay.arg(&image.root).arg(&root)).await?;
+    overlay(&image.root, &root).await?;
+    if let Payload::Pods { images, .. } = payload {
+        overlay(images, &images_disk(&dir)).await?;
+    }
     let config = config_disk(&dir, name, vm, kubelet, payload).await?;
     let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
     kubeconfig::write(
@@ -138,7 +140,7 @@ pub async fn boot(
     ] {
         xml = xml.replace(&format!("${{{key}}}"), &escape(&value));
     }
-    let xml = xml.replace("${CPU}", hardware.cpu).replace("${IMAGES}", &payload.disk());
+    let xml = xml.replace("${CPU}", hardware.cpu).replace("${IMAGES}", &payload.disk(&dir));
     let file = dir.join("domain.xml");
     fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
     virsh(run, ["define", &file.display().to_string()]).await?;
@@ -168,6 +170,17 @@ pub(crate) fn process(run: &Run, name: &str, vm: &VmRecord) -> Option<Process> {
     String::from_utf8_lossy(&words).contains(&vm.uuid).then_some(process)
 }
 
+/// Creates a disk that records the changes to another one.
+async fn overlay(base: &Path, disk: &Path) -> Result<()> {
+    let mut create = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+    run_helper(create.arg(base).arg(disk)).await.map(drop)
+}
+
+/// A VM's disk with container images.
+fn images_disk(dir: &Path) -> PathBuf {
+    dir.join("images.qcow2")
+}
+
 /// Builds the second disk: the VM's name and credentials, and gc-csi-node unless it runs in a pod.
 async fn config_disk(
     dir: &Path,
@@ -192,15 +205,16 @@ async fn config_disk(
         run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(program)).await?;
     }
     let disk = dir.join("config.raw");
-    disk_of(&files, &disk).await?;
+    write_disk(&files, &disk, 0).await?;
     Ok(disk)
 }
 
-/// Writes an ext4 filesystem with the files of a folder.
-pub(crate) async fn disk_of(files: &Path, disk: &Path) -> Result<()> {
-    let bytes: u64 = fs::read_dir(files)?.map(|file| Ok(file?.metadata()?.len())).sum::<Result<u64>>()?;
+/// Writes an ext4 filesystem with the files of a folder, and some free space.
+pub(crate) async fn write_disk(files: &Path, disk: &Path, spare: u64) -> Result<()> {
+    let usage = run_helper(command("du", ["--summarize", "--block-size=1M"]).arg(files)).await?;
+    let used: u64 = usage.split_whitespace().next().and_then(|number| number.parse().ok()).context("du")?;
     // Space for the filesystem's metadata; the file is sparse.
-    let megabytes = bytes / (1024 * 1024) * 21 / 20 + 16;
+    let megabytes = used * 21 / 20 + 16 + spare;
     let mut make = command("mke2fs", ["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"]);
     run_helper(make.arg(files).arg(disk).arg(format!("{megabytes}M"))).await.map(drop)
 }

@@ -7,7 +7,6 @@
 pub mod bytes;
 pub mod chart;
 mod cleanup;
-pub mod containerd;
 pub mod crash;
 pub mod driver;
 mod events;

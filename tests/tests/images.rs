@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use lab::containerd::Containerd;
 use lab::images::{self, Built};
 use lab::ui::Ui;
 use serde_json::Value;
 use tests::chart::{Chart, containers, pod_specs};
-use tests::containerd::Containerd;
 use tests::{Scenario, run};
 use tokio::process::Command;
 
@@ -36,7 +36,7 @@ const STARTS: [(&str, &[&[&str]]); 5] = [
 ];
 
 async fn build(s: &Scenario, out: &Path) -> Result<Vec<Built>> {
-    images::build(&Ui::default(), &s.lab.state().binaries, out, &[]).await
+    images::build(&Ui::default(), &s.lab.state().binaries, images::VERSION, out, &[]).await
 }
 
 #[tokio::test]
@@ -50,7 +50,7 @@ async fn images_are_reproducible_and_their_programs_start_in_containerd() -> Res
             ensure!(std::fs::read(&first.sbom)? == std::fs::read(&second.sbom)?, "{}", first.name);
         }
         assert_eq!(built.len(), STARTS.len());
-        let containerd = Containerd::start(&s.lab).await?;
+        let mut containerd = Containerd::start(&s.lab.state().tools).await?;
         let outcome = all_start(&containerd, &built).await;
         containerd.stop().await?;
         outcome

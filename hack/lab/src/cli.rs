@@ -66,6 +66,9 @@ enum Verb {
         /// Keep the lab running.
         #[arg(long)]
         keep: bool,
+        /// Install Nestor with its charts, in pods on the virtual machines.
+        #[arg(long)]
+        deployed: bool,
     },
     /// Run the checks of a change: formatting, lints, unit tests, then csi-sanity and black-box tests in a lab of their own.
     /// Prints a table of the steps, their results and times.
@@ -110,7 +113,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
         Verb::Restart { components } => restart(run, &components).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep } => run_demo(&ui, keep).await,
+        Verb::Demo { keep, deployed } => run_demo(&ui, keep, deployed).await,
         Verb::Test(selection) => verify::verify(&ui, &selection).await,
         Verb::Sanity { tier } => run_sanity(&ui, &run, tier).await,
         Verb::Soak { minutes, seed } => run_soak(&ui, &run, minutes, seed).await,
@@ -143,10 +146,11 @@ async fn restart(run: Run, components: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn run_demo(ui: &Ui, keep: bool) -> Result<ExitCode> {
+async fn run_demo(ui: &Ui, keep: bool, deployed: bool) -> Result<ExitCode> {
     let after = if keep { After::Keep } else { After::Down };
     let run = Run::named("demo")?;
-    with_lab(ui, &run, &UpOptions::default(), after, async |lab| demo(ui, lab).await).await?;
+    let options = UpOptions { deployed, ..UpOptions::default() };
+    with_lab(ui, &run, &options, after, async |lab| demo(ui, lab).await).await?;
     say("demo passed");
     Ok(ExitCode::SUCCESS)
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use infra_api::{ClientOptions, EngineKind, NodeSpec, OnFull, PoolName, PoolSpec};
 
-use crate::cluster::argv;
+use crate::cluster::{SERVER_ADDRESS_FROM_VM, argv};
 use crate::ports;
 use crate::process::{command, run as run_helper};
 use crate::ready::Ready;
@@ -66,7 +66,8 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
     fs::create_dir_all(&infra.loop_root)
         .with_context(|| format!("cannot make {}", infra.loop_root.display()))?;
     let program = binaries.join("storage-infra").display().to_string();
-    let mut certificates = command(&program, ["pki", "--host", "127.0.0.1", "--dir"]);
+    let mut certificates =
+        command(&program, ["pki", "--host", "127.0.0.1", "--host", SERVER_ADDRESS_FROM_VM, "--dir"]);
     run_helper(certificates.arg(&infra.pki)).await?;
     let file = |name: &str| infra.pki.join(name).display().to_string();
     let mut words = vec![program, "serve".to_owned()];

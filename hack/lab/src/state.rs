@@ -18,6 +18,9 @@ pub struct State {
     pub tools: PathBuf,
     /// The folder with Nestor's programs.
     pub binaries: PathBuf,
+    /// helm, if Nestor runs in pods.
+    #[serde(default)]
+    pub helm: Option<PathBuf>,
     /// A folder with a short path: paths of Unix sockets have less than 108 bytes.
     pub sockets: PathBuf,
     /// Whether `up` completed.
@@ -106,7 +109,7 @@ pub struct Infra {
 /// A libvirt VM.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct VmRecord {
-    /// The guest cluster whose node it is.
+    /// The cluster whose node it is: a guest, or `mgmt`.
     pub guest: String,
     /// UUID of the domain, and in its DMI data.
     pub uuid: String,

@@ -7,11 +7,12 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::cache::{self, BaseImage};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
+use crate::deployed::{self, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
 use crate::process::boot_id;
 use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
 use crate::ui::Ui;
-use crate::vm::{self, libvirtd};
+use crate::vm::{self, Payload, libvirtd};
 use crate::{drivers, infra, kubeconfig, virtual_machines};
 
 /// The guest that all VMs belong to.
@@ -37,11 +38,26 @@ pub struct UpOptions {
     /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
+    /// Run Nestor in pods: install its charts with helm, and start one more virtual machine as a node of the management
+    /// cluster.
+    #[arg(long, conflicts_with = "replicas")]
+    pub deployed: bool,
+    /// With --deployed: install this commit or tag of Nestor instead of this tree.
+    #[arg(long, value_name = "COMMIT", requires = "deployed")]
+    pub version: Option<String>,
 }
 
 impl Default for UpOptions {
     fn default() -> Self {
-        Self { vms: 2, guests: 1, one_namespace: false, replicas: 1, release: false }
+        Self {
+            vms: 2,
+            guests: 1,
+            one_namespace: false,
+            replicas: 1,
+            release: false,
+            deployed: false,
+            version: None,
+        }
     }
 }
 
@@ -51,12 +67,28 @@ struct Built {
     snapshot_definitions: PathBuf,
     image: BaseImage,
     binaries: PathBuf,
+    deployment: Option<Deployment>,
+}
+
+/// The inputs of a lab whose Nestor runs in pods.
+struct Deployment {
+    helm: PathBuf,
+    version: Version,
+    /// All versions whose images are on the disks.
+    versions: Vec<Version>,
 }
 
 /// A guest that is not started yet: its control plane, and its record in the state.
 struct PlannedGuest {
     plane: ControlPlane,
     guest: Guest,
+}
+
+/// What is started.
+struct Plan {
+    management: ControlPlane,
+    guests: Vec<PlannedGuest>,
+    vms: Vec<(String, VmRecord)>,
 }
 
 /// Starts a lab; returns when every component is ready.
@@ -72,38 +104,45 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
             run.dir().display()
         );
     }
-    let built = prepare(ui, options.release).await?;
+    let built = prepare(ui, options).await?;
     make_folders(run, &built)?;
-    let management = ControlPlane::plan(run, &ControlPlanePlan { name: "mgmt", scheduler: false })?;
-    run.update(|state| state.management = Some(management.cluster.clone()))?;
-    let guests: Vec<PlannedGuest> =
-        (1..=options.guests).map(|number| plan_guest(run, options, number)).collect::<Result<_>>()?;
-    let accelerator = vm::accelerator(&built.image).await;
-    let vms: Vec<(String, VmRecord)> = (1..=options.vms)
-        .zip(infra::ZONES.iter().cycle())
-        .map(|(number, zone)| (format!("vm-{number}"), zone))
-        .map(|(name, zone)| Ok((name.clone(), vm::plan(run, &name, VM_GUEST, zone, accelerator)?)))
-        .collect::<Result<_>>()?;
-
+    let plan = Plan::new(run, options, &built).await?;
+    let disks = match &built.deployment {
+        Some(deployment) => Some(Disks::build(ui, run, &built.tools, &deployment.versions).await?),
+        None => None,
+    };
     // The VMs boot while the control planes start, because booting takes longest.
     futures::try_join!(
-        start_infra(ui, run, &built, &guests, &vms),
-        start_management(ui, run, &built, &management),
-        futures::future::try_join_all(guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
+        start_infra(ui, run, &built, &plan, disks.as_ref()),
+        start_management(ui, run, &built, &plan.management),
+        futures::future::try_join_all(plan.guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
     )?;
-    start_system(ui, run, options.replicas, &management, &guests, &vms).await?;
-    join_nodes(ui, run, &guests, &vms).await?;
+    match &built.deployment {
+        Some(deployment) => deploy(ui, run, &plan, &deployment.version).await?,
+        None => start_system(ui, run, options.replicas, &plan).await?,
+    }
     run.update(|state| state.complete = true)
 }
 
 /// Builds or finds everything that is needed before the first process starts.
-async fn prepare(ui: &Ui, release: bool) -> Result<Built> {
+async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     cache::packages::ensure(ui).await?;
     let tools = cache::tools(ui).await?;
     let snapshot_definitions = cache::snapshot_definitions().await?;
     let image = cache::base_image(ui, &tools).await?;
-    let binaries = cache::cargo::build(ui, release).await?;
-    Ok(Built { tools, snapshot_definitions, image, binaries })
+    let binaries = cache::cargo::build(ui, options.release).await?;
+    if !options.deployed {
+        return Ok(Built { tools, snapshot_definitions, image, binaries, deployment: None });
+    }
+    let current = Version::current(&binaries);
+    let mut versions = vec![current.clone()];
+    if let Some(commit) = &options.version {
+        versions.push(Version::of_commit(ui, commit).await?);
+    }
+    let version = versions.last().cloned().unwrap_or(current);
+    let binaries = version.binaries.clone();
+    let deployment = Some(Deployment { helm: cache::helm(ui).await?, version, versions });
+    Ok(Built { tools, snapshot_definitions, image, binaries, deployment })
 }
 
 fn make_folders(run: &Run, built: &Built) -> Result<()> {
@@ -117,6 +156,7 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
             boot_id: boot_id(),
             tools: built.tools.clone(),
             binaries: built.binaries.clone(),
+            helm: built.deployment.as_ref().map(|deployment| deployment.helm.clone()),
             sockets: run.socket_dir(),
             ..State::default()
         };
@@ -125,6 +165,46 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
     Ok(())
+}
+
+impl Plan {
+    /// Signs certificates, and records all clusters and VMs in the state.
+    async fn new(run: &Run, options: &UpOptions, built: &Built) -> Result<Self> {
+        // Pods need a scheduler.
+        let plan = ControlPlanePlan { name: MANAGEMENT, scheduler: options.deployed };
+        let management = ControlPlane::plan(run, &plan)?;
+        run.update(|state| state.management = Some(management.cluster.clone()))?;
+        let guests: Vec<PlannedGuest> =
+            (1..=options.guests).map(|number| plan_guest(run, options, number)).collect::<Result<_>>()?;
+        let accelerator = vm::accelerator(&built.image).await;
+        let nodes = (1..=options.vms)
+            .zip(infra::ZONES.iter().cycle())
+            .map(|(number, zone)| (format!("vm-{number}"), VM_GUEST, *zone));
+        let own = options.deployed.then(|| (MANAGEMENT_NODE.to_owned(), MANAGEMENT, infra::ZONES[0]));
+        let vms = own
+            .into_iter()
+            .chain(nodes)
+            .map(|(name, cluster, zone)| {
+                Ok((name.clone(), vm::plan(run, &name, cluster, zone, accelerator)?))
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { management, guests, vms })
+    }
+
+    /// The control plane of a cluster.
+    fn plane(&self, name: &str) -> Result<&ControlPlane> {
+        if name == MANAGEMENT { Ok(&self.management) } else { Ok(&self.guest(name)?.plane) }
+    }
+
+    fn guest(&self, name: &str) -> Result<&PlannedGuest> {
+        let found = self.guests.iter().find(|guest| guest.guest.cluster.name == name);
+        found.with_context(|| format!("no guest {name}"))
+    }
+
+    /// The VMs that are nodes of guests.
+    fn guest_vms(&self) -> impl Iterator<Item = &(String, VmRecord)> {
+        self.vms.iter().filter(|(_, machine)| machine.guest != MANAGEMENT)
+    }
 }
 
 fn plan_guest(run: &Run, options: &UpOptions, number: u32) -> Result<PlannedGuest> {
@@ -140,22 +220,20 @@ fn plan_guest(run: &Run, options: &UpOptions, number: u32) -> Result<PlannedGues
     Ok(PlannedGuest { plane, guest })
 }
 
-async fn start_infra(
-    ui: &Ui,
-    run: &Run,
-    built: &Built,
-    guests: &[PlannedGuest],
-    vms: &[(String, VmRecord)],
-) -> Result<()> {
+async fn start_infra(ui: &Ui, run: &Run, built: &Built, plan: &Plan, disks: Option<&Disks>) -> Result<()> {
     let step = ui.step("pools and libvirt");
     // libvirt's mount namespace starts as a copy of the current mounts.
     let pools = infra::mount_pools(run).await?;
     libvirtd::start(ui, run).await?;
     step.done();
-    for (name, machine) in vms {
-        let guest = planned(guests, &machine.guest)?;
-        let kubelet = guest.plane.kubelet_files(name)?;
-        vm::boot(run, name, machine, &built.image, &kubelet, &built.binaries.join("gc-csi-node")).await?;
+    let plugin = built.binaries.join("gc-csi-node");
+    for (name, machine) in &plan.vms {
+        let plane = plan.plane(&machine.guest)?;
+        let payload = match disks {
+            Some(disks) => Payload::Pods { images: disks.of(&machine.guest), api_server: plane.api_port() },
+            None => Payload::Plugin(&plugin),
+        };
+        vm::boot(run, name, machine, &built.image, &plane.kubelet_files(name)?, payload).await?;
         ui.line(format!("{name} boots ({})", machine.accelerator));
     }
     let step = ui.step("storage infra");
@@ -167,73 +245,93 @@ async fn start_infra(
 async fn start_management(ui: &Ui, run: &Run, built: &Built, management: &ControlPlane) -> Result<()> {
     let step = ui.step("management control plane");
     management.start(run, &built.tools).await?;
-    cluster::prepare_management(&management.cluster, &built.snapshot_definitions).await?;
+    let cluster = &management.cluster;
+    cluster::apply_snapshot_api(cluster, &built.snapshot_definitions).await?;
+    cluster::apply_cluster_api(cluster).await?;
+    if built.deployment.is_none() {
+        cluster::prepare_management(cluster).await?;
+    }
     step.done();
     Ok(())
 }
 
 async fn start_guest(ui: &Ui, run: &Run, built: &Built, guest: &PlannedGuest) -> Result<()> {
-    let name = &guest.guest.cluster.name;
-    let step = ui.step(format!("control plane of guest {name}"));
+    let cluster = &guest.plane.cluster;
+    let step = ui.step(format!("control plane of guest {}", cluster.name));
     guest.plane.start(run, &built.tools).await?;
-    let cluster_id = cluster::prepare_guest(&guest.plane.cluster, &built.snapshot_definitions).await?;
+    cluster::apply_snapshot_api(cluster, &built.snapshot_definitions).await?;
+    if built.deployment.is_none() {
+        cluster::prepare_guest(cluster).await?;
+    }
+    let id = cluster::cluster_id(cluster).await?;
     run.update(|state| {
-        if let Some(guest) = state.guests.get_mut(name) {
-            guest.cluster_id = cluster_id;
+        if let Some(guest) = state.guests.get_mut(&cluster.name) {
+            guest.cluster_id = id;
         }
     })?;
     step.done();
     Ok(())
 }
 
-/// Creates namespaces and VirtualMachine objects, and starts all of Nestor's components.
-async fn start_system(
-    ui: &Ui,
-    run: &Run,
-    replicas: u32,
-    management: &ControlPlane,
-    guests: &[PlannedGuest],
-    vms: &[(String, VmRecord)],
-) -> Result<()> {
+/// Starts all of Nestor's components on this host, and registers the VMs.
+async fn start_system(ui: &Ui, run: &Run, replicas: u32, plan: &Plan) -> Result<()> {
     let step = ui.step("drivers and sidecars");
-    for guest in guests {
-        cluster::prepare_guest_namespace(&management.cluster, &guest.guest).await?;
+    for guest in &plan.guests {
+        cluster::prepare_guest_namespace(&plan.management.cluster, &guest.guest).await?;
     }
     let state = run.state()?;
-    let infra = state.infra.as_ref().context("no storage infra")?;
-    let client = kubeconfig::client(&management.cluster.kubeconfig).await?;
-    let machines = async {
-        for (name, machine) in vms {
-            let namespace = &planned(guests, &machine.guest)?.guest.namespace;
-            virtual_machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
-            infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
-        }
-        Ok(())
-    };
-    let drivers =
-        guests.iter().map(|guest| drivers::start_guest(run, &state, &guest.guest.cluster.name, replicas));
+    let guests = plan.guests.iter().map(|guest| guest.guest.cluster.name.as_str());
+    let drivers = guests.map(|guest| drivers::start_guest(run, &state, guest, replicas));
     futures::try_join!(
-        machines,
+        register_vms(run, plan),
         drivers::start_snapshot_controllers(run, &state),
         drivers::start_management(run, &state, replicas),
         futures::future::try_join_all(drivers)
     )?;
     step.done();
+    join_nodes(ui, run, plan).await?;
+    wait_for_drivers(run, plan).await
+}
+
+/// Installs the charts once the VMs have joined, and registers the VMs.
+async fn deploy(ui: &Ui, run: &Run, plan: &Plan, version: &Version) -> Result<()> {
+    join_nodes(ui, run, plan).await?;
+    deployed::install_management(ui, run, version).await?;
+    register_vms(run, plan).await?;
+    for guest in &plan.guests {
+        deployed::install_guest(ui, run, &guest.guest.cluster.name, version).await?;
+    }
+    wait_for_drivers(run, plan).await
+}
+
+/// Creates the VirtualMachine objects, and registers the VMs with the storage infra.
+async fn register_vms(run: &Run, plan: &Plan) -> Result<()> {
+    let state = run.state()?;
+    let infra = state.infra.as_ref().context("no storage infra")?;
+    let client = kubeconfig::client(&plan.management.cluster.kubeconfig).await?;
+    for (name, machine) in plan.guest_vms() {
+        let namespace = &plan.guest(&machine.guest)?.guest.namespace;
+        virtual_machines::create(&client, namespace, name, &machine.uuid, &machine.zone).await?;
+        infra::register_node(infra, name, &machine.uuid, &machine.zone, infra::LIBVIRT).await?;
+    }
     Ok(())
 }
 
-async fn join_nodes(ui: &Ui, run: &Run, guests: &[PlannedGuest], vms: &[(String, VmRecord)]) -> Result<()> {
-    let joins = vms.iter().map(|(name, machine)| async move {
-        let step = ui.step(format!("{name} is a ready node with gc-csi-node"));
-        let client = kubeconfig::client(&planned(guests, &machine.guest)?.plane.cluster.kubeconfig).await?;
+async fn join_nodes(ui: &Ui, run: &Run, plan: &Plan) -> Result<()> {
+    let joins = plan.vms.iter().map(|(name, machine)| async move {
+        let step = ui.step(format!("{name} is a ready node"));
+        let client = kubeconfig::client(&plan.plane(&machine.guest)?.cluster.kubeconfig).await?;
         vm::wait_for_node(run, &client, name).await?;
-        vm::wait_for_driver(run, &client, name).await?;
         step.done();
         Ok(())
     });
     futures::future::try_join_all(joins).await.map(drop)
 }
 
-fn planned<'a>(guests: &'a [PlannedGuest], name: &str) -> Result<&'a PlannedGuest> {
-    guests.iter().find(|guest| guest.guest.cluster.name == name).with_context(|| format!("no guest {name}"))
+async fn wait_for_drivers(run: &Run, plan: &Plan) -> Result<()> {
+    let waits = plan.guest_vms().map(|(name, machine)| async move {
+        let client = kubeconfig::client(&plan.plane(&machine.guest)?.cluster.kubeconfig).await?;
+        vm::wait_for_driver(run, &client, name).await
+    });
+    futures::future::try_join_all(waits).await.map(drop)
 }

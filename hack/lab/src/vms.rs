@@ -27,9 +27,10 @@ pub struct Vm {
 }
 
 impl Lab {
-    /// The names of the virtual machines.
+    /// The names of the virtual machines that are nodes of guests.
     pub fn vms(&self) -> Vec<String> {
-        self.state().vms.keys().cloned().collect()
+        let guests = self.state().vms.iter().filter(|(_, vm)| self.state().guests.contains_key(&vm.guest));
+        guests.map(|(name, _)| name.clone()).collect()
     }
 
     /// A virtual machine.

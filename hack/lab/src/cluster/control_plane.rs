@@ -114,6 +114,11 @@ impl ControlPlane {
         })
     }
 
+    /// The port of its API server.
+    pub fn api_port(&self) -> u16 {
+        self.api
+    }
+
     /// Starts all processes and returns when the API server is ready.
     pub async fn start(&self, run: &Run, tools: &Path) -> Result<()> {
         let name = &self.cluster.name;

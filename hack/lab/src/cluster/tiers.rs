@@ -35,14 +35,23 @@ fn namespace(name: &str) -> Value {
     json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
 }
 
+/// Applies the definitions of the snapshot API from a folder.
+pub async fn apply_snapshot_api(cluster: &Cluster, folder: &Path) -> Result<()> {
+    apply_definitions(&kubeconfig::client(&cluster.kubeconfig).await?, &definitions(folder)?).await
+}
+
+/// Applies the definition of Cluster API's `Cluster`.
+pub async fn apply_cluster_api(cluster: &Cluster) -> Result<()> {
+    let yaml = include_str!("../../manifests/cluster-api.yaml").to_owned();
+    let definitions = [("manifests/cluster-api.yaml".to_owned(), yaml)];
+    apply_definitions(&kubeconfig::client(&cluster.kubeconfig).await?, &definitions).await
+}
+
 /// Applies definitions, driver, classes and accounts to the management cluster, and writes a kubeconfig for each
-/// component. The definitions of the snapshot API are third-party and come from a folder.
-pub async fn prepare_management(cluster: &Cluster, snapshot_definitions: &Path) -> Result<()> {
+/// component.
+pub async fn prepare_management(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    let ours = definitions(&repository().join("crds").join("yaml"))?;
-    let cluster_api = include_str!("../../manifests/cluster-api.yaml");
-    let cluster_api = vec![("manifests/cluster-api.yaml".to_owned(), cluster_api.to_owned())];
-    apply_definitions(&client, &[ours, cluster_api, definitions(snapshot_definitions)?].concat()).await?;
+    apply_definitions(&client, &definitions(&repository().join("crds").join("yaml"))?).await?;
     apply_one(&client, namespace(MANAGEMENT_NAMESPACE)).await?;
     let accounts = MANAGEMENT.replace("${NAMESPACE}", MANAGEMENT_NAMESPACE);
     apply(&client, "nestor-management/files/management.yaml", &accounts).await?;
@@ -77,15 +86,18 @@ pub async fn prepare_guest_namespace(management: &Cluster, guest: &Guest) -> Res
     token_kubeconfig(&client, management, &guest.namespace, &guest.account()).await
 }
 
-/// Applies definitions, driver, classes and accounts to a guest. Returns the cluster ID: the UID of kube-system.
-pub async fn prepare_guest(cluster: &Cluster, snapshot_definitions: &Path) -> Result<String> {
+/// Applies driver, classes and accounts to a guest.
+pub async fn prepare_guest(cluster: &Cluster) -> Result<()> {
     let client = kubeconfig::client(&cluster.kubeconfig).await?;
-    apply_definitions(&client, &definitions(snapshot_definitions)?).await?;
     let accounts = GUEST.replace("${NAMESPACE}", GUEST_NAMESPACE);
     apply(&client, "nestor-guest/files/guest.yaml", &accounts).await?;
     apply(&client, "nestor-guest/files/classes.yaml", GUEST_CLASSES).await?;
-    prepare_parts(&client, cluster, GUEST_NAMESPACE, &GUEST_PARTS).await?;
-    let namespaces: Api<Namespace> = Api::all(client);
+    prepare_parts(&client, cluster, GUEST_NAMESPACE, &GUEST_PARTS).await
+}
+
+/// The ID of a cluster: the UID of kube-system.
+pub async fn cluster_id(cluster: &Cluster) -> Result<String> {
+    let namespaces: Api<Namespace> = Api::all(kubeconfig::client(&cluster.kubeconfig).await?);
     namespaces.get("kube-system").await?.uid().context("namespace kube-system has no UID")
 }
 

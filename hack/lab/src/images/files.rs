@@ -6,6 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
+use crate::process::{command, run};
+
 /// Writes a file with this mode, whatever the umask is, and creates its directory.
 pub(crate) fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if let Some(parent) = path.parent() {
@@ -13,4 +15,12 @@ pub(crate) fn put(path: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     }
     fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
     Ok(fs::set_permissions(path, fs::Permissions::from_mode(mode))?)
+}
+
+/// Copies a program without its debug information, which release builds do not have.
+pub(super) async fn strip(program: &Path, copy: &Path) -> Result<()> {
+    put(copy, b"", 0o755)?;
+    let mut strip = command("strip", ["--strip-debug", "-o"]);
+    run(strip.arg(copy).arg(program)).await?;
+    Ok(fs::set_permissions(copy, fs::Permissions::from_mode(0o755))?)
 }

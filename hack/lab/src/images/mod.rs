@@ -4,6 +4,7 @@
 mod base;
 mod files;
 mod sbom;
+mod sidecars;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,7 +18,11 @@ use crate::process::{command, run};
 use crate::run::{repository, target_dir};
 use crate::ui::{Ui, say, table};
 use base::Base;
-use files::put;
+use files::{put, strip};
+pub(crate) use sidecars::{Sidecar, write as write_sidecars};
+
+/// The version of this build.
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 /// User and group of programs that do not need root.
 const NOBODY: &str = "65532:65532";
@@ -108,7 +113,7 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
         Some(out) => out.clone(),
         None => target_dir()?.join("images"),
     };
-    let built = build(ui, &binaries, &out, &options.names).await?;
+    let built = build(ui, &binaries, VERSION, &out, &options.names).await?;
     let rows: Vec<Vec<String>> = built
         .iter()
         .map(|image| {
@@ -123,8 +128,14 @@ pub async fn images(ui: &Ui, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// Builds images from a folder of our programs: those in `names`, or all.
-pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Result<Vec<Built>> {
+/// Builds images from a folder of our programs, tagged with a version: those in `names`, or all.
+pub async fn build(
+    ui: &Ui,
+    binaries: &Path,
+    version: &str,
+    out: &Path,
+    names: &[String],
+) -> Result<Vec<Built>> {
     for name in names {
         let known: Vec<&str> = IMAGES.iter().map(|image| image.name).collect();
         anyhow::ensure!(known.contains(&name.as_str()), "no image {name:?}; there are: {}", known.join(", "));
@@ -134,7 +145,7 @@ pub async fn build(ui: &Ui, binaries: &Path, out: &Path, names: &[String]) -> Re
     let mut built = Vec::new();
     for image in IMAGES.iter().filter(|image| names.is_empty() || names.iter().any(|name| name == image.name))
     {
-        built.push(image.write(ui, binaries, out, &commit).await.with_context(|| image.name)?);
+        built.push(image.write(ui, binaries, version, out, &commit).await.with_context(|| image.name)?);
     }
     Ok(built)
 }
@@ -158,14 +169,20 @@ impl Commit {
 }
 
 impl Image {
-    async fn write(&self, ui: &Ui, binaries: &Path, out: &Path, commit: &Commit) -> Result<Built> {
+    async fn write(
+        &self,
+        ui: &Ui,
+        binaries: &Path,
+        version: &str,
+        out: &Path,
+        commit: &Commit,
+    ) -> Result<Built> {
         let base = Base::of(ui, self.packages).await?;
         let step = ui.step(format!("building the image {}", self.name));
-        let version = env!("CARGO_PKG_VERSION");
         let work = tempfile::tempdir_in(out)?;
         let sbom = sbom::write(self.name, self.program, version, &base.packages).await?;
         let top = work.path().join("top");
-        put(&top.join("usr/local/bin").join(self.program), &fs::read(binaries.join(self.program))?, 0o755)?;
+        strip(&binaries.join(self.program), &top.join("usr/local/bin").join(self.program)).await?;
         put(&top.join("usr/share/nestor/sbom.cdx.json"), &sbom, 0o644)?;
         let mut layout = Layout::create(work.path().join("layout"))?;
         let layers = [layout.layer(&base.root).await?, layout.layer(&top).await?];

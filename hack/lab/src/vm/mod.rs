@@ -13,7 +13,7 @@ use uuid::Uuid;
 pub use nodes::{join_without_kubelet, leave_guest, wait_for_driver, wait_for_node};
 
 use crate::cache::BaseImage;
-use crate::cluster::KubeletFiles;
+use crate::cluster::{KubeletFiles, SERVER_ADDRESS_FROM_VM};
 use crate::kubeconfig::{self, User};
 use crate::pki::write_private;
 use crate::ports;
@@ -30,6 +30,40 @@ const PLUGIN_ARGS: &str = "--endpoint=unix:///var/lib/kubelet/plugins/guest.csi.
 --topology
 --guest-kubeconfig=/config/kubeconfig
 ";
+
+/// What a VM runs beside containerd and kubelet.
+#[derive(Debug, Clone, Copy)]
+pub enum Payload<'a> {
+    /// This gc-csi-node, which the VM's init starts.
+    Plugin(&'a Path),
+    /// Pods with the images on this disk. They reach the API server at this port of the host.
+    Pods {
+        /// An ext4 filesystem with the folder of a containerd.
+        images: &'a Path,
+        /// The API server's port.
+        api_server: u16,
+    },
+}
+
+impl Payload<'_> {
+    /// MiB of memory. Controllers with their sidecars take up to 700 MiB.
+    fn memory(self) -> u32 {
+        match self {
+            Self::Plugin(_) => 1024,
+            Self::Pods { .. } => 2560,
+        }
+    }
+
+    /// The third disk, for the domain's XML.
+    fn disk(self, dir: &Path) -> String {
+        let Self::Pods { .. } = self else { return String::new() };
+        format!(
+            "<disk type='file' device='disk'>\n      <driver name='qemu' type='qcow2' cache='unsafe'/>\
+             <source file='{}'/><target dev='vdc' bus='virtio'/>\n    </disk>",
+            escape(&images_disk(dir).display().to_string())
+        )
+    }
+}
 
 /// The accelerator settings of a domain.
 struct Hardware {
@@ -72,14 +106,16 @@ pub async fn boot(
     vm: &VmRecord,
     image: &BaseImage,
     kubelet: &KubeletFiles,
-    plugin: &Path,
+    payload: Payload<'_>,
 ) -> Result<()> {
     let dir = run.path("vms").join(name);
     fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
     let root = dir.join("root.qcow2");
-    let mut overlay = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
-    run_helper(overlay.arg(&image.root).arg(&root)).await?;
-    let config = config_disk(&dir, name, vm, kubelet, plugin).await?;
+    overlay(&image.root, &root).await?;
+    if let Payload::Pods { images, .. } = payload {
+        overlay(images, &images_disk(&dir)).await?;
+    }
+    let config = config_disk(&dir, name, vm, kubelet, payload).await?;
     let server = format!("https://127.0.0.1:{}", vm.kubelet_port);
     kubeconfig::write(
         &kubelet_kubeconfig(run, name),
@@ -100,10 +136,11 @@ pub async fn boot(
         ("CONFIG", config.display().to_string()),
         ("LOGS", run.path("logs").join(name).display().to_string()),
         ("PORT", vm.kubelet_port.to_string()),
+        ("MEMORY", payload.memory().to_string()),
     ] {
         xml = xml.replace(&format!("${{{key}}}"), &escape(&value));
     }
-    let xml = xml.replace("${CPU}", hardware.cpu);
+    let xml = xml.replace("${CPU}", hardware.cpu).replace("${IMAGES}", &payload.disk(&dir));
     let file = dir.join("domain.xml");
     fs::write(&file, xml).with_context(|| format!("cannot write {}", file.display()))?;
     virsh(run, ["define", &file.display().to_string()]).await?;
@@ -133,30 +170,53 @@ pub(crate) fn process(run: &Run, name: &str, vm: &VmRecord) -> Option<Process> {
     String::from_utf8_lossy(&words).contains(&vm.uuid).then_some(process)
 }
 
-/// Builds the second disk: the VM's name and credentials, and the current gc-csi-node.
+/// Creates a disk that records the changes to another one.
+async fn overlay(base: &Path, disk: &Path) -> Result<()> {
+    let mut create = command("qemu-img", ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+    run_helper(create.arg(base).arg(disk)).await.map(drop)
+}
+
+/// A VM's disk with container images.
+fn images_disk(dir: &Path) -> PathBuf {
+    dir.join("images.qcow2")
+}
+
+/// Builds the second disk: the VM's name and credentials, and gc-csi-node unless it runs in a pod.
 async fn config_disk(
     dir: &Path,
     name: &str,
     vm: &VmRecord,
     kubelet: &KubeletFiles,
-    plugin: &Path,
+    payload: Payload<'_>,
 ) -> Result<PathBuf> {
     let files = dir.join("config");
     fs::create_dir_all(&files)?;
-    write_private(&files.join("env"), &format!("NODE_NAME={name}\n"))?;
+    let mut env = format!("NODE_NAME={name}\n");
+    if let Payload::Pods { api_server, .. } = payload {
+        env.push_str(&format!("API_SERVER={SERVER_ADDRESS_FROM_VM}:{api_server}\n"));
+    }
+    write_private(&files.join("env"), &env)?;
     write_private(&files.join("kubeconfig"), &kubelet.kubeconfig)?;
     write_private(&files.join("ca.crt"), &kubelet.ca)?;
     write_private(&files.join("kubelet.yaml"), &KUBELET.replace("${PORT}", &vm.kubelet_port.to_string()))?;
     kubelet.serving.write(&files, "kubelet")?;
-    write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;
-    run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(plugin)).await?;
-    let bytes: u64 = fs::metadata(files.join("gc-csi-node"))?.len();
+    if let Payload::Plugin(program) = payload {
+        write_private(&files.join("plugin.args"), &PLUGIN_ARGS.replace("${NAME}", name))?;
+        run_helper(command("strip", ["-o"]).arg(files.join("gc-csi-node")).arg(program)).await?;
+    }
     let disk = dir.join("config.raw");
-    // Space for the filesystem's metadata; the file is sparse.
-    let megabytes = bytes / (1024 * 1024) + 16;
-    let mut make = command("mke2fs", ["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"]);
-    run_helper(make.arg(&files).arg(&disk).arg(format!("{megabytes}M"))).await?;
+    write_disk(&files, &disk, 0).await?;
     Ok(disk)
+}
+
+/// Writes an ext4 filesystem with the files of a folder, and some free space.
+pub(crate) async fn write_disk(files: &Path, disk: &Path, spare: u64) -> Result<()> {
+    let usage = run_helper(command("du", ["--summarize", "--block-size=1M"]).arg(files)).await?;
+    let used: u64 = usage.split_whitespace().next().and_then(|number| number.parse().ok()).context("du")?;
+    // Space for the filesystem's metadata; the file is sparse.
+    let megabytes = used * 21 / 20 + 16 + spare;
+    let mut make = command("mke2fs", ["-q", "-t", "ext4", "-O", "^has_journal", "-m", "0", "-d"]);
+    run_helper(make.arg(files).arg(disk).arg(format!("{megabytes}M"))).await.map(drop)
 }
 
 fn escape(text: &str) -> String {

@@ -1,15 +1,18 @@
-//! containerd on this host for one test, to check that images can be imported and that their programs start.
+//! containerd on this host, with a folder of its own: imports images and runs containers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use lab::Lab;
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
+use uuid::Uuid;
 
-use crate::{PATIENCE, eventually, unique};
+use crate::wait::eventually;
+
+/// Importing an image takes seconds, on a busy host minutes.
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// The CRI plugins are disabled: they need a network and CNI.
 const CONFIG: &str = r#"version = 3
@@ -35,17 +38,17 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Starts containerd and waits until it responds.
-    pub async fn start(lab: &Lab) -> Result<Self> {
+    /// Starts the containerd in a folder of tools and waits until it responds.
+    pub async fn start(tools: &Path) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let config = folder.path().join("config.toml");
         std::fs::write(&config, CONFIG.replace("FOLDER", &folder.path().display().to_string()))?;
         let log = std::fs::File::create(folder.path().join("log"))?;
-        let tools = lab.state().tools.clone();
         let mut containerd = Command::new(tools.join("containerd"));
-        containerd.arg("--config").arg(&config).env("PATH", path(&tools));
+        containerd.arg("--config").arg(&config).env("PATH", path(tools));
         containerd.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).kill_on_drop(true);
-        let this = Self { child: containerd.spawn().context("cannot start containerd")?, tools, folder };
+        let child = containerd.spawn().context("cannot start containerd")?;
+        let this = Self { child, tools: tools.to_owned(), folder };
         eventually("containerd responds", PATIENCE, || async {
             Ok(this.ctr(&["version"]).await.map(drop).map_err(|error| format!("{error:#}; {}", this.log())))
         })
@@ -74,13 +77,18 @@ impl Containerd {
 
     /// Runs a command in a container with a read-only root, and returns its output.
     pub async fn run(&self, image: &str, words: &[&str]) -> Result<String> {
-        let id = unique("container");
+        let id = Uuid::new_v4().to_string();
         let how = ["run", "--rm", "--snapshotter", "native", "--read-only", image, &id];
         self.ctr(&[&how, words].concat()).await
     }
 
-    /// Stops containerd.
-    pub async fn stop(mut self) -> Result<()> {
+    /// The folder with its content and snapshots.
+    pub(crate) fn root(&self) -> PathBuf {
+        self.folder.path().join("root")
+    }
+
+    /// Stops containerd. Its folder is removed with the value.
+    pub async fn stop(&mut self) -> Result<()> {
         let pid = self.child.id().and_then(|id| rustix::process::Pid::from_raw(id as i32));
         rustix::process::kill_process(pid.context("it ended before")?, rustix::process::Signal::TERM)?;
         let ended = tokio::time::timeout(Duration::from_secs(30), self.child.wait()).await;
@@ -89,6 +97,6 @@ impl Containerd {
 }
 
 /// A PATH with the containerd shim and runc.
-fn path(tools: &std::path::Path) -> String {
+fn path(tools: &Path) -> String {
     format!("{}:{}", tools.display(), std::env::var("PATH").unwrap_or_default())
 }

@@ -85,7 +85,7 @@ async fn an_attached_volume_is_traced_through_both_clusters_or_one() -> Result<(
         let disk = s.attached(&guest_attachment).await?;
         let below =
             s.claims().get(&handle).await?.spec.and_then(|spec| spec.volume_name).context("unbound")?;
-        let attachment = names::volume_attachment(&node.name, &handle);
+        let attachment = names::volume_attachment(&(&node.name).into(), &(&handle).into());
 
         let guest = ["data", volume.as_str(), &handle, &guest_attachment, &node.name];
         let management = [handle.as_str(), &below, &node.name, &attachment, &disk];
@@ -145,9 +145,9 @@ async fn an_absent_vm_is_diagnosed() -> Result<()> {
     run(|s| async move {
         let (node, _) = (s.simulated_node().await?, s.bound_claim("data").await?);
         let volume = s.bound("data").await?.1.name_any();
-        s.machines().delete(&node.name, &DeleteParams::default()).await?;
+        s.vms().delete(&node.name, &DeleteParams::default()).await?;
         eventually("the VM is deleted", PATIENCE, || async {
-            Ok(s.machines().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
+            Ok(s.vms().get_opt(&node.name).await?.map_or(Ok(()), |_| Err("it exists".to_owned())))
         })
         .await?;
         let guest_attachment = s.k8s_attach(&volume, &node.name).await?;

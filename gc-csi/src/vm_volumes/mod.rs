@@ -18,7 +18,7 @@ mod testing {
     use serde_json::{Value, json};
 
     fn entry(name: &str) -> VirtualMachineVolume {
-        let claim = PersistentVolumeClaimSource { claim_name: name.to_owned(), read_only: false };
+        let claim = PersistentVolumeClaimSource { claim_name: name.into(), read_only: false };
         VirtualMachineVolume {
             name: name.to_owned(),
             persistent_volume_claim: Some(claim),

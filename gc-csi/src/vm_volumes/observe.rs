@@ -239,7 +239,7 @@ mod tests {
     #[test]
     fn another_entry_for_the_same_claim_is_found() {
         let mut vm = vm_with(&["a", "b"]);
-        vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".to_owned();
+        vm.spec.volumes[1].persistent_volume_claim.as_mut().unwrap().claim_name = "a".into();
         let since = revision(&vm);
         assert_eq!(foreign_entry(&vm, &since, "a", "a"), Some("b"));
         assert_eq!(foreign_entry(&vm_with(&["a", "b"]), &since, "a", "a"), None);

@@ -90,7 +90,7 @@ mod tests {
     fn the_expiry_of_a_token_is_read() {
         // {"exp":1800000000}, without padding.
         let token = "h.eyJleHAiOjE4MDAwMDAwMDB9.s";
-        assert_eq!(token_expiry(token).map(|time| time.as_second()), Some(1_800_000_000));
+        assert_eq!(token_expiry(token).map(jiff::Timestamp::as_second), Some(1_800_000_000));
         assert_eq!(token_expiry("opaque"), None);
     }
 

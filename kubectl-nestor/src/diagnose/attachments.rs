@@ -44,14 +44,14 @@ fn wanted(snapshot: &Snapshot, placement: &Placement) -> Option<bool> {
 
 fn has_entry(vm: &VirtualMachine, claim: &str) -> bool {
     let mut sources = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
-    sources.any(|source| source.claim_name == claim)
+    sources.any(|source| source.claim_name.as_str() == claim)
 }
 
 /// Status of the claim's disk, also while it is being detached.
 fn shown<'a>(vm: &'a VirtualMachine, claim: &str) -> Option<&'a VirtualMachineVolumeStatus> {
     let entries = vm.spec.volumes.iter();
     let mut named = entries.filter(|entry| {
-        entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name == claim)
+        entry.persistent_volume_claim.as_ref().is_some_and(|source| source.claim_name.as_str() == claim)
     });
     let entry = named.next().map_or_else(|| names::volume_entry(claim), |entry| entry.name.clone());
     let mut disks = vm.status.iter().flat_map(|status| &status.volumes);

@@ -60,7 +60,7 @@ async fn claim_of_attachment(
         attachment: Some(attachment),
         ..Default::default()
     });
-    Ok(Some(claim))
+    Ok(Some(claim.into()))
 }
 
 /// Reads the management claim of the guest's objects, with its class or PersistentVolume.

@@ -155,7 +155,7 @@ pub fn has_disk(vm: &VirtualMachine, claim: &str) -> bool {
     let entry = names::volume_entry(claim);
     let mut requested = vm.spec.volumes.iter().filter_map(|entry| entry.persistent_volume_claim.as_ref());
     let mut shown = vm.status.iter().flat_map(|status| &status.volumes);
-    requested.any(|source| source.claim_name == claim)
+    requested.any(|source| source.claim_name.as_str() == claim)
         || shown.any(|disk| names::entry_candidates(&disk.name).any(|name| name == entry))
 }
 
@@ -235,7 +235,7 @@ async fn fill_management(
         }
     };
     let attachment = async {
-        let name = names::volume_attachment(&placement.vm_name, claim);
+        let name = names::volume_attachment(&(&placement.vm_name).into(), &claim.into());
         match &placement.attachment {
             Some(known) => Ok(known.clone()),
             None => get(cluster, cluster.namespaced(), namespace, &name).await,

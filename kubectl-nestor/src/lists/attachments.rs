@@ -56,7 +56,7 @@ fn attachment(one: &VolumeAttachment) -> Attachment {
     Attachment {
         name: one.name_any(),
         vm: owner.map(|owner| owner.name.clone()),
-        claim: one.spec.volume_name.clone(),
+        claim: one.spec.volume_name.to_string(),
         state: state(one, status.attached),
         created: one.metadata.creation_timestamp.as_ref().map(|time| time.0),
         disk_uuid: status.disk_uuid,

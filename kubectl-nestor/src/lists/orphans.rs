@@ -153,7 +153,7 @@ fn attachments_without_entry(inventory: &Inventory) -> Vec<Orphan> {
         .iter()
         .flat_map(|vm| vm.spec.volumes.iter().map(move |entry| (vm, entry)))
         .filter_map(|(vm, entry)| Some((vm.name_any(), &entry.persistent_volume_claim.as_ref()?.claim_name)))
-        .map(|(vm, claim)| names::volume_attachment(&vm, claim))
+        .map(|(vm, claim)| names::volume_attachment(&vm.into(), claim))
         .collect();
     let is_orphan = |one: &&VolumeAttachment| {
         one.metadata.deletion_timestamp.is_none() && !requested.contains(&one.name_any())
@@ -195,7 +195,7 @@ mod tests {
     }
 
     fn attachment(claim: &str) -> VolumeAttachment {
-        let name = names::volume_attachment("vm", claim);
+        let name = names::volume_attachment(&"vm".into(), &claim.into());
         serde_json::from_value(
             json!({"metadata": {"name": name}, "spec": {"nodeUUID": "n", "volumeName": claim}}),
         )

@@ -25,7 +25,7 @@ use crate::vm_volumes;
 pub(crate) use attach::{Attach, AttachError, Attached};
 use commit::Committer;
 pub(crate) use commit::{CommitError, KeepReason, MayRemove};
-use crds::names::{self, ClaimName, VmName};
+use crds::names::{ClaimName, VmName};
 pub(crate) use detach::DetachError;
 
 /// Attaches and detaches disks.

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crds::names::{self, ClaimName, CsiName};
 use csi::Status;
 use csi::capability::{self, Access, Capability};
 use csi::locks::VolumeLocks;
@@ -18,7 +19,6 @@ use super::service::{CACHE_LAG, Controller};
 use crate::events::Event;
 use crate::guest::reference;
 use crate::management::provisioner::{Abandoned, BoundClaim, CreateError, DeleteError, NewClaim, Source};
-use crds::names::{self, ClaimName, CsiName};
 
 /// Size of a volume without a requested size: 1 GiB, as most drivers use.
 const DEFAULT_BYTES: u64 = 1 << 30;

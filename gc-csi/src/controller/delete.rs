@@ -1,5 +1,6 @@
 //! DeleteVolume.
 
+use crds::names::ClaimName;
 use csi::locks::VolumeLocks;
 use csi::{Status, proto, request};
 use tokio::time::Instant;
@@ -11,7 +12,6 @@ use super::service::Controller;
 use crate::compatibility::PvRequirements;
 use crate::guest;
 use crate::management::provisioner::DeleteError;
-use crds::names::ClaimName;
 
 /// A guest PersistentVolume of a handle.
 #[derive(Debug, Clone, Default)]

@@ -1,5 +1,6 @@
 //! ControllerExpandVolume.
 
+use crds::names::ClaimName;
 use csi::locks::VolumeLocks;
 use csi::request::{self, Size};
 use csi::{Status, proto};
@@ -11,7 +12,6 @@ use super::pinned::{PinnedVolumes, check_pin};
 use super::service::Controller;
 use crate::management::ApiError;
 use crate::management::claims::ExpandError;
-use crds::names::ClaimName;
 
 /// What ControllerExpandVolume needs of both clusters.
 pub(super) trait ExpandableVolumes: PinnedVolumes {

@@ -1,6 +1,7 @@
 //! ListVolumes, ControllerGetVolume and ValidateVolumeCapabilities. Answered from the cache: csi-attacher lists all
 //! volumes every minute.
 
+use crds::names::ClaimName;
 use csi::page::page;
 use csi::{Status, capability, proto, request};
 use tonic::Request;
@@ -10,7 +11,6 @@ use super::publish;
 use super::service::Controller;
 use crate::compatibility::{Incompatible, PvRequirements};
 use crate::management::inventory::{self, Volume};
-use crds::names::ClaimName;
 
 impl Controller {
     pub(super) fn list(

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use crds::names::{self, ClaimName, VmName};
 use csi::capability::{Access, Capability, Mode};
 use csi::locks::VolumeLocks;
 use csi::{Status, capability, proto, request};
@@ -15,7 +16,6 @@ use crate::compatibility::PvRequirements;
 use crate::management::volume_entries::{Attach, AttachError, Attached, CommitError, DetachError};
 use crate::pin::Pin;
 use crate::vm_volumes::AttachedDisk;
-use crds::names::{self, ClaimName, VmName};
 
 /// What ControllerPublishVolume and ControllerUnpublishVolume need of both clusters.
 pub(super) trait AttachableVolumes: PinnedVolumes {

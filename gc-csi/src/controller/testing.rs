@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use crds::names::{ClaimName, CsiName, VmName};
 use csi::Status;
 use csi::capability::Capability;
 use csi::request::Size;
@@ -25,7 +26,6 @@ use crate::management::snapshots::{
     AbandonedSnapshot, DeleteSnapshotError, NewSnapshot, SnapshotError, VolumeSnapshot,
 };
 use crate::management::volume_entries::{Attach, AttachError, Attached, DetachError};
-use crds::names::{ClaimName, CsiName, VmName};
 
 /// Outcomes of the calls of one operation, in order.
 pub(super) struct Outcomes<T> {

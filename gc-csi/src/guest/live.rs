@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use crds::names::{ClaimName, CsiName, VmName};
 use kube::Api;
 use kube::api::{ApiResource, DynamicObject, ListParams};
 use kube::core::GroupVersionKind;
@@ -12,7 +13,6 @@ use sha2::{Digest, Sha256};
 
 use super::{Guest, is_volume_for};
 use crate::management::snapshots::GROUP;
-use crds::names::{ClaimName, CsiName, VmName};
 
 /// Page size of lists.
 const PAGE: u32 = 500;

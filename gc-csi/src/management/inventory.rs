@@ -1,10 +1,10 @@
 //! Inventory of the volumes that this guest owns or may use, from the cache.
 
+use crds::names::{self, ClaimName, VmName};
 use kube_kit::partial::PersistentVolumeClaim;
 
 use super::claims::{Claims, is_bound, name_of};
 use super::virtual_machines::VirtualMachines;
-use crds::names::{self, ClaimName, VmName};
 
 /// A volume.
 #[derive(Debug, Clone, PartialEq, Eq)]

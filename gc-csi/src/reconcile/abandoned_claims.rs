@@ -6,13 +6,13 @@
 
 use std::time::Duration;
 
+use crds::names::ClaimName;
 use kube_kit::queue::NextAction;
 use tokio::time::Instant;
 
 use crate::guest::Guest;
 use crate::management::Management;
 use crate::management::provisioner::Abandoned;
-use crds::names::ClaimName;
 
 /// Retry interval while the guest's informer lags; otherwise the deletion of the guest claim triggers the reconcile.
 const CACHE_LAG_RETRY: Duration = Duration::from_secs(5);

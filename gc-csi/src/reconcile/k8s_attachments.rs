@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use crds::names::{ClaimName, VmName};
 use futures::future::try_join_all;
 use kube::api::ListParams;
 use kube::{Api, Client};
@@ -16,7 +17,6 @@ use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest, attachment_name};
 use crate::management::volume_entries::{KeepReason, MayRemove};
-use crds::names::{ClaimName, VmName};
 
 /// A guest VolumeAttachment.
 #[derive(Debug, Clone, PartialEq, Eq)]

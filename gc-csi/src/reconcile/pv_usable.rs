@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, PoisonError};
 
+use crds::names::ClaimName;
 use k8s_openapi::api::core::v1::PersistentVolumeClaimCondition;
 use kube_kit::partial::PersistentVolume;
 
@@ -11,7 +12,6 @@ use super::conditions::{ConditionUpdate, Reason, State, is_true};
 use crate::compatibility::Incompatible;
 use crate::events::Event;
 use crate::guest::{Guest, reference};
-use crds::names::ClaimName;
 
 /// Type of the condition.
 pub(super) const CONDITION: &str = "nestor.dev/Usable";

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use crds::names::{ClaimName, VmName};
 use csi::locks::VolumeLocks;
 use kube_kit::health::Health;
 use kube_kit::queue::{Queue, Retry};
@@ -18,7 +19,6 @@ use super::zones::Zones;
 use super::{SLOW_RETRY, WORKERS};
 use crate::guest::Guest;
 use crate::management::Management;
-use crds::names::{ClaimName, VmName};
 
 /// Work queues.
 #[derive(Debug, Clone)]

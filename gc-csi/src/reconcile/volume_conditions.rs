@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
+use crds::names::ClaimName;
 use kube_kit::partial::{PersistentVolume, PersistentVolumeClaim};
 use kube_kit::queue::NextAction;
 use prometheus_client::metrics::gauge::Gauge;
@@ -13,7 +14,6 @@ use super::pv_usable::{Incompatibilities, ReportedIncompatibilities};
 use super::{attach_state, health, pv_usable, resizable};
 use crate::guest::{self, Guest};
 use crate::management::{Management, Relation};
-use crds::names::ClaimName;
 
 /// Updates the conditions of guest claims.
 pub(super) struct VolumeConditions {

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crds::VirtualMachine;
+use crds::names::{ClaimName, VmName};
 use csi::locks::VolumeLocks;
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube_kit::queue::NextAction;
@@ -23,7 +24,6 @@ use crate::guest::{self, Guest, reference};
 use crate::management::Management;
 use crate::management::claims::Claims;
 use crate::management::volume_entries::{Attach, AttachError, DetachError, KeepReason, MayRemove};
-use crds::names::{ClaimName, VmName};
 
 /// How long a reconcile waits for an attach or detach, which continues afterwards.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);

@@ -1,11 +1,11 @@
 //! Compatibility of claims with the guest PersistentVolumes that name them.
 
+use crds::names::ClaimName;
 use kube_kit::partial::PersistentVolumeClaim;
 
 use super::{Claims, bound_to, is_block};
 use crate::compatibility::{self, ClaimProperties, Incompatible, PvRequirements};
 use crate::management::identity::Relation;
-use crds::names::ClaimName;
 
 impl Claims {
     /// Checks whether the claim of this name meets the requirements of a guest PersistentVolume.

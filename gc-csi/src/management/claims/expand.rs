@@ -4,6 +4,7 @@
 //! retries, and the quota is used. When the guest then requests less, the management request is lowered too; Kubernetes
 //! allows any size above the capacity (KEP-1790).
 
+use crds::names::ClaimName;
 use csi::request::Size;
 use kube_kit::partial::PersistentVolumeClaim;
 use kube_kit::quantity;
@@ -13,7 +14,6 @@ use tokio::time::Instant;
 use super::{Claims, SizeError, condition, is_bound};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
-use crds::names::ClaimName;
 
 /// Condition of claims whose expansion failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ControllerResizeError";

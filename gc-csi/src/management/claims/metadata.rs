@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use crds::names::ClaimName;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde_json::{Value, json};
 
 use super::Claims;
 use crate::management::error::ApiError;
-use crds::names::ClaimName;
 
 /// Desired labels and annotations; None means absent.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 //! A class that fails stays requested, and the management cluster's csi-resizer retries it slowly, until the guest
 //! requests another class.
 
+use crds::names::ClaimName;
 use kube_kit::partial::PersistentVolumeClaim;
 use serde_json::json;
 use tokio::time::Instant;
@@ -11,7 +12,6 @@ use super::{Claims, condition, is_bound};
 use crate::management::classes::Classes;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
-use crds::names::ClaimName;
 
 /// Condition of claims whose modification failed, set by csi-resizer.
 pub(super) const CONDITION_FAILED: &str = "ModifyVolumeError";

@@ -1,13 +1,13 @@
 //! Claims that gc-csi created, and the guest objects that they serve: with a volume, as the input of the search for
 //! orphans, and without one, as the input of the search for abandoned claims.
 
+use crds::names::{self, ClaimName, CsiName};
 use k8s_openapi::api::core::v1::ObjectReference;
 use kube::Resource;
 use kube_kit::informer::Key;
 use kube_kit::partial::PersistentVolumeClaim;
 
 use super::{Claims, annotation, has_volume, is_bound};
-use crds::names::{self, ClaimName, CsiName};
 
 /// A bound claim of this guest that names a guest PersistentVolume.
 #[derive(Debug, Clone, PartialEq)]

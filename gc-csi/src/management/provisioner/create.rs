@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crds::names::{self, ClaimName, CsiName};
 use csi::request::Size;
 use k8s_openapi::api::core::v1::{self, TypedLocalObjectReference, VolumeResourceRequirements};
 use kube_kit::partial::PersistentVolumeClaim;
@@ -14,7 +15,6 @@ use crate::management::claims::{self, SizeError, bound_to, is_block, is_bound, p
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::{recent_outcomes, snapshots};
-use crds::names::{self, ClaimName, CsiName};
 
 /// Why a claim was not created or bound.
 #[derive(Debug, thiserror::Error)]

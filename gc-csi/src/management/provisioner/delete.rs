@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crds::names::{self, ClaimName, CsiName, VmName};
 use kube::api::Preconditions;
 use kube_kit::partial::PersistentVolumeClaim;
 use tokio::time::Instant;
@@ -13,7 +14,6 @@ use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::blocking_finalizers;
 use crate::management::recent_outcomes;
-use crds::names::{self, ClaimName, CsiName, VmName};
 
 /// Result of deleting an abandoned claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,6 +5,7 @@ mod delete;
 
 use std::collections::BTreeMap;
 
+use crds::names::{ClaimName, CsiName};
 use csi::request::Size;
 use k8s_openapi::api::core::v1::TypedLocalObjectReference;
 
@@ -17,7 +18,6 @@ use super::recent_outcomes::RecentOutcomes;
 use super::snapshots::{self, Snapshots};
 use super::virtual_machines::VirtualMachines;
 use crate::compatibility::PvRequirements;
-use crds::names::{ClaimName, CsiName};
 
 pub(crate) use create::CreateError;
 pub(crate) use delete::{Abandoned, DeleteError};

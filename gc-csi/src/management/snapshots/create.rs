@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crds::names::{self, ClaimName, CsiName};
 use kube::api::PostParams;
 use kube_kit::informer::Key;
 use tokio::time::Instant;
@@ -14,7 +15,6 @@ use super::{
 use crate::management::claims::is_bound;
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
-use crds::names::{self, ClaimName, CsiName};
 
 /// How long an error may last before it is reported: the snapshot-controller writes one after each conflict and retries
 /// a second later.

@@ -1,5 +1,6 @@
 //! Deletion of management snapshots, and the wait until they are gone.
 
+use crds::names::CsiName;
 use kube::api::{DeleteParams, Preconditions};
 use tokio::time::Instant;
 
@@ -7,7 +8,6 @@ use super::{Snapshots, VolumeSnapshot, is_cut};
 use crate::management::error::ApiError;
 use crate::management::identity::Relation;
 use crate::management::objects::{blocking_finalizers, is_object_name};
-use crds::names::CsiName;
 
 /// Why a snapshot was not deleted.
 #[derive(Debug, thiserror::Error)]

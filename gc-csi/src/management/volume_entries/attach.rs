@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crds::VirtualMachine;
+use crds::names::{ClaimName, VmName};
 use process_kit::text::one_line;
 use tokio::time::Instant;
 
@@ -14,7 +15,6 @@ use crate::management::consumers::{Consumer, ConsumerError};
 use crate::management::recent_outcomes::disk_key;
 use crate::vm_operator::READ_ONLY_UNSUPPORTED;
 use crate::vm_volumes::{self, AttachStep, AttachedDisk, EntryChange, Refusal, Revision, revision};
-use crds::names::{ClaimName, VmName};
 
 /// How long a call waits for recovery from an error that was reported before the call.
 const KNOWN_ERROR_GRACE: Duration = Duration::from_secs(2);

@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crds::VirtualMachine;
+use crds::names::VmName;
 use futures::future::{BoxFuture, join_all};
 use kube::api::Patch;
 use kube_kit::resource_version::is_newer;
@@ -27,7 +28,6 @@ use super::batcher::{Batcher, Operation as BatchedOperation};
 use crate::management::error::ApiError;
 use crate::management::virtual_machines::VirtualMachines;
 use crate::vm_volumes::{EntryChange, PatchPlan, Refusal, Revision, plan_patch, revision};
-use crds::names::VmName;
 
 /// Retries of a PATCH after conflicts with changes of others.
 const MAX_CONFLICTS: u32 = 6;

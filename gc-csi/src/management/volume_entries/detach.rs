@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crds::VirtualMachine;
+use crds::names::{self, ClaimName, VmName};
 use kube_kit::partial::PersistentVolumeClaim;
 use process_kit::text::one_line;
 use tokio::time::Instant;
@@ -11,7 +12,6 @@ use super::VolumeEntries;
 use super::commit::{CommitError, KeepReason, MayRemove};
 use crate::management::recent_outcomes::disk_key;
 use crate::vm_volumes::{self, PendingDetach};
-use crds::names::{self, ClaimName, VmName};
 
 /// Advice in errors of a detach.
 const DETACH_HELP: &str = "the detach completes when the guest OS releases the disk or the VM is off; if the VM is \

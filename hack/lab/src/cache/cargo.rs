@@ -13,7 +13,7 @@ use crate::run::{repository, target_dir};
 use crate::ui::Ui;
 
 /// The crates whose programs a lab runs.
-pub(crate) const CRATES: [&str; 6] =
+const CRATES: [&str; 6] =
     ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra", "kubectl-nestor"];
 
 /// Installs a development tool once and returns its folder.
@@ -28,14 +28,20 @@ pub async fn tool(ui: &Ui, name: &str, version: &str) -> Result<PathBuf> {
 
 /// Builds Nestor's programs and returns their folder.
 pub async fn build(ui: &Ui, release: bool) -> Result<PathBuf> {
-    build_in(ui, &repository(), &target_dir()?, release).await
+    build_in(ui, &repository(), &CRATES, &target_dir()?, release).await
 }
 
-/// Builds the programs of another checkout into a target folder, and returns their folder.
-pub(crate) async fn build_in(ui: &Ui, sources: &Path, target: &Path, release: bool) -> Result<PathBuf> {
+/// Builds crates of a checkout into a target folder, and returns the folder of their programs.
+pub(crate) async fn build_in(
+    ui: &Ui,
+    sources: &Path,
+    crates: &[&str],
+    target: &Path,
+    release: bool,
+) -> Result<PathBuf> {
     let mut cargo = command(&program(), ["build"]);
     cargo.current_dir(sources);
-    cargo.args(CRATES.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(target);
+    cargo.args(crates.iter().flat_map(|name| ["-p", name])).arg("--target-dir").arg(target);
     if release {
         cargo.arg("--release");
     }

@@ -11,6 +11,9 @@ use crate::process::{command, run};
 use crate::run::{lock, repository, target_dir};
 use crate::ui::Ui;
 
+/// The crates whose programs are deployed.
+const PROGRAMS: [&str; 5] = ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra"];
+
 /// Programs and charts that belong together.
 #[derive(Debug, Clone)]
 pub(crate) struct Version {
@@ -42,11 +45,11 @@ impl Version {
             git(&["worktree", "prune"]).await?;
             git(&["worktree", "add", "--detach", &sources.display().to_string(), &tag]).await?;
         }
-        let binaries = cache::cargo::build_in(ui, &sources, &folder.join("target"), false).await?;
+        let binaries = cache::cargo::build_in(ui, &sources, &PROGRAMS, &folder.join("target"), false).await?;
         // The build of another version would overwrite the programs.
         let kept = sources.join("target/programs");
         fs::create_dir_all(&kept).with_context(|| format!("cannot make {}", kept.display()))?;
-        for program in cache::cargo::CRATES {
+        for program in PROGRAMS {
             fs::copy(binaries.join(program), kept.join(program))
                 .with_context(|| format!("commit {tag} has no program {program}"))?;
         }

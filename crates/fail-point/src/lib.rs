@@ -67,12 +67,14 @@ pub fn function_of<F>() -> String {
     function(std::any::type_name::<F>())
 }
 
-/// Parses the type name of a closure, such as `krate::module::<impl krate::Type>::function::{{closure}}`.
+/// Parses the type name of a closure, such as `krate::module::<impl krate::Type>::function::{{closure}}` or
+/// `krate::module::Type::function::{{closure}}`.
 fn function(closure: &str) -> String {
     let function = closure.trim_end_matches("::{{closure}}");
     let (before, name) = function.rsplit_once("::").unwrap_or(("", function));
     let module = before.split("::<impl").next().unwrap_or_default();
-    let module = module.rsplit("::").next().unwrap_or_default();
+    let is_module = |segment: &&str| segment.starts_with(|c: char| c.is_ascii_lowercase());
+    let module = module.rsplit("::").find(is_module).unwrap_or_default();
     format!("{module}.{name}")
 }
 
@@ -172,6 +174,7 @@ mod tests {
         assert_eq!(function_of(|| ()), "tests.a_closure_is_named_after_its_function");
         let method = "a::volumes::<impl a::Service>::grow::{{closure}}::{{closure}}";
         assert_eq!(super::function(method), "volumes.grow");
+        assert_eq!(super::function("a::volumes::Volumes::grow::{{closure}}"), "volumes.grow");
     }
 
     #[test]

@@ -138,6 +138,6 @@ mod tests {
     #[test]
     fn an_empty_file_is_valid_and_an_unknown_field_is_not() {
         assert_eq!(parse("# nothing\n"), Ok(File::default()));
-        assert!(parse("managment: {}").is_err());
+        assert!(parse("managers: {}").is_err());
     }
 }

@@ -28,9 +28,10 @@ fn claim(snapshot: &Snapshot) -> Option<Step> {
     let Some(claim) = claim else {
         let released =
             found(&snapshot.guest_volume).is_some_and(|volume| phase_of_volume(volume) == "Released");
-        return Some(match object.is_missing() && (released || snapshot.pod.is_none()) {
-            true => step.is(State::Idle, "does not exist (any more)"),
-            false => step.next("create the claim, or delete the pod that names it"),
+        return Some(match object.is_missing() {
+            true if released || snapshot.pod.is_none() => step.is(State::Idle, "does not exist (any more)"),
+            true => step.next("create the claim, or delete the pod that names it"),
+            false => step,
         });
     };
     let step = step.detail("class", claim.spec.as_ref().and_then(|spec| spec.storage_class_name.as_ref()));

@@ -129,19 +129,15 @@ fn vms_in_condition(claim: &PersistentVolumeClaim) -> BTreeSet<String> {
     names
 }
 
-/// VMs of the guest with an entry for the claim. The only list of VMs: needed while no pod and no condition names one.
+/// VMs with an entry for the claim. The only list of VMs: needed while no pod and no condition names one. They need not have
+/// a label of their guest.
 async fn search(
     cluster: &Cluster,
     resource: &ApiResource,
     snapshot: &Snapshot,
 ) -> Result<Vec<String>, Error> {
     let Some(claim) = &snapshot.management_claim else { return Ok(Vec::new()) };
-    let label = claim.found().and_then(|claim| claim.labels().get(names::LABEL_CLUSTER_ID));
-    let of_guest = match label {
-        Some(id) => ListParams::default().labels(&format!("{}={id}", names::LABEL_CLUSTER_ID)),
-        None => ListParams::default(),
-    };
-    match read::vms(cluster, resource).list(&of_guest).await {
+    match read::vms(cluster, resource).list(&ListParams::default()).await {
         Ok(list) => {
             Ok(list.iter().filter(|vm| has_disk(vm, &claim.name)).map(ResourceExt::name_any).collect())
         }

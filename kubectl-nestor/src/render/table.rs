@@ -1,22 +1,12 @@
-//! Tables without borders, as kubectl prints them.
+//! Tables of texts from the clusters.
 
-use comfy_table::{ContentArrangement, Table, presets};
+use process_kit::table;
 use process_kit::text::one_line;
 
-/// A table with these headings. Texts from the clusters are escaped.
+/// A table with these headings, as kubectl prints it. The texts are escaped.
 pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
-    table.set_header(head.iter().copied());
-    for row in rows {
-        table.add_row(row.iter().map(|cell| one_line(cell).into_owned()));
-    }
-    let last = head.len().saturating_sub(1);
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, if index == last { 0 } else { 2 }));
-    }
-    let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();
-    lines.join("\n") + "\n"
+    let escape = |row: Vec<String>| row.iter().map(|cell| one_line(cell).into_owned()).collect();
+    table::format(head, rows.into_iter().map(escape))
 }
 
 #[cfg(test)]

@@ -29,6 +29,11 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Driver(ControllerClient<Channel>);
 
 impl Driver {
+    /// Connects to a socket at the first call.
+    pub(crate) fn at(socket: &Path) -> Result<Self> {
+        Ok(Self(ControllerClient::new(csi::client::connect_lazy(socket)?)))
+    }
+
     /// Connects to a socket.
     pub async fn connect(socket: &Path) -> Result<Self> {
         let channel = csi::client::connect(socket)

@@ -37,6 +37,7 @@ mod snapshots;
 mod stateful;
 pub mod tcp_proxy;
 pub mod tenants;
+pub mod undisturbed;
 pub mod writer_vm;
 
 use std::time::Duration;

@@ -230,6 +230,24 @@ impl PodScenario {
         Ok(left)
     }
 
+    /// Waits until nothing is left of a volume whose claim was deleted: in the guest, the management cluster and the pool.
+    pub async fn deleted(&self, volume: &Volume) -> Result<()> {
+        eventually(&format!("volume {} is deleted", volume.handle), GONE, || async {
+            let mut left = Vec::new();
+            if self.scenario.guest_volumes().get_opt(&volume.pv).await?.is_some() {
+                left.push(format!("guest PersistentVolume {}", volume.pv));
+            }
+            if self.scenario.claims().get_opt(&volume.handle).await?.is_some() {
+                left.push(format!("management PersistentVolumeClaim {}", volume.handle));
+            }
+            if volume.file.exists() {
+                left.push(volume.file.display().to_string());
+            }
+            Ok(if left.is_empty() { Ok(()) } else { Err(left.join(", ")) })
+        })
+        .await
+    }
+
     // ---- pods ----
 
     /// Runs a pod until it exits, removes it, and returns its output.

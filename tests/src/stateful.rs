@@ -89,6 +89,20 @@ impl PodScenario {
         output.parse().with_context(|| format!("{node} reports {output:?}"))
     }
 
+    /// The number of acknowledged records on a VM whose pod still writes.
+    pub async fn durable_records(&self, node: &str, volume: &Volume) -> Result<u64> {
+        let script = format!("cat {ACKNOWLEDGED}/{}", volume.handle);
+        let output = self.run(Script::on_vm("durable", node, &script)).await?;
+        output.parse().with_context(|| format!("{node} reports {output:?}"))
+    }
+
+    /// The number of records on a volume that is not in use. Fails if they are not complete and in order.
+    pub async fn complete_records(&self, node: &str, volume: &Volume) -> Result<u64> {
+        let script = "n=$(wc -l < /data/records); seq 1 $n | cmp - /data/records; echo $n";
+        let output = self.run(Script::new("complete", node, script).mount(volume, "/data")).await?;
+        output.parse().with_context(|| format!("the volume has {output:?}"))
+    }
+
     /// The number of complete records that the newest pod found at its start. The volume must not be in use.
     pub async fn recovered_records(&self, node: &str, volume: &Volume) -> Result<u64> {
         let script = "n=$(wc -l < /data/records); seq 1 $n | cmp - /data/records; cat /data/began";

@@ -2,9 +2,18 @@
 
 use std::path::Path;
 
-use tonic::transport::{Channel, Error};
+use tonic::transport::{Channel, Endpoint, Error};
 
 /// Connects to the unix socket at `path`.
 pub async fn connect(path: &Path) -> Result<Channel, Error> {
-    tonic::transport::Endpoint::try_from(format!("unix://{}", path.display()))?.connect().await
+    endpoint(path)?.connect().await
+}
+
+/// Connects to the unix socket at `path` with the first request.
+pub fn connect_lazy(path: &Path) -> Result<Channel, Error> {
+    Ok(endpoint(path)?.connect_lazy())
+}
+
+fn endpoint(path: &Path) -> Result<Endpoint, Error> {
+    Endpoint::try_from(format!("unix://{}", path.display()))
 }

@@ -211,7 +211,7 @@ impl Lab {
         self.start(component).await
     }
 
-    fn component(&self, name: &str) -> Result<Component> {
+    pub(crate) fn component(&self, name: &str) -> Result<Component> {
         self.run.state()?.components.remove(name).with_context(|| format!("no component {name:?}"))
     }
 

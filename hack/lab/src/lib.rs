@@ -10,6 +10,7 @@
 //! | where a lab keeps its files, processes and state | [`run`], [`state`] |
 //! | control planes, and what is applied to them | [`cluster`] |
 //! | Nestor's components and the sidecars | `drivers`, [`infra`] |
+//! | Nestor in pods, installed with helm | [`deployed`] |
 //! | VMs that are nodes, and the VirtualMachine objects | [`vm`], [`virtual_machines`] |
 //! | `cargo lab test` | `verify` |
 
@@ -19,7 +20,7 @@ pub mod cli;
 pub mod cluster;
 pub mod containerd;
 mod demo;
-mod deployed;
+pub mod deployed;
 mod down;
 mod drivers;
 pub mod images;
@@ -47,6 +48,7 @@ pub mod vm;
 mod vms;
 pub mod wait;
 
+pub use demo::demo;
 pub use drivers::Replica;
 pub use lab::Lab;
 pub use loop_nodes::{LoopNode, NodePlugin};

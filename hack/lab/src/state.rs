@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::deployed::Deployment;
 use crate::ready::Ready;
 
 /// Everything about a run, stored in `state.json` of the run folder.
@@ -18,9 +19,9 @@ pub struct State {
     pub tools: PathBuf,
     /// The folder with Nestor's programs.
     pub binaries: PathBuf,
-    /// helm, if Nestor runs in pods.
+    /// What Nestor is deployed with, if it runs in pods.
     #[serde(default)]
-    pub helm: Option<PathBuf>,
+    pub deployment: Option<Deployment>,
     /// A folder with a short path: paths of Unix sockets have less than 108 bytes.
     pub sockets: PathBuf,
     /// Whether `up` completed.

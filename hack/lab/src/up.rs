@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::cache::{self, BaseImage};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
-use crate::deployed::{self, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
+use crate::deployed::{self, Deployment, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
 use crate::process::boot_id;
 use crate::run::{Run, lock};
 use crate::state::{Guest, State, VmRecord};
@@ -70,14 +70,6 @@ struct Built {
     deployment: Option<Deployment>,
 }
 
-/// The inputs of a lab whose Nestor runs in pods.
-struct Deployment {
-    helm: PathBuf,
-    version: Version,
-    /// All versions whose images are on the disks.
-    versions: Vec<Version>,
-}
-
 /// A guest that is not started yet: its control plane, and its record in the state.
 struct PlannedGuest {
     plane: ControlPlane,
@@ -108,7 +100,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
     make_folders(run, &built)?;
     let plan = Plan::new(run, options, &built).await?;
     let disks = match &built.deployment {
-        Some(deployment) => Some(Disks::build(ui, run, &built.tools, &deployment.versions).await?),
+        Some(deployment) => Some(Disks::build(ui, run, &built.tools, &deployment.versions()).await?),
         None => None,
     };
     // The VMs boot while the control planes start, because booting takes longest.
@@ -118,7 +110,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         futures::future::try_join_all(plan.guests.iter().map(|guest| start_guest(ui, run, &built, guest))),
     )?;
     match &built.deployment {
-        Some(deployment) => deploy(ui, run, &plan, &deployment.version).await?,
+        Some(deployment) => deploy(ui, run, &plan, &deployment.installed).await?,
         None => start_system(ui, run, options.replicas, &plan).await?,
     }
     run.update(|state| state.complete = true)
@@ -135,13 +127,12 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
         return Ok(Built { tools, snapshot_definitions, image, binaries, deployment: None });
     }
     let current = Version::current(&binaries);
-    let mut versions = vec![current.clone()];
-    if let Some(commit) = &options.version {
-        versions.push(Version::of_commit(ui, commit).await?);
-    }
-    let version = versions.last().cloned().unwrap_or(current);
-    let binaries = version.binaries.clone();
-    let deployment = Some(Deployment { helm: cache::helm(ui).await?, version, versions });
+    let installed = match &options.version {
+        Some(commit) => Version::of_commit(ui, commit).await?,
+        None => current.clone(),
+    };
+    let binaries = installed.binaries.clone();
+    let deployment = Some(Deployment { helm: cache::helm(ui).await?, installed, current });
     Ok(Built { tools, snapshot_definitions, image, binaries, deployment })
 }
 
@@ -156,7 +147,7 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
             boot_id: boot_id(),
             tools: built.tools.clone(),
             binaries: built.binaries.clone(),
-            helm: built.deployment.as_ref().map(|deployment| deployment.helm.clone()),
+            deployment: built.deployment.clone(),
             sockets: run.socket_dir(),
             ..State::default()
         };

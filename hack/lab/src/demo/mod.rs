@@ -41,7 +41,7 @@ struct Report {
 }
 
 /// Runs the demo in a lab with two VMs. Fails if a step does not behave as described.
-pub(crate) async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
+pub async fn demo(ui: &Ui, lab: &Lab) -> Result<()> {
     let [first, second] = <[String; 2]>::try_from(lab.vms()).map_err(|vms| {
         anyhow::anyhow!("the demo needs two virtual machines, but the lab has {}", vms.len())
     })?;

@@ -15,11 +15,11 @@ use crate::state::{Cluster, State};
 /// The name of both releases.
 const NAME: &str = "nestor";
 /// Pods start slowly on emulated VMs.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(1200);
+pub(super) const PATIENCE: Duration = Duration::from_secs(1200);
 
 /// A release of one chart in one cluster.
 #[derive(Debug)]
-pub(crate) struct Release {
+pub struct Release {
     helm: PathBuf,
     kubeconfig: PathBuf,
     chart: &'static str,
@@ -36,14 +36,30 @@ impl Release {
         chart: &'static str,
         values: Value,
     ) -> Result<Self> {
-        let helm = state.helm.clone().context("this lab was not started with --deployed")?;
+        let deployment = state.deployment.as_ref().context("this lab was not started with --deployed")?;
+        let helm = deployment.helm.clone();
         let folder = run.path("clusters").join(&cluster.name);
         Ok(Self { helm, kubeconfig: cluster.kubeconfig.clone(), chart, values, folder })
     }
 
     /// `helm install`, until all pods are ready.
-    pub(crate) async fn install(&self, version: &Version) -> Result<()> {
+    pub async fn install(&self, version: &Version) -> Result<()> {
         self.apply("install", version).await
+    }
+
+    /// `helm upgrade` or a downgrade to another version, until all pods are ready.
+    pub async fn upgrade(&self, version: &Version) -> Result<()> {
+        self.apply("upgrade", version).await
+    }
+
+    /// `helm rollback` to the previous revision, until all pods are ready.
+    pub async fn roll_back(&self) -> Result<()> {
+        self.helm(&["rollback", NAME, "--wait", &timeout()]).await.map(drop)
+    }
+
+    /// `helm uninstall`, until its objects are gone. Returns helm's output, which names the objects that it keeps.
+    pub async fn uninstall(&self) -> Result<String> {
+        self.helm(&["uninstall", NAME, "--wait", &timeout()]).await
     }
 
     async fn apply(&self, verb: &str, version: &Version) -> Result<()> {

@@ -1,22 +1,25 @@
 //! Nestor in pods: its images on a disk of each VM, and its charts installed with helm, as on a user's clusters.
 
 mod disks;
-pub(crate) mod helm;
+mod helm;
+mod lab;
 mod values;
-pub(crate) mod version;
+mod version;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::Secret;
 use kube::Client;
 use kube::api::Api;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 pub(crate) use disks::Disks;
-use helm::Release;
-pub(crate) use version::Version;
+pub use helm::Release;
+pub(crate) use version::EARLIER;
+pub use version::Version;
 
 use crate::cluster::objects::apply_one;
 use crate::kubeconfig;
@@ -26,7 +29,7 @@ use crate::ui::Ui;
 use crate::wait::eventually;
 
 /// The namespace of both releases.
-pub(crate) const NAMESPACE: &str = "nestor-system";
+pub const NAMESPACE: &str = "nestor-system";
 /// The Secret with mgmt-csi's certificate for the storage infra.
 const INFRA_SECRET: &str = "storage-infra-client";
 /// The Secret with a guest's token for the management cluster.
@@ -35,6 +38,26 @@ const TOKEN_SECRET: &str = "management";
 pub(crate) const MANAGEMENT: &str = "mgmt";
 /// The VM that runs the pods of the management cluster.
 pub(crate) const MANAGEMENT_NODE: &str = "mgmt-1";
+
+/// What a lab whose Nestor runs in pods is deployed with. The images of both versions are on the VMs' disks.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Deployment {
+    /// The program.
+    pub helm: PathBuf,
+    /// The version that was installed first.
+    pub installed: Version,
+    /// The version of this tree.
+    pub current: Version,
+}
+
+impl Deployment {
+    /// The different versions.
+    pub(crate) fn versions(&self) -> Vec<Version> {
+        let mut versions = vec![self.current.clone(), self.installed.clone()];
+        versions.dedup();
+        versions
+    }
+}
 
 /// Installs the management chart of a version; returns when all its pods are ready.
 pub(crate) async fn install_management(ui: &Ui, run: &Run, version: &Version) -> Result<()> {

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
 
 use crate::cache;
 use crate::images::VERSION;
@@ -14,15 +15,18 @@ use crate::ui::Ui;
 /// The crates whose programs are deployed.
 const PROGRAMS: [&str; 5] = ["gc-csi", "gc-csi-node", "mgmt-csi", "vm-operator-shim", "storage-infra"];
 
+/// The commit from which upgrades are tested, until there is a release.
+pub(crate) const EARLIER: &str = "bfcf36d";
+
 /// Programs and charts that belong together.
-#[derive(Debug, Clone)]
-pub(crate) struct Version {
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Version {
     /// Tag of its images.
-    pub(crate) tag: String,
+    pub tag: String,
     /// Folder of its charts.
-    pub(crate) charts: PathBuf,
+    pub charts: PathBuf,
     /// Folder of its programs.
-    pub(crate) binaries: PathBuf,
+    pub binaries: PathBuf,
 }
 
 impl Version {

@@ -39,6 +39,10 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
             let lab = lab.context("this step needs a lab")?;
             shown(ui, &step.name, &mut blackbox(lab, filter, *soak_minutes)).await
         }
+        Work::Deployed { filter } => {
+            let lab = lab.context("this step needs a lab")?;
+            shown(ui, &step.name, &mut blackbox(lab, filter, None)).await
+        }
         Work::Sanity(tier) => sanity_outcome(ui, lab.context("this step needs a lab")?, *tier).await,
     }
 }

@@ -12,6 +12,7 @@ use anyhow::{Result, ensure};
 use futures::future::join_all;
 
 use crate::cache;
+use crate::deployed::EARLIER;
 use crate::lab::Lab;
 use crate::run::Run;
 use crate::session::{After, interrupted, with_lab};
@@ -20,7 +21,7 @@ use crate::up::UpOptions;
 use capabilities::capabilities;
 use execute::execute;
 use report::{Outcome, Report};
-use steps::{Choice, Set, Step};
+use steps::{Choice, Kind, Set, Step, UPGRADE};
 
 /// Which checks to run.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -85,22 +86,44 @@ fn list(steps: &[Step]) {
 
 /// Runs the steps without a lab, then those in a lab. Without `keep_going`, the lab is not started after a failure.
 async fn run(ui: &Ui, planned: &[Step], keep_going: bool, report: &mut Report) -> Result<()> {
-    let (in_lab, without_lab): (Vec<Step>, Vec<Step>) =
-        planned.iter().cloned().partition(|step| step.work.needs_lab());
+    let of = |kind: Option<Kind>| planned.iter().filter(move |step| step.work.lab() == kind).cloned();
     tokio::select! {
-        outcome = run_without_lab(ui, without_lab, keep_going, report) => outcome?,
+        outcome = run_without_lab(ui, of(None).collect(), keep_going, report) => outcome?,
         interrupt = interrupted() => return Err(interrupt?),
     }
-    if in_lab.is_empty() || report.has_failure() && !keep_going {
+    let mut outcome = Ok(());
+    for kind in [Kind::Processes, Kind::Pods] {
+        if keep_going || !report.has_failure() {
+            outcome = outcome.and(run_in_labs(ui, &of(Some(kind)).collect::<Vec<_>>(), kind, report).await);
+        }
+    }
+    outcome
+}
+
+/// Runs steps in a lab that is started for them.
+async fn run_in_labs(ui: &Ui, steps: &[Step], kind: Kind, report: &mut Report) -> Result<()> {
+    if steps.is_empty() {
         return Ok(());
     }
     let start = Instant::now();
-    let options = UpOptions { guests: 2, one_namespace: true, ..UpOptions::default() };
-    with_lab(ui, &Run::named("test")?, &options, After::Down, async |lab| {
+    let (name, options) = lab_for(kind, steps);
+    with_lab(ui, &Run::named(name)?, &options, After::Down, async |lab| {
         report.record("lab up", Outcome::of(true), start.elapsed());
-        run_in_lab(ui, &in_lab, report, lab).await
+        run_in_lab(ui, steps, report, lab).await
     })
     .await
+}
+
+/// Name and options of the lab for these steps.
+fn lab_for(kind: Kind, steps: &[Step]) -> (&'static str, UpOptions) {
+    match kind {
+        Kind::Processes => ("test", UpOptions { guests: 2, one_namespace: true, ..UpOptions::default() }),
+        Kind::Pods => {
+            let upgrades = steps.iter().any(|step| step.name == UPGRADE);
+            let version = upgrades.then(|| EARLIER.to_owned());
+            ("test-pods", UpOptions { deployed: true, version, ..UpOptions::default() })
+        }
+    }
 }
 
 async fn run_without_lab(ui: &Ui, steps: Vec<Step>, keep_going: bool, report: &mut Report) -> Result<()> {

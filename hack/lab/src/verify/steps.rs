@@ -14,6 +14,13 @@ const UNIT_TESTS: [&str; 6] = ["test", "--workspace", "--exclude", "tests", "--e
 /// Transitions of the model tests for each fault budget in the step `model`: more than most of them have.
 const MODEL_TRANSITIONS: (&str, &str) = ("NESTOR_MODEL_STATES", "5000000");
 
+/// The step that upgrades the lab whose Nestor runs in pods, which starts with an earlier version for it.
+pub(super) const UPGRADE: &str = "upgrade";
+
+/// Modules of the black-box tests that need a lab whose Nestor runs in pods, in this order: `upgrade` leaves this tree's
+/// version in the lab.
+const DEPLOYED: [&str; 2] = [UPGRADE, "deployed"];
+
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
 
@@ -69,12 +76,31 @@ pub(super) enum Work {
     Sanity(Tier),
     /// The black-box tests whose names contain this text, in the lab; the duration of the soak test, if it is not the usual.
     BlackBox { filter: String, soak_minutes: Option<u64> },
+    /// The black-box tests whose names contain this text, in a lab whose Nestor runs in pods.
+    Deployed { filter: String },
+}
+
+/// The labs that steps need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Nestor's components are processes of this host.
+    Processes,
+    /// Nestor runs in pods.
+    Pods,
 }
 
 impl Work {
-    /// Whether it needs a lab.
-    pub(super) fn needs_lab(&self) -> bool {
-        matches!(self, Self::Sanity(_) | Self::BlackBox { .. })
+    /// The lab that it needs.
+    pub(super) fn lab(&self) -> Option<Kind> {
+        match self {
+            Self::Sanity(_) | Self::BlackBox { .. } => Some(Kind::Processes),
+            Self::Deployed { .. } => Some(Kind::Pods),
+            _ => None,
+        }
+    }
+
+    fn is_black_box(&self) -> bool {
+        matches!(self, Self::BlackBox { .. } | Self::Deployed { .. })
     }
 
     /// Whether it leaves enough CPU time for other such steps beside it, and does not wait for the lock of cargo's target
@@ -103,13 +129,17 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         let driver = if tier == Tier::Guest { "gc-csi" } else { "mgmt-csi" };
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
-    steps.extend(capabilities.iter().map(|module| {
-        let description = format!("black-box tests in tests/tests/{module}.rs");
-        step(module, Set::Normal, &description, blackbox(format!("{module}::"), None))
+    let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
+    steps.extend(capabilities.iter().filter(|module| !DEPLOYED.contains(&module.as_str())).map(|module| {
+        step(module, Set::Normal, &description(module), blackbox(format!("{module}::"), None))
     }));
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
-    let description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
-    steps.push(step("long-soak", Set::All, &description, long_soak));
+    let long_soak_description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
+    steps.push(step("long-soak", Set::All, &long_soak_description, long_soak));
+    steps.extend(DEPLOYED.map(|module| {
+        let work = Work::Deployed { filter: format!("{module}::") };
+        step(module, Set::All, &description(module), work)
+    }));
     steps
 }
 
@@ -168,7 +198,7 @@ pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Ste
             check_names(&steps, names)?;
             let is_chosen = |step: &Step| names.contains(&step.name);
             let needs_build =
-                steps.iter().any(|step| is_chosen(step) && matches!(step.work, Work::BlackBox { .. }));
+                steps.iter().any(|step| is_chosen(step) && step.work.is_black_box());
             steps.retain(|step| is_chosen(step) || needs_build && step.name == BLACKBOX_BUILD);
         }
     }
@@ -233,9 +263,11 @@ mod tests {
 
     #[test]
     fn steps_with_a_lab_run_after_all_others() {
-        let first = steps().iter().position(|step| step.work.needs_lab()).unwrap();
-        assert!(steps()[first..].iter().all(|step| step.work.needs_lab()));
-        assert_eq!(names(&steps()[first..]), ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak"]);
+        let first = steps().iter().position(|step| step.work.lab().is_some()).unwrap();
+        assert!(steps()[first..].iter().all(|step| step.work.lab().is_some()));
+        let expected =
+            ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed"];
+        assert_eq!(names(&steps()[first..]), expected);
     }
 
     #[test]
@@ -246,12 +278,12 @@ mod tests {
         assert!(quick.iter().all(|name| normal.contains(name)));
         assert!(normal.iter().all(|name| all.contains(name) || name == "soak"));
         let of_all: Vec<&String> = all.iter().filter(|name| !normal.contains(name)).collect();
-        assert_eq!(of_all, ["machete", "deny", "spelling", "model", "long-soak"]);
+        assert_eq!(of_all, ["machete", "deny", "spelling", "model", "long-soak", "upgrade", "deployed"]);
     }
 
     #[test]
     fn quick_steps_need_no_lab() {
-        assert!(select(steps(), Choice::Set(Set::Quick)).unwrap().iter().all(|step| !step.work.needs_lab()));
+        assert!(select(steps(), Choice::Set(Set::Quick)).unwrap().iter().all(|step| step.work.lab().is_none()));
     }
 
     #[test]
@@ -265,6 +297,7 @@ mod tests {
     fn only_selects_by_name_in_the_usual_order_with_what_is_required() {
         assert_eq!(names(&only(&["deny", "fmt", "deny"]).unwrap()), ["fmt", "deny"]);
         assert_eq!(names(&only(&["attach", "model"]).unwrap()), ["blackbox-build", "model", "attach"]);
+        assert_eq!(names(&only(&["deployed"]).unwrap()), ["blackbox-build", "deployed"]);
         assert_eq!(names(&only(&["sanity-mgmt"]).unwrap()), ["sanity-mgmt"]);
     }
 

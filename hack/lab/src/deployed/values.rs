@@ -7,6 +7,9 @@ use super::{INFRA_SECRET, NAMESPACE, TOKEN_SECRET, cluster};
 use crate::cluster::SERVER_ADDRESS_FROM_VM;
 use crate::state::{Guest, State};
 
+/// An upgrade runs two. More would only compete for the CPUs of emulated VMs.
+const REPLICAS: u32 = 1;
+
 /// Values of nestor-management.
 pub(super) fn management(state: &State) -> Result<Value> {
     let infra = state.infra.as_ref().context("no storage infra")?;
@@ -22,9 +25,9 @@ pub(super) fn management(state: &State) -> Result<Value> {
         .collect();
     Ok(json!({
         "infra": {"url": from_vm(&infra.url)?, "secret": INFRA_SECRET},
-        "shim": {"enabled": true},
-        "snapshotController": {"enabled": true},
-        "mgmtCsi": {"repairGrace": "30s", "repairInterval": "5s"},
+        "shim": {"enabled": true, "replicas": REPLICAS},
+        "snapshotController": {"enabled": true, "replicas": REPLICAS},
+        "mgmtCsi": {"replicas": REPLICAS, "repairGrace": "30s", "repairInterval": "5s"},
         "guests": guests,
     }))
 }
@@ -39,7 +42,8 @@ pub(super) fn guest(state: &State, guest: &Guest) -> Result<Value> {
             "token": {"secret": TOKEN_SECRET, "server": server},
             "capacityNamespace": NAMESPACE,
         },
-        "snapshotController": {"enabled": true},
+        "controller": {"replicas": REPLICAS},
+        "snapshotController": {"enabled": true, "replicas": REPLICAS},
     }))
 }
 

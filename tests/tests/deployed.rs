@@ -38,7 +38,8 @@ async fn a_pod_writes_on_while_all_pods_of_nestor_are_replaced() -> Result<()> {
 /// Deletes all pods of Nestor in a cluster, and waits for as many new ones that are ready.
 async fn replace_all(client: &Client) -> Result<()> {
     let api: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
-    let before: Vec<String> = api.list(&ListParams::default()).await?.iter().map(ResourceExt::name_any).collect();
+    let before: Vec<String> =
+        api.list(&ListParams::default()).await?.iter().map(ResourceExt::name_any).collect();
     ensure!(!before.is_empty(), "Nestor has no pods");
     for name in &before {
         api.delete(name, &DeleteParams::default()).await.with_context(|| format!("pod {name}"))?;

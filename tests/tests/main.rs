@@ -24,6 +24,7 @@ mod health;
 mod identity;
 mod images;
 mod infra_crash;
+mod kubernetes_versions;
 mod late_removal;
 mod legacy;
 mod limits;

@@ -100,15 +100,15 @@ impl<'a> Upgrade<'a> {
 
     async fn versions(&self, management: &Version, guest: &Version) -> Result<()> {
         let scenario = self.pods.scenario();
-        let expected = [
-            (&scenario.management, "mgmt-csi", management),
-            (&scenario.guest, "gc-csi-controller", guest),
-        ];
+        let expected =
+            [(&scenario.management, "mgmt-csi", management), (&scenario.guest, "gc-csi-controller", guest)];
         for (client, name, version) in expected {
             let deployments: Api<Deployment> = Api::namespaced(client.clone(), NAMESPACE);
             let template = deployments.get(name).await?.spec.context("no spec")?.template;
-            let images: Vec<String> =
-                template.spec.into_iter().flat_map(|pod| pod.containers).filter_map(|one| one.image).collect();
+            let pod = template.spec.context("no pod")?;
+            // The driver starts before its sidecars.
+            let containers = pod.init_containers.into_iter().flatten().chain(pod.containers);
+            let images: Vec<String> = containers.filter_map(|container| container.image).collect();
             let tag = format!(":{}", version.tag);
             ensure!(images.iter().any(|image| image.ends_with(&tag)), "{name} is not {tag}: {images:?}");
         }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand};
 
+use crate::cache::Kubernetes;
 use crate::demo::demo;
 use crate::down::down;
 use crate::lab::Lab;
@@ -69,6 +70,9 @@ enum Verb {
         /// Install Nestor with its charts, in pods on the virtual machines.
         #[arg(long)]
         deployed: bool,
+        /// Version of Kubernetes in all clusters. Others than the default are built first, which takes minutes.
+        #[arg(long, value_name = "MINOR", default_value_t = Kubernetes::default())]
+        kubernetes: Kubernetes,
     },
     /// Run the checks of a change: formatting, lints, unit tests, then csi-sanity and black-box tests in a lab of their own.
     /// Prints a table of the steps, their results and times.
@@ -113,7 +117,10 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Logs { component, follow } => verbs::logs(&run, &component, follow).await,
         Verb::Restart { components } => restart(run, &components).await,
         Verb::Kubectl { cluster, args } => verbs::kubectl(&run, &cluster, &args).await,
-        Verb::Demo { keep, deployed } => run_demo(&ui, keep, deployed).await,
+        Verb::Demo { keep, deployed, kubernetes } => {
+            let options = UpOptions { deployed, kubernetes, ..UpOptions::default() };
+            run_demo(&ui, keep, &options).await
+        }
         Verb::Test(selection) => verify::verify(&ui, &selection).await,
         Verb::Sanity { tier } => run_sanity(&ui, &run, tier).await,
         Verb::Soak { minutes, seed } => run_soak(&ui, &run, minutes, seed).await,
@@ -146,11 +153,10 @@ async fn restart(run: Run, components: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-async fn run_demo(ui: &Ui, keep: bool, deployed: bool) -> Result<ExitCode> {
+async fn run_demo(ui: &Ui, keep: bool, options: &UpOptions) -> Result<ExitCode> {
     let after = if keep { After::Keep } else { After::Down };
     let run = Run::named("demo")?;
-    let options = UpOptions { deployed, ..UpOptions::default() };
-    with_lab(ui, &run, &options, after, async |lab| demo(ui, lab).await).await?;
+    with_lab(ui, &run, options, after, async |lab| demo(ui, lab).await).await?;
     say("demo passed");
     Ok(ExitCode::SUCCESS)
 }

@@ -15,6 +15,9 @@ pub struct State {
     pub name: String,
     /// ID of the boot in which the run was created.
     pub boot_id: String,
+    /// Minor version of Kubernetes.
+    #[serde(default)]
+    pub kubernetes: String,
     /// The folder with the built tools (Kubernetes, containerd).
     pub tools: PathBuf,
     /// The folder with Nestor's programs.

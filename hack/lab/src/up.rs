@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use crate::cache::{self, BaseImage};
+use crate::cache::{self, BaseImage, Kubernetes};
 use crate::cluster::{self, ControlPlane, ControlPlanePlan};
 use crate::deployed::{self, Deployment, Disks, MANAGEMENT, MANAGEMENT_NODE, Version};
 use crate::process::boot_id;
@@ -35,6 +35,9 @@ pub struct UpOptions {
     /// Number of replicas of each Nestor controller with its sidecars. Several replicas use leader election.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=5))]
     pub replicas: u32,
+    /// Version of Kubernetes in all clusters. Others than the default are built first, which takes minutes.
+    #[arg(long, value_name = "MINOR", default_value_t = Kubernetes::default())]
+    pub kubernetes: Kubernetes,
     /// Use the release build of Nestor.
     #[arg(long)]
     pub release: bool,
@@ -54,6 +57,7 @@ impl Default for UpOptions {
             guests: 1,
             one_namespace: false,
             replicas: 1,
+            kubernetes: Kubernetes::default(),
             release: false,
             deployed: false,
             version: None,
@@ -97,7 +101,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
         );
     }
     let built = prepare(ui, options).await?;
-    make_folders(run, &built)?;
+    make_folders(run, options, &built)?;
     let plan = Plan::new(run, options, &built).await?;
     let disks = match &built.deployment {
         Some(deployment) => Some(Disks::build(ui, run, &built.tools, &deployment.versions()).await?),
@@ -119,7 +123,7 @@ pub async fn up(ui: &Ui, run: &Run, options: &UpOptions) -> Result<()> {
 /// Builds or finds everything that is needed before the first process starts.
 async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     cache::packages::ensure(ui).await?;
-    let tools = cache::tools(ui).await?;
+    let tools = cache::tools(ui, options.kubernetes).await?;
     let snapshot_definitions = cache::snapshot_definitions().await?;
     let image = cache::base_image(ui, &tools).await?;
     let binaries = cache::cargo::build(ui, options.release).await?;
@@ -136,7 +140,7 @@ async fn prepare(ui: &Ui, options: &UpOptions) -> Result<Built> {
     Ok(Built { tools, snapshot_definitions, image, binaries, deployment })
 }
 
-fn make_folders(run: &Run, built: &Built) -> Result<()> {
+fn make_folders(run: &Run, options: &UpOptions, built: &Built) -> Result<()> {
     // Logs of a failed run.
     let _ = fs::remove_dir_all(run.dir());
     fs::create_dir_all(run.dir()).with_context(|| format!("cannot make {}", run.dir().display()))?;
@@ -145,6 +149,7 @@ fn make_folders(run: &Run, built: &Built) -> Result<()> {
         *state = State {
             name,
             boot_id: boot_id(),
+            kubernetes: options.kubernetes.to_string(),
             tools: built.tools.clone(),
             binaries: built.binaries.clone(),
             deployment: built.deployment.clone(),

@@ -6,6 +6,7 @@
 pub mod cargo;
 mod definitions;
 mod image;
+mod kubernetes;
 mod oci;
 pub mod packages;
 mod tools;
@@ -19,6 +20,7 @@ use sha2::{Digest, Sha256};
 pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
+pub use kubernetes::Kubernetes;
 pub use tools::{helm, prometheus, tools};
 
 use crate::run::lock;

@@ -8,7 +8,7 @@ use std::process::Stdio;
 use anyhow::{Context, Result, bail};
 use tokio::io::{AsyncBufReadExt, BufReader};
 
-use super::{Key, entry};
+use super::{Key, Kubernetes, entry};
 use crate::process::{command, run};
 use crate::run::repository;
 use crate::ui::Ui;
@@ -16,9 +16,39 @@ use crate::ui::Ui;
 /// The module folders under `hack/tools` that a lab needs.
 const MODULES: [&str; 2] = ["kubernetes", "containerd"];
 
-/// Returns the folder with all tools of a lab.
-pub async fn tools(ui: &Ui) -> Result<PathBuf> {
-    modules(ui, "tools", &MODULES).await
+/// Returns the folder with all tools of a lab with this version of Kubernetes.
+pub async fn tools(ui: &Ui, kubernetes: Kubernetes) -> Result<PathBuf> {
+    let tools = modules(ui, "tools", &MODULES).await?;
+    let Some(module) = kubernetes.module() else { return Ok(tools) };
+    let programs = modules(ui, module, &[module]).await?;
+    combined(&tools, &programs).await
+}
+
+/// Returns a folder with the programs of two folders. Those of the second replace those of the first.
+async fn combined(first: &Path, second: &Path) -> Result<PathBuf> {
+    let key = [first, second]
+        .iter()
+        .fold(Key::new("combined"), |key, folder| key.with("folder", folder.as_os_str().as_encoded_bytes()));
+    entry(&format!("tools-{}", key.hex()), async |out: &Path| {
+        for folder in [second, first] {
+            link_missing(folder, out)?;
+        }
+        Ok(())
+    })
+    .await
+}
+
+/// Links the programs of a folder into another, except those that it has.
+fn link_missing(from: &Path, to: &Path) -> Result<()> {
+    for program in fs::read_dir(from).with_context(|| format!("cannot read {}", from.display()))? {
+        let program = program?;
+        let link = to.join(program.file_name());
+        if !link.exists() {
+            fs::hard_link(program.path(), &link)
+                .with_context(|| format!("cannot make {}", link.display()))?;
+        }
+    }
+    Ok(())
 }
 
 /// Returns the helm program. Only the chart tests need it, so it is built on demand.

@@ -12,7 +12,8 @@ impl Lab {
     /// What the lab is deployed with; fails if its Nestor does not run in pods.
     pub fn deployment(&self) -> Result<&Deployment> {
         let deployment = self.state().deployment.as_ref();
-        deployment.context("Nestor does not run in pods in this lab: start one with `cargo lab up --deployed`")
+        deployment
+            .context("Nestor does not run in pods in this lab: start one with `cargo lab up --deployed`")
     }
 
     /// The release in the management cluster.

@@ -35,13 +35,9 @@ async fn outcome(ui: &Ui, step: &Step, lab: Option<&Lab>) -> Result<Outcome> {
         Work::Cargo { args, env } => {
             shown(ui, &step.name, cargo().args(args).envs(env.iter().copied())).await
         }
-        Work::BlackBox { filter, soak_minutes } => {
+        Work::BlackBox { filter, soak_minutes, .. } => {
             let lab = lab.context("this step needs a lab")?;
             shown(ui, &step.name, &mut blackbox(lab, filter, *soak_minutes)).await
-        }
-        Work::Deployed { filter } => {
-            let lab = lab.context("this step needs a lab")?;
-            shown(ui, &step.name, &mut blackbox(lab, filter, None)).await
         }
         Work::Sanity(tier) => sanity_outcome(ui, lab.context("this step needs a lab")?, *tier).await,
     }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, ensure};
 use futures::future::join_all;
 
-use crate::cache;
+use crate::cache::{self, Kubernetes};
 use crate::deployed::EARLIER;
 use crate::lab::Lab;
 use crate::run::Run;
@@ -92,7 +92,7 @@ async fn run(ui: &Ui, planned: &[Step], keep_going: bool, report: &mut Report) -
         interrupt = interrupted() => return Err(interrupt?),
     }
     let mut outcome = Ok(());
-    for kind in [Kind::Processes, Kind::Pods] {
+    for kind in [Kind::Processes, Kind::Pods].into_iter().chain(Kubernetes::OTHERS.map(Kind::Version)) {
         if keep_going || !report.has_failure() {
             outcome = outcome.and(run_in_labs(ui, &of(Some(kind)).collect::<Vec<_>>(), kind, report).await);
         }
@@ -123,6 +123,7 @@ fn lab_for(kind: Kind, steps: &[Step]) -> (&'static str, UpOptions) {
             let version = upgrades.then(|| EARLIER.to_owned());
             ("test-pods", UpOptions { deployed: true, version, ..UpOptions::default() })
         }
+        Kind::Version(kubernetes) => ("test-kubernetes", UpOptions { kubernetes, ..UpOptions::default() }),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 
+use crate::cache::Kubernetes;
 use crate::sanity::Tier;
 
 /// Duration in minutes of the step `long-soak`.
@@ -20,6 +21,9 @@ pub(super) const UPGRADE: &str = "upgrade";
 /// Modules of the black-box tests that need a lab whose Nestor runs in pods, in this order: `upgrade` leaves this tree's
 /// version in the lab.
 const DEPLOYED: [&str; 2] = [UPGRADE, "deployed"];
+
+/// Module of the black-box tests that runs once for each further version of Kubernetes.
+const KUBERNETES: &str = "kubernetes_versions";
 
 /// Step that builds the black-box tests, so that VMs do not compete with the compiler for the CPU.
 const BLACKBOX_BUILD: &str = "blackbox-build";
@@ -74,10 +78,8 @@ pub(super) enum Work {
     Spelling,
     /// csi-sanity against the driver of a tier of the lab.
     Sanity(Tier),
-    /// The black-box tests whose names contain this text, in the lab; the duration of the soak test, if it is not the usual.
-    BlackBox { filter: String, soak_minutes: Option<u64> },
-    /// The black-box tests whose names contain this text, in a lab whose Nestor runs in pods.
-    Deployed { filter: String },
+    /// The black-box tests whose names contain this text, in a lab; the duration of the soak test, if it is not the usual.
+    BlackBox { filter: String, soak_minutes: Option<u64>, lab: Kind },
 }
 
 /// The labs that steps need.
@@ -87,20 +89,18 @@ pub(super) enum Kind {
     Processes,
     /// Nestor runs in pods.
     Pods,
+    /// All clusters run this version of Kubernetes.
+    Version(Kubernetes),
 }
 
 impl Work {
     /// The lab that it needs.
     pub(super) fn lab(&self) -> Option<Kind> {
         match self {
-            Self::Sanity(_) | Self::BlackBox { .. } => Some(Kind::Processes),
-            Self::Deployed { .. } => Some(Kind::Pods),
+            Self::Sanity(_) => Some(Kind::Processes),
+            Self::BlackBox { lab, .. } => Some(*lab),
             _ => None,
         }
-    }
-
-    fn is_black_box(&self) -> bool {
-        matches!(self, Self::BlackBox { .. } | Self::Deployed { .. })
     }
 
     /// Whether it leaves enough CPU time for other such steps beside it, and does not wait for the lock of cargo's target
@@ -130,15 +130,20 @@ pub(super) fn all(capabilities: &[String]) -> Vec<Step> {
         steps.push(step(name, Set::Normal, &format!("csi-sanity against {driver}"), Work::Sanity(tier)));
     }
     let description = |module: &str| format!("black-box tests in tests/tests/{module}.rs");
-    steps.extend(capabilities.iter().filter(|module| !DEPLOYED.contains(&module.as_str())).map(|module| {
+    let own_lab = |module: &str| DEPLOYED.contains(&module) || module == KUBERNETES;
+    steps.extend(capabilities.iter().filter(|module| !own_lab(module)).map(|module| {
         step(module, Set::Normal, &description(module), blackbox(format!("{module}::"), None))
     }));
     let long_soak = blackbox("soak::".to_owned(), Some(LONG_SOAK_MINUTES));
     let long_soak_description = format!("the black-box tests of soak, for {LONG_SOAK_MINUTES} minutes");
     steps.push(step("long-soak", Set::All, &long_soak_description, long_soak));
     steps.extend(DEPLOYED.map(|module| {
-        let work = Work::Deployed { filter: format!("{module}::") };
-        step(module, Set::All, &description(module), work)
+        step(module, Set::All, &description(module), blackbox_in(Kind::Pods, format!("{module}::"), None))
+    }));
+    steps.extend(Kubernetes::OTHERS.map(|version| {
+        let description = format!("{} with Kubernetes {version}", description(KUBERNETES));
+        let work = blackbox_in(Kind::Version(version), format!("{KUBERNETES}::"), None);
+        step(&format!("kubernetes-{version}"), Set::All, &description, work)
     }));
     steps
 }
@@ -178,7 +183,11 @@ fn step(name: &str, set: Set, description: &str, work: Work) -> Step {
 }
 
 fn blackbox(filter: String, soak_minutes: Option<u64>) -> Work {
-    Work::BlackBox { filter, soak_minutes }
+    blackbox_in(Kind::Processes, filter, soak_minutes)
+}
+
+fn blackbox_in(lab: Kind, filter: String, soak_minutes: Option<u64>) -> Work {
+    Work::BlackBox { filter, soak_minutes, lab }
 }
 
 /// The selected steps and the ones that they require, in order.
@@ -198,7 +207,7 @@ pub(super) fn select(mut steps: Vec<Step>, choice: Choice<'_>) -> Result<Vec<Ste
             check_names(&steps, names)?;
             let is_chosen = |step: &Step| names.contains(&step.name);
             let needs_build =
-                steps.iter().any(|step| is_chosen(step) && step.work.is_black_box());
+                steps.iter().any(|step| is_chosen(step) && matches!(step.work, Work::BlackBox { .. }));
             steps.retain(|step| is_chosen(step) || needs_build && step.name == BLACKBOX_BUILD);
         }
     }
@@ -265,9 +274,11 @@ mod tests {
     fn steps_with_a_lab_run_after_all_others() {
         let first = steps().iter().position(|step| step.work.lab().is_some()).unwrap();
         assert!(steps()[first..].iter().all(|step| step.work.lab().is_some()));
-        let expected =
-            ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed"];
-        assert_eq!(names(&steps()[first..]), expected);
+        let expected = ["sanity-guest", "sanity-mgmt", "attach", "soak", "long-soak", "upgrade", "deployed"];
+        assert_eq!(
+            names(&steps()[first..]),
+            [&expected[..], &["kubernetes-1.35", "kubernetes-1.37"]].concat()
+        );
     }
 
     #[test]
@@ -278,12 +289,27 @@ mod tests {
         assert!(quick.iter().all(|name| normal.contains(name)));
         assert!(normal.iter().all(|name| all.contains(name) || name == "soak"));
         let of_all: Vec<&String> = all.iter().filter(|name| !normal.contains(name)).collect();
-        assert_eq!(of_all, ["machete", "deny", "spelling", "model", "long-soak", "upgrade", "deployed"]);
+        assert_eq!(
+            of_all,
+            [
+                "machete",
+                "deny",
+                "spelling",
+                "model",
+                "long-soak",
+                "upgrade",
+                "deployed",
+                "kubernetes-1.35",
+                "kubernetes-1.37",
+            ]
+        );
     }
 
     #[test]
     fn quick_steps_need_no_lab() {
-        assert!(select(steps(), Choice::Set(Set::Quick)).unwrap().iter().all(|step| step.work.lab().is_none()));
+        assert!(
+            select(steps(), Choice::Set(Set::Quick)).unwrap().iter().all(|step| step.work.lab().is_none())
+        );
     }
 
     #[test]

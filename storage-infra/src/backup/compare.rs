@@ -1,0 +1,126 @@
+//! Comparison of a backup with the pools: what changed after the backup. Pure.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use infra_api::VolumeState;
+
+use crate::catalog::backup::Content;
+use crate::catalog::{PoolRow, SnapshotRow, VolumeRow};
+use crate::engine::Record;
+use crate::engine::file::{FoundFile, PoolScan};
+use crate::engine::record::{SnapshotRecord, VolumeRecord};
+use crate::recover::identified;
+
+/// What the pools contain that the backup does not, and the reverse; one line for each.
+pub(super) fn differences(content: &Content, scans: &[PoolScan]) -> Vec<String> {
+    let scan_of = |pool: &PoolRow| scans.iter().find(|scan| scan.dir == Path::new(&pool.spec.path));
+    let pairs = content.pools.iter().filter_map(|pool| Some((pool, scan_of(pool)?)));
+    pairs.flat_map(|(pool, scan)| Pool { content, pool, scan }.differences()).collect()
+}
+
+/// A pool in the backup, and its directory.
+struct Pool<'a> {
+    content: &'a Content,
+    pool: &'a PoolRow,
+    scan: &'a PoolScan,
+}
+
+impl Pool<'_> {
+    fn differences(&self) -> Vec<String> {
+        let (name, dir) = (&self.pool.name, self.scan.dir.display());
+        if self.scan.uuid != self.pool.uuid {
+            return vec![format!(
+                "{dir} is another pool than {name} in the backup; mount the right filesystem"
+            )];
+        }
+        let mut found: Vec<String> = self.scan.files.iter().filter_map(|file| self.file(file)).collect();
+        found.extend(self.missing());
+        if found.is_empty() && self.is_later() {
+            found.push(format!("pool {name} was changed after the backup: its record is of a later catalog"));
+        }
+        found.extend(self.scan.served_by.clone());
+        found
+    }
+
+    fn is_later(&self) -> bool {
+        matches!(&self.scan.pool, Some(Record::Pool(record)) if record.revision > self.content.revision)
+    }
+
+    fn file(&self, file: &FoundFile) -> Option<String> {
+        let path = self.scan.dir.join(&file.name);
+        match identified(file) {
+            Ok(Record::Volume(record)) => self.volume(record, file, &path),
+            Ok(Record::Snapshot(record)) => self.snapshot(record, &path),
+            Ok(Record::Pool(_)) => None,
+            // Other files belong to no volume in the backup either.
+            Err(why) if self.knows(&file.name) => Some(format!("{} was not compared: {why}", path.display())),
+            Err(_) => None,
+        }
+    }
+
+    /// Whether the backup has a volume or snapshot with this file.
+    fn knows(&self, file: &str) -> bool {
+        let (volume, snapshot) = (file.strip_suffix(".raw"), file.strip_suffix(".snap"));
+        self.content.volumes.iter().any(|(row, _)| Some(row.id.as_str()) == volume)
+            || self.content.snapshots.iter().any(|row| Some(row.id.as_str()) == snapshot)
+    }
+
+    fn volume(&self, record: &VolumeRecord, file: &FoundFile, path: &Path) -> Option<String> {
+        let (id, path) = (&record.id, path.display());
+        let row = self.content.volumes.iter().find(|(row, _)| row.id == *id && row.pool == self.pool.name);
+        let Some((row, revision)) = row else {
+            let bytes = file.bytes;
+            return Some(format!("volume {id} is not in the backup; its disk of {bytes} bytes is {path}"));
+        };
+        if row.disk_uuid != record.disk_uuid {
+            return Some(format!("volume {id} was deleted and created again after the backup: {path}"));
+        }
+        (record.revision > *revision).then(|| {
+            format!(
+                "volume {id} was changed after the backup{}",
+                self.attachments(row, record).unwrap_or_default()
+            )
+        })
+    }
+
+    /// How the attachments of a changed volume differ.
+    fn attachments(&self, row: &VolumeRow, record: &VolumeRecord) -> Option<String> {
+        let known = self.content.attachments.iter().filter(|one| one.volume == row.id);
+        let known: BTreeMap<_, _> = known.map(|one| (one.id.as_str(), one.node)).collect();
+        let now: BTreeMap<_, _> = record.holders.iter().map(|one| (one.id.as_str(), one.uuid)).collect();
+        let list = |of: &BTreeMap<&str, uuid::Uuid>| {
+            let texts: Vec<String> = of.iter().map(|(id, node)| format!("{node} as {id}")).collect();
+            if texts.is_empty() { "no node".to_owned() } else { texts.join(", ") }
+        };
+        (known != now)
+            .then(|| format!(": it is attached to {}, in the backup to {}", list(&now), list(&known)))
+    }
+
+    fn snapshot(&self, record: &SnapshotRecord, path: &Path) -> Option<String> {
+        let is_known = |row: &SnapshotRow| row.id == record.id && row.pool == self.pool.name;
+        let is_missing = !self.content.snapshots.iter().any(is_known);
+        is_missing.then(|| {
+            let (id, volume, path) = (&record.id, &record.volume, path.display());
+            format!("snapshot {id} of volume {volume} is not in the backup; its file is {path}")
+        })
+    }
+
+    /// Complete objects of the backup whose files are gone.
+    fn missing(&self) -> Vec<String> {
+        let files: HashSet<&str> = self.scan.files.iter().map(|file| file.name.as_str()).collect();
+        let dir = self.scan.dir.display();
+        let gone = |what: &str, id: &str, ending: &str| {
+            let file = format!("{id}.{ending}");
+            let text =
+                || format!("{what} {id} is in the backup, and {dir}/{file} is gone: it was deleted, or lost");
+            (!files.contains(file.as_str())).then(text)
+        };
+        let volumes = self.content.volumes.iter().map(|(row, _)| row);
+        let volumes = volumes.filter(|row| row.pool == self.pool.name && row.state == VolumeState::Ready);
+        let snapshots = self.content.snapshots.iter();
+        let snapshots = snapshots.filter(|row| row.pool == self.pool.name && row.state == VolumeState::Ready);
+        let volumes = volumes.filter_map(|row| gone("volume", row.id.as_str(), "raw"));
+        volumes.chain(snapshots.filter_map(|row| gone("snapshot", row.id.as_str(), "snap"))).collect()
+    }
+}

@@ -244,3 +244,34 @@ async fn a_pool_that_was_registered_after_the_backup_is_found_again() {
     assert_eq!(status, 0, "{said}");
     assert_eq!(known(&site.start()).await, now);
 }
+
+#[tokio::test]
+async fn a_pool_that_is_not_mounted_at_the_restoration_keeps_all_its_files() {
+    let site = Site::reflink();
+    let server = site.ready(&[]).await;
+    server.client.put_volume(&volume("v"), &size(MIB), SOON).await.unwrap();
+    let backup = site.path("backup.sqlite");
+    assert_eq!(on_data(&site, "backup", &["--to", text(&backup)]).0, 0);
+    server.client.put_volume(&volume("later"), &size(MIB), SOON).await.unwrap();
+    assert_eq!(server.stop(), Some(0));
+    site.unmount("pool");
+    let (status, said) = on_data(&site, "restore", &["--from", text(&backup), "--replace"]);
+    assert!(
+        status == 0 && said.contains("not compared: pool pool") && said.contains("next: mount the pools"),
+        "{said}"
+    );
+    // As after many changes by servers that did not have the pool.
+    site.catalog().execute("UPDATE revision SET number = 1000", []).unwrap();
+    site.mount_again("pool");
+    let server = site.start();
+    let refused = server.client.delete_volume(&volume("v")).await.unwrap_err();
+    assert!(refused.to_string().contains("older than the pool"), "{refused}");
+    assert_eq!(site.files(), ["later.raw", "v.raw"]);
+    assert_eq!(server.stop(), Some(0));
+    let (status, said) = site.recover(&["--dry-run=false"]);
+    assert_eq!(status, 0, "{said}");
+    let server = site.start();
+    for id in ["later", "v"] {
+        server.client.delete_volume(&volume(id)).await.unwrap();
+    }
+}

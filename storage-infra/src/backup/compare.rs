@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
-use infra_api::VolumeState;
+use infra_api::{PoolName, VolumeId, VolumeState};
 
 use crate::catalog::backup::Content;
 use crate::catalog::{PoolRow, SnapshotRow, VolumeRow};
@@ -12,8 +12,20 @@ use crate::engine::file::{FoundFile, PoolScan};
 use crate::engine::record::{SnapshotRecord, VolumeRecord};
 use crate::recover::identified;
 
-/// What the pools contain that the backup does not, and the reverse; one line for each.
-pub(super) fn differences(content: &Content, scans: &[PoolScan]) -> Vec<String> {
+/// A difference between a pool and the backup.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Difference {
+    pub(super) pool: PoolName,
+    /// The volume in the backup that was changed.
+    pub(super) volume: Option<VolumeId>,
+    /// Whether it proves that the pool was changed after the backup.
+    pub(super) is_later: bool,
+    /// For the operator.
+    pub(super) text: String,
+}
+
+/// What the pools contain that the backup does not, and the reverse.
+pub(super) fn differences(content: &Content, scans: &[PoolScan]) -> Vec<Difference> {
     let scan_of = |pool: &PoolRow| scans.iter().find(|scan| scan.dir == Path::new(&pool.spec.path));
     let pairs = content.pools.iter().filter_map(|pool| Some((pool, scan_of(pool)?)));
     pairs.flat_map(|(pool, scan)| Pool { content, pool, scan }.differences()).collect()
@@ -36,10 +48,11 @@ impl Pool<'_> {
         }
         let mut found: Vec<String> = self.scan.files.iter().filter_map(|file| self.file(file)).collect();
         found.extend(self.missing());
-        if found.is_empty() && self.is_later() {
-            found.push(format!("pool {name} was changed after the backup: its record is of a later catalog"));
+        if self.is_later() && !found.iter().any(|one| one.is_later) {
+            let text = format!("pool {name} was changed after the backup: its record is of a later catalog");
+            found.push(self.later(None, text));
         }
-        found.extend(self.scan.served_by.clone());
+        found.extend(self.scan.served_by.clone().map(|text| self.later(None, text)));
         found
     }
 
@@ -47,14 +60,16 @@ impl Pool<'_> {
         matches!(&self.scan.pool, Some(Record::Pool(record)) if record.revision > self.content.revision)
     }
 
-    fn file(&self, file: &FoundFile) -> Option<String> {
+    fn file(&self, file: &FoundFile) -> Option<Difference> {
         let path = self.scan.dir.join(&file.name);
         match identified(file) {
             Ok(Record::Volume(record)) => self.volume(record, file, &path),
             Ok(Record::Snapshot(record)) => self.snapshot(record, &path),
             Ok(Record::Pool(_)) => None,
             // Other files belong to no volume in the backup either.
-            Err(why) if self.knows(&file.name) => Some(format!("{} was not compared: {why}", path.display())),
+            Err(why) if self.knows(&file.name) => {
+                Some(self.other(format!("{} was not compared: {why}", path.display())))
+            }
             Err(_) => None,
         }
     }
@@ -66,21 +81,22 @@ impl Pool<'_> {
             || self.content.snapshots.iter().any(|row| Some(row.id.as_str()) == snapshot)
     }
 
-    fn volume(&self, record: &VolumeRecord, file: &FoundFile, path: &Path) -> Option<String> {
+    fn volume(&self, record: &VolumeRecord, file: &FoundFile, path: &Path) -> Option<Difference> {
         let (id, path) = (&record.id, path.display());
         let row = self.content.volumes.iter().find(|(row, _)| row.id == *id && row.pool == self.pool.name);
         let Some((row, revision)) = row else {
             let bytes = file.bytes;
-            return Some(format!("volume {id} is not in the backup; its disk of {bytes} bytes is {path}"));
+            let text = format!("volume {id} is not in the backup; its disk of {bytes} bytes is {path}");
+            // An older file was unknown at the time of the backup, too.
+            return (record.revision > self.content.revision).then(|| self.later(None, text));
         };
         if row.disk_uuid != record.disk_uuid {
-            return Some(format!("volume {id} was deleted and created again after the backup: {path}"));
+            let text = format!("volume {id} was deleted and created again after the backup: {path}");
+            return Some(self.later(Some(id), text));
         }
         (record.revision > *revision).then(|| {
-            format!(
-                "volume {id} was changed after the backup{}",
-                self.attachments(row, record).unwrap_or_default()
-            )
+            let attachments = self.attachments(row, record).unwrap_or_default();
+            self.later(Some(id), format!("volume {id} was changed after the backup{attachments}"))
         })
     }
 
@@ -97,24 +113,24 @@ impl Pool<'_> {
             .then(|| format!(": it is attached to {}, in the backup to {}", list(&now), list(&known)))
     }
 
-    fn snapshot(&self, record: &SnapshotRecord, path: &Path) -> Option<String> {
+    fn snapshot(&self, record: &SnapshotRecord, path: &Path) -> Option<Difference> {
         let is_known = |row: &SnapshotRow| row.id == record.id && row.pool == self.pool.name;
         let is_missing = !self.content.snapshots.iter().any(is_known);
         is_missing.then(|| {
             let (id, volume, path) = (&record.id, &record.volume, path.display());
-            format!("snapshot {id} of volume {volume} is not in the backup; its file is {path}")
+            self.other(format!("snapshot {id} of volume {volume} is not in the backup; its file is {path}"))
         })
     }
 
     /// Complete objects of the backup whose files are gone.
-    fn missing(&self) -> Vec<String> {
+    fn missing(&self) -> Vec<Difference> {
         let files: HashSet<&str> = self.scan.files.iter().map(|file| file.name.as_str()).collect();
         let dir = self.scan.dir.display();
         let gone = |what: &str, id: &str, ending: &str| {
             let file = format!("{id}.{ending}");
             let text =
                 || format!("{what} {id} is in the backup, and {dir}/{file} is gone: it was deleted, or lost");
-            (!files.contains(file.as_str())).then(text)
+            (!files.contains(file.as_str())).then(|| self.other(text()))
         };
         let volumes = self.content.volumes.iter().map(|(row, _)| row);
         let volumes = volumes.filter(|row| row.pool == self.pool.name && row.state == VolumeState::Ready);

@@ -1,10 +1,12 @@
 //! Restoration of a catalog from a backup.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use infra_api::{PoolName, VolumeId};
 
 use super::compare::differences;
 use crate::catalog;
@@ -37,6 +39,8 @@ pub struct Restore {
     data_dir: PathBuf,
     fresh: PathBuf,
     registered: Registered,
+    /// Pools that changed after the backup or could not be compared, with the volumes that certainly changed.
+    stale: BTreeMap<PoolName, Vec<VolumeId>>,
     _lock: File,
 }
 
@@ -78,6 +82,7 @@ impl Restore {
             data_dir: data_dir.clone(),
             fresh,
             registered: content.registered.clone(),
+            stale: BTreeMap::new(),
             _lock: lock,
         };
         restore.add_later_registered(known);
@@ -91,7 +96,11 @@ impl Restore {
     }
 
     /// Writes the catalog. Returns the new name of the previous one.
+    ///
+    /// In the catalog, pools that may have changed after the backup are marked: until `recover`, the server removes nothing
+    /// there. Their records alone would show that only while the catalog's revision is lower than theirs.
     pub fn write(self) -> Result<Option<PathBuf>> {
+        backup::mark_stale(&self.fresh, &self.stale).context("cannot mark the changed pools")?;
         File::open(&self.fresh)?.sync_all().context("cannot sync the restored catalog")?;
         integrity::write_registered(&self.data_dir, &self.registered)?;
         replace::catalog(&self.data_dir, &self.fresh)
@@ -120,10 +129,18 @@ impl Restore {
         for pool in &content.pools {
             match scan_pool(Path::new(&pool.spec.path)) {
                 Ok(scan) => scans.push(scan),
-                Err(error) => self.not_compared.push(format!("pool {}: {error:#}", pool.name)),
+                Err(error) => {
+                    self.not_compared.push(format!("pool {}: {error:#}", pool.name));
+                    self.stale.entry(pool.name.clone()).or_default();
+                }
             }
         }
-        self.differences.extend(differences(content, &scans));
+        for found in differences(content, &scans) {
+            if found.is_later {
+                self.stale.entry(found.pool).or_default().extend(found.volume);
+            }
+            self.differences.push(found.text);
+        }
     }
 }
 

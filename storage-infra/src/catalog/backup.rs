@@ -3,11 +3,13 @@
 //!
 //! A backup is one file. Its table `backup` says where it comes from; a catalog has no such table.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use infra_api::{PoolName, VolumeId};
 use rusqlite::backup::{Backup, StepResult};
 use rusqlite::{Connection, OpenFlags, OptionalExtension};
 use serde::{Deserialize, Serialize};
@@ -156,6 +158,14 @@ pub fn restore_to(backup: &Path, fresh: &Path) -> Result<(Content, Summary, Opti
     connection.pragma_update(None, "journal_mode", "delete")?;
     connection.close().map_err(|(_, error)| error)?;
     Ok((content, summary, origin))
+}
+
+/// Marks pools and volumes of a catalog that no server uses as older than their on-disk records.
+pub fn mark_stale(catalog: &Path, stale: &BTreeMap<PoolName, Vec<VolumeId>>) -> Result<()> {
+    let mut connection = Connection::open(catalog)?;
+    let tx = connection.transaction()?;
+    stale.iter().try_for_each(|(pool, volumes)| Tx(&tx).mark_stale(pool, volumes))?;
+    Ok(tx.commit()?)
 }
 
 fn read(connection: &mut Connection) -> Result<(Content, Summary)> {

@@ -61,7 +61,7 @@ async fn known(server: &Server) -> (Vec<Volume>, Vec<Attachment>) {
 
 async fn metric(server: &Server, name: &str) -> f64 {
     let (_, text) = server.ops("/metrics").await;
-    let prefix = format!("nestor_storage_infra_backup_{name} ");
+    let prefix = format!("nestor_storage_infra_backup_{name}{{}} ");
     let line = text.lines().find_map(|line| line.strip_prefix(&prefix));
     line.unwrap_or_else(|| panic!("{prefix} is not in {text}")).parse().unwrap()
 }
@@ -124,7 +124,7 @@ async fn the_age_of_the_last_backup_survives_a_restart() {
     site.flags[3] = "1h".into();
     let server = site.start();
     until("the server has found it", async || {
-        server.ops("/metrics").await.1.contains("backup_last_success_timestamp_seconds 1")
+        server.ops("/metrics").await.1.contains("backup_last_success_timestamp_seconds{} 1")
     })
     .await;
     assert_eq!(backups(&site), before);

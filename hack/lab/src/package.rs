@@ -95,8 +95,8 @@ async fn control(root: &Path, version: &str) -> Result<()> {
         ("Maintainer", "Nestor authors <maintainers@nestor.invalid>"),
         ("Section", "admin"),
         ("Priority", "optional"),
-        ("Installed-Size", &size),
-        ("Depends", &depends),
+        ("Installed-Size", size.as_str()),
+        ("Depends", depends.as_str()),
         ("Suggests", "libvirt-daemon-system, xfsprogs"),
         ("Description", DESCRIPTION),
     ];

@@ -39,14 +39,23 @@ struct Pool<'a> {
 }
 
 impl Pool<'_> {
-    fn differences(&self) -> Vec<String> {
+    /// A change after the backup.
+    fn later(&self, volume: Option<&VolumeId>, text: String) -> Difference {
+        Difference { pool: self.pool.name.clone(), volume: volume.cloned(), is_later: true, text }
+    }
+
+    /// A difference that may be older than the backup.
+    fn other(&self, text: String) -> Difference {
+        Difference { pool: self.pool.name.clone(), volume: None, is_later: false, text }
+    }
+
+    fn differences(&self) -> Vec<Difference> {
         let (name, dir) = (&self.pool.name, self.scan.dir.display());
         if self.scan.uuid != self.pool.uuid {
-            return vec![format!(
-                "{dir} is another pool than {name} in the backup; mount the right filesystem"
-            )];
+            let text = format!("{dir} is another pool than {name} in the backup; mount the right filesystem");
+            return vec![self.later(None, text)];
         }
-        let mut found: Vec<String> = self.scan.files.iter().filter_map(|file| self.file(file)).collect();
+        let mut found: Vec<Difference> = self.scan.files.iter().filter_map(|file| self.file(file)).collect();
         found.extend(self.missing());
         if self.is_later() && !found.iter().any(|one| one.is_later) {
             let text = format!("pool {name} was changed after the backup: its record is of a later catalog");

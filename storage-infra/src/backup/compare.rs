@@ -149,3 +149,101 @@ impl Pool<'_> {
         volumes.chain(snapshots.filter_map(|row| gone("snapshot", row.id.as_str(), "snap"))).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::catalog::integrity::Registered;
+    use crate::recover::Plan;
+
+    fn file(name: &str, record: Option<serde_json::Value>) -> FoundFile {
+        let record = record.map(|record| serde_json::from_value(record).unwrap());
+        FoundFile { name: name.into(), bytes: 8192, allocated: 4096, record: Ok(record) }
+    }
+
+    fn volume(id: &str, disk: u128, revision: u64) -> FoundFile {
+        let disk = Uuid::from_u128(disk);
+        let record = json!({
+            "kind": "volume", "id": id, "diskUuid": disk, "capacity": 8192, "spec": {"capacityBytes": 1},
+            "family": disk, "createdAt": "then", "revision": revision,
+        });
+        file(&format!("{id}.raw"), Some(record))
+    }
+
+    fn scan(files: Vec<FoundFile>, revision: u64) -> PoolScan {
+        let pool = json!({"kind": "pool", "name": "p", "engine": "file", "revision": revision});
+        PoolScan {
+            dir: "/p".into(),
+            real: "/p".into(),
+            uuid: Uuid::from_u128(1),
+            pool: Some(serde_json::from_value(pool).unwrap()),
+            served_by: None,
+            files,
+        }
+    }
+
+    /// A backup at revision 10 of a catalog with these files, whose rows are of revision 5.
+    fn content(of: &PoolScan) -> Content {
+        let plan = Plan::new(std::slice::from_ref(of), &[], Vec::new(), "now");
+        Content {
+            revision: 10,
+            pools: plan.pools,
+            volumes: plan.volumes.into_iter().map(|row| (row, 5)).collect(),
+            snapshots: plan.snapshots,
+            attachments: plan.attachments,
+            registered: Registered::default(),
+        }
+    }
+
+    fn texts(content: &Content, scan: PoolScan) -> Vec<(bool, String)> {
+        differences(content, &[scan]).into_iter().map(|one| (one.is_later, one.text)).collect()
+    }
+
+    #[test]
+    fn changes_after_the_backup_are_told_from_older_ones() {
+        let snapshot = json!({
+            "kind": "snapshot", "id": "s", "volume": "same", "capacity": 8192, "family": Uuid::from_u128(1),
+            "createdAt": "then",
+        });
+        let ids = ["same", "changed", "again", "gone", "unread"];
+        let before = ids.iter().zip(1..).map(|(id, disk)| volume(id, disk, 5)).collect();
+        let before = scan(before, 10);
+        let content = content(&before);
+        assert_eq!(texts(&content, before), []);
+
+        let files = vec![
+            volume("same", 1, 5),
+            volume("changed", 2, 11),
+            volume("again", 30, 12),
+            file("unread.raw", None),
+            volume("new", 40, 13),
+            // Unknown to the catalog already at the time of the backup.
+            volume("older", 50, 9),
+            file("photo.jpg", None),
+            file("s.snap", Some(snapshot)),
+        ];
+        let found = texts(&content, scan(files, 13));
+        let expected = [
+            (true, "volume changed was changed after the backup"),
+            (true, "volume again was deleted and created again after the backup: /p/again.raw"),
+            (false, "/p/unread.raw was not compared: it has no record"),
+            (true, "volume new is not in the backup; its disk of 8192 bytes is /p/new.raw"),
+            (false, "snapshot s of volume same is not in the backup; its file is /p/s.snap"),
+            (false, "volume gone is in the backup, and /p/gone.raw is gone: it was deleted, or lost"),
+        ];
+        assert_eq!(found, expected.map(|(is_later, text)| (is_later, text.to_owned())));
+    }
+
+    #[test]
+    fn a_later_pool_record_and_another_pool_are_found() {
+        let content = content(&scan(Vec::new(), 10));
+        let [(true, later)] = &texts(&content, scan(Vec::new(), 11))[..] else { panic!("not one change") };
+        assert!(later.contains("pool p was changed after the backup"), "{later}");
+        let other = PoolScan { uuid: Uuid::from_u128(2), ..scan(Vec::new(), 10) };
+        let [(true, other)] = &texts(&content, other)[..] else { panic!("not one change") };
+        assert!(other.contains("/p is another pool than p"), "{other}");
+    }
+}

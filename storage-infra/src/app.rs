@@ -16,10 +16,12 @@ use rustls::RootCertStore;
 use rustls::server::WebPkiClientVerifier;
 use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer};
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use crate::api::{self, NamingAcceptor};
+use crate::backup::{self, Schedule};
 use crate::catalog::Catalog;
 use crate::engine::file::private_dir;
 use crate::hypervisor::Hypervisor;
@@ -28,6 +30,7 @@ use crate::hypervisor::loop_device::LoopDevices;
 use crate::hypervisor::simulated::Simulated;
 use crate::metrics::Metrics;
 use crate::service::Service;
+use crate::systemd;
 
 /// Time that running operations and connections have to finish after a shutdown signal.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(10);
@@ -73,6 +76,8 @@ pub struct Options {
     pub client_ca: PathBuf,
     /// The hypervisors.
     pub hypervisors: Vec<HypervisorFlag>,
+    /// When to back up the catalog.
+    pub backups: Option<Schedule>,
     /// Listen address of health and metrics.
     pub http_listen: Option<SocketAddr>,
 }
@@ -83,6 +88,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     private_dir(&options.data_dir)
         .with_context(|| format!("cannot create the data directory {}", options.data_dir.display()))?;
     let catalog = Catalog::open(&options.data_dir, CATALOG_LOCK_TIMEOUT)?;
+    let watched = catalog.clone();
     let service = Service::new(catalog, hypervisors(&options.hypervisors)?, Metrics::default());
     service.recover().await.map_err(|failure| anyhow::anyhow!("cannot start: {failure}"))?;
 
@@ -102,7 +108,9 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
             .with_graceful_shutdown(stop.clone().cancelled_owned());
         tasks.spawn(async move { server.await.context("health and metrics") });
     }
-    tracing::info!(address = %listener.local_addr()?, "serving the API");
+    let address = listener.local_addr()?;
+    tracing::info!(%address, "serving the API");
+    let status = format!("serving the API on {address}");
     let handle = axum_server::Handle::new();
     let router = api::router(service.clone(), stop.clone());
     // The head and the body of a response are sent separately. Without TCP_NODELAY the body waits for the client's
@@ -115,8 +123,15 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
     loops.push(supervise::background(
         "certificate reload",
         stop.clone(),
-        reload(options.clone(), tls, stop.clone()),
+        reload(options.clone(), tls, status.clone(), stop.clone()),
     ));
+    loops.push(supervise::background("watchdog", stop.clone(), systemd::watchdog(watched, stop.clone())));
+    loops.extend(options.backups.map(|schedule| {
+        let metrics = service.metrics().backups().clone();
+        let work = backup::run(options.data_dir, schedule, metrics, stop.clone());
+        supervise::background("backups of the catalog", stop.clone(), work)
+    }));
+    systemd::ready(&status);
 
     let ended = tokio::select! {
         result = process::stop_signal() => result.map(drop).map_err(anyhow::Error::from),
@@ -124,6 +139,7 @@ pub async fn serve(options: Options) -> anyhow::Result<()> {
         failure = supervise::failure() => Err(anyhow::anyhow!(failure)),
     };
     tracing::info!("stopping");
+    systemd::stopping();
     stop.cancel();
     service.cancel_copies();
     handle.graceful_shutdown(Some(SHUTDOWN_GRACE));
@@ -194,34 +210,50 @@ fn tls_config(options: &Options) -> anyhow::Result<rustls::ServerConfig> {
     Ok(config)
 }
 
-/// Reloads renewed certificates for new connections.
-async fn reload(options: Options, tls: RustlsConfig, stop: CancellationToken) {
+/// Reloads renewed certificates for new connections: periodically, and on SIGHUP.
+async fn reload(options: Options, tls: RustlsConfig, status: String, stop: CancellationToken) {
     let read =
         || [&options.tls_cert, &options.tls_key, &options.client_ca].map(|path| std::fs::read(path).ok());
     let mut current = read();
     let mut tick = tokio::time::interval(RELOAD_INTERVAL);
+    let mut requests = match signal(SignalKind::hangup()) {
+        Ok(requests) => requests,
+        Err(error) => return supervise::fail(format!("cannot handle SIGHUP: {error}")),
+    };
     loop {
-        tokio::select! {
+        let is_requested = tokio::select! {
             () = stop.cancelled() => return,
-            _ = tick.tick() => {}
+            _ = tick.tick() => false,
+            _ = requests.recv() => true,
+        };
+        if is_requested {
+            systemd::reloading();
         }
         let now = read();
-        if now == current {
-            continue;
+        if now != current && load(&options, &tls) {
+            current = now;
         }
-        match tls_config(&options) {
-            Ok(config) => {
-                tls.reload_from_config(Arc::new(config));
-                tracing::info!("reloaded the TLS certificates");
-                current = now;
-            }
-            // Files may be replaced one by one: keep the current certificates until all files match.
-            Err(error) => {
-                tracing::warn!(
-                    error = format!("{error:#}"),
-                    "cannot load the new TLS certificates yet; the current ones stay in use"
-                );
-            }
+        if is_requested {
+            systemd::ready(&status);
+        }
+    }
+}
+
+/// Loads the certificates for new connections; returns whether that succeeded.
+fn load(options: &Options, tls: &RustlsConfig) -> bool {
+    match tls_config(options) {
+        Ok(config) => {
+            tls.reload_from_config(Arc::new(config));
+            tracing::info!("reloaded the TLS certificates");
+            true
+        }
+        // Files may be replaced one by one: keep the current certificates until all files match.
+        Err(error) => {
+            tracing::warn!(
+                error = format!("{error:#}"),
+                "cannot load the new TLS certificates yet; the current ones stay in use"
+            );
+            false
         }
     }
 }

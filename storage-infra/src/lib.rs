@@ -8,12 +8,15 @@
 //! | [`placement`] | pool selection for new volumes (pure) |
 //! | [`engine`] | storage of bytes in a pool |
 //! | [`hypervisor`] | attaching disks to VMs |
+//! | [`backup`] | backups of the catalog, and their restoration |
 //! | [`recover`] | rebuilding a lost catalog from the pools |
+//! | `systemd` | messages to systemd: ready, stopping, watchdog |
 //! | [`cli`] | command line: `serve`, `pki` and the client commands |
 
 pub mod api;
 pub mod app;
 pub mod audit;
+pub mod backup;
 pub mod catalog;
 pub mod cli;
 pub mod engine;
@@ -23,3 +26,4 @@ pub mod metrics;
 pub mod placement;
 pub mod recover;
 pub mod service;
+mod systemd;

@@ -1,5 +1,7 @@
 //! Prometheus metrics in the OpenMetrics text format.
 
+mod backups;
+
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -11,6 +13,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
+
+pub use backups::BackupMetrics;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RequestLabels {
@@ -46,6 +50,7 @@ pub struct Metrics(Arc<Inner>);
 
 struct Inner {
     registry: Registry,
+    backups: BackupMetrics,
     requests: Family<RequestLabels, Counter>,
     latency: Family<RouteLabels, Histogram>,
     repairs: Counter,
@@ -118,9 +123,12 @@ impl Default for Metrics {
             None,
         );
         let abnormal = pool("volumes_abnormal", "Volumes of the pool whose data is unavailable", None);
+        let backups = BackupMetrics::default();
+        backups.register(&mut registry);
         let known = Mutex::default();
         Self(Arc::new(Inner {
             registry,
+            backups,
             requests,
             latency,
             repairs,
@@ -148,6 +156,11 @@ impl Metrics {
         let labels = RouteLabels { method: method.clone(), route: route.clone() };
         self.0.latency.get_or_create(&labels).observe(took.as_secs_f64());
         self.0.requests.get_or_create(&RequestLabels { method, route, code }).inc();
+    }
+
+    /// Metrics of the scheduled backups.
+    pub fn backups(&self) -> &BackupMetrics {
+        &self.0.backups
     }
 
     /// Counts an attachment whose disk was attached again.

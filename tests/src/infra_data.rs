@@ -19,13 +19,30 @@ pub fn data_dir(s: &Scenario) -> PathBuf {
 
 /// Runs `storage-infra recover` on the lab's data directory; returns its output.
 pub async fn recover(s: &Scenario, arguments: &[&str]) -> Result<String> {
-    let mut command = tokio::process::Command::new(binary(&s.lab, PART));
     let hypervisor = format!("loop=loop:{}", s.lab.dir().join("infra/loop").display());
-    command.args(["recover", "--hypervisor", &hypervisor, "--data-dir"]).arg(data_dir(s)).args(arguments);
-    let Output { status, stdout, stderr } = command.output().await.context("cannot run recover")?;
+    run_on_data(s, "recover", &[&["--hypervisor", &hypervisor], arguments].concat()).await
+}
+
+/// Runs a command of storage-infra on the lab's data directory; returns its output.
+pub async fn run_on_data(s: &Scenario, name: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = tokio::process::Command::new(binary(&s.lab, PART));
+    command.args([name, "--data-dir"]).arg(data_dir(s)).args(arguments);
+    let Output { status, stdout, stderr } =
+        command.output().await.with_context(|| format!("cannot run {name}"))?;
     let text = String::from_utf8([stdout, stderr].concat())?;
-    ensure!(status.success(), "recover {arguments:?}: {text}");
+    ensure!(status.success(), "{name} {arguments:?}: {text}");
     Ok(text)
+}
+
+/// Removes the catalog, while no server uses it.
+pub fn lose_catalog(s: &Scenario) -> Result<()> {
+    let catalog = data_dir(s).join("catalog.sqlite");
+    std::fs::remove_file(&catalog)?;
+    for beside in ["-wal", "-shm"] {
+        // A server that ended regularly leaves none.
+        let _ = std::fs::remove_file(format!("{}{beside}", catalog.display()));
+    }
+    Ok(())
 }
 
 /// A copy of the lab's data directory, made while no server uses it.

@@ -7,6 +7,7 @@
 mod access_modes;
 mod alerts;
 mod attach;
+mod backup;
 mod bad_input;
 mod charts;
 mod clone;
@@ -33,6 +34,7 @@ mod metrics;
 mod modify;
 mod node;
 mod node_loss;
+mod package;
 mod partition;
 mod plugin;
 mod pool_lock;

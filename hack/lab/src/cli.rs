@@ -15,7 +15,7 @@ use crate::session::{After, interrupted, with_any_lab, with_lab};
 use crate::status::status;
 use crate::ui::{Ui, say};
 use crate::up::{UpOptions, up};
-use crate::{images, verbs, verify};
+use crate::{images, package, verbs, verify};
 
 /// Runs a management cluster, guest clusters, virtual machines, storage-infra and Nestor on this host, from source.
 #[derive(Debug, Parser)]
@@ -94,6 +94,8 @@ enum Verb {
     },
     /// Build the container images as OCI archives from Debian packages and Nestor's programs. Needs no container engine.
     Images(images::Options),
+    /// Build the Debian package of storage-infra, with its systemd unit and its configuration.
+    Package(package::Options),
     /// Write the CustomResourceDefinitions in crds/yaml from the Rust types.
     Generate,
     /// Run a bench. Uses this lab if it is up, otherwise a lab of its own.
@@ -125,6 +127,7 @@ pub async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Sanity { tier } => run_sanity(&ui, &run, tier).await,
         Verb::Soak { minutes, seed } => run_soak(&ui, &run, minutes, seed).await,
         Verb::Images(options) => images::images(&ui, &options).await.map(|()| ExitCode::SUCCESS),
+        Verb::Package(options) => package::package(&ui, &options).await.map(|()| ExitCode::SUCCESS),
         Verb::Generate => verbs::generate().map(|()| ExitCode::SUCCESS),
         Verb::Bench { bench, args } => run_bench(&ui, &run, &bench, &args).await,
     }

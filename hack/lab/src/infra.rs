@@ -84,6 +84,7 @@ pub async fn start(run: &Run, binaries: &Path, pools: BTreeMap<String, PathBuf>)
                 ("hypervisor", format!("{LIBVIRT}=libvirt:{}", infra.libvirt_uri)),
                 ("hypervisor", format!("{LOOP}=loop:{}", infra.loop_root.display())),
                 ("hypervisor", format!("{SIMULATED}=simulated:{}", infra.simulated_root.display())),
+                ("backup-dir", dir.join("backups").display().to_string()),
                 ("http-listen", format!("127.0.0.1:{}", free[1])),
             ],
         )

@@ -29,6 +29,7 @@ mod kubeconfig;
 mod lab;
 mod loop_nodes;
 mod oci;
+pub mod package;
 mod pki;
 mod ports;
 pub mod process;

@@ -52,8 +52,8 @@ pub(super) fn damaged(data_dir: &Path, why: impl std::fmt::Display) -> CatalogEr
     let (file, dir) = (data_dir.join(CATALOG_FILE), data_dir.display());
     CatalogError::Damaged(format!(
         "the catalog {} {why}; the server does not start, because it would report existing volumes as deleted. Keep the \
-         file; then restore a backup of it, or rebuild it from the pools: `storage-infra recover --data-dir {dir}` shows \
-         what that would restore, and changes nothing",
+         file; then rebuild it from the pools: `storage-infra recover --data-dir {dir}` shows what that would restore, and \
+         changes nothing; or restore a backup: `storage-infra restore --data-dir {dir} --from FILE`",
         file.display()
     ))
 }
@@ -134,6 +134,16 @@ pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result
     if version == 0 && !read_registered(data_dir)?.pools.is_empty() {
         return Err(damaged(data_dir, "has no tables, but pools are registered"));
     }
+    let found = faults(connection)?;
+    if found.is_empty() {
+        Ok(())
+    } else {
+        Err(damaged(data_dir, format_args!("is damaged: {}", found.join("; "))))
+    }
+}
+
+/// The first faults that SQLite's integrity checks find.
+pub(super) fn faults(connection: &Connection) -> Result<Vec<String>> {
     let mut found: Vec<String> = Vec::new();
     let mut check = connection.prepare("PRAGMA integrity_check(5)")?;
     for line in check.query_map([], |row| row.get::<_, String>(0))? {
@@ -143,11 +153,7 @@ pub(super) fn refuse_damaged(data_dir: &Path, connection: &Connection) -> Result
     for table in check.query_map([], |row| row.get::<_, String>(0))?.take(5) {
         found.push(format!("a row of {} violates a foreign key", table?));
     }
-    if found.is_empty() {
-        Ok(())
-    } else {
-        Err(damaged(data_dir, format_args!("is damaged: {}", found.join("; "))))
-    }
+    Ok(found)
 }
 
 /// Decodes every row once, so that a corrupt row fails the start instead of a later operation.

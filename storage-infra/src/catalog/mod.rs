@@ -5,6 +5,7 @@
 //! [`Catalog::run_unsynced`]. An intent is committed here before its effect happens anywhere else.
 
 mod attachments;
+pub mod backup;
 mod group_commit;
 pub mod integrity;
 mod nodes;
@@ -16,7 +17,7 @@ mod snapshots;
 mod volumes;
 
 use std::fs::{File, TryLockError};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -29,6 +30,11 @@ pub use snapshots::SnapshotRow;
 pub use volumes::{Reservation, VolumeRow};
 
 use group_commit::Threads;
+
+/// Time to wait for another connection's lock.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Suffixes of the files of an SQLite database.
+pub const DATABASE_SUFFIXES: [&str; 3] = ["", "-wal", "-shm"];
 
 /// Errors of the catalog.
 #[derive(Debug, thiserror::Error)]
@@ -224,11 +230,18 @@ pub fn lock(data_dir: &Path, timeout: Duration) -> Result<File> {
 
 fn connect(path: &Path) -> Result<Connection> {
     let connection = Connection::open(path)?;
-    connection.busy_timeout(Duration::from_secs(5))?;
+    connection.busy_timeout(BUSY_TIMEOUT)?;
     connection.pragma_update(None, "journal_mode", "wal")?;
     connection.pragma_update(None, "synchronous", "full")?;
     connection.pragma_update(None, "foreign_keys", true)?;
     Ok(connection)
+}
+
+/// Path of a file beside a database, such as its WAL.
+pub fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
 }
 
 /// Parses a text column.

@@ -277,8 +277,8 @@ BEGIN
 END;
 ";
 
-/// Applies outstanding migrations, one transaction per version.
-pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
+/// The schema version of a catalog. Fails if it is newer than this program.
+pub(super) fn supported_version(connection: &Connection) -> Result<usize, CatalogError> {
     let found: usize = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
     if found > MIGRATIONS.len() {
         return Err(CatalogError::Unusable(format!(
@@ -286,6 +286,12 @@ pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
             MIGRATIONS.len()
         )));
     }
+    Ok(found)
+}
+
+/// Applies outstanding migrations, one transaction per version.
+pub(super) fn migrate(connection: &mut Connection) -> Result<(), CatalogError> {
+    let found = supported_version(connection)?;
     for (index, sql) in MIGRATIONS.iter().enumerate().skip(found) {
         let tx = connection.transaction()?;
         tx.execute_batch(sql)?;

@@ -1,5 +1,6 @@
-//! Command line: the server, `recover`, `pki` and the client commands.
+//! Command line: the server, `backup`, `restore`, `recover`, `pki` and the client commands.
 
+mod backup;
 mod client;
 mod output;
 mod pki;
@@ -11,10 +12,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use process_kit::duration;
 use process_kit::flags::{self, HttpArgs};
 use process_kit::telemetry::{self, LogArgs};
 
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
+use crate::backup::Schedule;
 
 pub use client::ClientArgs;
 
@@ -46,6 +49,10 @@ impl Cli {
 enum Command {
     /// Run the server.
     Serve(ServeArgs),
+    /// Back up the catalog, also while a server runs with it. Prints what was written.
+    Backup(backup::BackupArgs),
+    /// Restore the catalog from a backup. Prints what changed in the pools since, and what to do next.
+    Restore(backup::RestoreArgs),
     /// Rebuild a lost or damaged catalog from the contents of the pools. By default only prints what it would do.
     Recover(recover::RecoverArgs),
     /// Create a CA certificate, a server certificate and a client certificate.
@@ -77,7 +84,34 @@ struct ServeArgs {
     #[arg(long = "hypervisor", value_name = "NAME=KIND:WHERE", value_parser = hypervisor)]
     hypervisors: Vec<HypervisorFlag>,
     #[command(flatten)]
+    backups: BackupFlags,
+    #[command(flatten)]
     http: HttpArgs,
+}
+
+#[derive(Debug, Args)]
+struct BackupFlags {
+    /// Directory for backups of the catalog, on another disk than the catalog. [default: no backups]
+    #[arg(long, value_name = "DIR")]
+    backup_dir: Option<PathBuf>,
+    /// Time between two backups, such as 15m or 1d.
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = interval)]
+    backup_interval: Duration,
+    /// Number of backups to keep. Older ones are removed once a new one is verified.
+    #[arg(long, value_name = "NUMBER", default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..))]
+    backup_keep: u32,
+}
+
+impl BackupFlags {
+    fn schedule(self) -> Option<Schedule> {
+        let keep = usize::try_from(self.backup_keep).unwrap_or(usize::MAX);
+        self.backup_dir.map(|dir| Schedule { dir, interval: self.backup_interval, keep })
+    }
+}
+
+fn interval(text: &str) -> Result<Duration, String> {
+    let interval = duration::parse(text)?;
+    if interval < Duration::from_secs(1) { Err("must be at least 1s".into()) } else { Ok(interval) }
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
@@ -119,10 +153,13 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 tls_key: args.tls_key,
                 client_ca: args.client_ca,
                 hypervisors: args.hypervisors,
+                backups: args.backups.schedule(),
                 http_listen: args.http.http_listen,
             })
             .await
         }
+        Command::Backup(args) => backup::back_up(&args),
+        Command::Restore(args) => backup::restore(&args),
         Command::Recover(args) => recover::run(args).await,
         Command::Pki(args) => pki::write(&args),
         Command::Client(command) => client::run(command).await,

@@ -209,10 +209,15 @@ pub(super) fn put(text: &str) -> anyhow::Result<()> {
     }
 }
 
+/// Prints JSON for scripts.
+pub(super) fn json<T: Serialize + ?Sized>(value: &T) -> anyhow::Result<()> {
+    put(&format!("{}\n", serde_json::to_string_pretty(value)?))
+}
+
 /// Prints a list.
 pub(super) fn many<T: Row>(format: Format, items: &[T]) -> anyhow::Result<()> {
     match format {
-        Format::Json => put(&format!("{}\n", serde_json::to_string_pretty(items)?)),
+        Format::Json => json(items),
         Format::Table => put(&table::format(T::HEADER, items.iter().map(Row::cells))),
     }
 }
@@ -220,7 +225,7 @@ pub(super) fn many<T: Row>(format: Format, items: &[T]) -> anyhow::Result<()> {
 /// Prints one object.
 pub(super) fn one<T: Row>(format: Format, item: &T) -> anyhow::Result<()> {
     match format {
-        Format::Json => put(&format!("{}\n", serde_json::to_string_pretty(item)?)),
+        Format::Json => json(item),
         Format::Table => put(&table::format(T::HEADER, [item.cells()])),
     }
 }

@@ -4,10 +4,11 @@
 //! Recovery only reads the pools. It renames the previous catalog and keeps it.
 
 mod plan;
+pub mod replace;
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,12 +18,11 @@ use crate::catalog::{self, Catalog, Result as CatalogResult, Tx, integrity};
 use crate::engine::file::scan_pool;
 use crate::hypervisor::Hypervisor;
 
+pub(crate) use plan::identified;
 pub use plan::{FoundDisk, Plan};
 
 /// Timeout of a hypervisor's list of attached disks.
 const HYPERVISOR_TIMEOUT: Duration = Duration::from_secs(60);
-/// Suffixes of the files of an SQLite database.
-const DATABASE_SUFFIXES: [&str; 3] = ["", "-wal", "-shm"];
 
 /// Inputs of a recovery.
 pub struct Options {
@@ -101,60 +101,21 @@ impl Recovery {
     /// Writes the catalog. Returns the new name of the previous catalog.
     pub fn write(self) -> anyhow::Result<Option<PathBuf>> {
         let fresh = self.data_dir.join("catalog.recovered");
-        for suffix in DATABASE_SUFFIXES {
-            // Left behind by an interrupted recovery.
-            remove(&with(&fresh, suffix))?;
-        }
+        // Left behind by an interrupted recovery.
+        replace::remove_database(&fresh)?;
         let known =
             Catalog::build(&fresh, |tx| fill(tx, &self.plan)).context("cannot write the new catalog")?;
         File::open(&fresh)?.sync_all().context("cannot sync the new catalog")?;
         // Before the previous catalog is renamed: if recovery is interrupted in between, a server must not start with
         // an empty catalog.
         integrity::write_registered(&self.data_dir, &known)?;
-        let current = self.data_dir.join(integrity::CATALOG_FILE);
-        let backup = self.back_up(&current)?;
-        fs::rename(&fresh, &current).context("cannot rename the new catalog into place")?;
-        File::open(&self.data_dir)?.sync_all().context("cannot sync the data directory")?;
-        Ok(backup)
-    }
-
-    /// Renames the previous catalog. The database file goes first, before its WAL: without it no server starts.
-    fn back_up(&self, current: &Path) -> anyhow::Result<Option<PathBuf>> {
-        let moment = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ").to_string();
-        let name = |number: usize| self.data_dir.join(format!("catalog.{moment}-{number}.old"));
-        let free = |path: &PathBuf| DATABASE_SUFFIXES.iter().all(|suffix| !with(path, suffix).exists());
-        let backup = (0..).map(name).find(free).context("found no free name for the previous catalog")?;
-        let mut moved = false;
-        for suffix in DATABASE_SUFFIXES {
-            let from = with(current, suffix);
-            if from.exists() {
-                let to = with(&backup, suffix);
-                fs::rename(&from, &to).with_context(|| format!("cannot rename {}", from.display()))?;
-                moved = true;
-            }
-        }
-        Ok(moved.then_some(backup))
+        replace::catalog(&self.data_dir, &fresh)
     }
 }
 
 /// The path without symbolic links: a hypervisor may report the path as the pool was registered.
 fn canonical(path: PathBuf) -> PathBuf {
     fs::canonicalize(&path).unwrap_or(path)
-}
-
-fn with(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    name.into()
-}
-
-fn remove(path: &Path) -> anyhow::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("cannot remove {}", path.display()))
-        }
-        _ => Ok(()),
-    }
 }
 
 fn fill(tx: &Tx<'_>, plan: &Plan) -> CatalogResult<()> {

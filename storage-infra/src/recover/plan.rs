@@ -242,7 +242,7 @@ impl Plan {
 }
 
 /// The record of a file, if the file certainly is the object in its record.
-fn identified(file: &FoundFile) -> Result<&Record, String> {
+pub(crate) fn identified(file: &FoundFile) -> Result<&Record, String> {
     let record = match &file.record {
         Ok(Some(record)) => record,
         Ok(None) => return Err("it has no record".into()),

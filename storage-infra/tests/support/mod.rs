@@ -1,7 +1,8 @@
 //! A real server process with its own directory, cleaned up on drop.
-#![allow(dead_code, reason = "each test binary uses its own part")]
+#![allow(dead_code, unused_imports, reason = "each test binary uses its own part")]
 #![allow(clippy::unwrap_used, unreachable_pub, reason = "helpers of tests are tests")]
 
+mod catalog_file;
 pub mod libvirtd;
 mod objects;
 
@@ -19,6 +20,7 @@ use infra_api::{
 };
 use uuid::Uuid;
 
+pub use catalog_file::*;
 pub use objects::*;
 
 pub const BINARY: &str = env!("CARGO_BIN_EXE_storage-infra");
@@ -31,6 +33,10 @@ pub struct Site {
     mounts: Vec<PathBuf>,
     /// URI of the libvirtd that runs the domains; without it, the loop hypervisor is used.
     pub libvirt: Option<String>,
+    /// Flags of the server in addition to those that it needs.
+    pub flags: Vec<String>,
+    /// Environment variables of the server.
+    pub env: Vec<(&'static str, String)>,
     dir: tempfile::TempDir,
 }
 
@@ -71,7 +77,7 @@ pub fn text(path: &Path) -> &str {
 impl Site {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let site = Self { mounts: Vec::new(), libvirt: None, dir };
+        let site = Self { mounts: Vec::new(), libvirt: None, flags: Vec::new(), env: Vec::new(), dir };
         let pki = site.path("pki");
         let output = run(&["pki", "--dir", text(&pki), "--host", "127.0.0.1"]);
         assert!(output.status.success(), "{output:?}");
@@ -185,6 +191,8 @@ impl Site {
                 text(&self.path("pki/server.key")),
             ])
             .args(["--client-ca", text(&self.path("pki/ca.crt"))])
+            .args(&self.flags)
+            .envs(self.env.iter().cloned())
             .env("NESTOR_FAIL_POINTS", self.path("points"))
             .stderr(Stdio::piped());
         serve
@@ -413,29 +421,6 @@ impl Drop for Server {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// The catalog of a site.
-pub const CATALOG: &str = "data/catalog.sqlite";
-
-/// Removes SQLite's files beside the catalog.
-pub fn remove_wal(site: &Site) {
-    for beside in ["-wal", "-shm"] {
-        let _ = fs::remove_file(site.path(&format!("{CATALOG}{beside}")));
-    }
-}
-
-/// The catalog as one file, while no server runs: a killed server leaves a WAL beside it.
-pub fn backup(site: &Site) -> Vec<u8> {
-    site.catalog().query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).unwrap();
-    remove_wal(site);
-    fs::read(site.path(CATALOG)).unwrap()
-}
-
-/// Restores an earlier catalog, while no server runs.
-pub fn restore(site: &Site, catalog: &[u8]) {
-    remove_wal(site);
-    fs::write(site.path(CATALOG), catalog).unwrap();
 }
 
 /// Reads a file's on-disk record.

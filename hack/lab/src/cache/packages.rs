@@ -8,7 +8,7 @@ use crate::process::{command, run};
 use crate::ui::Ui;
 
 /// Package names, and what each is needed for.
-const PACKAGES: [(&str, &str); 17] = [
+const PACKAGES: [(&str, &str); 18] = [
     ("libvirt-daemon", "runs the virtual machines"),
     ("libvirt-daemon-driver-qemu", "runs the virtual machines"),
     ("libvirt-clients", "virsh, which storage-infra uses to set disk limits"),
@@ -26,6 +26,7 @@ const PACKAGES: [(&str, &str); 17] = [
     ("util-linux", "losetup, fsfreeze, unshare, setsid"),
     ("kmod", "module dependencies"),
     ("runc", "test of the container images"),
+    ("systemd", "test of storage-infra's unit"),
 ];
 
 /// Ensures that all packages are installed: runs apt-get as root, otherwise fails with the command to run.

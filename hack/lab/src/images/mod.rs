@@ -2,7 +2,7 @@
 //! `ctr images import` and `skopeo copy oci-archive:` accept. The same inputs give the same digests.
 
 mod base;
-mod files;
+pub(crate) mod files;
 mod sbom;
 mod sidecars;
 

@@ -19,7 +19,7 @@ use sha2::{Digest, Sha256};
 pub use definitions::{monitoring_definitions, snapshot_definitions};
 pub(crate) use image::debian_suite;
 pub use image::{BaseImage, base_image};
-pub use tools::{helm, prometheus, tools};
+pub use tools::{helm, otelcol, prometheus, tools};
 
 use crate::run::lock;
 

@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use process_kit::flags::{self, HttpArgs};
-use process_kit::telemetry::{self, LogArgs};
+use process_kit::telemetry::{self, LogArgs, SpanExport};
+use trace_export::TraceArgs;
 
 use crate::app::{self, HypervisorFlag, HypervisorTarget};
 
@@ -78,6 +79,8 @@ struct ServeArgs {
     hypervisors: Vec<HypervisorFlag>,
     #[command(flatten)]
     http: HttpArgs,
+    #[command(flatten, next_help_heading = "Traces")]
+    traces: TraceArgs,
 }
 
 fn hypervisor(text: &str) -> Result<HypervisorFlag, String> {
@@ -109,10 +112,15 @@ fn simulated(text: &str) -> Option<HypervisorTarget> {
 
 /// Runs the command.
 pub async fn run(cli: Cli) -> anyhow::Result<()> {
-    telemetry::init(&cli.logs).map_err(anyhow::Error::msg)?;
+    let spans = match &cli.command {
+        Command::Serve(args) => args.traces.start("storage-infra").map_err(anyhow::Error::msg)?,
+        _ => None,
+    };
+    let (layer, flush) = spans.map(|SpanExport { layer, flush }| (layer, flush)).unzip();
+    telemetry::init(&cli.logs, layer).map_err(anyhow::Error::msg)?;
     match cli.command {
         Command::Serve(args) => {
-            app::serve(app::Options {
+            let served = app::serve(app::Options {
                 data_dir: args.data_dir,
                 listen: args.listen,
                 tls_cert: args.tls_cert,
@@ -121,7 +129,11 @@ pub async fn run(cli: Cli) -> anyhow::Result<()> {
                 hypervisors: args.hypervisors,
                 http_listen: args.http.http_listen,
             })
-            .await
+            .await;
+            if let Some(flush) = flush {
+                flush.await;
+            }
+            served
         }
         Command::Recover(args) => recover::run(args).await,
         Command::Pki(args) => pki::write(&args),

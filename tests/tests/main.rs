@@ -31,6 +31,7 @@ mod metrics;
 mod modify;
 mod node;
 mod node_loss;
+mod otel;
 mod partition;
 mod plugin;
 mod pool_lock;

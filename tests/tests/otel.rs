@@ -148,9 +148,10 @@ async fn without_a_collector_operations_work_and_the_programs_say_so_once() -> R
             let told = || anyhow::Ok(std::fs::read_to_string(&log)?.matches("cannot export spans").count());
             let before = told()?;
             for _ in 0..3 {
+                let lost = dropped(&s).await?;
                 s.driver.publish(&handle, &node.name).await?;
                 s.driver.unpublish(&handle, &node.name).await?;
-                dropped_increases(&s).await?;
+                more_are_dropped(&s, lost).await?;
             }
             // The create was told already, or the first attach.
             assert!(told()? <= before + 1);
@@ -209,8 +210,7 @@ async fn failed_call_is_marked(collector: &Collector) -> Result<()> {
 }
 
 /// Waits until gc-csi has dropped more spans.
-async fn dropped_increases(s: &Scenario) -> Result<()> {
-    let before = dropped(s).await?;
+async fn more_are_dropped(s: &Scenario, before: u64) -> Result<()> {
     eventually("spans are dropped", PATIENCE, || async {
         let now = dropped(s).await?;
         Ok(if now > before { Ok(()) } else { Err(format!("{now}")) })
